@@ -1,0 +1,44 @@
+"""Package definition: a small core, and one extra for each thing that a machine may be used for.
+
+`train` is the training stack, `retrieval` is all that a retrieval server needs (no torch, no Ray),
+`test` is what the checks need. `scripts/setup.sh` installs them with the versions in constraints.txt.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+TRAIN = [
+    "torch>=2.6",
+    "transformers>=5.0",
+    "tensordict>=0.8",
+    "ray[default]>=2.40",
+    "hydra-core>=1.3",
+    "pandas",
+    "pyarrow",
+    "safetensors",
+    "rich",
+    "wandb",
+    "tensorboard",
+    "matplotlib",
+]
+RETRIEVAL = ["fastapi", "uvicorn", "bm25s>=0.2.7", "PyStemmer"]
+
+setup(
+    name="search-r1-verl",
+    version="0.1.0",
+    description="Reinforcement learning of language models that reason and call a search engine",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["verl*", "search_r1*", "data_prep*"]),
+    package_data={"verl.trainer": ["config/*.yaml"], "data_prep": ["base_model/*"]},
+    install_requires=["numpy", "httpx"],
+    extras_require={
+        "train": TRAIN,
+        "retrieval": RETRIEVAL,
+        "test": [*TRAIN, *RETRIEVAL, "pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
+        "flash-attn": ["flash-attn"],
+    },
+)
