@@ -1,0 +1,56 @@
+# Gives the calling script a Python that has what it needs. Source it, then call
+#
+#     setup_environment EXTRAS [FOLDER]        e.g. setup_environment train,retrieval
+#
+# It sets PYTHON. If a virtual or conda environment is active, that one is used as it is: what is missing is
+# said with the pip command, nothing is installed into it. Otherwise FOLDER (default .venv) is made with pip
+# and the versions in constraints.txt. A stamp file says what has been installed, so that an interrupted
+# installation is taken up again and a finished one costs nothing.
+
+REPO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+setup_environment() {
+    local extras="$1" folder="${2:-$REPO_ROOT/.venv}"
+    if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
+        PYTHON="$(command -v python || command -v python3)"
+    else
+        PYTHON="$folder/bin/python"
+        install_environment "$extras" "$folder"
+    fi
+    check_environment "$extras"
+    export PYTHON PYTHONPATH="$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+install_environment() {
+    local extras="$1" folder="$2" stamp
+    stamp="$folder/installed-$(cat "$REPO_ROOT/setup.py" "$REPO_ROOT/constraints.txt" | cksum | cut -d' ' -f1)-$extras"
+    [ -f "$stamp" ] && return
+    local base
+    base="$(command -v python3.11 || command -v python3 || true)"
+    if ! "$base" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+        echo "error: Python 3.10 to 3.13 is needed to make $folder; found: ${base:-none}. Install one of them," \
+            "or activate an environment of your own and run this again." >&2
+        return 1
+    fi
+    echo "Making the environment $folder (once; a few minutes) ..." >&2
+    [ -x "$folder/bin/python" ] || "$base" -m venv "$folder"
+    if [[ ",$extras," == *,train,* || ",$extras," == *,test,* ]]; then
+        # torch first and alone: a later range must find it installed, not fetch another build.
+        "$folder/bin/python" -m pip install -q -c "$REPO_ROOT/constraints.txt" torch
+    fi
+    "$folder/bin/python" -m pip install -q -c "$REPO_ROOT/constraints.txt" -e "$REPO_ROOT[$extras]"
+    touch "$stamp"
+}
+
+check_environment() {
+    local extras="$1" modules=""
+    [[ ",$extras," == *,train,* || ",$extras," == *,test,* ]] && modules="torch transformers tensordict ray hydra pandas"
+    [[ ",$extras," == *,retrieval,* || ",$extras," == *,test,* ]] && modules="$modules fastapi uvicorn bm25s Stemmer"
+    [[ ",$extras," == *,test,* ]] && modules="$modules pytest hypothesis ruff mypy"
+    "$PYTHON" - $modules <<'PY' || { echo "Run: $PYTHON -m pip install -c constraints.txt -e \".[$extras]\"" >&2; return 1; }
+import importlib.util, sys
+missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
+if missing:
+    sys.exit(f"error: the environment of {sys.executable} lacks: {', '.join(missing)}")
+PY
+}

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Checks everything: makes the environment if none is active, then style, types, the fast tests, the slow tests.
+#   bash scripts/test.sh            all of it
+#   bash scripts/test.sh --fast     without the slow tests
+#   bash scripts/test.sh -k packing tests/utils      everything else goes to pytest as it is
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/setup.sh
+setup_environment test
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+
+fast_only=false
+if [ "${1:-}" = "--fast" ]; then fast_only=true; shift; fi
+if [ $# -gt 0 ]; then exec "$PYTHON" -m pytest "$@"; fi
+
+"$PYTHON" -m ruff check .
+"$PYTHON" -m ruff format --check .
+"$PYTHON" -m mypy
+"$PYTHON" -m pytest -q -m "not slow" --durations=5
+$fast_only || "$PYTHON" -m pytest -q -m slow --durations=10

@@ -1,0 +1,88 @@
+"""From dataset rows to the batch that is sampled from, and from trajectories to the order workers want them in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.protocol import DataProto
+
+TRAIN_STREAM, VALIDATION_STREAM = 0, 1
+
+
+def sampling_seeds(run_seed: int, stream: int, step: int, num_rows: int) -> torch.Tensor:
+    """One 64-bit seed for each row of a step; [num_rows] int64.
+
+    A function of its arguments alone, so a resumed run draws what the undisturbed one would have drawn, and the
+    number of processes has no influence.
+    """
+    words = np.random.SeedSequence([run_seed, stream, step]).generate_state(num_rows, np.uint64)
+    return torch.from_numpy(words.view(np.int64).copy())
+
+
+def prompt_batch(rows: list[dict[str, Any]], uid_prefix: str) -> DataProto:
+    """Rows of `RLHFDataset` -> DataProto of non-tensors, with a `uid` for each prompt of this step."""
+    arrays: dict[str, np.ndarray] = {}
+    for key in rows[0]:
+        arrays[key] = np.empty(len(rows), dtype=object)
+        arrays[key][:] = [row[key] for row in rows]
+    arrays["uid"] = np.array([f"{uid_prefix}-{i}" for i in range(len(rows))], dtype=object)
+    return DataProto(batch=None, non_tensor_batch=arrays, meta_info={})
+
+
+def with_samples(prompts: DataProto, generated: DataProto) -> DataProto:
+    """Join what was known of each row with what was generated for it (same rows, same order)."""
+    non_tensors = prompts.non_tensor_batch | {"trajectory": generated.non_tensor_batch["trajectory"]}
+    return DataProto(batch=generated.batch, non_tensor_batch=non_tensors, meta_info=dict(generated.meta_info))
+
+
+def usable_rows(batch: DataProto) -> np.ndarray:
+    """Rows that may be learnt from, as a boolean array: those with at least one sampled token.
+
+    A trajectory whose search failed has none (its response_mask is all zero).
+    """
+    return (batch.batch["response_mask"].sum(-1) > 0).numpy()
+
+
+def arrange_for_workers(batch: DataProto, world_size: int, mini_batch_size: int) -> tuple[DataProto, list[int]]:
+    """Order rows so that contiguous chunks, one a rank, are balanced and mini-batches stay the same sets.
+
+    Mini-batch k of the whole world is rows [k*m, (k+1)*m) before and after, whatever `world_size` is; within it,
+    each rank gets the same number of rows and about the same cost, taken as length + length^2 / 4096 (the linear
+    part of a transformer and its attention). Rows that are needed to fill up are copies with an empty
+    response_mask, which take part in nothing.
+
+    Returns:
+        the batch, and per rank its number of tokens (for the `global_seqlen/*` metrics).
+    """
+    lengths = batch.batch["attention_mask"].sum(-1)
+    if world_size == 1:
+        return batch, [int(lengths.sum())]
+    cost = (lengths + lengths.double().pow(2) / 4096).tolist()
+    order: list[list[int]] = [[] for _ in range(world_size)]
+    fill: list[list[bool]] = [[] for _ in range(world_size)]
+    for start in range(0, len(batch), mini_batch_size):
+        rows = list(range(start, min(start + mini_batch_size, len(batch))))
+        share = -(-len(rows) // world_size)
+        parts = _equal_parts(rows, cost, world_size, share)
+        for rank, part in enumerate(parts):
+            missing = share - len(part)
+            order[rank] += part + [rows[0]] * missing
+            fill[rank] += [False] * len(part) + [True] * missing
+    arranged = batch.select_idxs(torch.tensor([i for part in order for i in part]))
+    is_fill = torch.tensor([flag for part in fill for flag in part])
+    arranged.batch["response_mask"] = arranged.batch["response_mask"] * (~is_fill).long()[:, None]
+    return arranged, [int(lengths[part].sum()) for part in order]
+
+
+def _equal_parts(rows: list[int], cost: list[float], num_parts: int, share: int) -> list[list[int]]:
+    """Greedy: the dearest row goes to the cheapest part that still has room."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    totals = [0.0] * num_parts
+    for row in sorted(rows, key=lambda i: (-cost[i], i)):
+        rank = min((r for r in range(num_parts) if len(parts[r]) < share), key=lambda r: (totals[r], r))
+        parts[rank].append(row)
+        totals[rank] += cost[row]
+    return [sorted(part) for part in parts]

@@ -1,0 +1,306 @@
+"""The driver of a run: one process that holds the loop, and worker groups that hold the models.
+
+    prompts -> generate (with searches) -> score -> log-probs, values -> advantages
+            -> update critic, update actor -> checkpoint, validation
+
+`RayPPOTrainer.fit` reads in that order. The driver holds token ids and scores only; weights never pass
+through it. The same trainer runs with a Ray worker group (one actor a process, any number of machines) and
+with the in-process one (`trainer.backend=local`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from omegaconf import DictConfig
+
+from verl.protocol import DataProto
+from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
+from verl.single_controller.factory import build_worker_groups
+from verl.trainer.ppo import core_algos, metric_utils
+from verl.trainer.ppo.batching import (
+    TRAIN_STREAM,
+    arrange_for_workers,
+    prompt_batch,
+    sampling_seeds,
+    usable_rows,
+    with_samples,
+)
+from verl.trainer.ppo.roles import ResourcePoolManager, Role
+from verl.trainer.ppo.run_state import CheckpointStore, RunState
+from verl.trainer.ppo.validation import ValidationReport, validate
+from verl.utils.dataset.rl_dataset import PromptSampler, RLHFDataset
+from verl.utils.records import RunRecorder
+from verl.workers.reward_manager import RewardManager
+
+__all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role"]
+
+
+class RayPPOTrainer:
+    """PPO and its critic-free relatives (GRPO, RLOO, REINFORCE++) over worker groups.
+
+    Args:
+        config: the whole configuration (`verl/trainer/config/ppo_trainer.yaml`), validated.
+        tokenizer: the policy's tokenizer; used for rewards and records, never to make training ids.
+        role_worker_mapping: role -> worker class with its constructor arguments.
+        resource_pool_manager: which pool of processes each role lives in.
+        reward_fn, val_reward_fn: DataProto -> scores (see `RewardManager`).
+        trajectory_metrics: trajectories of a step -> the agent's figures (`env/*`).
+        train_dataset, val_dataset: rows of prompts. `extra_val_dataset` is measured at the start and at the end,
+            and reported on its own.
+    """
+
+    def __init__(
+        self,
+        config: DictConfig,
+        tokenizer: Any,
+        role_worker_mapping: dict[Role, ClassWithInitArgs],
+        resource_pool_manager: ResourcePoolManager,
+        reward_fn: RewardManager,
+        val_reward_fn: RewardManager,
+        trajectory_metrics: Callable[[list[dict[str, Any]]], dict[str, float]],
+        train_dataset: RLHFDataset,
+        val_dataset: RLHFDataset,
+        extra_val_dataset: RLHFDataset | None = None,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.role_worker_mapping = role_worker_mapping
+        self.resource_pool_manager = resource_pool_manager
+        self.reward_fn = reward_fn
+        self.val_reward_fn = val_reward_fn
+        self.trajectory_metrics = trajectory_metrics
+        self.train_dataset = train_dataset
+        self.val_dataset = val_dataset
+        self.extra_val_dataset = extra_val_dataset
+
+        actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+        self.use_critic = algorithm.adv_estimator == "gae"
+        self.kl_in_reward = not actor.use_kl_loss and algorithm.kl_ctrl.kl_coef > 0
+        self.use_reference = self.kl_in_reward or (actor.use_kl_loss and actor.kl_loss_coef > 0)
+        self.kl_controller = core_algos.get_kl_controller(algorithm.kl_ctrl)
+        self.sampler = PromptSampler(
+            len(train_dataset), config.data.train_batch_size, config.data.shuffle_train_dataloader, config.trainer.seed
+        )
+        self.total_steps = config.trainer.total_training_steps or len(self.sampler) * config.trainer.total_epochs
+        self.state = RunState()
+        self.checkpoints = CheckpointStore(config.trainer.default_local_dir, config.trainer.max_ckpt_to_keep)
+        self.recorder = RunRecorder(config, total_steps=self.total_steps)
+        self.worker_groups: dict[str, WorkerGroup] = {}
+
+    # ---------------------------------------------------------------- workers
+
+    def init_workers(self) -> None:
+        """Start the processes and load the models into them."""
+        pools: dict[int, tuple[ResourcePool, dict[str, ClassWithInitArgs]]] = {}
+        for role, worker in self.role_worker_mapping.items():
+            pool = self.resource_pool_manager.get_resource_pool(role)
+            pools.setdefault(id(pool), (pool, {}))[1][role.value] = worker
+        for pool, workers in pools.values():
+            self.worker_groups |= build_worker_groups(self.resource_pool_manager.backend, pool, workers)
+        self.actor_rollout_wg = self.worker_groups[self._actor_role().value]
+        self.actor_rollout_wg.init_model()
+        if self.use_critic:
+            self.critic_wg = self.worker_groups[Role.Critic.value]
+            self.critic_wg.init_model()
+
+    def _actor_role(self) -> Role:
+        return Role.ActorRolloutRef if self.use_reference else Role.ActorRollout
+
+    def shutdown(self) -> None:
+        """End the workers that this trainer started, and close the records. Safe to call twice."""
+        self.recorder.close()
+        for group in self.worker_groups.values():
+            group.shutdown()
+        self.worker_groups = {}
+
+    # ------------------------------------------------------------------- loop
+
+    def fit(self) -> dict[str, Any] | None:
+        """Run to `total_steps` from wherever the last checkpoint stands; returns what `summary.json` holds."""
+        self._resume()
+        started = time.perf_counter() - self.state.wall_seconds
+        trainer = self.config.trainer
+        if self.state.step == 0 and trainer.val_before_train is not False:
+            self._record_validation(self._validate(complete=True), "before")
+        if trainer.val_only:
+            return self.recorder.finish(self.state, time.perf_counter() - started)
+
+        for rows in self._training_prompts():
+            timer = metric_utils.Timer()
+            with timer("step"):
+                with timer("gen"):
+                    batch, generation_metrics = self._generate(rows)
+                with timer("reward"):
+                    batch = self._score(batch)
+                batch = self._log_probs_and_values(batch, timer)
+                with timer("adv"):
+                    metrics = generation_metrics | self._advantages(batch)
+                metrics |= self._update(batch, timer)
+                self.state.step += 1
+                last = self.state.step >= self.total_steps
+                if last or (trainer.test_freq > 0 and self.state.step % trainer.test_freq == 0):
+                    with timer("testing"):
+                        report = self._validate(complete=last)
+                    self._record_validation(report, "after" if last else "during")
+                    metrics |= report.metrics()
+            metrics |= metric_utils.step_metrics(batch, timer, self.use_critic)
+            self.state.add_step(metrics, timer.seconds, time.perf_counter() - started)
+            self.recorder.log_step(self.state, metrics, batch, self.tokenizer)
+            if trainer.save_freq > 0 and (last or self.state.step % trainer.save_freq == 0):
+                self._save_checkpoint()
+        return self.recorder.finish(self.state, time.perf_counter() - started)
+
+    # ----------------------------------------------------------- parts of a step
+
+    def _training_prompts(self) -> Iterator[list[dict[str, Any]]]:
+        while self.state.step < self.total_steps:
+            yield [self.train_dataset[i] for i in self.sampler.next_batch()]
+
+    def _generate(self, rows: list[dict[str, Any]]) -> tuple[DataProto, dict[str, float]]:
+        """Sample a group of trajectories for each prompt; those whose search failed are left out and counted."""
+        rollout = self.config.actor_rollout_ref.rollout
+        step = self.state.step + 1
+        prompts = prompt_batch(rows, f"step{step}").repeat(rollout.n_agent * rollout.n, interleave=True)
+        gen_batch = DataProto.from_dict(
+            tensors={"sampling_seeds": sampling_seeds(self.config.trainer.seed, TRAIN_STREAM, step, len(prompts))},
+            non_tensors={"raw_prompt_ids": prompts.non_tensor_batch["raw_prompt_ids"]},
+        )
+        gen_batch.meta_info = {
+            "do_sample": rollout.do_sample,
+            "temperature": rollout.temperature,
+            "top_p": rollout.top_p,
+            "top_k": rollout.top_k,
+            "validate": False,
+        }
+        generated = self.actor_rollout_wg.generate_sequences(gen_batch)
+        batch = with_samples(prompts, generated)
+        metrics = self.trajectory_metrics(list(batch.non_tensor_batch["trajectory"]))
+        usable = usable_rows(batch)
+        if not usable.any():
+            raise RuntimeError(
+                f"Step {step}: no trajectory is left to learn from; {len(metric_utils.search_failures(batch))} of "
+                f"{len(batch)} ended because a search failed for {self.config.retriever.timeout:g} s "
+                f"({(metric_utils.search_failures(batch) or ['-'])[-1]}). Is the retrieval server at "
+                f"{self.config.retriever.url} alive? Start it and run the same command again: the run goes on from "
+                "its last checkpoint."
+            )
+        return (batch if usable.all() else batch.select_idxs(usable)), metrics
+
+    def _score(self, batch: DataProto) -> DataProto:
+        scores = self.reward_fn(batch, return_dict=True)
+        batch.batch["token_level_scores"] = scores["reward_tensor"]
+        batch.non_tensor_batch["em"] = np.array(scores["em"], dtype=object)
+        return batch
+
+    def _log_probs_and_values(self, batch: DataProto, timer: metric_utils.Timer) -> DataProto:
+        """Add what the update needs: nothing is computed that is not used."""
+        if self._needs_old_log_probs(len(batch)):
+            with timer("old_log_prob"):
+                batch = batch.union(self.actor_rollout_wg.compute_log_prob(batch))
+        if self.use_reference:
+            with timer("ref"):
+                batch = batch.union(self.actor_rollout_wg.compute_ref_log_prob(batch))
+        if self.use_critic:
+            with timer("values"):
+                batch = batch.union(self.critic_wg.compute_values(batch))
+        return batch
+
+    def _needs_old_log_probs(self, num_rows: int) -> bool:
+        """False when the update is one optimizer step on the sampling policy: the ratio is then 1 by definition."""
+        actor = self.config.actor_rollout_ref.actor
+        single_update = actor.ppo_epochs == 1 and num_rows <= self._mini_batch_size()
+        return self.kl_in_reward or not single_update
+
+    def _mini_batch_size(self) -> int:
+        return self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+
+    def _advantages(self, batch: DataProto) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        if self.kl_in_reward:
+            metrics = core_algos.apply_kl_penalty(batch, self.kl_controller, self.config.algorithm.kl_penalty)
+        else:
+            batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+        algorithm = self.config.algorithm
+        batch.batch["advantages"], batch.batch["returns"] = core_algos.compute_advantage(
+            algorithm.adv_estimator,
+            batch.batch["token_level_rewards"],
+            batch.batch["response_mask"],
+            values=batch.batch["values"] if self.use_critic else None,
+            index=batch.non_tensor_batch["uid"],
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+        )
+        return metrics
+
+    def _update(self, batch: DataProto, timer: metric_utils.Timer) -> dict[str, float]:
+        lengths = batch.batch["attention_mask"].sum(-1)
+        arranged, tokens_per_rank = arrange_for_workers(batch, self.actor_rollout_wg.world_size, self._mini_batch_size())
+        metrics = metric_utils.seqlen_metrics(tokens_per_rank, lengths)
+        if self.use_critic:
+            with timer("update_critic"):
+                metrics |= self.critic_wg.update_critic(arranged).meta_info["metrics"]
+        if self.state.step >= self.config.trainer.critic_warmup:
+            with timer("update_actor"):
+                metrics |= self.actor_rollout_wg.update_actor(arranged).meta_info["metrics"]
+        return metrics
+
+    # ----------------------------------------------------------------- measuring
+
+    def _validate(self, complete: bool) -> ValidationReport:
+        """Every validation question in each of `trainer.val_modes`.
+
+        Args:
+            complete: the first and the last validation of a run; the questions of `data.extra_val_files` are asked
+                too, and the report carries them in `extra`.
+        """
+
+        def ask(dataset: RLHFDataset) -> ValidationReport:
+            return validate(
+                self.actor_rollout_wg.generate_sequences,
+                self.val_reward_fn,
+                dataset,
+                list(self.config.trainer.val_modes),
+                self.config.data.val_batch_size,
+                self.config.trainer.seed,
+            )
+
+        report = ask(self.val_dataset)
+        if complete and self.extra_val_dataset is not None:
+            report.extra = ask(self.extra_val_dataset)
+        return report
+
+    def _record_validation(self, report: ValidationReport, when: str) -> None:
+        if when != "during":
+            self.state.validation[when] = report.summary()
+        self.recorder.log_validation(self.state, report, self.tokenizer)
+
+    # --------------------------------------------------------------- checkpoints
+
+    def _save_checkpoint(self) -> None:
+        self.state.sampler = self.sampler.state_dict()
+        self.state.kl_controller = self.kl_controller.state_dict()
+        with self.checkpoints.writing(self.state.step) as folder:
+            self.actor_rollout_wg.save_checkpoint(str(folder / "actor"))
+            if self.use_critic:
+                self.critic_wg.save_checkpoint(str(folder / "critic"))
+            self.state.save(folder)
+
+    def _resume(self) -> None:
+        """Take up the checkpoint that `trainer.resume_mode` asks for, and cut the records back to its step."""
+        trainer = self.config.trainer
+        folder = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
+        self.checkpoints.remove_incomplete()
+        if folder is not None:
+            self.state = RunState.load(folder)
+            self.sampler.load_state_dict(self.state.sampler)
+            self.kl_controller.load_state_dict(self.state.kl_controller)
+            self.actor_rollout_wg.load_checkpoint(str(folder / "actor"))
+            if self.use_critic:
+                self.critic_wg.load_checkpoint(str(folder / "critic"))
+        self.recorder.start(self.state, resumed_from=folder)

@@ -1,0 +1,48 @@
+"""Who does what, and in which pool of processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from verl.single_controller.base import ResourcePool
+
+
+class Role(Enum):
+    """What a worker is for. The value is the name of its worker group."""
+
+    ActorRollout = "actor_rollout"
+    ActorRolloutRef = "actor_rollout_ref"
+    Critic = "critic"
+
+
+@dataclass
+class ResourcePoolManager:
+    """Turns a specification of pools into pools, and finds the pool of a role.
+
+    Attributes:
+        resource_pool_spec: pool name -> processes on each node, e.g. {"global_pool": [8, 8]}.
+        mapping: role -> pool name. Roles of one pool share its processes.
+        backend: "local" (one in-process worker) or "ray".
+        use_gpu: whether a process of a pool takes a GPU.
+    """
+
+    resource_pool_spec: dict[str, list[int]]
+    mapping: dict[Role, str]
+    backend: str
+    use_gpu: bool
+    resource_pool_dict: dict[str, ResourcePool] = field(default_factory=dict)
+
+    def create_resource_pool(self) -> None:
+        """Make the pools; the Ray ones reserve nothing before the first worker group is built in them."""
+        for name, process_on_nodes in self.resource_pool_spec.items():
+            if self.backend == "ray":
+                from verl.single_controller.ray import RayResourcePool
+
+                self.resource_pool_dict[name] = RayResourcePool(process_on_nodes, use_gpu=self.use_gpu)
+            else:
+                self.resource_pool_dict[name] = ResourcePool(process_on_nodes)
+
+    def get_resource_pool(self, role: Role) -> ResourcePool:
+        """The pool that `role` was mapped to."""
+        return self.resource_pool_dict[self.mapping[role]]

@@ -1,0 +1,159 @@
+"""What a run needs to go on after it was killed, and how it gets to disk without ever being half there.
+
+    <run folder>/global_step_N/actor/...          weights, optimizer, schedule, random state (worker's format)
+    <run folder>/global_step_N/actor/huggingface  the same weights as a Hugging Face folder
+    <run folder>/global_step_N/critic/...
+    <run folder>/global_step_N/run_state.json     step, data position, KL coefficient, totals (this file)
+
+A checkpoint is written to `global_step_N.incomplete` and renamed when everything is on disk. Whatever bears the
+final name is therefore whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+STEP_FOLDER = re.compile(r"global_step_(\d+)")
+STATE_FILE = "run_state.json"
+
+
+@dataclass
+class RunState:
+    """Position and totals of a run; everything in it survives a restart.
+
+    Attributes:
+        step: finished training steps.
+        sampler: data position (`PromptSampler.state_dict`).
+        kl_controller: state of the KL coefficient's controller.
+        wall_seconds: seconds from the start of the run up to the last finished step, pauses left out.
+        seconds_by_phase: seconds spent in each phase of the steps (`timing_s/*` added up).
+        generated_tokens, trained_tokens: tokens that the policy sampled for training; tokens (prompt and
+            observations included) that went through the update.
+        validation: "before" / "after" -> what `ValidationReport.summary` says.
+    """
+
+    step: int = 0
+    sampler: dict[str, Any] = field(default_factory=dict)
+    kl_controller: dict[str, float] = field(default_factory=dict)
+    wall_seconds: float = 0.0
+    seconds_by_phase: dict[str, float] = field(default_factory=dict)
+    generated_tokens: int = 0
+    trained_tokens: int = 0
+    validation: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def add_step(self, metrics: dict[str, float], seconds_by_phase: dict[str, float], wall_seconds: float) -> None:
+        """Add one finished step to the totals."""
+        self.wall_seconds = wall_seconds
+        self.generated_tokens += int(metrics["perf/generated_tokens"])
+        self.trained_tokens += int(metrics["perf/trained_tokens"])
+        for phase, seconds in seconds_by_phase.items():
+            self.seconds_by_phase[phase] = self.seconds_by_phase.get(phase, 0.0) + seconds
+
+    def save(self, folder: Path) -> None:
+        (folder / STATE_FILE).write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> RunState:
+        return cls(**json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
+
+
+class CheckpointStore:
+    """The checkpoints of one run folder.
+
+    Args:
+        run_dir: where the `global_step_N` folders are.
+        max_to_keep: how many stay on disk (the newest); None or 0 keeps all.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str], max_to_keep: int | None) -> None:
+        self.run_dir = Path(run_dir).expanduser()
+        self.max_to_keep = max_to_keep
+
+    def steps(self) -> list[int]:
+        """Steps with a whole checkpoint, oldest first."""
+        if not self.run_dir.is_dir():
+            return []
+        found = (STEP_FOLDER.fullmatch(path.name) for path in self.run_dir.iterdir())
+        return sorted(int(match.group(1)) for match in found if match)
+
+    def folder(self, step: int) -> Path:
+        return self.run_dir / f"global_step_{step}"
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[Path]:
+        """Gives a folder to write the checkpoint of `step` into; on leaving it becomes the checkpoint."""
+        target = self.folder(step)
+        aside = target.with_name(target.name + ".incomplete")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        yield aside
+        _sync_tree(aside)
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(aside, target)
+        _sync(self.run_dir)
+        self._prune()
+
+    def remove_incomplete(self) -> None:
+        """Delete what a killed run left half written or half deleted."""
+        for path in self.run_dir.glob("global_step_*.incomplete") if self.run_dir.is_dir() else []:
+            shutil.rmtree(path)
+
+    def _prune(self) -> None:
+        for old in self.steps()[: -self.max_to_keep] if self.max_to_keep else []:
+            # Renamed first: a folder that is half deleted must not bear a checkpoint's name.
+            doomed = self.folder(old).with_name(f"global_step_{old}.incomplete")
+            shutil.rmtree(doomed, ignore_errors=True)
+            os.replace(self.folder(old), doomed)
+            shutil.rmtree(doomed)
+
+    def find_resume(self, mode: str, from_path: str | None) -> Path | None:
+        """The checkpoint to go on from, or None to start at step 0.
+
+        Args:
+            mode: "auto" (the newest if there is one), "latest" (there must be one), "from_path" or "none".
+            from_path: a `global_step_N` folder, for "from_path".
+
+        Raises:
+            ValueError: no checkpoint where the mode needs one.
+        """
+        if mode == "none":
+            return None
+        if mode == "from_path":
+            folder = Path(str(from_path)).expanduser()
+            if not (folder / STATE_FILE).is_file():
+                raise ValueError(
+                    f"trainer.resume_from_path={from_path}: no {STATE_FILE} in it. Give a global_step_N folder that "
+                    "a run of this trainer wrote."
+                )
+            return folder
+        steps = self.steps()
+        if not steps and mode == "latest":
+            raise ValueError(
+                f"trainer.resume_mode=latest, but {self.run_dir} holds no global_step_N folder. Use "
+                "trainer.resume_mode=auto to start from step 0 in that case."
+            )
+        return self.folder(steps[-1]) if steps else None
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_tree(root: Path) -> None:
+    for folder, _, files in os.walk(root):
+        for name in files:
+            _sync(Path(folder) / name)
+        _sync(Path(folder))

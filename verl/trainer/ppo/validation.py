@@ -1,0 +1,168 @@
+"""Measuring a policy: the same generation, search and reward code as in training, over every row.
+
+`validate` is what the trainer calls, what the pretraining script of the tiny base model prints, and what
+`trainer.val_only=true` runs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from verl.protocol import DataProto
+from verl.trainer.ppo.batching import VALIDATION_STREAM, prompt_batch, sampling_seeds, with_samples
+from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.workers.reward_manager import RewardManager
+
+SAMPLED, GREEDY = "sampled", "greedy"
+
+
+@dataclass
+class ValidationReport:
+    """Scores of one pass over the questions in each mode ("sampled": temperature 1; "greedy").
+
+    Attributes:
+        rows: mode -> one record per question: score (float), em (0/1), searches (int), hops (int or None),
+            data_source (str), finish_reason (str), documents_hold_answer (bool) and first_query_right (bool or None).
+        samples: DataProto of the first mode, for the trajectory records.
+    """
+
+    rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    samples: DataProto | None = None
+
+    def metrics(self, prefix: str = "val") -> dict[str, float]:
+        """`val/test_score/<data_source>` (first mode) and, per mode, EM and searches, by hops where rows have them."""
+        metrics: dict[str, float] = {}
+        for i, (mode, rows) in enumerate(self.rows.items()):
+            if i == 0:
+                for source, members in _group(rows, "data_source").items():
+                    metrics[f"{prefix}/test_score/{source}"] = _mean(members, "score")
+            metrics[f"{prefix}/{mode}/em"] = _mean(rows, "em")
+            metrics[f"{prefix}/{mode}/searches"] = _mean(rows, "searches")
+            metrics[f"{prefix}/{mode}/documents_hold_answer"] = _mean(rows, "documents_hold_answer")
+            metrics[f"{prefix}/{mode}/search_failed"] = float(sum(row["finish_reason"] == "search_failed" for row in rows))
+            for hops, members in _group(rows, "hops").items():
+                metrics[f"{prefix}/{mode}/em/hops_{hops}"] = _mean(members, "em")
+                metrics[f"{prefix}/{mode}/searches/hops_{hops}"] = _mean(members, "searches")
+            for name in ("first_query_right", "all_queries_right"):
+                known = [row for row in rows if row[name] is not None]
+                if known:
+                    metrics[f"{prefix}/{mode}/{name}"] = _mean(known, name)
+        return metrics
+
+    def summary(self) -> dict[str, Any]:
+        """Per mode: em, em_by_hops, searches_by_hops, num_questions; for `summary.json`."""
+        result: dict[str, Any] = {}
+        for mode, rows in self.rows.items():
+            by_hops = {str(hops): members for hops, members in sorted(_group(rows, "hops").items())}
+            result[mode] = {
+                "em": _mean(rows, "em"),
+                "em_by_hops": {hops: _mean(members, "em") for hops, members in by_hops.items()},
+                "searches": _mean(rows, "searches"),
+                "searches_by_hops": {hops: _mean(members, "searches") for hops, members in by_hops.items()},
+                "num_questions": len(rows),
+            }
+        return result
+
+
+def validate(
+    generate: Callable[[DataProto], DataProto],
+    reward_fn: RewardManager,
+    dataset: RLHFDataset,
+    modes: list[str],
+    batch_size: int | None,
+    seed: int,
+) -> ValidationReport:
+    """Ask every question of `dataset` once in each mode.
+
+    Args:
+        generate: gen_batch -> trajectories; `generate_sequences` of a worker group.
+        reward_fn: DataProto -> scores and per-row exact match.
+        dataset: the questions; none is dropped, the last batch may be smaller.
+        modes: of "sampled" (temperature 1, no truncation of the distribution) and "greedy".
+        batch_size: questions in flight at once; None: all.
+        seed: of the sampled mode. Equal seeds give equal draws, so two reports of a run can be compared.
+    """
+    report = ValidationReport()
+    size = batch_size or len(dataset)
+    for mode in modes:
+        rows: list[dict[str, Any]] = []
+        for start in range(0, len(dataset), size):
+            prompts = prompt_batch([dataset[i] for i in range(start, min(start + size, len(dataset)))], f"val-{start}")
+            batch = with_samples(prompts, generate(_generation_batch(prompts, mode, seed, start)))
+            scores = reward_fn(batch, return_dict=True)
+            rows += _records(batch, scores)
+            if mode == modes[0]:
+                batch.batch["token_level_scores"] = scores["reward_tensor"]
+                report.samples = batch if report.samples is None else report.samples
+        report.rows[mode] = rows
+    return report
+
+
+def _generation_batch(prompts: DataProto, mode: str, seed: int, start: int) -> DataProto:
+    gen_batch = DataProto.from_dict(
+        tensors={"sampling_seeds": sampling_seeds(seed, VALIDATION_STREAM, start, len(prompts))},
+        non_tensors={"raw_prompt_ids": prompts.non_tensor_batch["raw_prompt_ids"]},
+    )
+    greedy = mode == GREEDY
+    gen_batch.meta_info = {
+        "do_sample": not greedy,
+        "temperature": 0.0 if greedy else 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "validate": True,
+    }
+    return gen_batch
+
+
+def _records(batch: DataProto, scores: dict[str, Any]) -> list[dict[str, Any]]:
+    totals = scores["reward_tensor"].sum(-1).tolist()
+    records = []
+    for i, trajectory in enumerate(batch.non_tensor_batch["trajectory"]):
+        extra = batch.non_tensor_batch["extra_info"][i] or {}
+        documents = [d["contents"] for turn in trajectory["turns"] for d in turn.get("documents") or []]
+        golds = batch.non_tensor_batch["reward_model"][i]["ground_truth"]["target"]
+        text = "\n".join(documents).lower()
+        records.append(
+            {
+                "score": totals[i],
+                "em": float(scores["em"][i]),
+                "searches": trajectory["num_searches"],
+                "hops": extra.get("hops"),
+                "data_source": batch.non_tensor_batch["data_source"][i],
+                "finish_reason": trajectory["finish_reason"],
+                "documents_hold_answer": float(any(str(gold).lower() in text for gold in golds)),
+                **_query_records(trajectory, extra),
+            }
+        )
+    return records
+
+
+def _query_records(trajectory: dict[str, Any], extra: dict[str, Any]) -> dict[str, float | None]:
+    """Whether the queries named the entities of the chain, where the data says which these are.
+
+    `extra_info.search_entities` lists, in the order of the hops, the title that each search should name.
+    """
+    wanted = extra.get("search_entities")
+    if wanted is None or len(wanted) == 0:
+        return {"first_query_right": None, "all_queries_right": None}
+    queries = [turn["query"].lower() for turn in trajectory["turns"] if turn["action"] == "search" and turn["query"]]
+    first = bool(queries) and str(wanted[0]).lower() in queries[0]
+    every = all(any(str(title).lower() in query for query in queries) for title in wanted)
+    return {"first_query_right": float(first), "all_queries_right": float(every)}
+
+
+def _group(rows: list[dict[str, Any]], key: str) -> dict[Any, list[dict[str, Any]]]:
+    groups: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if row[key] is not None:
+            groups[row[key]].append(row)
+    return groups
+
+
+def _mean(rows: list[dict[str, Any]], key: str) -> float:
+    return float(np.mean([row[key] for row in rows])) if rows else 0.0
