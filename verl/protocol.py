@@ -1,0 +1,527 @@
+"""DataProto, the batch that every part of a training step takes and returns.
+
+A row is one trajectory. Tensors live in `batch`, any other per-row value in `non_tensor_batch` (one object
+per row), and what belongs to the whole batch in `meta_info`. A step adds columns to the same rows: the agent
+makes the first ones, the workers add log-probs and values, the trainer rewards and advantages.
+
+Table of batch keys (N rows, P prompt width, R response width)
+
+    input of generation
+      sampling_seeds      [N]      int64    seed of each row's random stream
+    made by generation
+      prompts             [N, P]   int64    left padded
+      responses           [N, R]   int64    right padded; all that follows the prompt, observations too
+      input_ids           [N, P+R] int64    prompts and responses side by side
+      attention_mask      [N, P+R] int64    1 = real token; the only way padding is known
+      position_ids        [N, P+R] int64    counts real tokens from 0; 0 on left padding
+      response_mask       [N, R]   int64    1 = the policy sampled this token; 0 = observation or padding
+      rollout_log_probs   [N, R]   float32  under the distribution sampled from; 0 where response_mask is 0
+    made in training; entry t belongs to responses[:, t]
+      old_log_probs       [N, R]   float32  (nats) the policy before this step's updates
+      ref_log_prob        [N, R]   float32  (nats) the reference policy
+      entropys            [N, R]   float32  (nats) of the distribution that predicted the token
+      values              [N, R]   float32  value of the state before the token
+      token_level_scores  [N, R]   float32  the reward, on the last sampled token
+      token_level_rewards [N, R]   float32  scores less the KL penalty, if it is put into the reward
+      advantages, returns [N, R]   float32
+    non_tensor_batch, one object per row
+      raw_prompt_ids list[int] (input of generation) | uid str | data_source str | reward_model dict |
+      extra_info dict | trajectory dict (turns, searches, how it ended)
+
+Worked example: the prompt is [5, 6], the policy writes [7, 8], the search engine's answer is [9], the policy
+ends with [2]; P = 3 and R = 5.
+
+    prompts        [[0, 5, 6]]              responses      [[7, 8, 9, 2, 0]]
+    attention_mask [[0, 1, 1, 1, 1, 1, 1, 0]]
+    position_ids   [[0, 0, 1, 2, 3, 4, 5, 6]]   (whatever stands on padding is never read)
+    response_mask  [[1, 1, 0, 1, 0]]        token_level_scores [[0, 0, 0, 1.0, 0]]
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+__all__ = [
+    "DataProto",
+    "DataProtoFuture",
+    "DataProtoItem",
+    "object_array",
+    "pad_dataproto_to_divisor",
+    "unpad_dataproto",
+]
+
+Index = slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
+
+
+def object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:
+    """A 1-D object array with one entry per value: rows that are lists of equal length stay lists."""
+    if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
+        return values
+    array = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values.tolist() if isinstance(values, np.ndarray) else values):
+        array[row] = value
+    return array
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Deep equality that understands arrays, tensors and containers of them; NaN equals NaN."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        return bool(
+            torch.equal(a, b)
+            or (
+                a.is_floating_point()
+                and torch.equal(a.isnan(), b.isnan())
+                and torch.equal(a.nan_to_num(), b.nan_to_num())
+            )
+        )
+    if isinstance(a, np.ndarray):
+        return a.shape == b.shape and all(map(_same, a.ravel().tolist(), b.ravel().tolist()))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b or (a != a and b != b))
+
+
+def _choose(columns: dict[str, Any], keys: Sequence[str] | None, what: str) -> dict[str, Any]:
+    if keys is None:
+        return dict(columns)
+    _require(keys, list(columns), what)
+    return {key: columns[key] for key in keys}
+
+
+def _require(wanted: Sequence[str], present: Sequence[str], what: str) -> None:
+    missing = [key for key in wanted if key not in present]
+    if missing:
+        raise ValueError(f"no {what} called {missing}; the batch has {sorted(present)}")
+
+
+@dataclass
+class DataProtoItem:
+    """One row: `batch` is a TensorDict without a batch dimension, `non_tensor_batch` maps names to values."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class DataProto:
+    """Rows of tensors and objects plus `meta_info`; see the table of keys above.
+
+    `batch` has one batch dimension, the rows. Every array in `non_tensor_batch` is a 1-D object array with as
+    many entries; lists and other arrays are turned into one. Different lengths are a ValueError.
+    Operations give new containers over the same tensors where torch can (slices and selections of keys are
+    views; picking, repeating and joining rows copies). `union`, `rename`, `reorder`, `to` and `pop` change
+    the object they are called on, as in verl.
+    """
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.batch is not None and len(self.batch.batch_size) != 1:
+            raise ValueError(
+                f"batch has batch_size {tuple(self.batch.batch_size)}; one dimension, the rows, is needed"
+            )
+        self.non_tensor_batch = {key: object_array(value) for key, value in self.non_tensor_batch.items()}
+        self.check_consistency()
+
+    def check_consistency(self) -> None:
+        """Raises ValueError if the columns differ in their number of rows."""
+        lengths = {key: len(value) for key, value in self.non_tensor_batch.items()}
+        if self.batch is not None:
+            lengths["batch"] = self.batch.batch_size[0]
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"columns differ in their number of rows: {lengths}")
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {} if self.batch is None else {key: self.batch[key] for key in self.batch.keys()}  # noqa: SIM118
+
+    # ---- making
+
+    @staticmethod
+    def from_dict(
+        tensors: dict[str, torch.Tensor] | None = None,
+        non_tensors: dict[str, Any] | None = None,
+        meta_info: dict[str, Any] | None = None,
+    ) -> DataProto:
+        """From tensors of shape [N, ...] and sequences of N objects."""
+        batch = None
+        if tensors:
+            wrong = {
+                key: type(value).__name__
+                for key, value in tensors.items()
+                if not isinstance(value, torch.Tensor)
+            }
+            if wrong:
+                raise ValueError(
+                    f"tensors must be torch tensors, found {wrong}; pass other columns as non_tensors"
+                )
+            shapes = {key: tuple(value.shape) for key, value in tensors.items()}
+            if (
+                any(len(shape) == 0 for shape in shapes.values())
+                or len({shape[0] for shape in shapes.values()}) > 1
+            ):
+                raise ValueError(f"tensors differ in their number of rows (first dimension): {shapes}")
+            batch = TensorDict(dict(tensors), batch_size=[next(iter(shapes.values()))[0]])
+        return DataProto(batch, dict(non_tensors or {}), dict(meta_info or {}))
+
+    @staticmethod
+    def from_single_dict(data: dict[str, Any], meta_info: dict[str, Any] | None = None) -> DataProto:
+        """From one mapping: torch tensors go to `batch`, arrays and lists to `non_tensor_batch`."""
+        tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
+        objects = {key: value for key, value in data.items() if key not in tensors}
+        wrong = {
+            key: type(v).__name__
+            for key, v in objects.items()
+            if not isinstance(v, np.ndarray | list | tuple)
+        }
+        if wrong:
+            raise ValueError(
+                f"a column is a tensor, a numpy array or a list, found {wrong}; use meta_info for the rest"
+            )
+        return DataProto.from_dict(tensors, objects, meta_info)
+
+    # ---- reading rows
+
+    def __len__(self) -> int:
+        if self.batch is not None:
+            return int(self.batch.batch_size[0])
+        return next((len(value) for value in self.non_tensor_batch.values()), 0)
+
+    def __getitem__(self, index: int | Index) -> Any:
+        """A DataProtoItem for an int, a DataProto for a slice, a list of positions or a boolean mask."""
+        if isinstance(index, int | np.integer):
+            if not -len(self) <= index < len(self):
+                raise IndexError(f"row {index} of a batch with {len(self)} rows")
+            row = None if self.batch is None else self.batch[int(index)]
+            return DataProtoItem(row, {k: v[index] for k, v in self.non_tensor_batch.items()}, self.meta_info)
+        if isinstance(index, slice):
+            batch = None if self.batch is None else self.batch[index]
+            objects = {key: value[index] for key, value in self.non_tensor_batch.items()}
+            return DataProto(batch, objects, dict(self.meta_info))
+        return self.select_idxs(index)
+
+    def select_idxs(self, idxs: Index) -> DataProto:
+        """The rows at these positions (or where a mask of N booleans is true), copied, in the order given."""
+        where = torch.arange(len(self))[idxs] if isinstance(idxs, slice) else torch.as_tensor(idxs).cpu()
+        if where.dtype == torch.bool:
+            if len(where) != len(self):
+                raise ValueError(f"a mask of {len(where)} entries cannot select from {len(self)} rows")
+            where = where.nonzero().flatten()
+        where = where.to(torch.int64)
+        if where.numel() and not (-len(self) <= int(where.min()) and int(where.max()) < len(self)):
+            raise IndexError(f"rows {int(where.min())}..{int(where.max())} of a batch with {len(self)} rows")
+        where = torch.where(where < 0, where + len(self), where)
+        batch = None
+        if self.batch is not None:
+            columns = {key: value[where.to(value.device)] for key, value in self._tensors().items()}
+            batch = TensorDict(columns, batch_size=[len(where)])
+        objects = {key: value[where.numpy()] for key, value in self.non_tensor_batch.items()}
+        return DataProto(batch, objects, dict(self.meta_info))
+
+    # ---- choosing columns
+
+    def select(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+        deepcopy: bool = False,
+    ) -> DataProto:
+        """A new DataProto with the named columns (None: all of that kind), sharing them unless `deepcopy`."""
+        tensors = _choose(self._tensors(), batch_keys, "tensor")
+        objects = _choose(self.non_tensor_batch, non_tensor_batch_keys, "non-tensor column")
+        meta_info = _choose(self.meta_info, meta_info_keys, "meta_info entry")
+        if deepcopy:
+            tensors, objects, meta_info = copy.deepcopy((tensors, objects, meta_info))
+        batch = None if self.batch is None else TensorDict(tensors, batch_size=[len(self)])
+        return DataProto(batch, objects, meta_info)
+
+    def pop(
+        self,
+        batch_keys: Sequence[str] = (),
+        non_tensor_batch_keys: Sequence[str] = (),
+        meta_info_keys: Sequence[str] = (),
+    ) -> DataProto:
+        """Takes the named columns out of this batch and returns them as a new one."""
+        taken = self.select(list(batch_keys), list(non_tensor_batch_keys), list(meta_info_keys))
+        if self.batch is not None:
+            kept = {key: value for key, value in self._tensors().items() if key not in set(batch_keys)}
+            self.batch = TensorDict(kept, batch_size=self.batch.batch_size)
+        for key in non_tensor_batch_keys:
+            del self.non_tensor_batch[key]
+        for key in meta_info_keys:
+            del self.meta_info[key]
+        return taken
+
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
+        """Renames tensors in place; returns self."""
+        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
+        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
+        if len(old) != len(new):
+            raise ValueError(f"{len(old)} old names {old} but {len(new)} new names {new}")
+        _require(old, list(self._tensors()), "tensor")
+        names = dict(zip(old, new, strict=True))
+        columns = {names.get(key, key): value for key, value in self._tensors().items()}
+        if len(columns) < len(self._tensors()):
+            raise ValueError(
+                f"renaming {old} to {new} overwrites a column; there are {list(self._tensors())}"
+            )
+        if columns:
+            self.batch = TensorDict(columns, batch_size=[len(self)])
+        return self
+
+    def union(self, other: DataProto) -> DataProto:
+        """Adds the other's columns to this batch, in place; returns self.
+
+        A name that both have must have the same content in both, else ValueError and nothing is changed.
+        """
+        if len(self) and len(other) and len(self) != len(other):
+            raise ValueError(f"cannot join the columns of {len(self)} rows and of {len(other)} rows")
+        mine, theirs = self._tensors(), other._tensors()
+        for what, a, b in (
+            ("tensor", mine, theirs),
+            ("non-tensor column", self.non_tensor_batch, other.non_tensor_batch),
+            ("meta_info entry", self.meta_info, other.meta_info),
+        ):
+            for key in a.keys() & b.keys():
+                if not _same(a[key], b[key]):
+                    raise ValueError(
+                        f"{what} {key!r} differs between the two batches; rename or pop one of them"
+                    )
+        if theirs:
+            self.batch = TensorDict({**mine, **theirs}, batch_size=[len(other)])
+        self.non_tensor_batch = {**self.non_tensor_batch, **other.non_tensor_batch}
+        self.meta_info = {**self.meta_info, **other.meta_info}
+        self.check_consistency()
+        return self
+
+    # ---- changing rows
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
+        """Each row `repeat_times` times: a a b b with `interleave`, else a b a b."""
+        rows = torch.arange(len(self))
+        return self.select_idxs(
+            rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)
+        )
+
+    def split(self, split_size: int) -> list[DataProto]:
+        """Consecutive pieces of `split_size` rows (the last may be shorter), views of this batch."""
+        if split_size < 1:
+            raise ValueError(f"split_size is {split_size}; at least 1 row is needed")
+        return [self[start : start + split_size] for start in range(0, len(self), split_size)]
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """`chunks` consecutive pieces of equal size, views of this batch."""
+        if chunks < 1 or len(self) % chunks:
+            raise ValueError(
+                f"{len(self)} rows do not make {chunks} equal chunks; use pad_dataproto_to_divisor first"
+            )
+        size = len(self) // chunks
+        return [self[i * size : (i + 1) * size] for i in range(chunks)]
+
+    @staticmethod
+    def concat(data: Sequence[DataProto]) -> DataProto:
+        """The rows of all parts, in order. The parts have the same columns and widths.
+
+        `meta_info["metrics"]` of the parts is joined to {name: list of the parts' values}; every other
+        meta_info entry must be the same in all parts that have it.
+        """
+        if not data:
+            raise ValueError("cannot concat an empty list of batches")
+        tensors, objects = [part._tensors() for part in data], [part.non_tensor_batch for part in data]
+        kinds: list[list[dict[str, Any]]] = [[*tensors], [*objects]]
+        for columns in kinds:
+            for i, part in enumerate(columns):
+                if part.keys() != columns[0].keys():
+                    raise ValueError(
+                        f"part 0 has the columns {sorted(columns[0])}, part {i} has {sorted(part)}"
+                    )
+        joined = {key: _cat(key, [part[key] for part in tensors]) for key in tensors[0]}
+        batch = TensorDict(joined, batch_size=[sum(map(len, data))]) if data[0].batch is not None else None
+        arrays = {key: np.concatenate([part[key] for part in objects]) for key in objects[0]}
+        return DataProto(batch, arrays, _merge_meta_info([part.meta_info for part in data]))
+
+    def reorder(self, indices: torch.Tensor) -> None:
+        """Puts the rows in the order `indices` [N] int64, in place."""
+        moved = self.select_idxs(indices)
+        self.batch, self.non_tensor_batch = moved.batch, moved.non_tensor_batch
+
+    def to(self, device: torch.device | str) -> DataProto:
+        """Moves the tensors, in place; returns self."""
+        if self.batch is not None:
+            self.batch = self.batch.to(device)
+        return self
+
+    def make_iterator(
+        self, mini_batch_size: int, epochs: int, seed: int | None = None, shuffle: bool = False
+    ) -> Iterator[DataProto]:
+        """Mini-batches of exactly `mini_batch_size` rows, `epochs` times over all rows.
+
+        With `shuffle` each epoch has its own order, drawn from `seed` alone.
+        """
+        if mini_batch_size < 1 or len(self) % mini_batch_size:
+            raise ValueError(f"{len(self)} rows cannot be cut into mini-batches of {mini_batch_size}")
+        if shuffle and seed is None:
+            raise ValueError(
+                "make_iterator(shuffle=True) needs a seed: orders come from no global random state"
+            )
+        generator = torch.Generator().manual_seed(seed or 0)
+        for _ in range(epochs):
+            data = self.select_idxs(torch.randperm(len(self), generator=generator)) if shuffle else self
+            yield from data.split(mini_batch_size)
+
+    # ---- disk and wire
+
+    def save_to_disk(self, filepath: str | Path) -> None:
+        """Writes a pickle that `load_from_disk` reads."""
+        with open(filepath, "wb") as file:
+            pickle.dump(self, file, protocol=5)
+
+    @staticmethod
+    def load_from_disk(filepath: str | Path) -> DataProto:
+        """Reads what `save_to_disk` wrote (a pickle: load only files you trust). Tensors come to the CPU."""
+        with open(filepath, "rb") as file:
+            data = pickle.load(file)
+        if not isinstance(data, DataProto):
+            raise ValueError(f"{filepath} holds a {type(data).__name__}, not a DataProto")
+        return data
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Tensors as numpy arrays, which pickle protocol 5 hands to Ray's object store without copying."""
+        tensors = None
+        if self.batch is not None:
+            tensors = {key: _to_array(key, value) for key, value in self.batch.items()}
+        return {
+            "tensors": tensors,
+            "num_rows": len(self),
+            "non_tensor_batch": self.non_tensor_batch,
+            "meta_info": self.meta_info,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.batch = None
+        if state["tensors"] is not None:
+            tensors = {key: _from_array(*stored) for key, stored in state["tensors"].items()}
+            self.batch = TensorDict(tensors, batch_size=[state["num_rows"]])
+        self.non_tensor_batch = state["non_tensor_batch"]
+        self.meta_info = state["meta_info"]
+
+
+def _to_array(key: str, tensor: Any) -> tuple[np.ndarray, torch.dtype]:
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(
+            f"batch[{key!r}] is a {type(tensor).__name__}; only flat tensor columns can be shipped"
+        )
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):  # numpy has no such types
+        return tensor.view(
+            torch.int16 if tensor.dtype == torch.bfloat16 else torch.uint8
+        ).numpy(), tensor.dtype
+    return tensor.numpy(), tensor.dtype
+
+
+def _from_array(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """Copies arrays that are read-only views of Ray's shared memory, so that tensors are writable."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy()).view(dtype)
+
+
+def _cat(key: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    shapes = [tuple(part.shape) for part in parts]
+    if len({shape[1:] for shape in shapes}) > 1:
+        raise ValueError(
+            f"tensor {key!r} has shapes {shapes}; parts must agree in all but the first dimension"
+        )
+    return torch.cat(parts, dim=0)
+
+
+def _merge_meta_info(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    metrics: dict[str, list[Any]] = {}
+    for part in parts:
+        for key, value in part.items():
+            if key == "metrics" and len(parts) > 1:
+                for name, figure in value.items():
+                    metrics.setdefault(name, []).extend(figure if isinstance(figure, list) else [figure])
+            elif key in merged and not _same(merged[key], value):
+                raise ValueError(
+                    f"meta_info[{key!r}] differs between the parts: {merged[key]!r} and {value!r}; "
+                    'put figures of single parts into meta_info["metrics"]'
+                )
+            else:
+                merged[key] = value
+    return {**merged, "metrics": metrics} if metrics else merged
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Repeats rows from the start until the number of rows is a multiple of `size_divisor`.
+
+    Returns (padded batch, number of rows added). In the added rows `response_mask`, if there is one, is 0,
+    so that they weigh nothing in any loss. Without need for padding the batch itself comes back.
+    """
+    if len(data) == 0 or size_divisor < 1:
+        raise ValueError(f"cannot pad {len(data)} rows to a multiple of {size_divisor}")
+    num_padding = -len(data) % size_divisor
+    if num_padding == 0:
+        return data, 0
+    padded = data.select_idxs(torch.arange(len(data) + num_padding) % len(data))
+    if padded.batch is not None and "response_mask" in padded.batch:
+        padded.batch["response_mask"][len(data) :] = 0
+    return padded, num_padding
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Takes off the last `pad_size` rows."""
+    return data[: len(data) - pad_size] if pad_size else data
+
+
+@dataclass
+class DataProtoFuture:
+    """The result of a call that may still run (`register(blocking=False)`); `get()` waits for it.
+
+    `futures` holds one handle per rank, `resolve` turns the handles into their values (raising what the
+    call raised), `collect` joins the ranks' values and `take` picks a part of the whole. A future that is
+    passed to another group's method is resolved in the process that needs it, not on the driver.
+    """
+
+    futures: list[Any]
+    resolve: Callable[[list[Any]], list[Any]]
+    collect: Callable[[list[Any]], Any]
+    take: Callable[[Any], Any] | None = None
+
+    def get(self) -> Any:
+        """The value that the call would have returned with `blocking=True`."""
+        value = self.collect(self.resolve(self.futures))
+        return value if self.take is None else self.take(value)
+
+    def chunk(self, chunks: int) -> list[DataProtoFuture]:
+        """Futures of the equal chunks; the number of rows must be a multiple of `chunks`."""
+        if self.take is not None:
+            raise ValueError(
+                "this future is already a chunk of another one; chunk the result of get() instead"
+            )
+        takes = [partial(_take_chunk, chunks=chunks, index=index) for index in range(chunks)]
+        return [DataProtoFuture(self.futures, self.resolve, self.collect, take) for take in takes]
+
+
+def _take_chunk(data: DataProto, chunks: int, index: int) -> DataProto:
+    return data.chunk(chunks)[index]
