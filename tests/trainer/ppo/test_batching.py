@@ -1,0 +1,68 @@
+"""Rows on their way to the workers: seeds, groups, and the same mini-batches for any number of processes."""
+
+import numpy as np
+import pytest
+import torch
+
+from verl.protocol import DataProto
+from verl.trainer.ppo.batching import arrange_for_workers, prompt_batch, sampling_seeds, usable_rows
+
+
+def make_batch(lengths: list[int], prompt: int = 4) -> DataProto:
+    width = max(lengths)
+    response = (torch.arange(width)[None, :] < torch.tensor(lengths)[:, None]).long()
+    attention = torch.cat([torch.ones(len(lengths), prompt, dtype=torch.long), response], dim=1)
+    return DataProto.from_dict(
+        tensors={"response_mask": response, "attention_mask": attention, "row": torch.arange(len(lengths))},
+        non_tensors={"uid": np.array([f"u{i}" for i in range(len(lengths))], dtype=object)},
+    )
+
+
+def test_seeds_depend_on_run_stream_and_step_and_on_nothing_else():
+    seeds = sampling_seeds(3, 0, 7, 64)
+    assert seeds.dtype == torch.int64 and seeds.unique().numel() == 64
+    assert torch.equal(seeds, sampling_seeds(3, 0, 7, 64))
+    assert torch.equal(seeds[:10], sampling_seeds(3, 0, 7, 10))
+    for other in (sampling_seeds(4, 0, 7, 64), sampling_seeds(3, 1, 7, 64), sampling_seeds(3, 0, 8, 64)):
+        assert not torch.isin(seeds, other).any()
+
+
+def test_rule_7_a_group_is_one_prompt_of_one_step_whatever_its_dataset_index_says():
+    rows = [{"raw_prompt_ids": [1], "extra_info": {"index": 0}}, {"raw_prompt_ids": [1], "extra_info": {"index": 0}}]
+    first, second = prompt_batch(rows, "step1"), prompt_batch(rows, "step2")
+    groups = first.repeat(3, interleave=True).non_tensor_batch["uid"]
+    assert list(groups) == ["step1-0"] * 3 + ["step1-1"] * 3
+    assert not set(groups) & set(second.non_tensor_batch["uid"])
+
+
+def test_rows_without_a_sampled_token_are_not_usable():
+    assert usable_rows(make_batch([3, 0, 1])).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("num_rows", [7, 8, 24])
+def test_each_mini_batch_is_the_same_set_of_rows_for_any_number_of_ranks(world_size, num_rows):
+    generator = np.random.default_rng(num_rows)
+    batch = make_batch(generator.integers(1, 500, num_rows).tolist())
+    mini = 4
+    arranged, tokens = arrange_for_workers(batch, world_size, mini)
+    assert len(arranged) % world_size == 0
+    ranks = arranged.chunk(world_size)
+    taken = [0] * world_size
+    for start in range(0, num_rows, mini):
+        expected = set(range(start, min(start + mini, num_rows)))
+        share = -(-len(expected) // world_size)
+        members: list[int] = []
+        for rank, part in enumerate(ranks):
+            piece = part[taken[rank] : taken[rank] + share]
+            taken[rank] += share
+            live = piece.batch["response_mask"].sum(-1) > 0
+            members += piece.batch["row"][live].tolist()
+        assert sorted(members) == sorted(expected)
+    assert sum(tokens) >= int(batch.batch["attention_mask"].sum())
+
+
+def test_balancing_evens_out_the_tokens():
+    batch = make_batch([500, 490, 480, 470, 10, 10, 10, 10])
+    _, tokens = arrange_for_workers(batch, 2, 8)
+    assert max(tokens) / min(tokens) < 1.05

@@ -1,0 +1,65 @@
+"""Checkpoints on disk: whole or not there at all, kept to a limit, found again."""
+
+import pytest
+
+from verl.trainer.ppo.run_state import CheckpointStore, RunState
+
+
+def write(store: CheckpointStore, step: int) -> None:
+    with store.writing(step) as folder:
+        (folder / "actor").mkdir()
+        (folder / "actor" / "weights").write_bytes(bytes([step]))
+        RunState(step=step).save(folder)
+
+
+def test_rule_10_a_checkpoint_bears_its_name_only_when_it_is_whole(tmp_path):
+    store = CheckpointStore(tmp_path, None)
+    write(store, 2)
+    with pytest.raises(KeyboardInterrupt), store.writing(4) as folder:
+        (folder / "half").write_text("")
+        raise KeyboardInterrupt
+    assert store.steps() == [2]
+    assert (tmp_path / "global_step_4.incomplete").exists()
+    assert store.find_resume("auto", None) == tmp_path / "global_step_2"
+    store.remove_incomplete()
+    assert not (tmp_path / "global_step_4.incomplete").exists()
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    store = CheckpointStore(tmp_path, 2)
+    for step in (5, 10, 15, 100):
+        write(store, step)
+    assert store.steps() == [15, 100]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_100", "global_step_15"]
+
+
+def test_a_step_that_is_written_again_replaces_the_old_one(tmp_path):
+    store = CheckpointStore(tmp_path, None)
+    write(store, 3)
+    with store.writing(3) as folder:
+        RunState(step=3, wall_seconds=7.0).save(folder)
+    assert RunState.load(store.folder(3)).wall_seconds == 7.0
+    assert not (store.folder(3) / "actor").exists()
+
+
+def test_the_state_comes_back_as_it_was(tmp_path):
+    state = RunState(step=7, sampler={"epoch": 1, "offset": 3}, kl_controller={"value": 0.25}, generated_tokens=11)
+    state.seconds_by_phase["gen"] = 1.5
+    state.validation["before"] = {"greedy": {"em": 0.1}}
+    state.save(tmp_path)
+    assert RunState.load(tmp_path) == state
+
+
+def test_resume_modes(tmp_path):
+    store = CheckpointStore(tmp_path / "run", None)
+    assert store.find_resume("auto", None) is None
+    assert store.find_resume("none", None) is None
+    with pytest.raises(ValueError, match="resume_mode=latest.*holds no global_step_N"):
+        store.find_resume("latest", None)
+    with pytest.raises(ValueError, match="resume_from_path"):
+        store.find_resume("from_path", str(tmp_path))
+    write(store, 1)
+    write(store, 12)
+    assert store.find_resume("latest", None) == store.folder(12)
+    assert store.find_resume("from_path", str(store.folder(1))) == store.folder(1)
+    assert store.find_resume("none", None) is None
