@@ -1,6 +1,6 @@
 # The body of train_grpo.sh and train_ppo.sh: environment, data, retrieval server, run. Source it, then call
 #
-#     run_training NAME "PRESET OVERRIDES ..." "$@"
+#     run_training grpo|ppo "$@"
 #
 # What it reads from the environment (all optional):
 #   BASE_MODEL     a Hugging Face folder or hub name; default: the tiny model that is shipped, data_prep/base_model
@@ -14,11 +14,12 @@
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$REPO_ROOT"
 
-stop_server() {
-    if [ -n "${SERVER_PID:-}" ] && kill -0 "$SERVER_PID" 2>/dev/null; then
-        kill "$SERVER_PID" 2>/dev/null || true
-        wait "$SERVER_PID" 2>/dev/null || true
-    fi
+stop_all() {    # what this script has started; the run first
+    local pid
+    for pid in ${TRAINER_PID:-} ${SERVER_PID:-}; do
+        kill "$pid" 2>/dev/null || true
+        wait "$pid" 2>/dev/null || true
+    done
 }
 
 wait_for_server() {    # health URL; fails when the server has ended or is not ready after 30 minutes
@@ -52,18 +53,56 @@ start_server() {    # corpus -> RETRIEVER_URL
     fi
 }
 
+# Settings of the shipped tiny model on the microworld: minutes on two CPU cores.
+TINY_SETTINGS=(
+    data.train_batch_size=16 data.val_batch_size=512
+    data.max_start_length=64 data.max_prompt_length=768 data.max_response_length=32 data.max_obs_length=250
+    actor_rollout_ref.rollout.max_num_seqs=128 actor_rollout_ref.rollout.search_delay_steps=2
+    actor_rollout_ref.actor.ppo_mini_batch_size=128 actor_rollout_ref.actor.ppo_micro_batch_size=128
+    actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28
+    actor_rollout_ref.actor.entropy_coeff=0.003 actor_rollout_ref.actor.optim.weight_decay=0
+    critic.ppo_micro_batch_size=128
+    algorithm.kl_ctrl.kl_coef=0 retriever.topk=2 max_turns=3
+    "trainer.val_modes=[sampled,greedy]" trainer.test_freq=25 trainer.save_freq=50
+)
+TINY_GRPO=(actor_rollout_ref.rollout.n_agent=8 actor_rollout_ref.actor.optim.lr=5e-4 trainer.total_training_steps=130)
+TINY_PPO=(
+    data.train_batch_size=128 actor_rollout_ref.rollout.n_agent=1 actor_rollout_ref.actor.optim.lr=5e-4
+    critic.optim.lr=1e-3 trainer.total_training_steps=200 trainer.critic_warmup=5
+)
+
+# Settings for any other model: those of Search-R1's scripts.
+MODEL_SETTINGS=(
+    data.train_batch_size=512 data.val_batch_size=256
+    data.max_start_length=2048 data.max_prompt_length=4096 data.max_response_length=500 data.max_obs_length=500
+    actor_rollout_ref.model.enable_gradient_checkpointing=true actor_rollout_ref.model.use_remove_padding=true
+    actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size=64
+    actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.285
+    actor_rollout_ref.rollout.log_prob_micro_batch_size=128 actor_rollout_ref.ref.log_prob_micro_batch_size=128
+    retriever.topk=3 max_turns=2 trainer.total_epochs=15 trainer.total_training_steps=1005
+    trainer.test_freq=50 trainer.save_freq=100
+)
+MODEL_GRPO=(
+    actor_rollout_ref.rollout.n_agent=5 actor_rollout_ref.actor.use_kl_loss=true
+    actor_rollout_ref.actor.kl_loss_coef=0.001 actor_rollout_ref.actor.kl_loss_type=low_var_kl
+)
+MODEL_PPO=(
+    critic.optim.lr=1e-5 critic.optim.lr_warmup_steps_ratio=0.015 critic.ppo_micro_batch_size=8
+    critic.model.enable_gradient_checkpointing=true critic.model.use_remove_padding=true
+    algorithm.kl_ctrl.kl_coef=0.001
+)
+
 run_training() {
-    local algorithm="$1" preset="$2" model_preset url_given=false argument
-    shift 2
+    local algorithm="$1" url_given=false argument
+    shift
     for argument in "$@"; do [[ "$argument" == *retriever.url=* || "$argument" == do_search=[Ff]alse ]] && url_given=true; done
     [ -n "${RETRIEVER_URL:-}" ] && url_given=true
 
     setup_environment train,retrieval
     export TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 PYTHONUNBUFFERED=1
 
-    local seed="${SEED:-0}" world=false
+    local seed="${SEED:-0}"
     if [ -z "${DATA_DIR:-}" ]; then
-        world=true
         DATA_DIR="data/microworld/seed$seed"
         if [ ! -f "$DATA_DIR/corpus.jsonl" ] || [ ! -f "$DATA_DIR/test_3hop.parquet" ]; then
             "$PYTHON" -m data_prep.microworld --seed "$seed" --out "$DATA_DIR"
@@ -87,9 +126,17 @@ run_training() {
         "actor_rollout_ref.model.path=$model" "critic.model.path=$model"
         "trainer.seed=$seed" "trainer.experiment_name=$name" "trainer.default_local_dir=$run_dir"
     )
-    $world && overrides+=("data.extra_val_files=$DATA_DIR/test_3hop.parquet")
+    [ -f "$DATA_DIR/test_3hop.parquet" ] && overrides+=("data.extra_val_files=$DATA_DIR/test_3hop.parquet")
+    [ "$algorithm" = ppo ] && overrides+=(algorithm.adv_estimator=gae) || overrides+=(algorithm.adv_estimator=grpo)
+    if [ -z "${BASE_MODEL:-}" ]; then
+        overrides+=("${TINY_SETTINGS[@]}")
+        [ "$algorithm" = ppo ] && overrides+=("${TINY_PPO[@]}") || overrides+=("${TINY_GRPO[@]}")
+    else
+        overrides+=("${MODEL_SETTINGS[@]}")
+        [ "$algorithm" = ppo ] && overrides+=("${MODEL_PPO[@]}") || overrides+=("${MODEL_GRPO[@]}")
+    fi
 
-    trap stop_server EXIT
+    trap stop_all EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM
     if ! $url_given; then
@@ -102,6 +149,8 @@ run_training() {
     fi
     [ -n "${RETRIEVER_URL:-}" ] && overrides+=("retriever.url=$RETRIEVER_URL")
 
-    # shellcheck disable=SC2086  # the preset is a list of words
-    "$PYTHON" -m verl.trainer.main_ppo "${overrides[@]}" $preset "$@"
+    # In the background, so that a signal to this script is handled at once and not after the run.
+    "$PYTHON" -m verl.trainer.main_ppo "${overrides[@]}" "$@" &
+    TRAINER_PID=$!
+    wait "$TRAINER_PID"
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -98,6 +99,7 @@ def check_retriever(config: DictConfig) -> None:
 def run(argv: list[str], train_score_factory: Callable[[DictConfig], Callable[..., Any]] | None = None) -> int:
     """The program: parse, check, train. Returns the exit status; a user's mistake is one line on stderr."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` runs
     try:
         config = parse_arguments(argv)
         validate(config)
