@@ -153,7 +153,7 @@ class DataProto:
             raise ValueError(f"columns differ in their number of rows: {lengths}")
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {} if self.batch is None else {key: self.batch[key] for key in self.batch.keys()}  # noqa: SIM118
+        return {} if self.batch is None else {str(key): self.batch[str(key)] for key in self.batch.keys()}
 
     # ---- making
 

@@ -1,0 +1,96 @@
+"""Worker, the base of every class that runs in the processes of a WorkerGroup.
+
+A worker learns its place from the environment, which its group sets before making it: RANK, WORLD_SIZE,
+LOCAL_RANK, and for more than one process MASTER_ADDR and MASTER_PORT, where torch.distributed meets.
+Several workers (actor, critic) may live in one process; they then share its process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import ClassVar
+
+import torch
+
+
+class Worker:
+    """One rank of a distributed job. Subclasses call `super().__init__()` first.
+
+    `role_classes` names the workers inside a colocated worker class (colocate.py); empty for all others.
+    """
+
+    role_classes: ClassVar[Mapping[str, type[Worker]]] = {}
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"RANK={self.rank} must be at least 0 and below WORLD_SIZE={self.world_size}")
+
+    def get_device(self, kind: str) -> torch.device:
+        """This rank's device of a kind, "cpu" or "cuda"."""
+        if kind == "cpu":
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"rank {self.rank} was told to use {kind!r} but sees no CUDA device; set device=cpu"
+            )
+        return torch.device("cuda", self.local_rank % torch.cuda.device_count())
+
+    def init_process_group(self, kind: str, timeout_seconds: float = 1800.0) -> torch.device:
+        """Joins torch.distributed (gloo for "cpu", NCCL for "cuda") and returns this rank's device.
+
+        With one process there is no process group to join. A second call, by another worker in the same
+        process, changes nothing.
+        """
+        device = self.get_device(kind)
+        if kind == "cuda":
+            torch.cuda.set_device(device)
+        if self.world_size == 1 or torch.distributed.is_initialized():
+            return device
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ValueError(f"{' and '.join(missing)} must be set to join {self.world_size} processes")
+        torch.distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+        return device
+
+    def close(self) -> None:
+        """Frees what the process's end would not: called once by the group's `shutdown`. To be extended."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def get_free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Sets environment variables (None: unsets) for the duration of a `with` block."""
+    before = {name: os.environ.get(name) for name in variables}
+    try:
+        _set_environment(variables)
+        yield
+    finally:
+        _set_environment(before)
+
+
+def _set_environment(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,0 +1,42 @@
+"""LocalWorkerGroup: one rank inside the driver's process, behind the interface of the Ray backend.
+
+Arguments and results pass by reference: the worker works on the driver's own tensors. A call runs when it
+is made; `blocking=False` only wraps its result, and an error is raised by the call rather than by `get()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from verl.single_controller.base.decorator import Call
+from verl.single_controller.base.worker import Worker, environment
+from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool, WorkerGroup, materialize
+
+
+class LocalWorkerGroup(WorkerGroup):
+    """World size 1, no process group."""
+
+    def __init__(self, cls_with_init: ClassWithInitArgs, resource_pool: ResourcePool | None = None) -> None:
+        if resource_pool is not None and resource_pool.world_size != 1:
+            raise ValueError(
+                f"the local backend runs one process, the pool asks for {resource_pool.world_size}; "
+                "set trainer.backend=ray or trainer.nnodes=1 trainer.n_gpus_per_node=1"
+            )
+        super().__init__(world_size=1, worker_cls=cls_with_init.cls)
+        with environment({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}):
+            self.worker: Worker | None = cls_with_init()
+
+    def _start(self, method: str, calls: list[Call]) -> list[Any]:
+        if self.worker is None:
+            raise RuntimeError(f"worker group {self.name!r} was shut down; {method} cannot run")
+        args, kwargs = materialize(calls[0])
+        return [getattr(self.worker, method)(*args, **kwargs)]
+
+    def _resolver(self, method: str) -> Callable[[list[Any]], list[Any]]:
+        return list
+
+    def shutdown(self) -> None:
+        worker, self.worker = self.worker, None
+        if worker is not None:
+            worker.close()
