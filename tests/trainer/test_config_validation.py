@@ -1,0 +1,153 @@
+"""Mistakes in a configuration are found before anything starts, with what was found and what to do."""
+
+import json
+import math
+
+import pytest
+from omegaconf import ListConfig, OmegaConf
+
+from verl.trainer.config import load_config, validate
+from verl.trainer.config.keys import CHOICES, FIXED, NULLABLE, RANGES
+
+
+@pytest.fixture()
+def good(tmp_path) -> list[str]:
+    """Overrides that make a valid GRPO run of one process."""
+    for name in ("train.parquet", "test.parquet"):
+        (tmp_path / name).write_bytes(b"PAR1")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    return [
+        f"data.train_files={tmp_path}/train.parquet",
+        f"data.val_files={tmp_path}/test.parquet",
+        f"actor_rollout_ref.model.path={tmp_path}/model",
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n_agent=8",
+        "data.train_batch_size=32",
+    ]
+
+
+def check(overrides: list[str], **kwargs) -> None:
+    validate(load_config(overrides), **{"num_devices": 0, **kwargs})
+
+
+def text_of(value: object) -> str:
+    return "null" if value is None else str(value)
+
+
+def test_a_good_configuration_passes(good):
+    check(good)
+
+
+@pytest.mark.parametrize("key", CHOICES)
+def test_a_choice_that_does_not_exist_is_refused(key, good):
+    with pytest.raises(ValueError, match="expected one of") as error:
+        check([*good, f"{key}=nonsense"])
+    assert key in str(error.value) and text_of(CHOICES[key][0]) in str(error.value)
+
+
+@pytest.mark.parametrize("key", RANGES)
+def test_a_number_out_of_its_range_is_refused(key, good):
+    low, high, _ = RANGES[key]
+    default = OmegaConf.select(load_config([]), key)
+    is_float = isinstance(default, float) or float in NULLABLE.get(key, ())
+    wrong = [low - (0.5 if is_float else 1)] + ([high + 1] if high < math.inf else [])
+    for value in wrong:
+        with pytest.raises(ValueError, match="expected") as error:
+            check([*good, f"{key}={value}"])
+        assert f"Found {key}=" in str(error.value)
+
+
+@pytest.mark.parametrize("key", FIXED)
+def test_a_key_that_may_not_change_says_why(key, good):
+    config = load_config(good)
+    value, types = OmegaConf.select(config, key), NULLABLE.get(key, ())
+    if isinstance(value, bool):
+        other = str(not value).lower()
+    elif isinstance(value, int | float) or int in types:
+        other = "7"
+    else:
+        other = "fp16"
+    with pytest.raises(ValueError) as error:
+        check([*good, f"{key}={other}"])
+    assert FIXED[key] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("trainer.total_epochs=abc", "expected a whole number"),
+        ("trainer.total_epochs=1.5", "expected a whole number"),
+        ("trainer.nnodes=true", "expected a whole number"),
+        ("trainer.total_epochs=null", "expected a whole number"),
+        ("do_search=1", "expected true or false"),
+        ("data.train_data_num=many", "a whole number or null"),
+        ("trainer.logger=wandb", "expected a list"),
+        ("trainer.logger=[nodepad]", "expected any of: console"),
+        ("trainer.val_modes=[]", "expected one or both"),
+        ("data.max_start_length=512", "expected the first to be smaller"),
+        ("data.train_batch_size=16", "ppo_mini_batch_size=256 .* expected at most 128"),
+        ("algorithm.kl_ctrl.type=adaptive", "expected both"),
+        ("actor_rollout_ref.actor.fsdp_config.grad_offload=true", "Set both, or neither"),
+        ("actor_rollout_ref.actor.optim.betas=[0.9]", "two numbers"),
+        ("data.train_files=/nowhere/train.parquet", "Found no file at data.train_files"),
+        ("data.val_files=[/nowhere/a.parquet]", "Found no file at data.val_files"),
+        ("data.extra_val_files=/nowhere/a.parquet", "Found no file at data.extra_val_files"),
+        ("data.train_files=null", "Set data.train_files="),
+        ("actor_rollout_ref.model.path=/nowhere/model", "Found no folder"),
+        ("actor_rollout_ref.model.path=null", "Hugging Face model folder"),
+        ("custom_reward_function.path=/nowhere/reward.py", "expected a python file"),
+        ("trainer.resume_from_path=/somewhere", "expected resume_mode=from_path"),
+        ("trainer.resume_mode=from_path", "not a folder"),
+        ("trainer.device=cuda", "no CUDA device"),
+        ("reward_model.retrieval_score=0.1", "main_ppo_format"),
+    ],
+)
+def test_a_mistake_says_what_was_found_and_what_to_do(override, words, good):
+    with pytest.raises(ValueError, match=words):
+        check([*good, override])
+
+
+def test_rloo_needs_a_group(good):
+    with pytest.raises(ValueError, match="group of 1"):
+        check(
+            [*good, "algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n_agent=1"]
+            + ["actor_rollout_ref.actor.ppo_mini_batch_size=32"]
+        )
+
+
+def test_the_local_backend_has_one_process(good):
+    check([*good, "trainer.backend=local"])
+    with pytest.raises(ValueError, match="expected trainer.backend=ray"):
+        check([*good, "trainer.backend=local", "trainer.n_gpus_per_node=2"])
+
+
+def test_more_processes_than_gpus_is_refused_on_cuda_only(good):
+    overrides = [*good, "trainer.n_gpus_per_node=2"]
+    check(overrides, num_devices=0)
+    check([*overrides, "trainer.device=cpu"], num_devices=1)
+    with pytest.raises(ValueError, match="expected at most 1"):
+        check(overrides, num_devices=1)
+
+
+def test_validation_alone_needs_no_training_files(good):
+    check([*good, "data.train_files=null", "+trainer.val_only=true", "data.train_batch_size=1"])
+
+
+def test_a_model_may_be_named_as_on_the_hub_and_a_folder_must_hold_one(good, tmp_path):
+    check([*good, "actor_rollout_ref.model.path=Qwen/Qwen2.5-3B"])
+    with pytest.raises(ValueError, match="without a config.json"):
+        check([*good, f"actor_rollout_ref.model.path={tmp_path}"])
+
+
+def test_the_format_program_takes_its_scores(good):
+    check([*good, "reward_model.structure_format_score=0.2"], format_reward=True)
+
+
+def test_lists_of_files_and_addresses_are_taken(good, tmp_path):
+    config = load_config(
+        [*good, f"data.val_files=[{tmp_path}/train.parquet,{tmp_path}/test.parquet]"]
+        + ["retriever.url=['http://a:8000/retrieve','http://b:8000/retrieve']"]
+    )
+    assert isinstance(config.retriever.url, ListConfig)
+    validate(config, num_devices=0)

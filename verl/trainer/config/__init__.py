@@ -1,0 +1,11 @@
+"""The configuration of a run: command-line overrides -> `load_config` -> `validate` -> the trainer.
+
+`ppo_trainer.yaml` holds every key with its default and meaning, `keys.py` says where each is read,
+`loading.py` turns overrides into a configuration, `validation.py` finds a user's mistakes before
+anything starts.
+"""
+
+from verl.trainer.config.loading import load_config, parse_arguments
+from verl.trainer.config.validation import validate
+
+__all__ = ["load_config", "parse_arguments", "validate"]

@@ -1,0 +1,212 @@
+"""Command-line overrides (Hydra's grammar) -> one resolved configuration.
+
+    ["trainer.seed=1", "+trainer.val_only=true", ...] -> check the keys -> Hydra's compose -> DictConfig
+
+The keys are checked here, not by Hydra, so that a misspelt key names its nearest neighbour, `+key`
+works for a key that already exists (Search-R1's scripts need that), and a repeated key is no error.
+"""
+
+import difflib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+CONFIG_DIR = Path(__file__).resolve().parent
+CONFIG_NAME = "ppo_trainer"
+# Below these keys a user may add what they like: the values go to the model's own configuration.
+OPEN_KEYS = ("actor_rollout_ref.model.override_config", "critic.model.override_config")
+
+
+def leaf_keys(config: DictConfig | dict, prefix: str = "") -> list[str]:
+    """Dotted names of all values of a (raw, unresolved) configuration, in file order."""
+    plain = OmegaConf.to_container(config, resolve=False) if isinstance(config, DictConfig) else config
+    assert isinstance(plain, dict)
+    keys: list[str] = []
+    for name, value in plain.items():
+        key = prefix + str(name)
+        if isinstance(value, dict) and key not in OPEN_KEYS:
+            keys += leaf_keys(value, key + ".")
+        else:
+            keys.append(key)
+    return keys
+
+
+def known_keys(config_name: str = CONFIG_NAME) -> list[str]:
+    """Every key that a command line may set."""
+    return leaf_keys(_read_yaml(config_name))
+
+
+def load_config(overrides: Sequence[str], config_name: str = CONFIG_NAME) -> DictConfig:
+    """Compose the configuration from its defaults and the overrides.
+
+    Args:
+        overrides: `key=value`, `+key=value` or `++key=value`; of a repeated key the last one counts.
+        config_name: name of the yaml file beside this module, without its ending.
+
+    Returns:
+        The configuration with interpolations, `~` in paths and null aliases (`resolve`) filled in;
+        reading a key that does not exist raises. Run `validate` on it before it is used.
+
+    Raises:
+        ValueError: an override cannot be read or names an unknown key.
+    """
+    known = known_keys(config_name)
+    last: dict[str, str] = {}
+    for text in overrides:
+        override = _parse(text)
+        for key, value in _flatten(override):
+            _check_key(key, known, text)
+            last.pop(key, None)  # the order of the last mentions is kept
+            last[key] = f"++{key}={value}"
+    with initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3"):
+        config = compose(config_name=config_name, overrides=list(last.values()))
+    resolve(config)
+    OmegaConf.set_struct(config, True)
+    return config
+
+
+def resolve(config: DictConfig) -> None:
+    """Fill in, in place, what is written as an alias or left null because it follows other keys.
+
+    A micro-batch of one process (`*_per_gpu`) follows the whole run's micro-batch size:
+    `size // processes`, at least 1.
+    """
+    OmegaConf.resolve(config)
+    processes = max(1, _as_int(config.trainer.nnodes) * _as_int(config.trainer.n_gpus_per_node))
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    for block, name in (
+        (actor, "ppo_micro_batch_size"),
+        (config.actor_rollout_ref.ref, "log_prob_micro_batch_size"),
+        (config.actor_rollout_ref.rollout, "log_prob_micro_batch_size"),
+        (critic, "ppo_micro_batch_size"),
+        (critic, "forward_micro_batch_size"),
+    ):
+        if block[f"{name}_per_gpu"] is None and isinstance(block[name], int):
+            block[f"{name}_per_gpu"] = max(1, block[name] // processes) if block[name] > 0 else block[name]
+    if config.trainer.val_before_train is None:
+        config.trainer.val_before_train = True
+    if config.trainer.val_only is None:
+        config.trainer.val_only = False
+    for key in (
+        "data.train_files",
+        "data.val_files",
+        "actor_rollout_ref.model.path",
+        "critic.model.path",
+        "critic.model.tokenizer_path",
+        "custom_reward_function.path",
+        "trainer.default_local_dir",
+        "trainer.resume_from_path",
+    ):
+        OmegaConf.update(config, key, _expand(OmegaConf.select(config, key)))
+
+
+def parse_arguments(argv: Sequence[str], config_name: str = CONFIG_NAME) -> DictConfig:
+    """`load_config` for a program: `--help` prints every key with its meaning, `--print` the result.
+
+    Raises:
+        ValueError: as `load_config`.
+        SystemExit: with code 0 after `--help` or `--print`.
+    """
+    if "--help" in argv or "-h" in argv:
+        print((CONFIG_DIR / f"{config_name}.yaml").read_text(encoding="utf-8"))
+        sys.exit(0)
+    config = load_config([a for a in argv if a != "--print"], config_name)
+    if "--print" in argv:
+        print(OmegaConf.to_yaml(config))
+        sys.exit(0)
+    return config
+
+
+def nearest_keys(key: str, known: Sequence[str], count: int = 3) -> list[str]:
+    """The known keys that look most like `key`, best first; a missing front part is no difference."""
+    parts = key.count(".") + 1
+
+    def likeness(candidate: str) -> tuple[float, float]:
+        tail = ".".join(candidate.split(".")[-parts:])
+        ratios = [difflib.SequenceMatcher(None, key, text).ratio() for text in (candidate, tail)]
+        last = difflib.SequenceMatcher(None, key.split(".")[-1], candidate.split(".")[-1]).ratio()
+        return max(ratios) + 0.5 * last, ratios[0]
+
+    return sorted(known, key=likeness, reverse=True)[:count]
+
+
+def _read_yaml(config_name: str) -> DictConfig:
+    path = CONFIG_DIR / f"{config_name}.yaml"
+    if not path.is_file():
+        names = ", ".join(sorted(p.stem for p in CONFIG_DIR.glob("*.yaml")))
+        raise ValueError(f"Found no configuration named {config_name!r}; expected one of: {names}.")
+    config = OmegaConf.load(path)
+    assert isinstance(config, DictConfig)
+    return config
+
+
+def _parse(text: str) -> Override:
+    if text.startswith("-"):
+        raise ValueError(f"Found the option {text!r}; expected key=value. --help lists the keys.")
+    key, equals, value = text.partition("=")
+    if value.startswith("~"):  # a home folder that the shell left as it is; Hydra cannot read it bare
+        text = f"{key}='{value}'"
+    if not equals and not text.startswith("~"):
+        raise ValueError(f"Found {text!r}; expected key=value.")
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"Could not read {text!r}: {reason}. Put a value with special characters in quotes that "
+            f"reach the program, for example {key}='\"...\"'."
+        ) from error
+    if override.is_delete():
+        name = override.key_or_group
+        raise ValueError(f"Found {text!r}; a key cannot be removed. Set {name}=null or leave it out.")
+    if override.is_sweep_override():
+        raise ValueError(f"Found {text!r}, a sweep; expected one value. A list is written {key}=[a,b].")
+    return override
+
+
+def _flatten(override: Override) -> list[tuple[str, str]]:
+    """(key, value as text) pairs; a dictionary value counts as one pair for each of its entries."""
+    key, value = override.key_or_group, override.value()
+    if not isinstance(value, dict) or key in OPEN_KEYS:
+        return [(key, override.get_value_element_as_str())]
+    return [
+        pair
+        for name, item in value.items()
+        for pair in _flatten(Override(override.type, f"{key}.{name}", override.value_type, item))
+    ]
+
+
+def _check_key(key: str, known: Sequence[str], text: str) -> None:
+    if key in known or any(key.startswith(open_key + ".") for open_key in OPEN_KEYS):
+        return
+    if key.split(".")[0] == "hydra":
+        raise ValueError(
+            f"Found {text!r}; the program writes nothing through Hydra, so hydra.* keys are not taken. "
+            "The run's folder is trainer.default_local_dir."
+        )
+    if any(k.startswith(key + ".") for k in known):
+        inside = ", ".join(k for k in known if k.startswith(key + "."))
+        raise ValueError(f"Found {text!r}, but {key} is a group of keys; expected one of: {inside}.")
+    first, *others = nearest_keys(key, known)
+    raise ValueError(
+        f"Found the unknown key {key!r} in {text!r}. The nearest known key is {first!r}"
+        f" (then {', '.join(others)}). --help lists all keys."
+    )
+
+
+def _expand(value):
+    if isinstance(value, str):
+        return str(Path(value).expanduser()) if value.startswith("~") else value
+    if OmegaConf.is_list(value):
+        return [_expand(item) for item in value]
+    return value
+
+
+def _as_int(value: object) -> int:
+    return value if isinstance(value, int) else 1

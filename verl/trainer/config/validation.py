@@ -1,0 +1,273 @@
+"""Finds a user's mistakes in a configuration before anything starts.
+
+Each check raises ValueError with what was found, what was expected and what to do. Types follow the
+defaults in `ppo_trainer.yaml`; choices and ranges are tables; what one key means for another is a
+function each.
+"""
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from verl.trainer.config.keys import CHOICES, FIXED, NULLABLE, RANGES
+from verl.trainer.config.loading import leaf_keys, load_config
+
+FORMAT_SCORES = ("structure_format_score", "final_format_score", "retrieval_score")
+VAL_MODES = ("greedy", "sampled")
+LOGGERS = ("console", "wandb", "tensorboard", "mlflow")
+
+
+def validate(config: DictConfig, *, format_reward: bool = False, num_devices: int | None = None) -> None:
+    """Check a configuration made by `load_config`; returns silently when it can run.
+
+    Args:
+        config: a resolved configuration.
+        format_reward: the program is `main_ppo_format`, which reads the format scores.
+        num_devices: CUDA devices of this machine; None asks torch.
+
+    Raises:
+        ValueError: the first mistake found.
+    """
+    _check_types(config)
+    _check_choices(config)
+    _check_ranges(config)
+    _check_fixed(config)
+    _check_lengths(config)
+    _check_batches(config)
+    _check_algorithm(config)
+    _check_format_scores(config, format_reward)
+    _check_lists(config)
+    _check_files(config)
+    _check_resume(config)
+    _check_devices(config, num_devices)
+
+
+@cache
+def _defaults() -> DictConfig:
+    return load_config([])
+
+
+def _check_types(config: DictConfig) -> None:
+    defaults = _defaults()
+    for key in leaf_keys(defaults):
+        value, default = OmegaConf.select(config, key), OmegaConf.select(defaults, key)
+        expected = NULLABLE.get(key) or (type(default),)
+        if value is None and key in NULLABLE:
+            continue
+        if float in expected:
+            expected = (*expected, int)
+        is_bool_mistake = isinstance(value, bool) and bool not in expected
+        if not isinstance(value, expected) or is_bool_mistake:
+            names = [_TYPE_NAMES[t] for t in expected] + (["null"] if key in NULLABLE else [])
+            raise ValueError(f"Found {key}={value!r}; expected {' or '.join(dict.fromkeys(names))}.")
+
+
+_TYPE_NAMES: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    ListConfig: "a list [a,b]",
+    DictConfig: "a dictionary {key: value}",
+}
+
+
+def _check_choices(config: DictConfig) -> None:
+    for key, choices in CHOICES.items():
+        value = OmegaConf.select(config, key)
+        if value not in choices:
+            names = ", ".join("null" if c is None else str(c) for c in choices)
+            raise ValueError(f"Found {key}={value}; expected one of: {names}.")
+
+
+def _check_ranges(config: DictConfig) -> None:
+    for key, (low, high, text) in RANGES.items():
+        value = OmegaConf.select(config, key)
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"Found {key}={value}; expected {text}.")
+
+
+def _check_fixed(config: DictConfig) -> None:
+    defaults = _defaults()
+    for key, reason in FIXED.items():
+        value = OmegaConf.select(config, key)
+        # A default that follows another key is compared with what it follows in this configuration.
+        raw = FOLLOWS.get(key)
+        default = OmegaConf.select(config, raw) if raw else OmegaConf.select(defaults, key)
+        if value != default:
+            raise ValueError(f"Found {key}={value}; expected {default}. {reason}")
+
+
+# Keys whose default is another key's value, among those that may not be changed alone.
+FOLLOWS = {
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": (
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+    ),
+    "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length",
+    "actor_rollout_ref.rollout.response_length": "data.max_response_length",
+    "critic.model.tokenizer_path": "actor_rollout_ref.model.path",
+    "reward_model.model.input_tokenizer": "actor_rollout_ref.model.path",
+    "reward_model.model.external_lib": "actor_rollout_ref.model.external_lib",
+    "reward_model.use_dynamic_bsz": "critic.use_dynamic_bsz",
+    "reward_model.forward_max_token_len_per_gpu": "critic.forward_max_token_len_per_gpu",
+}
+
+
+def _check_lengths(config: DictConfig) -> None:
+    data = config.data
+    if data.max_start_length >= data.max_prompt_length:
+        raise ValueError(
+            f"Found data.max_start_length={data.max_start_length} and data.max_prompt_length="
+            f"{data.max_prompt_length}; expected the first to be smaller: max_prompt_length bounds the "
+            "whole context, the prompt and everything after it. A good value is max_start_length + "
+            "max_response_length * (max_turns + 1) + max_obs_length * max_turns."
+        )
+
+
+def _check_batches(config: DictConfig) -> None:
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    group = rollout.n * rollout.n_agent
+    rows = config.data.train_batch_size * group
+    blocks = [("actor_rollout_ref.actor", actor)]
+    if config.algorithm.adv_estimator == "gae":
+        blocks.append(("critic", config.critic))
+    for name, block in blocks:
+        mini = block.ppo_mini_batch_size * rollout.n
+        if mini > rows and not config.trainer.val_only:
+            raise ValueError(
+                f"Found {name}.ppo_mini_batch_size={block.ppo_mini_batch_size} (times rollout.n = {mini} "
+                f"trajectories), but a step has {rows} (data.train_batch_size={config.data.train_batch_size}"
+                f" times a group of {group}); expected at most {rows // rollout.n}."
+            )
+    if config.algorithm.adv_estimator == "rloo" and group < 2 and not config.trainer.val_only:
+        raise ValueError(
+            "Found a group of 1 with algorithm.adv_estimator=rloo, which compares the answers to one "
+            "question; expected at least 2. Set actor_rollout_ref.rollout.n_agent, for example to 5."
+        )
+
+
+def _check_algorithm(config: DictConfig) -> None:
+    control = config.algorithm.kl_ctrl
+    if control.type == "adaptive" and (control.target_kl is None or control.horizon is None):
+        raise ValueError(
+            f"Found algorithm.kl_ctrl.type=adaptive with target_kl={control.target_kl} and horizon="
+            f"{control.horizon}; expected both. Set for example algorithm.kl_ctrl.target_kl=0.1 "
+            "algorithm.kl_ctrl.horizon=10000."
+        )
+    for name in ("actor_rollout_ref.actor.fsdp_config", "critic.model.fsdp_config"):
+        fsdp = OmegaConf.select(config, name)
+        if fsdp.grad_offload and not fsdp.param_offload:
+            raise ValueError(
+                f"Found {name}.grad_offload=true with param_offload=false; FSDP2 keeps gradients where the "
+                "weights are. Set both, or neither."
+            )
+    for name in ("actor_rollout_ref.actor", "critic"):
+        betas = OmegaConf.select(config, f"{name}.optim.betas")
+        if len(betas) != 2 or not all(isinstance(b, float | int) and 0 <= b < 1 for b in betas):
+            raise ValueError(f"Found {name}.optim.betas={betas}; expected two numbers in [0, 1).")
+
+
+def _check_format_scores(config: DictConfig, format_reward: bool) -> None:
+    for name in FORMAT_SCORES:
+        value = config.reward_model[name]
+        if value and not format_reward:
+            raise ValueError(
+                f"Found reward_model.{name}={value}, but this program scores exact match alone; "
+                "run `python -m verl.trainer.main_ppo_format` for the format reward."
+            )
+
+
+def _check_lists(config: DictConfig) -> None:
+    modes = list(config.trainer.val_modes)
+    if not modes or any(mode not in VAL_MODES for mode in modes):
+        raise ValueError(f"Found trainer.val_modes={modes}; expected one or both of {list(VAL_MODES)}.")
+    for name in config.trainer.logger:
+        if name not in LOGGERS:
+            raise ValueError(f"Found {name!r} in trainer.logger; expected any of: {', '.join(LOGGERS)}.")
+        if name in ("wandb", "mlflow", "tensorboard") and importlib.util.find_spec(name) is None:
+            raise ValueError(
+                f"Found {name!r} in trainer.logger, but the package is not installed; "
+                f"run `pip install {name}` or leave it out."
+            )
+
+
+def _check_files(config: DictConfig) -> None:
+    file_keys = ["data.val_files"] if config.trainer.val_only else ["data.train_files", "data.val_files"]
+    if config.data.extra_val_files is not None:
+        file_keys.append("data.extra_val_files")
+    for key in file_keys:
+        for path in _as_list(OmegaConf.select(config, key)):
+            if path is None:
+                raise ValueError(f"Found no {key}; expected a parquet file. Set {key}=<path>.parquet.")
+            if not Path(path).is_file():
+                raise ValueError(f"Found no file at {key}={path}; expected a parquet file.")
+    model_keys = ["actor_rollout_ref.model.path"]
+    if config.algorithm.adv_estimator == "gae" and not config.trainer.val_only:
+        model_keys.append("critic.model.path")
+    for key in model_keys:
+        _check_model(key, OmegaConf.select(config, key))
+    path = config.custom_reward_function.path
+    if path is not None and not Path(path).is_file():
+        raise ValueError(f"Found no file at custom_reward_function.path={path}; expected a python file.")
+
+
+def _check_model(key: str, path: str | None) -> None:
+    """A folder with a config.json, or the name of a model on the Hugging Face hub (`owner/name`)."""
+    if path is None:
+        raise ValueError(f"Found no {key}; expected a Hugging Face model folder. Set {key}=<folder>.")
+    folder = Path(path)
+    looks_like_hub_name = path.count("/") == 1 and path[0] not in "./" and not folder.parent.is_dir()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"Found {key}={path} without a config.json; expected a Hugging Face folder.")
+    elif not looks_like_hub_name:
+        raise ValueError(
+            f"Found no folder at {key}={path}; expected a Hugging Face model folder, or a model's name "
+            "on the hub such as Qwen/Qwen2.5-3B."
+        )
+
+
+def _check_resume(config: DictConfig) -> None:
+    trainer = config.trainer
+    if trainer.resume_mode != "from_path" and trainer.resume_from_path is not None:
+        raise ValueError(
+            f"Found trainer.resume_from_path={trainer.resume_from_path} with trainer.resume_mode="
+            f"{trainer.resume_mode}; expected resume_mode=from_path."
+        )
+    if trainer.resume_mode == "from_path":
+        path = trainer.resume_from_path
+        if path is None or not Path(path).is_dir():
+            raise ValueError(
+                f"Found trainer.resume_from_path={path}, not a folder; expected the folder of one step, "
+                "such as <default_local_dir>/global_step_100."
+            )
+
+
+def _check_devices(config: DictConfig, num_devices: int | None) -> None:
+    trainer = config.trainer
+    processes = trainer.nnodes * trainer.n_gpus_per_node
+    if trainer.backend == "local" and processes > 1:
+        raise ValueError(
+            f"Found trainer.backend=local with {processes} processes; expected trainer.backend=ray, or "
+            "trainer.nnodes=1 trainer.n_gpus_per_node=1."
+        )
+    if trainer.device == "cpu":
+        return
+    if num_devices is None:
+        import torch  # only here: the other checks work without it, and at once
+
+        num_devices = torch.cuda.device_count()
+    if trainer.device == "cuda" and num_devices == 0 and trainer.nnodes == 1:
+        raise ValueError("Found trainer.device=cuda and no CUDA device; set trainer.device=cpu or auto.")
+    if trainer.nnodes == 1 and 0 < num_devices < trainer.n_gpus_per_node:
+        raise ValueError(
+            f"Found trainer.n_gpus_per_node={trainer.n_gpus_per_node} and {num_devices} CUDA devices; "
+            f"expected at most {num_devices}. Set trainer.n_gpus_per_node={num_devices}."
+        )
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | ListConfig) else [value]
