@@ -9,6 +9,7 @@ works for a key that already exists (Search-R1's scripts need that), and a repea
 import difflib
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -37,9 +38,10 @@ def leaf_keys(config: DictConfig | dict, prefix: str = "") -> list[str]:
     return keys
 
 
-def known_keys(config_name: str = CONFIG_NAME) -> list[str]:
+@cache
+def known_keys(config_name: str = CONFIG_NAME) -> tuple[str, ...]:
     """Every key that a command line may set."""
-    return leaf_keys(_read_yaml(config_name))
+    return tuple(leaf_keys(_read_yaml(config_name)))
 
 
 def load_config(overrides: Sequence[str], config_name: str = CONFIG_NAME) -> DictConfig:
