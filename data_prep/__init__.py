@@ -1,0 +1,1 @@
+"""Raw material -> corpus.jsonl and parquet rows: the microworld, SQuAD-format files, the tiny base model."""

@@ -1,0 +1,197 @@
+"""What the tiny base model is pretrained on: reading, and a poor imitation of searching.
+
+Each sample is a list of (text, trained) segments over a fresh pretraining world; segments are tokenised one
+by one, as in a rollout. Three kinds:
+
+    pack      articles, then many short questions about them: the dense signal from which copying forms
+    reading   a question, then documents, then notes that name what was found, and the answer: always right
+    trace     the protocol of a rollout (search, information, ..., answer), demonstrated badly on purpose
+
+In a trace the number of searches, each query and the answer are drawn independently of each other and of what
+the question needs: the right entity in half of the first queries, else a fragment of the question or some
+name; later queries are mostly useless, now and then a name from the documents; the answer is right half of
+the time when it stands in the documents. Every relation gets the same treatment, so that reinforcement
+learning finds a first success for every kind of question. A few traces are right throughout.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections import Counter, defaultdict
+
+from data_prep.microworld import Entity, Question, World, ask
+from data_prep.prompts import MICROWORLD_PROMPT, fill_prompt, format_observation
+from data_prep.relations import OF_KIND, RELATIONS, chains
+from data_prep.tiny_tokenizer import END_TOKEN
+
+Sample = list[tuple[str, bool]]  # (text, whether every token of it is trained)
+
+NUM_SEARCHES = {0: 0.05, 1: 0.42, 2: 0.43, 3: 0.10}
+RIGHT_TRACE = 0.03
+RIGHT_ANSWER = 0.5
+NOTE = 0.15
+SHARES_FIRST = (0.8, 0.1, 0.1)  # pack, reading, trace at the start of pretraining
+SHARES_LAST = (0.2, 0.3, 0.5)  # from MIX_AT of it on
+MIX_AT = 0.5
+
+
+class Retriever:
+    """BM25 (k1 0.9, b 0.4) over the articles of a world, as the retrieval server does it, in a few lines."""
+
+    def __init__(self, world: World) -> None:
+        self.entities = list(world.values())
+        self.postings: dict[str, list[tuple[int, float]]] = defaultdict(list)
+        bags = [Counter(_words(f"{entity.name} {entity.text}")) for entity in self.entities]
+        mean = sum(sum(bag.values()) for bag in bags) / len(bags)
+        found_in = Counter(word for bag in bags for word in bag)
+        for index, bag in enumerate(bags):
+            norm = 0.9 * (0.6 + 0.4 * sum(bag.values()) / mean)
+            for word, count in bag.items():
+                idf = math.log(1 + (len(bags) - found_in[word] + 0.5) / (found_in[word] + 0.5))
+                self.postings[word].append((index, idf * count / (count + norm)))
+
+    def search(self, query: str, topk: int) -> list[Entity]:
+        """The `topk` best articles, best first; ties go to the earlier article."""
+        scores: dict[int, float] = defaultdict(float)
+        for word in _words(query):
+            for index, score in self.postings.get(word, ()):
+                scores[index] += score
+        best = sorted(scores, key=lambda index: (-scores[index], index))[:topk]
+        return [self.entities[index] for index in best]
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def observation(documents: list[Entity]) -> str:
+    return format_observation([(f'"{entity.name}"', entity.text) for entity in documents])
+
+
+class Demonstrator:
+    """Draws samples over one world."""
+
+    def __init__(self, world: World, rng: random.Random, topk: int = 2) -> None:
+        self.world, self.rng, self.topk = world, rng, topk
+        self.retriever = Retriever(world)
+        self.entities = list(world.values())
+        self.names = list(world)
+        self.chains = {hops: chains(hops) for hops in (1, 2, 3)}
+        self.by_kind = {kind: [e for e in self.entities if e.kind == kind] for kind in OF_KIND}
+
+    def draw(self, progress: float) -> Sample:
+        """A sample of one of the three kinds; `progress` in [0, 1] moves the shares."""
+        part = min(1.0, progress / MIX_AT)
+        shares = [
+            first + part * (last - first) for first, last in zip(SHARES_FIRST, SHARES_LAST, strict=True)
+        ]
+        return self.rng.choices((self.pack, self.reading, self.trace), shares)[0]()
+
+    def question(self, hops: int) -> Question:
+        """A question over a chain of relations drawn evenly."""
+        while True:
+            relations = self.rng.choice(self.chains[hops])
+            start = self.rng.choice(self.by_kind[RELATIONS[relations[0]].subject])
+            question = ask(self.rng, self.world, start, relations)
+            if question is not None:
+                return question
+
+    def pack(self) -> Sample:
+        """One to four articles that hang together where they can, then eight questions or notes."""
+        documents = [self.rng.choice(self.entities)]
+        for _ in range(self.rng.randrange(4)):
+            linked = [v for v in self.rng.choice(documents).facts.values() if v in self.world]
+            name = (
+                self.rng.choice(linked) if linked and self.rng.random() < 0.5 else self.rng.choice(self.names)
+            )
+            if all(name != d.name for d in documents):
+                documents.append(self.world[name])
+        self.rng.shuffle(documents)
+        sample: Sample = [(observation(documents), False)]
+        known = {d.name for d in documents}
+        for _ in range(8):
+            document = self.rng.choice(documents)
+            relation = self.rng.choice(OF_KIND[document.kind])
+            names = (relation.name,)
+            bridge = document.facts[relation.name]
+            if bridge in known and self.rng.random() < 0.7:
+                names = (relation.name, self.rng.choice(OF_KIND[self.world[bridge].kind]).name)
+            elif relation.phrases and self.rng.random() < 0.3:
+                sample += [(self.note(document, relation.name), True), ("\n", False)]
+                continue
+            question = ask(self.rng, self.world, document, names)
+            if question is not None:
+                sample += [(fill_prompt(MICROWORLD_PROMPT, question.text), False)]
+                sample += [(f"<answer> {question.answer}</answer>", True), ("\n", False)]
+        return sample
+
+    def note(self, entity: Entity, relation: str) -> str:
+        """'<think> the director of Amber Harbor is Bratis Gildane.</think>'"""
+        phrase = self.rng.choice(RELATIONS[relation].phrases).format(e=entity.name)
+        return f"<think> {phrase} is {entity.facts[relation]}.</think>"
+
+    def reading(self) -> Sample:
+        """A question, documents for the first steps of its chain or all of them, right notes, right answer."""
+        question = self.question(self.rng.choices((1, 2, 3), (0.35, 0.5, 0.15))[0])
+        steps = self.rng.randint(1, len(question.path))
+        documents: dict[str, Entity] = {}
+        for name in question.path[:steps]:
+            found = self.retriever.search(name, self.rng.choice((1, 2, 2)))
+            documents |= {entity.name: entity for entity in (*found, self.world[name])}
+        shown = list(documents.values())
+        if self.rng.random() < 0.5:
+            self.rng.shuffle(shown)
+        sample: Sample = [(fill_prompt(MICROWORLD_PROMPT, question.text), False), (observation(shown), False)]
+        complete = steps == len(question.path)
+        noted = range(min(steps, len(question.path) - 1))
+        if not complete or self.rng.random() < 0.6:
+            sample += [(self.note(self.world[question.path[i]], question.relations[i]), True) for i in noted]
+        if complete:
+            sample.append((f"<answer> {question.answer}</answer>", True))
+        return [*sample, (END_TOKEN, True)]
+
+    def trace(self) -> Sample:
+        """A rollout as a poor student would do it; see the top of this file."""
+        question = self.question(self.rng.choices((1, 2, 3), (0.45, 0.47, 0.08))[0])
+        sample: Sample = [(fill_prompt(MICROWORLD_PROMPT, question.text), False)]
+        right = self.rng.random() < RIGHT_TRACE
+        count = len(question.path) if right else self.rng.choices(*zip(*NUM_SEARCHES.items(), strict=True))[0]
+        seen: dict[str, Entity] = {}
+        for turn in range(count):
+            query, note = (question.path[turn], "") if right else self.query(question, turn, seen)
+            found = self.retriever.search(query, self.topk)
+            sample += [(f"{note}<search> {query}</search>", True), (observation(found), False)]
+            seen |= {entity.name: entity for entity in found}
+        answer = question.answer if right else self.answer(question, seen)
+        return [*sample, (f"<answer> {answer}</answer>{END_TOKEN}", True)]
+
+    def query(self, question: Question, turn: int, seen: dict[str, Entity]) -> tuple[str, str]:
+        """(query, note before it) of a poor student: drawn without looking at what the question still needs."""
+        draw = self.rng.random()
+        words = question.text.rstrip("?").split()
+        start = self.rng.randrange(len(words))
+        fragment = " ".join(words[start : start + self.rng.randint(1, 4)])
+        wrong = self.rng.choice(self.names)
+        if turn == 0:
+            return (question.path[0] if draw < 0.5 else fragment if draw < 0.8 else wrong), ""
+        if draw < 0.4 and seen:
+            known = [name for name in question.path[:-1] if name in seen]
+            entity = (
+                self.world[known[-1]]
+                if known and self.rng.random() < 0.7
+                else self.rng.choice(list(seen.values()))
+            )
+            relations = [r.name for r in OF_KIND[entity.kind] if r.phrases]
+            relation = self.rng.choice(relations)
+            note = self.note(entity, relation) if self.rng.random() < NOTE * 2 else ""
+            return entity.facts[relation], note
+        return (question.path[0] if draw < 0.6 else fragment if draw < 0.85 else wrong), ""
+
+    def answer(self, question: Question, seen: dict[str, Entity]) -> str:
+        """The right answer half of the time when it was found, else some value of the documents or of the world."""
+        values = [value for entity in seen.values() for value in entity.facts.values()]
+        if question.answer in values and self.rng.random() < RIGHT_ANSWER:
+            return question.answer
+        return self.rng.choice(values or list(self.rng.choice(self.entities).facts.values()))
