@@ -1,0 +1,126 @@
+"""LLMGenerationManager: from prompts to trajectories with searches in them, as a batch for training.
+
+    DataProto (prompts, seeds) -> Trajectory per row -> TrajectoryLoop -> DataProto (tensors, records)
+
+Lengths (tokens, as in Search-R1): a prompt keeps its last `max_start_length`, a turn samples at most
+`max_response_length`, an observation has at most `max_obs_length`, a whole context `max_prompt_length`; what
+can't go on within that ends with "length". After `max_turns` turns comes one last turn, whose search is not
+made any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig
+
+from search_r1.llm_agent.codec import Codec
+from search_r1.llm_agent.config import GenerationConfig
+from search_r1.llm_agent.loop import Event, TrajectoryLoop
+from search_r1.llm_agent.trajectory import Trajectory, to_tensors
+from search_r1.search.client import SearchClient
+from verl.protocol import DataProto
+from verl.workers.rollout.engine import RolloutEngine, SamplingParams
+
+__all__ = ["Event", "GenerationConfig", "LLMGenerationManager", "build_agent"]
+
+
+class LLMGenerationManager:
+    """Runs trajectories on one engine and one search client; see the module's docstring."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        engine: RolloutEngine,
+        search_client: SearchClient | None,
+        config: GenerationConfig,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        """`search_client` may be None without `do_search`. `on_event` hears what happens as it happens; it
+        needs an engine with `partial`. Raises ValueError for lengths that can't work."""
+        if config.do_search and search_client is None:
+            raise ValueError("do_search: found true without a search client, expected a SearchClient")
+        self.tokenizer, self.engine, self.config = tokenizer, engine, config
+        self.search_client, self.on_event = search_client, on_event
+        self.codec = Codec(tokenizer, config)
+
+    def run_llm_loop(self, gen_batch: DataProto) -> DataProto:
+        """Generates one trajectory per row.
+
+        Args:
+            gen_batch: batch `sampling_seeds` [N] int64; non_tensor_batch `raw_prompt_ids` (list[int]);
+                meta_info `do_sample` (False: greedy), `temperature`, `top_p`, `top_k`, all optional.
+
+        Returns:
+            The tensors of generation in the table of `verl/protocol.py`, P = max_start_length and
+            R = max_prompt_length (the same in every process, so that parts can be joined); the columns of
+            gen_batch's non_tensor_batch, and `trajectory`: `Trajectory.record`.
+        """
+        if gen_batch.batch is None:
+            raise ValueError("gen_batch has no tensors, expected sampling_seeds [N]")
+        prompts, keep = gen_batch.non_tensor_batch["raw_prompt_ids"], self.config.max_start_length
+        seeds = gen_batch.batch["sampling_seeds"].tolist()
+        trajectories = [
+            Trajectory(row, [int(token) for token in ids[-keep:]], seed)
+            for row, (ids, seed) in enumerate(zip(prompts, seeds, strict=True))
+        ]
+        params = self._sampling_params(gen_batch.meta_info)
+        TrajectoryLoop(
+            self.codec, self.engine, self.search_client, self.config, params, trajectories, self.on_event
+        ).run()
+        pad_token_id = self.tokenizer.pad_token_id
+        tensors = to_tensors(
+            trajectories,
+            self.config.max_start_length,
+            self.config.max_prompt_length,
+            0 if pad_token_id is None else pad_token_id,
+        )
+        records = [trajectory.record(self.codec.decode(trajectory.prompt_ids)) for trajectory in trajectories]
+        non_tensors = {**gen_batch.non_tensor_batch, "trajectory": records}
+        return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors)
+
+    def _sampling_params(self, meta_info: dict[str, Any]) -> SamplingParams:
+        config = self.config
+        params = SamplingParams(
+            max_tokens=config.max_response_length,
+            stop=self.codec.stop,
+            eos_token_ids=self.codec.eos_token_ids,
+            ignore_eos=config.ignore_eos,
+        )
+        if not meta_info.get("do_sample", True):
+            return replace(params, temperature=0.0)
+        return replace(
+            params,
+            temperature=meta_info.get("temperature", config.temperature),
+            top_p=meta_info.get("top_p", config.top_p),
+            top_k=meta_info.get("top_k", config.top_k),
+            min_p=config.min_p,
+        )
+
+
+def build_agent(config: DictConfig, tokenizer: Any, engine: RolloutEngine) -> LLMGenerationManager:
+    """The agent of a training run from its whole configuration."""
+    data, rollout, retriever = config.data, config.actor_rollout_ref.rollout, config.retriever
+    generation = GenerationConfig(
+        max_turns=config.max_turns,
+        max_start_length=data.max_start_length,
+        max_prompt_length=data.max_prompt_length,
+        max_response_length=data.max_response_length,
+        max_obs_length=data.max_obs_length,
+        topk=retriever.topk,
+        do_search=config.do_search,
+        no_think_rl=config.algorithm.no_think_rl,
+        search_delay_steps=rollout.search_delay_steps,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        ignore_eos=rollout.ignore_eos,
+    )
+    client = None
+    if config.do_search:
+        urls = list(retriever.url) if isinstance(retriever.url, ListConfig) else retriever.url
+        client = SearchClient(urls, topk=retriever.topk, timeout=retriever.timeout)
+    return LLMGenerationManager(tokenizer, engine, client, generation)

@@ -1,0 +1,158 @@
+"""A trajectory while it grows, the record that is kept of it, the tensors and the metrics made from many.
+
+    prompt | policy's tokens | observation | policy's tokens | ...      response = all after the prompt
+             mask 1 ... 1      0 ... 0       1 ... 1
+
+Token ids are only ever appended, as they were sampled or tokenised: nothing is decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from search_r1.search.client import FoundDocument
+
+
+@dataclass
+class Turn:
+    """One generation of the policy and what came back.
+
+    `action`: "search" | "answer" | "invalid" (the policy got a hint) | "none" (the last turn had no action).
+    Spans are positions in the response, end exclusive; the obs span is None when nothing was appended.
+    """
+
+    action: str
+    text: str
+    query: str | None
+    start: int
+    end: int
+    documents: list[FoundDocument] | None = None  # None: no search was made
+    error: str | None = None  # why the search failed
+    obs_start: int | None = None
+    obs_end: int | None = None
+    search_seconds: float | None = None  # from asking until the documents were there
+
+
+@dataclass
+class Trajectory:
+    """Row `row` of a batch. The three response lists have one entry per response token.
+
+    Example after "a <search> b </search>" and its observation, with ids for words:
+    response_ids [5, 6, 7, 6, 9, 9, 9], response_mask [1, 1, 1, 1, 0, 0, 0],
+    log_probs [-.1, -.3, -2., -.1, 0, 0, 0].
+    """
+
+    row: int
+    prompt_ids: list[int]
+    seed: int
+    response_ids: list[int] = field(default_factory=list)
+    response_mask: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    finish_reason: str = ""  # "answer" | "eos" | "length" | "max_turns" | "search_failed"; "" while it runs
+    version_first: int | None = None  # policy version of the first and of the last sampled token
+    version_last: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the whole context, prompt included."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    def add_sampled(self, token_ids: Sequence[int], log_probs: Sequence[float]) -> tuple[int, int]:
+        """Appends what the policy sampled; returns its span in the response."""
+        start = len(self.response_ids)
+        self.response_ids += token_ids
+        self.response_mask += [1] * len(token_ids)
+        self.log_probs += log_probs
+        return start, len(self.response_ids)
+
+    def add_observation(self, token_ids: Sequence[int]) -> None:
+        """Appends tokens that the policy did not sample, and notes their span in the last turn."""
+        turn = self.turns[-1]
+        turn.obs_start = len(self.response_ids)
+        self.response_ids += token_ids
+        self.response_mask += [0] * len(token_ids)
+        self.log_probs += [0.0] * len(token_ids)
+        turn.obs_end = len(self.response_ids)
+
+    def fail(self, error: str) -> None:
+        """Ends a trajectory whose search failed: none of its tokens may be learnt from."""
+        self.turns[-1].error = error
+        self.finish_reason = "search_failed"
+        self.response_mask = [0] * len(self.response_ids)
+        self.log_probs = [0.0] * len(self.response_ids)
+
+    def record(self, prompt_text: str) -> dict[str, Any]:
+        """The plain dict that goes into the batch under `trajectory`."""
+        return {
+            "turns": [asdict(turn) for turn in self.turns],
+            "num_searches": sum(turn.documents is not None for turn in self.turns),
+            "num_actions": len(self.turns),
+            "num_valid_actions": sum(turn.action in ("search", "answer") for turn in self.turns),
+            "finish_reason": self.finish_reason,
+            "version_first": self.version_first,
+            "version_last": self.version_last,
+            "prompt_text": prompt_text,
+            "policy_text": "\n".join(turn.text for turn in self.turns),
+        }
+
+
+def to_tensors(
+    trajectories: Sequence[Trajectory], prompt_width: int, response_width: int, pad_token_id: int
+) -> dict[str, torch.Tensor]:
+    """The batch's tensors, by the table in `verl/protocol.py`: P = prompt_width, R = response_width.
+
+    The masks are made from lengths: the pad token may be any id, the end-of-sequence token too.
+    """
+    num_rows = len(trajectories)
+    input_ids = np.full((num_rows, prompt_width + response_width), pad_token_id, dtype=np.int64)
+    attention_mask = np.zeros_like(input_ids)
+    response_mask = np.zeros((num_rows, response_width), dtype=np.int64)
+    log_probs = np.zeros((num_rows, response_width), dtype=np.float32)
+    for row, trajectory in enumerate(trajectories):
+        start, length = prompt_width - len(trajectory.prompt_ids), len(trajectory.response_ids)
+        input_ids[row, start:prompt_width] = trajectory.prompt_ids
+        input_ids[row, prompt_width : prompt_width + length] = trajectory.response_ids
+        attention_mask[row, start : prompt_width + length] = 1
+        response_mask[row, :length] = trajectory.response_mask
+        log_probs[row, :length] = trajectory.log_probs
+    position_ids = np.maximum(attention_mask.cumsum(axis=1) - 1, 0) * attention_mask
+    return {
+        "prompts": torch.from_numpy(input_ids[:, :prompt_width].copy()),
+        "responses": torch.from_numpy(input_ids[:, prompt_width:].copy()),
+        "input_ids": torch.from_numpy(input_ids),
+        "attention_mask": torch.from_numpy(attention_mask),
+        "position_ids": torch.from_numpy(position_ids),
+        "response_mask": torch.from_numpy(response_mask),
+        "rollout_log_probs": torch.from_numpy(log_probs),
+    }
+
+
+def env_metrics(trajectories: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Search-R1's `env/*` figures of a batch from its trajectory records, and how many searches failed.
+
+    An action is one generation. Finished are those that answered. A search that the last turn still asked
+    for counts as valid, though it was not made. All are means over trajectories but `env/search_failed`,
+    a count. Raises ValueError for no trajectories.
+    """
+    if not trajectories:
+        raise ValueError("env_metrics needs at least one trajectory")
+    actions = np.array([record["num_actions"] for record in trajectories])
+    valid = np.array([record["num_valid_actions"] for record in trajectories])
+    searches = [sum(turn["action"] == "search" for turn in record["turns"]) for record in trajectories]
+    reasons = [record["finish_reason"] for record in trajectories]
+    return {
+        "env/number_of_actions/mean": float(actions.mean()),
+        "env/number_of_actions/max": float(actions.max()),
+        "env/number_of_actions/min": float(actions.min()),
+        "env/finish_ratio": float(np.mean([reason == "answer" for reason in reasons])),
+        "env/number_of_valid_action": float(valid.mean()),
+        "env/ratio_of_valid_action": float((valid / np.maximum(actions, 1)).mean()),
+        "env/number_of_valid_search": float(np.mean(searches)),
+        "env/search_failed": float(reasons.count("search_failed")),
+    }
