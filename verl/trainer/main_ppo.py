@@ -17,6 +17,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl.trainer.config import parse_arguments, validate
+from verl.trainer.ppo.run_state import RunStopped
 
 
 def build_trainer(config: DictConfig, train_score: Callable[..., Any] | None = None) -> Any:
@@ -34,7 +35,7 @@ def build_trainer(config: DictConfig, train_score: Callable[..., Any] | None = N
     from search_r1.llm_agent.generation import build_agent
     from search_r1.llm_agent.trajectory import env_metrics
     from verl.single_controller.base import ClassWithInitArgs
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role, actor_role, needs_critic
     from verl.utils.dataset.rl_dataset import RLHFDataset
     from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
     from verl.workers.reward_manager import RewardManager, load_reward_function
@@ -44,21 +45,21 @@ def build_trainer(config: DictConfig, train_score: Callable[..., Any] | None = N
     pool = "global_pool"
     pools = ResourcePoolManager(
         resource_pool_spec={pool: [config.trainer.n_gpus_per_node] * config.trainer.nnodes},
-        mapping={role: pool for role in Role},
+        mapping=dict.fromkeys(Role, pool),
         backend=config.trainer.backend,
         use_gpu=config.trainer.device == "cuda",
     )
     pools.create_resource_pool()
-    actor_role = RayPPOTrainer.actor_role(config)
+    role = actor_role(config)
     workers = {
-        actor_role: ClassWithInitArgs(
+        role: ClassWithInitArgs(
             ActorRolloutRefWorker,
             config=config.actor_rollout_ref,
-            role=actor_role.value,
+            role=role.value,
             agent_factory=functools.partial(build_agent, config),
         )
     }
-    if RayPPOTrainer.needs_critic(config):
+    if needs_critic(config):
         workers[Role.Critic] = ClassWithInitArgs(CriticWorker, config=config.critic)
     user_score = load_reward_function(config.custom_reward_function)
     extra = config.data.extra_val_files
@@ -96,27 +97,79 @@ def check_retriever(config: DictConfig) -> None:
         client.close()
 
 
+def place(config: DictConfig) -> None:
+    """Fill in `trainer.backend` and `trainer.device` where they are `auto`, from what this machine or cluster has.
+
+    Raises:
+        ValueError: GPUs are asked for that are not there.
+    """
+    trainer = config.trainer
+    processes = trainer.nnodes * trainer.n_gpus_per_node
+    if trainer.backend == "auto":
+        trainer.backend = "local" if processes == 1 else "ray"
+    if trainer.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return
+    if trainer.backend == "ray":
+        import ray
+
+        num_gpus, where = int(ray.cluster_resources().get("GPU", 0)), "the Ray cluster"
+    else:
+        import torch
+
+        num_gpus, where = torch.cuda.device_count(), "this machine"
+    if trainer.device == "auto" and processes == 1:
+        trainer.device = "cuda" if num_gpus else "cpu"
+    elif num_gpus < processes:
+        raise ValueError(
+            f"found {num_gpus} GPUs on {where}, but trainer.nnodes={trainer.nnodes} and trainer.n_gpus_per_node="
+            f"{trainer.n_gpus_per_node} ask for {processes}. Set trainer.n_gpus_per_node, or trainer.device=cpu to "
+            "train in processes without a GPU."
+        )
+    trainer.device = "cpu" if num_gpus == 0 else "cuda"
+
+
+def start_ray(config: DictConfig) -> Any:
+    """A Ray session if this run needs one (more than one process, or `trainer.backend=ray`), else None."""
+    processes = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    if config.trainer.backend == "local" or (config.trainer.backend == "auto" and processes == 1):
+        return None
+    from verl.single_controller.ray import init_ray
+
+    return init_ray()
+
+
 def run(argv: list[str], train_score_factory: Callable[[DictConfig], Callable[..., Any]] | None = None) -> int:
-    """The program: parse, check, train. Returns the exit status; a user's mistake is one line on stderr."""
+    """The program: parse, check, train. Returns the exit status.
+
+    A user's mistake (2) and a run that can't go on (3) are one line on stderr.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` runs
+    session = trainer = None
     try:
-        config = parse_arguments(argv)
-        validate(config)
-        if config.do_search:
-            check_retriever(config)
-        trainer = build_trainer(config, train_score_factory(config) if train_score_factory else None)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    try:
-        trainer.init_workers()
-        trainer.fit()
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        try:
+            config = parse_arguments(argv)
+            validate(config, format_reward=train_score_factory is not None)
+            if config.do_search:
+                check_retriever(config)
+            session = start_ray(config)
+            place(config)
+            trainer = build_trainer(config, train_score_factory(config) if train_score_factory else None)
+            trainer.init_workers()
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        try:
+            trainer.fit()
+        except RunStopped as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 3
     finally:
-        trainer.shutdown()
+        if trainer is not None:
+            trainer.shutdown()
+        if session is not None:
+            session.shutdown()
     return 0
 
 

@@ -31,13 +31,29 @@ from verl.trainer.ppo.batching import (
     with_samples,
 )
 from verl.trainer.ppo.roles import ResourcePoolManager, Role
-from verl.trainer.ppo.run_state import CheckpointStore, RunState
+from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped
 from verl.trainer.ppo.validation import ValidationReport, validate
 from verl.utils.dataset.rl_dataset import PromptSampler, RLHFDataset
 from verl.utils.records import RunRecorder
 from verl.workers.reward_manager import RewardManager
 
 __all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role"]
+
+
+def needs_critic(config: DictConfig) -> bool:
+    """Whether the advantages are computed from values."""
+    return config.algorithm.adv_estimator == core_algos.AdvantageEstimator.GAE
+
+
+def needs_reference(config: DictConfig) -> bool:
+    """Whether a KL to the reference policy is asked for, in the loss or in the reward."""
+    actor = config.actor_rollout_ref.actor
+    return (actor.kl_loss_coef if actor.use_kl_loss else config.algorithm.kl_ctrl.kl_coef) > 0
+
+
+def actor_role(config: DictConfig) -> Role:
+    """The role of the actor's workers: with or without a reference model beside it."""
+    return Role.ActorRolloutRef if needs_reference(config) else Role.ActorRollout
 
 
 class RayPPOTrainer:
@@ -78,17 +94,18 @@ class RayPPOTrainer:
         self.val_dataset = val_dataset
         self.extra_val_dataset = extra_val_dataset
 
-        actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-        self.use_critic = algorithm.adv_estimator == "gae"
-        self.kl_in_reward = not actor.use_kl_loss and algorithm.kl_ctrl.kl_coef > 0
-        self.use_reference = self.kl_in_reward or (actor.use_kl_loss and actor.kl_loss_coef > 0)
-        self.kl_controller = core_algos.get_kl_controller(algorithm.kl_ctrl)
+        self.use_critic = needs_critic(config)
+        self.use_reference = needs_reference(config)
+        self.kl_in_reward = self.use_reference and not config.actor_rollout_ref.actor.use_kl_loss
+        self.kl_controller = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
         self.sampler = PromptSampler(
             len(train_dataset), config.data.train_batch_size, config.data.shuffle_train_dataloader, config.trainer.seed
         )
         self.total_steps = config.trainer.total_training_steps or len(self.sampler) * config.trainer.total_epochs
         self.state = RunState()
         self.checkpoints = CheckpointStore(config.trainer.default_local_dir, config.trainer.max_ckpt_to_keep)
+        trainer = config.trainer
+        self.resume_folder = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
         self.recorder = RunRecorder(config, total_steps=self.total_steps)
         self.worker_groups: dict[str, WorkerGroup] = {}
 
@@ -102,14 +119,11 @@ class RayPPOTrainer:
             pools.setdefault(id(pool), (pool, {}))[1][role.value] = worker
         for pool, workers in pools.values():
             self.worker_groups |= build_worker_groups(self.resource_pool_manager.backend, pool, workers)
-        self.actor_rollout_wg = self.worker_groups[self._actor_role().value]
+        self.actor_rollout_wg = self.worker_groups[actor_role(self.config).value]
         self.actor_rollout_wg.init_model()
         if self.use_critic:
             self.critic_wg = self.worker_groups[Role.Critic.value]
             self.critic_wg.init_model()
-
-    def _actor_role(self) -> Role:
-        return Role.ActorRolloutRef if self.use_reference else Role.ActorRollout
 
     def shutdown(self) -> None:
         """End the workers that this trainer started, and close the records. Safe to call twice."""
@@ -182,7 +196,7 @@ class RayPPOTrainer:
         metrics = self.trajectory_metrics(list(batch.non_tensor_batch["trajectory"]))
         usable = usable_rows(batch)
         if not usable.any():
-            raise RuntimeError(
+            raise RunStopped(
                 f"Step {step}: no trajectory is left to learn from; {len(metric_utils.search_failures(batch))} of "
                 f"{len(batch)} ended because a search failed for {self.config.retriever.timeout:g} s "
                 f"({(metric_utils.search_failures(batch) or ['-'])[-1]}). Is the retrieval server at "
@@ -293,8 +307,7 @@ class RayPPOTrainer:
 
     def _resume(self) -> None:
         """Take up the checkpoint that `trainer.resume_mode` asks for, and cut the records back to its step."""
-        trainer = self.config.trainer
-        folder = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
+        folder = self.resume_folder
         self.checkpoints.remove_incomplete()
         if folder is not None:
             self.state = RunState.load(folder)

@@ -25,6 +25,10 @@ STEP_FOLDER = re.compile(r"global_step_(\d+)")
 STATE_FILE = "run_state.json"
 
 
+class RunStopped(RuntimeError):
+    """The run can't go on, for a reason outside of it; started again it resumes from its last checkpoint."""
+
+
 @dataclass
 class RunState:
     """Position and totals of a run; everything in it survives a restart.

@@ -28,11 +28,13 @@ class ValidationReport:
     Attributes:
         rows: mode -> one record per question: score (float), em (0/1), searches (int), hops (int or None),
             data_source (str), finish_reason (str), documents_hold_answer (bool) and first_query_right (bool or None).
-        samples: DataProto of the first mode, for the trajectory records.
+        samples: DataProto of the first mode's first batch, for the trajectory records.
+        extra: the report of `data.extra_val_files`, if those were asked too.
     """
 
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     samples: DataProto | None = None
+    extra: ValidationReport | None = None
 
     def metrics(self, prefix: str = "val") -> dict[str, float]:
         """`val/test_score/<data_source>` (first mode) and, per mode, EM and searches, by hops where rows have them."""
@@ -52,7 +54,7 @@ class ValidationReport:
                 known = [row for row in rows if row[name] is not None]
                 if known:
                     metrics[f"{prefix}/{mode}/{name}"] = _mean(known, name)
-        return metrics
+        return metrics | (self.extra.metrics(f"{prefix}_extra") if self.extra else {})
 
     def summary(self) -> dict[str, Any]:
         """Per mode: em, em_by_hops, searches_by_hops, num_questions; for `summary.json`."""
@@ -66,7 +68,7 @@ class ValidationReport:
                 "searches_by_hops": {hops: _mean(members, "searches") for hops, members in by_hops.items()},
                 "num_questions": len(rows),
             }
-        return result
+        return result | ({"extra": self.extra.summary()} if self.extra else {})
 
 
 def validate(
@@ -145,9 +147,9 @@ def _records(batch: DataProto, scores: dict[str, Any]) -> list[dict[str, Any]]:
 def _query_records(trajectory: dict[str, Any], extra: dict[str, Any]) -> dict[str, float | None]:
     """Whether the queries named the entities of the chain, where the data says which these are.
 
-    `extra_info.search_entities` lists, in the order of the hops, the title that each search should name.
+    `extra_info.gold_titles` lists, in the order of the hops, the title that each search should name.
     """
-    wanted = extra.get("search_entities")
+    wanted = extra.get("gold_titles")
     if wanted is None or len(wanted) == 0:
         return {"first_query_right": None, "all_queries_right": None}
     queries = [turn["query"].lower() for turn in trajectory["turns"] if turn["action"] == "search" and turn["query"]]
