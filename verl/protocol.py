@@ -153,7 +153,8 @@ class DataProto:
             raise ValueError(f"columns differ in their number of rows: {lengths}")
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {} if self.batch is None else {str(key): self.batch[str(key)] for key in self.batch.keys()}
+        columns: dict[str, Any] = {} if self.batch is None else dict(self.batch.items())
+        return columns
 
     # ---- making
 
@@ -478,8 +479,8 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
     Returns (padded batch, number of rows added). In the added rows `response_mask`, if there is one, is 0,
     so that they weigh nothing in any loss. Without need for padding the batch itself comes back.
     """
-    if len(data) == 0 or size_divisor < 1:
-        raise ValueError(f"cannot pad {len(data)} rows to a multiple of {size_divisor}")
+    if size_divisor < 1:
+        raise ValueError(f"size_divisor is {size_divisor}; it must be at least 1")
     num_padding = -len(data) % size_divisor
     if num_padding == 0:
         return data, 0

@@ -135,7 +135,7 @@ def _dispatch_all_to_all(world_size: int, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _dispatch_dp_proto(world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
-    """Chunks every DataProto, padded to a multiple of the world size; a future is chunked where it is used."""
+    """Chunks each DataProto, padded to a multiple of the world size; a future is chunked on the ranks."""
     values = [*args, *kwargs.values()]
     num_rows = {len(value) for value in values if isinstance(value, DataProto)}
     if len(num_rows) > 1:
@@ -165,7 +165,7 @@ def _spread(value: Any, world_size: int) -> list[Any]:
 
 
 def _collect_dp_proto(outputs: list[Any], num_padding: int) -> DataProto:
-    """The rows of all ranks without the padding. Outputs without rows (metrics only) are joined as they are."""
+    """The rows of all ranks without the padding. Outputs without rows (metrics only) are just joined."""
     wrong = {type(output).__name__ for output in outputs if not isinstance(output, DataProto)}
     if wrong:
         raise TypeError(f"a DP_COMPUTE_PROTO method must return a DataProto, it returned {sorted(wrong)}")

@@ -118,7 +118,7 @@ class WorkerGroup:
         return {role: RoleGroup(self, role) for role in roles}
 
     def shutdown(self) -> None:
-        """Ends the ranks. Groups that were spawned from one another end together; a second call does nothing."""
+        """Ends the ranks, of all roles if they are colocated. A second call does nothing."""
         raise NotImplementedError
 
     def __enter__(self) -> WorkerGroup:

@@ -1,0 +1,22 @@
+"""The Ray backend. Importing it imports ray."""
+
+from verl.single_controller.base.colocate import create_colocated_worker_cls
+from verl.single_controller.ray.resource_pool import RayResourcePool
+from verl.single_controller.ray.session import RaySession, init_ray
+from verl.single_controller.ray.worker_group import (
+    RayClassWithInitArgs,
+    RayWorkerGroup,
+    WorkerDiedError,
+    WorkerFailedError,
+)
+
+__all__ = [
+    "RayClassWithInitArgs",
+    "RayResourcePool",
+    "RaySession",
+    "RayWorkerGroup",
+    "WorkerDiedError",
+    "WorkerFailedError",
+    "create_colocated_worker_cls",
+    "init_ray",
+]

@@ -1,0 +1,139 @@
+"""The Ray backend: same results as the local one, a working process group, and clear errors."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+from sample_workers import ScaleWorker, SumWorker, sample_batch
+
+from verl.single_controller import ClassWithInitArgs, ResourcePool, build_worker_groups
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def ray_backend():
+    backend = pytest.importorskip("verl.single_controller.ray")
+    with backend.init_ray(num_cpus=2):
+        yield backend
+
+
+@pytest.fixture(scope="module")
+def groups(ray_backend):
+    roles = {"scale": ClassWithInitArgs(ScaleWorker, factor=3), "sum": ClassWithInitArgs(SumWorker)}
+    groups = build_worker_groups("ray", ResourcePool([2]), roles)
+    yield groups
+    groups["scale"].shutdown()
+
+
+def _process_is_gone(pid: int, seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 5])
+def test_two_ray_ranks_and_one_local_rank_give_the_same_rows(groups, num_rows):
+    local = build_worker_groups(
+        "local", ResourcePool([1]), {"scale": ClassWithInitArgs(ScaleWorker, factor=3)}
+    )
+    batch = sample_batch(num_rows)
+    ours, theirs = (group.scale(batch, offset=1) for group in (groups["scale"], local["scale"]))
+    assert ours.batch["y"].tolist() == theirs.batch["y"].tolist() == [3 * i + 1 for i in range(num_rows)]
+    assert ours.non_tensor_batch["names"].tolist() == theirs.non_tensor_batch["names"].tolist()
+
+
+def test_rows_go_to_the_ranks_in_consecutive_chunks(groups):
+    result = groups["scale"].scale(sample_batch(5))
+    assert result.non_tensor_batch["rank"].tolist() == [0, 0, 0, 1, 1]
+    assert result.meta_info["metrics"] == {"rows": [3, 3]}
+
+
+def test_a_received_batch_is_writable(groups):
+    result = groups["scale"].scale(sample_batch(200_000))
+    result.batch["y"] += 1
+    assert result.batch["y"][:2].tolist() == [1, 4]
+
+
+def test_one_to_all_answers_in_rank_order_and_rank_zero_answers_bare(groups):
+    assert groups["scale"].describe("hello") == ["hello from 0 of 2", "hello from 1 of 2"]
+    assert groups["scale"].set_factor_on_rank_zero(3) == 0
+    assert groups["scale"].add_rank([10, 20]) == [10, 21]
+
+
+def test_all_reduce_works_over_the_rendezvous_that_the_group_arranged(groups):
+    assert groups["scale"].sum_of_ranks() == [3.0, 3.0]
+
+
+def test_roles_of_one_pool_live_in_the_same_processes(groups):
+    pids = groups["scale"].pid()
+    assert pids == groups["sum"].pid()
+    assert len(set(pids)) == 2 and os.getpid() not in pids
+    assert groups["sum"].add_up(sample_batch(4)).batch["total"].tolist() == [1, 1, 5, 5]
+
+
+def test_several_cpu_processes_have_one_thread_each(groups, monkeypatch):
+    expected = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    assert groups["scale"].num_threads() == [expected, expected]
+
+
+def test_a_future_goes_from_group_to_group_without_a_stop_on_the_driver(groups):
+    future = groups["scale"].scale_later(sample_batch(4))
+    assert groups["scale"].scale(future).batch["y"].tolist() == [0, 9, 18, 27]
+    assert future.get().batch["x"].tolist() == [0, 3, 6, 9]
+    with pytest.raises(ValueError, match="3 rows do not make 2 equal chunks"):
+        groups["scale"].scale(groups["scale"].scale_later(sample_batch(3)))
+
+
+def test_an_exception_of_a_worker_arrives_with_its_type_its_message_and_its_rank(groups):
+    with pytest.raises(KeyError, match="no such thing") as caught:
+        groups["scale"].fail([None, "no such thing"])
+    assert type(caught.value) is KeyError
+    assert "rank 1 of worker group" in str(caught.value.__cause__) and "def fail" not in str(caught.value)
+    assert groups["scale"].describe("still here")[1] == "still here from 1 of 2"
+
+
+def test_an_exception_in_the_constructor_arrives_and_leaves_no_place_taken(ray_backend):
+    item = ClassWithInitArgs(ScaleWorker, 2, fail_in_init=True)
+    with pytest.raises(ValueError, match="not to my taste"):
+        ray_backend.RayWorkerGroup(ResourcePool([2]), item)
+    pool = ray_backend.RayResourcePool([2], num_cpus_per_process=0.5)
+    ray_backend.RayWorkerGroup(pool, ClassWithInitArgs(ScaleWorker, 2)).shutdown()
+
+
+def test_a_killed_rank_is_named_at_once_although_others_wait_for_it(ray_backend):
+    with ray_backend.RayWorkerGroup(ResourcePool([2]), ClassWithInitArgs(ScaleWorker, 2)) as group:
+        start = time.monotonic()
+        with pytest.raises(ray_backend.WorkerDiedError, match="rank 1 .*died during die_in_all_reduce"):
+            group.die_in_all_reduce(1)
+        assert time.monotonic() - start < 30
+        with pytest.raises(ray_backend.WorkerDiedError, match="rank 1"):
+            group.describe("anybody there")
+
+
+def test_shutdown_ends_the_processes_and_forbids_further_calls(ray_backend):
+    group = ray_backend.RayWorkerGroup(ResourcePool([1]), ClassWithInitArgs(ScaleWorker, 2))
+    pids = group.pid()
+    group.shutdown()
+    group.shutdown()
+    assert all(_process_is_gone(pid) for pid in pids)
+    with pytest.raises(RuntimeError, match="was shut down"):
+        group.pid()
+
+
+def test_a_pool_larger_than_the_cluster_is_refused(ray_backend):
+    with pytest.raises(ValueError, match="asked for one node each.*found 1 nodes"):
+        ray_backend.RayResourcePool([1, 1]).create_placement_group(timeout_seconds=1.0)
+
+
+def test_a_class_decorated_by_ray_remote_is_taken_as_its_plain_class(ray_backend):
+    import ray
+
+    assert ray_backend.RayClassWithInitArgs(cls=ray.remote(SumWorker)).cls is SumWorker
