@@ -1,0 +1,118 @@
+"""What a rollout engine is to its owner (the agent loop): sessions in, completions out.
+
+A session is one trajectory. `open` queues its prompt, `step` runs everything that can run and hands back the
+turns that ended, `resume` appends an observation and generates the next turn on the KV state that is still
+there, `close` gives the slot to the next session in the queue:
+
+    open(prompt) -> [queued] -> [running] --Completion--> [waiting for its owner] -- resume(observation) --+
+                                    ^                              |                                       |
+                                    +------------------------------|---------------------------------------+
+                                                                 close -> slot is free
+
+Token ids go in and token ids come out: the engine never sees text (stop strings are matched on the bytes of
+tokens, see `stop.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from verl.workers.rollout.stop import StopCondition
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one turn is sampled.
+
+    Truncation is applied after the temperature, in the order top-k, top-p, min-p, and the result is
+    renormalised; log-probs are those of the distribution that is left.
+
+    Attributes:
+        max_tokens: most tokens sampled in this turn, >= 1.
+        temperature: 0 = greedy; then log-probs are those of the plain softmax (temperature 1).
+        top_p: keep the fewest most probable tokens whose sum reaches it, 0 < top_p <= 1 (1 = off).
+        top_k: keep the k most probable tokens (-1 or 0 = off).
+        min_p: drop tokens less probable than min_p times the most probable one, 0 <= min_p <= 1 (0 = off).
+        seed: 64-bit; the k-th token sampled in a session depends on (seed, k) only, not on other sessions.
+        stop: ends the turn at the token that completes a stop string; that token is kept whole.
+        eos_token_ids: end the turn with finish_reason "eos"; the token itself is kept.
+        ignore_eos: go on after an end-of-sequence token.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    seed: int = 0
+    stop: StopCondition | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens is {self.max_tokens}; a turn needs room for at least 1 token")
+        if not self.temperature >= 0.0:
+            raise ValueError(f"temperature is {self.temperature}; expected 0 (greedy) or a positive number")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p is {self.top_p}; expected 0 < top_p <= 1 (1 switches it off)")
+        if self.top_k < -1:
+            raise ValueError(f"top_k is {self.top_k}; expected a positive number (-1 or 0 switches it off)")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p is {self.min_p}; expected 0 <= min_p <= 1 (0 switches it off)")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One turn that ended: what was sampled, and why it stopped.
+
+    `token_ids` and `log_probs` have one entry per sampled token of this turn (the stop or eos token too).
+    `finish_reason` is "stop" (a stop string, named in `stop_string`), "eos" or "length" (max_tokens or the
+    engine's max_model_len). `version_first` and `version_last` are the weight versions of the turn's first
+    and last token.
+
+    Example: Completion(7, [311, 22, 940], [-0.1, -2.3, -0.7], "stop", "</search>", 4, 4)
+    """
+
+    session_id: int
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str
+    stop_string: str | None
+    version_first: int
+    version_last: int
+
+
+class RolloutEngine(Protocol):
+    """The engine's side of the agent loop; see the drawing above. Not thread-safe: one owner calls it."""
+
+    max_model_len: int
+
+    @property
+    def has_runnable(self) -> bool:
+        """True if `step` has something to do. Sessions that wait for `resume` don't count."""
+
+    def open(self, token_ids: Sequence[int], params: SamplingParams) -> int:
+        """Queue a prompt and return its session id. ValueError if it leaves no room to generate."""
+
+    def resume(self, session_id: int, token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Append observation tokens to a session whose turn ended, and sample its next turn."""
+
+    def close(self, session_id: int) -> None:
+        """End a session in whatever state it is; its slot goes to the next in the queue."""
+
+    def step(self) -> list[Completion]:
+        """Prefill what is new, sample one token for everything that runs; return the turns that ended."""
+
+    def partial(self, session_id: int) -> list[int]:
+        """What a session's running turn has sampled so far; empty while no turn is running. For display."""
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take (Hugging Face name, tensor) pairs as weights `version`, and drop all sessions."""
+
+    def stats(self) -> dict[str, float]:
+        """Counts since construction and the present load; see the engine."""
