@@ -158,8 +158,9 @@ def test_the_format_program_takes_its_scores(good):
 
 
 def test_lists_of_files_and_addresses_are_taken(good):
+    file = good[1].partition("=")[2]
     config = load_config(
-        [*good, good[1].replace("test.parquet", "test.parquet]").replace("=", "=[")]
+        [*good, f"data.val_files=[{file},{file}]"]
         + ["retriever.url=['http://a:8000/retrieve','http://b:8000/retrieve']"]
     )
     assert isinstance(config.retriever.url, ListConfig)

@@ -1,0 +1,153 @@
+"""Rows from parquet files, and an order of batches that survives a restart."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from verl.utils.dataset.rl_dataset import PromptSampler, RLHFDataset
+
+CONFIG = {
+    "prompt_key": "prompt",
+    "truncation": "error",
+    "max_prompt_length": 40,
+    "max_start_length": 20,
+    "return_raw_chat": False,
+}
+
+
+class ByteTokenizer:
+    """One token per byte; an optional chat template that marks whose turn it is."""
+
+    def __init__(self, chat_template: str | None = None) -> None:
+        self.chat_template = chat_template
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return list(text.encode())
+
+    def apply_chat_template(self, messages, add_generation_prompt: bool, tokenize: bool) -> str:
+        assert add_generation_prompt and not tokenize
+        return "".join(f"[{m['role']}]{m['content']}" for m in messages) + "[me]"
+
+
+def write(path, questions, **columns):
+    frame = pd.DataFrame(
+        {
+            "data_source": ["nq"] * len(questions),
+            "prompt": [[{"role": "user", "content": q}] for q in questions],
+            "reward_model": [{"style": "rule", "ground_truth": {"target": [q.upper()]}} for q in questions],
+            "extra_info": [{"index": i, "split": "train"} for i in range(len(questions))],
+            "golden_answers": [[q] for q in questions],
+            **columns,
+        }
+    )
+    frame.to_parquet(path)
+    return str(path)
+
+
+def test_a_row_has_what_generation_and_reward_need(tmp_path):
+    dataset = RLHFDataset(write(tmp_path / "a.parquet", ["who?", "where?"]), ByteTokenizer(), CONFIG)
+    row = dataset[1]
+    assert len(dataset) == 2
+    assert bytes(row["raw_prompt_ids"]) == b"where?"
+    assert row["data_source"] == "nq" and row["extra_info"]["index"] == 1
+    assert list(row["reward_model"]["ground_truth"]["target"]) == ["WHERE?"]
+    assert "raw_prompt" not in row
+
+
+def test_the_chat_template_is_used_if_there_is_one(tmp_path):
+    file = write(tmp_path / "a.parquet", ["who?"])
+    row = RLHFDataset(file, ByteTokenizer("template"), {**CONFIG, "return_raw_chat": True})[0]
+    assert bytes(row["raw_prompt_ids"]) == b"[user]who?[me]"
+    assert row["raw_prompt"] == [{"role": "user", "content": "who?"}]
+
+
+def test_several_files_and_a_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "a.parquet", ["a", "b"])
+    write(tmp_path / "b.parquet", ["c"], extra_info=[{"index": 0, "level": "hard"}])
+    dataset = RLHFDataset(["~/a.parquet", "~/b.parquet"], ByteTokenizer(), CONFIG)
+    assert [bytes(dataset[i]["raw_prompt_ids"]) for i in range(3)] == [b"a", b"b", b"c"]
+    assert dataset[2]["extra_info"]["level"] == "hard"
+
+
+def test_a_subset_is_search_r1s_subset(tmp_path):
+    questions = [f"q{i}" for i in range(50)]
+    file = write(tmp_path / "a.parquet", questions)
+    dataset = RLHFDataset(file, ByteTokenizer(), CONFIG, num_rows=7)
+    expected = pd.read_parquet(file).sample(7, random_state=42)["prompt"].map(lambda p: p[0]["content"])
+    assert [bytes(dataset[i]["raw_prompt_ids"]).decode() for i in range(7)] == expected.tolist()
+    with pytest.raises(ValueError, match="Found 50 rows .* at least the 51"):
+        RLHFDataset(file, ByteTokenizer(), CONFIG, num_rows=51)
+
+
+def test_missing_files_columns_and_rows_are_named(tmp_path):
+    with pytest.raises(ValueError, match="Found no file at .*nothing.parquet"):
+        RLHFDataset(str(tmp_path / "nothing.parquet"), ByteTokenizer(), CONFIG)
+    file = write(tmp_path / "a.parquet", ["who?"])
+    with pytest.raises(ValueError, match="no column question .*data.prompt_key"):
+        RLHFDataset(file, ByteTokenizer(), {**CONFIG, "prompt_key": "question"})
+    with pytest.raises(ValueError, match="Found no rows"):
+        RLHFDataset(write(tmp_path / "empty.parquet", []), ByteTokenizer(), CONFIG)
+
+
+def test_a_row_needs_no_extra_info(tmp_path):
+    pd.read_parquet(write(tmp_path / "a.parquet", ["who?"])).drop(columns="extra_info").to_parquet(
+        tmp_path / "b.parquet"
+    )
+    assert RLHFDataset(str(tmp_path / "b.parquet"), ByteTokenizer(), CONFIG)[0]["extra_info"] == {}
+
+
+def test_long_prompts_keep_their_end_or_stop_the_run(tmp_path):
+    file = write(tmp_path / "a.parquet", ["x" * 10 + "y" * 20, "z" * 41])
+    dataset = RLHFDataset(file, ByteTokenizer(), CONFIG)
+    with pytest.warns(UserWarning, match="max_start_length=20"):
+        assert bytes(dataset[0]["raw_prompt_ids"]) == b"y" * 20
+    with pytest.raises(ValueError, match="a prompt of 41 tokens"):
+        dataset[1]
+    left = RLHFDataset(file, ByteTokenizer(), {**CONFIG, "truncation": "left"})
+    with pytest.warns(UserWarning):
+        assert bytes(left[1]["raw_prompt_ids"]) == b"z" * 20
+
+
+def batches(sampler: PromptSampler, count: int) -> list[list[int]]:
+    return [sampler.next_batch() for _ in range(count)]
+
+
+def test_an_epoch_shows_each_row_at_most_once_in_a_new_order():
+    sampler = PromptSampler(num_rows=10, batch_size=3, shuffle=True, seed=0)
+    assert len(sampler) == 3
+    first, second = batches(sampler, 3), batches(sampler, 3)
+    for epoch in (first, second):
+        rows = [row for batch in epoch for row in batch]
+        assert len(set(rows)) == 9 and set(rows) <= set(range(10))
+    assert first != second
+    assert first == batches(PromptSampler(10, 3, True, 0), 3)
+    assert first != batches(PromptSampler(10, 3, True, 1), 3)
+
+
+def test_without_shuffling_the_order_is_the_files():
+    sampler = PromptSampler(5, 2, shuffle=False, seed=0)
+    assert batches(sampler, 3) == [[0, 1], [2, 3], [0, 1]]
+
+
+@pytest.mark.parametrize("done", [0, 1, 3, 4, 7])
+def test_rule_10_a_restarted_run_sees_the_same_batches(done):
+    undisturbed = batches(PromptSampler(10, 3, True, 5), 12)
+    killed = PromptSampler(10, 3, True, 5)
+    batches(killed, done)
+    resumed = PromptSampler(10, 3, True, 5)
+    resumed.load_state_dict(killed.state_dict())
+    assert batches(resumed, 12 - done) == undisturbed[done:]
+
+
+def test_a_position_in_other_data_is_refused():
+    state = PromptSampler(10, 3, True, 5).state_dict()
+    with pytest.raises(ValueError, match="num_rows=11, but the checkpoint was made with 10"):
+        PromptSampler(11, 3, True, 5).load_state_dict(state)
+
+
+def test_fewer_rows_than_a_batch_is_an_error():
+    with pytest.raises(ValueError, match="data.train_batch_size=2 or less"):
+        PromptSampler(2, 3, True, 0)
+    assert np.all(np.sort(PromptSampler(3, 3, True, 0).next_batch()) == np.arange(3))

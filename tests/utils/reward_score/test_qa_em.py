@@ -1,0 +1,121 @@
+"""Exact match: normalisation, extraction of the answer, and rule 8 (read only what the policy wrote)."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.utils.reward_score import (
+    EXACT_MATCH_SOURCES,
+    REWARD_FUNCTIONS,
+    default_compute_score,
+    load_reward_function,
+    register_reward,
+)
+from verl.utils.reward_score.qa_em import (
+    compute_score_em,
+    compute_score_subem,
+    em_check,
+    extract_solution,
+    golden_answers,
+    normalize_answer,
+    subem_check,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "normalized"),
+    [
+        ("The  Beatles", "beatles"),
+        ("a man, an apple; the end.", "man apple end"),
+        ("U.S.A.", "usa"),
+        ("Theatre of another", "theatre of another"),
+        ("  tabs\tand\nlines ", "tabs and lines"),
+        ("well-known", "wellknown"),
+        ("", ""),
+    ],
+)
+def test_normalisation(text, normalized):
+    assert normalize_answer(text) == normalized
+
+
+@given(st.text())
+def test_normalising_twice_changes_only_articles_made_by_joining(text):
+    once = normalize_answer(text)
+    assert once == once.strip() and "  " not in once
+    assert not set(once) & set("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
+    assert not {"a", "an", "the"} & set(once.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<answer> Beijing </answer>", "Beijing"),
+        ("<answer>a</answer> no, <answer>b</answer>", "b"),
+        ("<answer>two\nlines</answer>", "two\nlines"),
+        ("<answer></answer>", ""),
+        ("no answer", None),
+        ("<answer>never closed", None),
+    ],
+)
+def test_the_answer_is_the_last_pair(text, answer):
+    assert extract_solution(text) == answer
+
+
+def test_one_pair_is_enough_and_none_scores_zero():
+    target = {"target": ["Beijing"]}
+    assert compute_score_em("<answer>beijing.</answer>", target) == 1.0
+    assert compute_score_em("Beijing", target, format_score=0.1) == 0.0
+    assert compute_score_em("<answer>Shanghai</answer>", target, format_score=0.1) == 0.1
+
+
+def test_any_golden_answer_counts_in_every_form_a_parquet_file_gives_it():
+    for target in (["x", "The Wall"], np.array(["x", "wall"], dtype=object), "wall", [np.array(["wall"])]):
+        assert compute_score_em("<answer>the wall</answer>", {"target": target}) == 1.0
+
+
+def test_a_substring_counts_for_subem_only():
+    text, target = "<answer>Paris, France</answer>", {"target": ["Paris"]}
+    assert compute_score_subem(text, target) == 1.0
+    assert compute_score_em(text, target) == 0.0
+    assert subem_check("anything", "the") == 0
+
+
+def test_numbers_are_compared_as_text():
+    assert em_check("1987", [1987]) == 1
+
+
+def test_a_row_without_golden_answers_is_an_error():
+    with pytest.raises(ValueError, match="expected {'target'"):
+        golden_answers({"target": []})
+
+
+@pytest.mark.parametrize("source", EXACT_MATCH_SOURCES)
+def test_search_r1_data_sources_are_scored_by_exact_match(source):
+    assert default_compute_score(source, "<answer>x</answer>", {"target": ["x"]}) == 1.0
+
+
+def test_an_unknown_source_is_scored_if_it_has_golden_answers():
+    assert default_compute_score("my_questions", "<answer>x</answer>", {"target": ["x"]}) == 1.0
+    with pytest.raises(ValueError, match="custom_reward_function.path"):
+        default_compute_score("my_questions", "<answer>x</answer>", "x")
+
+
+def test_a_source_can_be_registered_once():
+    register_reward("length_of_text")(lambda solution, truth: float(len(solution)))
+    try:
+        assert default_compute_score("length_of_text", "four", None) == 4.0
+        with pytest.raises(ValueError, match="has a reward function already"):
+            register_reward("nq")(lambda solution, truth: 0.0)
+    finally:
+        del REWARD_FUNCTIONS["length_of_text"]
+
+
+def test_a_users_function_is_found_by_path_and_name(tmp_path):
+    file = tmp_path / "reward.py"
+    file.write_text("def mine(data_source, solution_str, ground_truth, extra_info):\n    return 0.5\n")
+    function = load_reward_function(str(file), "mine")
+    assert function is not None and function("d", "s", {}, None) == 0.5
+    assert load_reward_function(None, "mine") is None
+    with pytest.raises(ValueError, match="expected one of \\['mine'\\]"):
+        load_reward_function(str(file), "compute_score")

@@ -1,0 +1,146 @@
+"""Scores land on the last sampled token and are read from what the policy wrote."""
+
+import numpy as np
+import pytest
+import torch
+
+from verl.protocol import DataProto
+from verl.utils.reward_score.qa_em_format import FormatScores
+from verl.workers.reward_manager import RewardManager
+
+EOS, PAD = 0, 0  # the same id: padding must not be found by it
+
+
+class ByteTokenizer:
+    """One token per byte, id 0 is both end of sequence and padding, id 256 is a special tag token."""
+
+    all_special_ids = [EOS, 256]
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return {EOS: "<|end|>", 256: "</answer>"}[token]
+
+    def batch_decode(self, rows, clean_up_tokenization_spaces: bool) -> list[str]:
+        assert not clean_up_tokenization_spaces
+        return [b"".join(b"</answer>" if i == 256 else bytes([i]) for i in row).decode() for row in rows]
+
+
+def batch(rows: list[list[tuple[list[int] | str, int]]], **columns) -> DataProto:
+    """Rows of (text or ids, 1 if the policy sampled it); the prompt holds an answer that must not count."""
+    prompt = list(b"such as <answer>Beijing</answer>")
+    ids, masks = [], []
+    for row in rows:
+        parts = [(list(part.encode()) if isinstance(part, str) else part, sampled) for part, sampled in row]
+        ids.append([i for part, _ in parts for i in part])
+        masks.append([sampled for part, sampled in parts for _ in part])
+    width = max(1, *(len(row) for row in ids))
+    responses = torch.tensor([row + [PAD] * (width - len(row)) for row in ids])
+    response_mask = torch.tensor([mask + [0] * (width - len(mask)) for mask in masks])
+    real = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids])
+    prompts = torch.tensor([prompt] * len(rows))
+    return DataProto.from_dict(
+        tensors={
+            "prompts": prompts,
+            "responses": responses.long(),
+            "response_mask": response_mask.long(),
+            "attention_mask": torch.cat([torch.ones_like(prompts), real], 1),
+        },
+        non_tensors={
+            "data_source": ["nq"] * len(rows),
+            "reward_model": [{"style": "rule", "ground_truth": {"target": np.array(["Beijing"])}}]
+            * len(rows),
+            "extra_info": [{"index": i} for i in range(len(rows))],
+            **columns,
+        },
+    )
+
+
+def test_rule_6_the_reward_sits_on_the_last_sampled_token():
+    data = batch(
+        [
+            [("<answer>Beijing</answer>", 1), ([EOS], 1)],
+            [("<answer>Beijing</answer>", 1), ("observed", 0)],
+            [("<answer>Paris</answer>", 1)],
+        ]
+    )
+    scores = RewardManager(ByteTokenizer())(data)
+    assert scores.shape == data.batch["responses"].shape and scores.dtype == torch.float32
+    assert scores.sum(-1).tolist() == [1.0, 1.0, 0.0]
+    assert scores[0].nonzero().item() == len("<answer>Beijing</answer>")
+    assert scores[1].nonzero().item() == len("<answer>Beijing</answer>") - 1
+
+
+def test_rule_8_an_answer_is_read_from_what_the_policy_wrote():
+    data = batch(
+        [
+            [("I do not know", 1)],
+            [
+                ("<search>x</search>", 1),
+                ("<information><answer>Beijing</answer></information>", 0),
+                ("hm", 1),
+            ],
+            [("<answer>", 0), ("Beijing</answer>", 1)],
+        ]
+    )
+    result = RewardManager(ByteTokenizer())(data, return_dict=True)
+    assert result["reward_tensor"].abs().sum() == 0
+    assert result["answer"] == [None, None, None]
+
+
+def test_rows_without_a_sampled_token_score_nothing():
+    data = batch([[], [("observed <answer>Beijing</answer>", 0)], [("<answer>Beijing</answer>", 1)]])
+    result = RewardManager(ByteTokenizer())(data, return_dict=True)
+    assert result["reward_tensor"].sum(-1).tolist() == [0.0, 0.0, 1.0]
+    assert result["em"] == result["score"] == [0.0, 0.0, 1.0]
+
+
+def test_rule_2_padding_is_not_found_by_its_id():
+    data = batch([[("<answer>Bei", 1), ([EOS], 1), ("jing</answer>", 1), ([EOS], 1)]])
+    assert RewardManager(ByteTokenizer())(data).sum() == 1.0
+
+
+def test_a_tag_that_is_a_special_token_is_read():
+    data = batch([[("<answer>Beijing", 1), ([256], 1)]])
+    assert RewardManager(ByteTokenizer())(data).sum() == 1.0
+
+
+def test_segments_are_runs_in_order():
+    data = batch([[("a", 1), ("b", 0), ("cd", 1)], [], [("e", 0)]])
+    segments = RewardManager(ByteTokenizer()).segments(data)
+    assert segments == [[("a", True), ("b", False), ("cd", True)], [], [("e", False)]]
+
+
+def test_the_format_reward_sees_observations():
+    turn = ("<think>t</think><search>q</search>", 1)
+    end = ("<think>t</think><answer>Paris</answer>", 1)
+    data = batch(
+        [
+            [turn, ("\n\n<information>Beijing</information>\n\n", 0), end],
+            [turn, ("\n\n<information>Rome</information>\n\n", 0), end],
+        ]
+    )
+    manager = RewardManager(ByteTokenizer(), format_scores=FormatScores(0.2, 0.1, 0.1))
+    result = manager(data, return_dict=True)
+    assert result["score"] == pytest.approx([0.3, 0.2])
+    assert result["em"] == [0.0, 0.0]
+
+
+def test_a_users_function_gets_the_four_arguments_and_may_return_more():
+    calls = []
+
+    def reward(data_source, solution_str, ground_truth, extra_info):
+        calls.append((data_source, solution_str, extra_info["index"]))
+        return {"score": 0.25, "length": len(solution_str)}
+
+    data = batch([[("ab", 1), ("seen", 0), ("c", 1)], []])
+    result = RewardManager(ByteTokenizer(), compute_score=reward)(data, return_dict=True)
+    assert calls == [("nq", "ab\nc", 0)]
+    assert result["score"] == [0.25, 0.0] and result["length"] == [4, None]
+    with pytest.raises(ValueError, match="expected one of the two"):
+        RewardManager(ByteTokenizer(), compute_score=reward, format_scores=FormatScores())
+
+
+def test_examples_are_printed_per_data_source(capsys):
+    data = batch([[("one", 1)], [("two", 1)], [("three", 1)]], data_source=["nq", "nq", "popqa"])
+    RewardManager(ByteTokenizer(), num_examine=1)(data)
+    text = capsys.readouterr().out
+    assert "one" in text and "three" in text and "two" not in text

@@ -1,0 +1,109 @@
+"""Exact match with a reward for structure (Search-R1's format reward, arXiv:2505.15117).
+
+A trajectory is a list of segments: what the policy sampled, and the observations between. Structure is
+judged on the policy's segments; a retrieved document's text is never parsed, so tags in it do no harm.
+
+    <think> </think> ( <search> </search> observation <think> </think> )* <answer> </answer>
+
+with nothing but white space between the tags.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from verl.utils.reward_score.qa_em import em_check, extract_solution, golden_answers, normalize_answer
+
+_TAG = re.compile(r"(</?(?:think|search|information|answer)>)")
+_OBSERVATION = re.compile(r"\s*<information>(.*)</information>\s*", re.DOTALL)
+_SEARCHED = "<observation>"
+
+# state -> what may come next -> the state it leads to. In a state named after a tag any text may stand.
+_NEXT: dict[str, dict[str, str]] = {
+    "start": {"<think>": "think"},
+    "think": {"</think>": "thought"},
+    "thought": {"<search>": "search", "<answer>": "answer"},
+    "search": {"</search>": "searched"},
+    "searched": {_SEARCHED: "start"},
+    "answer": {"</answer>": "end"},
+    "end": {},
+}
+_INSIDE = ("think", "search", "answer")
+
+
+class Segment(NamedTuple):
+    """A run of a trajectory's text: sampled by the policy, or put there by the environment."""
+
+    text: str
+    sampled: bool
+
+
+class FormatScores(NamedTuple):
+    """`reward_model.*`: rewards of a wrong answer in a well-formed and in a malformed trajectory, and the
+    addition for a well-formed one whose documents hold a golden answer."""
+
+    structure_format_score: float = 0.0
+    final_format_score: float = 0.0
+    retrieval_score: float = 0.0
+
+
+def is_valid_sequence(segments: Iterable[Segment]) -> tuple[bool, str]:
+    """Whether the trajectory has the structure above, and if not, the first thing that is wrong."""
+    state = "start"
+    for segment in segments:
+        for piece in _pieces(segment):
+            if piece in _NEXT[state]:
+                state = _NEXT[state][piece]
+            elif _TAG.fullmatch(piece) or piece == _SEARCHED:
+                return False, f"found {piece} where {' or '.join(_NEXT[state]) or 'nothing'} was expected"
+            elif state not in _INSIDE and piece.strip():
+                return False, f"found text outside of the tags: {piece.strip()[:40]!r}"
+    return state == "end", "" if state == "end" else f"ended where {' or '.join(_NEXT[state])} was expected"
+
+
+def extract_information_blocks(segments: Iterable[Segment]) -> list[str]:
+    """The text of each observation that the search engine gave."""
+    matches = (_OBSERVATION.fullmatch(segment.text) for segment in segments if not segment.sampled)
+    return [match.group(1).strip() for match in matches if match]
+
+
+def is_retrieval_correct(segments: Iterable[Segment], golden: Iterable[str]) -> bool:
+    """Whether a normalised golden answer occurs in a retrieved document."""
+    wanted = [normalize_answer(answer) for answer in golden]
+    blocks = [normalize_answer(block) for block in extract_information_blocks(segments)]
+    return any(answer in block for block in blocks for answer in wanted if answer)
+
+
+def compute_score_em(
+    segments: Sequence[Segment],
+    ground_truth: Mapping[str, Any],
+    scores: FormatScores,
+    score: float = 1.0,
+) -> float:
+    """The reward of a trajectory; s, f, r are the three `scores` in order.
+
+    | answer        | well-formed | document holds the answer | reward    |
+    |---------------|-------------|---------------------------|-----------|
+    | right         | yes         | -                         | score     |
+    | right         | no          | -                         | score - s |
+    | wrong or none | yes         | yes                       | s + r     |
+    | wrong or none | yes         | no                        | s         |
+    | wrong         | no          | -                         | f         |
+    | none          | no          | -                         | 0         |
+    """
+    golden = golden_answers(ground_truth)
+    answer = extract_solution("\n".join(segment.text for segment in segments if segment.sampled))
+    well_formed, _ = is_valid_sequence(segments)
+    if answer is not None and em_check(answer, golden):
+        return score if well_formed else score - scores.structure_format_score
+    if well_formed:
+        hit = is_retrieval_correct(segments, golden)
+        return scores.structure_format_score + (scores.retrieval_score if hit else 0.0)
+    return scores.final_format_score if answer is not None else 0.0
+
+
+def _pieces(segment: Segment) -> list[str]:
+    """Tags and the texts between them; an observation is one piece."""
+    if segment.sampled:
+        return [piece for piece in _TAG.split(segment.text) if piece]
+    return [_SEARCHED] if _OBSERVATION.fullmatch(segment.text) else [segment.text]
