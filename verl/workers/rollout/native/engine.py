@@ -136,6 +136,11 @@ class NativeEngine:
             self._ready.append(session)
         session.state = State.READY
 
+    def partial(self, session_id: int) -> list[int]:
+        """What the running turn has sampled so far; empty for a session that is not running."""
+        session = self._session(session_id)
+        return list(session.token_ids) if session.state is State.RUNNING else []
+
     def close(self, session_id: int) -> None:
         """Forget a session, running or not. Its slot is taken from the queue in the next `step`."""
         session = self._sessions.pop(self._session(session_id).session_id)
