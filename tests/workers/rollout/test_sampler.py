@@ -1,0 +1,170 @@
+"""Sampling: the right distribution, the right log-prob of it, and randomness that is a pure function."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from rollout_models import VOCAB, generate, make_engine, make_model
+
+from verl.workers.rollout.engine import SamplingParams
+from verl.workers.rollout.native.sampler import SamplingRows, inverse_cdf, sample, truncate, uniforms
+
+
+def _rows(count: int, uniform: np.ndarray | None = None, **values: float) -> SamplingRows:
+    def full(name: str, default: float, dtype: type = np.float64) -> np.ndarray:
+        return np.full(count, values.get(name, default), dtype=dtype)
+
+    if uniform is None:
+        uniform = uniforms(np.arange(count, dtype=np.uint64), np.zeros(count, dtype=np.uint64))
+    return SamplingRows(
+        full("temperature", 1.0), full("top_k", 0, np.int64), full("top_p", 1.0), full("min_p", 0.0), uniform
+    )
+
+
+def _chi_square_is_plausible(counts: torch.Tensor, probs: torch.Tensor) -> bool:
+    """Pearson's statistic within 5 standard deviations of its mean, over cells that expect at least 5."""
+    total = counts.sum()
+    expected = probs * total
+    cells = expected >= 5
+    statistic = float(((counts - expected)[cells] ** 2 / expected[cells]).sum())
+    freedom = int(cells.sum()) - 1
+    return abs(statistic - freedom) < 5 * (2 * freedom) ** 0.5
+
+
+def test_uniforms_are_uniform_and_a_pure_function_of_seed_and_counter() -> None:
+    seeds = np.repeat(np.arange(100, dtype=np.uint64), 200)
+    counters = np.tile(np.arange(200, dtype=np.uint64), 100)
+    values = uniforms(seeds, counters)
+    assert values.min() >= 0.0 and values.max() < 1.0
+    counts = torch.from_numpy(np.bincount((values * 50).astype(int), minlength=50))
+    assert _chi_square_is_plausible(counts.double(), torch.full((50,), 1 / 50, dtype=torch.float64))
+    table = values.reshape(100, 200)
+    assert abs(np.corrcoef(table[:-1].ravel(), table[1:].ravel())[0, 1]) < 0.03  # neighbouring seeds
+    assert abs(np.corrcoef(table[:, :-1].ravel(), table[:, 1:].ravel())[0, 1]) < 0.03  # neighbouring counters
+    shuffled = np.random.default_rng(0).permutation(len(seeds))
+    assert (uniforms(seeds[shuffled], counters[shuffled]) == values[shuffled]).all()
+
+
+@pytest.mark.parametrize("vocab", [5, 64, 97, 1000, 20000])
+def test_inverse_cdf_is_where_the_running_sum_passes_u(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    probs = torch.rand(50, vocab, generator=generator) * (torch.rand(50, vocab, generator=generator) < 0.5)
+    probs[:, vocab // 2] += 0.01
+    uniform = torch.rand(50, generator=generator, dtype=torch.float64)
+    running = probs.double().cumsum(-1)
+    token = inverse_cdf(probs, uniform)[:, None]
+    assert (probs.gather(1, token) > 0).all()
+    target, slack = uniform[:, None] * running[:, -1:], 1e-6 * running[:, -1:]
+    assert (running.gather(1, token) > target - slack).all()
+    assert (running.gather(1, token) - probs.double().gather(1, token) <= target + slack).all()
+
+
+@pytest.mark.parametrize("vocab", [64, 97, 300])
+def test_inverse_cdf_never_picks_what_has_no_probability(vocab: int) -> None:
+    probs = torch.zeros(2, vocab)
+    probs[0, 3] = probs[1, vocab - 20] = 0.3
+    for u in (0.0, 0.5, 1.0 - 2.0**-53):
+        token = inverse_cdf(probs, torch.full((2,), u, dtype=torch.float64))
+        assert token.tolist() == [3, vocab - 20]
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"temperature": 0.6}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.05, "temperature": 1.5}]
+)
+def test_samples_follow_the_distribution_whose_log_prob_is_reported(values: dict[str, float]) -> None:
+    count = 40000
+    logits = 2 * torch.randn(200, generator=torch.Generator().manual_seed(1))
+    tokens, log_probs = sample(logits.repeat(count, 1), _rows(count, **values))
+    reported = torch.zeros(200, dtype=torch.float64)
+    reported[tokens] = log_probs.double().exp()
+    counts = torch.bincount(tokens, minlength=200).double()
+    assert float(reported.sum()) == pytest.approx(1.0, abs=0.01)
+    assert _chi_square_is_plausible(counts, reported)
+
+
+def test_a_models_first_token_follows_its_softmax() -> None:
+    model = make_model()
+    prompt = [4, 8, 15]
+    params = [SamplingParams(1, seed=seed) for seed in range(4000)]
+    completions = generate(make_engine(model, num_slots=500), [prompt] * 4000, params)
+    counts = torch.bincount(torch.tensor([c.token_ids[0] for c in completions]), minlength=VOCAB).double()
+    with torch.no_grad():
+        probs = model(torch.tensor([prompt])).logits[0, -1].double().softmax(-1)
+    assert _chi_square_is_plausible(counts, probs)
+
+
+def _reference(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """Kept tokens by the definition, one row, in Python."""
+    order = sorted(range(len(logits)), key=lambda i: -float(logits[i]))
+    kept = order[:top_k] if top_k > 0 else order
+    probs = dict(zip(kept, logits[kept].double().softmax(-1).tolist(), strict=True))
+    nucleus, mass = [], 0.0
+    for token in kept:
+        if mass < top_p:
+            nucleus.append(token)
+        mass += probs[token]
+    best = max(probs.values())
+    result = torch.zeros(len(logits), dtype=torch.bool)
+    result[[token for token in nucleus if probs[token] >= min_p * best]] = True
+    return result
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [
+        (1, 1.0, 0.0),
+        (9, 1.0, 0.0),
+        (0, 0.01, 0.0),
+        (0, 0.6, 0.0),
+        (12, 0.6, 0.0),
+        (0, 1.0, 0.2),
+        (12, 0.9, 0.1),
+    ],
+)
+def test_truncation_keeps_what_the_definition_keeps(top_k: int, top_p: float, min_p: float) -> None:
+    logits = 2 * torch.randn(20, 60, generator=torch.Generator().manual_seed(2))
+    cut = truncate(
+        logits,
+        torch.full((20,), top_k),
+        torch.full((20,), top_p, dtype=torch.float64),
+        torch.full((20,), min_p, dtype=torch.float64),
+    )
+    for row in range(20):
+        kept = _reference(logits[row], top_k, top_p, min_p)
+        assert torch.equal(torch.isfinite(cut[row]), kept)
+        assert torch.equal(cut[row][kept], logits[row][kept])
+
+
+def test_log_probs_are_renormalised_over_what_truncation_keeps() -> None:
+    logits = torch.randn(64, 60, generator=torch.Generator().manual_seed(3))
+    rows = _rows(64, temperature=0.8, top_k=6)
+    tokens, log_probs = sample(logits.clone(), rows)
+    scaled = logits / 0.8
+    best = scaled.topk(6, -1)
+    for row in range(64):
+        assert tokens[row] in best.indices[row]
+        expected = scaled[row, tokens[row]] - best.values[row].logsumexp(-1)
+        assert float(log_probs[row]) == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_rows_without_truncation_are_untouched_by_neighbours_that_have_it() -> None:
+    logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(4))
+    rows = _rows(2)
+    rows.top_p[1], rows.top_k[1] = 0.5, 3
+    _, log_probs = sample(logits.clone(), rows)
+    tokens, alone = sample(logits[:1].clone(), rows[0:1])
+    assert float(log_probs[0]) == float(alone[0])
+    assert float(alone[0]) == pytest.approx(float(logits[0].log_softmax(-1)[tokens[0]]), abs=1e-5)
+
+
+def test_greedy_rows_take_the_largest_logit_and_report_the_plain_softmax() -> None:
+    logits = torch.randn(6, 60, generator=torch.Generator().manual_seed(5))
+    rows = _rows(6)
+    rows.temperature[:] = [0.0, 1.0, 0.0, 0.5, 0.0, 1.0]
+    rows.top_k[0] = 2
+    tokens, log_probs = sample(logits.clone(), rows)
+    expected = logits.log_softmax(-1)
+    for row in (0, 2, 4):
+        assert tokens[row] == logits[row].argmax()
+        assert float(log_probs[row]) == pytest.approx(float(expected[row].max()), abs=1e-5)
