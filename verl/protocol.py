@@ -65,6 +65,10 @@ Index = slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 
 def object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:
     """A 1-D object array with one entry per value: rows that are lists of equal length stay lists."""
+    if not isinstance(values, list | tuple | np.ndarray):
+        raise ValueError(
+            f"a column is a tensor, a numpy array or a list of one value per row, got {values!r:.80}"
+        )
     if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
         return values
     array = np.empty(len(values), dtype=object)
@@ -82,14 +86,8 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         if a.dtype != b.dtype or a.shape != b.shape:
             return False
-        return bool(
-            torch.equal(a, b)
-            or (
-                a.is_floating_point()
-                and torch.equal(a.isnan(), b.isnan())
-                and torch.equal(a.nan_to_num(), b.nan_to_num())
-            )
-        )
+        exact = not a.is_floating_point()
+        return torch.equal(a, b) if exact else torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
     if isinstance(a, np.ndarray):
         return a.shape == b.shape and all(map(_same, a.ravel().tolist(), b.ravel().tolist()))
     if isinstance(a, dict):
@@ -138,9 +136,7 @@ class DataProto:
 
     def __post_init__(self) -> None:
         if self.batch is not None and len(self.batch.batch_size) != 1:
-            raise ValueError(
-                f"batch has batch_size {tuple(self.batch.batch_size)}; one dimension, the rows, is needed"
-            )
+            raise ValueError(f"batch_size is {tuple(self.batch.batch_size)}; it must be (number of rows,)")
         self.non_tensor_batch = {key: object_array(value) for key, value in self.non_tensor_batch.items()}
         self.check_consistency()
 
@@ -167,20 +163,11 @@ class DataProto:
         """From tensors of shape [N, ...] and sequences of N objects."""
         batch = None
         if tensors:
-            wrong = {
-                key: type(value).__name__
-                for key, value in tensors.items()
-                if not isinstance(value, torch.Tensor)
-            }
+            wrong = [key for key, value in tensors.items() if not isinstance(value, torch.Tensor)]
             if wrong:
-                raise ValueError(
-                    f"tensors must be torch tensors, found {wrong}; pass other columns as non_tensors"
-                )
+                raise ValueError(f"{wrong} are no torch tensors; pass columns of other things as non_tensors")
             shapes = {key: tuple(value.shape) for key, value in tensors.items()}
-            if (
-                any(len(shape) == 0 for shape in shapes.values())
-                or len({shape[0] for shape in shapes.values()}) > 1
-            ):
+            if () in shapes.values() or len({shape[0] for shape in shapes.values()}) > 1:
                 raise ValueError(f"tensors differ in their number of rows (first dimension): {shapes}")
             batch = TensorDict(dict(tensors), batch_size=[next(iter(shapes.values()))[0]])
         return DataProto(batch, dict(non_tensors or {}), dict(meta_info or {}))
@@ -190,15 +177,6 @@ class DataProto:
         """From one mapping: torch tensors go to `batch`, arrays and lists to `non_tensor_batch`."""
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         objects = {key: value for key, value in data.items() if key not in tensors}
-        wrong = {
-            key: type(v).__name__
-            for key, v in objects.items()
-            if not isinstance(v, np.ndarray | list | tuple)
-        }
-        if wrong:
-            raise ValueError(
-                f"a column is a tensor, a numpy array or a list, found {wrong}; use meta_info for the rest"
-            )
         return DataProto.from_dict(tensors, objects, meta_info)
 
     # ---- reading rows
@@ -284,9 +262,7 @@ class DataProto:
         names = dict(zip(old, new, strict=True))
         columns = {names.get(key, key): value for key, value in self._tensors().items()}
         if len(columns) < len(self._tensors()):
-            raise ValueError(
-                f"renaming {old} to {new} overwrites a column; there are {list(self._tensors())}"
-            )
+            raise ValueError(f"renaming {old} to {new} overwrites one of {list(self._tensors())}")
         if columns:
             self.batch = TensorDict(columns, batch_size=[len(self)])
         return self
@@ -306,9 +282,7 @@ class DataProto:
         ):
             for key in a.keys() & b.keys():
                 if not _same(a[key], b[key]):
-                    raise ValueError(
-                        f"{what} {key!r} differs between the two batches; rename or pop one of them"
-                    )
+                    raise ValueError(f"{what} {key!r} differs in the two batches; rename or pop one of them")
         if theirs:
             self.batch = TensorDict({**mine, **theirs}, batch_size=[len(other)])
         self.non_tensor_batch = {**self.non_tensor_batch, **other.non_tensor_batch}
@@ -321,9 +295,7 @@ class DataProto:
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
         """Each row `repeat_times` times: a a b b with `interleave`, else a b a b."""
         rows = torch.arange(len(self))
-        return self.select_idxs(
-            rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)
-        )
+        return self[rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)]
 
     def split(self, split_size: int) -> list[DataProto]:
         """Consecutive pieces of `split_size` rows (the last may be shorter), views of this batch."""
@@ -335,7 +307,7 @@ class DataProto:
         """`chunks` consecutive pieces of equal size, views of this batch."""
         if chunks < 1 or len(self) % chunks:
             raise ValueError(
-                f"{len(self)} rows do not make {chunks} equal chunks; use pad_dataproto_to_divisor first"
+                f"{len(self)} rows do not make {chunks} equal chunks; use pad_dataproto_to_divisor"
             )
         size = len(self) // chunks
         return [self[i * size : (i + 1) * size] for i in range(chunks)]
@@ -354,9 +326,7 @@ class DataProto:
         for columns in kinds:
             for i, part in enumerate(columns):
                 if part.keys() != columns[0].keys():
-                    raise ValueError(
-                        f"part 0 has the columns {sorted(columns[0])}, part {i} has {sorted(part)}"
-                    )
+                    raise ValueError(f"part 0 has columns {sorted(columns[0])}, part {i} has {sorted(part)}")
         joined = {key: _cat(key, [part[key] for part in tensors]) for key in tensors[0]}
         batch = TensorDict(joined, batch_size=[sum(map(len, data))]) if data[0].batch is not None else None
         arrays = {key: np.concatenate([part[key] for part in objects]) for key in objects[0]}
@@ -383,9 +353,7 @@ class DataProto:
         if mini_batch_size < 1 or len(self) % mini_batch_size:
             raise ValueError(f"{len(self)} rows cannot be cut into mini-batches of {mini_batch_size}")
         if shuffle and seed is None:
-            raise ValueError(
-                "make_iterator(shuffle=True) needs a seed: orders come from no global random state"
-            )
+            raise ValueError("shuffle=True needs a seed: no order comes from global random state")
         generator = torch.Generator().manual_seed(seed or 0)
         for _ in range(epochs):
             data = self.select_idxs(torch.randperm(len(self), generator=generator)) if shuffle else self
@@ -412,12 +380,8 @@ class DataProto:
         tensors = None
         if self.batch is not None:
             tensors = {key: _to_array(key, value) for key, value in self.batch.items()}
-        return {
-            "tensors": tensors,
-            "num_rows": len(self),
-            "non_tensor_batch": self.non_tensor_batch,
-            "meta_info": self.meta_info,
-        }
+        columns = {"non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
+        return {"tensors": tensors, "num_rows": len(self), **columns}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.batch = None

@@ -150,7 +150,9 @@ def _dispatch_dp_proto(world_size: int, args: tuple[Any, ...], kwargs: dict[str,
     for rank in range(world_size):
         own = [per_rank[rank] for per_rank in spread]
         calls.append((tuple(own[: len(args)]), dict(zip(kwargs, own[len(args) :], strict=True))))
-    return Dispatched(calls, partial(_collect_dp_proto, num_padding=num_padding))
+    return Dispatched(
+        calls, partial(_collect_dp_proto, num_rows=next(iter(num_rows), 0), num_padding=num_padding)
+    )
 
 
 def _spread(value: Any, world_size: int) -> list[Any]:
@@ -164,13 +166,20 @@ def _spread(value: Any, world_size: int) -> list[Any]:
     return pad_dataproto_to_divisor(value, world_size)[0].chunk(world_size)
 
 
-def _collect_dp_proto(outputs: list[Any], num_padding: int) -> DataProto:
+def _collect_dp_proto(outputs: list[Any], num_rows: int, num_padding: int) -> DataProto:
     """The rows of all ranks without the padding. Outputs without rows (metrics only) are just joined."""
     wrong = {type(output).__name__ for output in outputs if not isinstance(output, DataProto)}
     if wrong:
         raise TypeError(f"a DP_COMPUTE_PROTO method must return a DataProto, it returned {sorted(wrong)}")
     joined = outputs[0] if len(outputs) == 1 else DataProto.concat(outputs)
-    return unpad_dataproto(joined, num_padding) if len(joined) else joined
+    if num_padding == 0 or len(joined) == 0:
+        return joined
+    if len(joined) != num_rows + num_padding:
+        raise ValueError(
+            f"{num_rows} rows were sent with {num_padding} rows of padding and {len(joined)} came back; "
+            "return one row for each row, or none, so that the padding can be taken off"
+        )
+    return unpad_dataproto(joined, num_padding)
 
 
 register_dispatch_mode(Dispatch.ONE_TO_ALL.value, _dispatch_one_to_all)

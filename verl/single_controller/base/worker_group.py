@@ -78,9 +78,9 @@ class WorkerGroup:
     def _bind_worker_method(self, worker_cls: type[Worker], prefix: str = "") -> None:
         """Gives this group the registered methods of a class; the ranks know them as prefix + name."""
         for name, registration in registered_methods(worker_cls).items():
-            if hasattr(WorkerGroup, name):
+            if hasattr(self, name):
                 raise ValueError(
-                    f"{worker_cls.__name__}.{name} cannot be registered: WorkerGroup has that name"
+                    f"{worker_cls.__name__}.{name} cannot be registered: the worker group has that name itself"
                 )
             setattr(self, name, self._bound(prefix + name, registration))
             self._method_names.append(name)

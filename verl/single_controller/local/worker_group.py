@@ -25,18 +25,18 @@ class LocalWorkerGroup(WorkerGroup):
             )
         super().__init__(world_size=1, worker_cls=cls_with_init.cls)
         with environment({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}):
-            self.worker: Worker | None = cls_with_init()
+            self._worker: Worker | None = cls_with_init()
 
     def _start(self, method: str, calls: list[Call]) -> list[Any]:
-        if self.worker is None:
+        if self._worker is None:
             raise RuntimeError(f"worker group {self.name!r} was shut down; {method} cannot run")
         args, kwargs = materialize(calls[0])
-        return [getattr(self.worker, method)(*args, **kwargs)]
+        return [getattr(self._worker, method)(*args, **kwargs)]
 
     def _resolver(self, method: str) -> Callable[[list[Any]], list[Any]]:
         return list
 
     def shutdown(self) -> None:
-        worker, self.worker = self.worker, None
+        worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()

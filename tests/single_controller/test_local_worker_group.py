@@ -1,0 +1,127 @@
+"""The in-process backend and what both backends share on the driver's side."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from sample_workers import ScaleWorker, SumWorker, sample_batch
+
+from verl.protocol import DataProto, DataProtoFuture
+from verl.single_controller import (
+    ClassWithInitArgs,
+    Dispatch,
+    ResourcePool,
+    Worker,
+    build_worker_groups,
+    register,
+)
+
+
+@pytest.fixture
+def groups():
+    roles = {"scale": ClassWithInitArgs(ScaleWorker, factor=3), "sum": ClassWithInitArgs(SumWorker)}
+    groups = build_worker_groups("local", ResourcePool([1]), roles)
+    yield groups
+    groups["scale"].shutdown()
+
+
+def test_each_role_has_its_own_methods_under_their_own_names(groups):
+    assert groups["scale"].scale(sample_batch(3), offset=1).batch["y"].tolist() == [1, 4, 7]
+    assert groups["sum"].add_up(sample_batch(3)).batch["total"].tolist() == [3, 3, 3]
+    with pytest.raises(AttributeError, match="'sum' has no method 'scale'; there are .*add_up"):
+        groups["sum"].scale(sample_batch(3))
+
+
+def test_one_to_all_gives_a_list_rank_zero_and_all_to_all_as_with_many_ranks(groups):
+    assert groups["scale"].describe("hello") == ["hello from 0 of 1"]
+    assert groups["scale"].set_factor_on_rank_zero(5) == 0
+    assert groups["scale"].scale(sample_batch(2)).batch["y"].tolist() == [0, 5]
+    assert groups["scale"].add_rank([4]) == [4]
+
+
+def test_one_process_makes_no_process_group(groups):
+    assert groups["scale"].sum_of_ranks() == [1.0]
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_call_that_does_not_block_gives_a_future_that_other_calls_take(groups):
+    future = groups["scale"].scale_later(sample_batch(3))
+    assert isinstance(future, DataProtoFuture)
+    assert groups["scale"].scale(future).batch["y"].tolist() == [0, 9, 18]
+    assert future.get().batch["x"].tolist() == [0, 3, 6]
+
+
+def test_results_pass_by_reference():
+    class Keeper(Worker):
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+        def give_back(self, data: DataProto) -> DataProto:
+            return data
+
+    group = build_worker_groups("local", ResourcePool([1]), {"keeper": ClassWithInitArgs(Keeper)})["keeper"]
+    data = sample_batch(3)
+    assert group.give_back(data).batch["x"].data_ptr() == data.batch["x"].data_ptr()
+
+
+def test_an_exception_of_a_worker_passes_through(groups):
+    with pytest.raises(KeyError, match="no such thing"):
+        groups["scale"].fail(["no such thing"])
+
+
+def test_the_driver_s_own_rank_variables_do_not_reach_a_local_worker(monkeypatch):
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    group = build_worker_groups("local", ResourcePool([1]), {"s": ClassWithInitArgs(ScaleWorker, 1)})["s"]
+    assert group.describe("hi") == ["hi from 0 of 1"]
+    assert os.environ["RANK"] == "5"
+
+
+def test_shutdown_closes_the_workers_once_in_reverse_order_and_ends_all_roles():
+    closed = []
+
+    class Closing(Worker):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        @register()
+        def ping(self) -> str:
+            return self.name
+
+        def close(self) -> None:
+            closed.append(self.name)
+
+    roles = {name: ClassWithInitArgs(Closing, name) for name in ("first", "second")}
+    groups = build_worker_groups("local", ResourcePool([1]), roles)
+    with groups["first"]:
+        assert groups["second"].ping() == ["second"]
+    groups["second"].shutdown()
+    assert closed == ["second", "first"]
+    with pytest.raises(RuntimeError, match="was shut down; second_ping cannot run"):
+        groups["second"].ping()
+
+
+def test_what_the_backend_cannot_do_is_refused():
+    item = ClassWithInitArgs(SumWorker)
+    with pytest.raises(ValueError, match="one process, the pool asks for 2"):
+        build_worker_groups("local", ResourcePool([2]), {"sum": item})
+    with pytest.raises(ValueError, match="must be 'local' or 'ray'"):
+        build_worker_groups("slurm", ResourcePool([1]), {"sum": item})
+
+
+def test_a_method_named_like_one_of_the_group_is_refused():
+    class Bad(Worker):
+        @register()
+        def shutdown(self) -> None: ...
+
+    with pytest.raises(ValueError, match=r"Bad.shutdown cannot be registered"):
+        build_worker_groups("local", ResourcePool([1]), {"bad": ClassWithInitArgs(Bad)})
+
+
+@pytest.mark.slow
+def test_a_local_run_does_not_import_ray():
+    code = "import sys, verl.single_controller.local; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
