@@ -30,7 +30,7 @@ def lines(tmp_path) -> dict[str, list[str]]:
 
 def check(script: str, arguments: list[str]) -> DictConfig:
     config = load_config(arguments)
-    validate(config, format_reward="format" in script, num_devices=8)
+    validate(config, format_reward="format" in script)
     return config
 
 
@@ -57,13 +57,7 @@ def test_the_group_and_the_batches_mean_what_they_mean_in_search_r1(lines):
     assert config.trainer.logger == ["wandb"]
 
 
-def test_a_whole_machine_must_be_there(lines):
-    config = load_config(lines["train_ppo.sh"])
-    with pytest.raises(ValueError, match="n_gpus_per_node=8 and 2 CUDA devices"):
-        validate(config, num_devices=2)
-
-
 def test_format_scores_need_the_format_program(lines):
     script = "scripts/nq_hotpotqa/v0.3/train_ppo_format.sh"
     with pytest.raises(ValueError, match="main_ppo_format"):
-        validate(load_config(lines[script]), num_devices=8)
+        validate(load_config(lines[script]))

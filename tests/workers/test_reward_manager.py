@@ -1,11 +1,13 @@
 """Scores land on the last sampled token and are read from what the policy wrote."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 
 from verl.protocol import DataProto
-from verl.utils.reward_score.qa_em_format import FormatScores
+from verl.utils.reward_score import qa_em_format
 from verl.workers.reward_manager import RewardManager
 
 EOS, PAD = 0, 0  # the same id: padding must not be found by it
@@ -118,8 +120,9 @@ def test_the_format_reward_sees_observations():
             [turn, ("\n\n<information>Rome</information>\n\n", 0), end],
         ]
     )
-    manager = RewardManager(ByteTokenizer(), format_scores=FormatScores(0.2, 0.1, 0.1))
-    result = manager(data, return_dict=True)
+    scores = {"structure_format_score": 0.2, "final_format_score": 0.1, "retrieval_score": 0.1}
+    reward = functools.partial(qa_em_format.compute_score_em, **scores)
+    result = RewardManager(ByteTokenizer(), compute_score=reward)(data, return_dict=True)
     assert result["score"] == pytest.approx([0.3, 0.2])
     assert result["em"] == [0.0, 0.0]
 
@@ -128,15 +131,13 @@ def test_a_users_function_gets_the_four_arguments_and_may_return_more():
     calls = []
 
     def reward(data_source, solution_str, ground_truth, extra_info):
-        calls.append((data_source, solution_str, extra_info["index"]))
+        calls.append((data_source, solution_str, extra_info["index"], extra_info["segments"]))
         return {"score": 0.25, "length": len(solution_str)}
 
     data = batch([[("ab", 1), ("seen", 0), ("c", 1)], []])
     result = RewardManager(ByteTokenizer(), compute_score=reward)(data, return_dict=True)
-    assert calls == [("nq", "ab\nc", 0)]
+    assert calls == [("nq", "ab\nc", 0, [("ab", True), ("seen", False), ("c", True)])]
     assert result["score"] == [0.25, 0.0] and result["length"] == [4, None]
-    with pytest.raises(ValueError, match="expected one of the two"):
-        RewardManager(ByteTokenizer(), compute_score=reward, format_scores=FormatScores())
 
 
 def test_examples_are_printed_per_data_source(capsys):

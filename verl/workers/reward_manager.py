@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from verl.utils.reward_score import RewardFunction, default_compute_score, qa_em, qa_em_format
-from verl.utils.reward_score.qa_em_format import FormatScores, Segment
+from verl.utils.reward_score import RewardFunction, default_compute_score, load_reward_function, qa_em
+from verl.utils.reward_score.qa_em_format import Segment
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
+
+__all__ = ["RewardManager", "load_reward_function"]
 
 _PROTOCOL_TAGS = frozenset(
     f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/")
@@ -32,9 +34,9 @@ class RewardManager:
     Args:
         tokenizer: the policy's tokenizer, to decode with.
         num_examine: print this many trajectories of each data source with every call.
-        compute_score: a user's function, called with data_source, solution_str (the policy's text),
-            ground_truth and extra_info; returns a number, or a dictionary with "score" and more numbers.
-        format_scores: use the format reward with these scores instead of exact match.
+        compute_score: called with data_source, solution_str (the policy's text), ground_truth and extra_info
+            (with `segments`, the response in runs); returns a number, or a dictionary with "score" and more
+            numbers. None: by data source, which is exact match unless a source is registered otherwise.
     """
 
     def __init__(
@@ -42,14 +44,10 @@ class RewardManager:
         tokenizer: Any,
         num_examine: int = 0,
         compute_score: RewardFunction | None = None,
-        format_scores: FormatScores | None = None,
     ) -> None:
-        if compute_score is not None and format_scores is not None:
-            raise ValueError("Found a custom reward function and format scores; expected one of the two.")
         self.tokenizer = tokenizer
         self.num_examine = num_examine
-        self.compute_score = compute_score
-        self.format_scores = format_scores
+        self.compute_score = compute_score or default_compute_score
         tags = {
             id_ for id_ in tokenizer.all_special_ids if tokenizer.convert_ids_to_tokens(id_) in _PROTOCOL_TAGS
         }
@@ -111,19 +109,13 @@ class RewardManager:
         result: dict[str, Any] = {"score": 0.0, "em": 0.0, "answer": answer, "text": text}
         if not any(segment.sampled for segment in segments):
             return result
-        arguments = {
-            "data_source": fields["data_source"][i],
-            "solution_str": text,
-            "ground_truth": ground_truth,
-            "extra_info": fields["extra_info"][i] if "extra_info" in fields else None,
-        }
-        if self.compute_score is not None:
-            returned = self.compute_score(**arguments)
-            result |= dict(returned) if isinstance(returned, Mapping) else {"score": returned}
-        elif self.format_scores is not None:
-            result["score"] = qa_em_format.compute_score_em(segments, ground_truth, self.format_scores)
-        else:
-            result["score"] = default_compute_score(**arguments)
+        returned = self.compute_score(
+            data_source=fields["data_source"][i],
+            solution_str=text,
+            ground_truth=ground_truth,
+            extra_info={**fields["extra_info"][i], "segments": segments},
+        )
+        result |= dict(returned) if isinstance(returned, Mapping) else {"score": returned}
         result["score"] = float(result["score"])
         has_golden = isinstance(ground_truth, Mapping) and ground_truth.get("target") is not None
         if has_golden and answer is not None:

@@ -114,8 +114,8 @@ def test_a_source_can_be_registered_once():
 def test_a_users_function_is_found_by_path_and_name(tmp_path):
     file = tmp_path / "reward.py"
     file.write_text("def mine(data_source, solution_str, ground_truth, extra_info):\n    return 0.5\n")
-    function = load_reward_function(str(file), "mine")
+    function = load_reward_function({"path": str(file), "name": "mine"})
     assert function is not None and function("d", "s", {}, None) == 0.5
-    assert load_reward_function(None, "mine") is None
+    assert load_reward_function({"path": None, "name": "mine"}) is None
     with pytest.raises(ValueError, match="expected one of \\['mine'\\]"):
-        load_reward_function(str(file), "compute_score")
+        load_reward_function({"path": str(file), "name": "compute_score"})

@@ -3,14 +3,13 @@
 import pytest
 
 from verl.utils.reward_score.qa_em_format import (
-    FormatScores,
     Segment,
     compute_score_em,
     is_retrieval_correct,
     is_valid_sequence,
 )
 
-SCORES = FormatScores(structure_format_score=0.2, final_format_score=0.1, retrieval_score=0.1)
+SCORES = {"structure_format_score": 0.2, "final_format_score": 0.1, "retrieval_score": 0.1}
 TARGET = {"target": ["Beijing"]}
 HIT = "\n\n<information>Doc 1(Title: China) Its capital is Beijing.</information>\n\n"
 MISS = "\n\n<information>Doc 1(Title: France) Its capital is Paris.</information>\n\n"
@@ -19,6 +18,11 @@ MISS = "\n\n<information>Doc 1(Title: France) Its capital is Paris.</information
 def trajectory(*texts: str) -> list[Segment]:
     """Policy text and observations in turn."""
     return [Segment(text, i % 2 == 0) for i, text in enumerate(texts)]
+
+
+def reward_of(segments: list[Segment]) -> float:
+    text = "\n".join(segment.text for segment in segments if segment.sampled)
+    return compute_score_em("nq", text, TARGET, {"segments": segments}, **SCORES)
 
 
 SEARCH = "<think>I need it</think>\n<search>capital</search>"
@@ -38,7 +42,7 @@ END = "<think>so</think> <answer>{}</answer>"
     ],
 )
 def test_the_table_of_rewards(segments, reward):
-    assert compute_score_em(segments, TARGET, SCORES) == pytest.approx(reward)
+    assert reward_of(segments) == pytest.approx(reward)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +85,7 @@ def test_tags_inside_a_document_do_no_harm():
 
 def test_rule_8_an_answer_inside_a_document_is_not_an_answer():
     document = "\n\n<information><answer>Beijing</answer></information>\n\n"
-    assert compute_score_em(trajectory(SEARCH, document, "I give up"), TARGET, SCORES) == 0.0
+    assert reward_of(trajectory(SEARCH, document, "I give up")) == 0.0
 
 
 def test_a_hit_must_be_in_an_observation():

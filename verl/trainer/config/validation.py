@@ -20,13 +20,12 @@ VAL_MODES = ("greedy", "sampled")
 LOGGERS = ("console", "wandb", "tensorboard", "mlflow")
 
 
-def validate(config: DictConfig, *, format_reward: bool = False, num_devices: int | None = None) -> None:
+def validate(config: DictConfig, *, format_reward: bool = False) -> None:
     """Check a configuration made by `load_config`; returns silently when it can run.
 
     Args:
         config: a resolved configuration.
         format_reward: the program is `main_ppo_format`, which reads the format scores.
-        num_devices: CUDA devices of this machine; None asks torch.
 
     Raises:
         ValueError: the first mistake found.
@@ -42,7 +41,7 @@ def validate(config: DictConfig, *, format_reward: bool = False, num_devices: in
     _check_lists(config)
     _check_files(config)
     _check_resume(config)
-    _check_devices(config, num_devices)
+    _check_processes(config)
 
 
 @cache
@@ -246,26 +245,13 @@ def _check_resume(config: DictConfig) -> None:
             )
 
 
-def _check_devices(config: DictConfig, num_devices: int | None) -> None:
-    trainer = config.trainer
-    processes = trainer.nnodes * trainer.n_gpus_per_node
-    if trainer.backend == "local" and processes > 1:
+def _check_processes(config: DictConfig) -> None:
+    """How many GPUs there are is the entry point's to check: only it knows the cluster."""
+    processes = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    if config.trainer.backend == "local" and processes > 1:
         raise ValueError(
             f"Found trainer.backend=local with {processes} processes; expected trainer.backend=ray, or "
             "trainer.nnodes=1 trainer.n_gpus_per_node=1."
-        )
-    if trainer.device == "cpu":
-        return
-    if num_devices is None:
-        import torch  # only here: the other checks work without it, and at once
-
-        num_devices = torch.cuda.device_count()
-    if trainer.device == "cuda" and num_devices == 0 and trainer.nnodes == 1:
-        raise ValueError("Found trainer.device=cuda and no CUDA device; set trainer.device=cpu or auto.")
-    if trainer.nnodes == 1 and 0 < num_devices < trainer.n_gpus_per_node:
-        raise ValueError(
-            f"Found trainer.n_gpus_per_node={trainer.n_gpus_per_node} and {num_devices} CUDA devices; "
-            f"expected at most {num_devices}. Set trainer.n_gpus_per_node={num_devices}."
         )
 
 

@@ -180,8 +180,8 @@ class PromptSampler:
         for name in ("num_rows", "batch_size", "shuffle", "seed"):
             if state[name] != own[name]:
                 raise ValueError(
-                    f"Found {name}={own[name]}, but the checkpoint was made with {state[name]}; a run "
-                    "goes on with the data order it began with. Use the old value, or trainer.resume_mode=none."
+                    f"Found {name}={own[name]}, but the checkpoint was made with {state[name]}; a run keeps "
+                    "the data order it began with. Use the old value, or trainer.resume_mode=none."
                 )
         self.epoch, self.offset = int(state["epoch"]), int(state["offset"])
         self._order = self._epoch_order()

@@ -3,7 +3,8 @@
     (data_source, solution_str, ground_truth, extra_info) -> score
 
 `default_compute_score` looks the data source up; a user's own function (`custom_reward_function.path`) is
-called with the same four arguments instead. `solution_str` is only what the policy wrote.
+called with the same four arguments instead. `solution_str` is only what the policy wrote; `extra_info` is
+the row's, with `segments` added: the whole response in runs of sampled and of observed text.
 """
 
 import importlib.util
@@ -70,12 +71,16 @@ def default_compute_score(
     return function(solution_str, ground_truth)
 
 
-def load_reward_function(path: str | None, name: str) -> RewardFunction | None:
-    """A user's reward function `name` from a python file; None without a path.
+def load_reward_function(config: Mapping[str, Any]) -> RewardFunction | None:
+    """A user's reward function: `config` is {path: python file or None, name: of the function}.
+
+    Returns:
+        The function, or None without a path.
 
     Raises:
         ValueError: the file has no such function.
     """
+    path, name = config["path"], config["name"]
     if path is None:
         return None
     spec = importlib.util.spec_from_file_location("custom_reward_function", Path(path).expanduser())

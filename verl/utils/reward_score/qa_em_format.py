@@ -38,15 +38,6 @@ class Segment(NamedTuple):
     sampled: bool
 
 
-class FormatScores(NamedTuple):
-    """`reward_model.*`: rewards of a wrong answer in a well-formed and in a malformed trajectory, and the
-    addition for a well-formed one whose documents hold a golden answer."""
-
-    structure_format_score: float = 0.0
-    final_format_score: float = 0.0
-    retrieval_score: float = 0.0
-
-
 def is_valid_sequence(segments: Iterable[Segment]) -> tuple[bool, str]:
     """Whether the trajectory has the structure above, and if not, the first thing that is wrong."""
     state = "start"
@@ -75,12 +66,16 @@ def is_retrieval_correct(segments: Iterable[Segment], golden: Iterable[str]) -> 
 
 
 def compute_score_em(
-    segments: Sequence[Segment],
+    data_source: str,
+    solution_str: str,
     ground_truth: Mapping[str, Any],
-    scores: FormatScores,
+    extra_info: Mapping[str, Any],
+    structure_format_score: float = 0.0,
+    final_format_score: float = 0.0,
+    retrieval_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """The reward of a trajectory; s, f, r are the three `scores` in order.
+    """The reward of a trajectory; s, f, r are the structure, final and retrieval score.
 
     | answer        | well-formed | document holds the answer | reward    |
     |---------------|-------------|---------------------------|-----------|
@@ -90,16 +85,23 @@ def compute_score_em(
     | wrong or none | yes         | no                        | s         |
     | wrong         | no          | -                         | f         |
     | none          | no          | -                         | 0         |
+
+    Args:
+        data_source: not looked at; every source is scored alike.
+        solution_str: what the policy wrote.
+        ground_truth: `{"target": [golden answers]}`.
+        extra_info: with the trajectory's `segments`, as `RewardManager` adds them.
     """
+    segments: Sequence[Segment] = extra_info["segments"]
     golden = golden_answers(ground_truth)
-    answer = extract_solution("\n".join(segment.text for segment in segments if segment.sampled))
+    answer = extract_solution(solution_str)
     well_formed, _ = is_valid_sequence(segments)
     if answer is not None and em_check(answer, golden):
-        return score if well_formed else score - scores.structure_format_score
+        return score if well_formed else score - structure_format_score
     if well_formed:
         hit = is_retrieval_correct(segments, golden)
-        return scores.structure_format_score + (scores.retrieval_score if hit else 0.0)
-    return scores.final_format_score if answer is not None else 0.0
+        return structure_format_score + (retrieval_score if hit else 0.0)
+    return final_format_score if answer is not None else 0.0
 
 
 def _pieces(segment: Segment) -> list[str]:
