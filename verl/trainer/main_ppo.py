@@ -12,34 +12,38 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
+import torch
 from omegaconf import DictConfig
+from transformers import AutoTokenizer
 
+from search_r1.llm_agent.generation import build_agent
+from search_r1.llm_agent.trajectory import env_metrics
+from search_r1.search.client import SearchClient, SearchError
+from verl.single_controller.base import ClassWithInitArgs
 from verl.trainer.config import parse_arguments, validate
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role, actor_role, needs_critic
 from verl.trainer.ppo.run_state import RunStopped
+from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.reward_score import RewardFunction, load_reward_function
+from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
+from verl.workers.reward_manager import RewardManager
+
+if TYPE_CHECKING:
+    from verl.single_controller.ray import RaySession
 
 
-def build_trainer(config: DictConfig, train_score: Callable[..., Any] | None = None) -> Any:
+def build_trainer(config: DictConfig, train_score: RewardFunction | None = None) -> RayPPOTrainer:
     """Put a `RayPPOTrainer` together; no process is started and no model loaded yet.
 
     Args:
         config: validated configuration.
-        train_score: replaces the scoring of training rows (`main_ppo_format`); validation is always exact match.
+        train_score: scores training rows (`main_ppo_format`); validation is always exact match.
 
     Returns:
-        RayPPOTrainer: call `init_workers()`, `fit()`, and `shutdown()` whatever happens.
+        The trainer: call `init_workers()`, `fit()`, and `shutdown()` whatever happens.
     """
-    from transformers import AutoTokenizer
-
-    from search_r1.llm_agent.generation import build_agent
-    from search_r1.llm_agent.trajectory import env_metrics
-    from verl.single_controller.base import ClassWithInitArgs
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role, actor_role, needs_critic
-    from verl.utils.dataset.rl_dataset import RLHFDataset
-    from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
-    from verl.workers.reward_manager import RewardManager, load_reward_function
-
     model = config.actor_rollout_ref.model
     tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     pool = "global_pool"
@@ -57,10 +61,18 @@ def build_trainer(config: DictConfig, train_score: Callable[..., Any] | None = N
             config=config.actor_rollout_ref,
             role=role.value,
             agent_factory=functools.partial(build_agent, config),
+            device=config.trainer.device,
+            seed=config.trainer.seed,
         )
     }
     if needs_critic(config):
-        workers[Role.Critic] = ClassWithInitArgs(CriticWorker, config=config.critic)
+        workers[Role.Critic] = ClassWithInitArgs(
+            CriticWorker,
+            config=config.critic,
+            rollout_n=config.actor_rollout_ref.rollout.n,
+            device=config.trainer.device,
+            seed=config.trainer.seed,
+        )
     user_score = load_reward_function(config.custom_reward_function)
     extra = config.data.extra_val_files
     return RayPPOTrainer(
@@ -68,8 +80,8 @@ def build_trainer(config: DictConfig, train_score: Callable[..., Any] | None = N
         tokenizer=tokenizer,
         role_worker_mapping=workers,
         resource_pool_manager=pools,
-        reward_fn=RewardManager(tokenizer, num_examine=0, compute_score=user_score or train_score),
-        val_reward_fn=RewardManager(tokenizer, num_examine=0, compute_score=user_score),
+        reward_fn=RewardManager(tokenizer, compute_score=user_score or train_score),
+        val_reward_fn=RewardManager(tokenizer, compute_score=user_score),
         trajectory_metrics=env_metrics,
         train_dataset=RLHFDataset(config.data.train_files, tokenizer, config.data, config.data.train_data_num),
         val_dataset=RLHFDataset(config.data.val_files, tokenizer, config.data, config.data.val_data_num),
@@ -83,8 +95,6 @@ def check_retriever(config: DictConfig) -> None:
     Raises:
         ValueError: it does not answer, or not in Search-R1's format.
     """
-    from search_r1.search.client import SearchClient, SearchError
-
     client = SearchClient(config.retriever.url, topk=config.retriever.topk, timeout=min(10.0, config.retriever.timeout))
     try:
         client.batch_search(["is anybody there?"], topk=1)
@@ -108,15 +118,12 @@ def place(config: DictConfig) -> None:
     if trainer.backend == "auto":
         trainer.backend = "local" if processes == 1 else "ray"
     if trainer.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
     if trainer.backend == "ray":
-        import ray
+        import ray  # a local run does without it
 
         num_gpus, where = int(ray.cluster_resources().get("GPU", 0)), "the Ray cluster"
     else:
-        import torch
-
         num_gpus, where = torch.cuda.device_count(), "this machine"
     if trainer.device == "auto" and processes == 1:
         trainer.device = "cuda" if num_gpus else "cpu"
@@ -129,17 +136,17 @@ def place(config: DictConfig) -> None:
     trainer.device = "cpu" if num_gpus == 0 else "cuda"
 
 
-def start_ray(config: DictConfig) -> Any:
+def start_ray(config: DictConfig) -> RaySession | None:
     """A Ray session if this run needs one (more than one process, or `trainer.backend=ray`), else None."""
     processes = config.trainer.nnodes * config.trainer.n_gpus_per_node
     if config.trainer.backend == "local" or (config.trainer.backend == "auto" and processes == 1):
         return None
-    from verl.single_controller.ray import init_ray
+    from verl.single_controller.ray import init_ray  # a local run does without it
 
     return init_ray()
 
 
-def run(argv: list[str], train_score_factory: Callable[[DictConfig], Callable[..., Any]] | None = None) -> int:
+def run(argv: list[str], train_score_factory: Callable[[DictConfig], RewardFunction] | None = None) -> int:
     """The program: parse, check, train. Returns the exit status.
 
     A user's mistake (2) and a run that can't go on (3) are one line on stderr.

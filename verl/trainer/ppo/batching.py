@@ -33,9 +33,25 @@ def prompt_batch(rows: list[dict[str, Any]], uid_prefix: str) -> DataProto:
 
 
 def with_samples(prompts: DataProto, generated: DataProto) -> DataProto:
-    """Join what was known of each row with what was generated for it (same rows, same order)."""
+    """Join what was known of each row with what was generated for it (same rows, same order).
+
+    Columns that are padding in every row are cut off on both sides.
+    """
+    assert generated.batch is not None
+    attention = generated.batch["attention_mask"]
+    prompt_width = generated.batch["prompts"].shape[1]
+    used = attention.any(dim=0).nonzero().flatten()
+    first, end = int(used[0]), max(int(used[-1]) + 1, prompt_width + 1)
+    tensors = {}
+    for key, tensor in generated.batch.items():
+        if key == "prompts":
+            tensors[key] = tensor[:, first:]
+        elif tensor.shape[1] == attention.shape[1]:
+            tensors[key] = tensor[:, first:end]
+        else:
+            tensors[key] = tensor[:, : end - prompt_width]
     non_tensors = prompts.non_tensor_batch | {"trajectory": generated.non_tensor_batch["trajectory"]}
-    return DataProto(batch=generated.batch, non_tensor_batch=non_tensors, meta_info=dict(generated.meta_info))
+    return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors, meta_info=dict(generated.meta_info))
 
 
 def usable_rows(batch: DataProto) -> np.ndarray:

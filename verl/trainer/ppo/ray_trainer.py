@@ -102,6 +102,9 @@ class RayPPOTrainer:
             len(train_dataset), config.data.train_batch_size, config.data.shuffle_train_dataloader, config.trainer.seed
         )
         self.total_steps = config.trainer.total_training_steps or len(self.sampler) * config.trainer.total_epochs
+        for optim in (config.actor_rollout_ref.actor.optim, config.critic.optim):
+            if optim.total_training_steps <= 0:
+                optim.total_training_steps = self.total_steps
         self.state = RunState()
         self.checkpoints = CheckpointStore(config.trainer.default_local_dir, config.trainer.max_ckpt_to_keep)
         trainer = config.trainer
