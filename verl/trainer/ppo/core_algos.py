@@ -128,6 +128,7 @@ def apply_kl_penalty(
     Reads token_level_scores, old_log_probs, ref_log_prob, response_mask from `data.batch`. Returns metrics:
     critic/kl (mean over trajectories of the mean over their sampled tokens) and critic/kl_coeff (as applied).
     """
+    assert data.batch is not None
     mask = data.batch["response_mask"].bool()
     kl = kl_penalty(data.batch["old_log_probs"], data.batch["ref_log_prob"], kl_penalty_type)
     kl = kl.masked_fill(~mask, 0.0)

@@ -1,0 +1,173 @@
+"""Models from Hugging Face folders, wrapped for training: packed tokens in, numbers per loss token out."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from verl.utils.attention import PACKED_ATTENTION
+from verl.utils.linear_logprob import linear_log_prob
+from verl.utils.packing import PackedMicroBatch
+
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+# What some models do to their logits after the head; log-probabilities here are of hidden @ weight.T alone.
+LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+
+
+def parse_dtype(name: str | None, default: torch.dtype, key: str) -> torch.dtype:
+    """fp32 | bf16 | fp16 (or their long names) as a torch dtype; None gives the default."""
+    if name is None:
+        return default
+    if str(name).lower() not in DTYPES:
+        raise ValueError(f"{key}: found {name!r}, expected one of {', '.join(DTYPES)}, or null.")
+    return DTYPES[str(name).lower()]
+
+
+class PolicyModel(nn.Module):
+    """A causal language model: log-probability and entropy of each loss token of a micro-batch."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, micro_batch: PackedMicroBatch, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(log_probs, entropy), both [L] float32; see `linear_log_prob`."""
+        hidden = _hidden_states(self.model.base_model, micro_batch)
+        weight = self.model.get_output_embeddings().weight
+        return linear_log_prob(hidden, weight, micro_batch.labels, temperature, with_entropy)
+
+
+class ValueModel(nn.Module):
+    """A backbone with a scalar head: the value of the state before each loss token of a micro-batch."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+        width = model.config.get_text_config().hidden_size
+        self.value_head = nn.Linear(width, 1, dtype=next(model.parameters()).dtype)
+        nn.init.zeros_(self.value_head.bias)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():  # values start near 0, the same for every process and run
+            initial = torch.randn(1, width, generator=generator) * (0.01 / width**0.5)
+            self.value_head.weight.copy_(initial)
+
+    def forward(self, micro_batch: PackedMicroBatch) -> Tensor:
+        """values [L] float32."""
+        hidden = _hidden_states(self.model, micro_batch)
+        return self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1).float()
+
+
+def _hidden_states(backbone: nn.Module, micro_batch: PackedMicroBatch) -> Tensor:
+    """Hidden states [L, D] that predict the loss tokens."""
+    output = backbone(
+        input_ids=micro_batch.input_ids,
+        position_ids=micro_batch.position_ids,
+        use_cache=False,
+        packing=micro_batch.packing,
+    )
+    return output.last_hidden_state[0].index_select(0, micro_batch.predicted_from)
+
+
+def load_policy(model_config: Mapping[str, Any], dtype: torch.dtype) -> PolicyModel:
+    """The policy that `actor_rollout_ref.model` describes, on CPU."""
+    model = _load(model_config, AutoModelForCausalLM, dtype)
+    text_config = model.config.get_text_config()
+    for name in LOGIT_TRANSFORMS:
+        if getattr(text_config, name, None) not in (None, 1, 1.0):
+            raise ValueError(
+                f"{model_config['path']}: {type(model).__name__} changes its logits by {name}, which is not "
+                "supported; use a model without it (Qwen2, Qwen3, Llama and Mistral are tested)."
+            )
+    head = model.get_output_embeddings()
+    if head is None or getattr(head, "bias", None) is not None:
+        raise ValueError(
+            f"{model_config['path']}: {type(model).__name__} has no output matrix, or one with a bias; "
+            "expected a causal language model like Qwen2, Qwen3, Llama or Mistral."
+        )
+    return PolicyModel(model)
+
+
+def load_value_model(model_config: Mapping[str, Any], dtype: torch.dtype) -> ValueModel:
+    """The critic that `critic.model` describes: the folder's backbone with a new head, on CPU."""
+    return ValueModel(_load(model_config, AutoModel, dtype))
+
+
+def load_hf_config(model_config: Mapping[str, Any]) -> PretrainedConfig:
+    """The model's configuration with `override_config` on top; clear errors for a bad folder or key."""
+    source = _source(model_config)
+    try:
+        config = AutoConfig.from_pretrained(
+            source, trust_remote_code=model_config.get("trust_remote_code", False)
+        )
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"Model {source}: its configuration can't be read ({reason}).") from error
+    for key, value in (model_config.get("override_config") or {}).items():
+        if not hasattr(config, key):
+            raise ValueError(
+                f"model.override_config: {type(config).__name__} of {source} has no field {key!r}."
+            )
+        setattr(config, key, value)
+    return config
+
+
+def _source(model_config: Mapping[str, Any]) -> str:
+    """The local folder, or the name on the Hugging Face hub, that `model.path` stands for."""
+    path = model_config.get("path")
+    if not path:
+        raise ValueError(
+            "model.path is not set; expected a Hugging Face folder (config.json, *.safetensors)."
+        )
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"Model folder {folder} has no config.json; expected a Hugging Face folder.")
+        if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+            raise ValueError(
+                f"Model folder {folder} has no weights; expected *.safetensors beside config.json."
+            )
+        return str(folder)
+    if str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1:
+        raise ValueError(f"Model folder {folder} does not exist; expected a Hugging Face folder.")
+    return str(path)
+
+
+def _load(model_config: Mapping[str, Any], auto_class: Any, dtype: torch.dtype) -> PreTrainedModel:
+    if model_config.get("external_lib"):
+        importlib.import_module(model_config["external_lib"])
+    config = load_hf_config(model_config)
+    model, report = auto_class.from_pretrained(
+        _source(model_config),
+        config=config,
+        dtype=dtype,
+        attn_implementation=PACKED_ATTENTION,
+        trust_remote_code=model_config.get("trust_remote_code", False),
+        output_loading_info=True,
+    )
+    if report["missing_keys"] or report["mismatched_keys"]:
+        names = sorted(str(key) for key in [*report["missing_keys"], *report["mismatched_keys"]])
+        raise ValueError(
+            f"Model {model_config['path']}: {len(names)} parameters have no weights or some of another "
+            f"shape ({', '.join(names[:3])}, ...); config.json with override_config doesn't fit the weights."
+        )
+    for module in model.modules():  # chance must not enter the probability of a token
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if model_config.get("enable_gradient_checkpointing"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()

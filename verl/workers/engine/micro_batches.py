@@ -1,0 +1,144 @@
+"""How a worker's rows become micro-batches: limits from the configuration, the same number on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.protocol import DataProto
+from verl.utils.packing import CPU_TOKENS_PER_PACK, PackedMicroBatch, pack_rows, plan_micro_batches
+from verl.workers.engine.engine import TrainEngine
+
+PACKING_KEYS = ("input_ids", "attention_mask", "position_ids", "response_mask")
+
+
+def tensors_of(data: DataProto, keys: Sequence[str] = (), optional: Sequence[str] = ()) -> dict[str, Tensor]:
+    """The batch's tensors that packing needs, those of `keys`, and those of `optional` that are there."""
+    present: dict[str, Any] = dict(data.batch.items()) if data.batch is not None else {}
+    wanted = (*PACKING_KEYS, *keys)
+    missing = [key for key in wanted if key not in present]
+    if missing:
+        raise ValueError(
+            f"the batch has no {', '.join(missing)}; it has {', '.join(sorted(present)) or 'nothing'}."
+        )
+    return {key: present[key] for key in (*wanted, *optional) if key in present}
+
+
+@dataclass(frozen=True)
+class MicroBatchLimits:
+    """Most rows and most tokens of one forward pass on one rank (None: no limit), and whether it is
+    padded.
+    """
+
+    max_rows: int | None
+    max_tokens: int | None
+    padded: bool
+
+    @classmethod
+    def from_config(
+        cls,
+        block: Mapping[str, Any],
+        name: str,
+        prefix: str,
+        world_size: int,
+        device: torch.device,
+        packed: bool,
+    ) -> MicroBatchLimits:
+        """Reads the keys of `block` (called `name` in error messages) that start with `prefix`.
+
+        `<prefix>_micro_batch_size_per_gpu` rows per rank, or `<prefix>_micro_batch_size` rows over all
+        ranks; or, with dynamic batch sizes, `<prefix>_max_token_len_per_gpu` tokens per rank. On CPU a
+        pass has at most CPU_TOKENS_PER_PACK tokens besides: smaller passes are faster there, and the loss
+        is the same.
+        """
+        dynamic = block["log_prob_use_dynamic_bsz" if prefix == "log_prob" else "use_dynamic_bsz"]
+        pack_limit = CPU_TOKENS_PER_PACK if device.type == "cpu" else None
+        if dynamic:
+            budget = block[f"{prefix}_max_token_len_per_gpu"]
+            if not budget or budget < 1:
+                raise ValueError(
+                    f"{name}.{prefix}_max_token_len_per_gpu: found {budget}, expected a positive number."
+                )
+            return cls(None, min(budget, pack_limit) if pack_limit else budget, not packed)
+        per_rank, total = block[f"{prefix}_micro_batch_size_per_gpu"], block[f"{prefix}_micro_batch_size"]
+        if per_rank is None:
+            if total is None or total < world_size:
+                raise ValueError(
+                    f"{name}.{prefix}_micro_batch_size: found {total}, expected at least {world_size}, a row "
+                    f"for each process; or set {prefix}_micro_batch_size_per_gpu."
+                )
+            per_rank = total // world_size
+        if per_rank < 1:
+            raise ValueError(
+                f"{name}.{prefix}_micro_batch_size_per_gpu: found {per_rank}, expected at least 1."
+            )
+        return cls(per_rank, pack_limit, not packed)
+
+
+def micro_batches(
+    batch: Mapping[str, Tensor], rows: Sequence[int], engine: TrainEngine[Any], limits: MicroBatchLimits
+) -> tuple[int, Iterator[PackedMicroBatch]]:
+    """Packs some rows of a batch, those with at least one sampled token. Returns (count, micro-batches).
+
+    The count is the same on every rank, since each pass is a collective operation of all: a rank that has
+    fewer gets micro-batches without loss tokens. They are built one at a time, as they are asked for.
+    """
+    tensors = {key: batch[key] for key in PACKING_KEYS}
+    index = torch.as_tensor(rows, dtype=torch.int64)
+    index = index[tensors["response_mask"][index].any(dim=1)]
+    lengths = tensors["attention_mask"][index].sum(dim=1).tolist()
+    plan = plan_micro_batches(lengths, limits.max_rows, limits.max_tokens, limits.padded)
+    count = int(engine.reduce([len(plan)], "max")[0])
+
+    def build() -> Iterator[PackedMicroBatch]:
+        for part in plan:
+            yield pack_rows(tensors, index[part].tolist(), engine.device, limits.padded)
+        for _ in range(count - len(plan)):
+            without_loss = tensors | {"response_mask": torch.zeros_like(tensors["response_mask"][:1])}
+            yield pack_rows({key: value[:1] for key, value in without_loss.items()}, [0], engine.device)
+
+    return count, build()
+
+
+def mini_batches(num_rows: int, size: int, order: Sequence[int] | None = None) -> list[list[int]]:
+    """Rows 0..num_rows-1 (or those of `order`) in consecutive parts of `size`; the last may be smaller."""
+    rows = list(range(num_rows)) if order is None else list(order)
+    return [rows[start : start + size] for start in range(0, num_rows, size)]
+
+
+def rows_per_rank(mini_batch_size: int, rollout_n: int, world_size: int, name: str) -> int:
+    """Rows of a mini-batch on one rank: ppo_mini_batch_size * rollout.n trajectories over all, rounded up."""
+    if mini_batch_size < 1:
+        raise ValueError(f"{name}.ppo_mini_batch_size: found {mini_batch_size}, expected at least 1.")
+    return -(-mini_batch_size * rollout_n // world_size)
+
+
+def shuffled(num_rows: int, seed: int, training_step: int, epoch: int) -> list[int]:
+    """A permutation that depends on nothing but the arguments, so that a resumed run draws it again."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + training_step) * 1_009 + epoch)
+    return torch.randperm(num_rows, generator=generator).tolist()
+
+
+class Averages:
+    """Means, minima and maxima of figures over the updates of a training step."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = {}
+
+    def add(self, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._values.setdefault(name, []).append(value)
+
+    def result(self) -> dict[str, float]:
+        """`*/min` is the least, `*/max` the greatest, anything else the mean of what was added."""
+        reducers = {"min": min, "max": max}
+        return {
+            name: reducers[name.rsplit("/", 1)[-1]](values)
+            if name.rsplit("/", 1)[-1] in reducers
+            else sum(values) / len(values)
+            for name, values in self._values.items()
+        }

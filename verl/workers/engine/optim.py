@@ -1,0 +1,77 @@
+"""AdamW and the learning-rate schedule, from an `optim` block of the configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], optim: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) with `lr`, `betas`, `weight_decay` of the block.
+
+    Its state exists from the start (zeros), so that a checkpoint written before the first step is a whole
+    one.
+    """
+    if optim["name"] != "adamw":
+        raise ValueError(f"optim.name: found {optim['name']!r}, expected 'adamw'.")
+    optimizer = torch.optim.AdamW(
+        [p for p in parameters if p.requires_grad],
+        lr=optim["lr"],
+        betas=(optim["betas"][0], optim["betas"][1]),
+        weight_decay=optim["weight_decay"],
+        fused=True,
+    )
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            optimizer.state[p] = {
+                "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
+            }
+    return optimizer
+
+
+def lr_factor(step: int, num_warmup: int, num_total: int, style: str, min_ratio: float) -> float:
+    """Share of the peak learning rate in update number `step` (from 0).
+
+    Linear warm-up: (step + 1) / num_warmup, so that the peak is reached in update num_warmup and no update is
+    wasted on 0. After it: `constant` 1; `linear` and `cosine` go from 1 to min_ratio at num_total.
+    """
+    if step < num_warmup:
+        return (step + 1) / num_warmup
+    if style == "constant":
+        return 1.0
+    progress = min(1.0, (step - num_warmup) / max(1, num_total - num_warmup))
+    remaining = 1.0 - progress if style == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return min_ratio + (1.0 - min_ratio) * remaining
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, optim: Mapping[str, Any]) -> LambdaLR:
+    """The schedule of the block: `warmup_style`, `lr_warmup_steps` or `_ratio`, `min_lr_ratio`,
+    `total_training_steps`.
+
+    One step of the schedule is one training step (one call of update_actor or update_critic), not one
+    mini-batch.
+    """
+    style, total = optim["warmup_style"], optim["total_training_steps"]
+    warmup = optim["lr_warmup_steps"]
+    if style not in ("constant", "linear", "cosine"):
+        raise ValueError(f"optim.warmup_style: found {style!r}, expected constant, linear or cosine.")
+    by_ratio = warmup is None or warmup < 0
+    if total <= 0 and (style != "constant" or (by_ratio and optim["lr_warmup_steps_ratio"] > 0)):
+        raise ValueError(
+            f"optim.total_training_steps: found {total}, expected the length of the run in steps, which "
+            "lr_warmup_steps_ratio and the linear and cosine schedules are shares of."
+        )
+    num_warmup = (
+        int(optim["lr_warmup_steps_ratio"] * total) if by_ratio and total > 0 else max(0, warmup or 0)
+    )
+    min_ratio = optim["min_lr_ratio"] or 0.0
+    factor = partial(lr_factor, num_warmup=num_warmup, num_total=total, style=style, min_ratio=min_ratio)
+    return LambdaLR(optimizer, factor)

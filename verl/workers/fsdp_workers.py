@@ -1,0 +1,277 @@
+"""The workers of a training job: policy, rollout and reference in one process, and the critic.
+
+    generate_sequences -> compute_log_prob, compute_ref_log_prob -> update_actor      (ActorRolloutRefWorker)
+                          compute_values -> update_critic                             (CriticWorker)
+
+The rollout engine reads the policy's own weights where it can (one process, same dtype), so an update
+needs no copy; `weights_version` tells it that its cached state is stale.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from omegaconf import DictConfig
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from verl.protocol import DataProto
+from verl.single_controller.base import Dispatch, Worker, register
+from verl.workers.actor.dp_actor import DataParallelPPOActor, compute_log_prob
+from verl.workers.critic.dp_critic import DataParallelPPOCritic
+from verl.workers.engine.checkpoint import load_checkpoint, save_checkpoint, save_hf
+from verl.workers.engine.engine import Precision, TrainEngine
+from verl.workers.engine.loading import PolicyModel, load_policy, load_value_model, parse_dtype
+from verl.workers.engine.micro_batches import MicroBatchLimits
+from verl.workers.rollout.native import NativeEngine
+
+logger = logging.getLogger(__name__)
+
+ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
+MIN_SLOTS = 128  # so that a small first batch does not make a small engine
+
+
+class Agent(Protocol):
+    """What turns prompts into trajectories with a rollout engine."""
+
+    def run_llm_loop(self, gen_batch: DataProto) -> DataProto: ...
+
+
+AgentFactory = Callable[[PreTrainedTokenizerBase, NativeEngine], Agent]
+
+
+def _device_kind(device: str) -> str:
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device: found {device!r}, expected auto, cpu or cuda.")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+class ActorRolloutRefWorker(Worker):
+    """One rank of the policy: trains it, samples from it, and holds a frozen copy of its start as reference.
+
+    Args:
+        config: the `actor_rollout_ref` block.
+        role: which of the parts this worker has: "actor", "rollout", "ref", "actor_rollout",
+        "actor_rollout_ref". agent_factory: (tokenizer, rollout engine) -> agent; needed for
+        generate_sequences. device: "auto" (CUDA if there is one), "cpu" or "cuda". seed: of the order of
+        rows with actor.shuffle.
+    """
+
+    def __init__(
+        self,
+        config: DictConfig,
+        role: str,
+        agent_factory: AgentFactory | None = None,
+        device: str = "auto",
+        seed: int = 0,
+    ):
+        super().__init__()
+        if role not in ROLES:
+            raise ValueError(f"role: found {role!r}, expected one of {', '.join(ROLES)}.")
+        self.config, self.role, self.agent_factory, self.seed = config, role, agent_factory, seed
+        self.has_actor, self.has_rollout, self.has_ref = (
+            part in role for part in ("actor", "rollout", "ref")
+        )
+        self.device = self.init_process_group(_device_kind(device))
+        self.agent: Agent | None = None
+        self.rollout_engine: NativeEngine | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the models of this role. Raises ValueError for a model folder that is missing or does not
+        fit.
+        """
+        config = self.config
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            str(Path(config.model.path).expanduser()), trust_remote_code=config.model.trust_remote_code
+        )
+        if self.has_actor or self.has_rollout:
+            self.engine = self._engine(config.actor.fsdp_config, trained=self.has_actor)
+        if self.has_actor:
+            self.actor = DataParallelPPOActor(
+                config.actor,
+                self.engine,
+                self._limits(config.actor, "actor", "ppo"),
+                config.rollout.temperature,
+                config.rollout.n,
+                self.seed,
+            )
+        if self.has_ref:
+            self.ref_engine = self._engine(config.ref.fsdp_config, trained=False)
+
+    def _engine(self, fsdp_config: DictConfig, trained: bool) -> TrainEngine[PolicyModel]:
+        precision = Precision.from_config(fsdp_config, self.device, trained)
+        actor = self.config.actor
+        return TrainEngine(
+            load_policy(self.config.model, precision.model),
+            precision,
+            fsdp_config,
+            self.device,
+            self.world_size,
+            actor.optim if trained else None,
+            actor.grad_clip,
+        )
+
+    def _limits(self, block: DictConfig, name: str, prefix: str) -> MicroBatchLimits:
+        return MicroBatchLimits.from_config(
+            block,
+            f"actor_rollout_ref.{name}",
+            prefix,
+            self.world_size,
+            self.device,
+            self.config.model.use_remove_padding,
+        )
+
+    # --------------------------------------------------------------------------------------------- rollout
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Runs the agent on `raw_prompt_ids` with `sampling_seeds`; the result has a trajectory per row."""
+        with self.engine.loaded(), torch.no_grad():
+            agent, engine = self._agent(len(prompts))
+            version = self.engine.weights_version
+            if engine.version != version or self.engine.offloads_params:
+                engine.update_weights(self.engine.weights(), version)
+            result = agent.run_llm_loop(prompts)
+            if self.config.rollout.free_cache_engine and self.device.type == "cuda":
+                engine.release_cache()
+        return result
+
+    def _agent(self, num_rows: int) -> tuple[Agent, NativeEngine]:
+        """The agent and its engine, made when they are first needed."""
+        if self.agent is None or self.rollout_engine is None:
+            if self.agent_factory is None:
+                raise ValueError("generate_sequences needs a worker made with an agent_factory.")
+            rollout = self.config.rollout
+            if rollout.name != "native":
+                logger.warning(
+                    "rollout.name=%s is not built in yet: the native engine runs instead.", rollout.name
+                )
+            budget = None
+            if self.device.type == "cuda":
+                budget = int(
+                    rollout.gpu_memory_utilization
+                    * torch.cuda.get_device_properties(self.device).total_memory
+                )
+            default = self.engine.precision.compute
+            dtype = (
+                default if rollout.dtype == "auto" else parse_dtype(rollout.dtype, default, "rollout.dtype")
+            )
+            self.rollout_engine = NativeEngine(
+                self.engine.module.model.config,
+                num_slots=min(rollout.max_num_seqs, max(MIN_SLOTS, num_rows)),
+                max_model_len=rollout.prompt_length,
+                dtype=dtype,
+                device=self.device,
+                kv_budget_bytes=budget,
+                max_prefill_tokens=rollout.max_num_batched_tokens,
+            )
+            self.agent = self.agent_factory(self.tokenizer, self.rollout_engine)
+        return self.agent, self.rollout_engine
+
+    # ------------------------------------------------------------------------------- log-probs and the update
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """old_log_probs and entropys [N, R] of the present policy."""
+        limits = self._limits(self.config.rollout, "rollout", "log_prob")
+        log_probs, entropys = compute_log_prob(
+            self.engine, data, limits, self.config.rollout.temperature, with_entropy=True
+        )
+        return DataProto.from_dict({"old_log_probs": log_probs, "entropys": entropys})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """ref_log_prob [N, R] of the frozen model that training started from."""
+        limits = self._limits(self.config.ref, "ref", "log_prob")
+        log_probs, _ = compute_log_prob(self.ref_engine, data, limits, self.config.rollout.temperature)
+        return DataProto.from_dict({"ref_log_prob": log_probs})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_actor(self, data: DataProto) -> DataProto:
+        """One training step; see `DataParallelPPOActor.update_policy`. The metrics are the same on every
+        rank.
+        """
+        return DataProto(meta_info={"metrics": self.actor.update_policy(data)})
+
+    # ----------------------------------------------------------------------------------------- checkpoints
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str) -> None:
+        """All that training goes on from, in `path`; the weights as a Hugging Face folder in
+        `path`/huggingface.
+        """
+        save_checkpoint(self.engine, path)
+        self.save_hf(str(Path(path) / "huggingface"))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """Goes on from a folder of save_checkpoint, made with any number of processes."""
+        load_checkpoint(self.engine, path)
+        if self.rollout_engine is not None:
+            self.rollout_engine.update_weights(self.engine.weights(), self.engine.weights_version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_hf(self, path: str) -> None:
+        """The policy as a Hugging Face folder with its tokenizer, in the dtype that it is trained in."""
+        save_hf(self.engine, path, self.tokenizer, self.config.model.path)
+
+
+class CriticWorker(Worker):
+    """One rank of the critic. config: the `critic` block; rollout_n: `rollout.n`; device, seed: as for the
+    actor.
+    """
+
+    def __init__(self, config: DictConfig, rollout_n: int = 1, device: str = "auto", seed: int = 0):
+        super().__init__()
+        self.config, self.rollout_n, self.seed = config, rollout_n, seed
+        self.device = self.init_process_group(_device_kind(device))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the backbone and makes the head."""
+        config = self.config
+        precision = Precision.from_config(config.model.fsdp_config, self.device)
+        self.engine = TrainEngine(
+            load_value_model(config.model, precision.model),
+            precision,
+            config.model.fsdp_config,
+            self.device,
+            self.world_size,
+            config.optim,
+            config.grad_clip,
+        )
+        limits, forward_limits = (
+            MicroBatchLimits.from_config(
+                config, "critic", prefix, self.world_size, self.device, config.model.use_remove_padding
+            )
+            for prefix in ("ppo", "forward")
+        )
+        self.critic = DataParallelPPOCritic(
+            config, self.engine, limits, forward_limits, self.rollout_n, self.seed
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_values(self, data: DataProto) -> DataProto:
+        """values [N, R]."""
+        return DataProto.from_dict({"values": self.critic.compute_values(data)})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_critic(self, data: DataProto) -> DataProto:
+        """One training step; see `DataParallelPPOCritic.update_critic`. The metrics are the same on every
+        rank.
+        """
+        return DataProto(meta_info={"metrics": self.critic.update_critic(data)})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str) -> None:
+        """All that training goes on from, in `path`."""
+        save_checkpoint(self.engine, path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """Goes on from a folder of save_checkpoint, made with any number of processes."""
+        load_checkpoint(self.engine, path)
