@@ -1,0 +1,89 @@
+"""Records, tensors and metrics made from trajectories."""
+
+from __future__ import annotations
+
+import pytest
+
+from search_r1.llm_agent.trajectory import Trajectory, Turn, env_metrics, to_tensors
+
+
+def example() -> Trajectory:
+    """The worked example of verl/protocol.py: prompt [5, 6], sampled [7, 8], observation [9], sampled [2]."""
+    trajectory = Trajectory(0, [5, 6], seed=1)
+    trajectory.turns.append(Turn("search", "a", "q", *trajectory.add_sampled([7, 8], [-0.5, -1.5])))
+    trajectory.add_observation([9])
+    trajectory.turns.append(Turn("answer", "b", None, *trajectory.add_sampled([2], [-0.25])))
+    trajectory.finish_reason = "answer"
+    return trajectory
+
+
+def test_the_worked_example_of_the_batch_table():
+    tensors = {key: value.tolist() for key, value in to_tensors([example()], 3, 5, pad_token_id=0).items()}
+    assert tensors == {
+        "prompts": [[0, 5, 6]],
+        "responses": [[7, 8, 9, 2, 0]],
+        "input_ids": [[0, 5, 6, 7, 8, 9, 2, 0]],
+        "attention_mask": [[0, 1, 1, 1, 1, 1, 1, 0]],
+        "position_ids": [[0, 0, 1, 2, 3, 4, 5, 0]],
+        "response_mask": [[1, 1, 0, 1, 0]],
+        "rollout_log_probs": [[-0.5, -1.5, 0.0, -0.25, 0.0]],
+    }
+
+
+def test_rule_2_padding_is_known_by_length_also_when_pad_is_a_token_of_the_text():
+    for pad in (0, 2, 5, 9):
+        tensors = to_tensors([example(), Trajectory(1, [5], 0)], 3, 5, pad)
+        assert tensors["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1, 1, 0], [0, 0, 1, 0, 0, 0, 0, 0]]
+        assert tensors["response_mask"].tolist() == [[1, 1, 0, 1, 0], [0, 0, 0, 0, 0]]
+
+
+def test_a_record_says_what_happened_and_where():
+    record = example().record("the prompt")
+    assert [(turn["start"], turn["end"]) for turn in record["turns"]] == [(0, 2), (3, 4)]
+    assert [(turn["obs_start"], turn["obs_end"]) for turn in record["turns"]] == [(2, 3), (None, None)]
+    assert (record["num_actions"], record["num_valid_actions"], record["num_searches"]) == (2, 2, 0)
+    assert (record["prompt_text"], record["policy_text"]) == ("the prompt", "a\nb")
+
+
+def test_rule_9_a_failed_trajectory_has_nothing_to_learn_from():
+    trajectory = example()
+    trajectory.fail("dead")
+    tensors = to_tensors([trajectory], 3, 5, 0)
+    assert tensors["response_mask"].sum() == 0 and tensors["rollout_log_probs"].abs().sum() == 0
+    assert tensors["attention_mask"].sum() == 6
+    assert trajectory.finish_reason == "search_failed" and trajectory.turns[-1].error == "dead"
+
+
+def record(actions: str, reason: str) -> dict:
+    """`actions`: one letter a turn (s, a, i, n)."""
+    names = {"s": "search", "a": "answer", "i": "invalid", "n": "none"}
+    turns = [{"action": names[letter]} for letter in actions]
+    valid = sum(letter in "sa" for letter in actions)
+    return {"turns": turns, "num_actions": len(turns), "num_valid_actions": valid, "finish_reason": reason}
+
+
+def test_the_env_metrics_are_search_r1s():
+    records = [
+        record("sa", "answer"),
+        record("isis", "max_turns"),
+        record("n", "length"),
+        record("ss", "search_failed"),
+        record("", "length"),
+    ]
+    assert env_metrics(records) == pytest.approx(
+        {
+            "env/number_of_actions/mean": 9 / 5,
+            "env/number_of_actions/max": 4,
+            "env/number_of_actions/min": 0,
+            "env/finish_ratio": 1 / 5,
+            "env/number_of_valid_action": 6 / 5,
+            "env/ratio_of_valid_action": (1 + 0.5 + 0 + 1 + 0) / 5,
+            "env/number_of_valid_search": 5 / 5,
+            "env/search_failed": 1,
+        }
+    )
+
+
+def test_metrics_of_nothing_are_refused():
+    with pytest.raises(ValueError, match="at least one"):
+        env_metrics([])
