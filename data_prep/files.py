@@ -8,9 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> int:
     """One JSON object a line, UTF-8; returns the number of rows."""
@@ -30,6 +27,9 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> int:
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> int:
     """Rows as a parquet file, one column per key of the first row; returns the number of rows."""
+    import pyarrow as pa  # here: a retrieval server's environment makes its corpus without pyarrow
+    import pyarrow.parquet as pq
+
     if not rows:
         raise ValueError(f"there are no rows to write to {path}")
     path.parent.mkdir(parents=True, exist_ok=True)

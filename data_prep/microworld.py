@@ -157,8 +157,13 @@ def make_rows(questions: list[Question], split: str) -> list[dict]:
     ]  # fmt: skip
 
 
-def write_world(seed: int, out: Path, num_train: int, num_test: int, num_3hop: int) -> dict[str, int]:
-    """Write the four files of a world into the folder `out`; returns the number of rows of each."""
+def write_world(
+    seed: int, out: Path, num_train: int, num_test: int, num_3hop: int, corpus_only: bool = False
+) -> dict[str, int]:
+    """Write the four files of a world into the folder `out`; returns the number of rows of each.
+
+    With `corpus_only` the questions are left out; the corpus is the same.
+    """
     for name, count in (("--num-train", num_train), ("--num-test", num_test), ("--num-3hop", num_3hop)):
         if count < 2:
             raise ValueError(f"{name} {count}: give at least 2")
@@ -177,8 +182,10 @@ def write_world(seed: int, out: Path, num_train: int, num_test: int, num_3hop: i
     articles = [*train_part.values(), *test_part.values()]
     rng.shuffle(articles)
     corpus = ({"id": str(i), "contents": f'"{a.name}"\n{a.text}'} for i, a in enumerate(articles))
-    return {
-        "corpus.jsonl": write_jsonl(out / "corpus.jsonl", corpus),
+    counts = {"corpus.jsonl": write_jsonl(out / "corpus.jsonl", corpus)}
+    if corpus_only:
+        return counts
+    return counts | {
         "train.parquet": write_parquet(out / "train.parquet", make_rows(train, "train")),
         "test.parquet": write_parquet(out / "test.parquet", make_rows(test, "test")),
         "test_3hop.parquet": write_parquet(out / "test_3hop.parquet", make_rows(longer, "test_3hop")),
@@ -194,9 +201,16 @@ def main() -> None:
         "--num-test", type=int, default=400, help="test questions, half of them 2-hop (default 400)"
     )
     parser.add_argument("--num-3hop", type=int, default=200, help="3-hop test questions (default 200)")
+    parser.add_argument(
+        "--corpus-only",
+        action="store_true",
+        help="only corpus.jsonl, for a retrieval server (no pyarrow needed)",
+    )
     args = parser.parse_args()
     try:
-        counts = write_world(args.seed, args.out, args.num_train, args.num_test, args.num_3hop)
+        counts = write_world(
+            args.seed, args.out, args.num_train, args.num_test, args.num_3hop, args.corpus_only
+        )
     except ValueError as error:
         parser.error(str(error))
     for name, count in counts.items():
