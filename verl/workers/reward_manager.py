@@ -10,7 +10,7 @@ that is decoded here is ever encoded again.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import torch
@@ -52,6 +52,12 @@ class RewardManager:
             id_ for id_ in tokenizer.all_special_ids if tokenizer.convert_ids_to_tokens(id_) in _PROTOCOL_TAGS
         }
         self._silent_ids = np.array(sorted(set(tokenizer.all_special_ids) - tags), dtype=np.int64)
+
+    @overload
+    def __call__(self, data: DataProto, return_dict: Literal[False] = False) -> torch.Tensor: ...
+
+    @overload
+    def __call__(self, data: DataProto, return_dict: Literal[True]) -> dict[str, Any]: ...
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
         """Score every row; a row without a sampled token scores 0.

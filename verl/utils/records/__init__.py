@@ -1,0 +1,14 @@
+"""What a run leaves to look at, in `trainer.default_local_dir`.
+
+    metrics.jsonl          one line per step (step 0 is the validation before training)
+    summary.json           the run's result
+    curves.png             reward, searches, entropy, length over the steps
+    trajectories/*.jsonl   some trajectories of each step, in full
+    trajectories.html      the same, as one page to read
+
+`RunRecorder` is what the trainer calls; each file has a module of its own.
+"""
+
+from verl.utils.records.recorder import RunRecorder
+
+__all__ = ["RunRecorder"]

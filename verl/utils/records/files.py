@@ -1,0 +1,76 @@
+"""Files of a run: JSON written whole or not at all, and the lines of metrics."""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write aside and rename: a reader never sees half a file."""
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
+
+
+def plain(value: Any) -> Any:
+    """A value that JSON can hold: arrays become lists, numpy numbers python's, nan and infinity null."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | np.ndarray):
+        return [plain(item) for item in value]
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON of `plain(value)`, non-ASCII letters as they are."""
+    return json.dumps(plain(value), ensure_ascii=False, indent=indent)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file, one a line; a last line that a kill left half written is skipped."""
+    if not path.is_file():
+        return []
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+class MetricsFile:
+    """`metrics.jsonl`: {"step": int, name: float, ...} per line, steps ascending."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def cut_after(self, step: int) -> None:
+        """Drop the lines of later steps: a resumed run writes those again. -1 drops all."""
+        if self.path.is_file():
+            kept = [to_json(row) + "\n" for row in self.read() if row["step"] <= step]
+            write_text_atomically(self.path, "".join(kept))
+
+    def append(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add one step's line; it is on its way to the disk when this returns."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(to_json({"step": step, **metrics}) + "\n")
+
+    def read(self) -> list[dict[str, Any]]:
+        """All whole lines."""
+        return read_lines(self.path)
+
+
+def last_steps(rows: Iterable[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
+    """(step, value) of the lines that have the metric."""
+    return [(row["step"], row[name]) for row in rows if row.get(name) is not None]

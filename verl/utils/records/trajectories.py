@@ -1,0 +1,180 @@
+"""Trajectories as records that a person can read, and the files they are kept in.
+
+    batch row -> {step, split, uid, data_source, question, gold, score, extra_info, trajectory,
+                  tokens: [str], token_mask: [0 or 1]} -> trajectories/step_N.jsonl
+
+`tokens` joined are the response's text; `token_mask` says which of them the policy sampled, and so was
+trained on.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verl.utils.records.files import read_lines, to_json, write_text_atomically
+from verl.utils.reward_score.qa_em import golden_answers
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+
+_QUESTION = re.compile(r"Question:[ \t]*(.+)")
+_BROKEN = "\ufffd"
+
+
+class TokenTexts:
+    """Text of single tokens such that the joined texts read as the decoded sequence does.
+
+    A token that is only a part of a letter (byte-level vocabularies have these) has its text with the last
+    token of that letter.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        # Some tokenizers drop the space before a first word, so tokens are decoded after another one.
+        self.anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]
+        self.anchor_text = self._decode(self.anchor)
+        self.texts: dict[int, str] = {}
+
+    def __call__(self, ids: list[int]) -> list[str]:
+        """One text for each id."""
+        texts = [self._single(token) for token in ids]
+        start = None
+        for i, text in enumerate(texts):
+            if _BROKEN not in text:
+                start = None
+                continue
+            start = i if start is None else start
+            whole = self._after_anchor(ids[start : i + 1])
+            if _BROKEN not in whole:
+                texts[start : i + 1] = [""] * (i - start) + [whole]
+                start = None
+        return texts
+
+    def _single(self, token: int) -> str:
+        if token not in self.texts:
+            self.texts[token] = self._after_anchor([token])
+        return self.texts[token]
+
+    def _after_anchor(self, ids: list[int]) -> str:
+        return self._decode(self.anchor + ids)[len(self.anchor_text) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def trajectory_records(
+    batch: DataProto, texts: TokenTexts, step: int, split: str, count: int
+) -> list[dict[str, Any]]:
+    """Records of at most `count` rows, spread evenly over the batch.
+
+    Args:
+        batch: responses, response_mask, attention_mask, token_level_scores; trajectory, reward_model,
+            data_source, extra_info, uid of each row.
+        texts: of the policy's tokenizer.
+        step: training step (0: before training).
+        split: "train" or "val".
+        count: how many rows.
+    """
+    assert batch.batch is not None
+    tensors, fields = batch.batch, batch.non_tensor_batch
+    width = tensors["responses"].shape[1]
+    records = []
+    for i in _spread(len(batch), count):
+        length = int(tensors["attention_mask"][i, -width:].sum())
+        trajectory = fields["trajectory"][i]
+        extra_info = fields["extra_info"][i]
+        records.append(
+            {
+                "step": step,
+                "split": split,
+                "uid": fields["uid"][i],
+                "data_source": fields["data_source"][i],
+                "question": extra_info.get("question") or find_question(trajectory["prompt_text"]),
+                "gold": _gold(fields["reward_model"][i]["ground_truth"]),
+                "score": float(tensors["token_level_scores"][i].sum()),
+                "extra_info": extra_info,
+                "trajectory": trajectory,
+                "tokens": texts(tensors["responses"][i, :length].tolist()),
+                "token_mask": tensors["response_mask"][i, :length].tolist(),
+            }
+        )
+    return records
+
+
+def _spread(length: int, count: int) -> list[int]:
+    """At most `count` indices below `length`, evenly spaced."""
+    return sorted(set(np.linspace(0, length - 1, min(count, length)).astype(int).tolist()))
+
+
+def _gold(ground_truth: Any) -> list[str]:
+    """Golden answers for the eye; what a user's own reward compares with is shown as it is."""
+    try:
+        return golden_answers(ground_truth)
+    except ValueError:
+        return [str(ground_truth)]
+
+
+def find_question(prompt: str) -> str:
+    """The question in a prompt: what follows the last "Question:", else the last line with text."""
+    found = _QUESTION.findall(prompt)
+    if found:
+        return found[-1].strip()
+    lines = [line.strip() for line in prompt.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+class TrajectoryFolder:
+    """`trajectories/step_N.jsonl`, one file a step, one record a line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def add(self, step: int, records: list[dict[str, Any]]) -> None:
+        """Add records to the file of a step."""
+        if records:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with self._file(step).open("a", encoding="utf-8") as file:
+                file.writelines(to_json(record) + "\n" for record in records)
+
+    def cut_after(self, step: int) -> None:
+        """Delete the files of later steps: a resumed run writes those again. -1 deletes all."""
+        for other in self.steps():
+            if other > step:
+                self._file(other).unlink()
+
+    def steps(self) -> list[int]:
+        """Steps that have a file, ascending."""
+        names = (re.fullmatch(r"step_(\d+)\.jsonl", path.name) for path in self.path.glob("step_*.jsonl"))
+        return sorted(int(match.group(1)) for match in names if match)
+
+    def read(self, limit: int) -> list[dict[str, Any]]:
+        """At most `limit` records: up to half of them the last validation ones, then training ones spread
+        over the run."""
+        steps = self.steps()
+        records = [record for step in steps for record in read_lines(self._file(step))]
+        if len(records) <= limit:
+            return records
+        kept = [record for record in records if record["split"] != "train"][-limit // 2 :]
+        train = [record for record in records if record["split"] == "train"]
+        picked = [train[i] for i in _spread(len(train), limit - len(kept))]
+        return sorted(picked + kept, key=lambda record: (record["step"], record["split"]))
+
+    def _file(self, step: int) -> Path:
+        return self.path / f"step_{step}.jsonl"
+
+
+def write_page(records: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Write the self-contained page `trajectories.html`; it loads nothing from anywhere.
+
+    The records go in as JSON in which no "<" is left, so that no text can end the element that holds it;
+    the page puts them on the screen as text only.
+    """
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    data = to_json({"title": title, "records": records})
+    for letter in "<>&\u2028\u2029":
+        data = data.replace(letter, f"\\u{ord(letter):04x}")
+    write_text_atomically(path, template.replace("@@DATA@@", data))

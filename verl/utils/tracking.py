@@ -1,0 +1,161 @@
+"""Metrics of each step to wherever a run reports: wandb, tensorboard, mlflow (`trainer.logger`).
+
+    Tracking.log({"actor/lr": 1e-6, ...}, step) -> each backend
+
+The console is a display of its own (`records/console.py`), and `metrics.jsonl` is always written
+(`records/metrics_file.py`); neither needs a service.
+"""
+
+from __future__ import annotations
+
+import importlib
+import netrc
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlparse
+
+
+class Backend(Protocol):
+    """A place that metrics go to."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take the metrics of one step."""
+
+    def finish(self) -> None:
+        """Write out what is pending."""
+
+
+class Tracking:
+    """All backends of a run.
+
+    Args:
+        loggers: names of backends; "console" is accepted and left to the console display.
+        project_name, experiment_name: the run's names there.
+        run_dir: folder for what the backends keep on disk.
+        config: the run's configuration as plain dictionaries.
+        first_step: the first step that will be logged; on resume, later ones of before are dropped where
+            the backend can do that.
+
+    Raises:
+        ValueError: an unknown backend, or one whose package is not installed.
+    """
+
+    def __init__(
+        self,
+        loggers: Sequence[str],
+        project_name: str,
+        experiment_name: str,
+        run_dir: str | Path,
+        config: Mapping[str, Any],
+        first_step: int = 0,
+    ) -> None:
+        makers: dict[str, Callable[[], Backend]] = {
+            "wandb": lambda: WandbBackend(project_name, experiment_name, Path(run_dir), config),
+            "tensorboard": lambda: TensorboardBackend(Path(run_dir), first_step),
+            "mlflow": lambda: MlflowBackend(project_name, experiment_name, config),
+        }
+        unknown = [name for name in loggers if name not in makers and name != "console"]
+        if unknown:
+            raise ValueError(
+                f"Found {', '.join(unknown)} in trainer.logger; expected any of console, {', '.join(makers)}."
+            )
+        self.backends = [makers[name]() for name in dict.fromkeys(loggers) if name != "console"]
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Report the metrics of one step everywhere."""
+        for backend in self.backends:
+            backend.log(metrics, step)
+
+    def finish(self) -> None:
+        """Close all backends. Safe to call twice."""
+        while self.backends:
+            self.backends.pop().finish()
+
+
+class WandbBackend:
+    """Weights & Biases. Without an API key (and without WANDB_MODE) the run is kept offline on disk."""
+
+    def __init__(
+        self, project_name: str, experiment_name: str, run_dir: Path, config: Mapping[str, Any]
+    ) -> None:
+        wandb = _import("wandb")
+        mode = os.environ.get("WANDB_MODE")
+        if mode is None and not has_wandb_key():
+            mode = "offline"
+            print(
+                f"wandb: no API key, so the run is kept in {run_dir / 'wandb'}; `wandb sync` sends it later."
+            )
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.run = wandb.init(
+            project=project_name,
+            name=experiment_name,
+            group=experiment_name,  # a resumed run is a second one in the same group
+            dir=str(run_dir),
+            config=dict(config),
+            mode=mode,
+            settings=wandb.Settings(console="off", silent=True),
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self.run.log(dict(metrics), step=step)
+
+    def finish(self) -> None:
+        self.run.finish()
+
+
+class TensorboardBackend:
+    """Tensorboard event files in `<run_dir>/tensorboard`."""
+
+    def __init__(self, run_dir: Path, first_step: int) -> None:
+        _import("tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=first_step)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        self.writer.close()
+
+
+class MlflowBackend:
+    """MLflow, at the address in MLFLOW_TRACKING_URI or in ./mlruns."""
+
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+        self.mlflow = _import("mlflow")
+        self.mlflow.set_experiment(project_name)
+        self.mlflow.start_run(run_name=experiment_name)
+        self.mlflow.log_dict(dict(config), "config.json")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        # MLflow takes no "@" and the like in names; "/" is fine.
+        self.mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step)
+
+    def finish(self) -> None:
+        self.mlflow.end_run()
+
+
+def has_wandb_key() -> bool:
+    """Whether wandb would find an API key: in WANDB_API_KEY, or in the netrc file of `wandb login`."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    try:
+        return netrc.netrc(str(path)).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"Found {name!r} in trainer.logger, but the package is not installed; run `pip install {name}` "
+            "or leave it out."
+        ) from error
