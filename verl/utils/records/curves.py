@@ -54,6 +54,7 @@ def draw_curves(rows: Rows, path: Path, title: str) -> None:
 
     with rc_context(_STYLE):
         figure = Figure(figsize=(11, 7), dpi=130, layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
         axes = figure.subplots(2, 2).flatten()
         _draw_answers(axes[0], rows)
         _draw_searches(axes[1], rows)
@@ -76,7 +77,8 @@ def draw_curves(rows: Rows, path: Path, title: str) -> None:
 
 def _draw_answers(axis: Axes, rows: Rows) -> None:
     axis.set_title("Right answers and reward")
-    _line(axis, rows, "critic/score/mean", GREY, "reward, training")
+    if last_steps(rows, "critic/score/mean") != last_steps(rows, "train/em"):  # else one line says both
+        _line(axis, rows, "critic/score/mean", GREY, "reward, training")
     _line(axis, rows, "train/em", BLUE, "exact match, training")
     _points(axis, rows, "val/sampled/em", ORANGE, "exact match, validation (sampled)", "o")
     _points(axis, rows, "val/greedy/em", RED, "exact match, validation (greedy)", "s")

@@ -1,10 +1,10 @@
 """Trajectories as records that a person can read, and the files they are kept in.
 
-    batch row -> {step, split, uid, data_source, question, gold, score, extra_info, trajectory,
-                  tokens: [str], token_mask: [0 or 1]} -> trajectories/step_N.jsonl
+    batch row -> {step, split, uid, data_source, question, gold, answer, em, score, extra_info,
+                  trajectory, tokens: [str], token_mask: [0 or 1]} -> trajectories/step_N.jsonl
 
-`tokens` joined are the response's text; `token_mask` says which of them the policy sampled, and so was
-trained on.
+`tokens` joined are the response's text; `token_mask` says which of them the policy sampled: in training,
+these are the ones that are trained.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.utils.records.files import read_lines, to_json, write_text_atomically
-from verl.utils.reward_score.qa_em import golden_answers
+from verl.utils.reward_score.qa_em import em_check, extract_solution, golden_answers
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -87,6 +87,8 @@ def trajectory_records(
         length = int(tensors["attention_mask"][i, -width:].sum())
         trajectory = fields["trajectory"][i]
         extra_info = fields["extra_info"][i]
+        gold = _gold(fields["reward_model"][i]["ground_truth"])
+        answer = extract_solution(trajectory["policy_text"])
         records.append(
             {
                 "step": step,
@@ -94,7 +96,9 @@ def trajectory_records(
                 "uid": fields["uid"][i],
                 "data_source": fields["data_source"][i],
                 "question": extra_info.get("question") or find_question(trajectory["prompt_text"]),
-                "gold": _gold(fields["reward_model"][i]["ground_truth"]),
+                "gold": gold,
+                "answer": answer,
+                "em": 0 if answer is None else em_check(answer, gold),
                 "score": float(tensors["token_level_scores"][i].sum()),
                 "extra_info": extra_info,
                 "trajectory": trajectory,
