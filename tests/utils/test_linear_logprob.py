@@ -1,0 +1,105 @@
+"""Chunked log-probabilities against the whole logits tensor in float64."""
+
+import pytest
+import torch
+
+from verl.utils import linear_logprob
+from verl.utils.linear_logprob import linear_log_prob
+
+L, D, V = 11, 8, 37
+
+
+def naive(hidden, weight, labels, temperature):
+    log_p = (hidden @ weight.t() / temperature).log_softmax(-1)
+    return log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.fixture
+def problem():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(L, D, generator=generator, dtype=torch.float64)
+    weight = torch.randn(V, D, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, V, (L,), generator=generator)
+    upstream = torch.randn(2, L, generator=generator, dtype=torch.float64)
+    return hidden, weight, labels, upstream
+
+
+def gradients(function, problem, dtype, use):
+    """Values and gradients of upstream[0] * log_prob + upstream[1] * entropy; `use` picks the terms."""
+    hidden, weight, labels, upstream = problem
+    hidden, weight = (x.detach().clone().to(dtype).requires_grad_() for x in (hidden, weight))
+    outputs = function(hidden, weight, labels)
+    terms = [(out.double() * up).sum() for out, up in zip(outputs, upstream, strict=True)]
+    sum(term for term, used in zip(terms, use, strict=True) if used).backward()
+    return [*outputs, hidden.grad, weight.grad]
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 4, 11, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("use", [(True, True), (True, False), (False, True)])
+def test_values_and_gradients_equal_the_full_logits_ones(problem, chunk_rows, temperature, use):
+    expected = gradients(lambda *x: naive(*x, temperature), problem, torch.float64, use)
+    actual = gradients(
+        lambda *x: linear_log_prob(*x, temperature, chunk_rows=chunk_rows), problem, torch.float32, use
+    )
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
+
+
+def test_chunks_do_not_change_the_values(problem):
+    hidden, weight, labels, _ = (x.float() if x.is_floating_point() else x for x in problem)
+    whole = linear_log_prob(hidden, weight, labels, chunk_rows=L)
+    parts = linear_log_prob(hidden, weight, labels, chunk_rows=3)
+    torch.testing.assert_close(parts[0], whole[0], rtol=1e-6, atol=1e-6)
+    assert whole[0].dtype == whole[1].dtype == torch.float32
+
+
+def test_without_entropy_the_log_probs_and_their_gradient_are_the_same(problem):
+    hidden, weight, labels, _ = (x.float() if x.is_floating_point() else x for x in problem)
+    weight.requires_grad_()
+    with_entropy, _ = linear_log_prob(hidden, weight, labels)
+    without, entropy = linear_log_prob(hidden, weight, labels, with_entropy=False)
+    assert torch.equal(without, with_entropy) and entropy.abs().max() == 0 and not entropy.requires_grad
+    without.sum().backward()
+    expected = weight.grad.clone()
+    weight.grad = None
+    with_entropy.sum().backward()
+    assert torch.equal(expected, weight.grad) and expected.abs().max() > 0
+
+
+def test_bf16_inputs_are_within_bf16_of_float64(problem):
+    expected = gradients(lambda *x: naive(*x, 1.0), problem, torch.float64, (True, True))
+    actual = gradients(lambda *x: linear_log_prob(*x, chunk_rows=4), problem, torch.bfloat16, (True, True))
+    assert actual[0].dtype == torch.float32 and actual[2].dtype == torch.bfloat16
+    for got, want in zip(actual, expected, strict=True):
+        assert (got.double() - want).norm() < 0.03 * want.norm()
+
+
+def test_autocast_computes_in_its_type_and_gives_gradients_in_the_parameters_type(problem):
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = gradients(lambda *x: linear_log_prob(*x, chunk_rows=4), problem, torch.float32, (True, True))
+    low = gradients(lambda *x: linear_log_prob(*x, chunk_rows=4), problem, torch.bfloat16, (True, True))
+    assert torch.equal(actual[0], low[0]) and actual[3].dtype == torch.float32
+    assert torch.equal(actual[3], low[3].float())
+
+
+def test_no_loss_tokens_give_empty_results_and_zero_gradients(problem):
+    weight = problem[1].float().requires_grad_()
+    log_probs, entropy = linear_log_prob(torch.zeros(0, D), weight, torch.zeros(0, dtype=torch.long))
+    (log_probs.sum() + entropy.sum()).backward()
+    assert len(log_probs) == len(entropy) == 0 and weight.grad.abs().max() == 0
+
+
+def test_logits_never_exceed_one_chunk(problem, monkeypatch):
+    sizes = []
+    original = linear_logprob._log_softmax
+
+    def spy(hidden, weight, temperature):
+        sizes.append(len(hidden))
+        return original(hidden, weight, temperature)
+
+    monkeypatch.setattr(linear_logprob, "_log_softmax", spy)
+    gradients(lambda *x: linear_log_prob(*x, chunk_rows=4), problem, torch.float32, (True, True))
+    assert sizes == [4, 4, 3] * 2  # forward, and once more in the backward pass
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        linear_log_prob(torch.zeros(1, D), torch.zeros(V, D), torch.zeros(1, dtype=torch.long), 0.0)

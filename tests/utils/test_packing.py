@@ -1,0 +1,98 @@
+"""Packed micro-batches: what is in them, and how rows are split."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.utils.packing import pack_rows, plan_micro_batches
+
+
+def example(pad=0):
+    """The worked example of PackedMicroBatch, and a second row whose prompt is shorter."""
+    attention = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 0, 0, 0]])
+    return {
+        "input_ids": torch.tensor([[pad, 5, 6, 7, 8, 9, 2, pad], [pad, pad, 4, 3, 2, pad, pad, pad]]),
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+        "response_mask": torch.tensor([[1, 1, 0, 1, 0], [1, 1, 0, 0, 0]]),
+    }
+
+
+def test_the_worked_example_packs_as_its_docstring_says():
+    packed = pack_rows(example(), [0], "cpu")
+    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9, 2]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert packed.packing.seq_lens == (6,) and packed.packing.cu_seqlens.tolist() == [0, 6]
+    assert packed.predicted_from.tolist() == [1, 2, 4]
+    assert packed.labels.tolist() == [7, 8, 2]
+    assert packed.cells.tolist() == [0, 1, 3]
+    assert packed.shape == (1, 5)
+
+
+def test_rows_stand_end_to_end_in_the_order_asked_for():
+    packed = pack_rows(example(), [1, 0], "cpu")
+    assert packed.input_ids.tolist() == [[4, 3, 2, 5, 6, 7, 8, 9, 2]]
+    assert packed.packing.cu_seqlens.tolist() == [0, 3, 9]
+    assert packed.predicted_from.tolist() == [0, 1, 4, 5, 7]
+    assert packed.labels.tolist() == [3, 2, 7, 8, 2]
+    assert packed.unpack(torch.arange(1.0, 6.0)).tolist() == [[1, 2, 0, 0, 0], [3, 4, 0, 5, 0]]
+
+
+def test_padding_to_the_longest_repeats_the_last_token_and_moves_nothing_else():
+    packed = pack_rows(example(), [0, 1], "cpu", pad_to_longest=True)
+    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9, 2, 4, 3, 2, 2, 2, 2]]
+    assert packed.packing.seq_lens == (6, 6)
+    assert packed.labels.tolist() == [7, 8, 2, 3, 2]
+    assert packed.input_ids[0, packed.predicted_from].tolist() == [6, 7, 9, 4, 3]
+
+
+@pytest.mark.parametrize("pad", [2, 5, 7])
+def test_rule_2_a_pad_id_that_is_also_eos_or_part_of_the_text_changes_nothing(pad):
+    """2 ends both rows, 5 starts a prompt, 7 is a sampled token: padding with any of them is the same
+    batch.
+    """
+    for padded in (False, True):
+        ours, plain = (pack_rows(example(p), [0, 1], "cpu", padded) for p in (pad, 0))
+        assert torch.equal(ours.input_ids, plain.input_ids) and torch.equal(ours.labels, plain.labels)
+        assert (
+            torch.equal(ours.predicted_from, plain.predicted_from)
+            and ours.packing.seq_lens == plain.packing.seq_lens
+        )
+
+
+def test_a_sampled_token_needs_a_token_before_it():
+    batch = example()
+    batch["attention_mask"][1, 2] = 0
+    batch["attention_mask"][1, 3] = 1
+    with pytest.raises(ValueError, match="a prompt of at least one token"):
+        pack_rows(batch, [1], "cpu")
+
+
+def test_unpack_passes_gradients_to_loss_tokens():
+    per_token = torch.ones(3, requires_grad=True)
+    packed = pack_rows(example(), [0], "cpu")
+    (packed.unpack(per_token) * torch.arange(5.0)).sum().backward()
+    assert per_token.grad.tolist() == [0, 1, 3]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 50), max_size=30),
+    st.none() | st.integers(1, 9),
+    st.none() | st.integers(1, 120),
+    st.booleans(),
+)
+def test_a_plan_has_every_row_once_and_keeps_its_limits(lengths, max_rows, max_tokens, padded):
+    plan = plan_micro_batches(lengths, max_rows, max_tokens, padded)
+    assert sorted(row for part in plan for row in part) == list(range(len(lengths)))
+    for part in plan:
+        sizes = [lengths[row] for row in part]
+        tokens = max(sizes) * len(sizes) if padded else sum(sizes)
+        assert max_rows is None or len(part) <= max_rows
+        assert max_tokens is None or tokens <= max_tokens or len(part) == 1
+
+
+def test_plans_by_rows_hold_rows_of_like_length():
+    assert plan_micro_batches([3, 9, 4, 8, 2], max_rows=2) == [[1, 3], [2, 0], [4]]
+    assert plan_micro_batches([3, 9, 4, 8, 2], max_tokens=12) == [[1, 0], [3, 2], [4]]
