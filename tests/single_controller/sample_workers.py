@@ -70,6 +70,12 @@ class ScaleWorker(Worker):
         return os.getpid()
 
     @register()
+    def ray_node(self) -> str:
+        import ray
+
+        return ray.get_runtime_context().get_node_id()
+
+    @register()
     def num_threads(self) -> int:
         return torch.get_num_threads()
 

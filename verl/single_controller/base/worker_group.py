@@ -80,7 +80,7 @@ class WorkerGroup:
         for name, registration in registered_methods(worker_cls).items():
             if hasattr(self, name):
                 raise ValueError(
-                    f"{worker_cls.__name__}.{name} cannot be registered: the worker group has that name itself"
+                    f"{worker_cls.__name__}.{name} cannot be registered: a worker group uses that name"
                 )
             setattr(self, name, self._bound(prefix + name, registration))
             self._method_names.append(name)
