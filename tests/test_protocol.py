@@ -292,10 +292,10 @@ def test_concat_names_the_column_that_does_not_fit():
         DataProto.concat([])
 
 
-def test_concat_lists_the_metrics_of_all_parts_and_refuses_other_differences():
+def test_concat_averages_figures_joins_lists_and_refuses_other_differences():
     parts = [DataProto(meta_info={"same": 1, "metrics": {"loss": n, "many": [n, n]}}) for n in (1.0, 2.0)]
     merged = DataProto.concat(parts).meta_info
-    assert merged == {"same": 1, "metrics": {"loss": [1.0, 2.0], "many": [1.0, 1.0, 2.0, 2.0]}}
+    assert merged == {"same": 1, "metrics": {"loss": 1.5, "many": [1.0, 1.0, 2.0, 2.0]}}
     with pytest.raises(ValueError, match=r"meta_info\['k'\] differs between the parts: 0 and 1"):
         DataProto.concat([DataProto(meta_info={"k": n}) for n in (0, 1)])
 

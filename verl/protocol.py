@@ -316,8 +316,8 @@ class DataProto:
     def concat(data: Sequence[DataProto]) -> DataProto:
         """The rows of all parts, in order. The parts have the same columns and widths.
 
-        `meta_info["metrics"]` of the parts is joined to {name: list of the parts' values}; every other
-        meta_info entry must be the same in all parts that have it.
+        In `meta_info["metrics"]` a number becomes the mean over the parts that have it, and lists are joined;
+        every other meta_info entry must be the same in all parts that have it.
         """
         if not data:
             raise ValueError("cannot concat an empty list of batches")
@@ -421,20 +421,25 @@ def _cat(key: str, parts: list[torch.Tensor]) -> torch.Tensor:
 
 def _merge_meta_info(parts: list[dict[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
-    metrics: dict[str, list[Any]] = {}
     for part in parts:
         for key, value in part.items():
-            if key == "metrics" and len(parts) > 1:
-                for name, figure in value.items():
-                    metrics.setdefault(name, []).extend(figure if isinstance(figure, list) else [figure])
-            elif key in merged and not _same(merged[key], value):
+            if key != "metrics" and key in merged and not _same(merged[key], value):
                 raise ValueError(
                     f"meta_info[{key!r}] differs between the parts: {merged[key]!r} and {value!r}; "
                     'put figures of single parts into meta_info["metrics"]'
                 )
-            else:
-                merged[key] = value
-    return {**merged, "metrics": metrics} if metrics else merged
+            merged[key] = value
+    metrics = [part["metrics"] for part in parts if "metrics" in part]
+    names = {name: None for figures in metrics for name in figures}  # in the order they were first met
+    if len(metrics) > 1:
+        merged["metrics"] = {name: _merge_figures([m[name] for m in metrics if name in m]) for name in names}
+    return merged
+
+
+def _merge_figures(figures: list[Any]) -> Any:
+    if all(isinstance(figure, list) for figure in figures):
+        return [entry for figure in figures for entry in figure]
+    return sum(figures) / len(figures)
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:

@@ -69,10 +69,10 @@ def test_one_rank_works_on_the_same_memory_in_containers_of_its_own():
     assert "x" in data.batch and data.meta_info["step"] == 7
 
 
-def test_outputs_without_rows_keep_the_figures_of_every_rank():
+def test_outputs_without_rows_have_the_mean_of_the_ranks_figures():
     collect = dispatch(Dispatch.DP_COMPUTE_PROTO, 2, sample_batch(3)).collect
     joined = collect([DataProto(meta_info={"metrics": {"loss": loss}}) for loss in (1.0, 2.0)])
-    assert joined.meta_info["metrics"] == {"loss": [1.0, 2.0]}
+    assert joined.meta_info["metrics"] == {"loss": 1.5}
     with pytest.raises(TypeError, match="must return a DataProto, it returned.*NoneType"):
         collect([None, DataProto()])
 
