@@ -96,10 +96,7 @@ class RLHFDataset:
         return item
 
     def _prompt_ids(self, messages: list[dict[str, str]], index: int) -> list[int]:
-        if self.tokenizer.chat_template:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        else:
-            text = messages[0]["content"]
+        text = prompt_text(self.tokenizer, messages)
         ids = list(self.tokenizer.encode(text, add_special_tokens=False))
         longest, kept = self.config["max_prompt_length"], self.config["max_start_length"]
         if len(ids) > longest and self.config["truncation"] == "error":
@@ -185,6 +182,14 @@ class PromptSampler:
                 )
         self.epoch, self.offset = int(state["epoch"]), int(state["offset"])
         self._order = self._epoch_order()
+
+
+def prompt_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    """What the policy is given to continue: the tokenizer's chat template filled in, up to the assistant's
+    turn, or the first message as it is if the tokenizer has no template."""
+    if tokenizer.chat_template:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return messages[0]["content"]
 
 
 def _messages(prompt: Any) -> list[dict[str, str]]:

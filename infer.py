@@ -1,0 +1,368 @@
+"""Ask a trained model: it thinks, searches and answers, and everything is shown while it happens.
+
+    python infer.py                                    the newest checkpoint of a local run; type questions
+    python infer.py --question "Who directed Amber Harbor?"
+    python infer.py --model Qwen/Qwen2.5-3B-Instruct --retriever-url http://127.0.0.1:8000/retrieve
+
+    question -> prompt template -> LLMGenerationManager (the loop of training) -> text, documents, answer
+
+Lengths, max_turns and topk are those of the run that made the model, where its config.yaml can be found. The
+prompt template is --template, else prompt_template.txt beside the model, else the general search prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+CHECKPOINT_ROOTS = ("verl_checkpoints", "checkpoints")
+TEMPLATE_FILE = "prompt_template.txt"
+TAG = re.compile(r"</?(?:think|search|information|answer)>")
+STYLES = {"think": "bright_black", "search": "cyan", "information": "bright_black", "answer": "bold green"}
+DOCUMENT_CHARS = 160  # of each document shown
+
+
+@dataclass
+class Settings:
+    """What a run fixed about its trajectories (lengths in tokens); Search-R1's values without one."""
+
+    max_turns: int = 4
+    topk: int = 3
+    max_start_length: int = 2048
+    max_prompt_length: int = 4096
+    max_response_length: int = 500
+    max_obs_length: int = 500
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Ask a model that searches. Without --question it asks you.")
+    add = parser.add_argument
+    add("--question", help="one question; without it, questions are read until the input ends")
+    add("--model", help="Hugging Face folder, checkpoint or run folder, or hub name")
+    add("--retriever-url", default="http://127.0.0.1:8000/retrieve", help="search server, or several: a,b")
+    add("--topk", type=int, help="documents per search (default: the run's, else 3)")
+    add("--max-turns", type=int, help="most searches per question (default: the run's, else 4)")
+    add("--template", type=Path, help="file with the prompt; {question} stands for the question")
+    add("--temperature", type=float, default=0.0, help="0 (default): always the most likely token")
+    add("--seed", type=int, default=0, help="of the sampling, with --temperature above 0")
+    add("--device", help="cuda, cpu, ... (default: cuda if there is one)")
+    add("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on cuda, else float32")
+    return parser
+
+
+# ---- what to run, checked before anything large is loaded ----
+
+
+def run_folder(model: str | Path) -> Path | None:
+    """RUN, if the model is RUN/global_step_N/actor/huggingface of a finished checkpoint."""
+    parents = Path(model).resolve().parents
+    is_checkpoint = len(parents) > 2 and re.fullmatch(r"global_step_\d+", parents[1].name)
+    return parents[2] if is_checkpoint else None
+
+
+def newest_checkpoint(roots: Sequence[Path]) -> Path | None:
+    """The Hugging Face folder below `roots` that was written last."""
+    found = [path for root in roots for path in root.glob("**/huggingface/config.json")]
+    found = [path for path in found if run_folder(path.parent) and path.parents[1].name == "actor"]
+    return max(found, key=lambda path: path.stat().st_mtime).parent if found else None
+
+
+def find_model(model: str | None) -> str:
+    """A folder with config.json, or a hub name. Raises ValueError that says what to give."""
+    if model is None:
+        newest = newest_checkpoint([Path(root) for root in CHECKPOINT_ROOTS])
+        if newest is None:
+            raise ValueError(
+                f"no trained model below {' or '.join(CHECKPOINT_ROOTS)}: make one with "
+                "`bash train_grpo.sh`, or give one with --model"
+            )
+        return str(newest)
+    folder = Path(model).expanduser()
+    if (folder / "config.json").is_file():
+        return str(folder)
+    if folder.is_dir():
+        newest = newest_checkpoint([folder])
+        if newest is None:
+            raise ValueError(f"--model: {folder} holds no config.json and no global_step_N/actor/huggingface")
+        return str(newest)
+    is_hub_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) and not Path(folder.parts[0]).exists()
+    if not is_hub_name:
+        raise ValueError(f"--model: there is no folder {model}, and it is no hub name (organisation/model)")
+    return model
+
+
+def find_template(path: Path | None, model: str) -> str:
+    """The prompt template's text. Raises ValueError if it can't be read or has no place for the question."""
+    from data_prep.prompts import SEARCH_PROMPT, fill_prompt
+
+    beside = Path(model) / TEMPLATE_FILE
+    if path is None:
+        template = beside.read_text(encoding="utf-8") if beside.is_file() else SEARCH_PROMPT
+    else:
+        try:
+            template = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--template: {path} can't be read ({error})") from None
+    fill_prompt(template, "?")
+    return template
+
+
+def find_settings(model: str, max_turns: int | None, topk: int | None) -> Settings:
+    """The run's settings if `model` is a checkpoint of one, and what the flags say instead."""
+    settings = Settings()
+    run = run_folder(model)
+    if run is not None and (run / "config.yaml").is_file():
+        from omegaconf import OmegaConf
+
+        config = OmegaConf.load(run / "config.yaml")
+        settings = Settings(
+            max_turns=config.max_turns,
+            topk=config.retriever.topk,
+            max_start_length=config.data.max_start_length,
+            max_prompt_length=config.data.max_prompt_length,
+            max_response_length=config.data.max_response_length,
+            max_obs_length=config.data.max_obs_length,
+        )
+    if max_turns is not None:
+        if max_turns < 0:
+            raise ValueError(f"--max-turns: found {max_turns}, expected 0 or more")
+        settings.max_turns = max_turns
+    if topk is not None:
+        if topk < 1:
+            raise ValueError(f"--topk: found {topk}, expected 1 or more")
+        settings.topk = topk
+    return settings
+
+
+def check_retriever(url: str, topk: int) -> None:
+    """Raises ValueError if the search server does not answer."""
+    from search_r1.search.client import SearchClient, SearchError
+
+    with SearchClient(url, topk=topk, timeout=5.0) as client:
+        try:
+            client.batch_search(["is anybody there"])
+        except SearchError as error:
+            raise ValueError(
+                f"the search server does not answer: {error}. Start one with `bash retrieval_launch.sh`, "
+                "or say where it is with --retriever-url"
+            ) from None
+
+
+# ---- the screen ----
+
+
+@dataclass
+class Screen:
+    """Prints the events of a trajectory as they come, each kind of text in its colour."""
+
+    console: Console
+    pending: str = ""  # text held back because it may be the start of a tag
+    style: str = ""
+
+    def show(self, event: Any) -> None:
+        """`event`: search_r1.llm_agent.loop.Event."""
+        if event.kind == "text":
+            self._write(event.text)
+            return
+        self._write("", final=True)
+        self.style = ""
+        if event.kind == "observation":
+            self.console.print()
+            if not event.documents:
+                self.console.print("  nothing found", style="yellow")
+            for number, document in enumerate(event.documents, start=1):
+                self._document(number, document)
+        elif event.kind == "hint":
+            self.console.print(Text("\n  [no action: the model is told so and goes on]", style="yellow"))
+
+    def _document(self, number: int, document: Any) -> None:
+        title, _, text = document["contents"].partition("\n")
+        text = " ".join(text.split())
+        short = text if len(text) <= DOCUMENT_CHARS else text[:DOCUMENT_CHARS] + " ..."
+        score = "" if document["score"] is None else f"  {document['score']:.2f}"
+        self.console.print(Text.assemble((f"  Doc {number} ", "magenta"), (title, "bold"), (score, "dim")))
+        self.console.print(Text(f"        {short}", style="dim"))
+
+    def _write(self, text: str, final: bool = False) -> None:
+        text, self.pending = self.pending + text, ""
+        start = text.rfind("<")
+        if not final and start >= 0 and ">" not in text[start:] and len(text) - start < len("</information>"):
+            text, self.pending = text[:start], text[start:]
+        place = 0
+        for tag in TAG.finditer(text):
+            name = tag[0].strip("</>")
+            self._print(text[place : tag.start()])
+            self.style = STYLES[name]
+            self._print(tag[0])
+            if tag[0].startswith("</"):
+                self.style = ""
+            place = tag.end()
+        self._print(text[place:])
+
+    def _print(self, text: str) -> None:
+        if text:
+            self.console.print(Text(text, style=self.style), end="", soft_wrap=True)
+
+
+# ---- asking ----
+
+
+@dataclass
+class Asker:
+    """A loaded model and its search client: `ask` runs one question through the loop of training."""
+
+    model: str
+    template: str
+    settings: Settings
+    arguments: argparse.Namespace
+    console: Console
+    manager: Any = field(init=False)
+    tokenizer: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Loads tokenizer and weights. Raises ValueError for a model that can't be loaded or run."""
+        import torch
+        import transformers
+
+        from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
+        from search_r1.search.client import SearchClient
+        from verl.workers.rollout.native import NativeEngine
+
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        device = self.arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        name = self.arguments.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+        try:
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.model)
+            config = transformers.AutoConfig.from_pretrained(self.model)
+            longest = min(self.settings.max_prompt_length, config.max_position_embeddings)
+            engine = NativeEngine(config, num_slots=1, max_model_len=longest, dtype=dtype, device=device)
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(self.model, dtype=dtype)
+            model.to(device)
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+            AssertionError,
+        ) as error:  # AssertionError: torch without CUDA
+            raise ValueError(f"--model: {self.model} can't be loaded: {first_line(error)}") from error
+        engine.update_weights(model.state_dict().items(), version=0)
+        eos = model.generation_config.eos_token_id
+        generation = GenerationConfig(
+            **vars(self.settings),
+            eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+        )
+        client = SearchClient(self.arguments.retriever_url, topk=self.settings.topk)
+        screen = Screen(self.console)
+        self.manager = LLMGenerationManager(self.tokenizer, engine, client, generation, on_event=screen.show)
+
+    def ask(self, question: str) -> bool:
+        """Shows how the model answers; False if its search failed."""
+        import torch
+
+        from data_prep.prompts import fill_prompt
+        from search_r1.llm_agent.actions import parse_action
+        from verl.protocol import DataProto, object_array
+        from verl.utils.dataset.rl_dataset import prompt_text
+
+        content = fill_prompt(self.template, question)
+        text = prompt_text(self.tokenizer, [{"role": "user", "content": content}])
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        batch = DataProto.from_dict(
+            tensors={"sampling_seeds": torch.tensor([self.arguments.seed])},
+            non_tensors={"raw_prompt_ids": object_array([ids])},
+            meta_info={
+                "do_sample": self.arguments.temperature > 0,
+                "temperature": self.arguments.temperature,
+            },
+        )
+        record = self.manager.run_llm_loop(batch).non_tensor_batch["trajectory"][0]
+        self.console.print()
+        if record["finish_reason"] == "search_failed":
+            print(f"error: the search failed: {record['turns'][-1]['error']}", file=sys.stderr)
+            return False
+        if record["finish_reason"] == "answer":
+            answer = parse_action(record["turns"][-1]["text"]).content
+            self.console.print(Text.assemble(("\nAnswer: ", "bold"), (answer, "bold green")))
+        else:
+            self.console.print(
+                f"\nNo answer: the model ended with {record['finish_reason']!r}.", style="yellow"
+            )
+        self.console.print(f"({record['num_searches']} searches)", style="dim")
+        return True
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def normalize(question: str) -> str:
+    """A question as data preparation writes it: stripped, with a question mark. ValueError if it is empty."""
+    question = question.strip()
+    if not question:
+        raise ValueError('the question is empty: write one, such as --question "Who wrote Hamlet?"')
+    return question if question.endswith("?") else question + "?"
+
+
+def read_questions(console: Console) -> Iterator[str]:
+    """Questions that are typed or piped in, until an empty line or the end of the input."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        console.print("Type a question; an empty line or Ctrl-D ends.", style="dim")
+    while True:
+        try:
+            line = input("\n? " if interactive else "")
+        except EOFError:
+            return
+        if not line.strip():
+            return
+        yield line
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Checks, loads, asks. Returns the exit status; raises ValueError for a user's mistake."""
+    question = normalize(arguments.question) if arguments.question is not None else None
+    if arguments.temperature < 0:
+        raise ValueError(f"--temperature: found {arguments.temperature}, expected 0 or more")
+    model = find_model(arguments.model)
+    template = find_template(arguments.template, model)
+    settings = find_settings(model, arguments.max_turns, arguments.topk)
+    check_retriever(arguments.retriever_url, settings.topk)
+    console = Console(highlight=False)
+    console.print(Text(f"model {model}   search {arguments.retriever_url}", style="dim"))
+    asker = Asker(model, template, settings, arguments, console)
+    if question is not None:
+        return 0 if asker.ask(question) else 1
+    num_asked = 0
+    for line in read_questions(console):
+        asker.ask(normalize(line))
+        num_asked += 1
+    if num_asked == 0 and not sys.stdin.isatty():
+        raise ValueError("no question: give one with --question, or one a line on the input")
+    return 0
+
+
+def main() -> int:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    arguments = build_parser().parse_args()
+    try:
+        return run(arguments)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
