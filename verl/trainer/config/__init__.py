@@ -2,7 +2,7 @@
 
 `ppo_trainer.yaml` holds every key with its default and meaning, `keys.py` says where each is read,
 `loading.py` turns overrides into a configuration, `validation.py` finds a user's mistakes before
-anything starts.
+anything starts, by the types, choices and ranges in `limits.py`.
 """
 
 from verl.trainer.config.loading import load_config, parse_arguments

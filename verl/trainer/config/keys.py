@@ -1,4 +1,4 @@
-"""What each configuration key may hold, and where it is read.
+"""Where each configuration key is read, or why it is not.
 
 `READ_IN` names for every key the source that acts on it; `FIXED` the keys that may only keep their default,
 with the reason; `NO_EFFECT` those that Search-R1's scripts set and that have no meaning here.
@@ -6,14 +6,10 @@ A test holds that every key of `ppo_trainer.yaml` is in exactly one of the three
 source really reads it.
 """
 
-from math import inf
-from typing import Any
-
-from omegaconf import ListConfig
-
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
 _NEURAL = "Neural reward models are not in this version; give a function with custom_reward_function.path."
 _SEQUENCE_PARALLEL = "Sequence parallelism is not in this version; use more processes or param_offload."
+_GRADIENTS = "Gradients exist during an update only; between updates there are none to keep anywhere."
 _WRAP = "FSDP2 shards each decoder layer on its own; there is nothing to choose."
 
 # key -> why it may only keep its default
@@ -68,182 +64,205 @@ FIXED: dict[str, str] = {
 
 # key -> why any (valid) value of it changes nothing
 NO_EFFECT: dict[str, str] = {
+    f"{ACTOR}.strategy": "fsdp and fsdp2 both mean FSDP2.",
+    "critic.strategy": "fsdp and fsdp2 both mean FSDP2.",
+    f"{ACTOR}.fsdp_config.grad_offload": _GRADIENTS,
+    "critic.model.fsdp_config.grad_offload": _GRADIENTS,
     f"{ROLLOUT}.enforce_eager": "The native engine has no compiled mode.",
     f"{ROLLOUT}.load_format": "The native engine reads the trainer's weights; it loads no files.",
     f"{ROLLOUT}.tensor_model_parallel_size": "Each process decodes with a whole model.",
 }
 
-# Keys that may be null, with the types that they may have otherwise.
-NULLABLE: dict[str, tuple[type, ...]] = {
-    "data.tokenizer": (str,),
-    "data.train_files": (str, ListConfig),
-    "data.val_files": (str, ListConfig),
-    "data.extra_val_files": (str, ListConfig),
-    "data.train_data_num": (int,),
-    "data.val_data_num": (int,),
-    "actor_rollout_ref.model.path": (str,),
-    "actor_rollout_ref.model.external_lib": (str,),
-    **{f"{ACTOR}.{key}": (float,) for key in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")},
-    **{f"{block}.optim.min_lr_ratio": (float,) for block in (ACTOR, "critic")},
-    **{
-        f"{block}.{key}": (str,)
-        for block in (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.model.fsdp_config")
-        for key in ("mixed_precision.param_dtype", "wrap_policy.transformer_layer_cls_to_wrap")
-    },
-    f"{REF}.fsdp_config.model_dtype": (str,),
-    **{
-        f"{block}.{key}{ending}": (int,)
-        for block, key in (
-            (ACTOR, "ppo_micro_batch_size"),
-            (REF, "log_prob_micro_batch_size"),
-            (ROLLOUT, "log_prob_micro_batch_size"),
-            ("critic", "ppo_micro_batch_size"),
-            ("critic", "forward_micro_batch_size"),
-        )
-        for ending in ("", "_per_gpu")
-    },
-    f"{ROLLOUT}.search_delay_steps": (int,),
-    "critic.model.path": (str,),
-    "critic.model.tokenizer_path": (str,),
-    "critic.model.external_lib": (str,),
-    "reward_model.model.input_tokenizer": (str,),
-    "reward_model.model.path": (str,),
-    "reward_model.model.external_lib": (str,),
-    "reward_model.max_length": (int,),
-    "custom_reward_function.path": (str,),
-    "retriever.url": (str, ListConfig),
-    "algorithm.kl_ctrl.target_kl": (float,),
-    "algorithm.kl_ctrl.horizon": (float,),
-    "trainer.total_training_steps": (int,),
-    "trainer.default_hdfs_dir": (str,),
-    "trainer.resume_from_path": (str,),
-    "trainer.max_ckpt_to_keep": (int,),
+_MAIN = "verl/trainer/main_ppo.py"
+_FORMAT = "verl/trainer/main_ppo_format.py:format_score"
+_TRAINER = "verl/trainer/ppo/ray_trainer.py:RayPPOTrainer"
+_ALGOS = "verl/trainer/ppo/core_algos.py"
+_WORKERS = "verl/workers/fsdp_workers.py"
+_ENGINE = "verl/workers/engine/engine.py"
+_OPTIM = "verl/workers/engine/optim.py"
+_LOADING = "verl/workers/engine/loading.py"
+_RESOLVE = "verl/trainer/config/loading.py:resolve"
+_LIMITS = "verl/workers/engine/micro_batches.py:MicroBatchLimits.from_config"
+_DP_ACTOR = "verl/workers/actor/dp_actor.py:DataParallelPPOActor"
+_DP_CRITIC = "verl/workers/critic/dp_critic.py:DataParallelPPOCritic"
+_DATASET = "verl/utils/dataset/rl_dataset.py:RLHFDataset"
+_RECORDER = "verl/utils/records/recorder.py:RunRecorder"
+_REWARD = "verl/utils/reward_score/__init__.py:load_reward_function"
+_AGENT = "search_r1/llm_agent/generation.py:build_agent"
+
+
+def _under(prefix: str, readers: dict[str, tuple[str, ...]]) -> dict[str, str]:
+    """{reader: names} -> {prefix.name: reader}"""
+    return {f"{prefix}.{name}": reader for reader, names in readers.items() for name in names}
+
+
+_OPTIM_READERS = {
+    f"{_OPTIM}:build_optimizer": ("name", "lr", "betas", "weight_decay"),
+    f"{_OPTIM}:build_scheduler": (
+        "lr_warmup_steps",
+        "lr_warmup_steps_ratio",
+        "min_lr_ratio",
+        "warmup_style",
+        "total_training_steps",
+    ),
 }
-
-_STRATEGIES = ("fsdp", "fsdp2")
-_DTYPES = ("fp32", "bf16")
-_LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
-_KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "data.truncation": ("error", "left"),
-    f"{ACTOR}.strategy": _STRATEGIES,
-    "critic.strategy": _STRATEGIES,
-    f"{ACTOR}.loss_agg_mode": _LOSS_AGG_MODES,
-    "critic.loss_agg_mode": _LOSS_AGG_MODES,
-    f"{ACTOR}.kl_loss_type": _KL,
-    "algorithm.kl_penalty": _KL,
-    **{
-        f"{block}.{key}": choices
-        for block in (f"{ACTOR}.optim", "critic.optim")
-        for key, choices in (("name", ("adamw",)), ("warmup_style", ("constant", "cosine", "linear")))
-    },
-    **{f"{block}.model_dtype": _DTYPES for block in (f"{ACTOR}.fsdp_config", "critic.model.fsdp_config")},
-    f"{REF}.fsdp_config.model_dtype": (*_DTYPES, None),
-    **{
-        f"{block}.mixed_precision.param_dtype": (*_DTYPES, None)
-        for block in (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.model.fsdp_config")
-    },
-    **{
-        f"{block}.mixed_precision.reduce_dtype": _DTYPES
-        for block in (f"{ACTOR}.fsdp_config", "critic.model.fsdp_config")
-    },
-    f"{ROLLOUT}.name": ("native", "vllm"),
-    f"{ROLLOUT}.dtype": ("auto", "bfloat16", "float32"),
-    "algorithm.adv_estimator": ("gae", "grpo", "rloo", "reinforce_plus_plus"),
-    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
-    "trainer.backend": ("auto", "local", "ray"),
-    "trainer.device": ("auto", "cpu", "cuda"),
-    "trainer.resume_mode": ("auto", "none", "latest", "from_path"),
-    "trainer.progress": ("auto", "live", "plain"),
+_FSDP_READERS = {
+    f"{_ENGINE}:TrainEngine.__init__": ("param_offload", "optimizer_offload"),
+    f"{_ENGINE}:Precision.from_config": (
+        "model_dtype",
+        "mixed_precision.param_dtype",
+        "mixed_precision.reduce_dtype",
+    ),
 }
+_LOG_PROB_KEYS = (
+    "log_prob_micro_batch_size_per_gpu",
+    "log_prob_use_dynamic_bsz",
+    "log_prob_max_token_len_per_gpu",
+)
+_PPO_KEYS = (
+    "ppo_micro_batch_size_per_gpu",
+    "use_dynamic_bsz",
+    "ppo_max_token_len_per_gpu",
+)
 
-# key -> (smallest, largest, the same in words); null values are not looked at
-_POSITIVE = (1, inf, "a whole number of at least 1")
-_NOT_NEGATIVE = (0, inf, "0 or more")
-_ABOVE_ZERO = (1e-12, inf, "a number above 0")
-_SHARE = (0, 1, "a number from 0 to 1")
-RANGES: dict[str, tuple[float, float, str]] = {
-    **{
-        f"data.{key}": _POSITIVE
-        for key in (
-            "train_data_num",
-            "val_data_num",
-            "max_prompt_length",
-            "max_response_length",
-            "max_start_length",
-            "max_obs_length",
-            "train_batch_size",
-            "val_batch_size",
-        )
-    },
-    **{
-        f"{block}.{key}": limits
-        for block in (ACTOR, "critic")
-        for key, limits in (
-            ("ppo_mini_batch_size", _POSITIVE),
-            ("ppo_micro_batch_size", _POSITIVE),
-            ("ppo_micro_batch_size_per_gpu", _POSITIVE),
-            ("ppo_max_token_len_per_gpu", _POSITIVE),
-            ("ppo_epochs", _POSITIVE),
-            ("grad_clip", _ABOVE_ZERO),
-            ("optim.lr", _NOT_NEGATIVE),
-            ("optim.lr_warmup_steps", (-1, inf, "-1 or more")),
-            ("optim.lr_warmup_steps_ratio", _SHARE),
-            ("optim.min_lr_ratio", _SHARE),
-            ("optim.total_training_steps", (-1, inf, "-1 or more")),
-            ("optim.weight_decay", _NOT_NEGATIVE),
-        )
-    },
-    f"{ACTOR}.clip_ratio": _SHARE,
-    f"{ACTOR}.clip_ratio_low": _SHARE,
-    f"{ACTOR}.clip_ratio_high": _NOT_NEGATIVE,
-    f"{ACTOR}.clip_ratio_c": (1 + 1e-9, inf, "a number above 1, or null"),
-    f"{ACTOR}.entropy_coeff": _NOT_NEGATIVE,
-    f"{ACTOR}.kl_loss_coef": _NOT_NEGATIVE,
-    **{
-        f"{block}.{key}": _POSITIVE
-        for block in (REF, ROLLOUT)
-        for key in (
-            "log_prob_micro_batch_size",
-            "log_prob_micro_batch_size_per_gpu",
-            "log_prob_max_token_len_per_gpu",
-        )
-    },
-    f"{ROLLOUT}.temperature": (1e-3, inf, "a number above 0; greedy training rollouts are do_sample=false"),
-    f"{ROLLOUT}.top_k": (-1, inf, "-1 (all) or a number of tokens"),
-    f"{ROLLOUT}.top_p": (1e-6, 1, "a number above 0 and at most 1"),
-    f"{ROLLOUT}.min_p": _SHARE,
-    f"{ROLLOUT}.gpu_memory_utilization": (0.01, 1, "a number above 0 and at most 1"),
-    f"{ROLLOUT}.tensor_model_parallel_size": _POSITIVE,
-    f"{ROLLOUT}.max_num_batched_tokens": _POSITIVE,
-    f"{ROLLOUT}.max_num_seqs": _POSITIVE,
-    f"{ROLLOUT}.n": _POSITIVE,
-    f"{ROLLOUT}.n_agent": _POSITIVE,
-    f"{ROLLOUT}.search_delay_steps": _NOT_NEGATIVE,
-    "critic.forward_micro_batch_size": _POSITIVE,
-    "critic.forward_micro_batch_size_per_gpu": _POSITIVE,
-    "critic.forward_max_token_len_per_gpu": _POSITIVE,
-    "critic.cliprange_value": _ABOVE_ZERO,
-    "reward_model.structure_format_score": _SHARE,
-    "reward_model.final_format_score": _SHARE,
-    "reward_model.retrieval_score": _SHARE,
-    "retriever.topk": _POSITIVE,
-    "retriever.timeout": _ABOVE_ZERO,
-    "algorithm.gamma": _SHARE,
-    "algorithm.lam": _SHARE,
-    "algorithm.kl_ctrl.kl_coef": _NOT_NEGATIVE,
-    "algorithm.kl_ctrl.target_kl": _ABOVE_ZERO,
-    "algorithm.kl_ctrl.horizon": _ABOVE_ZERO,
-    "trainer.total_epochs": _POSITIVE,
-    "trainer.total_training_steps": _POSITIVE,
-    "trainer.nnodes": _POSITIVE,
-    "trainer.n_gpus_per_node": _POSITIVE,
-    "trainer.save_freq": (-1, inf, "-1 (only the last) or a number of steps"),
-    "trainer.test_freq": (-1, inf, "-1 (only the first and the last) or a number of steps"),
-    "trainer.critic_warmup": _NOT_NEGATIVE,
-    "trainer.seed": _NOT_NEGATIVE,
-    "trainer.max_ckpt_to_keep": _POSITIVE,
-    "trainer.num_trajectories_logged": _NOT_NEGATIVE,
-    "max_turns": _NOT_NEGATIVE,
+# key -> "file:function" that acts on it
+READ_IN: dict[str, str] = {
+    **_under(
+        "data",
+        {
+            f"{_MAIN}:build_trainer": (
+                "train_files",
+                "val_files",
+                "extra_val_files",
+                "train_data_num",
+                "val_data_num",
+            ),
+            f"{_DATASET}.__init__": ("prompt_key",),
+            f"{_DATASET}._prompt_ids": ("truncation",),
+            f"{_DATASET}.__getitem__": ("return_raw_chat",),
+            f"{_TRAINER}.__init__": ("train_batch_size", "shuffle_train_dataloader"),
+            f"{_TRAINER}._validate": ("val_batch_size",),
+            _AGENT: ("max_prompt_length", "max_response_length", "max_start_length", "max_obs_length"),
+        },
+    ),
+    **_under(
+        "actor_rollout_ref.model",
+        {
+            f"{_LOADING}:_load": ("external_lib", "enable_gradient_checkpointing"),
+            f"{_LOADING}:load_hf_config": ("override_config", "trust_remote_code"),
+            f"{_WORKERS}:ActorRolloutRefWorker.init_model": ("path",),
+            f"{_WORKERS}:ActorRolloutRefWorker._limits": ("use_remove_padding",),
+        },
+    ),
+    **_under(
+        ACTOR,
+        {
+            _LIMITS: _PPO_KEYS,
+            _RESOLVE: ("ppo_micro_batch_size",),
+            f"{_DP_ACTOR}.__init__": ("ppo_mini_batch_size",),
+            f"{_DP_ACTOR}.update_policy": ("ppo_epochs", "shuffle"),
+            f"{_DP_ACTOR}._loss": (
+                "clip_ratio",
+                "clip_ratio_low",
+                "clip_ratio_high",
+                "clip_ratio_c",
+                "loss_agg_mode",
+                "entropy_coeff",
+                "use_kl_loss",
+                "kl_loss_coef",
+                "kl_loss_type",
+            ),
+            f"{_WORKERS}:ActorRolloutRefWorker._engine": ("grad_clip",),
+        },
+    ),
+    **_under(f"{ACTOR}.optim", _OPTIM_READERS),
+    **_under(f"{ACTOR}.fsdp_config", _FSDP_READERS),
+    **_under(REF, {_LIMITS: _LOG_PROB_KEYS, _RESOLVE: ("log_prob_micro_batch_size",)}),
+    **_under(
+        f"{REF}.fsdp_config",
+        {
+            f"{_ENGINE}:TrainEngine.__init__": ("param_offload",),
+            f"{_ENGINE}:Precision.from_config": ("model_dtype", "mixed_precision.param_dtype"),
+        },
+    ),
+    **_under(
+        ROLLOUT,
+        {
+            _LIMITS: _LOG_PROB_KEYS,
+            _RESOLVE: ("log_prob_micro_batch_size",),
+            f"{_TRAINER}._generate": ("temperature", "top_k", "top_p", "do_sample", "n", "n_agent"),
+            _AGENT: ("min_p", "ignore_eos", "search_delay_steps"),
+            f"{_WORKERS}:ActorRolloutRefWorker._agent": (
+                "name",
+                "dtype",
+                "gpu_memory_utilization",
+                "max_num_batched_tokens",
+                "max_num_seqs",
+            ),
+            f"{_WORKERS}:ActorRolloutRefWorker.generate_sequences": ("free_cache_engine",),
+        },
+    ),
+    **_under(
+        "critic",
+        {
+            _LIMITS: (
+                *_PPO_KEYS,
+                "forward_micro_batch_size_per_gpu",
+                "forward_max_token_len_per_gpu",
+            ),
+            _RESOLVE: ("ppo_micro_batch_size", "forward_micro_batch_size"),
+            f"{_DP_CRITIC}.__init__": ("ppo_mini_batch_size",),
+            f"{_DP_CRITIC}.update_critic": ("ppo_epochs", "shuffle"),
+            f"{_DP_CRITIC}._accumulate": ("cliprange_value", "loss_agg_mode"),
+            f"{_WORKERS}:CriticWorker.init_model": ("grad_clip", "model.use_remove_padding"),
+            f"{_LOADING}:_source": ("model.path",),
+            f"{_LOADING}:_load": ("model.external_lib", "model.enable_gradient_checkpointing"),
+            f"{_LOADING}:load_hf_config": ("model.override_config", "model.trust_remote_code"),
+        },
+    ),
+    **_under("critic.optim", _OPTIM_READERS),
+    **_under("critic.model.fsdp_config", _FSDP_READERS),
+    **_under("reward_model", {_FORMAT: ("structure_format_score", "final_format_score", "retrieval_score")}),
+    **_under("custom_reward_function", {_REWARD: ("path", "name")}),
+    **_under("retriever", {_AGENT: ("url", "topk", "timeout")}),
+    **_under(
+        "algorithm",
+        {
+            f"{_TRAINER}._advantages": (
+                "adv_estimator",
+                "gamma",
+                "lam",
+                "norm_adv_by_std_in_grpo",
+                "kl_penalty",
+            ),
+            f"{_ALGOS}:get_kl_controller": (
+                "kl_ctrl.type",
+                "kl_ctrl.kl_coef",
+                "kl_ctrl.target_kl",
+                "kl_ctrl.horizon",
+            ),
+        },
+    ),
+    **_under(
+        "trainer",
+        {
+            f"{_MAIN}:place": ("nnodes", "n_gpus_per_node", "backend", "device"),
+            f"{_TRAINER}.__init__": (
+                "total_epochs",
+                "total_training_steps",
+                "default_local_dir",
+                "seed",
+                "resume_mode",
+                "resume_from_path",
+                "max_ckpt_to_keep",
+            ),
+            f"{_TRAINER}.fit": ("save_freq", "test_freq", "val_before_train", "val_only"),
+            f"{_TRAINER}._validate": ("val_modes",),
+            f"{_TRAINER}._update": ("critic_warmup",),
+            f"{_RECORDER}.start": ("project_name", "experiment_name", "logger", "progress"),
+            f"{_RECORDER}._keep_trajectories": ("num_trajectories_logged",),
+        },
+    ),
+    "max_turns": _AGENT,
+    "do_search": _AGENT,
 }

@@ -12,7 +12,8 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from verl.trainer.config.keys import CHOICES, FIXED, NULLABLE, RANGES
+from verl.trainer.config.keys import FIXED
+from verl.trainer.config.limits import CHOICES, NULLABLE, RANGES
 from verl.trainer.config.loading import leaf_keys, load_config
 
 FORMAT_SCORES = ("structure_format_score", "final_format_score", "retrieval_score")
@@ -141,6 +142,20 @@ def _check_batches(config: DictConfig) -> None:
                 f"trajectories), but a step has {rows} (data.train_batch_size={config.data.train_batch_size}"
                 f" times a group of {group}); expected at most {rows // rollout.n}."
             )
+    for name, kind in (
+        ("actor_rollout_ref.actor", "ppo"),
+        ("actor_rollout_ref.ref", "log_prob"),
+        ("actor_rollout_ref.rollout", "log_prob"),
+        ("critic", "ppo"),
+        ("critic", "forward"),
+    ):
+        block = OmegaConf.select(config, name)
+        dynamic = block.log_prob_use_dynamic_bsz if kind == "log_prob" else block.use_dynamic_bsz
+        if block[f"{kind}_micro_batch_size_per_gpu"] is None and not dynamic:
+            raise ValueError(
+                f"Found no {name}.{kind}_micro_batch_size and no {kind}_micro_batch_size_per_gpu; expected "
+                "one of them, or dynamic batch sizes (use_dynamic_bsz)."
+            )
     if config.algorithm.adv_estimator == "rloo" and group < 2 and not config.trainer.val_only:
         raise ValueError(
             "Found a group of 1 with algorithm.adv_estimator=rloo, which compares the answers to one "
@@ -156,13 +171,6 @@ def _check_algorithm(config: DictConfig) -> None:
             f"{control.horizon}; expected both. Set for example algorithm.kl_ctrl.target_kl=0.1 "
             "algorithm.kl_ctrl.horizon=10000."
         )
-    for name in ("actor_rollout_ref.actor.fsdp_config", "critic.model.fsdp_config"):
-        fsdp = OmegaConf.select(config, name)
-        if fsdp.grad_offload and not fsdp.param_offload:
-            raise ValueError(
-                f"Found {name}.grad_offload=true with param_offload=false; FSDP2 keeps gradients where the "
-                "weights are. Set both, or neither."
-            )
     for name in ("actor_rollout_ref.actor", "critic"):
         betas = OmegaConf.select(config, f"{name}.optim.betas")
         if len(betas) != 2 or not all(isinstance(b, float | int) and 0 <= b < 1 for b in betas):
@@ -194,7 +202,7 @@ def _check_lists(config: DictConfig) -> None:
 
 
 def _check_files(config: DictConfig) -> None:
-    file_keys = ["data.val_files"] if config.trainer.val_only else ["data.train_files", "data.val_files"]
+    file_keys = ["data.train_files", "data.val_files"]
     if config.data.extra_val_files is not None:
         file_keys.append("data.extra_val_files")
     for key in file_keys:

@@ -1,0 +1,183 @@
+"""What each configuration key may hold: types of nullable keys, choices, ranges. Read by `validation.py`."""
+
+from math import inf
+from typing import Any
+
+from omegaconf import ListConfig
+
+from verl.trainer.config.keys import ACTOR, REF, ROLLOUT
+
+# Keys that may be null, with the types that they may have otherwise.
+NULLABLE: dict[str, tuple[type, ...]] = {
+    "data.tokenizer": (str,),
+    "data.train_files": (str, ListConfig),
+    "data.val_files": (str, ListConfig),
+    "data.extra_val_files": (str, ListConfig),
+    "data.train_data_num": (int,),
+    "data.val_data_num": (int,),
+    "actor_rollout_ref.model.path": (str,),
+    "actor_rollout_ref.model.external_lib": (str,),
+    **{f"{ACTOR}.{key}": (float,) for key in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")},
+    **{f"{block}.optim.min_lr_ratio": (float,) for block in (ACTOR, "critic")},
+    **{
+        f"{block}.{key}": (str,)
+        for block in (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.model.fsdp_config")
+        for key in ("mixed_precision.param_dtype", "wrap_policy.transformer_layer_cls_to_wrap")
+    },
+    f"{REF}.fsdp_config.model_dtype": (str,),
+    **{
+        f"{block}.{key}{ending}": (int,)
+        for block, key in (
+            (ACTOR, "ppo_micro_batch_size"),
+            (REF, "log_prob_micro_batch_size"),
+            (ROLLOUT, "log_prob_micro_batch_size"),
+            ("critic", "ppo_micro_batch_size"),
+            ("critic", "forward_micro_batch_size"),
+        )
+        for ending in ("", "_per_gpu")
+    },
+    f"{ROLLOUT}.search_delay_steps": (int,),
+    "critic.model.path": (str,),
+    "critic.model.tokenizer_path": (str,),
+    "critic.model.external_lib": (str,),
+    "reward_model.model.input_tokenizer": (str,),
+    "reward_model.model.path": (str,),
+    "reward_model.model.external_lib": (str,),
+    "reward_model.max_length": (int,),
+    "custom_reward_function.path": (str,),
+    "retriever.url": (str, ListConfig),
+    "algorithm.kl_ctrl.target_kl": (float,),
+    "algorithm.kl_ctrl.horizon": (float,),
+    "trainer.total_training_steps": (int,),
+    "trainer.default_hdfs_dir": (str,),
+    "trainer.resume_from_path": (str,),
+    "trainer.max_ckpt_to_keep": (int,),
+}
+
+_STRATEGIES = ("fsdp", "fsdp2")
+_DTYPES = ("fp32", "bf16")
+_LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+_KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "data.truncation": ("error", "left"),
+    f"{ACTOR}.strategy": _STRATEGIES,
+    "critic.strategy": _STRATEGIES,
+    f"{ACTOR}.loss_agg_mode": _LOSS_AGG_MODES,
+    "critic.loss_agg_mode": _LOSS_AGG_MODES,
+    f"{ACTOR}.kl_loss_type": _KL,
+    "algorithm.kl_penalty": _KL,
+    **{
+        f"{block}.{key}": choices
+        for block in (f"{ACTOR}.optim", "critic.optim")
+        for key, choices in (("name", ("adamw",)), ("warmup_style", ("constant", "cosine", "linear")))
+    },
+    **{f"{block}.model_dtype": _DTYPES for block in (f"{ACTOR}.fsdp_config", "critic.model.fsdp_config")},
+    f"{REF}.fsdp_config.model_dtype": (*_DTYPES, None),
+    **{
+        f"{block}.mixed_precision.param_dtype": (*_DTYPES, None)
+        for block in (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.model.fsdp_config")
+    },
+    **{
+        f"{block}.mixed_precision.reduce_dtype": _DTYPES
+        for block in (f"{ACTOR}.fsdp_config", "critic.model.fsdp_config")
+    },
+    f"{ROLLOUT}.name": ("native", "vllm"),
+    f"{ROLLOUT}.dtype": ("auto", "bfloat16", "float32"),
+    "algorithm.adv_estimator": ("gae", "grpo", "rloo", "reinforce_plus_plus"),
+    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "trainer.backend": ("auto", "local", "ray"),
+    "trainer.device": ("auto", "cpu", "cuda"),
+    "trainer.resume_mode": ("auto", "none", "latest", "from_path"),
+    "trainer.progress": ("auto", "live", "plain"),
+}
+
+# key -> (smallest, largest, the same in words); null values are not looked at
+_POSITIVE = (1, inf, "a whole number of at least 1")
+_NOT_NEGATIVE = (0, inf, "0 or more")
+_ABOVE_ZERO = (1e-12, inf, "a number above 0")
+_SHARE = (0, 1, "a number from 0 to 1")
+RANGES: dict[str, tuple[float, float, str]] = {
+    **{
+        f"data.{key}": _POSITIVE
+        for key in (
+            "train_data_num",
+            "val_data_num",
+            "max_prompt_length",
+            "max_response_length",
+            "max_start_length",
+            "max_obs_length",
+            "train_batch_size",
+            "val_batch_size",
+        )
+    },
+    **{
+        f"{block}.{key}": limits
+        for block in (ACTOR, "critic")
+        for key, limits in (
+            ("ppo_mini_batch_size", _POSITIVE),
+            ("ppo_micro_batch_size", _POSITIVE),
+            ("ppo_micro_batch_size_per_gpu", _POSITIVE),
+            ("ppo_max_token_len_per_gpu", _POSITIVE),
+            ("ppo_epochs", _POSITIVE),
+            ("grad_clip", _ABOVE_ZERO),
+            ("optim.lr", _NOT_NEGATIVE),
+            ("optim.lr_warmup_steps", (-1, inf, "-1 or more")),
+            ("optim.lr_warmup_steps_ratio", _SHARE),
+            ("optim.min_lr_ratio", _SHARE),
+            ("optim.total_training_steps", (-1, inf, "-1 or more")),
+            ("optim.weight_decay", _NOT_NEGATIVE),
+        )
+    },
+    f"{ACTOR}.clip_ratio": _SHARE,
+    f"{ACTOR}.clip_ratio_low": _SHARE,
+    f"{ACTOR}.clip_ratio_high": _NOT_NEGATIVE,
+    f"{ACTOR}.clip_ratio_c": (1 + 1e-9, inf, "a number above 1, or null"),
+    f"{ACTOR}.entropy_coeff": _NOT_NEGATIVE,
+    f"{ACTOR}.kl_loss_coef": _NOT_NEGATIVE,
+    **{
+        f"{block}.{key}": _POSITIVE
+        for block in (REF, ROLLOUT)
+        for key in (
+            "log_prob_micro_batch_size",
+            "log_prob_micro_batch_size_per_gpu",
+            "log_prob_max_token_len_per_gpu",
+        )
+    },
+    f"{ROLLOUT}.temperature": (1e-3, inf, "a number above 0; greedy training rollouts are do_sample=false"),
+    f"{ROLLOUT}.top_k": (-1, inf, "-1 (all) or a number of tokens"),
+    f"{ROLLOUT}.top_p": (1e-6, 1, "a number above 0 and at most 1"),
+    f"{ROLLOUT}.min_p": _SHARE,
+    f"{ROLLOUT}.gpu_memory_utilization": (0.01, 1, "a number above 0 and at most 1"),
+    f"{ROLLOUT}.tensor_model_parallel_size": _POSITIVE,
+    f"{ROLLOUT}.max_num_batched_tokens": _POSITIVE,
+    f"{ROLLOUT}.max_num_seqs": _POSITIVE,
+    f"{ROLLOUT}.n": _POSITIVE,
+    f"{ROLLOUT}.n_agent": _POSITIVE,
+    f"{ROLLOUT}.search_delay_steps": _NOT_NEGATIVE,
+    "critic.forward_micro_batch_size": _POSITIVE,
+    "critic.forward_micro_batch_size_per_gpu": _POSITIVE,
+    "critic.forward_max_token_len_per_gpu": _POSITIVE,
+    "critic.cliprange_value": _ABOVE_ZERO,
+    "reward_model.structure_format_score": _SHARE,
+    "reward_model.final_format_score": _SHARE,
+    "reward_model.retrieval_score": _SHARE,
+    "retriever.topk": _POSITIVE,
+    "retriever.timeout": _ABOVE_ZERO,
+    "algorithm.gamma": _SHARE,
+    "algorithm.lam": _SHARE,
+    "algorithm.kl_ctrl.kl_coef": _NOT_NEGATIVE,
+    "algorithm.kl_ctrl.target_kl": _ABOVE_ZERO,
+    "algorithm.kl_ctrl.horizon": _ABOVE_ZERO,
+    "trainer.total_epochs": _POSITIVE,
+    "trainer.total_training_steps": _POSITIVE,
+    "trainer.nnodes": _POSITIVE,
+    "trainer.n_gpus_per_node": _POSITIVE,
+    "trainer.save_freq": (-1, inf, "-1 (only the last) or a number of steps"),
+    "trainer.test_freq": (-1, inf, "-1 (only the first and the last) or a number of steps"),
+    "trainer.critic_warmup": _NOT_NEGATIVE,
+    "trainer.seed": _NOT_NEGATIVE,
+    "trainer.max_ckpt_to_keep": _POSITIVE,
+    "trainer.num_trajectories_logged": _NOT_NEGATIVE,
+    "max_turns": _NOT_NEGATIVE,
+}
