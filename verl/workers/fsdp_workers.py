@@ -120,7 +120,6 @@ class ActorRolloutRefWorker(Worker):
             block,
             f"actor_rollout_ref.{name}",
             prefix,
-            self.world_size,
             self.device,
             self.config.model.use_remove_padding,
         )
@@ -246,7 +245,7 @@ class CriticWorker(Worker):
         )
         limits, forward_limits = (
             MicroBatchLimits.from_config(
-                config, "critic", prefix, self.world_size, self.device, config.model.use_remove_padding
+                config, "critic", prefix, self.device, config.model.use_remove_padding
             )
             for prefix in ("ppo", "forward")
         )

@@ -44,16 +44,14 @@ class MicroBatchLimits:
         block: Mapping[str, Any],
         name: str,
         prefix: str,
-        world_size: int,
         device: torch.device,
         packed: bool,
     ) -> MicroBatchLimits:
         """Reads the keys of `block` (called `name` in error messages) that start with `prefix`.
 
-        `<prefix>_micro_batch_size_per_gpu` rows per rank, or `<prefix>_micro_batch_size` rows over all
-        ranks; or, with dynamic batch sizes, `<prefix>_max_token_len_per_gpu` tokens per rank. On CPU a
-        pass has at most CPU_TOKENS_PER_PACK tokens besides: smaller passes are faster there, and the loss
-        is the same.
+        `<prefix>_micro_batch_size_per_gpu` rows or, with dynamic batch sizes,
+        `<prefix>_max_token_len_per_gpu` tokens. On CPU a pass has at most CPU_TOKENS_PER_PACK tokens besides:
+        smaller passes are faster there, and the loss is the same.
         """
         dynamic = block["log_prob_use_dynamic_bsz" if prefix == "log_prob" else "use_dynamic_bsz"]
         pack_limit = CPU_TOKENS_PER_PACK if device.type == "cpu" else None
@@ -61,18 +59,11 @@ class MicroBatchLimits:
             budget = block[f"{prefix}_max_token_len_per_gpu"]
             if not budget or budget < 1:
                 raise ValueError(
-                    f"{name}.{prefix}_max_token_len_per_gpu: found {budget}, expected a positive number."
+                    f"{name}.{prefix}_max_token_len_per_gpu: found {budget}, expected at least 1."
                 )
             return cls(None, min(budget, pack_limit) if pack_limit else budget, not packed)
-        per_rank, total = block[f"{prefix}_micro_batch_size_per_gpu"], block[f"{prefix}_micro_batch_size"]
-        if per_rank is None:
-            if total is None or total < world_size:
-                raise ValueError(
-                    f"{name}.{prefix}_micro_batch_size: found {total}, expected at least {world_size}, a row "
-                    f"for each process; or set {prefix}_micro_batch_size_per_gpu."
-                )
-            per_rank = total // world_size
-        if per_rank < 1:
+        per_rank = block[f"{prefix}_micro_batch_size_per_gpu"]
+        if per_rank is None or per_rank < 1:
             raise ValueError(
                 f"{name}.{prefix}_micro_batch_size_per_gpu: found {per_rank}, expected at least 1."
             )

@@ -1,0 +1,167 @@
+"""A tiny model folder, batches, configurations and engines for tests of training; importable from child
+processes.
+"""
+
+import warnings
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from verl.protocol import DataProto
+from verl.trainer.config.loading import load_config
+from verl.workers.actor.dp_actor import DataParallelPPOActor
+from verl.workers.critic.dp_critic import DataParallelPPOCritic
+from verl.workers.engine.engine import Precision, TrainEngine
+from verl.workers.engine.loading import load_policy, load_value_model
+from verl.workers.engine.micro_batches import MicroBatchLimits
+
+VOCABULARY = 40
+CPU = torch.device("cpu")
+
+
+def write_model(folder, tied=True):
+    """A random Qwen3 of two layers with a tokenizer of one token per digit string, as a Hugging Face
+    folder.
+    """
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="1", unk_token="0").save_pretrained(folder)
+    (Path(folder) / "prompt_template.txt").write_text("Question: {question}\n")
+    return str(folder)
+
+
+def make_config(model_path, *overrides) -> DictConfig:
+    """The run's configuration with small batches: 8 rows a mini-batch, 8 a micro-batch, packed."""
+    return load_config(
+        [
+            f"actor_rollout_ref.model.path={model_path}",
+            "actor_rollout_ref.model.use_remove_padding=true",
+            "critic.model.use_remove_padding=true",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+            "actor_rollout_ref.actor.ppo_micro_batch_size=8",
+            "critic.ppo_micro_batch_size=8",
+            "actor_rollout_ref.actor.entropy_coeff=0.01",
+            "actor_rollout_ref.actor.optim.lr=0.01",
+            *overrides,
+        ]
+    )
+
+
+def make_batch(num_rows=8, seed=0, pad_id=0, shift=0.5) -> DataProto:
+    """Random trajectories with an observation in the middle; row 3 sampled nothing. Old log-probs are off
+    by `shift`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    prompt_width, response_width = 5, 14
+    attention = torch.zeros(num_rows, prompt_width + response_width, dtype=torch.int64)
+    response_mask = torch.zeros(num_rows, response_width, dtype=torch.int64)
+    for row in range(num_rows):
+        prompt = int(torch.randint(1, prompt_width + 1, (1,), generator=generator))
+        response = int(torch.randint(6, response_width + 1, (1,), generator=generator))
+        attention[row, prompt_width - prompt : prompt_width + response] = 1
+        response_mask[row, :response] = 1
+        response_mask[row, 2:5] = 0
+    response_mask[3 % num_rows] = 0
+    ids = torch.randint(2, VOCABULARY, attention.shape, generator=generator)
+    mask = response_mask.float()
+
+    def random(scale=1.0, offset=0.0):
+        return (torch.randn(response_mask.shape, generator=generator) * scale + offset) * mask
+
+    return DataProto.from_dict(
+        {
+            "input_ids": torch.where(attention.bool(), ids, pad_id),
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+            "response_mask": response_mask,
+            "advantages": random(),
+            "old_log_probs": random(shift, -3.7),
+            "ref_log_prob": random(shift, -3.7),
+            "values": random(),
+            "returns": random(),
+        }
+    )
+
+
+def make_actor(config: DictConfig, world_size=1) -> DataParallelPPOActor:
+    block = config.actor_rollout_ref
+    precision = Precision.from_config(block.actor.fsdp_config, CPU)
+    engine = TrainEngine(
+        load_policy(block.model, precision.model),
+        precision,
+        block.actor.fsdp_config,
+        CPU,
+        world_size,
+        block.actor.optim,
+        block.actor.grad_clip,
+    )
+    limits = MicroBatchLimits.from_config(block.actor, "actor", "ppo", CPU, block.model.use_remove_padding)
+    return DataParallelPPOActor(block.actor, engine, limits, block.rollout.temperature, block.rollout.n)
+
+
+def make_critic(config: DictConfig, world_size=1) -> DataParallelPPOCritic:
+    block = config.critic
+    precision = Precision.from_config(block.model.fsdp_config, CPU)
+    engine = TrainEngine(
+        load_value_model(block.model, precision.model),
+        precision,
+        block.model.fsdp_config,
+        CPU,
+        world_size,
+        block.optim,
+        block.grad_clip,
+    )
+    limits = [
+        MicroBatchLimits.from_config(block, "critic", prefix, CPU, block.model.use_remove_padding)
+        for prefix in ("ppo", "forward")
+    ]
+    return DataParallelPPOCritic(block, engine, limits[0], limits[1])
+
+
+def gradients_of(engine, update):
+    """Runs `update()` with the optimizer held back; returns (its result, name -> gradient before each
+    step).
+    """
+    recorded = []
+
+    def hold(discard=False):
+        recorded.append({name: _whole(p.grad).clone() for name, p in engine.module.named_parameters()})
+        engine.optimizer.zero_grad(set_to_none=True)
+        return 1.0, not discard
+
+    engine.step, kept = hold, engine.step
+    try:
+        with warnings.catch_warnings():  # the schedule notices that the optimizer did not step
+            warnings.simplefilter("ignore", UserWarning)
+            return update(), recorded
+    finally:
+        engine.step = kept
+
+
+def _whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def assert_same_gradients(actual, expected, tolerance=1e-5):
+    """Relative to the norm of each parameter's gradient."""
+    assert actual.keys() == expected.keys()
+    for name, want in expected.items():
+        error, size = (actual[name] - want).norm().item(), want.norm().item()
+        assert error <= tolerance * size + 1e-8, f"{name}: off by {error} of {size}"
