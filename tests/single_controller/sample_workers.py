@@ -54,7 +54,7 @@ class ScaleWorker(Worker):
     @register()
     def sum_of_ranks(self) -> float:
         """All-reduce over the process group, if there is one."""
-        self.init_process_group("cpu", timeout_seconds=60)
+        self.init_process_group("cpu", timeout_seconds=240)
         total = torch.tensor([self.rank + 1.0])
         if self.world_size > 1:
             torch.distributed.all_reduce(total)
@@ -82,7 +82,7 @@ class ScaleWorker(Worker):
     @register()
     def die_in_all_reduce(self, rank: int) -> None:
         """One rank ends its process while the others wait for it."""
-        self.init_process_group("cpu", timeout_seconds=60)
+        self.init_process_group("cpu", timeout_seconds=240)
         if self.rank == rank:
             os._exit(3)
         torch.distributed.all_reduce(torch.ones(1))

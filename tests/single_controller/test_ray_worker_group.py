@@ -113,7 +113,7 @@ def test_a_killed_rank_is_named_at_once_although_others_wait_for_it(ray_backend)
         start = time.monotonic()
         with pytest.raises(ray_backend.WorkerDiedError, match="rank 1 .*died during die_in_all_reduce"):
             group.die_in_all_reduce(1)
-        assert time.monotonic() - start < 50, "below the 60 s after which the other rank would give up"
+        assert time.monotonic() - start < 200, "below the 240 s after which the other rank would give up"
         with pytest.raises(ray_backend.WorkerDiedError, match="rank 1"):
             group.describe("anybody there")
 
