@@ -1,7 +1,7 @@
 """Overrides: what is accepted, what is refused, and in which words."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.trainer.config.loading import known_keys, load_config, nearest_keys, parse_arguments
@@ -94,6 +94,7 @@ def test_an_unknown_key_names_the_nearest_known_one(typed, meant):
     assert f"nearest known key is '{meant}'" in str(error.value)
 
 
+@settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_one_wrong_letter_still_finds_the_key(data):
     key = data.draw(st.sampled_from(KEYS))

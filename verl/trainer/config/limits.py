@@ -3,16 +3,14 @@
 from math import inf
 from typing import Any
 
-from omegaconf import ListConfig
-
 from verl.trainer.config.keys import ACTOR, REF, ROLLOUT
 
 # Keys that may be null, with the types that they may have otherwise.
 NULLABLE: dict[str, tuple[type, ...]] = {
     "data.tokenizer": (str,),
-    "data.train_files": (str, ListConfig),
-    "data.val_files": (str, ListConfig),
-    "data.extra_val_files": (str, ListConfig),
+    "data.train_files": (str, list),
+    "data.val_files": (str, list),
+    "data.extra_val_files": (str, list),
     "data.train_data_num": (int,),
     "data.val_data_num": (int,),
     "actor_rollout_ref.model.path": (str,),
@@ -45,7 +43,7 @@ NULLABLE: dict[str, tuple[type, ...]] = {
     "reward_model.model.external_lib": (str,),
     "reward_model.max_length": (int,),
     "custom_reward_function.path": (str,),
-    "retriever.url": (str, ListConfig),
+    "retriever.url": (str, list),
     "algorithm.kl_ctrl.target_kl": (float,),
     "algorithm.kl_ctrl.horizon": (float,),
     "trainer.total_training_steps": (int,),

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -24,24 +25,21 @@ CONFIG_NAME = "ppo_trainer"
 OPEN_KEYS = ("actor_rollout_ref.model.override_config", "critic.model.override_config")
 
 
-def leaf_keys(config: DictConfig | dict, prefix: str = "") -> list[str]:
-    """Dotted names of all values of a (raw, unresolved) configuration, in file order."""
+def flat(config: DictConfig | dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> value, as plain python, of a configuration in file order; interpolations as written."""
     plain = OmegaConf.to_container(config, resolve=False) if isinstance(config, DictConfig) else config
     assert isinstance(plain, dict)
-    keys: list[str] = []
+    values: dict[str, Any] = {}
     for name, value in plain.items():
         key = prefix + str(name)
-        if isinstance(value, dict) and key not in OPEN_KEYS:
-            keys += leaf_keys(value, key + ".")
-        else:
-            keys.append(key)
-    return keys
+        values |= flat(value, key + ".") if isinstance(value, dict) and key not in OPEN_KEYS else {key: value}
+    return values
 
 
 @cache
 def known_keys(config_name: str = CONFIG_NAME) -> tuple[str, ...]:
     """Every key that a command line may set."""
-    return tuple(leaf_keys(_read_yaml(config_name)))
+    return tuple(flat(_read_yaml(config_name)))
 
 
 def load_config(overrides: Sequence[str], config_name: str = CONFIG_NAME) -> DictConfig:

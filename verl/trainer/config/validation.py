@@ -14,7 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl.trainer.config.keys import FIXED
 from verl.trainer.config.limits import CHOICES, NULLABLE, RANGES
-from verl.trainer.config.loading import leaf_keys, load_config
+from verl.trainer.config.loading import flat, load_config
 
 FORMAT_SCORES = ("structure_format_score", "final_format_score", "retrieval_score")
 VAL_MODES = ("greedy", "sampled")
@@ -31,10 +31,11 @@ def validate(config: DictConfig, *, format_reward: bool = False) -> None:
     Raises:
         ValueError: the first mistake found.
     """
-    _check_types(config)
-    _check_choices(config)
-    _check_ranges(config)
-    _check_fixed(config)
+    values = flat(config)
+    _check_types(values)
+    _check_choices(values)
+    _check_ranges(values)
+    _check_fixed(values)
     _check_lengths(config)
     _check_batches(config)
     _check_algorithm(config)
@@ -46,15 +47,13 @@ def validate(config: DictConfig, *, format_reward: bool = False) -> None:
 
 
 @cache
-def _defaults() -> DictConfig:
-    return load_config([])
+def _defaults() -> dict[str, Any]:
+    return flat(load_config([]))
 
 
-def _check_types(config: DictConfig) -> None:
-    defaults = _defaults()
-    for key in leaf_keys(defaults):
-        value, default = OmegaConf.select(config, key), OmegaConf.select(defaults, key)
-        expected = NULLABLE.get(key) or (type(default),)
+def _check_types(values: dict[str, Any]) -> None:
+    for key, default in _defaults().items():
+        value, expected = values[key], NULLABLE.get(key) or (type(default),)
         if value is None and key in NULLABLE:
             continue
         if float in expected:
@@ -70,35 +69,30 @@ _TYPE_NAMES: dict[type, str] = {
     int: "a whole number",
     float: "a number",
     str: "text",
-    ListConfig: "a list [a,b]",
-    DictConfig: "a dictionary {key: value}",
+    list: "a list [a,b]",
+    dict: "a dictionary {key: value}",
 }
 
 
-def _check_choices(config: DictConfig) -> None:
+def _check_choices(values: dict[str, Any]) -> None:
     for key, choices in CHOICES.items():
-        value = OmegaConf.select(config, key)
-        if value not in choices:
+        if values[key] not in choices:
             names = ", ".join("null" if c is None else str(c) for c in choices)
-            raise ValueError(f"Found {key}={value}; expected one of: {names}.")
+            raise ValueError(f"Found {key}={values[key]}; expected one of: {names}.")
 
 
-def _check_ranges(config: DictConfig) -> None:
+def _check_ranges(values: dict[str, Any]) -> None:
     for key, (low, high, text) in RANGES.items():
-        value = OmegaConf.select(config, key)
-        if value is not None and not low <= value <= high:
-            raise ValueError(f"Found {key}={value}; expected {text}.")
+        if values[key] is not None and not low <= values[key] <= high:
+            raise ValueError(f"Found {key}={values[key]}; expected {text}.")
 
 
-def _check_fixed(config: DictConfig) -> None:
-    defaults = _defaults()
+def _check_fixed(values: dict[str, Any]) -> None:
     for key, reason in FIXED.items():
-        value = OmegaConf.select(config, key)
         # A default that follows another key is compared with what it follows in this configuration.
-        raw = FOLLOWS.get(key)
-        default = OmegaConf.select(config, raw) if raw else OmegaConf.select(defaults, key)
-        if value != default:
-            raise ValueError(f"Found {key}={value}; expected {default}. {reason}")
+        default = values[FOLLOWS[key]] if key in FOLLOWS else _defaults()[key]
+        if values[key] != default:
+            raise ValueError(f"Found {key}={values[key]}; expected {default}. {reason}")
 
 
 # Keys whose default is another key's value, among those that may not be changed alone.
