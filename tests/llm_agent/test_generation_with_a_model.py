@@ -6,22 +6,18 @@ What it samples is decided by the model and the seed; Hugging Face's forward is 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-import uvicorn
 from scripted_engine import byte_tokenizer, prompts
 from tokenizers import AddedToken
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
 from search_r1.llm_agent.trajectory import env_metrics
-from search_r1.search.bm25 import BM25Retriever
 from search_r1.search.client import SearchClient
-from search_r1.search.server import RetrievalService, create_app, open_socket
 from verl.protocol import DataProto
 from verl.workers.rollout.native.engine import NativeEngine
 
@@ -68,22 +64,11 @@ def model(tokenizer) -> Qwen3ForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[SearchClient]:
+def client(serve_documents) -> Iterator[SearchClient]:
     words = [chr(a) + chr(b) for a in range(97, 123) for b in range(97, 123)]
     documents = [{"contents": f'"{word}"\n{word} is near {word[::-1]}'} for word in words]
-    service = RetrievalService(lambda: BM25Retriever(documents), "memory", "bm25", topk=2)
-    service.start_loading().join(timeout=30)
-    listener = open_socket("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        with SearchClient(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=20) as client:
-            yield client
-    finally:
-        server.should_exit = True
-        thread.join(timeout=10)
-        listener.close()
+    with serve_documents(documents, topk=2) as address, SearchClient(address, timeout=20) as client:
+        yield client
 
 
 def generate(tokenizer, model, client, config=CONFIG, num_slots=5, **meta_info) -> DataProto:

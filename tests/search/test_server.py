@@ -15,12 +15,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-import uvicorn
 
 from search_r1.search import server as server_module
 from search_r1.search.bm25 import BM25Retriever
 from search_r1.search.client import SearchClient, SearchError
-from search_r1.search.server import RetrievalService, create_app, main, open_socket
+from search_r1.search.server import RetrievalService, main, open_socket
 
 DOCUMENTS = [
     {"id": "a", "contents": '"Amber Harbor"\nA film by Tomas Weld.', "extra": {"deep": [1]}},
@@ -29,33 +28,13 @@ DOCUMENTS = [
 ]
 
 
-@contextmanager
-def serve(service: RetrievalService) -> Iterator[httpx.Client]:
-    """Runs the app in a thread on a free port; yields a client whose base is the server."""
-    listener = open_socket("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        base = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with httpx.Client(base_url=base, trust_env=False, timeout=30) as client:
-            yield client
-    finally:
-        server.should_exit = True
-        thread.join(timeout=10)
-        listener.close()
-
-
-def ready_service(topk: int = 3) -> RetrievalService:
-    service = RetrievalService(lambda: BM25Retriever(DOCUMENTS), "corpus.jsonl", "bm25", topk)
-    service.start_loading().join(timeout=30)
-    assert service.error is None
-    return service
+def http(address: str) -> httpx.Client:
+    return httpx.Client(base_url=address, trust_env=False, timeout=30)
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[httpx.Client]:
-    with serve(ready_service()) as client:
+def client(serve_documents) -> Iterator[httpx.Client]:
+    with serve_documents(DOCUMENTS) as address, http(address) as client:
         yield client
 
 
@@ -80,8 +59,8 @@ def test_without_scores_each_query_gets_a_list_of_plain_documents(client, num_qu
         assert post(client, body).json() == {"result": expected}
 
 
-def test_topk_left_out_or_null_is_the_servers(client):
-    with serve(ready_service(topk=1)) as one:
+def test_topk_left_out_or_null_is_the_servers(client, serve_documents):
+    with serve_documents(DOCUMENTS, topk=1) as address, http(address) as one:
         for body in ({"queries": ["orlen"]}, {"queries": ["orlen"], "topk": None}):
             assert len(post(one, body).json()["result"][0]) == 1
     assert len(post(client, {"queries": ["orlen"]}).json()["result"][0]) == 2
@@ -168,7 +147,7 @@ def test_many_clients_at_once_get_their_own_answers(client):
     assert problems == []
 
 
-def test_while_loading_health_answers_and_retrieve_says_503():
+def test_while_loading_health_answers_and_retrieve_says_503(serve):
     release = threading.Event()
 
     def load() -> BM25Retriever:
@@ -177,7 +156,7 @@ def test_while_loading_health_answers_and_retrieve_says_503():
 
     service = RetrievalService(load, "corpus.jsonl", "bm25", topk=3)
     loading = service.start_loading()
-    with serve(service) as client:
+    with serve(service) as address, http(address) as client:
         health = client.get("/health").json()
         assert health == {
             "status": "loading",
@@ -197,7 +176,7 @@ def test_while_loading_health_answers_and_retrieve_says_503():
         assert post(client, {"queries": ["town"]}).status_code == 200
 
 
-def test_the_client_waits_for_a_server_that_is_loading():
+def test_the_client_waits_for_a_server_that_is_loading(serve):
     release = threading.Event()
 
     def load() -> BM25Retriever:
@@ -206,7 +185,7 @@ def test_the_client_waits_for_a_server_that_is_loading():
 
     service = RetrievalService(load, "corpus.jsonl", "bm25", topk=3)
     service.start_loading()
-    with serve(service) as http, SearchClient(str(http.base_url), timeout=20) as search:
+    with serve(service) as address, SearchClient(address, timeout=20) as search:
         future = search.submit(["town"])[0]
         time.sleep(0.2)
         assert not future.done()

@@ -1,0 +1,249 @@
+"""infer.py: a user's mistakes are one line; a model that has learnt to search is shown searching."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+import infer
+from data_prep.prompts import SEARCH_PROMPT
+from search_r1.llm_agent.actions import format_observation
+from search_r1.llm_agent.loop import Event
+from search_r1.search.client import SearchClient
+
+REPO = Path(__file__).parents[1]
+DOCUMENTS = [
+    {"contents": '"Orlen"\nOrlen is a town on the Vey.'},
+    {"contents": '"Vey"\nThe Vey is a river.'},
+]
+QUESTION = "What is Orlen?"
+SEARCH, ANSWER = "<search> Orlen </search>", "<answer> a town </answer>"
+
+
+@pytest.fixture(scope="module")
+def url(serve_documents) -> Iterator[str]:
+    with serve_documents(DOCUMENTS, topk=1) as address:
+        yield f"{address}/retrieve"
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    """A run folder with one checkpoint: a tiny model, trained until it knows one trajectory by heart."""
+    torch.manual_seed(0)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+
+    found = [{"contents": DOCUMENTS[0]["contents"], "score": 0.0}]
+    text = f"Q: {QUESTION}\n{SEARCH}{format_observation(found)}{ANSWER}"
+    ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = Qwen3ForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(300):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if loss < 0.02:
+            break
+    assert loss < 0.05
+
+    run_dir = tmp_path_factory.mktemp("work") / "verl_checkpoints" / "my-run"
+    folder = run_dir / "global_step_7" / "actor" / "huggingface"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "prompt_template.txt").write_text("Q: {question}\n")
+    lengths = {
+        "max_start_length": 60,
+        "max_prompt_length": 400,
+        "max_response_length": 40,
+        "max_obs_length": 150,
+    }
+    OmegaConf.save({"max_turns": 2, "retriever": {"topk": 1}, "data": lengths}, run_dir / "config.yaml")
+    return run_dir
+
+
+def ask(monkeypatch, *flags: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["infer.py", *flags])
+    return infer.main()
+
+
+def test_a_trained_model_is_shown_searching_and_answers(run_dir, url, monkeypatch, capsys):
+    monkeypatch.chdir(run_dir.parents[1])  # no --model: the newest checkpoint of a local run
+    assert ask(monkeypatch, "--question", "What is Orlen", "--retriever-url", url) == 0
+    shown = capsys.readouterr().out
+    assert SEARCH in shown and ANSWER in shown
+    assert 'Doc 1 "Orlen"' in shown and "Orlen is a town on the Vey." in shown
+    assert "Answer: a town" in shown and "(1 searches)" in shown
+    assert shown.index(SEARCH) < shown.index("Doc 1") < shown.index(ANSWER)
+
+
+def test_questions_can_be_piped_in(run_dir, url, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{QUESTION}\n{QUESTION}\n\nnever asked\n"))
+    assert ask(monkeypatch, "--model", str(run_dir), "--retriever-url", url) == 0
+    assert capsys.readouterr().out.count("Answer: a town") == 2
+
+
+def test_a_failing_search_is_one_line_and_status_1(run_dir, url, monkeypatch, capsys):
+    arguments = infer.build_parser().parse_args(["--retriever-url", "http://127.0.0.1:1"])
+    monkeypatch.setattr(SearchClient.__init__, "__defaults__", (3, 0.3, 0))
+    model = infer.find_model(str(run_dir))
+    settings = infer.find_settings(model, None, None)
+    asker = infer.Asker(model, "Q: {question}\n", settings, arguments, Console(file=io.StringIO()))
+    assert asker.ask(QUESTION) is False
+    error = capsys.readouterr().err
+    assert error.startswith("error: the search failed: no answer within 0.3 s") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--question", "  "], "the question is empty"),
+        (["--question", "x", "--model", "/nowhere/model"], "there is no folder /nowhere/model"),
+        (["--question", "x", "--model", "{tmp}"], "holds no config.json"),
+        (["--question", "x"], "make one with `bash train_grpo.sh`"),
+        (["--question", "x", "--model", "{model}", "--template", "{tmp}/none"], "--template: "),
+        (["--question", "x", "--model", "{model}", "--template", "{tmp}/bad.txt"], "no {question} in it"),
+        (["--question", "x", "--model", "{model}", "--topk", "0"], "--topk: found 0"),
+        (["--question", "x", "--model", "{model}", "--max-turns", "-1"], "--max-turns: found -1"),
+        (["--question", "x", "--model", "{model}", "--temperature", "-1"], "--temperature: found -1"),
+        (
+            ["--question", "x", "--model", "{model}", "--retriever-url", "nohost"],
+            "retriever url: found 'nohost'",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_1(run_dir, tmp_path, monkeypatch, capsys, flags, message):
+    (tmp_path / "bad.txt").write_text("no place")
+    monkeypatch.chdir(tmp_path)
+    model = infer.find_model(str(run_dir))
+    assert (
+        ask(monkeypatch, *(flag.format(tmp=tmp_path, model=model) if "{" in flag else flag for flag in flags))
+        == 1
+    )
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and message in captured.err and captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_a_folder_that_is_no_model_is_one_line(tmp_path, url, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert ask(monkeypatch, "--question", "x", "--model", str(tmp_path), "--retriever-url", url) == 1
+    error = capsys.readouterr().err
+    assert "can't be loaded" in error and error.count("\n") == 1
+
+
+def test_a_dead_retriever_is_one_line_before_anything_is_loaded(run_dir):
+    command = [sys.executable, "infer.py", "--question", "x", "--model", str(run_dir)]
+    begin = time.monotonic()
+    process = subprocess.run(
+        [*command, "--retriever-url", "http://127.0.0.1:1"],
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+        env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"},
+        timeout=60,
+    )
+    errors = [line for line in process.stderr.splitlines() if not line.startswith("import time:")]
+    assert process.returncode == 1
+    assert len(errors) == 1 and errors[0].startswith("error: the search server does not answer")
+    assert "retrieval_launch.sh" in errors[0]
+    assert not any(line.split("|")[-1].strip() == "torch" for line in process.stderr.splitlines())
+    assert time.monotonic() - begin < 30
+
+
+def test_no_question_on_an_empty_input_is_a_mistake(run_dir, url, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert ask(monkeypatch, "--model", str(run_dir), "--retriever-url", url) == 1
+    assert "no question" in capsys.readouterr().err
+
+
+def test_the_newest_finished_checkpoint_is_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = [
+        "verl_checkpoints/a/global_step_90",
+        "checkpoints/p/b/global_step_3",
+        "verl_checkpoints/a/global_step_100",
+    ]
+    names += ["verl_checkpoints/a/global_step_110.incomplete", "verl_checkpoints/a/global_step_120"]
+    for age, name in enumerate(names):
+        folder = Path(name) / ("critic" if name.endswith("120") else "actor") / "huggingface"
+        folder.mkdir(parents=True)
+        (folder / "config.json").touch()
+        os.utime(folder / "config.json", (1000 + age, 1000 + age))
+    assert infer.find_model(None) == "verl_checkpoints/a/global_step_100/actor/huggingface"
+    assert infer.find_model("checkpoints") == "checkpoints/p/b/global_step_3/actor/huggingface"
+    step = "verl_checkpoints/a/global_step_90"
+    assert infer.find_model(step) == f"{step}/actor/huggingface"
+
+
+def test_a_hub_name_is_left_to_the_hub_but_a_path_is_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    assert infer.find_model("Qwen/Qwen2.5-3B") == "Qwen/Qwen2.5-3B"
+    for path in ("models/missing", "./x/y", "/x/y", "a/b/c", "gpt"):
+        with pytest.raises(ValueError, match="no folder"):
+            infer.find_model(path)
+
+
+def test_the_runs_settings_hold_unless_a_flag_says_otherwise(run_dir, tmp_path):
+    model = infer.find_model(str(run_dir))
+    assert infer.find_settings(model, None, None) == infer.Settings(2, 1, 60, 400, 40, 150)
+    assert infer.find_settings(model, 0, 5) == infer.Settings(0, 5, 60, 400, 40, 150)
+    assert infer.find_settings(str(tmp_path), None, None) == infer.Settings()
+
+
+def test_the_template_is_the_flags_else_the_models_else_the_general_one(run_dir, tmp_path):
+    mine = tmp_path / "mine.txt"
+    mine.write_text("Mine: {question}")
+    model = infer.find_model(str(run_dir))
+    assert infer.find_template(mine, model) == "Mine: {question}"
+    assert infer.find_template(None, model) == "Q: {question}\n"
+    assert infer.find_template(None, str(tmp_path)) == SEARCH_PROMPT
+
+
+def test_questions_end_with_a_question_mark_as_in_the_data():
+    assert infer.normalize("  who ") == "who?"
+    assert infer.normalize("who?") == "who?"
+
+
+def test_the_screen_colours_tags_that_arrive_in_pieces():
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
+    screen = infer.Screen(console)
+    text = "a < b <think>so</think> <search>Orlen</search>"
+    for char in text:
+        screen.show(Event("text", 0, char))
+    screen.show(Event("observation", 0, documents=[{"contents": '"T"\n' + "word " * 99, "score": None}]))
+    screen.show(Event("end", 0, "answer"))
+    output = console.file.getvalue()
+    assert "\x1b[36m<search>" in output and "\x1b[90m<think>" in output
+    stripped = re.sub(r"\x1b\[[\d;]*m", "", output)
+    assert stripped.startswith(text)
+    assert "Doc 1" in stripped and stripped.count("word") < 40
