@@ -44,7 +44,9 @@ def retrieval_server(corpus: Path) -> Iterator[str]:
     try:
         for _ in range(600):
             if server.poll() is not None:
-                raise RuntimeError(f"the retrieval server ended with status {server.returncode}: {' '.join(command)}")
+                raise RuntimeError(
+                    f"the retrieval server ended with status {server.returncode}: {' '.join(command)}"
+                )
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as reply:
                     if json.load(reply)["status"] == "ready":
@@ -91,7 +93,12 @@ def command_line(run_dir: Path, world: Path, url: str, options: argparse.Namespa
         "trainer.default_local_dir": run_dir,
         "trainer.progress": "plain",
     }
-    return [sys.executable, "-m", "verl.trainer.main_ppo", *(f"{key}={value}" for key, value in settings.items())]
+    return [
+        sys.executable,
+        "-m",
+        "verl.trainer.main_ppo",
+        *(f"{key}={value}" for key, value in settings.items()),
+    ]
 
 
 def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -102,7 +109,9 @@ def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
 def finish(command: list[str], log: Path) -> None:
     process = start(command, log)
     if process.wait() != 0:
-        sys.exit(f"the run ended with status {process.returncode}; the end of {log}:\n{log.read_text()[-3000:]}")
+        sys.exit(
+            f"the run ended with status {process.returncode}; the end of {log}:\n{log.read_text()[-3000:]}"
+        )
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes], log: Path) -> None:
@@ -145,7 +154,9 @@ def kill_worker(process: subprocess.Popen[bytes]) -> str:
     psutil.wait_procs(descendants, timeout=60)
     left = [child.pid for child in descendants if child.is_running()]
     if status == 0 or left:
-        sys.exit(f"after its worker was killed the driver ended with status {status} and left processes {left}")
+        sys.exit(
+            f"after its worker was killed the driver ended with status {status} and left processes {left}"
+        )
     return f"driver ended with status {status}"
 
 
@@ -157,7 +168,9 @@ def disturb(command: list[str], run_dir: Path, log: Path, options: argparse.Name
     wait_for(lambda: len(whole_checkpoints(run_dir)) >= 1, process, log)
     delay = moments.uniform(0.0, 3.0)
     time.sleep(delay)
-    print(f"kill 1: {delay:.2f} s after the first checkpoint; checkpoints: {sorted(whole_checkpoints(run_dir))}")
+    print(
+        f"kill 1: {delay:.2f} s after the first checkpoint; checkpoints: {sorted(whole_checkpoints(run_dir))}"
+    )
     kill_group(process)
 
     before = set(whole_checkpoints(run_dir))
@@ -172,7 +185,11 @@ def disturb(command: list[str], run_dir: Path, log: Path, options: argparse.Name
 
     process = start(command, log)
     half_written: list[str] = []
-    wait_for(lambda: half_written.extend(p.name for p in run_dir.glob("*.incomplete/actor")) or half_written, process, log)
+    wait_for(
+        lambda: half_written.extend(p.name for p in run_dir.glob("*.incomplete/actor")) or half_written,
+        process,
+        log,
+    )
     kill_group(process)
     left = sorted(path.name for path in run_dir.glob("*.incomplete"))
     print(f"kill 3: while a checkpoint was being written; half-written folders left: {left}")
@@ -185,7 +202,9 @@ def compare(undisturbed: Path, killed: Path) -> int:
         for folder in (undisturbed, killed)
     ]
     if [line["step"] for line in lines[0]] != [line["step"] for line in lines[1]]:
-        print(f"steps differ: {[line['step'] for line in lines[0]]} and {[line['step'] for line in lines[1]]}")
+        print(
+            f"steps differ: {[line['step'] for line in lines[0]]} and {[line['step'] for line in lines[1]]}"
+        )
         return 1
     differing = compared = 0
     for left, right in zip(*lines, strict=True):
@@ -203,10 +222,14 @@ def compare(undisturbed: Path, killed: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="seed of world and run")
-    parser.add_argument("--kill-seed", type=int, default=None, help="seed of the moments of the kills; default: random")
+    parser.add_argument(
+        "--kill-seed", type=int, default=None, help="seed of the moments of the kills; default: random"
+    )
     parser.add_argument("--steps", type=int, default=14, help="training steps of each run")
     parser.add_argument("--backend", choices=["local", "ray"], default="local")
-    parser.add_argument("--processes", type=int, default=1, help="training processes (more than one needs ray)")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="training processes (more than one needs ray)"
+    )
     parser.add_argument("--algorithm", choices=["grpo", "gae"], default="gae")
     parser.add_argument("--model", default="data_prep/base_model", help="Hugging Face folder")
     options = parser.parse_args()

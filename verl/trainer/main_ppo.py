@@ -83,7 +83,9 @@ def build_trainer(config: DictConfig, train_score: RewardFunction | None = None)
         reward_fn=RewardManager(tokenizer, compute_score=user_score or train_score),
         val_reward_fn=RewardManager(tokenizer, compute_score=user_score),
         trajectory_metrics=env_metrics,
-        train_dataset=RLHFDataset(config.data.train_files, tokenizer, config.data, config.data.train_data_num),
+        train_dataset=RLHFDataset(
+            config.data.train_files, tokenizer, config.data, config.data.train_data_num
+        ),
         val_dataset=RLHFDataset(config.data.val_files, tokenizer, config.data, config.data.val_data_num),
         extra_val_dataset=RLHFDataset(extra, tokenizer, config.data, None) if extra else None,
     )
@@ -95,7 +97,9 @@ def check_retriever(config: DictConfig) -> None:
     Raises:
         ValueError: it does not answer, or not in Search-R1's format.
     """
-    client = SearchClient(config.retriever.url, topk=config.retriever.topk, timeout=min(10.0, config.retriever.timeout))
+    client = SearchClient(
+        config.retriever.url, topk=config.retriever.topk, timeout=min(10.0, config.retriever.timeout)
+    )
     try:
         client.batch_search(["is anybody there?"], topk=1)
     except SearchError as error:

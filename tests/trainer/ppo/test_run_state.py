@@ -43,7 +43,9 @@ def test_a_step_that_is_written_again_replaces_the_old_one(tmp_path):
 
 
 def test_the_state_comes_back_as_it_was(tmp_path):
-    state = RunState(step=7, sampler={"epoch": 1, "offset": 3}, kl_controller={"value": 0.25}, generated_tokens=11)
+    state = RunState(
+        step=7, sampler={"epoch": 1, "offset": 3}, kl_controller={"value": 0.25}, generated_tokens=11
+    )
     state.seconds_by_phase["gen"] = 1.5
     state.validation["before"] = {"greedy": {"em": 0.1}}
     state.save(tmp_path)

@@ -62,7 +62,9 @@ def usable_rows(batch: DataProto) -> np.ndarray:
     return (batch.batch["response_mask"].sum(-1) > 0).numpy()
 
 
-def arrange_for_workers(batch: DataProto, world_size: int, mini_batch_size: int) -> tuple[DataProto, list[int]]:
+def arrange_for_workers(
+    batch: DataProto, world_size: int, mini_batch_size: int
+) -> tuple[DataProto, list[int]]:
     """Order rows so that contiguous chunks, one a rank, are balanced and mini-batches stay the same sets.
 
     Mini-batch k of the whole world is rows [k*m, (k+1)*m) before and after, whatever `world_size` is; within it,

@@ -69,9 +69,13 @@ def step_metrics(batch: DataProto, timer: Timer, use_critic: bool) -> dict[str, 
     metrics |= _spread("response_length", sampled)
     metrics["response_length/clip_ratio"] = (context_lengths == response_width).float().mean().item()
     metrics |= _spread("prompt_length", prompt_lengths)
-    metrics["prompt_length/clip_ratio"] = (prompt_lengths == attention.shape[1] - response_width).float().mean().item()
+    metrics["prompt_length/clip_ratio"] = (
+        (prompt_lengths == attention.shape[1] - response_width).float().mean().item()
+    )
     metrics["state_tokens/total"] = int((context_lengths - sampled).sum())
-    metrics["state_tokens/coverage"] = ((context_lengths - sampled).sum() / context_lengths.sum().clamp(min=1)).item()
+    metrics["state_tokens/coverage"] = (
+        (context_lengths - sampled).sum() / context_lengths.sum().clamp(min=1)
+    ).item()
     return metrics | _timing_metrics(timer, int(sampled.sum()), int((prompt_lengths + context_lengths).sum()))
 
 
@@ -97,7 +101,9 @@ def search_failures(batch: DataProto) -> list[str]:
     errors = []
     for trajectory in batch.non_tensor_batch["trajectory"]:
         if trajectory["finish_reason"] == "search_failed":
-            errors.append(str(next((turn["error"] for turn in trajectory["turns"] if turn.get("error")), "unknown")))
+            errors.append(
+                str(next((turn["error"] for turn in trajectory["turns"] if turn.get("error")), "unknown"))
+            )
     return errors
 
 

@@ -99,9 +99,14 @@ class RayPPOTrainer:
         self.kl_in_reward = self.use_reference and not config.actor_rollout_ref.actor.use_kl_loss
         self.kl_controller = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
         self.sampler = PromptSampler(
-            len(train_dataset), config.data.train_batch_size, config.data.shuffle_train_dataloader, config.trainer.seed
+            len(train_dataset),
+            config.data.train_batch_size,
+            config.data.shuffle_train_dataloader,
+            config.trainer.seed,
         )
-        self.total_steps = config.trainer.total_training_steps or len(self.sampler) * config.trainer.total_epochs
+        self.total_steps = (
+            config.trainer.total_training_steps or len(self.sampler) * config.trainer.total_epochs
+        )
         for optim in (config.actor_rollout_ref.actor.optim, config.critic.optim):
             if optim.total_training_steps <= 0:
                 optim.total_training_steps = self.total_steps
@@ -184,7 +189,9 @@ class RayPPOTrainer:
         step = self.state.step + 1
         prompts = prompt_batch(rows, f"step{step}").repeat(rollout.n_agent * rollout.n, interleave=True)
         gen_batch = DataProto.from_dict(
-            tensors={"sampling_seeds": sampling_seeds(self.config.trainer.seed, TRAIN_STREAM, step, len(prompts))},
+            tensors={
+                "sampling_seeds": sampling_seeds(self.config.trainer.seed, TRAIN_STREAM, step, len(prompts))
+            },
             non_tensors={"raw_prompt_ids": prompts.non_tensor_batch["raw_prompt_ids"]},
         )
         gen_batch.meta_info = {
@@ -234,7 +241,9 @@ class RayPPOTrainer:
         return self.kl_in_reward or not single_update
 
     def _mini_batch_size(self) -> int:
-        return self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        return (
+            self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        )
 
     def _advantages(self, batch: DataProto) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -257,7 +266,9 @@ class RayPPOTrainer:
 
     def _update(self, batch: DataProto, timer: metric_utils.Timer) -> dict[str, float]:
         lengths = batch.batch["attention_mask"].sum(-1)
-        arranged, tokens_per_rank = arrange_for_workers(batch, self.actor_rollout_wg.world_size, self._mini_batch_size())
+        arranged, tokens_per_rank = arrange_for_workers(
+            batch, self.actor_rollout_wg.world_size, self._mini_batch_size()
+        )
         metrics = metric_utils.seqlen_metrics(tokens_per_rank, lengths)
         if self.use_critic:
             with timer("update_critic"):

@@ -53,7 +53,9 @@ class RunState:
     trained_tokens: int = 0
     validation: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def add_step(self, metrics: dict[str, float], seconds_by_phase: dict[str, float], wall_seconds: float) -> None:
+    def add_step(
+        self, metrics: dict[str, float], seconds_by_phase: dict[str, float], wall_seconds: float
+    ) -> None:
         """Add one finished step to the totals."""
         self.wall_seconds = wall_seconds
         self.generated_tokens += int(metrics["perf/generated_tokens"])

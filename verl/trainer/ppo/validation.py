@@ -46,7 +46,9 @@ class ValidationReport:
             metrics[f"{prefix}/{mode}/em"] = _mean(rows, "em")
             metrics[f"{prefix}/{mode}/searches"] = _mean(rows, "searches")
             metrics[f"{prefix}/{mode}/documents_hold_answer"] = _mean(rows, "documents_hold_answer")
-            metrics[f"{prefix}/{mode}/search_failed"] = float(sum(row["finish_reason"] == "search_failed" for row in rows))
+            metrics[f"{prefix}/{mode}/search_failed"] = float(
+                sum(row["finish_reason"] == "search_failed" for row in rows)
+            )
             for hops, members in _group(rows, "hops").items():
                 metrics[f"{prefix}/{mode}/em/hops_{hops}"] = _mean(members, "em")
                 metrics[f"{prefix}/{mode}/searches/hops_{hops}"] = _mean(members, "searches")
@@ -94,7 +96,9 @@ def validate(
     for mode in modes:
         rows: list[dict[str, Any]] = []
         for start in range(0, len(dataset), size):
-            prompts = prompt_batch([dataset[i] for i in range(start, min(start + size, len(dataset)))], f"val-{start}")
+            prompts = prompt_batch(
+                [dataset[i] for i in range(start, min(start + size, len(dataset)))], f"val-{start}"
+            )
             batch = with_samples(prompts, generate(_generation_batch(prompts, mode, seed, start)))
             scores = reward_fn(batch, return_dict=True)
             rows += _records(batch, scores)
@@ -152,7 +156,9 @@ def _query_records(trajectory: dict[str, Any], extra: dict[str, Any]) -> dict[st
     wanted = extra.get("gold_titles")
     if wanted is None or len(wanted) == 0:
         return {"first_query_right": None, "all_queries_right": None}
-    queries = [turn["query"].lower() for turn in trajectory["turns"] if turn["action"] == "search" and turn["query"]]
+    queries = [
+        turn["query"].lower() for turn in trajectory["turns"] if turn["action"] == "search" and turn["query"]
+    ]
     first = bool(queries) and str(wanted[0]).lower() in queries[0]
     every = all(any(str(title).lower() in query for query in queries) for title in wanted)
     return {"first_query_right": float(first), "all_queries_right": float(every)}

@@ -1,0 +1,166 @@
+"""The whole program on a small world: what it writes, what it refuses, and that backends agree."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_prep.microworld import write_world
+from search_r1.search.corpus import read_corpus
+from verl.trainer.main_ppo import run
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE_MODEL = ROOT / "data_prep" / "base_model"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    write_world(7, folder, num_train=64, num_test=20, num_3hop=4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(world, serve_documents):
+    with serve_documents(read_corpus(world / "corpus.jsonl"), topk=2) as address:
+        yield f"{address}/retrieve"
+
+
+def arguments(world: Path, url: str, run_dir: Path, **settings: object) -> list[str]:
+    values = {
+        "data.train_files": world / "train.parquet",
+        "data.val_files": world / "test.parquet",
+        "data.train_batch_size": 4,
+        "data.max_start_length": 64,
+        "data.max_prompt_length": 512,
+        "data.max_response_length": 24,
+        "data.max_obs_length": 200,
+        "actor_rollout_ref.model.path": BASE_MODEL,
+        "actor_rollout_ref.rollout.n_agent": 4,
+        "actor_rollout_ref.rollout.search_delay_steps": 2,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 16,
+        "actor_rollout_ref.actor.ppo_micro_batch_size": 8,
+        "actor_rollout_ref.actor.optim.lr": 1e-4,
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.kl_ctrl.kl_coef": 0,
+        "critic.ppo_micro_batch_size": 8,
+        "retriever.url": url,
+        "retriever.topk": 2,
+        "max_turns": 3,
+        "trainer.total_training_steps": 2,
+        "trainer.save_freq": 1,
+        "trainer.default_local_dir": run_dir,
+        "trainer.device": "cpu",
+        "trainer.progress": "plain",
+    }
+    values |= {name.replace("__", "."): value for name, value in settings.items()}
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_run_leaves_its_records_and_a_second_start_goes_on(world, url, tmp_path):
+    line = arguments(
+        world,
+        url,
+        tmp_path,
+        data__extra_val_files=world / "test_3hop.parquet",
+        trainer__val_modes="[sampled,greedy]",
+    )
+    assert run(line) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["num_val_questions"] == 20 and summary["extra_num_val_questions"] == 4
+    assert summary["steps"] == 2 and set(summary["em_after_by_hops"]) == {"1", "2"}
+    assert [row["step"] for row in metrics(tmp_path)] == [0, 1, 2]
+    for name in ("curves.png", "trajectories.html", "global_step_2/actor/huggingface/model.safetensors"):
+        assert (tmp_path / name).stat().st_size > 0
+
+    before = metrics(tmp_path)
+    assert run([*line, "trainer.total_training_steps=3"]) == 0
+    after = metrics(tmp_path)
+    assert [row["step"] for row in after] == [0, 1, 2, 3] and after[:3] == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", ["gae", "rloo", "reinforce_plus_plus"])
+def test_every_estimator_trains_with_kl_in_the_reward_and_several_mini_batches(
+    world, url, tmp_path, estimator
+):
+    line = arguments(
+        world,
+        url,
+        tmp_path,
+        algorithm__adv_estimator=estimator,
+        algorithm__kl_ctrl__kl_coef=0.01,
+        actor_rollout_ref__actor__ppo_mini_batch_size=8,
+        trainer__total_training_steps=1,
+        trainer__val_before_train="false",
+        trainer__save_freq=-1,
+    )
+    assert run(line) == 0
+    (row,) = metrics(tmp_path)
+    assert row["critic/kl"] == pytest.approx(0, abs=1e-4)  # the policy still is the reference
+    assert row["actor/grad_norm"] > 0
+    assert ("critic/vf_loss" in row) == (estimator == "gae")
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_rule_5_local_and_ray_with_one_and_two_processes_take_the_same_step(world, url, tmp_path):
+    rows = {}
+    for name, backend, processes in (("local", "local", 1), ("ray1", "ray", 1), ("ray2", "ray", 2)):
+        line = arguments(
+            world,
+            url,
+            tmp_path / name,
+            trainer__backend=backend,
+            trainer__n_gpus_per_node=processes,
+            trainer__total_training_steps=1,
+            trainer__val_before_train="false",
+            trainer__save_freq=-1,
+            trainer__test_freq=-1,
+            algorithm__adv_estimator="gae",
+            actor_rollout_ref__actor__ppo_mini_batch_size=8,
+            actor_rollout_ref__actor__use_kl_loss="true",
+        )
+        done = subprocess.run(
+            [sys.executable, "-m", "verl.trainer.main_ppo", *line], cwd=ROOT, capture_output=True
+        )
+        assert done.returncode == 0, done.stderr.decode()[-2000:]
+        (rows[name],) = metrics(tmp_path / name)
+    for key in ("actor/pg_loss", "actor/grad_norm", "actor/kl_loss", "critic/vf_loss", "critic/grad_norm"):
+        assert rows["ray1"][key] == pytest.approx(rows["local"][key], rel=1e-5, abs=1e-7), key
+        assert rows["ray2"][key] == pytest.approx(rows["local"][key], rel=1e-5, abs=1e-7), key
+
+
+@pytest.mark.slow
+def test_rule_10_killed_at_any_moment_a_run_ends_with_the_same_numbers():
+    done = subprocess.run(
+        [sys.executable, "scripts/check_resume.py", "--steps", "12"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 differ" in done.stdout and "half-written folders left: ['global_step_" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"actor_rollout_ref__model__path": "/no/such/model"}, "/no/such/model"),
+        (
+            {"retriever__url": "http://127.0.0.1:9/retrieve"},
+            "retriever.url=http://127.0.0.1:9/retrieve does not answer",
+        ),
+        ({"trainer__resume_mode": "latest"}, "trainer.resume_mode=latest"),
+        ({"trainer__sede": 1}, "trainer.seed"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_started(world, url, tmp_path, capsys, settings, message):
+    assert run(arguments(world, url, tmp_path / "run", **settings)) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
