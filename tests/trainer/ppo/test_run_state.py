@@ -65,3 +65,13 @@ def test_resume_modes(tmp_path):
     assert store.find_resume("latest", None) == store.folder(12)
     assert store.find_resume("from_path", str(store.folder(1))) == store.folder(1)
     assert store.find_resume("none", None) is None
+
+
+def test_a_new_start_leaves_the_earlier_run_beside_it(tmp_path):
+    store = CheckpointStore(tmp_path / "run", None)
+    assert store.set_aside() is None
+    for number in (1, 2):
+        write(store, 4)
+        assert store.set_aside() == tmp_path / f"run.old-{number}"
+        assert store.steps() == []
+    assert CheckpointStore(tmp_path / "run.old-1", None).steps() == [4]

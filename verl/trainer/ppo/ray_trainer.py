@@ -322,6 +322,7 @@ class RayPPOTrainer:
     def _resume(self) -> None:
         """Take up the checkpoint that `trainer.resume_mode` asks for, and cut the records back to its step."""
         folder = self.resume_folder
+        aside = self.checkpoints.set_aside() if self.config.trainer.resume_mode == "none" else None
         self.checkpoints.remove_incomplete()
         if folder is not None:
             self.state = RunState.load(folder)
@@ -331,3 +332,5 @@ class RayPPOTrainer:
             if self.use_critic:
                 self.critic_wg.load_checkpoint(str(folder / "critic"))
         self.recorder.start(self.state, resumed_from=folder)
+        if aside is not None:
+            print(f"an earlier run stood in {self.checkpoints.run_dir}; it is now {aside}")

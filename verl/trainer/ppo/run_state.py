@@ -108,6 +108,19 @@ class CheckpointStore:
         _sync(self.run_dir)
         self._prune()
 
+    def set_aside(self) -> Path | None:
+        """Rename the run folder of an earlier run to `<folder>.old-K`; returns the new name, None if there is none.
+
+        For a new start (`trainer.resume_mode=none`): nothing that the earlier run wrote is lost.
+        """
+        if not (self.run_dir / "metrics.jsonl").exists() and not self.steps():
+            return None
+        number = 1
+        while (aside := self.run_dir.with_name(f"{self.run_dir.name}.old-{number}")).exists():
+            number += 1
+        os.replace(self.run_dir, aside)
+        return aside
+
     def remove_incomplete(self) -> None:
         """Delete what a killed run left half written or half deleted."""
         for path in self.run_dir.glob("global_step_*.incomplete") if self.run_dir.is_dir() else []:
