@@ -9,7 +9,7 @@ Token ids are only ever appended, as they were sampled or tokenised: nothing is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,7 @@ class Trajectory:
     def record(self, prompt_text: str) -> dict[str, Any]:
         """The plain dict that goes into the batch under `trajectory`."""
         return {
-            "turns": [asdict(turn) for turn in self.turns],
+            "turns": [dict(vars(turn)) for turn in self.turns],
             "num_searches": sum(turn.documents is not None for turn in self.turns),
             "num_actions": len(self.turns),
             "num_valid_actions": sum(turn.action in ("search", "answer") for turn in self.turns),

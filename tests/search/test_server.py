@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -221,6 +222,11 @@ def test_a_taken_port_is_one_line_and_status_1(capsys, tmp_path):
         port = str(taken.getsockname()[1])
         assert main(["--corpus_path", str(corpus), "--host", "127.0.0.1", "--port", port]) == 1
     assert "can't listen on 127.0.0.1" in capsys.readouterr().err
+
+
+def test_replies_do_not_wait_for_acknowledgements():
+    with open_socket("127.0.0.1", 0) as listener:  # asyncio sets TCP_NODELAY only on sockets that name TCP
+        assert listener.proto == socket.IPPROTO_TCP
 
 
 def write_corpus(folder: Path, more: str = "") -> Path:
