@@ -1,0 +1,155 @@
+"""A run's records: what the files hold, also after a kill and a restart."""
+
+import json
+from pathlib import Path
+
+import pytest
+from records_data import SplitTokenizer, report, step_batch
+
+from verl.trainer.config import load_config
+from verl.trainer.ppo.run_state import RunState
+from verl.utils.records import RunRecorder
+from verl.utils.records.files import MetricsFile, read_lines, to_json
+
+TOKENIZER = SplitTokenizer()
+
+
+def make_config(tmp_path: Path, *overrides: str):
+    return load_config(
+        [f"trainer.default_local_dir={tmp_path}/run", "trainer.progress=plain", "trainer.seed=3", *overrides]
+    )
+
+
+def run(
+    config, total: int, state: RunState, resumed_from: Path | None, until: int | None = None
+) -> RunRecorder:
+    """Steps of a pretended run: what the trainer does with its recorder."""
+    recorder = RunRecorder(config, total)
+    recorder.start(state, resumed_from)
+    if state.step == 0:
+        first = report(0.2, step_batch(["Ada", "Bob"]))
+        state.validation["before"] = first.summary()
+        recorder.log_validation(state, first, TOKENIZER)
+    while state.step < (until or total):
+        state.step += 1
+        metrics = {
+            "critic/score/mean": 0.1 * state.step,
+            "timing_s/step": 2.0,
+            "perf/generated_tokens": 100,
+            "perf/trained_tokens": 300,
+            "perf/generated_tokens_per_second": 1234.5,
+        }
+        state.add_step(metrics, {"gen": 1.0, "update_actor": 0.5}, wall_seconds=2.0 * state.step)
+        if state.step == total:
+            last = report(0.8)
+            state.validation["after"] = last.summary()
+            recorder.log_validation(state, last, TOKENIZER)
+            metrics |= last.metrics()
+        recorder.log_step(state, metrics, step_batch(["Ada", "Bob", "Ada", "Ada"]), TOKENIZER)
+    return recorder
+
+
+def test_a_run_leaves_its_records(tmp_path, capsys):
+    config = make_config(tmp_path, "trainer.num_trajectories_logged=3")
+    state = RunState()
+    recorder = run(config, 3, state, None)
+    summary = recorder.finish(state, wall_seconds=7.0)
+    recorder.close()
+    folder = tmp_path / "run"
+    lines = MetricsFile(folder / "metrics.jsonl").read()
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert lines[0]["val/greedy/em"] == 0.2 and lines[3]["val/greedy/em"] == 0.8
+    assert lines[1]["train/em"] == 0.75 and lines[1]["train/searches"] == 1.0
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (folder / "trajectories").iterdir()) == [
+        f"step_{i}.jsonl" for i in range(4)
+    ]
+    records = read_lines(folder / "trajectories" / "step_1.jsonl")
+    assert len(records) == 3 and records[0]["split"] == "train"
+    assert "Who made the cheese?" in (folder / "trajectories.html").read_text()
+    said = capsys.readouterr().out
+    assert "step 2/3  reward 0.200  EM 0.750  searches 1.00  1,234 tokens/s  0:02 left" in said
+    assert "validation at step 0" in said and "done after 3 steps" in said
+
+
+def test_the_summary_has_the_sampled_figures_first_and_all_that_is_promised(tmp_path):
+    state = RunState()
+    recorder = run(make_config(tmp_path), 2, state, None)
+    summary = recorder.finish(state, wall_seconds=5.0)
+    recorder.close()
+    assert summary["em_before"] == 0.4 and summary["em_before_greedy"] == 0.2
+    assert summary["em_after"] == 1.0 and summary["em_after_greedy"] == 0.8
+    assert summary["em_after_by_hops"] == {"1": 1.0, "2": 1.0}
+    assert summary["searches_by_hops"] == {"1": 1.0, "2": 2.0}
+    assert summary["num_val_questions"] == 10 and summary["num_val_questions_greedy"] == 20
+    assert summary["steps"] == 2 and summary["wall_seconds"] == 5.0 and summary["seed"] == 3
+    assert summary["seconds_by_phase"] == {"gen": 2.0, "update_actor": 1.0}
+    assert summary["generated_tokens_per_second"] == 100.0
+    assert summary["trained_tokens_per_second"] == 600.0
+
+
+def test_extra_questions_are_reported_apart(tmp_path):
+    config, state = make_config(tmp_path), RunState()
+    last = report(0.8)
+    last.extra = report(0.4)
+    state.validation["after"] = last.summary()
+    recorder = RunRecorder(config, 1)
+    recorder.start(state, None)
+    summary = recorder.finish(state, wall_seconds=1.0)
+    recorder.close()
+    assert summary["extra_em_after_greedy"] == 0.4 and summary["extra_em_before"] is None
+
+
+def test_rule_10_the_records_of_a_killed_and_resumed_run_are_those_of_an_undisturbed_one(tmp_path):
+    undisturbed = make_config(tmp_path / "a")
+    run(undisturbed, 6, RunState(), None).close()
+    killed = make_config(tmp_path / "b")
+    run(killed, 6, RunState(), None, until=5).close()
+    with (tmp_path / "b/run/metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "critic/sc')  # killed while it wrote
+    checkpoint = RunState(step=2)
+    run(killed, 6, checkpoint, tmp_path / "b/run/global_step_2").close()
+    for name in ("metrics.jsonl", *(f"trajectories/step_{i}.jsonl" for i in range(7))):
+        assert (tmp_path / "a/run" / name).read_text() == (tmp_path / "b/run" / name).read_text(), name
+
+
+def test_a_run_that_starts_anew_keeps_nothing_of_an_earlier_one(tmp_path):
+    config = make_config(tmp_path)
+    run(config, 4, RunState(), None).close()
+    run(config, 2, RunState(), None).close()
+    assert [line["step"] for line in MetricsFile(tmp_path / "run/metrics.jsonl").read()] == [0, 1, 2]
+    assert not (tmp_path / "run/trajectories/step_3.jsonl").exists()
+
+
+def test_without_the_console_logger_only_messages_are_printed(tmp_path, capsys):
+    run(make_config(tmp_path, "trainer.logger=[]"), 2, RunState(), None).close()
+    said = capsys.readouterr().out
+    assert "step 1/2" not in said and "validation at step 0" in said
+
+
+def test_no_trajectories_are_kept_when_none_are_wanted(tmp_path):
+    config, state = make_config(tmp_path, "trainer.num_trajectories_logged=0"), RunState()
+    recorder = run(config, 1, state, None)
+    recorder.finish(state, 1.0)
+    recorder.close()
+    assert not (tmp_path / "run/trajectories").exists()
+
+
+def test_closing_twice_and_before_the_start_is_fine(tmp_path):
+    recorder = RunRecorder(make_config(tmp_path), 1)
+    recorder.close()
+    recorder.close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_logger_that_is_not_installed_is_said_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "mlflow", None)
+    recorder = RunRecorder(make_config(tmp_path, "trainer.logger=[mlflow]"), 1)
+    with pytest.raises(ValueError, match="pip install mlflow"):
+        recorder.start(RunState(), None)
+
+
+def test_json_has_no_nan_and_keeps_numbers_exactly():
+    text = to_json({"a": float("nan"), "b": 0.1 + 0.2, "c": float("-inf"), "d": True, "e": "ä"})
+    assert text == '{"a": null, "b": 0.30000000000000004, "c": null, "d": true, "e": "ä"}'

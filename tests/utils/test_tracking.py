@@ -1,0 +1,71 @@
+"""Backends that metrics go to."""
+
+import sys
+
+import pytest
+
+from verl.utils.tracking import Tracking, has_wandb_key
+
+
+def track(tmp_path, *loggers: str, first_step: int = 0) -> Tracking:
+    return Tracking(loggers, "project", "run", tmp_path, {"trainer": {"seed": 0}}, first_step)
+
+
+def test_tensorboard_gets_the_metrics_and_drops_later_steps_on_resume(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracking = track(tmp_path, "console", "tensorboard")
+    for step in range(5):
+        tracking.log({"train/em": step / 10}, step)
+    tracking.finish()
+    tracking.finish()
+    resumed = track(tmp_path, "tensorboard", first_step=3)
+    resumed.log({"train/em": 0.9}, 3)
+    resumed.finish()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    values = {event.step: round(event.value, 3) for event in events.Scalars("train/em")}
+    assert values == {0: 0.0, 1: 0.1, 2: 0.2, 3: 0.9}
+
+
+def test_no_loggers_is_fine(tmp_path):
+    tracking = track(tmp_path)
+    tracking.log({"a": 1.0}, 1)
+    tracking.finish()
+
+
+def test_unknown_and_missing_loggers_are_named(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="Found nodepad in trainer.logger"):
+        track(tmp_path, "nodepad")
+    for name in ("mlflow", "wandb", "tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(ValueError, match=f"pip install {name}"):
+            track(tmp_path, name)
+
+
+def test_a_wandb_key_is_found_where_wandb_looks(tmp_path, monkeypatch):
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    assert not has_wandb_key()
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0123\n")
+    (tmp_path / "netrc").chmod(0o600)
+    assert has_wandb_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    assert not has_wandb_key()
+    monkeypatch.setenv("WANDB_API_KEY", "0123")
+    assert has_wandb_key()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["offline", None])
+def test_wandb_without_a_key_keeps_the_run_on_disk(tmp_path, monkeypatch, capsys, mode):
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if mode:
+        monkeypatch.setenv("WANDB_MODE", mode)
+    tracking = track(tmp_path, "wandb")
+    tracking.log({"train/em": 0.5}, 1)
+    tracking.finish()
+    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert ("no API key" in capsys.readouterr().out) == (mode is None)
