@@ -173,7 +173,7 @@ class RayPPOTrainer:
             metrics |= metric_utils.step_metrics(batch, timer, self.use_critic)
             self.state.add_step(metrics, timer.seconds, time.perf_counter() - started)
             self.recorder.log_step(self.state, metrics, batch, self.tokenizer)
-            if trainer.save_freq > 0 and (last or self.state.step % trainer.save_freq == 0):
+            if last or (trainer.save_freq > 0 and self.state.step % trainer.save_freq == 0):
                 self._save_checkpoint()
         return self.recorder.finish(self.state, time.perf_counter() - started)
 
