@@ -28,6 +28,7 @@ def test_the_worked_example_packs_as_its_docstring_says():
     assert packed.labels.tolist() == [7, 8, 2]
     assert packed.cells.tolist() == [0, 1, 3]
     assert packed.shape == (1, 5)
+    assert packed.mask.tolist() == [[True, True, False, True, False]]
 
 
 def test_rows_stand_end_to_end_in_the_order_asked_for():

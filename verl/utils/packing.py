@@ -44,6 +44,13 @@ class PackedMicroBatch:
     rows: Tensor
     shape: tuple[int, int]
 
+    @property
+    def mask(self) -> Tensor:
+        """[B, R] bool: where the loss tokens stand."""
+        flat = torch.zeros(self.shape[0] * self.shape[1], dtype=torch.bool, device=self.cells.device)
+        flat[self.cells] = True
+        return flat.view(self.shape)
+
     def unpack(self, per_token: Tensor) -> Tensor:
         """[L] floats -> [B, R], 0 where there is no loss token. Differentiable."""
         return (

@@ -175,7 +175,7 @@ class DataParallelPPOActor:
 
         with self.engine.autocast():
             per_token, entropy_per_token = self.engine.module(part, self.temperature, True)
-        mask = rows_of("response_mask")
+        mask = part.mask
         log_prob, entropy = part.unpack(per_token), part.unpack(entropy_per_token)
         old_log_prob = log_prob.detach() if on_policy else rows_of("old_log_probs")
         mode = config["loss_agg_mode"]
@@ -207,7 +207,7 @@ class DataParallelPPOActor:
             figures["actor/kl_loss"] = agg_loss(kl, mask, mode, denominator)
             loss = loss + config["kl_loss_coef"] * figures["actor/kl_loss"]
         figures["loss"] = loss
-        log_ratio = (log_prob - old_log_prob).detach().masked_select(mask.bool())
+        log_ratio = (log_prob - old_log_prob).detach().masked_select(mask)
         ratio_range = (
             torch.stack([log_ratio.min(), log_ratio.max()]) if len(log_ratio) else log_prob.new_zeros(2)
         )

@@ -107,20 +107,18 @@ class DataParallelPPOCritic:
             with engine.autocast():
                 value = engine.module(part)
             vpreds = part.unpack(value)
-            returns, old_values, part_mask = (
-                batch[key][part.rows].to(engine.device) for key in ("returns", "values", "response_mask")
-            )
+            returns, old_values = (batch[key][part.rows].to(engine.device) for key in ("returns", "values"))
             loss, clip_fraction = compute_value_loss(
                 vpreds,
                 returns,
                 old_values,
-                part_mask,
+                part.mask,
                 config["cliprange_value"],
                 config["loss_agg_mode"],
                 denominator,
             )
             engine.backward(loss, is_last=number == count - 1)
-            mean = agg_loss(vpreds.detach(), part_mask, "token-mean", denominator)
+            mean = agg_loss(vpreds.detach(), part.mask, "token-mean", denominator)
             sums += torch.stack([loss.detach(), clip_fraction, mean]).double().cpu()
         names = ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean")
         return dict(zip(names, engine.reduce(sums.tolist(), "sum"), strict=True))

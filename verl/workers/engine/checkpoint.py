@@ -8,6 +8,9 @@ each function together. Writing aside and renaming is the trainer's business.
 from __future__ import annotations
 
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,14 @@ def _barrier(engine: TrainEngine[Any]) -> None:
         dist.barrier()
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's remark that a single process is not distributed."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
 def _tensors(engine: TrainEngine[Any]) -> dict[str, Any]:
     assert engine.optimizer is not None
     return {
@@ -50,7 +61,7 @@ def save_checkpoint(engine: TrainEngine[Any], path: str | Path) -> None:
     assert engine.scheduler is not None
     folder, rank = Path(path), _rank(engine)
     folder.mkdir(parents=True, exist_ok=True)
-    with engine.loaded(optimizer=True):
+    with engine.loaded(optimizer=True), _quiet():
         dcp.save(_tensors(engine), checkpoint_id=folder / "dcp", no_dist=engine.world_size == 1)
     rng = {"cpu": torch.get_rng_state()}
     if engine.device.type == "cuda":
@@ -73,7 +84,8 @@ def load_checkpoint(engine: TrainEngine[Any], path: str | Path) -> None:
         )
     with engine.loaded(optimizer=True):
         state = _tensors(engine)
-        dcp.load(state, checkpoint_id=folder / "dcp", no_dist=engine.world_size == 1)
+        with _quiet():
+            dcp.load(state, checkpoint_id=folder / "dcp", no_dist=engine.world_size == 1)
         set_model_state_dict(engine.module, state["model"])
         set_optimizer_state_dict(engine.module, engine.optimizer, state["optimizer"])
     schedule = torch.load(folder / "schedule.pt", weights_only=True)

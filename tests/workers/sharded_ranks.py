@@ -1,0 +1,101 @@
+"""What one rank does in tests of several processes (gloo, CPU); run by `torch.multiprocessing.spawn`."""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tiny_training import gradients_of, make_actor, make_batch, make_config, make_critic
+from transformers import AutoTokenizer
+
+from verl.single_controller.base.worker import get_free_port
+from verl.trainer.ppo.batching import arrange_for_workers
+from verl.workers.actor.dp_actor import compute_log_prob
+from verl.workers.engine.checkpoint import load_checkpoint, save_checkpoint, save_hf
+
+NUM_ROWS = 11  # no multiple of 2 or 3: some ranks get a copy that takes part in nothing
+VARIANTS = {
+    "packed": [],
+    "rows of 1": [
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        "critic.ppo_micro_batch_size_per_gpu=1",
+    ],
+    "token budget": [
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=25",
+        "critic.ppo_max_token_len_per_gpu=25",
+    ],
+    "padded": ["actor_rollout_ref.model.use_remove_padding=false", "critic.model.use_remove_padding=false"],
+}
+COMMON = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.ppo_mini_batch_size=6"]
+
+
+def settings(model_path, variant):
+    return make_config(model_path, *COMMON, *VARIANTS[variant])
+
+
+def my_rows(rank, world_size):
+    """This rank's rows of the batch, as the trainer deals them out (mini-batches of 6 rows)."""
+    arranged, _ = arrange_for_workers(make_batch(NUM_ROWS), world_size, 6)
+    return arranged.chunk(world_size)[rank]
+
+
+def updates(model_path, rank=0, world_size=1):
+    """variant -> (metrics, gradients) of an actor's and a critic's update on this rank's rows."""
+    results = {}
+    for variant in VARIANTS:
+        config = settings(model_path, variant)
+        for kind, make in (("actor", make_actor), ("critic", make_critic)):
+            worker = make(config, world_size)
+            run = worker.update_policy if kind == "actor" else worker.update_critic
+            data = my_rows(rank, world_size)
+            results[variant, kind] = gradients_of(worker.engine, lambda run=run, data=data: run(data))
+    return results
+
+
+def go_on(actor, rank, world_size):
+    """One more update; returns (metrics, whole weights after it)."""
+    metrics = actor.update_policy(my_rows(rank, world_size))
+    return metrics, {name: tensor.clone() for name, tensor in actor.engine.weights()}
+
+
+def first_run(rank, world_size, model_path, out):
+    """Updates of every variant; then one real update, a checkpoint, a Hugging Face folder, log-probs,
+    another update.
+    """
+    results = {"updates": updates(model_path, rank, world_size)}
+    actor = make_actor(settings(model_path, "packed"), world_size)
+    actor.update_policy(my_rows(rank, world_size))
+    save_checkpoint(actor.engine, out / "checkpoint")
+    save_hf(actor.engine, out / "hf", AutoTokenizer.from_pretrained(model_path), model_path)
+    results["weights"] = {name: tensor.clone() for name, tensor in actor.engine.weights()}
+    log_probs, _ = compute_log_prob(actor.engine, my_rows(rank, world_size), actor.limits, 1.0)
+    results["log_probs"] = log_probs
+    results["next"] = go_on(actor, rank, world_size)
+    torch.save(results, out / f"rank{rank}.pt")
+
+
+def resumed_run(rank, world_size, model_path, out):
+    """Loads the checkpoint that another number of ranks wrote, and makes the next update."""
+    actor = make_actor(settings(model_path, "packed"), world_size)
+    load_checkpoint(actor.engine, out / "checkpoint")
+    result = go_on(actor, rank, world_size)
+    if rank == 0:
+        torch.save(result, out / f"resumed_on_{world_size}.pt")
+
+
+def _rank_main(rank, function, world_size, port, model_path, out):
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    try:
+        function(rank, world_size, model_path, out)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_ranks(function, world_size, model_path, out: Path):
+    """Runs `function(rank, world_size, model_path, out)` in as many processes, and waits for them."""
+    torch.multiprocessing.spawn(
+        _rank_main, (function, world_size, get_free_port(), model_path, out), nprocs=world_size
+    )
