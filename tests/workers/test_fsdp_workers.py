@@ -1,0 +1,168 @@
+"""The workers as a trainer uses them: sample with the native engine, log-probs, updates, checkpoints, in
+one process.
+"""
+
+import pytest
+import torch
+from tiny_training import make_batch, make_config
+
+from verl.protocol import DataProto, object_array
+from verl.single_controller.base import ClassWithInitArgs
+from verl.single_controller.local import LocalWorkerGroup
+from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
+from verl.workers.rollout.engine import SamplingParams
+
+NEW_TOKENS = 9
+
+
+class OneTurnAgent:
+    """Samples one turn of NEW_TOKENS tokens for each prompt."""
+
+    def __init__(self, tokenizer, engine):
+        self.engine = engine
+
+    def run_llm_loop(self, gen_batch):
+        prompts = [list(ids) for ids in gen_batch.non_tensor_batch["raw_prompt_ids"]]
+        row_of = {}
+        for row, (prompt, seed) in enumerate(
+            zip(prompts, gen_batch.batch["sampling_seeds"].tolist(), strict=True)
+        ):
+            row_of[self.engine.open(prompt, SamplingParams(NEW_TOKENS, seed=seed))] = row
+        done = {}
+        while len(done) < len(prompts):
+            for completion in self.engine.step():
+                done[row_of[completion.session_id]] = completion
+                self.engine.close(completion.session_id)
+        width = max(map(len, prompts))
+        padding = [width - len(prompt) for prompt in prompts]
+        input_ids = torch.tensor(
+            [[0] * n + p + done[i].token_ids for i, (n, p) in enumerate(zip(padding, prompts, strict=True))]
+        )
+        attention = torch.tensor([[0] * n + [1] * (width - n + NEW_TOKENS) for n in padding])
+        return DataProto.from_dict(
+            {
+                "input_ids": input_ids,
+                "responses": input_ids[:, width:],
+                "attention_mask": attention,
+                "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+                "response_mask": torch.ones(len(prompts), NEW_TOKENS, dtype=torch.int64),
+                "rollout_log_probs": torch.tensor([done[i].log_probs for i in range(len(prompts))]),
+            }
+        )
+
+
+def gen_batch(num_rows=8):
+    prompts = [[5 + row, 7, 9][: 1 + row % 3] for row in range(num_rows)]
+    return DataProto.from_dict(
+        {"sampling_seeds": torch.arange(num_rows)}, non_tensors={"raw_prompt_ids": object_array(prompts)}
+    )
+
+
+@pytest.fixture
+def make_group():
+    groups = []
+
+    def make(worker_class, *args, **kwargs):
+        groups.append(LocalWorkerGroup(ClassWithInitArgs(worker_class, *args, device="cpu", **kwargs)))
+        groups[-1].init_model()
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        group.shutdown()
+
+
+def actor_group(make_group, model_path, role="actor_rollout_ref", *overrides):
+    config = make_config(model_path, *overrides)
+    return make_group(ActorRolloutRefWorker, config.actor_rollout_ref, role, OneTurnAgent)
+
+
+def test_rollout_log_probs_are_the_trainers_own_before_and_after_updates(make_group, model_path):
+    """The engine reads the weights that are trained: what it says of a token is what the trainer says."""
+    group = actor_group(make_group, model_path)
+    seen = []
+    for _ in range(3):
+        batch = group.generate_sequences(gen_batch())
+        log_probs = group.compute_log_prob(batch).batch["old_log_probs"]
+        torch.testing.assert_close(batch.batch["rollout_log_probs"], log_probs, rtol=1e-4, atol=2e-5)
+        seen.append(log_probs)
+        batch.batch["advantages"] = torch.ones_like(log_probs)
+        metrics = group.update_actor(batch).meta_info["metrics"]
+        assert metrics["actor/ratio/min"] == metrics["actor/ratio/max"] == 1.0
+    assert seen[2].mean() > seen[0].mean() + 0.3  # what was sampled has become likelier
+
+
+def test_the_same_seeds_sample_the_same_tokens_and_other_seeds_others(make_group, model_path):
+    group = actor_group(make_group, model_path)
+    first, again = (group.generate_sequences(gen_batch()).batch["responses"] for _ in range(2))
+    other = gen_batch()
+    other.batch["sampling_seeds"] += 1000
+    assert torch.equal(first, again)
+    assert not torch.equal(group.generate_sequences(other).batch["responses"], first)
+
+
+def test_the_reference_stays_where_training_started(make_group, model_path):
+    group = actor_group(make_group, model_path)
+    batch = make_batch()
+    before = group.compute_ref_log_prob(batch).batch["ref_log_prob"]
+    assert torch.equal(before, group.compute_log_prob(batch).batch["old_log_probs"])
+    group.update_actor(batch)
+    assert torch.equal(group.compute_ref_log_prob(batch).batch["ref_log_prob"], before)
+    assert not torch.equal(group.compute_log_prob(batch).batch["old_log_probs"], before)
+
+
+def test_rule_10_a_loaded_checkpoint_samples_and_trains_as_the_saved_run_did(
+    make_group, model_path, tmp_path
+):
+    group, resumed = (actor_group(make_group, model_path) for _ in range(2))
+    group.update_actor(make_batch(seed=1))
+    group.save_checkpoint(str(tmp_path / "actor"))
+    resumed.generate_sequences(gen_batch())  # its engine exists, with older weights
+    resumed.load_checkpoint(str(tmp_path / "actor"))
+    outcomes = []
+    for g in (group, resumed):
+        sampled = g.generate_sequences(gen_batch()).batch
+        outcomes.append(
+            (sampled["responses"], sampled["rollout_log_probs"], g.update_actor(make_batch(seed=2)).meta_info)
+        )
+    assert torch.equal(outcomes[0][0], outcomes[1][0]) and torch.equal(outcomes[0][1], outcomes[1][1])
+    assert outcomes[0][2] == outcomes[1][2]
+
+
+def test_the_hugging_face_folder_of_a_checkpoint_is_a_base_for_a_new_run(make_group, model_path, tmp_path):
+    group = actor_group(make_group, model_path)
+    group.update_actor(make_batch())
+    group.save_checkpoint(str(tmp_path / "actor"))
+    started = actor_group(make_group, str(tmp_path / "actor" / "huggingface"), "actor_rollout")
+    expected = group.compute_log_prob(make_batch()).batch["old_log_probs"]
+    assert torch.equal(started.compute_log_prob(make_batch()).batch["old_log_probs"], expected)
+
+
+def test_the_critic_worker_computes_updates_saves_and_loads(make_group, model_path, tmp_path):
+    config = make_config(model_path).critic
+    group, resumed = (make_group(CriticWorker, config) for _ in range(2))
+    before = group.compute_values(make_batch()).batch["values"]
+    metrics = group.update_critic(make_batch()).meta_info["metrics"]
+    assert {
+        "critic/vf_loss",
+        "critic/vf_clipfrac",
+        "critic/vpred_mean",
+        "critic/grad_norm",
+        "critic/lr",
+    } <= metrics.keys()
+    after = group.compute_values(make_batch()).batch["values"]
+    assert not torch.equal(before, after)
+    group.save_checkpoint(str(tmp_path))
+    resumed.load_checkpoint(str(tmp_path))
+    assert torch.equal(resumed.compute_values(make_batch()).batch["values"], after)
+
+
+def test_mistakes_are_refused_in_words(make_group, model_path):
+    with pytest.raises(ValueError, match="role: found 'critic'"):
+        ActorRolloutRefWorker(make_config(model_path).actor_rollout_ref, "critic")
+    with pytest.raises(ValueError, match="device: found 'tpu'"):
+        ActorRolloutRefWorker(make_config(model_path).actor_rollout_ref, "actor", device="tpu")
+    batch = make_batch()
+    del batch.batch["advantages"]
+    with pytest.raises(ValueError, match="the batch has no advantages"):
+        actor_group(make_group, model_path, "actor").update_actor(batch)
