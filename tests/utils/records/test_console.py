@@ -5,7 +5,14 @@ import io
 import pytest
 from rich.console import Console
 
-from verl.utils.records.console import LiveDisplay, MessagesOnly, PlainDisplay, clock, make_display
+from verl.utils.records.console import (
+    LiveDisplay,
+    MessagesOnly,
+    PlainDisplay,
+    clock,
+    make_display,
+    validation_lines,
+)
 
 METRICS = {
     "critic/score/mean": 0.4125,
@@ -19,6 +26,22 @@ METRICS = {
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (65, "1:05"), (3725, "1:02:05")])
 def test_time_left_reads_like_a_clock(seconds, text):
     assert clock(seconds) == text
+
+
+def test_a_validation_is_a_line_for_each_mode_and_for_several_sources():
+    figures = {
+        "em": 0.5,
+        "em_by_hops": {"1": 0.75, "2": 0.25},
+        "searches": 1.5,
+        "searches_by_hops": {"1": 1.0, "2": 2.0},
+    }
+    extra = {"em": 0.1, "em_by_hops": {"3": 0.1}, "searches": 3.0, "searches_by_hops": {"3": 3.0}}
+    metrics = {"val/test_score/nq": 0.25, "val/test_score/popqa": 0.75, "val/greedy/em": 0.5}
+    assert validation_lines({"greedy": figures, "extra": {"greedy": extra}}, metrics) == [
+        "greedy EM 0.500 (1 hop 0.750, 2 hops 0.250), searches 1.50 (1 hop 1.00, 2 hops 2.00)",
+        "extra questions, greedy EM 0.100, searches 3.00",
+        "score by data source: nq 0.250, popqa 0.750",
+    ]
 
 
 def test_a_plain_line_has_all_figures(capsys):

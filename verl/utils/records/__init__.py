@@ -1,5 +1,6 @@
 """What a run leaves to look at, in `trainer.default_local_dir`.
 
+    config.yaml            the configuration, complete and resolved
     metrics.jsonl          one line per step (step 0 is the validation before training)
     summary.json           the run's result
     curves.png             reward, searches, entropy, length over the steps

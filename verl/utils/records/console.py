@@ -74,6 +74,30 @@ def step_figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     return [(name, format(metrics[key], form)) for name, key, form in known if key in metrics]
 
 
+def validation_lines(summary: Mapping[str, Any], metrics: Mapping[str, float]) -> list[str]:
+    """One line for each mode of a validation, one for the extra questions, one for several data sources.
+
+    Args:
+        summary, metrics: of a `ValidationReport`.
+    """
+    lines = [_mode_line(mode, figures) for mode, figures in summary.items() if mode != "extra"]
+    lines += [f"extra questions, {_mode_line(*item)}" for item in summary.get("extra", {}).items()]
+    head = "val/test_score/"
+    sources = [f"{name[len(head) :]} {value:.3f}" for name, value in metrics.items() if name.startswith(head)]
+    return lines + (["score by data source: " + ", ".join(sources)] if len(sources) > 1 else [])
+
+
+def _mode_line(mode: str, figures: Mapping[str, Any]) -> str:
+    def by_hops(values: Mapping[str, float], form: str) -> str:
+        parts = [f"{hops} hop{'s' * (hops != '1')} {value:{form}}" for hops, value in values.items()]
+        return f" ({', '.join(parts)})" if len(parts) > 1 else ""
+
+    return (
+        f"{mode} EM {figures['em']:.3f}{by_hops(figures['em_by_hops'], '.3f')}, "
+        f"searches {figures['searches']:.2f}{by_hops(figures['searches_by_hops'], '.2f')}"
+    )
+
+
 class MessagesOnly:
     """Prints messages, not steps."""
 

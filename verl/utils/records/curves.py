@@ -18,7 +18,7 @@ Rows = Sequence[Mapping[str, Any]]
 # Okabe and Ito's colours: told apart by everybody
 BLUE, ORANGE, GREEN, RED, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#8a8f98"
 HOP_COLOURS = (BLUE, ORANGE, GREEN, RED)
-SMOOTH_OVER = 9  # steps in the moving mean
+SMOOTH_OVER = 9  # most steps in the moving mean; short runs are smoothed less
 
 _STYLE: Any = {
     "font.size": 10,
@@ -122,7 +122,7 @@ def _line(axis: Axes, rows: Rows, name: str, colour: str, label: str) -> None:
         return
     steps, values = np.array([s for s, _ in points]), np.array([v for _, v in points], dtype=float)
     axis.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
-    axis.plot(steps, moving_mean(values, SMOOTH_OVER), color=colour, linewidth=2, label=label)
+    axis.plot(steps, moving_mean(values, min(SMOOTH_OVER, 1 + len(values) // 10)), color=colour, linewidth=2, label=label)
 
 
 def _points(axis: Axes, rows: Rows, name: str, colour: str, label: str, marker: str) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
-from verl.utils.records.console import make_display
+from verl.utils.records.console import make_display, validation_lines
 from verl.utils.records.curves import draw_curves
 from verl.utils.records.files import MetricsFile, to_json, write_text_atomically
 from verl.utils.records.summary import build_summary
@@ -99,12 +99,8 @@ class RunRecorder:
             self._write(0, metrics)
         if report.samples is not None:
             self._keep_trajectories(report.samples, state.step, "val", tokenizer)
-        figures = [
-            f"{name.removeprefix('val/').removeprefix('val_')} {value:.3f}"
-            for name, value in metrics.items()
-            if name.endswith(("/em", "/searches")) or "/test_score/" in name or "/em/hops_" in name
-        ]
-        self.display.say(f"validation at step {state.step}: {', '.join(figures)}")
+        for line in validation_lines(report.summary(), metrics):
+            self.display.say(f"validation at step {state.step}: {line}")
         if time.monotonic() - self._drawn_at > _REDRAW_SECONDS:
             self._draw()
 
