@@ -145,8 +145,10 @@ def test_a_model_may_be_named_as_on_the_hub_and_a_folder_must_hold_one(good, tmp
         check([*good, f"actor_rollout_ref.model.path={tmp_path}"])
 
 
-def test_the_format_program_takes_its_scores(good):
+def test_the_format_program_takes_its_scores_and_no_other_reward(good):
     check([*good, "reward_model.structure_format_score=0.2"], format_reward=True)
+    with pytest.raises(ValueError, match="a reward of its own"):
+        check([*good, f"custom_reward_function.path={__file__}"], format_reward=True)
 
 
 def test_lists_of_files_and_addresses_are_taken(good):

@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 import torch
 
-from verl.utils.reward_score import RewardFunction, default_compute_score, load_reward_function, qa_em
+from verl.utils.reward_score import RewardFunction, default_compute_score, qa_em
 from verl.utils.reward_score.qa_em_format import Segment
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
-
-__all__ = ["RewardManager", "load_reward_function"]
 
 _PROTOCOL_TAGS = frozenset(
     f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/")

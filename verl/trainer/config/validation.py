@@ -172,6 +172,11 @@ def _check_algorithm(config: DictConfig) -> None:
 
 
 def _check_format_scores(config: DictConfig, format_reward: bool) -> None:
+    if format_reward and config.custom_reward_function.path is not None:
+        raise ValueError(
+            "Found custom_reward_function.path in main_ppo_format, which has a reward of its own; "
+            "run `python -m verl.trainer.main_ppo` with it."
+        )
     for name in FORMAT_SCORES:
         value = config.reward_model[name]
         if value and not format_reward:

@@ -122,7 +122,8 @@ def _line(axis: Axes, rows: Rows, name: str, colour: str, label: str) -> None:
         return
     steps, values = np.array([s for s, _ in points]), np.array([v for _, v in points], dtype=float)
     axis.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
-    axis.plot(steps, moving_mean(values, min(SMOOTH_OVER, 1 + len(values) // 10)), color=colour, linewidth=2, label=label)
+    smooth = moving_mean(values, min(SMOOTH_OVER, 1 + len(values) // 10))
+    axis.plot(steps, smooth, color=colour, linewidth=2, label=label)
 
 
 def _points(axis: Axes, rows: Rows, name: str, colour: str, label: str, marker: str) -> None:
