@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from verl.utils.attention import PACKED_ATTENTION
 from verl.utils.linear_logprob import linear_log_prob
@@ -23,6 +24,8 @@ DTYPES = {
     "fp16": torch.float16,
     "float16": torch.float16,
 }
+transformers_logging.disable_progress_bar()  # a run has a display of its own
+
 # What some models do to their logits after the head; log-probabilities here are of hidden @ weight.T alone.
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
