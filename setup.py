@@ -33,12 +33,16 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["verl*", "search_r1*", "data_prep*"]),
-    package_data={"verl.trainer": ["config/*.yaml"], "data_prep": ["base_model/*"]},
+    package_data={
+        "verl.trainer.config": ["*.yaml"],
+        "verl.utils.records": ["*.html"],
+        "data_prep": ["base_model/*"],
+    },
     install_requires=["numpy", "httpx"],
     extras_require={
         "train": TRAIN,
         "retrieval": RETRIEVAL,
-        "test": [*TRAIN, *RETRIEVAL, "pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
+        "test": [*TRAIN, *RETRIEVAL, "pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "psutil"],
         "flash-attn": ["flash-attn"],
     },
 )

@@ -1,7 +1,7 @@
 """How well a base model reads, and how well it searches already.
 
-`reading_accuracy` looks at greedy copies with the right documents in sight; `evaluate` lets the model search on
-a world with held-out names (sampled at temperature 1, and greedy), with an in-process BM25.
+`reading_accuracy` looks at greedy copies with the right documents in sight; `evaluate` lets the model search
+on a world with held-out names (sampled at temperature 1, and greedy), with an in-process BM25.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from data_prep.demonstrations import Demonstrator, Retriever, observation
 from data_prep.microworld import Question, World, draw_questions, evaluation_world
@@ -41,7 +41,7 @@ def reading_cases(world: World, rng: random.Random, count: int) -> dict[str, lis
 
 @torch.no_grad()
 def reading_accuracy(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, count: int = 96
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int = 96
 ) -> dict[str, float]:
     """Share of cases of which every token is the model's first choice. A world with held-out names."""
     rng = random.Random(0)
@@ -66,7 +66,7 @@ def reading_accuracy(
 @torch.no_grad()
 def rollouts(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerBase,
     retriever: Retriever,
     questions: list[Question],
     greedy: bool,
@@ -102,7 +102,7 @@ def rollouts(
         still = []
         for i, row in zip(active, output[:, width:].tolist(), strict=True):
             written = [t for t in row if t != pad]
-            text = tokenizer.decode(written)
+            text = str(tokenizer.decode(written))
             queries, _ = results[i]
             if text.endswith("</answer>") and "<answer>" in text:
                 results[i] = (queries, text.rsplit("<answer>", 1)[1].removesuffix("</answer>").strip())
@@ -116,7 +116,7 @@ def rollouts(
 
 
 def evaluate(model_dir: Path, seed: int = SEARCHING_WORLD, count: int = 200) -> dict[str, float]:
-    """Reading accuracy; EM and searches by hops and mode; how often the right things are searched for first."""
+    """Reading accuracy; EM and searches by hops and mode; how often the right things are searched for."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     parts = evaluation_world(seed)

@@ -1,8 +1,9 @@
 """What the tiny base model is pretrained on: reading, and a poor imitation of searching.
 
 Each sample is a list of (text, trained) segments over a fresh pretraining world; segments are tokenised one
-by one, as in a rollout. Three kinds:
+by one, as in a rollout. Four kinds:
 
+    echo      a list of names, then the same again: the quickest way to learn to copy
     pack      articles, then many short questions about them: the dense signal from which copying forms
     reading   a question, then documents, then notes that name what was found, and the answer: always right
     trace     the protocol of a rollout (search, information, ..., answer), demonstrated badly on purpose
@@ -31,10 +32,10 @@ Sample = list[tuple[str, bool]]  # (text, whether every token of it is trained)
 NUM_SEARCHES = {0: 0.05, 1: 0.42, 2: 0.43, 3: 0.10}
 RIGHT_TRACE = 0.03
 RIGHT_ANSWER = 0.5
-NOTE = 0.15
-SHARES_FIRST = (0.8, 0.1, 0.1)  # pack, reading, trace at the start of pretraining
-SHARES_LAST = (0.2, 0.3, 0.5)  # from MIX_AT of it on
-MIX_AT = 0.5
+NOTE = 0.3  # share of the later queries from documents that a note precedes
+PACK_SIZES = (0.6, 0.25, 0.1, 0.05)  # one to four articles
+SHARES_FIRST = (0.2, 0.5, 0.2, 0.1)  # echo, pack, reading, trace at the start of pretraining
+SHARES_LAST = (0.02, 0.13, 0.35, 0.5)  # once `mix` has reached 1
 
 
 class Retriever:
@@ -81,13 +82,11 @@ class Demonstrator:
         self.chains = {hops: chains(hops) for hops in (1, 2, 3)}
         self.by_kind = {kind: [e for e in self.entities if e.kind == kind] for kind in OF_KIND}
 
-    def draw(self, progress: float) -> Sample:
-        """A sample of one of the three kinds; `progress` in [0, 1] moves the shares."""
-        part = min(1.0, progress / MIX_AT)
-        shares = [
-            first + part * (last - first) for first, last in zip(SHARES_FIRST, SHARES_LAST, strict=True)
-        ]
-        return self.rng.choices((self.pack, self.reading, self.trace), shares)[0]()
+    def draw(self, mix: float) -> Sample:
+        """A sample of one of the four kinds; `mix` in [0, 1] moves the shares."""
+        ends = zip(SHARES_FIRST, SHARES_LAST, strict=True)
+        shares = [first + mix * (last - first) for first, last in ends]
+        return self.rng.choices((self.echo, self.pack, self.reading, self.trace), shares)[0]()
 
     def question(self, hops: int) -> Question:
         """A question over a chain of relations drawn evenly."""
@@ -98,10 +97,23 @@ class Demonstrator:
             if question is not None:
                 return question
 
+    def echo(self) -> Sample:
+        """A list of names and words, then its parts again in another order: copying in its purest form."""
+        items = [self.rng.choice(self.names) for _ in range(self.rng.randint(4, 10))]
+        items += [v for n in items for v in self.world[n].facts.values() if self.rng.random() < 0.3]
+        self.rng.shuffle(items)
+        sample: Sample = [("".join(f" {item}" for item in items), False), ("\n", False)]
+        for _ in range(2):
+            begin = self.rng.randrange(len(items) - 1)
+            again = items[begin:] + items[:begin]
+            first, rest = " ".join(again).split(" ", 1)
+            sample += [(f" {first}", False), (f" {rest}", True), ("\n", False)]
+        return sample
+
     def pack(self) -> Sample:
         """One to four articles that hang together where they can, then eight questions or notes."""
         documents = [self.rng.choice(self.entities)]
-        for _ in range(self.rng.randrange(4)):
+        for _ in range(self.rng.choices(range(4), PACK_SIZES)[0]):
             linked = [v for v in self.rng.choice(documents).facts.values() if v in self.world]
             name = (
                 self.rng.choice(linked) if linked and self.rng.random() < 0.5 else self.rng.choice(self.names)
@@ -114,7 +126,7 @@ class Demonstrator:
         for _ in range(8):
             document = self.rng.choice(documents)
             relation = self.rng.choice(OF_KIND[document.kind])
-            names = (relation.name,)
+            names: tuple[str, ...] = (relation.name,)
             bridge = document.facts[relation.name]
             if bridge in known and self.rng.random() < 0.7:
                 names = (relation.name, self.rng.choice(OF_KIND[self.world[bridge].kind]).name)
@@ -129,27 +141,28 @@ class Demonstrator:
 
     def note(self, entity: Entity, relation: str) -> str:
         """'<think> the director of Amber Harbor is Bratis Gildane.</think>'"""
-        phrase = self.rng.choice(RELATIONS[relation].phrases).format(e=entity.name)
+        phrase = RELATIONS[relation].phrases[0].format(e=entity.name)
         return f"<think> {phrase} is {entity.facts[relation]}.</think>"
 
     def reading(self) -> Sample:
-        """A question, documents for the first steps of its chain or all of them, right notes, right answer."""
-        question = self.question(self.rng.choices((1, 2, 3), (0.35, 0.5, 0.15))[0])
-        steps = self.rng.randint(1, len(question.path))
-        documents: dict[str, Entity] = {}
-        for name in question.path[:steps]:
-            found = self.retriever.search(name, self.rng.choice((1, 2, 2)))
-            documents |= {entity.name: entity for entity in (*found, self.world[name])}
-        shown = list(documents.values())
-        if self.rng.random() < 0.5:
-            self.rng.shuffle(shown)
-        sample: Sample = [(fill_prompt(MICROWORLD_PROMPT, question.text), False), (observation(shown), False)]
-        complete = steps == len(question.path)
-        noted = range(min(steps, len(question.path) - 1))
-        if not complete or self.rng.random() < 0.6:
-            sample += [(self.note(self.world[question.path[i]], question.relations[i]), True) for i in noted]
-        if complete:
-            sample.append((f"<answer> {question.answer}</answer>", True))
+        """A question, the documents for the first steps of its chain or for all, right notes, right answer.
+
+        The right document comes first, as it does after a right query, but for one time in ten.
+        """
+        question = self.question(self.rng.choices((1, 2, 3), (0.4, 0.5, 0.1))[0])
+        last = len(question.path) - 1
+        sample: Sample = [(fill_prompt(MICROWORLD_PROMPT, question.text), False)]
+        for step in range(self.rng.randint(0, last) + 1):
+            gold = self.world[question.path[step]]
+            found = self.retriever.search(gold.name, self.rng.choice((1, 2, 2)))
+            shown = [gold, *(entity for entity in found if entity is not gold)]
+            if self.rng.random() < 0.1:
+                self.rng.shuffle(shown)
+            sample.append((observation(shown), False))
+            if step == last:
+                sample.append((f"<answer> {question.answer}</answer>", True))
+            elif step == 0 or self.rng.random() < 0.8:
+                sample.append((self.note(gold, question.relations[step]), True))
         return [*sample, (END_TOKEN, True)]
 
     def trace(self) -> Sample:
@@ -168,7 +181,7 @@ class Demonstrator:
         return [*sample, (f"<answer> {answer}</answer>{END_TOKEN}", True)]
 
     def query(self, question: Question, turn: int, seen: dict[str, Entity]) -> tuple[str, str]:
-        """(query, note before it) of a poor student: drawn without looking at what the question still needs."""
+        """(query, note before it) of a poor student, drawn without looking at what is still needed."""
         draw = self.rng.random()
         words = question.text.rstrip("?").split()
         start = self.rng.randrange(len(words))
@@ -185,12 +198,12 @@ class Demonstrator:
             )
             relations = [r.name for r in OF_KIND[entity.kind] if r.phrases]
             relation = self.rng.choice(relations)
-            note = self.note(entity, relation) if self.rng.random() < NOTE * 2 else ""
+            note = self.note(entity, relation) if self.rng.random() < NOTE else ""
             return entity.facts[relation], note
         return (question.path[0] if draw < 0.6 else fragment if draw < 0.85 else wrong), ""
 
     def answer(self, question: Question, seen: dict[str, Entity]) -> str:
-        """The right answer half of the time when it was found, else some value of the documents or of the world."""
+        """The right answer half of the time when it was found, else a value of the documents or the world."""
         values = [value for entity in seen.values() for value in entity.facts.values()]
         if question.answer in values and self.rng.random() < RIGHT_ANSWER:
             return question.answer

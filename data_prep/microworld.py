@@ -34,7 +34,7 @@ PRETRAINING_SIZES = {"film": 24, "novel": 24, "company": 20, "person": 60, "plac
 
 @dataclass
 class Entity:
-    """Somebody or something with an article. `facts` maps a relation's name to its value (a name or a word)."""
+    """Somebody or something with an article. `facts` maps a relation's name to its value."""
 
     kind: str
     name: str
@@ -118,7 +118,8 @@ def draw_questions(rng: random.Random, world: World, hops: int, count: int) -> l
     while len(questions) < count:
         if not any(deck for _, deck in decks):
             raise ValueError(
-                f"{count} questions of {hops} hops asked for, but this world has only {len(questions)}: ask for fewer"
+                f"{count} questions of {hops} hops asked for, "
+                f"but this world has only {len(questions)}: ask for fewer"
             )
         rng.shuffle(decks)
         for chain, deck in decks:

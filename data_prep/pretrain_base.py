@@ -1,14 +1,15 @@
 """Pretrain the tiny base model on a stream of microworlds that are never seen again.
 
-    OMP_NUM_THREADS=1 python -m data_prep.pretrain_base --out data_prep/base_model --work data_prep/base_model_wip
+    OMP_NUM_THREADS=1 python -m data_prep.pretrain_base --work data_prep/base_model_wip
 
     seed, pool number -> a fresh world -> samples (data_prep.demonstrations) -> length-sorted token batches
         -> Qwen3 in bf16 autocast -> weighted loss over a fixed number of tokens -> Muon and AdamW
 
-All randomness comes from (seed, pool number), and progress is counted in pools: killed and started again with
-the same arguments it goes on from the last checkpoint in `--work` to the same weights. Each checkpoint also
-leaves the model in Hugging Face form in `--work`/hf. The learning rate falls to zero over the last part of the
-run; reinforcement learning from a base whose rate was not brought down does not recover (a probe showed it).
+All randomness comes from (seed, pool number), and progress is counted in pools: killed and started again
+with the same arguments it goes on from the last checkpoint in `--work` to the same weights. Each checkpoint
+also leaves the model in Hugging Face form in `--work`/hf. The learning rate falls to zero over the last part
+of the run; reinforcement learning from a base whose rate was not brought down does not recover (a probe
+showed it).
 
 Loss is taken on all tokens that the samples mark as trained and on a share of the others. It is divided by a
 constant, not by the tokens of its own batch: batches are sorted by length, and a norm of each batch's own
@@ -44,11 +45,12 @@ class Settings:
     """Everything that decides the result."""
 
     seed: int = 0
-    num_pools: int = 1500
+    num_pools: int = 600
     samples_per_pool: int = 128
     tokens_per_batch: int = 3072
     warmup_pools: int = 4
-    decay_share: float = 0.35  # last part of the run, over which the learning rate falls to zero
+    mix_pools: int = 200  # over which the shares of the kinds of samples move to their final values
+    decay_pools: int = 220  # last part of the run, over which the learning rate falls to zero
     muon_lr: float = 1e-2
     adam_lr: float = 3e-3
     hidden_size: int = 128
@@ -85,10 +87,9 @@ def build_model(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Qwen3
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
-        attn_implementation="sdpa",
     )
     torch.manual_seed(settings.seed)
-    return Qwen3ForCausalLM(config)
+    return Qwen3ForCausalLM(config)  # attention: sdpa, the default
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, samples: list[Sample]) -> list[tuple[list[int], list[bool]]]:
@@ -113,7 +114,7 @@ def make_pool(settings: Settings, tokenizer: PreTrainedTokenizerFast, pool: int)
     rng = random.Random(f"pool {settings.seed} {pool}")
     world_seed = FIRST_PRETRAINING_SEED + settings.seed * 1_000_000 + pool
     student = Demonstrator(pretraining_world(world_seed), rng)
-    samples = [student.draw(pool / settings.num_pools) for _ in range(settings.samples_per_pool)]
+    samples = [student.draw(min(1.0, pool / settings.mix_pools)) for _ in range(settings.samples_per_pool)]
     encoded = sorted(encode(tokenizer, samples), key=lambda item: len(item[0]))
     groups: list[list[tuple[list[int], list[bool]]]] = [[]]
     for item in encoded:
@@ -160,7 +161,7 @@ def build_optimizers(model: Qwen3ForCausalLM, settings: Settings) -> list[torch.
 
 def learning_rate_share(settings: Settings, pool: int) -> float:
     """Warm-up, a plateau, then linearly down to zero; 1 on the plateau."""
-    left = (settings.num_pools - pool) / (settings.decay_share * settings.num_pools)
+    left = (settings.num_pools - pool) / settings.decay_pools
     return min(1.0, (pool + 1) / settings.warmup_pools, left)
 
 
@@ -179,12 +180,18 @@ class Pretraining:
             self.load()
 
     def load(self) -> None:
-        """Go on from the checkpoint; ValueError if it was made with other settings."""
+        """Go on from the checkpoint; ValueError if it was made with other settings.
+
+        Only `num_pools` may differ, as long as neither run had begun to bring the learning rate down.
+        """
         state = torch.load(self.work / "state.pt", weights_only=True)
-        if state["settings"] != asdict(self.settings):
+        found, given = state["settings"], asdict(self.settings)
+        same = {**found, "num_pools": 0} == {**given, "num_pools": 0}
+        plateau = min(found["num_pools"], given["num_pools"]) - self.settings.decay_pools
+        if found != given and not (same and state["next_pool"] <= plateau):
             raise ValueError(
-                f"{self.work / 'state.pt'} was made with the settings {state['settings']}, not with "
-                f"{asdict(self.settings)}: give the same arguments or another --work"
+                f"{self.work / 'state.pt'} was made with the settings {found}, not with {given}: "
+                "give the same arguments or another --work"
             )
         self.model.load_state_dict(state["model"])
         for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
@@ -279,9 +286,8 @@ def main() -> None:
     torch.set_num_threads(1)
     pretraining = Pretraining(Settings(seed=args.seed, num_pools=args.num_pools), args.work)
     num_parameters = sum(p.numel() for p in pretraining.model.parameters())
-    print(
-        f"{num_parameters} parameters, vocabulary {len(pretraining.tokenizer)}, from pool {pretraining.next_pool}"
-    )
+    vocabulary = len(pretraining.tokenizer)
+    print(f"{num_parameters} parameters, vocabulary {vocabulary}, from pool {pretraining.next_pool}")
     for line in pretraining.run(args.checkpoint_seconds, args.eval_pools):
         print(rounded(line), flush=True)
     pretraining.export(args.out)

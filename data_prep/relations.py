@@ -1,7 +1,7 @@
 """What a microworld can say: its relations, with the sentences and questions for each.
 
-A relation leads from a kind of entity to another entity or to a plain value. In articles the cue stands before
-the name ("Its director is X"): a small reader then knows what the name is good for when it reads it.
+A relation leads from a kind of entity to another entity or to a plain value. In articles the cue stands
+before the name ("Its director is X"): a small reader then knows what the name is good for when it reads it.
 `{n}` is the article's own name, `{v}` the value, `{e}` the entity (or the phrase for it) in a question.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Relation:
-    """One relation: sentences for articles, questions, and phrases that name its value in longer questions."""
+    """One relation: sentences for articles, questions, and phrases for its value in longer questions."""
 
     name: str
     subject: str  # kind of entity it starts from

@@ -6,9 +6,9 @@
                             -> their questions  -> train.parquet / test.parquet (Search-R1's row schema)
     passage files (JSON list or JSON lines of {"title", "text"}) -> more of corpus.jsonl
 
-The same title and text twice is one passage. Questions that are marked unanswerable or have no answer are left
-out and counted. `extra_info.gold_ids` has the id of the passage that a question was asked about, so that
-retrieval can be measured. Malformed input is a ValueError that says which file, where in it, and what was found.
+The same title and text twice is one passage. Questions that are marked unanswerable or have no answer are
+left out and counted. `extra_info.gold_ids` has the id of the passage that a question was asked about, so that
+retrieval can be measured. Malformed input is a ValueError that says which file, where, and what was found.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_squad(path: Path, collection: Collection) -> None:
-    """Add the paragraphs and questions of a SQuAD 1.1 or 2.0 file; underscores in its titles become spaces."""
+    """Add a SQuAD 1.1 or 2.0 file's paragraphs and questions; underscores in titles become spaces."""
     for a, article in enumerate(take(read_json(path), "data", list, str(path))):
         where = f"{path}, data[{a}]"
         title = take(article, "title", str, where).replace("_", " ")
@@ -147,8 +147,8 @@ def convert(
     def rows(part: list[dict[str, Any]], split: str) -> list[dict[str, Any]]:
         return [
             make_row(
-                "squad", fill_prompt(PROMPTS[prompt], q["question"]), q["question"], q["answers"], split, index,
-                gold_ids=[str(q["passage"])], source_id=q["source_id"],
+                "squad", fill_prompt(PROMPTS[prompt], q["question"]), q["question"], q["answers"], split,
+                index, gold_ids=[str(q["passage"])], source_id=q["source_id"],
             )
             for index, q in enumerate(part)
         ]  # fmt: skip

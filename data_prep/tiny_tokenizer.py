@@ -34,7 +34,7 @@ def inventory_words() -> list[str]:
 
 
 def training_texts(num_worlds: int) -> list[str]:
-    """Articles, questions and prompts of pretraining worlds; each inventory word often enough to be merged."""
+    """Articles, questions and prompts of pretraining worlds; each inventory word often enough to merge."""
     texts = [SEARCH_PROMPT]
     for seed in range(FIRST_PRETRAINING_SEED, FIRST_PRETRAINING_SEED + num_worlds):
         world, rng = pretraining_world(seed), random.Random(seed)

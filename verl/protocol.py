@@ -148,6 +148,13 @@ class DataProto:
         if len(set(lengths.values())) > 1:
             raise ValueError(f"columns differ in their number of rows: {lengths}")
 
+    @property
+    def tensors(self) -> TensorDict:
+        """`batch`, for code that cannot do without it; ValueError if there is none."""
+        if self.batch is None:
+            raise ValueError(f"this batch has no tensors, only the columns {sorted(self.non_tensor_batch)}")
+        return self.batch
+
     def _tensors(self) -> dict[str, torch.Tensor]:
         columns: dict[str, Any] = {} if self.batch is None else dict(self.batch.items())
         return columns

@@ -1,4 +1,4 @@
-"""The microworld: facts that agree, questions that have their answer, a seed that decides, names kept apart."""
+"""The microworld: facts that agree, questions with their answers, a seed that decides, names kept apart."""
 
 import json
 import random
@@ -157,8 +157,8 @@ def test_about_one_name_in_five_is_held_out_and_the_choice_is_frozen():
     for kind, (firsts, seconds) in NAME_PARTS.items():
         held = [is_held_out(kind, f"{first} {second}") for first in firsts for second in seconds]
         assert abs(sum(held) / len(held) - 1 / HELD_OUT_SHARE) < 0.04
-    frozen = [is_held_out("film", f"{word} Harbor") for word in NAME_PARTS["film"][0][:12]]
-    assert frozen == [False, False, False, False, False, False, False, False, False, False, False, False]
+    assert is_held_out("film", "Midnight Harbor") and is_held_out("person", "Bikia Bankaw")
+    assert not is_held_out("film", "Amber Harbor")
 
 
 def test_no_word_stands_in_two_inventories_but_titles():

@@ -37,13 +37,13 @@ def with_samples(prompts: DataProto, generated: DataProto) -> DataProto:
 
     Columns that are padding in every row are cut off on both sides.
     """
-    assert generated.batch is not None
-    attention = generated.batch["attention_mask"]
-    prompt_width = generated.batch["prompts"].shape[1]
+    attention = generated.tensors["attention_mask"]
+    prompt_width = generated.tensors["prompts"].shape[1]
     used = attention.any(dim=0).nonzero().flatten()
     first, end = int(used[0]), max(int(used[-1]) + 1, prompt_width + 1)
-    tensors = {}
-    for key, tensor in generated.batch.items():
+    tensors: dict[str, torch.Tensor] = {}
+    for key in generated.tensors.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
+        tensor = torch.as_tensor(generated.tensors[key])
         if key == "prompts":
             tensors[key] = tensor[:, first:]
         elif tensor.shape[1] == attention.shape[1]:
@@ -59,7 +59,7 @@ def usable_rows(batch: DataProto) -> np.ndarray:
 
     A trajectory whose search failed has none (its response_mask is all zero).
     """
-    return (batch.batch["response_mask"].sum(-1) > 0).numpy()
+    return (batch.tensors["response_mask"].sum(-1) > 0).numpy()
 
 
 def arrange_for_workers(
@@ -75,7 +75,7 @@ def arrange_for_workers(
     Returns:
         the batch, and per rank its number of tokens (for the `global_seqlen/*` metrics).
     """
-    lengths = batch.batch["attention_mask"].sum(-1)
+    lengths = batch.tensors["attention_mask"].sum(-1)
     if world_size == 1:
         return batch, [int(lengths.sum())]
     cost = (lengths + lengths.double().pow(2) / 4096).tolist()
@@ -91,7 +91,7 @@ def arrange_for_workers(
             fill[rank] += [False] * len(part) + [True] * missing
     arranged = batch.select_idxs(torch.tensor([i for part in order for i in part]))
     is_fill = torch.tensor([flag for part in fill for flag in part])
-    arranged.batch["response_mask"] = arranged.batch["response_mask"] * (~is_fill).long()[:, None]
+    arranged.tensors["response_mask"] = arranged.tensors["response_mask"] * (~is_fill).long()[:, None]
     return arranged, [int(lengths[part].sum()) for part in order]
 
 

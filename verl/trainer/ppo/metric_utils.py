@@ -49,7 +49,7 @@ def step_metrics(batch: DataProto, timer: Timer, use_critic: bool) -> dict[str, 
         timer: the phases of this step.
         use_critic: report `critic/values/*` and `critic/vf_explained_var` too.
     """
-    tensors = batch.batch
+    tensors = batch.tensors
     mask = tensors["response_mask"].bool()
     response_width = mask.shape[1]
     attention = tensors["attention_mask"]

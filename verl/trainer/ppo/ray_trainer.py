@@ -217,7 +217,7 @@ class RayPPOTrainer:
 
     def _score(self, batch: DataProto) -> DataProto:
         scores = self.reward_fn(batch, return_dict=True)
-        batch.batch["token_level_scores"] = scores["reward_tensor"]
+        batch.tensors["token_level_scores"] = scores["reward_tensor"]
         batch.non_tensor_batch["em"] = np.array(scores["em"], dtype=object)
         return batch
 
@@ -250,13 +250,13 @@ class RayPPOTrainer:
         if self.kl_in_reward:
             metrics = core_algos.apply_kl_penalty(batch, self.kl_controller, self.config.algorithm.kl_penalty)
         else:
-            batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+            batch.tensors["token_level_rewards"] = batch.tensors["token_level_scores"]
         algorithm = self.config.algorithm
-        batch.batch["advantages"], batch.batch["returns"] = core_algos.compute_advantage(
+        batch.tensors["advantages"], batch.tensors["returns"] = core_algos.compute_advantage(
             algorithm.adv_estimator,
-            batch.batch["token_level_rewards"],
-            batch.batch["response_mask"],
-            values=batch.batch["values"] if self.use_critic else None,
+            batch.tensors["token_level_rewards"],
+            batch.tensors["response_mask"],
+            values=batch.tensors["values"] if self.use_critic else None,
             index=batch.non_tensor_batch["uid"],
             gamma=algorithm.gamma,
             lam=algorithm.lam,
@@ -265,7 +265,7 @@ class RayPPOTrainer:
         return metrics
 
     def _update(self, batch: DataProto, timer: metric_utils.Timer) -> dict[str, float]:
-        lengths = batch.batch["attention_mask"].sum(-1)
+        lengths = batch.tensors["attention_mask"].sum(-1)
         arranged, tokens_per_rank = arrange_for_workers(
             batch, self.actor_rollout_wg.world_size, self._mini_batch_size()
         )

@@ -103,7 +103,7 @@ def validate(
             scores = reward_fn(batch, return_dict=True)
             rows += _records(batch, scores)
             if mode == modes[0]:
-                batch.batch["token_level_scores"] = scores["reward_tensor"]
+                batch.tensors["token_level_scores"] = scores["reward_tensor"]
                 report.samples = batch if report.samples is None else report.samples
         report.rows[mode] = rows
     return report

@@ -51,10 +51,10 @@ def draw_curves(rows: Rows, path: Path, title: str) -> None:
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     with rc_context(_STYLE):
-        figure = Figure(figsize=(11, 7), dpi=130, layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
+        figure = Figure(figsize=(11, 7), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
         axes = figure.subplots(2, 2).flatten()
         _draw_answers(axes[0], rows)
         _draw_searches(axes[1], rows)

@@ -290,7 +290,13 @@ class NativeEngine:
             write_positions=self._tensor(np.concatenate(write_positions)),
             write_rows=None if len(rows) == num_rows else self._tensor(rows),
             num_decode=num_decode,
-            decode=plan_decode(decode_slots, positions_now + 1, self._cache.length, self.device),
+            decode=plan_decode(
+                decode_slots,
+                positions_now + 1,
+                self._cache.length,
+                self.spec.num_kv_heads * self.spec.head_dim,
+                self.device,
+            ),
             spans=spans,
             out_rows=None if not chunk else self._tensor(np.array(out_rows)),
         )
