@@ -8,7 +8,7 @@
 
 Everything that runs advances by one token per step; new prompts and observations are prefilled in the same
 step, packed without padding. Log-probs come from the pass that samples. There is one host synchronisation per
-step.
+step (a few more where a turn truncates its distribution).
 """
 
 from __future__ import annotations
