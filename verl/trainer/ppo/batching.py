@@ -42,8 +42,7 @@ def with_samples(prompts: DataProto, generated: DataProto) -> DataProto:
     used = attention.any(dim=0).nonzero().flatten()
     first, end = int(used[0]), max(int(used[-1]) + 1, prompt_width + 1)
     tensors: dict[str, torch.Tensor] = {}
-    for key in generated.tensors.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
-        tensor = torch.as_tensor(generated.tensors[key])
+    for key, tensor in generated.tensors.to_dict().items():
         if key == "prompts":
             tensors[key] = tensor[:, first:]
         elif tensor.shape[1] == attention.shape[1]:
