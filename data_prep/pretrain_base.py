@@ -45,14 +45,16 @@ class Settings:
     """Everything that decides the result."""
 
     seed: int = 0
-    num_pools: int = 600
+    num_pools: int = 420
     samples_per_pool: int = 128
     tokens_per_batch: int = 3072
     warmup_pools: int = 4
-    mix_pools: int = 200  # over which the shares of the kinds of samples move to their final values
-    decay_pools: int = 220  # last part of the run, over which the learning rate falls to zero
+    pack_pools: int = 40  # at the start, with packs of one article and few other samples
+    mix_pools: int = 120  # after them, over which the samples move to their final shares
+    decay_pools: int = 160  # last part of the run, over which the learning rate falls to zero
     muon_lr: float = 1e-2
-    adam_lr: float = 3e-3
+    adam_lr: float = 1e-3
+    embedding_std: float = 0.1  # small ones are soon all alike, and names can't be told apart
     hidden_size: int = 128
     num_layers: int = 3
     num_heads: int = 2
@@ -89,7 +91,9 @@ def build_model(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Qwen3
         bos_token_id=None,
     )
     torch.manual_seed(settings.seed)
-    return Qwen3ForCausalLM(config)  # attention: sdpa, the default
+    model = Qwen3ForCausalLM(config)
+    torch.nn.init.normal_(model.get_input_embeddings().weight, std=settings.embedding_std)
+    return model  # attention: sdpa, the default
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, samples: list[Sample]) -> list[tuple[list[int], list[bool]]]:
@@ -114,7 +118,8 @@ def make_pool(settings: Settings, tokenizer: PreTrainedTokenizerFast, pool: int)
     rng = random.Random(f"pool {settings.seed} {pool}")
     world_seed = FIRST_PRETRAINING_SEED + settings.seed * 1_000_000 + pool
     student = Demonstrator(pretraining_world(world_seed), rng)
-    samples = [student.draw(min(1.0, pool / settings.mix_pools)) for _ in range(settings.samples_per_pool)]
+    mix = min(1.0, max(0.0, (pool - settings.pack_pools) / settings.mix_pools))
+    samples = [student.draw(mix) for _ in range(settings.samples_per_pool)]
     encoded = sorted(encode(tokenizer, samples), key=lambda item: len(item[0]))
     groups: list[list[tuple[list[int], list[bool]]]] = [[]]
     for item in encoded:
