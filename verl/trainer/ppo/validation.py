@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from verl.protocol import DataProto
 from verl.trainer.ppo.batching import VALIDATION_STREAM, prompt_batch, sampling_seeds, with_samples
 from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.reward_score.qa_em import golden_answers
 from verl.workers.reward_manager import RewardManager
 
 SAMPLED, GREEDY = "sampled", "greedy"
@@ -27,7 +28,8 @@ class ValidationReport:
 
     Attributes:
         rows: mode -> one record per question: score (float), em (0/1), searches (int), hops (int or None),
-            data_source (str), finish_reason (str), documents_hold_answer (bool) and first_query_right (bool or None).
+            data_source (str), finish_reason (str), documents_hold_answer (0/1; None without golden answers),
+            first_query_right and all_queries_right (0/1; None where the data does not say).
         samples: DataProto of the first mode's first batch, for the trajectory records.
         extra: the report of `data.extra_val_files`, if those were asked too.
     """
@@ -37,7 +39,7 @@ class ValidationReport:
     extra: ValidationReport | None = None
 
     def metrics(self, prefix: str = "val") -> dict[str, float]:
-        """`val/test_score/<data_source>` (first mode) and, per mode, EM and searches, by hops where rows have them."""
+        """`val/test_score/<data_source>` (first mode); per mode EM and searches, by hops where known."""
         metrics: dict[str, float] = {}
         for i, (mode, rows) in enumerate(self.rows.items()):
             if i == 0:
@@ -45,14 +47,13 @@ class ValidationReport:
                     metrics[f"{prefix}/test_score/{source}"] = _mean(members, "score")
             metrics[f"{prefix}/{mode}/em"] = _mean(rows, "em")
             metrics[f"{prefix}/{mode}/searches"] = _mean(rows, "searches")
-            metrics[f"{prefix}/{mode}/documents_hold_answer"] = _mean(rows, "documents_hold_answer")
             metrics[f"{prefix}/{mode}/search_failed"] = float(
                 sum(row["finish_reason"] == "search_failed" for row in rows)
             )
             for hops, members in _group(rows, "hops").items():
                 metrics[f"{prefix}/{mode}/em/hops_{hops}"] = _mean(members, "em")
                 metrics[f"{prefix}/{mode}/searches/hops_{hops}"] = _mean(members, "searches")
-            for name in ("first_query_right", "all_queries_right"):
+            for name in ("documents_hold_answer", "first_query_right", "all_queries_right"):
                 known = [row for row in rows if row[name] is not None]
                 if known:
                     metrics[f"{prefix}/{mode}/{name}"] = _mean(known, name)
@@ -130,9 +131,6 @@ def _records(batch: DataProto, scores: dict[str, Any]) -> list[dict[str, Any]]:
     records = []
     for i, trajectory in enumerate(batch.non_tensor_batch["trajectory"]):
         extra = batch.non_tensor_batch["extra_info"][i] or {}
-        documents = [d["contents"] for turn in trajectory["turns"] for d in turn.get("documents") or []]
-        golds = batch.non_tensor_batch["reward_model"][i]["ground_truth"]["target"]
-        text = "\n".join(documents).lower()
         records.append(
             {
                 "score": totals[i],
@@ -141,11 +139,22 @@ def _records(batch: DataProto, scores: dict[str, Any]) -> list[dict[str, Any]]:
                 "hops": extra.get("hops"),
                 "data_source": batch.non_tensor_batch["data_source"][i],
                 "finish_reason": trajectory["finish_reason"],
-                "documents_hold_answer": float(any(str(gold).lower() in text for gold in golds)),
+                "documents_hold_answer": _documents_hold_answer(
+                    trajectory, batch.non_tensor_batch["reward_model"][i]["ground_truth"]
+                ),
                 **_query_records(trajectory, extra),
             }
         )
     return records
+
+
+def _documents_hold_answer(trajectory: dict[str, Any], ground_truth: Any) -> float | None:
+    """Whether a golden answer stands in a document that was found; None for a row without golden answers."""
+    if not isinstance(ground_truth, Mapping) or ground_truth.get("target") is None:
+        return None
+    documents = [d["contents"] for turn in trajectory["turns"] for d in turn.get("documents") or []]
+    text = "\n".join(documents).lower()
+    return float(any(gold.lower() in text for gold in golden_answers(ground_truth)))
 
 
 def _query_records(trajectory: dict[str, Any], extra: dict[str, Any]) -> dict[str, float | None]:
