@@ -2,10 +2,11 @@
 
     python scripts/check_real_data.py --squad xquad.en.json --passages 2wikimultihopqa_corpus.json
 
-Makes a corpus and rows from the files, serves the corpus, and for each of two models goes through two GRPO steps
-with validation and checkpoints, then starts the same run again for a third one: it must go on from step 2.
-The models: the shipped tiny one, and one of Qwen2.5-0.5B's shape with random weights (24 layers, width 896,
-152k words; it answers nothing right, but it costs what a real one costs). Prints the largest memory of each run.
+Makes a corpus and rows from the files, serves the corpus, and for each of two models goes through two GRPO
+steps with validation and checkpoints, then starts the same run again for a third one: it must go on from
+step 2. The models: the shipped tiny one, and one of Qwen2.5-0.5B's shape with random weights (24 layers,
+width 896, 152k words; it answers nothing right, but it costs what a real one costs). Prints the memory of the
+largest process.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def check(name: str, model: Path, data: Path, url: str, run_dir: Path) -> None:
     summary = json.loads((run_dir / "summary.json").read_text())
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
     print(
-        f"{name}: 2 steps, stopped, resumed for a third; {summary['num_val_questions']} validation questions; "
+        f"{name}: 2 steps, stopped, resumed for a third; "
+        f"{summary['num_val_questions']} validation questions; "
         f"{time.monotonic() - started:.0f} s; largest process so far {peak:.1f} GB",
         flush=True,
     )

@@ -3,9 +3,10 @@
     python scripts/check_resume.py [--seed N] [--steps N] [--backend local|ray] [--processes N]
 
 One run goes through undisturbed. A second one, with the same settings and a folder of its own, is killed with
-SIGKILL three times and started again each time: once at a random moment, once (with `--backend ray`) through its
-worker, once in the middle of writing a checkpoint. Then every line of the two `metrics.jsonl` is compared,
-number by number and bit by bit, times and speeds left out. Exit status 0 means that all were equal.
+SIGKILL three times and started again each time: once at a random moment, once at another one (with
+`--backend ray` one of its workers is killed instead), once in the middle of writing a checkpoint. Then every
+line of the two `metrics.jsonl` is compared, number by number and bit by bit, times and speeds left out. Exit
+status 0 means that all were equal.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -127,15 +128,13 @@ def whole_checkpoints(run_dir: Path) -> list[str]:
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to the driver; what it had started (Ray's own processes) goes with it, so that nothing stays behind."""
+    """SIGKILL to the driver and to what it had started (Ray's own processes): nothing stays behind."""
     descendants = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()
     for child in descendants:
-        try:
+        with suppress(psutil.NoSuchProcess):
             child.kill()
-        except psutil.NoSuchProcess:
-            pass
     psutil.wait_procs(descendants, timeout=30)
 
 
@@ -208,7 +207,7 @@ def compare(undisturbed: Path, killed: Path) -> int:
         return 1
     differing = compared = 0
     for left, right in zip(*lines, strict=True):
-        for key in sorted((left.keys() | right.keys())):
+        for key in sorted(left.keys() | right.keys()):
             if key.startswith(TIMES):
                 continue
             compared += 1

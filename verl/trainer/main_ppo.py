@@ -1,8 +1,8 @@
 """Entry point: `python -m verl.trainer.main_ppo key=value ...` (wiring only).
 
-Reads the configuration, checks what can be checked before anything expensive starts, and puts dataset, reward,
-agent, workers and trainer together. Exact match is the reward; `verl.trainer.main_ppo_format` is the same
-program with the structure reward.
+Reads the configuration, checks what can be checked before anything expensive starts, and puts dataset,
+reward, agent, workers and trainer together. Exact match is the reward; `verl.trainer.main_ppo_format` is the
+same program with the structure reward.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def check_retriever(config: DictConfig) -> None:
 
 
 def place(config: DictConfig) -> None:
-    """Fill in `trainer.backend` and `trainer.device` where they are `auto`, from what this machine or cluster has.
+    """Fill in `trainer.backend` and `trainer.device` where they are `auto`, from what is there.
 
     Raises:
         ValueError: GPUs are asked for that are not there.
@@ -133,9 +133,9 @@ def place(config: DictConfig) -> None:
         trainer.device = "cuda" if num_gpus else "cpu"
     elif num_gpus < processes:
         raise ValueError(
-            f"found {num_gpus} GPUs on {where}, but trainer.nnodes={trainer.nnodes} and trainer.n_gpus_per_node="
-            f"{trainer.n_gpus_per_node} ask for {processes}. Set trainer.n_gpus_per_node, or trainer.device=cpu to "
-            "train in processes without a GPU."
+            f"found {num_gpus} GPUs on {where}, but trainer.nnodes={trainer.nnodes} and "
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} ask for {processes}. Set "
+            "trainer.n_gpus_per_node, or trainer.device=cpu to train in processes without a GPU."
         )
     trainer.device = "cpu" if num_gpus == 0 else "cuda"
 

@@ -1,4 +1,4 @@
-"""From dataset rows to the batch that is sampled from, and from trajectories to the order workers want them in."""
+"""From dataset rows to the batch that is sampled from, and from trajectories to the order workers want."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TRAIN_STREAM, VALIDATION_STREAM = 0, 1
 def sampling_seeds(run_seed: int, stream: int, step: int, num_rows: int) -> torch.Tensor:
     """One 64-bit seed for each row of a step; [num_rows] int64.
 
-    A function of its arguments alone, so a resumed run draws what the undisturbed one would have drawn, and the
-    number of processes has no influence.
+    A function of its arguments alone, so a resumed run draws what the undisturbed one would have drawn, and
+    the number of processes has no influence.
     """
     words = np.random.SeedSequence([run_seed, stream, step]).generate_state(num_rows, np.uint64)
     return torch.from_numpy(words.view(np.int64).copy())
@@ -66,8 +66,8 @@ def arrange_for_workers(
 ) -> tuple[DataProto, list[int]]:
     """Order rows so that contiguous chunks, one a rank, are balanced and mini-batches stay the same sets.
 
-    Mini-batch k of the whole world is rows [k*m, (k+1)*m) before and after, whatever `world_size` is; within it,
-    each rank gets the same number of rows and about the same cost, taken as length + length^2 / 4096 (the linear
+    Mini-batch k of the whole world is the set of rows [k*m, (k+1)*m), whatever `world_size` is; of it, each
+    rank gets the same number of rows and about the same cost, taken as length + length^2 / 4096 (the linear
     part of a transformer and its attention). Rows that are needed to fill up are copies with an empty
     response_mask, which take part in nothing.
 

@@ -45,7 +45,8 @@ def step_metrics(batch: DataProto, timer: Timer, use_critic: bool) -> dict[str, 
     """`critic/*`, `response_length/*`, `prompt_length/*`, `state_tokens/*`, `timing_*` of one step.
 
     Args:
-        batch: rows with token_level_scores, token_level_rewards, advantages, returns (and values) [N, R] float32.
+        batch: rows with token_level_scores, token_level_rewards, advantages, returns (and values), all
+            [N, R] float32.
         timer: the phases of this step.
         use_critic: report `critic/values/*` and `critic/vf_explained_var` too.
     """
@@ -82,7 +83,7 @@ def step_metrics(batch: DataProto, timer: Timer, use_critic: bool) -> dict[str, 
 def _timing_metrics(timer: Timer, num_sampled: int, num_tokens: int) -> dict[str, float]:
     seconds = timer.seconds
     metrics = {f"timing_s/{name}": value for name, value in seconds.items()}
-    per_token = {name: num_tokens for name in ("ref", "values", "adv", "update_critic", "update_actor")}
+    per_token = dict.fromkeys(("ref", "values", "adv", "update_critic", "update_actor"), num_tokens)
     per_token["gen"] = num_sampled
     for name, count in per_token.items():
         if name in seconds and count:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-
 from omegaconf import DictConfig
 
 from verl.protocol import DataProto
@@ -66,8 +65,8 @@ class RayPPOTrainer:
         resource_pool_manager: which pool of processes each role lives in.
         reward_fn, val_reward_fn: DataProto -> scores (see `RewardManager`).
         trajectory_metrics: trajectories of a step -> the agent's figures (`env/*`).
-        train_dataset, val_dataset: rows of prompts. `extra_val_dataset` is measured at the start and at the end,
-            and reported on its own.
+        train_dataset, val_dataset: rows of prompts. `extra_val_dataset` is measured at the start and at the
+            end, and reported on its own.
     """
 
     def __init__(
@@ -143,7 +142,7 @@ class RayPPOTrainer:
     # ------------------------------------------------------------------- loop
 
     def fit(self) -> dict[str, Any] | None:
-        """Run to `total_steps` from wherever the last checkpoint stands; returns what `summary.json` holds."""
+        """Run to `total_steps` from where the last checkpoint stands; returns what `summary.json` holds."""
         self._resume()
         started = time.perf_counter() - self.state.wall_seconds
         trainer = self.config.trainer
@@ -184,7 +183,7 @@ class RayPPOTrainer:
             yield [self.train_dataset[i] for i in self.sampler.next_batch()]
 
     def _generate(self, rows: list[dict[str, Any]]) -> tuple[DataProto, dict[str, float]]:
-        """Sample a group of trajectories for each prompt; those whose search failed are left out and counted."""
+        """Sample a group of trajectories for each prompt; those whose search failed are left out."""
         rollout = self.config.actor_rollout_ref.rollout
         step = self.state.step + 1
         prompts = prompt_batch(rows, f"step{step}").repeat(rollout.n_agent * rollout.n, interleave=True)
@@ -206,12 +205,12 @@ class RayPPOTrainer:
         metrics = self.trajectory_metrics(list(batch.non_tensor_batch["trajectory"]))
         usable = usable_rows(batch)
         if not usable.any():
+            failures = metric_utils.search_failures(batch)
             raise RunStopped(
-                f"Step {step}: no trajectory is left to learn from; {len(metric_utils.search_failures(batch))} of "
-                f"{len(batch)} ended because a search failed for {self.config.retriever.timeout:g} s "
-                f"({(metric_utils.search_failures(batch) or ['-'])[-1]}). Is the retrieval server at "
-                f"{self.config.retriever.url} alive? Start it and run the same command again: the run goes on from "
-                "its last checkpoint."
+                f"Step {step}: no trajectory is left to learn from; {len(failures)} of {len(batch)} ended "
+                f"because a search failed for {self.config.retriever.timeout:g} s "
+                f"({(failures or ['-'])[-1]}). Is the retrieval server at {self.config.retriever.url} alive? "
+                "Start it and run the same command again: the run goes on from its last checkpoint."
             )
         return (batch if usable.all() else batch.select_idxs(usable)), metrics
 
@@ -235,7 +234,7 @@ class RayPPOTrainer:
         return batch
 
     def _needs_old_log_probs(self, num_rows: int) -> bool:
-        """False when the update is one optimizer step on the sampling policy: the ratio is then 1 by definition."""
+        """False when the update is one optimizer step on the sampling policy: its ratio is 1 anyway."""
         actor = self.config.actor_rollout_ref.actor
         single_update = actor.ppo_epochs == 1 and num_rows <= self._mini_batch_size()
         return self.kl_in_reward or not single_update
@@ -284,8 +283,8 @@ class RayPPOTrainer:
         """Every validation question in each of `trainer.val_modes`.
 
         Args:
-            complete: the first and the last validation of a run; the questions of `data.extra_val_files` are asked
-                too, and the report carries them in `extra`.
+            complete: the first and the last validation of a run; the questions of `data.extra_val_files` are
+                asked too, and the report carries them in `extra`.
         """
 
         def ask(dataset: RLHFDataset) -> ValidationReport:
@@ -320,7 +319,7 @@ class RayPPOTrainer:
             self.state.save(folder)
 
     def _resume(self) -> None:
-        """Take up the checkpoint that `trainer.resume_mode` asks for, and cut the records back to its step."""
+        """Take up the checkpoint that `trainer.resume_mode` asks for; cut the records back to its step."""
         folder = self.resume_folder
         aside = self.checkpoints.set_aside() if self.config.trainer.resume_mode == "none" else None
         self.checkpoints.remove_incomplete()

@@ -5,8 +5,8 @@
     <run folder>/global_step_N/critic/...
     <run folder>/global_step_N/run_state.json     step, data position, KL coefficient, totals (this file)
 
-A checkpoint is written to `global_step_N.incomplete` and renamed when everything is on disk. Whatever bears the
-final name is therefore whole.
+A checkpoint is written to `global_step_N.incomplete` and renamed when everything is on disk. Whatever bears
+the final name is therefore whole.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class CheckpointStore:
         self._prune()
 
     def set_aside(self) -> Path | None:
-        """Rename the run folder of an earlier run to `<folder>.old-K`; returns the new name, None if there is none.
+        """Rename an earlier run's folder to `<folder>.old-K`; returns the new name, None if there is none.
 
         For a new start (`trainer.resume_mode=none`): nothing that the earlier run wrote is lost.
         """
@@ -150,8 +150,8 @@ class CheckpointStore:
             folder = Path(str(from_path)).expanduser()
             if not (folder / STATE_FILE).is_file():
                 raise ValueError(
-                    f"trainer.resume_from_path={from_path}: no {STATE_FILE} in it. Give a global_step_N folder that "
-                    "a run of this trainer wrote."
+                    f"trainer.resume_from_path={from_path}: no {STATE_FILE} in it. Give a global_step_N "
+                    "folder that a run of this trainer wrote."
                 )
             return folder
         steps = self.steps()
