@@ -7,26 +7,32 @@
 #   DATA_DIR       a folder with train.parquet and test.parquet (and corpus.jsonl, which is then served);
 #                  default: the microworld of the seed, made on the spot
 #   SEED           seed of the world and of the run; default 0
-#   RETRIEVER_URL  a retrieval server that already runs; default: one is started on DATA_DIR's corpus and stopped
-#                  at the end. `retriever.url=...` on the command line does the same.
+#   RETRIEVER_URL  a retrieval server that already runs (or several: a,b); default: one is started on DATA_DIR's
+#                  corpus and stopped at the end. `retriever.url=...` on the command line does the same.
 #   EXPERIMENT_NAME  name of the run and of its folder below verl_checkpoints/
+#
+# Folders in these variables are relative to where the script is called, paths in overrides to the repository.
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-cd "$REPO_ROOT"
 
-stop_all() {    # what this script has started; the run first
-    local pid
+stop_all() {    # what this script has started; the run first, which still searches
+    local pid _
+    trap '' INT TERM HUP    # a second Ctrl-C must not leave the server behind
     for pid in ${TRAINER_PID:-} ${SERVER_PID:-}; do
-        kill "$pid" 2>/dev/null || true
+        kill "$pid" 2>/dev/null || continue
+        for _ in $(seq 600); do    # a minute
+            kill -0 "$pid" 2>/dev/null || break
+            sleep 0.1
+        done
+        kill -KILL "$pid" 2>/dev/null || true
         wait "$pid" 2>/dev/null || true
     done
 }
 
-wait_for_server() {    # health URL; fails when the server has ended or is not ready after 30 minutes
-    local _
-    for _ in $(seq 18000); do
-        kill -0 "$SERVER_PID" 2>/dev/null || return 1
-        "$PYTHON" - "$1" <<'PY' && return 0
+wait_for_server() {    # log -> RETRIEVER_URL, when the server is ready; fails when it has ended
+    while kill -0 "$SERVER_PID" 2>/dev/null; do
+        RETRIEVER_URL="$(sed -n 's/^retrieval server on //p' "$1")"
+        [ -n "$RETRIEVER_URL" ] && "$PYTHON" - "${RETRIEVER_URL%/retrieve}/health" <<'PY' && return 0
 import json, sys, urllib.request
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 try:
@@ -39,18 +45,24 @@ PY
     return 1
 }
 
-start_server() {    # corpus -> RETRIEVER_URL
-    local corpus="$1" log="$2" port
-    port="$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
-    "$PYTHON" -m search_r1.search.server --host 127.0.0.1 --port "$port" \
+start_server() {    # corpus, log -> RETRIEVER_URL
+    local corpus="$1" log="$2"
+    "$PYTHON" -m search_r1.search.server --host 127.0.0.1 --port 0 \
         --retriever_name bm25 --corpus_path "$corpus" >"$log" 2>&1 &
     SERVER_PID=$!
-    RETRIEVER_URL="http://127.0.0.1:$port/retrieve"
-    if ! wait_for_server "http://127.0.0.1:$port/health"; then
+    if ! wait_for_server "$log"; then
         echo "error: the retrieval server did not start on $corpus. The end of its log ($log):" >&2
         tail -n 5 "$log" >&2
         return 1
     fi
+}
+
+absolute() {    # a folder's absolute path; anything else (a name on the hub) as it is
+    if [ -d "$1" ]; then (cd -- "$1" >/dev/null && pwd); else echo "$1"; fi
+}
+
+quoted() {    # key, value -> key='value' as the configuration's grammar reads any path
+    printf "%s='%s'" "$1" "${2//\'/\\\'}"
 }
 
 # Settings of the shipped tiny model on the microworld: minutes on two CPU cores.
@@ -95,9 +107,15 @@ MODEL_PPO=(
 run_training() {
     local algorithm="$1" url_given=false argument
     shift
-    for argument in "$@"; do [[ "$argument" == *retriever.url=* || "$argument" == do_search=[Ff]alse ]] && url_given=true; done
+    for argument in "$@"; do
+        [[ "$argument" == *retriever.url=* || "$argument" == *do_search=[Ff]alse ]] && url_given=true
+    done
     [ -n "${RETRIEVER_URL:-}" ] && url_given=true
 
+    local model=data_prep/base_model name
+    [ -n "${BASE_MODEL:-}" ] && model="$(absolute "$BASE_MODEL")"
+    [ -n "${DATA_DIR:-}" ] && DATA_DIR="$(absolute "$DATA_DIR")"
+    cd "$REPO_ROOT"
     setup_environment train,retrieval
     export TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 PYTHONUNBUFFERED=1
 
@@ -116,17 +134,17 @@ run_training() {
         fi
     done
 
-    local model="${BASE_MODEL:-data_prep/base_model}" name
     name="${EXPERIMENT_NAME:-$(basename "$(dirname "$DATA_DIR")")-$(basename "$DATA_DIR")-$(basename "$model")-$algorithm-seed$seed}"
     local run_dir="verl_checkpoints/$name"
     mkdir -p "$run_dir"
 
     local overrides=(
-        "data.train_files=$DATA_DIR/train.parquet" "data.val_files=$DATA_DIR/test.parquet"
-        "actor_rollout_ref.model.path=$model" "critic.model.path=$model"
-        "trainer.seed=$seed" "trainer.experiment_name=$name" "trainer.default_local_dir=$run_dir"
+        "$(quoted data.train_files "$DATA_DIR/train.parquet")" "$(quoted data.val_files "$DATA_DIR/test.parquet")"
+        "$(quoted actor_rollout_ref.model.path "$model")" "$(quoted critic.model.path "$model")"
+        "trainer.seed=$seed" "$(quoted trainer.experiment_name "$name")"
+        "$(quoted trainer.default_local_dir "$run_dir")"
     )
-    [ -f "$DATA_DIR/test_3hop.parquet" ] && overrides+=("data.extra_val_files=$DATA_DIR/test_3hop.parquet")
+    [ -f "$DATA_DIR/test_3hop.parquet" ] && overrides+=("$(quoted data.extra_val_files "$DATA_DIR/test_3hop.parquet")")
     [ "$algorithm" = ppo ] && overrides+=(algorithm.adv_estimator=gae) || overrides+=(algorithm.adv_estimator=grpo)
     if [ -z "${BASE_MODEL:-}" ]; then
         overrides+=("${TINY_SETTINGS[@]}")
@@ -139,6 +157,7 @@ run_training() {
     trap stop_all EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM
+    trap 'exit 129' HUP
     if ! $url_given; then
         if [ ! -f "$DATA_DIR/corpus.jsonl" ]; then
             echo "error: DATA_DIR=$DATA_DIR holds no corpus.jsonl to search. Put one there, or give a running server:" \
@@ -147,10 +166,13 @@ run_training() {
         fi
         start_server "$DATA_DIR/corpus.jsonl" "$run_dir/retrieval_server.log"
     fi
-    [ -n "${RETRIEVER_URL:-}" ] && overrides+=("retriever.url=$RETRIEVER_URL")
+    [ -n "${RETRIEVER_URL:-}" ] && overrides+=("$(quoted retriever.url "$RETRIEVER_URL")")
 
     # In the background, so that a signal to this script is handled at once and not after the run.
     "$PYTHON" -m verl.trainer.main_ppo "${overrides[@]}" "$@" &
     TRAINER_PID=$!
-    wait "$TRAINER_PID"
+    local status=0
+    wait "$TRAINER_PID" || status=$?
+    TRAINER_PID=    # it has ended: its number may be somebody else's by now
+    return "$status"
 }

@@ -21,19 +21,27 @@ setup_environment() {
     export PYTHON PYTHONPATH="$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}"
 }
 
+find_python() {    # prints the first Python that the versions in constraints.txt are made for
+    local name
+    for name in python3.11 python3.12 python3.13 python3 python; do
+        if "$name" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+            command -v "$name"
+            return
+        fi
+    done
+    echo "error: Python 3.11, 3.12 or 3.13 is needed, and none is on the PATH. Install one of them, or activate" \
+        "an environment of your own, and run this again." >&2
+    return 1
+}
+
 install_environment() {
-    local extras="$1" folder="$2" stamp
+    local extras="$1" folder="$2" stamp base
     stamp="$folder/installed-$(cat "$REPO_ROOT/setup.py" "$REPO_ROOT/constraints.txt" | cksum | cut -d' ' -f1)-$extras"
     [ -f "$stamp" ] && return
-    local base
-    base="$(command -v python3.11 || command -v python3 || true)"
-    if ! "$base" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
-        echo "error: Python 3.10 to 3.13 is needed to make $folder; found: ${base:-none}. Install one of them," \
-            "or activate an environment of your own and run this again." >&2
-        return 1
-    fi
+    base="$(find_python)"
     echo "Making the environment $folder (once; a few minutes) ..." >&2
-    [ -x "$folder/bin/python" ] || "$base" -m venv "$folder"
+    # Asked for pip, not for the folder: venv may have been stopped between the two.
+    "$folder/bin/python" -m pip --version >/dev/null 2>&1 || "$base" -m venv "$folder"
     if [[ ",$extras," == *,train,* || ",$extras," == *,test,* ]]; then
         # torch first and alone: a later range must find it installed, not fetch another build.
         "$folder/bin/python" -m pip install -q -c "$REPO_ROOT/constraints.txt" torch
@@ -47,7 +55,8 @@ check_environment() {
     [[ ",$extras," == *,train,* || ",$extras," == *,test,* ]] && modules="torch transformers tensordict ray hydra pandas"
     [[ ",$extras," == *,retrieval,* || ",$extras," == *,test,* ]] && modules="$modules fastapi uvicorn bm25s Stemmer"
     [[ ",$extras," == *,test,* ]] && modules="$modules pytest hypothesis ruff mypy"
-    "$PYTHON" - $modules <<'PY' || { echo "Run: $PYTHON -m pip install -c constraints.txt -e \".[$extras]\"" >&2; return 1; }
+    local command="$PYTHON -m pip install -c '$REPO_ROOT/constraints.txt' -e '$REPO_ROOT[$extras]'"
+    "$PYTHON" - $modules <<'PY' || { echo "Run: $command" >&2; return 1; }
 import importlib.util, sys
 missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
 if missing:

@@ -1,0 +1,175 @@
+"""scripts/run_training.sh with a stand-in for Python: what it starts, with which settings, and stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from verl.trainer.config.loading import load_config
+
+ROOT = Path(__file__).parents[2]
+STAND_IN = """
+import json, os, pathlib, sys, time
+program = sys.argv[2] if sys.argv[1] == "-m" else ""
+notes = pathlib.Path(os.environ["NOTES"])
+if program:
+    (notes / program.split(".")[-1]).write_text(json.dumps([os.getpid(), sys.argv[3:]]))
+if program.endswith("microworld"):
+    folder = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+    folder.mkdir(parents=True)
+    for name in ("corpus.jsonl", "train.parquet", "test.parquet", "test_3hop.parquet"):
+        (folder / name).touch()
+if program.endswith("server"):
+    if "bad" in os.environ.get("STUB", ""):
+        sys.exit("error: line 7 is broken")
+    print("retrieval server on http://127.0.0.1:1234/retrieve", flush=True)
+    time.sleep(300)
+if program.endswith("main_ppo"):
+    time.sleep(300 if "wait" in os.environ.get("STUB", "") else 0)
+    sys.exit(3 if "fail" in os.environ.get("STUB", "") else 0)
+"""
+
+
+@pytest.fixture
+def repository(tmp_path) -> Path:
+    """A checkout under a path with odd characters, with the scripts and the stand-in for Python."""
+    repository = tmp_path / "it's my (work), 1"
+    (repository / "bin").mkdir(parents=True)
+    (repository / "notes").mkdir()
+    shutil.copytree(ROOT / "scripts", repository / "scripts")
+    for name in ("train_grpo.sh", "train_ppo.sh"):
+        shutil.copy(ROOT / name, repository)
+    (repository / "bin" / "stand_in.py").write_text(STAND_IN)
+    python = repository / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$(dirname "$0")/stand_in.py" "$@"\n')
+    python.chmod(0o755)
+    return repository
+
+
+def start(repository: Path, *flags: str, script: str = "train_grpo.sh", cwd=None, **variables: str):
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("DATA_DIR", "BASE_MODEL", "SEED", "RETRIEVER_URL", "EXPERIMENT_NAME")
+    }
+    environment |= {"VIRTUAL_ENV": "active", "NOTES": str(repository / "notes"), **variables}
+    environment["PATH"] = f"{repository / 'bin'}:{environment['PATH']}"
+    return subprocess.Popen(
+        ["bash", str(repository / script), *flags],
+        cwd=cwd or repository,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(repository: Path, *flags: str, **options) -> tuple[int, str]:
+    """Exit status and stderr."""
+    process = start(repository, *flags, **options)
+    _, errors = process.communicate(timeout=60)
+    return process.returncode, errors
+
+
+def note(repository: Path, program: str) -> tuple[int, list[str]] | None:
+    """(process id, arguments) of a program that was started, else None."""
+    path = repository / "notes" / program
+    return tuple(json.loads(path.read_text())) if path.exists() and path.read_text() else None
+
+
+def settings(repository: Path):
+    found = note(repository, "main_ppo")
+    assert found is not None
+    return load_config(found[1])
+
+
+def test_without_arguments_a_world_is_made_served_and_trained_on(repository):
+    assert run(repository, SEED="4") == (0, "")
+    config = settings(repository)
+    assert config.data.train_files == "data/microworld/seed4/train.parquet"
+    assert config.data.extra_val_files == "data/microworld/seed4/test_3hop.parquet"
+    assert config.actor_rollout_ref.model.path == "data_prep/base_model"
+    assert (config.trainer.seed, config.algorithm.adv_estimator) == (4, "grpo")
+    assert config.trainer.default_local_dir == "verl_checkpoints/microworld-seed4-base_model-grpo-seed4"
+    assert config.retriever.url == "http://127.0.0.1:1234/retrieve"
+    pid, flags = note(repository, "server")
+    assert flags[flags.index("--corpus_path") + 1] == "data/microworld/seed4/corpus.jsonl"
+    assert not psutil.pid_exists(pid)
+
+
+def test_an_override_on_the_command_line_comes_last(repository):
+    assert run(repository, "max_turns=7", "trainer.seed=9", script="train_ppo.sh")[0] == 0
+    config = settings(repository)
+    assert (config.max_turns, config.trainer.seed, config.algorithm.adv_estimator) == (7, 9, "gae")
+
+
+def test_folders_may_have_any_name_and_are_relative_to_the_caller(repository, tmp_path):
+    data, model = tmp_path / "it's (mine), a=b", tmp_path / "my model"
+    for folder in (data, model):
+        folder.mkdir()
+    for name in ("train.parquet", "test.parquet", "corpus.jsonl"):
+        (data / name).touch()
+    assert run(repository, cwd=tmp_path, DATA_DIR=data.name, BASE_MODEL="my model") == (0, "")
+    config = settings(repository)
+    assert config.data.val_files == f"{data}/test.parquet"
+    assert config.actor_rollout_ref.model.path == config.critic.model.path == str(model)
+    assert config.data.max_start_length == 2048  # another model than ours: Search-R1's settings
+
+
+@pytest.mark.parametrize(
+    "flags, variables, url",
+    [
+        ([], {"RETRIEVER_URL": "http://a:1/retrieve,http://b/x"}, "http://a:1/retrieve,http://b/x"),
+        (["retriever.url=http://c/x"], {}, "http://c/x"),
+        (["+retriever.url=http://c/x"], {"RETRIEVER_URL": "http://a:1"}, "http://c/x"),
+        (["do_search=false"], {}, "http://127.0.0.1:8000/retrieve"),
+    ],
+)
+def test_no_server_is_started_beside_a_users_own_or_without_search(repository, flags, variables, url):
+    assert run(repository, *flags, **variables)[0] == 0
+    assert note(repository, "server") is None
+    assert settings(repository).retriever.url == url
+
+
+def test_the_status_is_the_runs_and_the_server_is_stopped(repository):
+    assert run(repository, STUB="fail")[0] == 3
+    assert not psutil.pid_exists(note(repository, "server")[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_run_and_the_server(repository, number):
+    process = start(repository, STUB="wait")
+    deadline = time.monotonic() + 30
+    while note(repository, "main_ppo") is None:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    for program in ("server", "main_ppo"):
+        assert not psutil.pid_exists(note(repository, program)[0])
+
+
+def test_a_server_that_does_not_start_is_said_with_its_log(repository):
+    status, errors = run(repository, STUB="bad")
+    assert status == 1
+    assert "the retrieval server did not start on data/microworld" in errors and "line 7 is broken" in errors
+    assert note(repository, "main_ppo") is None
+
+
+def test_a_folder_without_rows_or_without_a_corpus_is_said(repository, tmp_path):
+    status, errors = run(repository, DATA_DIR=str(tmp_path))
+    assert (status, errors.count("\n")) == (1, 1) and "holds no train.parquet" in errors
+    for name in ("train.parquet", "test.parquet"):
+        (tmp_path / name).touch()
+    status, errors = run(repository, DATA_DIR=str(tmp_path))
+    assert (status, errors.count("\n")) == (1, 1) and "holds no corpus.jsonl" in errors
