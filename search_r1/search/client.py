@@ -11,12 +11,13 @@ until the deadline of its queries. Answers are kept in a bounded cache: a run's 
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import TypedDict
 from urllib.parse import urlsplit, urlunsplit
@@ -112,7 +113,7 @@ class SearchClient:
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
         self._jitter = random.Random()  # of its own: a retry must not move anybody's random numbers
-        self._http = httpx.Client(trust_env=False)
+        self._http = httpx.Client(trust_env=False, follow_redirects=True)
 
     def submit(self, queries: Sequence[str], topk: int | None = None) -> list[Future[list[FoundDocument]]]:
         """Starts searches and returns at once: one Future per query, in order, that ends in its documents or
@@ -230,10 +231,19 @@ class SearchClient:
         return [request for request in batch if request.deadline > now]
 
     def _post(self, url: str, batch: list[_Request], timeout: float) -> httpx.Response:
+        """One try; `timeout` is for all of it (httpx's own bounds each wait for bytes)."""
         queries = [request.query for request in batch]
         body = {"queries": queries, "topk": batch[0].topk, "return_scores": True}
         # With a second address to turn to, one that hangs must not eat the whole deadline.
-        return self._http.post(url, json=body, timeout=timeout / len(self.urls))
+        timeout /= len(self.urls)
+        give_up = time.monotonic() + timeout
+        content = bytearray()
+        with self._http.stream("POST", url, json=body, timeout=timeout) as response:
+            for chunk in response.iter_bytes():
+                content += chunk
+                if time.monotonic() > give_up:
+                    raise httpx.ReadTimeout("the reply did not end in time")
+        return httpx.Response(response.status_code, content=bytes(content))
 
     def _answer(self, batch: list[_Request], response: httpx.Response, url: str) -> None:
         try:
@@ -269,10 +279,11 @@ class SearchClient:
                     while len(self._cache) > self._cache_size:
                         self._cache.popitem(last=False)
         for number, request in enumerate(batch):  # outside the lock: a Future runs its callbacks here
-            if results is not None:
-                request.future.set_result(results[number])
-            elif not request.future.done():
-                request.future.set_exception(error)
+            with contextlib.suppress(InvalidStateError):  # `close` had given it up
+                if results is not None:
+                    request.future.set_result(results[number])
+                else:
+                    request.future.set_exception(error)
 
 
 def _error_text(response: httpx.Response) -> str:

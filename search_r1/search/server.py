@@ -35,6 +35,7 @@ MAX_QUERIES = 16_384
 MAX_QUERY_CHARS = 16_384
 MAX_BODY_BYTES = 32 * 2**20
 RETRY_AFTER_SECONDS = 2
+SHUTDOWN_SECONDS = 5  # given to open requests when the server is stopped; a client may never finish its own
 
 
 class Retriever(Protocol):
@@ -226,13 +227,19 @@ def main(argv: list[str] | None = None) -> int:
         backend="bm25",
         topk=arguments.topk,
     )
-    config = uvicorn.Config(create_app(service), log_level="warning", access_log=False)
+    config = uvicorn.Config(
+        create_app(service),
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+    )
     server = uvicorn.Server(config)
 
     def stop() -> None:
         server.should_exit = True
 
     service.start_loading(on_error=stop)
+    listener.listen()  # before it is said: who reads the line can connect
     print(f"retrieval server on http://{arguments.host}:{listener.getsockname()[1]}/retrieve", flush=True)
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C, after the open requests were answered
         server.run(sockets=[listener])

@@ -194,6 +194,43 @@ def test_a_server_that_hangs_does_not_hold_the_client_longer_than_the_deadline(s
         release.set()
 
 
+def test_a_reply_that_trickles_does_not_hold_the_client_longer_than_the_deadline():
+    ended = threading.Event()
+
+    class Trickle(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(ConnectionError):
+                while not ended.wait(0.05):
+                    self.wfile.write(b" ")
+                    self.wfile.flush()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Trickle)
+    http.daemon_threads = True
+    threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        begin = time.monotonic()
+        with (
+            SearchClient(f"http://127.0.0.1:{http.server_address[1]}", timeout=0.5) as client,
+            pytest.raises(SearchError, match="did not end in time"),
+        ):
+            client.submit(["x"])[0].result(timeout=20)
+        assert time.monotonic() - begin < 5
+    finally:
+        ended.set()
+        http.shutdown()
+        http.server_close()
+
+
+def test_a_redirect_is_followed(serve_documents):
+    with serve_documents([{"contents": '"T"\nx'}]) as address, SearchClient(f"{address}/retrieve/") as client:
+        assert client.batch_search(["x"])[0][0]["contents"] == '"T"\nx'
+
+
 def test_nobody_there_is_a_search_error():
     with (
         SearchClient("http://127.0.0.1:1/retrieve", timeout=0.3) as client,

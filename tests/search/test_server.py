@@ -276,6 +276,17 @@ def test_the_program_serves_search_r1s_bm25_command_and_stops_on_ctrl_c(tmp_path
     assert process.returncode == 0
 
 
+def test_a_request_that_never_ends_does_not_keep_the_program_from_stopping(tmp_path):
+    with start_process("--corpus_path", str(write_corpus(tmp_path))) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline().rsplit(":", 1)[1].split("/")[0])
+        with socket.create_connection(("127.0.0.1", port)) as half:
+            half.sendall(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            time.sleep(0.3)
+            process.send_signal(signal.SIGTERM)
+            process.wait(timeout=20)
+
+
 def test_the_program_ends_with_the_line_number_of_a_broken_corpus(tmp_path):
     with start_process("--corpus_path", str(write_corpus(tmp_path, more="{broken\n"))) as process:
         _, errors = process.communicate(timeout=20)
