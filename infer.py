@@ -21,8 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
+try:
+    from rich.console import Console
+    from rich.text import Text
+except ModuleNotFoundError as missing:
+    sys.exit(
+        f"error: {sys.executable} has no {missing.name}. Use the environment that the training scripts made "
+        "(.venv/bin/python infer.py ...), or install: pip install -c constraints.txt -e '.[train]'"
+    )
 
 CHECKPOINT_ROOTS = ("verl_checkpoints", "checkpoints")
 TEMPLATE_FILE = "prompt_template.txt"
@@ -250,11 +256,8 @@ class Asker:
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(self.model, dtype=dtype)
             model.to(device)
         except (
-            OSError,
-            ValueError,
-            RuntimeError,
-            AssertionError,
-        ) as error:  # AssertionError: torch without CUDA
+            Exception
+        ) as error:  # a broken folder raises all kinds: OSError, SafetensorError, ImportError, ...
             raise ValueError(f"--model: {self.model} can't be loaded: {first_line(error)}") from error
         engine.update_weights(model.state_dict().items(), version=0)
         eos = model.generation_config.eos_token_id
@@ -343,13 +346,12 @@ def run(arguments: argparse.Namespace) -> int:
     asker = Asker(model, template, settings, arguments, console)
     if question is not None:
         return 0 if asker.ask(question) else 1
-    num_asked = 0
-    for line in read_questions(console):
-        asker.ask(normalize(line))
-        num_asked += 1
-    if num_asked == 0 and not sys.stdin.isatty():
+    went_well = [asker.ask(normalize(line)) for line in read_questions(console)]
+    if sys.stdin.isatty():
+        return 0
+    if not went_well:
         raise ValueError("no question: give one with --question, or one a line on the input")
-    return 0
+    return 0 if all(went_well) else 1
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -111,6 +112,23 @@ def test_questions_can_be_piped_in(run_dir, url, monkeypatch, capsys):
     assert capsys.readouterr().out.count("Answer: a town") == 2
 
 
+def test_a_failing_search_of_a_piped_question_is_status_1(run_dir, url, monkeypatch):
+    answers = iter([True, False, True])
+    monkeypatch.setattr(infer.Asker, "__post_init__", lambda self: None)
+    monkeypatch.setattr(infer.Asker, "ask", lambda self, question: next(answers))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\nc\n"))
+    assert ask(monkeypatch, "--model", str(run_dir), "--retriever-url", url) == 1
+    assert list(answers) == []
+
+
+def test_a_python_without_the_packages_is_told_where_they_are():
+    code = "import sys; sys.modules['rich.console'] = None; import infer"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO)
+    assert process.returncode == 1
+    assert process.stderr.startswith("error: ") and ".venv/bin/python infer.py" in process.stderr
+    assert process.stderr.count("\n") == 1
+
+
 def test_a_failing_search_is_one_line_and_status_1(run_dir, url, monkeypatch, capsys):
     arguments = infer.build_parser().parse_args(["--retriever-url", "http://127.0.0.1:1"])
     monkeypatch.setattr(SearchClient.__init__, "__defaults__", (3, 0.3, 0))
@@ -156,6 +174,15 @@ def test_a_mistake_is_one_line_and_status_1(run_dir, tmp_path, monkeypatch, caps
 def test_a_folder_that_is_no_model_is_one_line(tmp_path, url, monkeypatch, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     assert ask(monkeypatch, "--question", "x", "--model", str(tmp_path), "--retriever-url", url) == 1
+    error = capsys.readouterr().err
+    assert "can't be loaded" in error and error.count("\n") == 1
+
+
+def test_a_cut_weights_file_is_one_line(run_dir, url, tmp_path, monkeypatch, capsys):
+    folder = shutil.copytree(infer.find_model(str(run_dir)), tmp_path / "cut")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert ask(monkeypatch, "--question", "x", "--model", str(folder), "--retriever-url", url) == 1
     error = capsys.readouterr().err
     assert "can't be loaded" in error and error.count("\n") == 1
 
