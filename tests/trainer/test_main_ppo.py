@@ -85,6 +85,18 @@ def test_a_run_leaves_its_records_and_a_second_start_goes_on(world, url, tmp_pat
     after = metrics(tmp_path)
     assert [row["step"] for row in after] == [0, 1, 2, 3] and after[:3] == before
 
+    def ask_only(*settings: str) -> int:
+        return run([*line, "trainer.total_training_steps=3", "trainer.val_only=true", *settings])
+
+    (tmp_path / "summary.json").unlink()
+    assert ask_only() == 0  # measures the newest checkpoint, and trains nothing
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 3 and summary["em_after"] == after[-1]["val/sampled/em"]
+    assert metrics(tmp_path) == after
+    earlier = f"trainer.resume_from_path={tmp_path / 'global_step_2'}"
+    assert ask_only("trainer.resume_mode=from_path", earlier) == 2  # would cut the records of step 3
+    assert metrics(tmp_path) == after
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["gae", "rloo", "reinforce_plus_plus"])

@@ -6,6 +6,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.batching import arrange_for_workers, prompt_batch, sampling_seeds, usable_rows
+from verl.workers.engine.micro_batches import mini_batches, rows_per_rank, shuffled
 
 
 def make_batch(lengths: list[int], prompt: int = 4) -> DataProto:
@@ -69,3 +70,22 @@ def test_balancing_evens_out_the_tokens():
     batch = make_batch([500, 490, 480, 470, 10, 10, 10, 10])
     _, tokens = arrange_for_workers(batch, 2, 8)
     assert max(tokens) / min(tokens) < 1.05
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_rule_5_shuffled_mini_batches_are_the_same_sets_for_any_number_of_ranks(world_size):
+    batch = make_batch([3, 9, 27, 81, 5, 25, 125, 2, 4, 8])
+    order = shuffled(len(batch), seed=1, training_step=4, epoch=0)
+    arranged, _ = arrange_for_workers(batch.select_idxs(order), world_size, 4)
+    ranks = arranged.chunk(world_size)
+    parts = [mini_batches(len(rank), rows_per_rank(4, 1, world_size, "actor")) for rank in ranks]
+    for k, start in enumerate(range(0, len(batch), 4)):
+        members = [
+            row
+            for rank, rows in zip(ranks, parts, strict=True)
+            for row, mask in zip(
+                rank.batch["row"][rows[k]].tolist(), rank.batch["response_mask"][rows[k]], strict=True
+            )
+            if mask.any()
+        ]
+        assert sorted(members) == sorted(order[start : start + 4])

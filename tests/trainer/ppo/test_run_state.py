@@ -75,3 +75,15 @@ def test_a_new_start_leaves_the_earlier_run_beside_it(tmp_path):
         assert store.set_aside() == tmp_path / f"run.old-{number}"
         assert store.steps() == []
     assert CheckpointStore(tmp_path / "run.old-1", None).steps() == [4]
+
+
+def test_a_run_that_goes_on_from_an_earlier_step_keeps_what_it_writes(tmp_path):
+    """Later checkpoints that were left behind don't crowd out its own, and aren't taken for the newest."""
+    store = CheckpointStore(tmp_path, 2)
+    for step in (8, 10):
+        write(store, step)
+    assert store.set_aside_after(8) == [tmp_path / "global_step_10.old-1"]
+    write(store, 9)
+    assert store.steps() == [8, 9]
+    assert store.find_resume("auto", None) == store.folder(9)
+    assert RunState.load(tmp_path / "global_step_10.old-1").step == 10

@@ -34,6 +34,7 @@ from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped
 from verl.trainer.ppo.validation import ValidationReport, validate
 from verl.utils.dataset.rl_dataset import PromptSampler, RLHFDataset
 from verl.utils.records import RunRecorder
+from verl.workers.engine.micro_batches import shuffled
 from verl.workers.reward_manager import RewardManager
 
 __all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role"]
@@ -113,6 +114,8 @@ class RayPPOTrainer:
         self.checkpoints = CheckpointStore(config.trainer.default_local_dir, config.trainer.max_ckpt_to_keep)
         trainer = config.trainer
         self.resume_folder = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
+        if trainer.val_only and self.resume_folder is not None:
+            self._check_validation_folder(RunState.load(self.resume_folder).step)
         self.recorder = RunRecorder(config, total_steps=self.total_steps)
         self.worker_groups: dict[str, WorkerGroup] = {}
 
@@ -134,10 +137,21 @@ class RayPPOTrainer:
 
     def shutdown(self) -> None:
         """End the workers that this trainer started, and close the records. Safe to call twice."""
-        self.recorder.close()
-        for group in self.worker_groups.values():
-            group.shutdown()
-        self.worker_groups = {}
+        groups, self.worker_groups = self.worker_groups, {}
+        try:
+            self.recorder.close()
+        finally:
+            for group in groups.values():
+                group.shutdown()
+
+    def _check_validation_folder(self, step: int) -> None:
+        later = [other for other in self.checkpoints.steps() if other > step]
+        if later:
+            raise ValueError(
+                f"trainer.val_only=true on the checkpoint of step {step}, but {self.checkpoints.run_dir} "
+                f"holds step {later[-1]} of a run, whose records would be cut back. Set "
+                "trainer.default_local_dir to another folder."
+            )
 
     # ------------------------------------------------------------------- loop
 
@@ -146,10 +160,12 @@ class RayPPOTrainer:
         self._resume()
         started = time.perf_counter() - self.state.wall_seconds
         trainer = self.config.trainer
-        if self.state.step == 0 and trainer.val_before_train is not False:
-            self._record_validation(self._validate(complete=True), "before")
         if trainer.val_only:
+            when = "after" if self.state.step else "before"
+            self._record_validation(self._validate(complete=True), when)
             return self.recorder.finish(self.state, time.perf_counter() - started)
+        if self.state.step == 0 and trainer.val_before_train:
+            self._record_validation(self._validate(complete=True), "before")
 
         for rows in self._training_prompts():
             timer = metric_utils.Timer()
@@ -222,10 +238,11 @@ class RayPPOTrainer:
 
     def _log_probs_and_values(self, batch: DataProto, timer: metric_utils.Timer) -> DataProto:
         """Add what the update needs: nothing is computed that is not used."""
-        if self._needs_old_log_probs(len(batch)):
+        are_used = self._updates_actor() or self.kl_in_reward
+        if are_used and self._needs_old_log_probs(len(batch)):
             with timer("old_log_prob"):
                 batch = batch.union(self.actor_rollout_wg.compute_log_prob(batch))
-        if self.use_reference:
+        if are_used and self.use_reference:
             with timer("ref"):
                 batch = batch.union(self.actor_rollout_wg.compute_ref_log_prob(batch))
         if self.use_critic:
@@ -236,13 +253,16 @@ class RayPPOTrainer:
     def _needs_old_log_probs(self, num_rows: int) -> bool:
         """False when the update is one optimizer step on the sampling policy: its ratio is 1 anyway."""
         actor = self.config.actor_rollout_ref.actor
-        single_update = actor.ppo_epochs == 1 and num_rows <= self._mini_batch_size()
+        single_update = actor.ppo_epochs == 1 and num_rows <= self._mini_batch_size(actor)
         return self.kl_in_reward or not single_update
 
-    def _mini_batch_size(self) -> int:
-        return (
-            self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
-        )
+    def _mini_batch_size(self, block: DictConfig) -> int:
+        """Rows of the actor's or the critic's mini-batches, over all processes."""
+        return block.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+
+    def _updates_actor(self) -> bool:
+        """Whether this step trains the actor too."""
+        return self.state.step >= self.config.trainer.critic_warmup
 
     def _advantages(self, batch: DataProto) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -265,17 +285,26 @@ class RayPPOTrainer:
 
     def _update(self, batch: DataProto, timer: metric_utils.Timer) -> dict[str, float]:
         lengths = batch.tensors["attention_mask"].sum(-1)
-        arranged, tokens_per_rank = arrange_for_workers(
-            batch, self.actor_rollout_wg.world_size, self._mini_batch_size()
-        )
+        arranged, tokens_per_rank = self._arranged(batch, self.config.actor_rollout_ref.actor)
         metrics = metric_utils.seqlen_metrics(tokens_per_rank, lengths)
         if self.use_critic:
             with timer("update_critic"):
-                metrics |= self.critic_wg.update_critic(arranged).meta_info["metrics"]
-        if self.state.step >= self.config.trainer.critic_warmup:
+                for_critic, _ = self._arranged(batch, self.config.critic)
+                metrics |= self.critic_wg.update_critic(for_critic).meta_info["metrics"]
+        if self._updates_actor():
             with timer("update_actor"):
                 metrics |= self.actor_rollout_wg.update_actor(arranged).meta_info["metrics"]
         return metrics
+
+    def _arranged(self, batch: DataProto, block: DictConfig) -> tuple[DataProto, list[int]]:
+        """The rows as the actor's or the critic's processes get them, and the tokens of each process.
+
+        They are shuffled here, not by the processes: so a mini-batch is the same set for any number of them.
+        """
+        if block.shuffle:
+            order = shuffled(len(batch), self.config.trainer.seed, self.state.step, epoch=0)
+            batch = batch.select_idxs(order)
+        return arrange_for_workers(batch, self.actor_rollout_wg.world_size, self._mini_batch_size(block))
 
     # ----------------------------------------------------------------- measuring
 
@@ -325,6 +354,8 @@ class RayPPOTrainer:
         self.checkpoints.remove_incomplete()
         if folder is not None:
             self.state = RunState.load(folder)
+            for left_behind in self.checkpoints.set_aside_after(self.state.step):
+                print(f"a checkpoint of a later step is now {left_behind}")
             self.sampler.load_state_dict(self.state.sampler)
             self.kl_controller.load_state_dict(self.state.kl_controller)
             self.actor_rollout_wg.load_checkpoint(str(folder / "actor"))

@@ -80,7 +80,7 @@ class CheckpointStore:
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], max_to_keep: int | None) -> None:
-        self.run_dir = Path(run_dir).expanduser()
+        self.run_dir = Path(run_dir).expanduser().absolute()  # workers may have another working directory
         self.max_to_keep = max_to_keep
 
     def steps(self) -> list[int]:
@@ -103,7 +103,7 @@ class CheckpointStore:
         yield aside
         _sync_tree(aside)
         if target.exists():
-            shutil.rmtree(target)
+            _delete(target)
         os.replace(aside, target)
         _sync(self.run_dir)
         self._prune()
@@ -115,11 +115,22 @@ class CheckpointStore:
         """
         if not (self.run_dir / "metrics.jsonl").exists() and not self.steps():
             return None
-        number = 1
-        while (aside := self.run_dir.with_name(f"{self.run_dir.name}.old-{number}")).exists():
-            number += 1
+        aside = _free_name(self.run_dir)
         os.replace(self.run_dir, aside)
         return aside
+
+    def set_aside_after(self, step: int) -> list[Path]:
+        """Rename the checkpoints of later steps to `global_step_N.old-K`; returns the new names.
+
+        A run that goes on from an earlier checkpoint (`trainer.resume_mode=from_path`) leaves them behind:
+        under their own names they would be taken for its newest ones.
+        """
+        moved = []
+        for later in self.steps():
+            if later > step:
+                moved.append(_free_name(self.folder(later)))
+                os.replace(self.folder(later), moved[-1])
+        return moved
 
     def remove_incomplete(self) -> None:
         """Delete what a killed run left half written or half deleted."""
@@ -128,11 +139,7 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         for old in self.steps()[: -self.max_to_keep] if self.max_to_keep else []:
-            # Renamed first: a folder that is half deleted must not bear a checkpoint's name.
-            doomed = self.folder(old).with_name(f"global_step_{old}.incomplete")
-            shutil.rmtree(doomed, ignore_errors=True)
-            os.replace(self.folder(old), doomed)
-            shutil.rmtree(doomed)
+            _delete(self.folder(old))
 
     def find_resume(self, mode: str, from_path: str | None) -> Path | None:
         """The checkpoint to go on from, or None to start at step 0.
@@ -147,7 +154,7 @@ class CheckpointStore:
         if mode == "none":
             return None
         if mode == "from_path":
-            folder = Path(str(from_path)).expanduser()
+            folder = Path(str(from_path)).expanduser().absolute()
             if not (folder / STATE_FILE).is_file():
                 raise ValueError(
                     f"trainer.resume_from_path={from_path}: no {STATE_FILE} in it. Give a global_step_N "
@@ -161,6 +168,21 @@ class CheckpointStore:
                 "trainer.resume_mode=auto to start from step 0 in that case."
             )
         return self.folder(steps[-1]) if steps else None
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
+        number += 1
+    return aside
+
+
+def _delete(folder: Path) -> None:
+    """Renamed first: a folder that is half deleted must not bear a checkpoint's name."""
+    doomed = folder.with_name(f"{folder.name}.deleted.incomplete")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.replace(folder, doomed)
+    shutil.rmtree(doomed)
 
 
 def _sync(path: Path) -> None:

@@ -68,7 +68,8 @@ class DataParallelPPOActor:
     Args:
         config: the `actor_rollout_ref.actor` block. engine: this rank's share of the policy.
         limits: micro-batches of the update. temperature: the one that trajectories were sampled with.
-        rollout_n: `rollout.n`, which multiplies ppo_mini_batch_size. seed: of `shuffle`.
+        rollout_n: `rollout.n`, which multiplies ppo_mini_batch_size. seed: of `shuffle`, which here puts the
+            mini-batches of each epoch in an order of its own (the trainer shuffles the rows).
     """
 
     def __init__(
@@ -107,12 +108,11 @@ class DataParallelPPOActor:
         averages, num_skipped = Averages(), 0
         with engine.loaded(optimizer=True):
             for epoch in range(config["ppo_epochs"]):
-                order = (
-                    shuffled(len(data), self.seed, engine.num_training_steps, epoch)
-                    if config["shuffle"]
-                    else None
-                )
-                for number, rows in enumerate(mini_batches(len(data), self.mini_batch_rows, order)):
+                parts = mini_batches(len(data), self.mini_batch_rows)
+                if config["shuffle"]:
+                    order = shuffled(len(parts), self.seed, engine.num_training_steps, epoch)
+                    parts = [parts[i] for i in order]
+                for number, rows in enumerate(parts):
                     figures, loss = self._accumulate(batch, rows, on_policy=epoch == number == 0)
                     figures["actor/grad_norm"], applied = engine.step(discard=not math.isfinite(loss))
                     if applied:

@@ -32,7 +32,7 @@ class DataParallelPPOCritic:
     Args:
         config: the `critic` block. engine: this rank's share of the value model.
         limits: micro-batches of the update. forward_limits: micro-batches of compute_values.
-        rollout_n: `rollout.n`, which multiplies ppo_mini_batch_size. seed: of `shuffle`.
+        rollout_n: `rollout.n`, which multiplies ppo_mini_batch_size. seed: of `shuffle`, as for the actor.
     """
 
     def __init__(
@@ -76,12 +76,11 @@ class DataParallelPPOCritic:
         averages, num_skipped = Averages(), 0
         with engine.loaded(optimizer=True):
             for epoch in range(config["ppo_epochs"]):
-                order = (
-                    shuffled(len(data), self.seed, engine.num_training_steps, epoch)
-                    if config["shuffle"]
-                    else None
-                )
-                for rows in mini_batches(len(data), self.mini_batch_rows, order):
+                parts = mini_batches(len(data), self.mini_batch_rows)
+                if config["shuffle"]:
+                    order = shuffled(len(parts), self.seed, engine.num_training_steps, epoch)
+                    parts = [parts[i] for i in order]
+                for rows in parts:
                     figures = self._accumulate(batch, rows)
                     finite = math.isfinite(figures["critic/vf_loss"])
                     figures["critic/grad_norm"], applied = engine.step(discard=not finite)

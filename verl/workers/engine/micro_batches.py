@@ -95,10 +95,9 @@ def micro_batches(
     return count, build()
 
 
-def mini_batches(num_rows: int, size: int, order: Sequence[int] | None = None) -> list[list[int]]:
-    """Rows 0..num_rows-1 (or those of `order`) in consecutive parts of `size`; the last may be smaller."""
-    rows = list(range(num_rows)) if order is None else list(order)
-    return [rows[start : start + size] for start in range(0, num_rows, size)]
+def mini_batches(num_rows: int, size: int) -> list[list[int]]:
+    """Rows 0..num_rows-1 in consecutive parts of `size`; the last may be smaller."""
+    return [list(range(start, min(start + size, num_rows))) for start in range(0, num_rows, size)]
 
 
 def rows_per_rank(mini_batch_size: int, rollout_n: int, world_size: int, name: str) -> int:
