@@ -1,8 +1,9 @@
 """What the tiny base model is pretrained on: reading, and a poor imitation of searching.
 
 Each sample is a list of (text, trained) segments over a fresh pretraining world; segments are tokenised one
-by one, as in a rollout. Three kinds:
+by one, as in a rollout. Four kinds:
 
+    echo      a list of names, then the same again: the quickest way to learn to copy
     pack      articles, then many short questions about them: the dense signal from which copying forms
     reading   a question, then documents, then notes that name what was found, and the answer: always right
     trace     the protocol of a rollout (search, information, ..., answer), demonstrated badly on purpose
@@ -32,14 +33,9 @@ NUM_SEARCHES = {0: 0.05, 1: 0.42, 2: 0.43, 3: 0.10}
 RIGHT_TRACE = 0.03
 RIGHT_ANSWER = 0.5
 NOTE = 0.3  # share of the later queries from documents that a note precedes
-# From the first of each pair to the last, as `mix` goes from 0 to 1:
-SHARES = (0.9, 0.1, 0.0), (0.15, 0.35, 0.5)  # of pack, reading, trace
-PACK_SIZES = (1.0, 0.0, 0.0, 0.0), (0.3, 0.4, 0.2, 0.1)  # of one to four articles in a pack
-
-
-def between(ends: tuple[tuple[float, ...], tuple[float, ...]], mix: float) -> list[float]:
-    """The point at `mix` on the way between two tuples of the same length."""
-    return [first + mix * (last - first) for first, last in zip(*ends, strict=True)]
+PACK_SIZES = (0.6, 0.25, 0.1, 0.05)  # one to four articles
+SHARES_FIRST = (0.2, 0.5, 0.2, 0.1)  # echo, pack, reading, trace at the start of pretraining
+SHARES_LAST = (0.02, 0.13, 0.35, 0.5)  # once `mix` has reached 1
 
 
 class Retriever:
@@ -87,11 +83,10 @@ class Demonstrator:
         self.by_kind = {kind: [e for e in self.entities if e.kind == kind] for kind in OF_KIND}
 
     def draw(self, mix: float) -> Sample:
-        """A sample of one of the three kinds; `mix` in [0, 1] moves the shares and the size of packs."""
-        kind = self.rng.choices(("pack", "reading", "trace"), between(SHARES, mix))[0]
-        if kind == "pack":
-            return self.pack(self.rng.choices((1, 2, 3, 4), between(PACK_SIZES, mix))[0])
-        return self.reading() if kind == "reading" else self.trace()
+        """A sample of one of the four kinds; `mix` in [0, 1] moves the shares."""
+        ends = zip(SHARES_FIRST, SHARES_LAST, strict=True)
+        shares = [first + mix * (last - first) for first, last in ends]
+        return self.rng.choices((self.echo, self.pack, self.reading, self.trace), shares)[0]()
 
     def question(self, hops: int) -> Question:
         """A question over a chain of relations drawn evenly."""
@@ -102,10 +97,23 @@ class Demonstrator:
             if question is not None:
                 return question
 
-    def pack(self, size: int) -> Sample:
-        """`size` articles that hang together where they can, then eight questions or notes."""
+    def echo(self) -> Sample:
+        """A list of names and words, then its parts again in another order: copying in its purest form."""
+        items = [self.rng.choice(self.names) for _ in range(self.rng.randint(4, 10))]
+        items += [v for n in items for v in self.world[n].facts.values() if self.rng.random() < 0.3]
+        self.rng.shuffle(items)
+        sample: Sample = [("".join(f" {item}" for item in items), False), ("\n", False)]
+        for _ in range(2):
+            begin = self.rng.randrange(len(items) - 1)
+            again = items[begin:] + items[:begin]
+            first, rest = " ".join(again).split(" ", 1)
+            sample += [(f" {first}", False), (f" {rest}", True), ("\n", False)]
+        return sample
+
+    def pack(self) -> Sample:
+        """One to four articles that hang together where they can, then eight questions or notes."""
         documents = [self.rng.choice(self.entities)]
-        for _ in range(size - 1):
+        for _ in range(self.rng.choices(range(4), PACK_SIZES)[0]):
             linked = [v for v in self.rng.choice(documents).facts.values() if v in self.world]
             name = (
                 self.rng.choice(linked) if linked and self.rng.random() < 0.5 else self.rng.choice(self.names)

@@ -34,6 +34,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from data_prep.base_evaluation import evaluate, reading_accuracy
 from data_prep.demonstrations import Demonstrator, Sample
 from data_prep.microworld import FIRST_PRETRAINING_SEED, pretraining_world
+from data_prep.prompts import MICROWORLD_PROMPT
 from data_prep.tiny_tokenizer import train_tokenizer
 
 CONTEXT_SHARE = 0.12  # share of the untrained tokens (questions, documents) that get a loss too
@@ -45,16 +46,15 @@ class Settings:
     """Everything that decides the result."""
 
     seed: int = 0
-    num_pools: int = 420
+    num_pools: int = 450
     samples_per_pool: int = 128
     tokens_per_batch: int = 3072
     warmup_pools: int = 4
-    pack_pools: int = 40  # at the start, with packs of one article and few other samples
-    mix_pools: int = 120  # after them, over which the samples move to their final shares
-    decay_pools: int = 160  # last part of the run, over which the learning rate falls to zero
+    mix_pools: int = 160  # over which the shares of the kinds of samples move to their final values
+    decay_pools: int = 200  # last part of the run, over which the learning rate falls to zero
     muon_lr: float = 1e-2
     adam_lr: float = 1e-3
-    embedding_std: float = 0.1  # small ones are soon all alike, and names can't be told apart
+    embedding_std: float = 0.1  # at 0.02 names stay too alike for copying to form
     hidden_size: int = 128
     num_layers: int = 3
     num_heads: int = 2
@@ -91,9 +91,10 @@ def build_model(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Qwen3
         bos_token_id=None,
     )
     torch.manual_seed(settings.seed)
-    model = Qwen3ForCausalLM(config)
+    model = Qwen3ForCausalLM(config)  # attention: sdpa, the default
+    torch.manual_seed(settings.seed + 1)
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=settings.embedding_std)
-    return model  # attention: sdpa, the default
+    return model
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, samples: list[Sample]) -> list[tuple[list[int], list[bool]]]:
@@ -118,8 +119,7 @@ def make_pool(settings: Settings, tokenizer: PreTrainedTokenizerFast, pool: int)
     rng = random.Random(f"pool {settings.seed} {pool}")
     world_seed = FIRST_PRETRAINING_SEED + settings.seed * 1_000_000 + pool
     student = Demonstrator(pretraining_world(world_seed), rng)
-    mix = min(1.0, max(0.0, (pool - settings.pack_pools) / settings.mix_pools))
-    samples = [student.draw(mix) for _ in range(settings.samples_per_pool)]
+    samples = [student.draw(min(1.0, pool / settings.mix_pools)) for _ in range(settings.samples_per_pool)]
     encoded = sorted(encode(tokenizer, samples), key=lambda item: len(item[0]))
     groups: list[list[tuple[list[int], list[bool]]]] = [[]]
     for item in encoded:
@@ -222,6 +222,7 @@ class Pretraining:
         folder.mkdir(parents=True, exist_ok=True)
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+        (folder / "prompt_template.txt").write_text(MICROWORLD_PROMPT, encoding="utf-8")
 
     def train_pool(self) -> float:
         """All steps of the next pool; returns the mean loss per trained token."""
