@@ -12,6 +12,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from verl.utils import attention
 from verl.utils.attention import PACKED_ATTENTION, Packing, packed_attention_forward
 
 SIZES = {
@@ -85,3 +86,21 @@ def test_what_packed_attention_cannot_do_is_refused():
         packed_attention_forward(
             torch.nn.Module(), q, q, q, None, packing=Packing.of((3,), "cpu"), softcap=50.0
         )
+
+
+def test_under_autocast_the_kernel_gets_all_in_the_low_type(monkeypatch):
+    """Rotary embedding leaves queries and keys in float32, values are in bfloat16; flash takes 16 bits only."""
+    seen = []
+
+    def kernel(query, key, value, *_):
+        seen.extend(tensor.dtype for tensor in (query, key, value))
+        return query.transpose(1, 2)
+
+    monkeypatch.setattr(attention, "_one_by_one", kernel)
+    query, key = (torch.randn(1, heads, 10, 8) for heads in (4, 2))
+    value = torch.randn(1, 2, 10, 8, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        packed_attention_forward(
+            torch.nn.Identity(), query, key, value, None, packing=Packing.of((4, 6), "cpu")
+        )
+    assert seen == [torch.bfloat16] * 3

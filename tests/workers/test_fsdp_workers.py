@@ -101,6 +101,19 @@ def test_the_same_seeds_sample_the_same_tokens_and_other_seeds_others(make_group
     assert not torch.equal(group.generate_sequences(other).batch["responses"], first)
 
 
+def test_with_offloaded_weights_the_rollout_engine_holds_none_between_uses(make_group, model_path):
+    """Set by hand here: the key acts on CUDA only, where the engine's references would keep the memory taken."""
+    group = actor_group(make_group, model_path)
+    expected = group.generate_sequences(gen_batch()).batch["responses"]
+    worker = group._worker
+    worker.engine.offloads_params = True
+    for _ in range(2):
+        assert torch.equal(group.generate_sequences(gen_batch()).batch["responses"], expected)
+        worker.rollout_engine.open([5], SamplingParams(1))
+        with pytest.raises(RuntimeError, match="no weights"):
+            worker.rollout_engine.step()
+
+
 def test_the_reference_stays_where_training_started(make_group, model_path):
     group = actor_group(make_group, model_path)
     batch = make_batch()

@@ -3,13 +3,16 @@
 A model built with `attn_implementation="packed"` gets one row of T tokens (several sequences end to end) and
 the keyword `packing`, a `Packing`, which travels through the model's forward to every layer. On CPU the
 sequences are attended one by one (neighbours of equal length together), which beats any mask; on CUDA with
-16-bit floats torch's variable-length flash kernel takes the pack at once. No mask is built.
+16-bit floats torch's variable-length flash kernel takes the pack at once, where torch and the GPU have it. No
+mask is built, but for sliding windows on the first way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -74,10 +77,10 @@ def _flash_varlen(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None
 ) -> Tensor:
     """The same by torch's variable-length flash attention (CUDA, 16-bit floats)."""
-    from torch.nn.attention.varlen import varlen_attn  # not in every build of torch
-
+    kernel = _varlen_kernel()
+    assert kernel is not None
     longest = max(packing.seq_lens)
-    out = varlen_attn(
+    out = kernel(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
@@ -91,6 +94,46 @@ def _flash_varlen(
     )
     assert isinstance(out, Tensor)
     return out.unsqueeze(0)
+
+
+@cache
+def _varlen_kernel() -> Callable[..., Any] | None:
+    """torch's `varlen_attn`; None where torch has none, or one without scale, windows and grouped heads."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    has = inspect.signature(varlen_attn).parameters
+    return varlen_attn if {"scale", "window_size", "enable_gqa"} <= has.keys() else None
+
+
+@cache
+def _is_recent_gpu(device: torch.device) -> bool:
+    """Whether flash attention's kernels run there: compute capability 8.0 (Ampere) or more."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _takes_flash(query: Tensor) -> bool:
+    width = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and width % 8 == 0
+        and width <= 256
+        and _varlen_kernel() is not None
+        and _is_recent_gpu(query.device)
+    )
+
+
+def _in_autocast_type(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As autocast would cast the inputs of scaled_dot_product_attention, which the flash kernel is not.
+
+    Under autocast the rotary embedding leaves queries and keys in float32 and values in the 16-bit type.
+    """
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
 def packed_attention_forward(
@@ -122,8 +165,8 @@ def packed_attention_forward(
                 "use a model without it (Qwen2, Qwen3, Llama and Mistral are tested)."
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    on_flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    attend = _flash_varlen if on_flash else _one_by_one
+    query, key, value = _in_autocast_type(query, key, value)
+    attend = _flash_varlen if _takes_flash(query) else _one_by_one
     return attend(query, key, value, packing, scale, sliding_window), None
 
 

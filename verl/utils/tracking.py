@@ -3,7 +3,7 @@
     Tracking.log({"actor/lr": 1e-6, ...}, step) -> each backend
 
 The console is a display of its own (`records/console.py`), and `metrics.jsonl` is always written
-(`records/metrics_file.py`); neither needs a service.
+(`records/files.py`); neither needs a service.
 """
 
 from __future__ import annotations

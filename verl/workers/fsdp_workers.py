@@ -55,9 +55,10 @@ class ActorRolloutRefWorker(Worker):
     Args:
         config: the `actor_rollout_ref` block.
         role: which of the parts this worker has: "actor", "rollout", "ref", "actor_rollout",
-        "actor_rollout_ref". agent_factory: (tokenizer, rollout engine) -> agent; needed for
-        generate_sequences. device: "auto" (CUDA if there is one), "cpu" or "cuda". seed: of the order of
-        rows with actor.shuffle.
+            "actor_rollout_ref".
+        agent_factory: (tokenizer, rollout engine) -> agent; needed for generate_sequences.
+        device: "auto" (CUDA if there is one), "cpu" or "cuda".
+        seed: of the order of mini-batches with actor.shuffle.
     """
 
     def __init__(
@@ -137,6 +138,8 @@ class ActorRolloutRefWorker(Worker):
             result = agent.run_llm_loop(prompts)
             if self.config.rollout.free_cache_engine and self.device.type == "cuda":
                 engine.release_cache()
+            if self.engine.offloads_params:
+                engine.release_weights()  # they would hold the memory that offloading is to free
         return result
 
     def _agent(self, num_rows: int) -> tuple[Agent, NativeEngine]:
@@ -211,7 +214,7 @@ class ActorRolloutRefWorker(Worker):
         """Goes on from a folder of save_checkpoint, made with any number of processes."""
         load_checkpoint(self.engine, path)
         if self.rollout_engine is not None:
-            self.rollout_engine.update_weights(self.engine.weights(), self.engine.weights_version)
+            self.rollout_engine.release_weights()  # the next generate_sequences brings the loaded ones
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_hf(self, path: str) -> None:

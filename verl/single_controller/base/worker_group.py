@@ -3,7 +3,7 @@
     group.compute_values(batch)
       -> dispatch: one (args, kwargs) per rank -> each rank runs the method -> collect: one result
 
-A backend (local/, ray/) says in `_start` how a rank runs a call and in `_resolve` how its value is had.
+A backend (local/, ray/) says in `_start` how a rank runs a call and in `_resolver` how its value is had.
 """
 
 from __future__ import annotations

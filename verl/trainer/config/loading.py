@@ -96,6 +96,7 @@ def resolve(config: DictConfig) -> None:
     for key in (
         "data.train_files",
         "data.val_files",
+        "data.extra_val_files",
         "actor_rollout_ref.model.path",
         "critic.model.path",
         "critic.model.tokenizer_path",

@@ -164,6 +164,13 @@ class NativeEngine:
         self._weights = self._store.update(weights)
         self.version = version
 
+    def release_weights(self) -> None:
+        """Drop all sessions and every reference to weights; `update_weights` comes before the next step."""
+        self._drop_all()
+        self._weights = None
+        self._store.clear()
+        self.version = -1
+
     def release_cache(self) -> None:
         """Drop all sessions and give the KV memory back until the next step (for a trainer on one device)."""
         self._drop_all()

@@ -85,6 +85,10 @@ class WeightStore:
             )
         return self._assemble(taken)
 
+    def clear(self) -> None:
+        """Give the casts' memory back."""
+        self._own = {}
+
     def _take(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.dtype == self._dtype and tensor.device == self._device:
             self._own.pop(name, None)
