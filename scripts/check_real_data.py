@@ -109,12 +109,15 @@ def main() -> None:
         "--tiny-only", action="store_true", help="leave the model with the large vocabulary out"
     )
     options = parser.parse_args()
+    squad, passages = (
+        [str(Path(file).resolve()) for file in files] for files in (options.squad, options.passages)
+    )
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         data = folder / "data"
-        command = [sys.executable, "-m", "data_prep.squad", "--squad", *options.squad, "--out", str(data)]
-        if options.passages:
-            command += ["--passages", *options.passages]
+        command = [sys.executable, "-m", "data_prep.squad", "--squad", *squad, "--out", str(data)]
+        if passages:
+            command += ["--passages", *passages]
         subprocess.run(command, cwd=ROOT, check=True)
         with retrieval_server(data / "corpus.jsonl") as url:
             check("tiny base model", TINY, data, url, folder / "tiny")

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -42,6 +41,7 @@ def retrieval_server(corpus: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "search_r1.search.server", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--retriever_name", "bm25", "--corpus_path", str(corpus)]
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         for _ in range(600):
             if server.poll() is not None:
@@ -49,12 +49,14 @@ def retrieval_server(corpus: Path) -> Iterator[str]:
                     f"the retrieval server ended with status {server.returncode}: {' '.join(command)}"
                 )
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as reply:
+                with opener.open(f"http://127.0.0.1:{port}/health", timeout=5) as reply:
                     if json.load(reply)["status"] == "ready":
                         break
             except OSError:
                 pass
             time.sleep(0.1)
+        else:
+            raise RuntimeError(f"the retrieval server was not ready in time: {' '.join(command)}")
         yield f"http://127.0.0.1:{port}/retrieve"
     finally:
         server.terminate()
@@ -102,24 +104,36 @@ def command_line(run_dir: Path, world: Path, url: str, options: argparse.Namespa
     ]
 
 
-def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+@contextmanager
+def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The run in a session of its own; killed with all it started if the block is left before its end."""
     with log.open("ab") as output:
-        return subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            kill_group(process)
 
 
 def finish(command: list[str], log: Path) -> None:
-    process = start(command, log)
-    if process.wait() != 0:
-        sys.exit(
-            f"the run ended with status {process.returncode}; the end of {log}:\n{log.read_text()[-3000:]}"
-        )
+    with running(command, log) as process:
+        if process.wait() != 0:
+            sys.exit(f"the run ended with status {process.returncode}; the end of its log:\n{end_of(log)}")
+
+
+def end_of(log: Path) -> str:
+    return log.read_text(errors="replace")[-3000:]
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes], log: Path) -> None:
     """Until `condition` holds; it is an error when the run ends before that."""
     while not condition():
         if process.poll() is not None:
-            sys.exit(f"the run ended (status {process.returncode}) before it could be killed; see {log}")
+            status = process.returncode
+            sys.exit(
+                f"the run ended (status {status}) before it could be killed; its log ends:\n{end_of(log)}"
+            )
         time.sleep(0.002)
 
 
@@ -159,39 +173,56 @@ def kill_worker(process: subprocess.Popen[bytes]) -> str:
     return f"driver ended with status {status}"
 
 
+def writing_anew(run_dir: Path) -> Callable[[], bool]:
+    """Tells, when called, whether a checkpoint is being written; what an earlier kill left does not count."""
+
+    def half_written() -> set[Path]:
+        return {path.parent for path in run_dir.glob("*.incomplete/actor")}
+
+    left = half_written()
+
+    def check() -> bool:
+        now = half_written()
+        left.intersection_update(now)  # what has gone once and comes back is written anew
+        return bool(now - left)
+
+    return check
+
+
 def disturb(command: list[str], run_dir: Path, log: Path, options: argparse.Namespace) -> None:
     """Three runs of the same command that are each killed."""
     moments = random.Random(options.kill_seed)
 
-    process = start(command, log)
-    wait_for(lambda: len(whole_checkpoints(run_dir)) >= 1, process, log)
-    delay = moments.uniform(0.0, 3.0)
-    time.sleep(delay)
-    print(
-        f"kill 1: {delay:.2f} s after the first checkpoint; checkpoints: {sorted(whole_checkpoints(run_dir))}"
-    )
-    kill_group(process)
-
-    before = set(whole_checkpoints(run_dir))
-    process = start(command, log)
-    wait_for(lambda: set(whole_checkpoints(run_dir)) - before, process, log)
-    time.sleep(moments.uniform(0.0, 1.0))
-    if options.backend == "ray":
-        print(f"kill 2: a worker; checkpoints: {sorted(whole_checkpoints(run_dir))}; {kill_worker(process)}")
-    else:
-        print(f"kill 2: at a random moment; checkpoints: {sorted(whole_checkpoints(run_dir))}")
+    with running(command, log) as process:
+        wait_for(lambda: len(whole_checkpoints(run_dir)) >= 1, process, log)
+        delay = moments.uniform(0.0, 3.0)
+        time.sleep(delay)
+        kept = sorted(whole_checkpoints(run_dir))
+        print(f"kill 1: {delay:.2f} s after the first checkpoint; checkpoints: {kept}", flush=True)
         kill_group(process)
 
-    process = start(command, log)
-    half_written: list[str] = []
-    wait_for(
-        lambda: half_written.extend(p.name for p in run_dir.glob("*.incomplete/actor")) or half_written,
-        process,
-        log,
-    )
-    kill_group(process)
-    left = sorted(path.name for path in run_dir.glob("*.incomplete"))
-    print(f"kill 3: while a checkpoint was being written; half-written folders left: {left}")
+    before = set(whole_checkpoints(run_dir))
+    with running(command, log) as process:
+        wait_for(lambda: set(whole_checkpoints(run_dir)) - before, process, log)
+        time.sleep(moments.uniform(0.0, 1.0))
+        kept = sorted(whole_checkpoints(run_dir))
+        if options.backend == "ray":
+            print(f"kill 2: a worker; checkpoints: {kept}; {kill_worker(process)}", flush=True)
+        else:
+            print(f"kill 2: at a random moment; checkpoints: {kept}", flush=True)
+            kill_group(process)
+
+    for _ in range(3):  # the kill can come too late: the checkpoint is then whole
+        is_writing = writing_anew(run_dir)
+        with running(command, log) as process:
+            wait_for(is_writing, process, log)
+            kill_group(process)
+        if left := sorted(path.name for path in run_dir.glob("*.incomplete")):
+            print(
+                f"kill 3: while a checkpoint was being written; half-written folders left: {left}", flush=True
+            )
+            return
+    sys.exit("no kill hit a checkpoint while it was being written; try again")
 
 
 def compare(undisturbed: Path, killed: Path) -> int:
