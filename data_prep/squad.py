@@ -99,6 +99,7 @@ def add_question(entry: Any, passage: int, where: str, collection: Collection) -
     question = take(entry, "question", str, where).strip()
     if not question:
         raise ValueError(f"{where}: the question is empty")
+    question = question if question.endswith("?") else question + "?"  # as in Search-R1's rows, and infer.py
     listed = take(entry, "answers", list, where) if not entry.get("is_impossible") else []
     texts = [take(answer, "text", str, f"{where}.answers[{k}]").strip() for k, answer in enumerate(listed)]
     answers = list(dict.fromkeys(text for text in texts if text))

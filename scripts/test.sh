@@ -11,7 +11,10 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false HF_H
 
 fast_only=false
 if [ "${1:-}" = "--fast" ]; then fast_only=true; shift; fi
-if [ $# -gt 0 ]; then exec "$PYTHON" -m pytest "$@"; fi
+if [ $# -gt 0 ]; then
+    $fast_only && set -- -m "not slow" "$@"
+    exec "$PYTHON" -m pytest "$@"
+fi
 
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .

@@ -77,6 +77,12 @@ def test_the_same_seed_splits_the_same_way(tmp_path):
     assert (tmp_path / "out" / "test.parquet").read_bytes() == before
 
 
+def test_questions_end_with_a_question_mark(tmp_path):
+    run(tmp_path, [squad_file(tmp_path, question=" Name the town ")])
+    questions = [row["question"] for row in rows(tmp_path, "train") + rows(tmp_path, "test")]
+    assert "Name the town?" in questions and all(question.endswith("?") for question in questions)
+
+
 def test_json_lines_of_passages_are_read(tmp_path):
     lines = tmp_path / "more.jsonl"
     lines.write_text('{"title": "A", "text": "a"}\n\n{"title": "B", "text": "b"}\n', encoding="utf-8")
