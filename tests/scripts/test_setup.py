@@ -1,0 +1,58 @@
+"""scripts/setup.sh: which Python an environment is made with, and what a lacking one is told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def bash(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", f'set -euo pipefail; source "{ROOT}/scripts/setup.sh"; {code}'],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+    )
+
+
+def make_python(folder: Path, name: str, fits: bool) -> None:
+    (folder / name).write_text(f"#!/bin/bash\nexit {int(not fits)}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_the_first_python_that_fits_is_taken(tmp_path):
+    for name, fits in (("python3.11", False), ("python3.12", True), ("python3", True)):
+        make_python(tmp_path, name, fits)
+    assert bash(f'PATH="{tmp_path}" find_python').stdout.strip() == str(tmp_path / "python3.12")
+
+
+def test_no_python_that_fits_is_one_line(tmp_path):
+    make_python(tmp_path, "python3", fits=False)
+    done = bash(f'PATH="{tmp_path}" find_python')
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "Python 3.11, 3.12 or 3.13 is needed" in done.stderr
+
+
+def test_an_active_environment_that_lacks_something_is_told_the_pip_command(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -E "$@"\n')  # -S: no site-packages
+    python.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = bash("setup_environment retrieval", VIRTUAL_ENV="x", PATH=path)
+    assert done.returncode == 1
+    assert "lacks: fastapi, uvicorn, bm25s, Stemmer" in done.stderr
+    assert f"-m pip install -c '{ROOT}/constraints.txt' -e '{ROOT}[retrieval]'" in done.stderr
+
+
+def test_an_active_environment_that_has_all_is_used_as_it_is():
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = bash(
+        'setup_environment retrieval; "$PYTHON" -c "import search_r1.search.server"',
+        PATH=path,
+        VIRTUAL_ENV="x",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
