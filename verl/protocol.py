@@ -406,9 +406,8 @@ def _to_array(key: str, tensor: Any) -> tuple[np.ndarray, torch.dtype]:
         )
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):  # numpy has no such types
-        return tensor.view(
-            torch.int16 if tensor.dtype == torch.bfloat16 else torch.uint8
-        ).numpy(), tensor.dtype
+        bits = torch.int16 if tensor.dtype == torch.bfloat16 else torch.uint8
+        return tensor.view(bits).numpy(), tensor.dtype
     return tensor.numpy(), tensor.dtype
 
 
@@ -420,9 +419,7 @@ def _from_array(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 def _cat(key: str, parts: list[torch.Tensor]) -> torch.Tensor:
     shapes = [tuple(part.shape) for part in parts]
     if len({shape[1:] for shape in shapes}) > 1:
-        raise ValueError(
-            f"tensor {key!r} has shapes {shapes}; parts must agree in all but the first dimension"
-        )
+        raise ValueError(f"tensor {key!r} has shapes {shapes}; all but the first dimension must agree")
     return torch.cat(parts, dim=0)
 
 
@@ -493,9 +490,7 @@ class DataProtoFuture:
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
         """Futures of the equal chunks; the number of rows must be a multiple of `chunks`."""
         if self.take is not None:
-            raise ValueError(
-                "this future is already a chunk of another one; chunk the result of get() instead"
-            )
+            raise ValueError("this future is already a chunk of another one; chunk the result of get()")
         takes = [partial(_take_chunk, chunks=chunks, index=index) for index in range(chunks)]
         return [DataProtoFuture(self.futures, self.resolve, self.collect, take) for take in takes]
 

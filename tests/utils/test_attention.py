@@ -89,7 +89,7 @@ def test_what_packed_attention_cannot_do_is_refused():
 
 
 def test_under_autocast_the_kernel_gets_all_in_the_low_type(monkeypatch):
-    """Rotary embedding leaves queries and keys in float32, values are in bfloat16; flash takes 16 bits only."""
+    """Rotary embedding leaves queries and keys in float32, values are in bfloat16; flash takes 16 bits."""
     seen = []
 
     def kernel(query, key, value, *_):

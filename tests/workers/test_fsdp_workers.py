@@ -102,7 +102,7 @@ def test_the_same_seeds_sample_the_same_tokens_and_other_seeds_others(make_group
 
 
 def test_with_offloaded_weights_the_rollout_engine_holds_none_between_uses(make_group, model_path):
-    """Set by hand here: the key acts on CUDA only, where the engine's references would keep the memory taken."""
+    """Set by hand here: the key acts on CUDA, where the engine's references would keep memory taken."""
     group = actor_group(make_group, model_path)
     expected = group.generate_sequences(gen_batch()).batch["responses"]
     worker = group._worker

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,7 +46,15 @@ def build_trainer(config: DictConfig, train_score: RewardFunction | None = None)
         The trainer: call `init_workers()`, `fit()`, and `shutdown()` whatever happens.
     """
     model = config.actor_rollout_ref.model
-    tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    for block in (model, config.critic.model):
+        if block.path is not None and Path(block.path).is_dir():
+            block.path = str(Path(block.path).absolute())  # workers may have another working directory
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except OSError as error:
+        raise ValueError(
+            f"{model.path}: no tokenizer can be read there ({str(error).splitlines()[0]})"
+        ) from error
     pool = "global_pool"
     pools = ResourcePoolManager(
         resource_pool_spec={pool: [config.trainer.n_gpus_per_node] * config.trainer.nnodes},
@@ -177,10 +186,12 @@ def run(argv: list[str], train_score_factory: Callable[[DictConfig], RewardFunct
             print(f"error: {error}", file=sys.stderr)
             return 3
     finally:
-        if trainer is not None:
-            trainer.shutdown()
-        if session is not None:
-            session.shutdown()
+        try:
+            if trainer is not None:
+                trainer.shutdown()
+        finally:
+            if session is not None:
+                session.shutdown()
     return 0
 
 

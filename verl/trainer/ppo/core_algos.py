@@ -193,9 +193,7 @@ def compute_advantage(
     lam: float = 1.0,
     norm_adv_by_std_in_grpo: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Calls the named estimator with those of the arguments that it asks for. Returns (advantages,
-    returns) [N, R].
-    """
+    """(advantages, returns) [N, R] of the named estimator, called with those arguments that it asks for."""
     fn = get_adv_estimator_fn(adv_estimator)
     available = {
         "token_level_rewards": token_level_rewards,
@@ -216,9 +214,7 @@ def compute_advantage(
 
 
 def masked_whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(var + epsilon) with mean and unbiased variance over the entries where mask is 1; 0
-    elsewhere.
-    """
+    """(x - mean) / sqrt(var + epsilon), mean and unbiased variance taken where mask is 1; 0 elsewhere."""
     mask = mask.bool()
     kept = values[mask]
     if kept.numel() == 0:
@@ -257,9 +253,7 @@ def compute_gae_advantage_return(
 
 
 class _Groups(NamedTuple):
-    """Outcome scores and the statistics of each row's group, all [N]; rows without a sampled token count
-    nowhere.
-    """
+    """Outcome scores and statistics of each row's group, [N]; rows without a sampled token count nowhere."""
 
     scores: Tensor
     counts: Tensor
@@ -406,9 +400,7 @@ POLICY_LOSSES: dict[str, PolicyLossFn] = {}
 
 
 def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Decorator: makes a policy loss with the parameters and results of `compute_policy_loss` known under
-    a name.
-    """
+    """Decorator: gives a name to a policy loss with the parameters and results of `compute_policy_loss`."""
 
     def decorate(fn: PolicyLossFn) -> PolicyLossFn:
         if POLICY_LOSSES.get(name, fn) is not fn:
