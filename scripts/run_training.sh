@@ -75,9 +75,9 @@ TINY_SETTINGS=(
     actor_rollout_ref.actor.entropy_coeff=0.003 actor_rollout_ref.actor.optim.weight_decay=0
     critic.ppo_micro_batch_size=128
     algorithm.kl_ctrl.kl_coef=0 retriever.topk=2 max_turns=3
-    "trainer.val_modes=[sampled,greedy]" trainer.test_freq=25 trainer.save_freq=50
+    "trainer.val_modes=[sampled,greedy]" trainer.test_freq=40 trainer.save_freq=40
 )
-TINY_GRPO=(actor_rollout_ref.rollout.n_agent=8 actor_rollout_ref.actor.optim.lr=5e-4 trainer.total_training_steps=130)
+TINY_GRPO=(actor_rollout_ref.rollout.n_agent=8 actor_rollout_ref.actor.optim.lr=1.2e-3 trainer.total_training_steps=130)
 TINY_PPO=(
     data.train_batch_size=128 actor_rollout_ref.rollout.n_agent=1 actor_rollout_ref.actor.optim.lr=5e-4
     critic.optim.lr=1e-3 trainer.total_training_steps=200 trainer.critic_warmup=5

@@ -119,3 +119,9 @@ def test_a_users_function_is_found_by_path_and_name(tmp_path):
     assert load_reward_function({"path": None, "name": "mine"}) is None
     with pytest.raises(ValueError, match="expected one of \\['mine'\\]"):
         load_reward_function({"path": str(file), "name": "compute_score"})
+
+
+def test_an_answer_that_was_not_closed_does_not_spoil_the_next_one():
+    text = "<answer> hmm\n<answer> Paris </answer>"
+    assert qa_em.extract_solution(text) == "Paris"
+    assert qa_em.compute_score_em(text, {"target": ["Paris"]}) == 1.0

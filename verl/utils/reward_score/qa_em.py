@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+# From the last opening tag before a closing one: an answer that was begun and not closed spoils no later one.
+_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
