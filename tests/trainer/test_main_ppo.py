@@ -138,7 +138,9 @@ def test_rule_5_local_and_ray_with_one_and_two_processes_take_the_same_step(worl
             trainer__test_freq=-1,
             algorithm__adv_estimator="gae",
             actor_rollout_ref__actor__ppo_mini_batch_size=8,
+            actor_rollout_ref__actor__shuffle="true",
             actor_rollout_ref__actor__use_kl_loss="true",
+            critic__ppo_mini_batch_size=4,
         )
         done = subprocess.run(
             [sys.executable, "-m", "verl.trainer.main_ppo", *line], cwd=ROOT, capture_output=True

@@ -60,7 +60,7 @@ class WeightStore:
         self._shapes = spec.parameter_shapes()
         self._own: dict[str, Tensor] = {}
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference_mode: sharded weights are gathered in this loop, which it does not allow
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> ModelWeights:
         """Take one full set of parameters. ValueError for unknown, missing or wrongly shaped ones."""
         taken: dict[str, Tensor] = {}
