@@ -123,5 +123,5 @@ def test_a_users_function_is_found_by_path_and_name(tmp_path):
 
 def test_an_answer_that_was_not_closed_does_not_spoil_the_next_one():
     text = "<answer> hmm\n<answer> Paris </answer>"
-    assert qa_em.extract_solution(text) == "Paris"
-    assert qa_em.compute_score_em(text, {"target": ["Paris"]}) == 1.0
+    assert extract_solution(text) == "Paris"
+    assert compute_score_em(text, {"target": ["Paris"]}) == 1.0
