@@ -11,7 +11,7 @@ from data_prep.pretrain_base import Pretraining, Settings, batch_loss, learning_
 from data_prep.tiny_tokenizer import train_tokenizer
 
 TINY = Settings(
-    num_pools=6, samples_per_pool=6, tokens_per_batch=600, warmup_pools=2, pack_pools=1, mix_pools=2,
+    num_pools=6, samples_per_pool=6, tokens_per_batch=600, warmup_pools=2, mix_pools=2,
     decay_pools=3, hidden_size=64, num_layers=1, num_heads=1, head_dim=64, intermediate_size=64,
 )  # fmt: skip
 
@@ -26,6 +26,7 @@ def train(work, settings=TINY, pools=None):
     return run, lines
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_goes_on_to_the_same_weights(tmp_path):
     whole, lines = train(tmp_path / "whole")
     train(tmp_path / "parts", pools=2)
@@ -76,10 +77,10 @@ def test_learning_rate_warms_up_stays_and_falls_to_zero():
 
 
 def test_training_lowers_the_loss(tmp_path):
-    run = Pretraining(TINY, tmp_path)
-    batch = make_pool(TINY, run.tokenizer, 0)[0]
+    run = Pretraining(replace(TINY, num_pools=60), tmp_path)
+    batch = make_pool(run.settings, run.tokenizer, 0)[0]
     before = batch_loss(run.model, batch).item()
-    for _ in range(6):
+    for _ in range(10):
         run.train_pool()
     assert batch_loss(run.model, batch).item() < before - 1
 
@@ -94,6 +95,7 @@ def test_export_loads_with_the_auto_classes_and_gives_the_same_logits(tmp_path):
         assert torch.equal(model(ids).logits, run.model(ids).logits)
 
 
+@pytest.mark.slow
 def test_evaluation_reports_reading_and_searching_by_hops(tmp_path):
     train(tmp_path, pools=1)
     figures = evaluate(tmp_path / "hf", count=4)

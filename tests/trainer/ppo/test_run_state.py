@@ -87,3 +87,13 @@ def test_a_run_that_goes_on_from_an_earlier_step_keeps_what_it_writes(tmp_path):
     assert store.steps() == [8, 9]
     assert store.find_resume("auto", None) == store.folder(9)
     assert RunState.load(tmp_path / "global_step_10.old-1").step == 10
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    store = CheckpointStore(tmp_path / "run", None)
+    store.lock()
+    with pytest.raises(ValueError, match="in use by another run"):
+        CheckpointStore(tmp_path / "run", None).lock()
+    CheckpointStore(tmp_path / "other", None).lock()
+    del store
+    CheckpointStore(tmp_path / "run", None).lock()

@@ -122,7 +122,12 @@ class RayPPOTrainer:
     # ---------------------------------------------------------------- workers
 
     def init_workers(self) -> None:
-        """Start the processes and load the models into them."""
+        """Take the run folder, start the processes and load the models into them.
+
+        Raises:
+            ValueError: another run is in the folder, or a model does not fit.
+        """
+        self.checkpoints.lock()
         pools: dict[int, tuple[ResourcePool, dict[str, ClassWithInitArgs]]] = {}
         for role, worker in self.role_worker_mapping.items():
             pool = self.resource_pool_manager.get_resource_pool(role)
@@ -351,6 +356,8 @@ class RayPPOTrainer:
         """Take up the checkpoint that `trainer.resume_mode` asks for; cut the records back to its step."""
         folder = self.resume_folder
         aside = self.checkpoints.set_aside() if self.config.trainer.resume_mode == "none" else None
+        if aside is not None:
+            self.checkpoints.lock()
         self.checkpoints.remove_incomplete()
         if folder is not None:
             self.state = RunState.load(folder)
@@ -364,3 +371,8 @@ class RayPPOTrainer:
         self.recorder.start(self.state, resumed_from=folder)
         if aside is not None:
             print(f"an earlier run stood in {self.checkpoints.run_dir}; it is now {aside}")
+        if self.state.step >= self.total_steps:
+            print(
+                f"the run in {self.checkpoints.run_dir} is finished ({self.state.step} steps). For a new one set "
+                "trainer.resume_mode=none or another folder; to go on, raise trainer.total_training_steps."
+            )

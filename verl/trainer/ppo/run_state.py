@@ -11,6 +11,7 @@ the final name is therefore whole.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
 STATE_FILE = "run_state.json"
@@ -82,6 +83,7 @@ class CheckpointStore:
     def __init__(self, run_dir: str | os.PathLike[str], max_to_keep: int | None) -> None:
         self.run_dir = Path(run_dir).expanduser().absolute()  # workers may have another working directory
         self.max_to_keep = max_to_keep
+        self._lock: TextIO | None = None
 
     def steps(self) -> list[int]:
         """Steps with a whole checkpoint, oldest first."""
@@ -107,6 +109,22 @@ class CheckpointStore:
         os.replace(aside, target)
         _sync(self.run_dir)
         self._prune()
+
+    def lock(self) -> None:
+        """Keep other runs out of the run folder until this process ends.
+
+        Raises:
+            ValueError: another process has it.
+        """
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.run_dir / "run.lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"{self.run_dir} is in use by another run. Wait for its end or stop it, or choose another "
+                "folder: trainer.default_local_dir (EXPERIMENT_NAME for train_grpo.sh and train_ppo.sh)."
+            ) from error
 
     def set_aside(self) -> Path | None:
         """Rename an earlier run's folder to `<folder>.old-K`; returns the new name, None if there is none.
