@@ -72,7 +72,8 @@ class ValueModel(nn.Module):
     def forward(self, micro_batch: PackedMicroBatch) -> Tensor:
         """values [L] float32."""
         hidden = _hidden_states(self.model, micro_batch)
-        return self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1).float()
+        values = self.value_head(hidden.to(self.value_head.weight.dtype))
+        return values.squeeze(-1).float().clone()  # no view: FSDP2 hooks on to what is returned
 
 
 def _hidden_states(backbone: nn.Module, micro_batch: PackedMicroBatch) -> Tensor:
