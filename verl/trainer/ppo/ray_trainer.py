@@ -373,6 +373,6 @@ class RayPPOTrainer:
             print(f"an earlier run stood in {self.checkpoints.run_dir}; it is now {aside}")
         if self.state.step >= self.total_steps:
             print(
-                f"the run in {self.checkpoints.run_dir} is finished ({self.state.step} steps). For a new one set "
-                "trainer.resume_mode=none or another folder; to go on, raise trainer.total_training_steps."
+                f"the run in {self.checkpoints.run_dir} is finished ({self.state.step} steps). For a new one "
+                "set trainer.resume_mode=none or another folder; to go on, raise trainer.total_training_steps."
             )
