@@ -1,0 +1,41 @@
+"""The shipped base model: small, made by the script beside it, a reader that can't search well yet."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import data_prep
+from data_prep.base_evaluation import evaluate
+from data_prep.pretrain_base import Settings, build_model
+from data_prep.tiny_tokenizer import train_tokenizer
+
+FOLDER = Path(data_prep.__file__).parent / "base_model"
+
+
+def test_folder_is_at_most_12_megabytes():
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) <= 12_000_000
+
+
+def test_shapes_and_tokenizer_are_what_the_script_makes():
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    made = train_tokenizer()
+    assert tokenizer.get_vocab() == made.get_vocab()
+    assert tokenizer.chat_template is None
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+    fresh = build_model(Settings(), made)
+    assert {n: p.shape for n, p in model.named_parameters()} == {
+        n: p.shape for n, p in fresh.named_parameters()
+    }
+    assert model.config.model_type == "qwen3"
+
+
+@pytest.mark.slow
+def test_it_reads_but_searches_poorly():
+    figures = evaluate(FOLDER, count=100)
+    assert figures["bridge"] >= 0.9
+    assert figures["em_greedy_1hop"] >= 0.5
+    assert (figures["em_sampled_1hop"] + figures["em_sampled_2hop"]) / 2 <= 0.30
+    assert figures["first_query_sampled_1hop"] < 0.7
+    assert figures["bridge_query_sampled_2hop"] < 0.3
