@@ -88,6 +88,11 @@ def test_a_run_leaves_its_records_and_a_second_start_goes_on(world, url, tmp_pat
     def ask_only(*settings: str) -> int:
         return run([*line, "trainer.total_training_steps=3", "trainer.val_only=true", *settings])
 
+    assert (
+        run([*line, "trainer.total_training_steps=4", "data.train_batch_size=8"]) == 3
+    )  # another data order
+    assert metrics(tmp_path) == after
+
     (tmp_path / "summary.json").unlink()
     assert ask_only() == 0  # measures the newest checkpoint, and trains nothing
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -361,13 +361,16 @@ class RayPPOTrainer:
         self.checkpoints.remove_incomplete()
         if folder is not None:
             self.state = RunState.load(folder)
-            for left_behind in self.checkpoints.set_aside_after(self.state.step):
-                print(f"a checkpoint of a later step is now {left_behind}")
-            self.sampler.load_state_dict(self.state.sampler)
+            try:
+                self.sampler.load_state_dict(self.state.sampler)
+            except ValueError as error:
+                raise RunStopped(f"{folder}: {error}") from error
             self.kl_controller.load_state_dict(self.state.kl_controller)
             self.actor_rollout_wg.load_checkpoint(str(folder / "actor"))
             if self.use_critic:
                 self.critic_wg.load_checkpoint(str(folder / "critic"))
+            for left_behind in self.checkpoints.set_aside_after(self.state.step):
+                print(f"a checkpoint of a later step is now {left_behind}")
         self.recorder.start(self.state, resumed_from=folder)
         if aside is not None:
             print(f"an earlier run stood in {self.checkpoints.run_dir}; it is now {aside}")
