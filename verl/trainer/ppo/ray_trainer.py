@@ -377,5 +377,6 @@ class RayPPOTrainer:
         if self.state.step >= self.total_steps:
             print(
                 f"the run in {self.checkpoints.run_dir} is finished ({self.state.step} steps). For a new one "
-                "set trainer.resume_mode=none or another folder; to go on, raise trainer.total_training_steps."
+                "set trainer.resume_mode=none or another folder; to go on, raise "
+                "trainer.total_training_steps."
             )
