@@ -218,9 +218,15 @@ class Pretraining:
         self.export(self.work / "hf")
 
     def export(self, folder: Path) -> None:
-        """Model (float32 safetensors) and tokenizer, as AutoModelForCausalLM and AutoTokenizer read them."""
+        """Model (float32 safetensors) and tokenizer, as AutoModelForCausalLM and AutoTokenizer read them.
+
+        Pretraining ties the head to the embeddings; the model that is written has a head of its own with the same
+        values, which reinforcement learning may move apart.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        self.model.save_pretrained(folder)
+        model = Qwen3ForCausalLM(Qwen3Config(**{**self.model.config.to_dict(), "tie_word_embeddings": False}))
+        model.load_state_dict(self.model.state_dict())  # of a tied model it holds lm_head.weight too
+        model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         (folder / "prompt_template.txt").write_text(MICROWORLD_PROMPT, encoding="utf-8")
 
