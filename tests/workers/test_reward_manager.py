@@ -8,7 +8,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.utils.reward_score import qa_em_format
-from verl.workers.reward_manager import RewardManager
+from verl.workers.reward_manager import RewardManager, apply_search_cost
 
 EOS, PAD = 0, 0  # the same id: padding must not be found by it
 
@@ -145,3 +145,10 @@ def test_examples_are_printed_per_data_source(capsys):
     RewardManager(ByteTokenizer(), num_examine=1)(data)
     text = capsys.readouterr().out
     assert "one" in text and "three" in text and "two" not in text
+
+
+def test_a_search_costs_a_share_of_a_reward_and_nothing_of_a_failure():
+    scores = torch.tensor([[0.0, 1.0], [0.0, 1.0], [0.0, 0.0], [-0.5, 0.0], [0.0, 1.0]])
+    paid = apply_search_cost(scores, [1, 3, 3, 2, 20], 0.1)
+    assert torch.allclose(paid, torch.tensor([[0.0, 0.9], [0.0, 0.7], [0.0, 0.0], [-0.5, 0.0], [0.0, 0.0]]))
+    assert torch.equal(apply_search_cost(scores, [1, 3, 3, 2, 20], 0.0), scores)

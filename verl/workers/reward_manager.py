@@ -9,7 +9,7 @@ that is decoded here is ever encoded again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -24,6 +24,21 @@ if TYPE_CHECKING:
 _PROTOCOL_TAGS = frozenset(
     f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/")
 )
+
+
+def apply_search_cost(scores: torch.Tensor, num_searches: Sequence[int], cost: float) -> torch.Tensor:
+    """A reward is worth less the more searches it took: score * max(0, 1 - cost * searches) if score > 0.
+
+    A reward of 0 or less stays what it is, so that a wrong answer is never a reason to search less. Among
+    right answers to one question the cost decides: GRPO then prefers the one with no search too many.
+
+    Args:
+        scores: [N, R] float32.
+        num_searches: searches that were made, of each row.
+        cost: share of the reward for each search; 0 changes nothing.
+    """
+    kept = (1.0 - cost * torch.tensor(num_searches, dtype=scores.dtype)).clamp(min=0.0).unsqueeze(1)
+    return torch.where(scores > 0, scores * kept, scores)
 
 
 class RewardManager:

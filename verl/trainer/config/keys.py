@@ -224,7 +224,13 @@ READ_IN: dict[str, str] = {
     ),
     **_under("critic.optim", _OPTIM_READERS),
     **_under("critic.model.fsdp_config", _FSDP_READERS),
-    **_under("reward_model", {_FORMAT: ("structure_format_score", "final_format_score", "retrieval_score")}),
+    **_under(
+        "reward_model",
+        {
+            _FORMAT: ("structure_format_score", "final_format_score", "retrieval_score"),
+            f"{_TRAINER}._score": ("search_cost",),
+        },
+    ),
     **_under("custom_reward_function", {_REWARD: ("path", "name")}),
     **_under("retriever", {_AGENT: ("url", "topk", "timeout")}),
     **_under(

@@ -160,6 +160,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "reward_model.structure_format_score": _SHARE,
     "reward_model.final_format_score": _SHARE,
     "reward_model.retrieval_score": _SHARE,
+    "reward_model.search_cost": _SHARE,
     "retriever.topk": _POSITIVE,
     "retriever.timeout": _ABOVE_ZERO,
     "algorithm.gamma": _SHARE,

@@ -35,7 +35,7 @@ from verl.trainer.ppo.validation import ValidationReport, validate
 from verl.utils.dataset.rl_dataset import PromptSampler, RLHFDataset
 from verl.utils.records import RunRecorder
 from verl.workers.engine.micro_batches import shuffled
-from verl.workers.reward_manager import RewardManager
+from verl.workers.reward_manager import RewardManager, apply_search_cost
 
 __all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role"]
 
@@ -237,7 +237,10 @@ class RayPPOTrainer:
 
     def _score(self, batch: DataProto) -> DataProto:
         scores = self.reward_fn(batch, return_dict=True)
-        batch.tensors["token_level_scores"] = scores["reward_tensor"]
+        num_searches = [trajectory["num_searches"] for trajectory in batch.non_tensor_batch["trajectory"]]
+        batch.tensors["token_level_scores"] = apply_search_cost(
+            scores["reward_tensor"], num_searches, self.config.reward_model.search_cost
+        )
         batch.non_tensor_batch["em"] = np.array(scores["em"], dtype=object)
         return batch
 
