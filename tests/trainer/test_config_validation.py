@@ -7,7 +7,7 @@ import math
 import pytest
 from omegaconf import ListConfig, OmegaConf
 
-from verl.trainer.config import load_config, validate
+from verl.trainer.config import load_config, settings_without_effect, validate
 from verl.trainer.config.keys import FIXED
 from verl.trainer.config.limits import CHOICES, NULLABLE, RANGES
 
@@ -159,3 +159,9 @@ def test_lists_of_files_and_addresses_are_taken(good):
     )
     assert isinstance(config.retriever.url, ListConfig)
     validate(config)
+
+
+def test_a_setting_without_meaning_here_is_said():
+    assert settings_without_effect(load_config([])) == []
+    (line,) = settings_without_effect(load_config(["actor_rollout_ref.rollout.tensor_model_parallel_size=4"]))
+    assert line.startswith("actor_rollout_ref.rollout.tensor_model_parallel_size=4 has no effect: ")

@@ -23,7 +23,7 @@ from search_r1.llm_agent.generation import build_agent
 from search_r1.llm_agent.trajectory import env_metrics
 from search_r1.search.client import SearchClient, SearchError
 from verl.single_controller.base import ClassWithInitArgs
-from verl.trainer.config import parse_arguments, validate
+from verl.trainer.config import parse_arguments, settings_without_effect, validate
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role, actor_role, needs_critic
 from verl.trainer.ppo.run_state import RunStopped
 from verl.utils.dataset.rl_dataset import RLHFDataset
@@ -171,6 +171,8 @@ def run(argv: list[str], train_score_factory: Callable[[DictConfig], RewardFunct
         try:
             config = parse_arguments(argv)
             validate(config, format_reward=train_score_factory is not None)
+            for line in settings_without_effect(config):
+                print(f"note: {line}")
             if config.do_search:
                 check_retriever(config)
             session = start_ray(config)

@@ -6,6 +6,6 @@ anything starts, by the types, choices and ranges in `limits.py`.
 """
 
 from verl.trainer.config.loading import load_config, parse_arguments
-from verl.trainer.config.validation import validate
+from verl.trainer.config.validation import settings_without_effect, validate
 
-__all__ = ["load_config", "parse_arguments", "validate"]
+__all__ = ["load_config", "parse_arguments", "settings_without_effect", "validate"]

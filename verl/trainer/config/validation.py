@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from verl.trainer.config.keys import FIXED
+from verl.trainer.config.keys import FIXED, NO_EFFECT
 from verl.trainer.config.limits import CHOICES, NULLABLE, RANGES
 from verl.trainer.config.loading import flat, load_config
 
@@ -44,6 +44,16 @@ def validate(config: DictConfig, *, format_reward: bool = False) -> None:
     _check_files(config)
     _check_resume(config)
     _check_processes(config)
+
+
+def settings_without_effect(config: DictConfig) -> list[str]:
+    """A line for each key that is set to something else than its default and has no meaning here."""
+    defaults = _defaults()
+    return [
+        f"{key}={OmegaConf.select(config, key)} has no effect: {reason}"
+        for key, reason in NO_EFFECT.items()
+        if OmegaConf.select(config, key) != defaults[key]
+    ]
 
 
 @cache

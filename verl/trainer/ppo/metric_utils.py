@@ -16,10 +16,13 @@ from verl.protocol import DataProto
 
 
 class Timer:
-    """Wall seconds by phase: `with timer("gen"): ...`; `timer.seconds["gen"]`."""
+    """Wall seconds by phase: `with timer("gen"): ...`; `timer.seconds["gen"]`.
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
+    It begins with what the checkpoint after the step before took, whose line was written already.
+    """
+
+    def __init__(self, seconds: dict[str, float] | None = None) -> None:
+        self.seconds: dict[str, float] = defaultdict(float, seconds or {})
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:

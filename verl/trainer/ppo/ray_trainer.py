@@ -172,8 +172,9 @@ class RayPPOTrainer:
         if self.state.step == 0 and trainer.val_before_train:
             self._record_validation(self._validate(complete=True), "before")
 
+        checkpoint_seconds: dict[str, float] = {}
         for rows in self._training_prompts():
-            timer = metric_utils.Timer()
+            timer = metric_utils.Timer(checkpoint_seconds)
             with timer("step"):
                 with timer("gen"):
                     batch, generation_metrics = self._generate(rows)
@@ -193,8 +194,9 @@ class RayPPOTrainer:
             metrics |= metric_utils.step_metrics(batch, timer, self.use_critic)
             self.state.add_step(metrics, timer.seconds, time.perf_counter() - started)
             self.recorder.log_step(self.state, metrics, batch, self.tokenizer)
+            checkpoint_seconds = {}
             if last or (trainer.save_freq > 0 and self.state.step % trainer.save_freq == 0):
-                self._save_checkpoint()
+                checkpoint_seconds = self._save_checkpoint()
         return self.recorder.finish(self.state, time.perf_counter() - started)
 
     # ----------------------------------------------------------- parts of a step
@@ -346,7 +348,9 @@ class RayPPOTrainer:
 
     # --------------------------------------------------------------- checkpoints
 
-    def _save_checkpoint(self) -> None:
+    def _save_checkpoint(self) -> dict[str, float]:
+        """Write the checkpoint of this step; returns the seconds it took, by the name of the phase."""
+        started = time.perf_counter()
         self.state.sampler = self.sampler.state_dict()
         self.state.kl_controller = self.kl_controller.state_dict()
         with self.checkpoints.writing(self.state.step) as folder:
@@ -354,6 +358,7 @@ class RayPPOTrainer:
             if self.use_critic:
                 self.critic_wg.save_checkpoint(str(folder / "critic"))
             self.state.save(folder)
+        return {"save_checkpoint": time.perf_counter() - started}
 
     def _resume(self) -> None:
         """Take up the checkpoint that `trainer.resume_mode` asks for; cut the records back to its step."""
