@@ -3,8 +3,8 @@
     python -m data_prep.microworld --seed 0 --out data/microworld/seed0
 
     seed -> facts -> articles  -> corpus.jsonl         {"id", "contents": '"Title"\\ntext'}
-                  -> questions -> train.parquet        1 and 2 hops, half and half
-                               -> test.parquet         the same, about entities that training never asks about
+                  -> questions -> train.parquet        a third of 1 hop, two thirds of 2 hops
+                               -> test.parquet         half and half, about entities new to training
                                -> test_3hop.parquet    longer chains than training ever shows
 
 A world has two parts that never refer to each other. Names in the first part are not held out, names in
@@ -171,14 +171,15 @@ def write_world(
     train_part, test_part = evaluation_world(seed)
     rng = random.Random(f"questions {seed}")
 
-    def half_and_half(world: World, count: int) -> list[Question]:
-        questions = draw_questions(rng, world, 1, count - count // 2) + draw_questions(
-            rng, world, 2, count // 2
-        )
+    def draw(world: World, num_1hop: int, num_2hop: int) -> list[Question]:
+        questions = draw_questions(rng, world, 1, num_1hop) + draw_questions(rng, world, 2, num_2hop)
         rng.shuffle(questions)
         return questions
 
-    train, test = half_and_half(train_part, num_train), half_and_half(test_part, num_test)
+    # More of the hard ones to train on: a second search is rarely rewarded at first, and a policy that has
+    # become good at the easy ones alone gives it up.
+    train = draw(train_part, num_train // 3, num_train - num_train // 3)
+    test = draw(test_part, num_test - num_test // 2, num_test // 2)
     longer = draw_questions(rng, test_part, 3, num_3hop)
     articles = [*train_part.values(), *test_part.values()]
     rng.shuffle(articles)
@@ -197,7 +198,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make a microworld: a corpus and questions about it.")
     parser.add_argument("--seed", type=int, default=0, help="which world, 0 to 999 (default 0)")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--num-train", type=int, default=4096, help="training questions (default 4096)")
+    parser.add_argument(
+        "--num-train",
+        type=int,
+        default=4096,
+        help="training questions, two thirds of them 2-hop (default 4096)",
+    )
     parser.add_argument(
         "--num-test", type=int, default=400, help="test questions, half of them 2-hop (default 400)"
     )

@@ -77,10 +77,10 @@ TINY_SETTINGS=(
     algorithm.kl_ctrl.kl_coef=0 reward_model.search_cost=0.05 retriever.topk=2 max_turns=3
     "trainer.val_modes=[sampled,greedy]" trainer.test_freq=40 trainer.save_freq=40
 )
-TINY_GRPO=(actor_rollout_ref.rollout.n_agent=8 actor_rollout_ref.actor.optim.lr=1.2e-3 trainer.total_training_steps=130)
+TINY_GRPO=(actor_rollout_ref.rollout.n_agent=8 actor_rollout_ref.actor.optim.lr=8e-4 trainer.total_training_steps=130)
 TINY_PPO=(
-    data.train_batch_size=128 actor_rollout_ref.rollout.n_agent=1 actor_rollout_ref.actor.optim.lr=5e-4
-    critic.optim.lr=1e-3 trainer.total_training_steps=200 trainer.critic_warmup=5
+    data.train_batch_size=128 actor_rollout_ref.rollout.n_agent=1 actor_rollout_ref.actor.optim.lr=1e-3
+    critic.optim.lr=1e-3 critic.optim.weight_decay=0 trainer.total_training_steps=100 trainer.critic_warmup=5
 )
 
 # Settings for any other model: those of Search-R1's scripts.
