@@ -220,8 +220,8 @@ class Pretraining:
     def export(self, folder: Path) -> None:
         """Model (float32 safetensors) and tokenizer, as AutoModelForCausalLM and AutoTokenizer read them.
 
-        Pretraining ties the head to the embeddings; the model that is written has a head of its own with the same
-        values, which reinforcement learning may move apart.
+        Pretraining ties the head to the embeddings; the model that is written has a head of its own with the
+        same values, which reinforcement learning may move apart.
         """
         folder.mkdir(parents=True, exist_ok=True)
         model = Qwen3ForCausalLM(Qwen3Config(**{**self.model.config.to_dict(), "tie_word_embeddings": False}))
