@@ -73,6 +73,7 @@ TINY_SETTINGS=(
     actor_rollout_ref.actor.ppo_mini_batch_size=128 actor_rollout_ref.actor.ppo_micro_batch_size=128
     actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28
     actor_rollout_ref.actor.entropy_coeff=0.003 actor_rollout_ref.actor.optim.weight_decay=0
+    actor_rollout_ref.actor.optim.warmup_style=cosine actor_rollout_ref.actor.optim.min_lr_ratio=0.05
     critic.ppo_micro_batch_size=128
     algorithm.kl_ctrl.kl_coef=0 reward_model.search_cost=0.05 retriever.topk=2 max_turns=3
     "trainer.val_modes=[sampled,greedy]" trainer.test_freq=40 trainer.save_freq=40
