@@ -142,7 +142,7 @@ run_training() {
     local overrides=(
         "$(quoted data.train_files "$DATA_DIR/train.parquet")" "$(quoted data.val_files "$DATA_DIR/test.parquet")"
         "$(quoted actor_rollout_ref.model.path "$model")" "$(quoted critic.model.path "$model")"
-        "trainer.seed=$seed" "$(quoted trainer.experiment_name "$name")"
+        "trainer.seed=$seed" "trainer.project_name=search-r1" "$(quoted trainer.experiment_name "$name")"
         "$(quoted trainer.default_local_dir "$run_dir")"
     )
     [ -f "$DATA_DIR/test_3hop.parquet" ] && overrides+=("$(quoted data.extra_val_files "$DATA_DIR/test_3hop.parquet")")
