@@ -73,15 +73,19 @@ TINY_SETTINGS=(
     actor_rollout_ref.actor.ppo_mini_batch_size=128 actor_rollout_ref.actor.ppo_micro_batch_size=128
     actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28
     actor_rollout_ref.actor.entropy_coeff=0.003 actor_rollout_ref.actor.optim.weight_decay=0
-    actor_rollout_ref.actor.optim.warmup_style=cosine actor_rollout_ref.actor.optim.min_lr_ratio=0.05
     critic.ppo_micro_batch_size=128
-    algorithm.kl_ctrl.kl_coef=0 reward_model.search_cost=0.05 retriever.topk=2 max_turns=3
+    algorithm.kl_ctrl.kl_coef=0 retriever.topk=2 max_turns=3
     "trainer.val_modes=[sampled,greedy]" trainer.test_freq=40 trainer.save_freq=40
 )
-TINY_GRPO=(actor_rollout_ref.rollout.n_agent=8 actor_rollout_ref.actor.optim.lr=8e-4 trainer.total_training_steps=130)
+TINY_GRPO=(
+    actor_rollout_ref.rollout.n_agent=8 reward_model.search_cost=0.05 trainer.total_training_steps=130
+    actor_rollout_ref.actor.optim.lr=8e-4 actor_rollout_ref.actor.optim.warmup_style=cosine
+    actor_rollout_ref.actor.optim.min_lr_ratio=0.05
+)
 TINY_PPO=(
-    data.train_batch_size=128 actor_rollout_ref.rollout.n_agent=1 actor_rollout_ref.actor.optim.lr=1e-3
-    critic.optim.lr=1e-3 critic.optim.weight_decay=0 trainer.total_training_steps=100 trainer.critic_warmup=5
+    data.train_batch_size=128 actor_rollout_ref.rollout.n_agent=1 trainer.total_training_steps=150
+    actor_rollout_ref.actor.optim.lr=1e-3 trainer.critic_warmup=5
+    critic.optim.lr=1e-3 critic.optim.weight_decay=0
 )
 
 # Settings for any other model: those of Search-R1's scripts.
