@@ -70,7 +70,14 @@ def start(repository: Path, *flags: str, script: str = "train_grpo.sh", cwd=None
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=heed_signals,
     )
+
+
+def heed_signals() -> None:
+    """A shell cannot trap what was ignored when it began, as hang-ups are below nohup and some CI runners."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def run(repository: Path, *flags: str, **options) -> tuple[int, str]:
