@@ -1,22 +1,33 @@
 """How well a base model reads, and how well it searches already.
 
 `reading_accuracy` looks at greedy copies with the right documents in sight; `evaluate` lets the model search
-on a world with held-out names (sampled at temperature 1, and greedy), with an in-process BM25.
+on a world with held-out names, by the code that validates in training: engine, agent, reward.
 """
 
 from __future__ import annotations
 
 import random
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from data_prep.demonstrations import Demonstrator, Retriever, observation
-from data_prep.microworld import Question, World, draw_questions, evaluation_world
+from data_prep.demonstrations import Demonstrator, observation
+from data_prep.microworld import World, draw_questions, evaluation_world, write_world
 from data_prep.prompts import MICROWORLD_PROMPT, fill_prompt
 from data_prep.relations import RELATIONS
+from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
+from search_r1.search.bm25 import BM25Retriever
+from search_r1.search.corpus import read_corpus
+from verl.trainer.ppo.validation import validate
+from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.workers.reward_manager import RewardManager
+from verl.workers.rollout.native import NativeEngine
 
+LENGTHS = {"max_start_length": 64, "max_prompt_length": 768}
 READING_WORLD = 998
 SEARCHING_WORLD = 999
 
@@ -63,76 +74,53 @@ def reading_accuracy(
     return result
 
 
-@torch.no_grad()
-def rollouts(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    retriever: Retriever,
-    questions: list[Question],
-    greedy: bool,
-    max_turns: int = 3,
-) -> list[tuple[list[str], str | None]]:
-    """(queries, answer or None) for each question: the loop of a rollout in its plainest form."""
-    contexts = [
-        tokenizer.encode(fill_prompt(MICROWORLD_PROMPT, q.text), add_special_tokens=False) for q in questions
-    ]
-    stops = [tokenizer.convert_tokens_to_ids(t) for t in ("</search>", "</answer>", tokenizer.eos_token)]
-    results: list[tuple[list[str], str | None]] = [([], None) for _ in questions]
-    active = list(range(len(questions)))
-    for turn in range(max_turns + 1):
-        width = max((len(contexts[i]) for i in active), default=0)
-        if not width:
-            break
-        pad = tokenizer.pad_token_id
-        ids = torch.tensor([[pad] * (width - len(contexts[i])) + contexts[i] for i in active])
-        mask = torch.tensor([[0] * (width - len(contexts[i])) + [1] * len(contexts[i]) for i in active])
-        options = (
-            {"do_sample": False}
-            if greedy
-            else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        )
-        output = model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            max_new_tokens=48,
-            eos_token_id=stops,
-            pad_token_id=pad,
-            **options,
-        )
-        still = []
-        for i, row in zip(active, output[:, width:].tolist(), strict=True):
-            written = [t for t in row if t != pad]
-            text = str(tokenizer.decode(written))
-            queries, _ = results[i]
-            if text.endswith("</answer>") and "<answer>" in text:
-                results[i] = (queries, text.rsplit("<answer>", 1)[1].removesuffix("</answer>").strip())
-            elif text.endswith("</search>") and "<search>" in text and turn < max_turns:
-                queries.append(text.rsplit("<search>", 1)[1].removesuffix("</search>").strip())
-                found = observation(retriever.search(queries[-1], 2))
-                contexts[i] = contexts[i] + written + tokenizer.encode(found, add_special_tokens=False)
-                still.append(i)
-        active = still
-    return results
+class InProcessSearch:
+    """Stands where a `SearchClient` does, with the server's BM25 in this process."""
+
+    def __init__(self, documents: list[dict]) -> None:
+        self.retriever = BM25Retriever(documents)
+
+    def submit(self, queries: Sequence[str], topk: int) -> list[Future]:
+        found, scores = self.retriever.batch_search(list(queries), topk)
+        futures: list[Future] = [Future() for _ in queries]
+        for future, documents, values in zip(futures, found, scores, strict=True):
+            future.set_result(
+                [{"contents": d["contents"], "score": s} for d, s in zip(documents, values, strict=True)]
+            )
+        return futures
 
 
-def evaluate(model_dir: Path, seed: int = SEARCHING_WORLD, count: int = 200) -> dict[str, float]:
-    """Reading accuracy; EM and searches by hops and mode; how often the right things are searched for."""
+def evaluate(model_dir: Path | str, seed: int = SEARCHING_WORLD, count: int = 200) -> dict[str, float]:
+    """Reading accuracy, and what training prints: its own validation on a world that training never sees.
+
+    Args:
+        model_dir: Hugging Face folder.
+        seed: of the world, and of the sampled mode.
+        count: questions of each number of hops; those of 3 hops bear the prefix `val_extra/`.
+    """
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    parts = evaluation_world(seed)
-    retriever = Retriever(parts[0] | parts[1])
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    result = reading_accuracy(model, tokenizer)
-    for hops in (1, 2, 3):
-        questions = draw_questions(rng, parts[1], hops, count)
-        for mode in ("sampled", "greedy"):
-            done = rollouts(model, tokenizer, retriever, questions, greedy=mode == "greedy")
-            key = f"{mode}_{hops}hop"
-            pairs = list(zip(questions, done, strict=True))
-            result[f"em_{key}"] = sum(answer == q.answer for q, (_, answer) in pairs) / count
-            result[f"searches_{key}"] = sum(len(queries) for queries, _ in done) / count
-            result[f"first_query_{key}"] = sum(q.path[0] in queries[:1] for q, (queries, _) in pairs) / count
-            if hops == 2:
-                result[f"bridge_query_{key}"] = sum(q.path[1] in queries for q, (queries, _) in pairs) / count
-    return result
+    engine = NativeEngine(model.config, num_slots=128, max_model_len=LENGTHS["max_prompt_length"])
+    engine.update_weights(model.named_parameters(), 0)
+    config = GenerationConfig(max_turns=3, max_response_length=32, max_obs_length=250, topk=2, **LENGTHS)
+    reward = RewardManager(tokenizer)
+    columns = {"prompt_key": "prompt", "truncation": "error", "return_raw_chat": False, **LENGTHS}
+    with tempfile.TemporaryDirectory() as folder:
+        world = Path(folder)
+        write_world(seed, world, num_train=2, num_test=2 * count, num_3hop=count)
+        agent = LLMGenerationManager(
+            tokenizer, engine, InProcessSearch(read_corpus(world / "corpus.jsonl")), config
+        )
+        reports = [
+            validate(
+                agent.run_llm_loop,
+                reward,
+                RLHFDataset(str(world / name), tokenizer, columns),
+                ["sampled", "greedy"],
+                None,
+                seed,
+            )
+            for name in ("test.parquet", "test_3hop.parquet")
+        ]
+    reports[0].extra = reports[1]
+    return reading_accuracy(model, tokenizer) | reports[0].metrics()

@@ -99,8 +99,7 @@ def test_export_loads_with_the_auto_classes_and_gives_the_same_logits(tmp_path):
 def test_evaluation_reports_reading_and_searching_by_hops(tmp_path):
     train(tmp_path, pools=1)
     figures = evaluate(tmp_path / "hf", count=4)
-    assert {"read1", "read2", "bridge", "em_sampled_1hop", "em_greedy_3hop", "searches_sampled_2hop"} <= set(
-        figures
-    )
+    names = ("val/sampled/em/hops_1", "val_extra/greedy/em/hops_3", "val/sampled/searches/hops_2")
+    assert {"read1", "read2", "bridge", *names} <= set(figures)
     assert all(0 <= value <= 3 for value in figures.values())
     assert evaluate(tmp_path / "hf", count=4) == figures
