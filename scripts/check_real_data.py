@@ -55,14 +55,14 @@ def train(model: Path, data: Path, url: str, run_dir: Path, steps: int) -> None:
     settings = {
         "data.train_files": data / "train.parquet",
         "data.val_files": data / "test.parquet",
-        "data.val_data_num": 8,
+        "data.val_data_num": 4,
         "data.train_batch_size": 2,
-        "data.max_start_length": 512,
-        "data.max_prompt_length": 1400,
-        "data.max_response_length": 24,
-        "data.max_obs_length": 400,
+        "data.max_start_length": 256,
+        "data.max_prompt_length": 800,
+        "data.max_response_length": 16,
+        "data.max_obs_length": 160,
         "actor_rollout_ref.model.path": model,
-        "actor_rollout_ref.rollout.n_agent": 4,
+        "actor_rollout_ref.rollout.n_agent": 2,
         "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
         "actor_rollout_ref.actor.ppo_micro_batch_size": 4,
         "actor_rollout_ref.actor.use_kl_loss": "true",
@@ -115,7 +115,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         data = folder / "data"
-        command = [sys.executable, "-m", "data_prep.squad", "--squad", *squad, "--out", str(data)]
+        command = [sys.executable, "-m", "data_prep.squad", "--prompt", "short"]
+        command += ["--squad", *squad, "--out", str(data)]
         if passages:
             command += ["--passages", *passages]
         subprocess.run(command, cwd=ROOT, check=True)
