@@ -83,7 +83,7 @@ TINY_GRPO=(
     actor_rollout_ref.actor.optim.min_lr_ratio=0.05
 )
 TINY_PPO=(
-    data.train_batch_size=128 actor_rollout_ref.rollout.n_agent=1 trainer.total_training_steps=150
+    data.train_batch_size=128 actor_rollout_ref.rollout.n_agent=1 trainer.total_training_steps=100
     actor_rollout_ref.actor.optim.lr=1e-3 trainer.critic_warmup=5
     critic.optim.lr=1e-3 critic.optim.weight_decay=0
 )
