@@ -157,7 +157,7 @@ def kill_worker(process: subprocess.Popen[bytes]) -> str:
     workers = [
         child
         for child in psutil.Process(process.pid).children(recursive=True)
-        if any("Worker" in part and part.startswith("ray::") for part in child.cmdline())
+        if any(part.startswith("ray::RankProcess") for part in child.cmdline())
     ]
     if not workers:
         sys.exit("found no training process below the driver")
