@@ -95,5 +95,5 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
     with pytest.raises(ValueError, match="in use by another run"):
         CheckpointStore(tmp_path / "run", None).lock()
     CheckpointStore(tmp_path / "other", None).lock()
-    del store
+    store.unlock()
     CheckpointStore(tmp_path / "run", None).lock()

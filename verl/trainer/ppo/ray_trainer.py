@@ -148,6 +148,7 @@ class RayPPOTrainer:
         finally:
             for group in groups.values():
                 group.shutdown()
+            self.checkpoints.unlock()
 
     def _check_validation_folder(self, step: int) -> None:
         later = [other for other in self.checkpoints.steps() if other > step]

@@ -111,11 +111,12 @@ class CheckpointStore:
         self._prune()
 
     def lock(self) -> None:
-        """Keep other runs out of the run folder until this process ends.
+        """Keep other runs out of the run folder until `unlock`, or until this process ends.
 
         Raises:
             ValueError: another process has it.
         """
+        self.unlock()
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._lock = (self.run_dir / "run.lock").open("w")
         try:
@@ -125,6 +126,12 @@ class CheckpointStore:
                 f"{self.run_dir} is in use by another run. Wait for its end or stop it, or choose another "
                 "folder: trainer.default_local_dir (EXPERIMENT_NAME for train_grpo.sh and train_ppo.sh)."
             ) from error
+
+    def unlock(self) -> None:
+        """Let other runs into the folder again."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def set_aside(self) -> Path | None:
         """Rename an earlier run's folder to `<folder>.old-K`; returns the new name, None if there is none.
