@@ -7,7 +7,7 @@ there, `close` gives the slot to the next session in the queue:
     open(prompt) -> [queued] -> [running] --Completion--> [waiting for its owner] -- resume(observation) --+
                                     ^                              |                                       |
                                     +------------------------------|---------------------------------------+
-                                                                 close -> slot is free
+                                                                 close -> its memory is free
 
 Token ids go in and token ids come out: the engine never sees text (stop strings are matched on the bytes of
 tokens, see `stop.py`).
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ class SamplingParams:
     """How one turn is sampled.
 
     Truncation is applied after the temperature, in the order top-k, top-p, min-p, and the result is
-    renormalised; log-probs are those of the distribution that is left.
+    renormalised; `Completion.log_probs` are those of the distribution that is left.
 
     Attributes:
         max_tokens: most tokens sampled in this turn, >= 1.
@@ -70,27 +70,45 @@ class SamplingParams:
 class Completion:
     """One turn that ended: what was sampled, and why it stopped.
 
-    `token_ids` and `log_probs` have one entry per sampled token of this turn (the stop or eos token too).
+    `token_ids`, `log_probs` and `model_log_probs` have one entry per sampled token of this turn (the stop or
+    eos token too). `log_probs` are those of the distribution that was sampled from: after temperature, top-k,
+    top-p and min-p, renormalised; for greedy turns, of the plain softmax. `model_log_probs` are those of the
+    model itself: the plain softmax of its logits at temperature 1. Both are natural logarithms.
     `finish_reason` is "stop" (a stop string, named in `stop_string`), "eos" or "length" (max_tokens or the
     engine's max_model_len). `version_first` and `version_last` are the weight versions of the turn's first
     and last token.
 
-    Example: Completion(7, [311, 22, 940], [-0.1, -2.3, -0.7], "stop", "</search>", 4, 4)
+    Example: Completion(7, [311, 22, 940], [-0.1, -2.3, -0.7], [-0.2, -2.0, -0.9], "stop", "</search>", 4, 4)
     """
 
     session_id: int
     token_ids: list[int]
     log_probs: list[float]
+    model_log_probs: list[float]
     finish_reason: str
     stop_string: str | None
     version_first: int
     version_last: int
 
 
+class Partial(NamedTuple):
+    """A turn under way: its tokens and log-probs so far (as in `Completion`), and its first token's version."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    version_first: int | None
+
+
 class RolloutEngine(Protocol):
-    """The engine's side of the agent loop; see the drawing above. Not thread-safe: one owner calls it."""
+    """The engine's side of the agent loop; see the drawing above. Not thread-safe: one owner calls it.
+
+    Attributes:
+        max_model_len: most tokens of one session, prompt and observations included.
+        version: of the present weights, -1 before the first `update_weights`.
+    """
 
     max_model_len: int
+    version: int
 
     @property
     def has_runnable(self) -> bool:
@@ -103,16 +121,40 @@ class RolloutEngine(Protocol):
         """Append observation tokens to a session whose turn ended, and sample its next turn."""
 
     def close(self, session_id: int) -> None:
-        """End a session in whatever state it is; its slot goes to the next in the queue."""
+        """End a session in whatever state it is; what it held goes to the next in the queue."""
 
     def step(self) -> list[Completion]:
-        """Prefill what is new, sample one token for everything that runs; return the turns that ended."""
+        """Advance what runs; return the turns that ended. May return none while turns are under way."""
 
-    def partial(self, session_id: int) -> list[int]:
-        """What a session's running turn has sampled so far; empty while no turn is running. For display."""
+    def partial(self, session_id: int) -> Partial:
+        """What a session's present turn has sampled so far; nothing while no turn is under way."""
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take (Hugging Face name, tensor) pairs as weights `version`, and drop all sessions."""
+        """Take (Hugging Face name, full tensor) pairs of the whole model as weights `version`.
+
+        Sessions stay, with the tokens that they have; no KV state of older weights is used any more: it is
+        computed again from the tokens. Turns under way go on with the new weights.
+        """
+
+    def sleep(self, level: int = 1) -> int:
+        """Give memory to the trainer; sessions stay as in `update_weights`. Returns the bytes given back.
+
+        Level 1: the KV cache. Level 2: the engine's weights too, then `update_weights` comes before the next
+        step. Asleep, `step` raises RuntimeError.
+        """
+
+    def wake(self) -> None:
+        """Take the memory again. Does nothing when awake."""
 
     def stats(self) -> dict[str, float]:
-        """Counts since construction and the present load; see the engine."""
+        """Load now, and sums since construction.
+
+        Now: running, queued (no KV state yet, or preempted), parked (turn ended, waiting for the owner),
+        kv_bytes (held), kv_used_share (of the budget), weight_version.
+        Sums: steps, generated_tokens, prefilled_tokens (computed), prefix_hit_tokens (taken from KV state that
+        was there: a shared prompt), preemptions, seconds (in `step`). An engine that can't know a figure
+        leaves it out.
+        """
+
+    def shutdown(self) -> None:
+        """End what the engine has started and free what it holds. Safe to call twice."""
