@@ -92,7 +92,7 @@ class Completion:
 
 
 class Partial(NamedTuple):
-    """A turn under way: its tokens and log-probs so far (as in `Completion`), and its first token's version."""
+    """A turn under way: tokens and log-probs so far (as in `Completion`), and its first token's version."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -151,8 +151,8 @@ class RolloutEngine(Protocol):
 
         Now: running, queued (no KV state yet, or preempted), parked (turn ended, waiting for the owner),
         kv_bytes (held), kv_used_share (of the budget), weight_version.
-        Sums: steps, generated_tokens, prefilled_tokens (computed), prefix_hit_tokens (taken from KV state that
-        was there: a shared prompt), preemptions, seconds (in `step`). An engine that can't know a figure
+        Sums: steps, generated_tokens, prefilled_tokens (computed), prefix_hit_tokens (taken from KV state
+        that was there: a shared prompt), preemptions, seconds (in `step`). An engine that can't know a figure
         leaves it out.
         """
 

@@ -1,10 +1,10 @@
-"""What the scheduler asks the model for in one step, as plain arrays: the only thing that passes between them.
+"""What the scheduler asks the model for in one step, as plain arrays: all that passes between the two.
 
-    Scheduler (sessions, blocks, budget) -- StepBatch, SamplingRows --> ModelRunner (weights, KV pool, sampling)
+    Scheduler (sessions, blocks, budget) -- StepBatch, SamplingRows --> ModelRunner (weights, KV, sampling)
                                          <------- Sampled ------------
 
-KV state lives in a pool of `num_blocks` blocks of `block_size` positions per layer. A sequence owns a table of
-blocks: its position p lies in block table[p // block_size] at offset p % block_size, which is the flat place
+KV state lives in a pool of `num_blocks` blocks of `block_size` positions per layer. A sequence has a table
+of blocks: its position p lies in block table[p // block_size] at offset p % block_size, which is the flat place
 table[p // block_size] * block_size + p % block_size of the pool.
 """
 
@@ -46,12 +46,14 @@ class StepBatch:
         decode_tables: int32 [D, M], their blocks; entries beyond a sequence's own are 0 and not read.
         decode_lengths: int64 [D], positions to attend to, the new token included.
         spans: the prefill rows, in order.
-        out_rows: int64 [O], rows that a token is sampled from: 0 .. D - 1, then the last row of each span that
-            completes what its sequence has (a chunk in the middle of a long prompt has none).
+        out_rows: int64 [O], rows that a token is sampled from: 0 .. D - 1, then the last row of each span
+            that completes what its sequence has (a chunk in the middle of a long prompt has none). A row may
+            stand there more than once: several sequences with an equal prompt sample from one row.
 
     Example: two sequences decode at positions 5 and 40, one prompt of 3 tokens is new, block_size 32:
     token_ids [9, 4, 11, 12, 13], positions [5, 40, 0, 1, 2], places [5, 72, 96, 97, 98], num_decode 2,
-    decode_tables [[0, 0], [1, 2]], decode_lengths [6, 41], spans [PrefillSpan(2, 3, 0, [3])], out_rows [0, 1, 4].
+    decode_tables [[0, 0], [1, 2]], decode_lengths [6, 41], spans [PrefillSpan(2, 3, 0, [3])],
+    out_rows [0, 1, 4].
     """
 
     token_ids: np.ndarray
@@ -96,7 +98,7 @@ class ModelRunner(Protocol):
         """Drop every reference to weights; returns the bytes of those that were the runner's own."""
 
     def step(self, batch: StepBatch, rows: SamplingRows) -> Sampled:
-        """Run the model over the batch, fill the pool, sample. RuntimeError for log-probs that are not finite.
+        """Run the model, fill the pool, sample. RuntimeError for log-probs that are not finite.
 
         Args:
             rows: sampling choices of the O entries of `batch.out_rows`, in their order.
