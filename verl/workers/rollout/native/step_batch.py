@@ -4,8 +4,8 @@
                                          <------- Sampled ------------
 
 KV state lives in a pool of `num_blocks` blocks of `block_size` positions per layer. A sequence has a table
-of blocks: its position p lies in block table[p // block_size] at offset p % block_size, which is the flat place
-table[p // block_size] * block_size + p % block_size of the pool.
+of blocks: its position p lies in block table[p // block_size] at offset p % block_size, which is the flat
+place table[p // block_size] * block_size + p % block_size of the pool.
 """
 
 from __future__ import annotations
