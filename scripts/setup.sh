@@ -54,7 +54,7 @@ check_environment() {
     local extras="$1" modules=""
     [[ ",$extras," == *,train,* || ",$extras," == *,test,* ]] && modules="torch transformers tensordict ray hydra pandas"
     [[ ",$extras," == *,retrieval,* || ",$extras," == *,test,* ]] && modules="$modules fastapi uvicorn httptools orjson prometheus_client numba"
-    [[ ",$extras," == *,test,* ]] && modules="$modules pytest hypothesis schemathesis faiss jnius ruff mypy"
+    [[ ",$extras," == *,test,* ]] && modules="$modules pytest xdist hypothesis schemathesis faiss jnius ruff mypy"
     local command="$PYTHON -m pip install -c '$REPO_ROOT/constraints.txt' -e '$REPO_ROOT[$extras]'"
     "$PYTHON" - $modules <<'PY' || { echo "Run: $command" >&2; return 1; }
 import importlib.util, sys

@@ -23,5 +23,5 @@ fi
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
-"$PYTHON" -m pytest -q -m "not slow" --durations=5
+"$PYTHON" -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m "not slow" --durations=5
 $fast_only || "$PYTHON" -m pytest -q -m slow --durations=10
