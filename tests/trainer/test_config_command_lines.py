@@ -10,7 +10,11 @@ from verl.trainer.config import load_config, validate
 
 
 @pytest.fixture()
-def lines(tmp_path) -> dict[str, list[str]]:
+def lines(tmp_path, monkeypatch) -> dict[str, list[str]]:
+    """All of them ask for vLLM: a package of that name is found, and nothing of it is read."""
+    (tmp_path / "packages" / "vllm").mkdir(parents=True)
+    (tmp_path / "packages" / "vllm" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     for name in ("train.parquet", "test.parquet"):
         (tmp_path / name).write_bytes(b"PAR1")
     (tmp_path / "model").mkdir()

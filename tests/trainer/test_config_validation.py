@@ -1,6 +1,7 @@
 """Mistakes in a configuration are found before anything starts, with what was found and what to do."""
 
 import copy
+import importlib.util
 import json
 import math
 
@@ -8,7 +9,7 @@ import pytest
 from omegaconf import ListConfig, OmegaConf
 
 from verl.trainer.config import load_config, settings_without_effect, validate
-from verl.trainer.config.keys import FIXED
+from verl.trainer.config.keys import FIXED, ROLLOUT
 from verl.trainer.config.limits import CHOICES, NULLABLE, RANGES
 
 
@@ -114,11 +115,62 @@ def test_a_key_that_may_not_change_says_why(key, config):
         ("trainer.resume_from_path=/somewhere", "expected resume_mode=from_path"),
         ("trainer.resume_mode=from_path", "not a folder"),
         ("reward_model.retrieval_score=0.1", "main_ppo_format"),
+        (f"{ROLLOUT}.placement=apart", f"expected {ROLLOUT}.name=vllm"),
+        (f"{ROLLOUT}.tensor_model_parallel_size=2", "a whole model in each process; expected 1"),
+        (f"{ROLLOUT}.keep_partial=true", "Set for example .*straggler_factor=4"),
+        (f"{ROLLOUT}.vllm.num_servers=2", "which is for servers.*placement=apart"),
+        (f"{ROLLOUT}.vllm.engine_args=3", "expected a dictionary"),
     ],
 )
 def test_a_mistake_says_what_was_found_and_what_to_do(override, words, good):
     with pytest.raises(ValueError, match=words):
         check([*good, override])
+
+
+APART = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.placement=apart"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["server_urls=[gpu7:8000]"], "expected http://host:port"),
+        (["server_urls=http://a:1", "num_servers=2"], "expected one or the other"),
+        (["weight_transfer=nccl"], "expected gloo, disk or auto"),
+        (["python=/nowhere/bin/python"], "Found no interpreter at"),
+        (["python=python3"], "vLLM is not installed there; run `pip install vllm`"),
+    ],
+)
+def test_servers_apart_are_checked_before_anything_starts(overrides, words, good, tmp_path, monkeypatch):
+    (tmp_path / "python3").write_text("#!/bin/sh\nexit 1\n")  # an interpreter that does not find vLLM
+    (tmp_path / "python3").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(ValueError, match=words):
+        check([*good, *APART, "trainer.device=cpu", *(f"{ROLLOUT}.vllm.{text}" for text in overrides)])
+
+
+def test_servers_that_run_already_need_no_vllm_here(good):
+    check([*good, *APART, f"{ROLLOUT}.vllm.server_urls=['http://a:1','http://b:2']"])
+
+
+def test_vllm_must_be_installed_where_it_is_to_run(good, tmp_path, monkeypatch):
+    """The one place where a missing package is looked for by a name that tests can make present."""
+    (tmp_path / "vllm").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if not has_vllm():
+        with pytest.raises(ValueError, match="run `pip install vllm`.*name=native"):  # a folder is no package
+            check([*good, f"{ROLLOUT}.name=vllm"])
+    (tmp_path / "vllm" / "__init__.py").write_text("")
+    check([*good, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"])
+
+
+def has_vllm() -> bool:
+    spec = importlib.util.find_spec("vllm")
+    return spec is not None and spec.origin is not None
+
+
+def test_arguments_of_vllm_are_open(good):
+    rollout = load_config([f"+{ROLLOUT}.vllm.engine_args.swap_space=2"]).actor_rollout_ref.rollout
+    assert rollout.vllm.engine_args == {"swap_space": 2}
 
 
 def test_rloo_needs_a_group(good):
@@ -163,5 +215,5 @@ def test_lists_of_files_and_addresses_are_taken(good):
 
 def test_a_setting_without_meaning_here_is_said():
     assert settings_without_effect(load_config([])) == []
-    (line,) = settings_without_effect(load_config(["actor_rollout_ref.rollout.tensor_model_parallel_size=4"]))
-    assert line.startswith("actor_rollout_ref.rollout.tensor_model_parallel_size=4 has no effect: ")
+    (line,) = settings_without_effect(load_config(["actor_rollout_ref.rollout.load_format=auto"]))
+    assert line.startswith("actor_rollout_ref.rollout.load_format=auto has no effect: ")

@@ -9,7 +9,6 @@ needs no copy; `weights_version` tells it that its cached state is stale.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -26,12 +25,10 @@ from verl.workers.engine.checkpoint import load_checkpoint, save_checkpoint, sav
 from verl.workers.engine.engine import Precision, TrainEngine
 from verl.workers.engine.loading import PolicyModel, load_policy, load_value_model, parse_dtype
 from verl.workers.engine.micro_batches import MicroBatchLimits
-from verl.workers.rollout.native import NativeEngine
-
-logger = logging.getLogger(__name__)
+from verl.workers.rollout.build import Place, build_engine
+from verl.workers.rollout.engine import RolloutEngine
 
 ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
-MIN_SLOTS = 128  # so that a small first batch does not make a small engine
 
 
 class Agent(Protocol):
@@ -42,7 +39,7 @@ class Agent(Protocol):
     def close(self) -> None: ...
 
 
-AgentFactory = Callable[[PreTrainedTokenizerBase, NativeEngine], Agent]
+AgentFactory = Callable[[PreTrainedTokenizerBase, RolloutEngine], Agent]
 
 
 def _device_kind(device: str) -> str:
@@ -80,7 +77,7 @@ class ActorRolloutRefWorker(Worker):
         )
         self.device = self.init_process_group(_device_kind(device))
         self.agent: Agent | None = None
-        self.rollout_engine: NativeEngine | None = None
+        self.rollout_engine: RolloutEngine | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -138,40 +135,33 @@ class ActorRolloutRefWorker(Worker):
             if engine.version != version or self.engine.offloads_params:
                 engine.update_weights(self.engine.weights(), version)
             result = agent.run_llm_loop(prompts)
-            if self.config.rollout.free_cache_engine and self.device.type == "cuda":
-                engine.release_cache()
-            if self.engine.offloads_params:
-                engine.release_weights()  # they would hold the memory that offloading is to free
+            self._sleep(engine)
         return result
 
-    def _agent(self, num_rows: int) -> tuple[Agent, NativeEngine]:
+    def _sleep(self, engine: RolloutEngine) -> None:
+        if self.config.rollout.free_cache_engine and self.device.type == "cuda":
+            engine.release_cache()
+        if self.engine.offloads_params:
+            engine.release_weights()  # they would hold the memory that offloading is to free
+
+    def _agent(self, num_rows: int) -> tuple[Agent, RolloutEngine]:
         """The agent and its engine, made when they are first needed."""
         if self.agent is None or self.rollout_engine is None:
             if self.agent_factory is None:
                 raise ValueError("generate_sequences needs a worker made with an agent_factory.")
-            rollout = self.config.rollout
-            if rollout.name != "native":
-                logger.warning(
-                    "rollout.name=%s is not built in yet: the native engine runs instead.", rollout.name
-                )
-            budget = None
-            if self.device.type == "cuda":
-                budget = int(
-                    rollout.gpu_memory_utilization
-                    * torch.cuda.get_device_properties(self.device).total_memory
-                )
-            default = self.engine.precision.compute
+            rollout, default = self.config.rollout, self.engine.precision.compute
             dtype = (
                 default if rollout.dtype == "auto" else parse_dtype(rollout.dtype, default, "rollout.dtype")
             )
-            self.rollout_engine = NativeEngine(
+            self.rollout_engine = build_engine(
+                rollout,
+                self.config.model,
                 self.engine.module.model.config,
-                num_slots=min(rollout.max_num_seqs, max(MIN_SLOTS, num_rows)),
-                max_model_len=rollout.prompt_length,
+                self.tokenizer,
+                place=Place(self.device, self.rank, self.world_size),
                 dtype=dtype,
-                device=self.device,
-                kv_budget_bytes=budget,
-                max_prefill_tokens=rollout.max_num_batched_tokens,
+                max_model_len=rollout.prompt_length,
+                num_rows=num_rows,
             )
             self.agent = self.agent_factory(self.tokenizer, self.rollout_engine)
         return self.agent, self.rollout_engine

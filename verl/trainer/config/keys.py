@@ -68,9 +68,7 @@ NO_EFFECT: dict[str, str] = {
     "critic.strategy": "fsdp and fsdp2 both mean FSDP2.",
     f"{ACTOR}.fsdp_config.grad_offload": _GRADIENTS,
     "critic.model.fsdp_config.grad_offload": _GRADIENTS,
-    f"{ROLLOUT}.enforce_eager": "The native engine has no compiled mode.",
-    f"{ROLLOUT}.load_format": "The native engine reads the trainer's weights; it loads no files.",
-    f"{ROLLOUT}.tensor_model_parallel_size": "Each process decodes with a whole model.",
+    f"{ROLLOUT}.load_format": "Every engine takes the trainer's weights; none loads a file of its own.",
 }
 
 _MAIN = "verl/trainer/main_ppo.py"
@@ -79,6 +77,7 @@ _TRAINER = "verl/trainer/ppo/ray_trainer.py:RayPPOTrainer"
 _ALGOS = "verl/trainer/ppo/core_algos.py"
 _WORKERS = "verl/workers/fsdp_workers.py"
 _ENGINE = "verl/workers/engine/engine.py"
+_BUILD = "verl/workers/rollout/build.py"
 _OPTIM = "verl/workers/engine/optim.py"
 _LOADING = "verl/workers/engine/loading.py"
 _RESOLVE = "verl/trainer/config/loading.py:resolve"
@@ -193,15 +192,26 @@ READ_IN: dict[str, str] = {
             _LIMITS: _LOG_PROB_KEYS,
             _RESOLVE: ("log_prob_micro_batch_size",),
             f"{_TRAINER}._generate": ("temperature", "top_k", "top_p", "do_sample", "n", "n_agent"),
-            _AGENT: ("min_p", "ignore_eos", "search_delay_steps"),
-            f"{_WORKERS}:ActorRolloutRefWorker._agent": (
-                "name",
-                "dtype",
-                "gpu_memory_utilization",
-                "max_num_batched_tokens",
-                "max_num_seqs",
+            _AGENT: (
+                "min_p",
+                "ignore_eos",
+                "search_delay_steps",
+                "max_in_flight",
+                "straggler_factor",
+                "keep_partial",
             ),
-            f"{_WORKERS}:ActorRolloutRefWorker.generate_sequences": ("free_cache_engine",),
+            f"{_BUILD}:build_engine": ("name", "placement", "max_num_seqs", "vllm.weight_transfer"),
+            f"{_BUILD}:_native": ("max_num_batched_tokens", "compile"),
+            f"{_BUILD}:_kv_budget": ("gpu_memory_utilization", "kv_cache_gb"),
+            f"{_BUILD}:_vllm_arguments": (
+                "block_size",
+                "enforce_eager",
+                "tensor_model_parallel_size",
+                "vllm.engine_args",
+            ),
+            f"{_BUILD}:_servers": ("vllm.python", "vllm.num_servers", "vllm.server_urls"),
+            f"{_WORKERS}:ActorRolloutRefWorker._agent": ("dtype",),
+            f"{_WORKERS}:ActorRolloutRefWorker._sleep": ("free_cache_engine", "vllm.sleep_level"),
         },
     ),
     **_under(

@@ -21,8 +21,12 @@ from omegaconf import DictConfig, OmegaConf
 
 CONFIG_DIR = Path(__file__).resolve().parent
 CONFIG_NAME = "ppo_trainer"
-# Below these keys a user may add what they like: the values go to the model's own configuration.
-OPEN_KEYS = ("actor_rollout_ref.model.override_config", "critic.model.override_config")
+# Below these keys a user may add what they like: the values go to the model's own configuration, or to vLLM.
+OPEN_KEYS = (
+    "actor_rollout_ref.model.override_config",
+    "critic.model.override_config",
+    "actor_rollout_ref.rollout.vllm.engine_args",
+)
 
 
 def flat(config: DictConfig | dict[Any, Any], prefix: str = "") -> dict[str, Any]:
@@ -98,6 +102,7 @@ def resolve(config: DictConfig) -> None:
         "data.val_files",
         "data.extra_val_files",
         "actor_rollout_ref.model.path",
+        "actor_rollout_ref.rollout.vllm.python",
         "critic.model.path",
         "critic.model.tokenizer_path",
         "custom_reward_function.path",

@@ -6,13 +6,15 @@ function each.
 """
 
 import importlib.util
+import shutil
+import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from verl.trainer.config.keys import FIXED, NO_EFFECT
+from verl.trainer.config.keys import FIXED, NO_EFFECT, ROLLOUT
 from verl.trainer.config.limits import CHOICES, NULLABLE, RANGES
 from verl.trainer.config.loading import flat, load_config
 
@@ -38,12 +40,14 @@ def validate(config: DictConfig, *, format_reward: bool = False) -> None:
     _check_fixed(values)
     _check_lengths(config)
     _check_batches(config)
+    _check_rollout(config)
     _check_algorithm(config)
     _check_format_scores(config, format_reward)
     _check_lists(config)
     _check_files(config)
     _check_resume(config)
     _check_processes(config)
+    _check_vllm_is_there(config.actor_rollout_ref.rollout)
 
 
 def settings_without_effect(config: DictConfig) -> list[str]:
@@ -165,6 +169,74 @@ def _check_batches(config: DictConfig) -> None:
             "Found a group of 1 with algorithm.adv_estimator=rloo, which compares the answers to one "
             "question; expected at least 2. Set actor_rollout_ref.rollout.n_agent, for example to 5."
         )
+
+
+def _check_rollout(config: DictConfig) -> None:
+    """What one key of the rollout means for another."""
+    rollout, vllm = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.vllm
+    apart = rollout.placement == "apart"
+    if apart and rollout.name != "vllm":
+        raise ValueError(
+            f"Found {ROLLOUT}.placement=apart with {ROLLOUT}.name={rollout.name}, which runs inside of the "
+            f"trainer; expected {ROLLOUT}.name=vllm, or {ROLLOUT}.placement=colocated."
+        )
+    if rollout.tensor_model_parallel_size > 1 and rollout.name != "vllm":
+        raise ValueError(
+            f"Found {ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with "
+            f"{ROLLOUT}.name={rollout.name}, which keeps a whole model in each process; expected 1, or "
+            f"{ROLLOUT}.name=vllm."
+        )
+    for key in ("python", "num_servers", "server_urls", "weight_transfer"):
+        if not apart and vllm[key] != _defaults()[f"{ROLLOUT}.vllm.{key}"]:
+            raise ValueError(
+                f"Found {ROLLOUT}.vllm.{key}={vllm[key]}, which is for servers, with {ROLLOUT}.placement="
+                f"{rollout.placement}; expected {ROLLOUT}.name=vllm {ROLLOUT}.placement=apart."
+            )
+    if vllm.server_urls is not None and (vllm.python is not None or vllm.num_servers != 1):
+        raise ValueError(
+            f"Found {ROLLOUT}.vllm.server_urls, servers that run already, with vllm.python={vllm.python} and "
+            f"vllm.num_servers={vllm.num_servers}, which are for servers to start; expected one or the other."
+        )
+    for url in _as_list(vllm.server_urls):
+        if url is not None and not str(url).startswith(("http://", "https://")):
+            raise ValueError(f"Found {ROLLOUT}.vllm.server_urls={url}; expected http://host:port.")
+    if vllm.weight_transfer == "nccl" and config.trainer.device == "cpu":
+        raise ValueError(
+            f"Found {ROLLOUT}.vllm.weight_transfer=nccl with trainer.device=cpu; expected gloo, disk or auto."
+        )
+    if rollout.keep_partial and rollout.straggler_factor is None:
+        raise ValueError(
+            f"Found {ROLLOUT}.keep_partial=true without {ROLLOUT}.straggler_factor, so no group is ever cut; "
+            f"expected both. Set for example {ROLLOUT}.straggler_factor=4."
+        )
+
+
+_INSTALL_VLLM = "`pip install vllm` (without a GPU: `bash scripts/test_vllm.sh` installs its CPU build)"
+
+
+def _check_vllm_is_there(rollout: DictConfig) -> None:
+    """That the interpreter which is to run vLLM has it: this one, or the one for servers to start."""
+    python = rollout.vllm.python
+    if rollout.name != "vllm" or rollout.vllm.server_urls is not None:
+        return
+    if python is None:
+        spec = importlib.util.find_spec("vllm")
+        if spec is None or spec.origin is None:  # no origin: a mere folder of that name on the path
+            other = f"{ROLLOUT}.name=native" if rollout.placement == "colocated" else f"{ROLLOUT}.vllm.python"
+            raise ValueError(
+                f"Found {ROLLOUT}.name=vllm, but vLLM is not installed for this interpreter; run "
+                f"{_INSTALL_VLLM}, or set {other}."
+            )
+    elif shutil.which(python) is None:
+        raise ValueError(f"Found no interpreter at {ROLLOUT}.vllm.python={python}; expected one with vLLM.")
+    else:
+        code = "import sys, importlib.util as u; sys.exit(not u.find_spec('vllm'))"
+        found = subprocess.run([python, "-I", "-c", code], capture_output=True, timeout=60, check=False)
+        if found.returncode != 0:
+            raise ValueError(
+                f"Found {ROLLOUT}.vllm.python={python}, but vLLM is not installed there; run {_INSTALL_VLLM} "
+                "with that interpreter's pip."
+            )
 
 
 def _check_algorithm(config: DictConfig) -> None:
