@@ -1,8 +1,10 @@
 """The decoder architectures that the engine runs, read from a Hugging Face config into one `ModelSpec`.
 
-Qwen2, Qwen3, Llama and Mistral are the same pre-norm decoder (RMSNorm, rotary positions, grouped query heads,
-gated MLP); they differ in biases, in the norm on query and key heads, and in sliding windows. `ModelSpec`
-holds those choices and names the parameters as Hugging Face does; `rotary_table` makes the positions.
+Qwen2, Qwen3, Llama, Mistral, Gemma 2 and Gemma 3 (text) are one decoder (RMSNorm, rotary positions, grouped
+query heads, gated MLP). They differ in biases, in the norm on query and key heads and in sliding windows;
+Gemma also scales its embeddings and its norms by (1 + weight), norms what each half of a layer gives back,
+caps scores and logits, and (Gemma 3) has other rotary frequencies in its windowed layers. `ModelSpec` holds
+those choices and names the parameters as Hugging Face does; `rotary_tables` makes the positions.
 """
 
 from __future__ import annotations
@@ -14,13 +16,24 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-SUPPORTED = ("qwen2", "qwen3", "llama", "mistral")
+SUPPORTED = ("qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text", "gemma3")
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes and choices of one decoder. `windows` has one entry per layer: None = attends to everything."""
+    """Sizes and choices of one decoder.
+
+    Attributes:
+        windows: per layer, positions that a token sees, itself included (None = all).
+        rope_kinds: per layer, the config's name for its rotary frequencies (None = there is one set).
+        scale: of query-key products.
+        softcap, logit_softcap: bound c of attention scores and of logits, c * tanh(x / c) (None = no bound).
+        embedding_scale: factor on embeddings (1 = none).
+        norm_offset: norms multiply with (1 + weight).
+        sandwich_norms: attention and MLP outputs are normed before they join the residual stream.
+    """
 
     num_layers: int
     hidden_size: int
@@ -37,30 +50,31 @@ class ModelSpec:
     o_bias: bool
     mlp_bias: bool
     windows: tuple[int | None, ...]
+    rope_kinds: tuple[str | None, ...]
+    scale: float
+    softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+    norm_offset: bool = False
+    sandwich_norms: bool = False
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> ModelSpec:
         """Read a transformers config. ValueError for an architecture that the engine does not run."""
+        config = text_config(config)
         kind = config.model_type
-        if kind not in SUPPORTED:
-            raise ValueError(
-                f"the native rollout engine has no model_type {kind!r}; it runs {', '.join(SUPPORTED)}. "
-                "Use a model of one of these architectures"
-            )
-        attention_bias = config.attention_bias if kind in ("llama", "qwen3") else False
+        gemma = kind in ("gemma2", "gemma3_text")
+        attention_bias = config.attention_bias if kind in ("llama", "qwen3") or gemma else False
         head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
-        num_layers = config.num_hidden_layers
-        if kind == "llama":
-            windows: tuple[int | None, ...] = (None,) * num_layers
-        elif kind == "mistral":
-            windows = (config.sliding_window,) * num_layers
-        else:
-            windows = tuple(
-                config.sliding_window if layer_type == "sliding_attention" else None
-                for layer_type in config.layer_types
+        hidden_act = config.hidden_activation if gemma else config.hidden_act
+        if hidden_act not in ACTIVATIONS:
+            raise ValueError(
+                f"the native rollout engine has no activation {hidden_act!r}; it has {', '.join(ACTIVATIONS)}"
             )
+        if gemma and config.use_bidirectional_attention:
+            raise ValueError("the model's attention is bidirectional; expected a causal language model")
         return cls(
-            num_layers=num_layers,
+            num_layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
             vocab_size=config.vocab_size,
@@ -68,13 +82,22 @@ class ModelSpec:
             num_kv_heads=config.num_key_value_heads,
             head_dim=head_dim,
             rms_norm_eps=config.rms_norm_eps,
-            hidden_act=config.hidden_act,
+            hidden_act=hidden_act,
             tie_word_embeddings=config.tie_word_embeddings,
-            qk_norm=kind == "qwen3",
+            qk_norm=kind in ("qwen3", "gemma3_text"),
             qkv_bias=kind == "qwen2" or attention_bias,
             o_bias=attention_bias,
             mlp_bias=kind == "llama" and config.mlp_bias,
-            windows=windows,
+            windows=_windows(config),
+            rope_kinds=tuple(config.layer_types)
+            if kind == "gemma3_text"
+            else (None,) * config.num_hidden_layers,
+            scale=(config.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
+            softcap=config.attn_logit_softcapping if kind == "gemma2" else None,
+            logit_softcap=config.final_logit_softcapping if gemma else None,
+            embedding_scale=config.hidden_size**0.5 if gemma else 1.0,
+            norm_offset=gemma,
+            sandwich_norms=gemma,
         )
 
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -92,6 +115,8 @@ class ModelSpec:
             "mlp.up_proj.weight": (inner, hidden),
             "mlp.down_proj.weight": (hidden, inner),
         }
+        if self.sandwich_norms:
+            shapes |= {f"{name}_feedforward_layernorm.weight": (hidden,) for name in ("pre", "post")}
         if self.qk_norm:
             shapes |= {f"self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
         biased = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"] if self.qkv_bias else []
@@ -109,6 +134,68 @@ class ModelSpec:
         for layer in range(self.num_layers):
             shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in self.layer_shapes().items()}
         return shapes
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The config of the language model: Gemma 3's multimodal config holds one. ValueError if unsupported."""
+    if config.model_type not in SUPPORTED:
+        raise ValueError(
+            f"the native rollout engine has no model_type {config.model_type!r}; "
+            f"it runs {', '.join(SUPPORTED)}. Use a model of one of these architectures"
+        )
+    return config.text_config if config.model_type == "gemma3" else config
+
+
+def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
+    if config.model_type == "llama":
+        return (None,) * config.num_hidden_layers
+    if config.model_type == "mistral":
+        return (config.sliding_window,) * config.num_hidden_layers
+    return tuple(
+        config.sliding_window if layer_type == "sliding_attention" else None
+        for layer_type in config.layer_types
+    )
+
+
+def rotary_tables(
+    config: PretrainedConfig, spec: ModelSpec, max_model_len: int
+) -> dict[str | None, tuple[Tensor, Tensor]]:
+    """Per kind in `spec.rope_kinds`: cos and sin of every position, float32 [max_model_len, head_dim // 2].
+
+    Channels i and i + head_dim // 2 of a head turn by the same angle. Scaled variants come from
+    transformers' own formulas; those that depend on the running length are refused where that would matter.
+    """
+    config = text_config(config)
+    return {kind: _rotary_table(config, spec.head_dim, max_model_len, kind) for kind in set(spec.rope_kinds)}
+
+
+def _rotary_table(
+    config: PretrainedConfig, head_dim: int, max_model_len: int, kind: str | None
+) -> tuple[Tensor, Tensor]:
+    rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
+    rope_type = rope["rope_type"]
+    if rope_type not in _ROPE_TYPES:
+        raise ValueError(
+            f"the native rollout engine has no rope_type {rope_type!r}; it has {', '.join(_ROPE_TYPES)}"
+        )
+    if rope_type == "dynamic" and max_model_len > config.max_position_embeddings:
+        raise ValueError(
+            f"rope_type 'dynamic' changes its frequencies beyond {config.max_position_embeddings} positions, "
+            f"which a KV cache can't follow; max_model_len is {max_model_len}: lower it to that"
+        )
+    if rope_type == "default":
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+        inv_freq, scaling = 1.0 / (rope["rope_theta"] ** exponent), 1.0
+    else:
+        chosen = {} if kind is None else {"layer_type": kind}
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), **chosen)
+    if inv_freq.numel() * 2 != head_dim:
+        raise ValueError(
+            f"rotary embedding covers {inv_freq.numel() * 2} of {head_dim} channels of a head; "
+            "the native rollout engine needs all of them"
+        )
+    angles = torch.outer(torch.arange(max_model_len, dtype=torch.float), inv_freq.float())
+    return angles.cos() * scaling, angles.sin() * scaling
 
 
 def rotary_table(

@@ -52,6 +52,33 @@ class SamplingRows:
         )
 
 
+def draw(logits_AV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample one token per row.
+
+    Args:
+        logits_AV: float32 [A, V]; may be overwritten.
+
+    Returns:
+        token ids int64 [A]; log-probs float32 [A] under the tempered, truncated and renormalised distribution
+        that was sampled from (for greedy rows: under the plain softmax); log-probs float32 [A] under the
+        plain softmax. Where a row neither tempers nor truncates, the two are the same number.
+    """
+    greedy = rows.temperature == 0.0
+    plain = greedy | ((rows.temperature == 1.0) & ~truncates(rows, logits_AV.shape[1]))
+    if plain.all():
+        tokens, log_probs = sample(logits_AV, rows)
+        return tokens, log_probs, log_probs
+    original = logits_AV.clone()
+    tokens, log_probs = sample(logits_AV, rows)
+    return tokens, log_probs, original.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+
+
+def truncates(rows: SamplingRows, vocab: int) -> np.ndarray:
+    """bool [A]: rows whose top-k, top-p or min-p may leave tokens out."""
+    top_k = (rows.top_k > 0) & (rows.top_k < vocab)
+    return (top_k | (rows.top_p < 1.0) | (rows.min_p > 0.0)) & (rows.temperature > 0.0)
+
+
 def sample(logits_AV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     """Sample one token per row.
 
@@ -67,10 +94,7 @@ def sample(logits_AV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     if ((rows.temperature != 1.0) & ~greedy).any():
         scale = torch.from_numpy(np.where(greedy, 1.0, rows.temperature)).to(device, logits_AV.dtype)
         logits_AV = logits_AV.div_(scale[:, None])
-    truncated = np.flatnonzero(
-        ((rows.top_k > 0) & (rows.top_k < logits_AV.shape[1]) | (rows.top_p < 1.0) | (rows.min_p > 0.0))
-        & ~greedy
-    )
+    truncated = np.flatnonzero(truncates(rows, logits_AV.shape[1]))
     if len(truncated):
         index = torch.from_numpy(truncated).to(device)
         logits_AV[index] = truncate(

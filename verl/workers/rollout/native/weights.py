@@ -18,10 +18,16 @@ from verl.workers.rollout.native.architecture import ModelSpec
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer; [out, in] matrices, biases and head norms are None where the model has none."""
+    """One decoder layer; [out, in] matrices; biases and norms are None where the model has none.
 
-    input_norm: Tensor
-    post_norm: Tensor
+    `attn_norm` and `mlp_norm` come before attention and MLP, `attn_out_norm` and `mlp_out_norm` (Gemma)
+    after them.
+    """
+
+    attn_norm: Tensor
+    attn_out_norm: Tensor | None
+    mlp_norm: Tensor
+    mlp_out_norm: Tensor | None
     q: Tensor
     k: Tensor
     v: Tensor
@@ -85,9 +91,11 @@ class WeightStore:
             )
         return self._assemble(taken)
 
-    def clear(self) -> None:
-        """Give the casts' memory back."""
+    def clear(self) -> int:
+        """Give the casts' memory back; returns its bytes."""
+        freed = sum(tensor.nbytes for tensor in self._own.values())
         self._own = {}
+        return freed
 
     def _take(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.dtype == self._dtype and tensor.device == self._device:
@@ -99,13 +107,17 @@ class WeightStore:
 
     def _assemble(self, taken: dict[str, Tensor]) -> ModelWeights:
         layers = []
+        sandwich = self._spec.sandwich_norms
+        before_mlp = "pre_feedforward_layernorm.weight" if sandwich else "post_attention_layernorm.weight"
         for index in range(self._spec.num_layers):
             prefix = f"model.layers.{index}."
             attn, mlp = prefix + "self_attn.", prefix + "mlp."
             layers.append(
                 LayerWeights(
-                    input_norm=taken[prefix + "input_layernorm.weight"],
-                    post_norm=taken[prefix + "post_attention_layernorm.weight"],
+                    attn_norm=taken[prefix + "input_layernorm.weight"],
+                    attn_out_norm=taken[prefix + "post_attention_layernorm.weight"] if sandwich else None,
+                    mlp_norm=taken[prefix + before_mlp],
+                    mlp_out_norm=taken.get(prefix + "post_feedforward_layernorm.weight"),
                     q=taken[attn + "q_proj.weight"],
                     k=taken[attn + "k_proj.weight"],
                     v=taken[attn + "v_proj.weight"],
