@@ -50,28 +50,34 @@ class LLMGenerationManager:
         """Generates one trajectory per row.
 
         Args:
-            gen_batch: batch `sampling_seeds` [N] int64; non_tensor_batch `raw_prompt_ids` (list[int]);
-                meta_info `do_sample` (False: greedy), `temperature`, `top_p`, `top_k`, all optional.
+            gen_batch: batch `sampling_seeds` [N] int64; non_tensor_batch `raw_prompt_ids` (list[int]), and if
+                there are any `uid` (rows of one prompt, for `straggler_factor`) and `continuation` (None, or
+                what `Trajectory.continued` takes); meta_info `do_sample` (False: greedy), `temperature`,
+                `top_p`, `top_k`, `validate` (True: stragglers are waited for), `keep_partial` (True:
+                stragglers end as "kept", with their mask as if they had ended), all optional.
 
         Returns:
             The tensors of generation in the table of `verl/protocol.py`, P = max_start_length and
             R = max_prompt_length (the same in every process, so that parts can be joined); the columns of
-            gen_batch's non_tensor_batch, and `trajectory`: `Trajectory.record`. meta_info `metrics`: the
-            `retrieval/*` figures of this process.
+            gen_batch's non_tensor_batch but `continuation`, and `trajectory`: `Trajectory.record`. meta_info
+            `metrics`: the `retrieval/*` and `rollout/*` (`engine_load.py`) figures of this process.
         """
-        if gen_batch.batch is None:
-            raise ValueError("gen_batch has no tensors, expected sampling_seeds [N]")
-        prompts, keep = gen_batch.non_tensor_batch["raw_prompt_ids"], self.config.max_start_length
-        seeds = gen_batch.batch["sampling_seeds"].tolist()
-        trajectories = [
-            Trajectory(row, [int(token) for token in ids[-keep:]], seed)
-            for row, (ids, seed) in enumerate(zip(prompts, seeds, strict=True))
-        ]
-        params = self._sampling_params(gen_batch.meta_info)
+        trajectories = self._trajectories(gen_batch)
+        params, meta_info = self._sampling_params(gen_batch.meta_info), gen_batch.meta_info
+        groups = None if meta_info.get("validate", False) else gen_batch.non_tensor_batch.get("uid")
         before = self._search_statistics()
-        TrajectoryLoop(
-            self.codec, self.engine, self.search_client, self.config, params, trajectories, self.on_event
-        ).run()
+        loop = TrajectoryLoop(
+            self.codec,
+            self.engine,
+            self.search_client,
+            self.config,
+            params,
+            trajectories,
+            self.on_event,
+            groups=None if groups is None else groups.tolist(),
+            keep_partial=meta_info.get("keep_partial", False),
+        )
+        loop.run()
         pad_token_id = self.tokenizer.pad_token_id
         tensors = to_tensors(
             trajectories,
@@ -81,10 +87,25 @@ class LLMGenerationManager:
         )
         records = [trajectory.record(self.codec.decode(trajectory.prompt_ids)) for trajectory in trajectories]
         non_tensors = {**gen_batch.non_tensor_batch, "trajectory": records}
-        metrics = search_metrics(before, self._search_statistics(), trajectories)
+        non_tensors.pop("continuation", None)
+        metrics = search_metrics(before, self._search_statistics(), trajectories) | loop.load.metrics()
         return DataProto.from_dict(
             tensors=tensors, non_tensors=non_tensors, meta_info={"metrics": metrics} if metrics else {}
         )
+
+    def _trajectories(self, gen_batch: DataProto) -> list[Trajectory]:
+        columns, keep = gen_batch.non_tensor_batch, self.config.max_start_length
+        seeds = gen_batch.tensors["sampling_seeds"].tolist()
+        states = columns.get("continuation", [None] * len(seeds))
+        trajectories = []
+        for row, (ids, seed, state) in enumerate(zip(columns["raw_prompt_ids"], seeds, states, strict=True)):
+            prompt_ids = [int(token) for token in ids[-keep:]]
+            trajectories.append(
+                Trajectory(row, prompt_ids, seed)
+                if state is None
+                else Trajectory.continued(row, prompt_ids, seed, state)
+            )
+        return trajectories
 
     def close(self) -> None:
         """Ends the search client."""
@@ -145,6 +166,8 @@ def build_agent(
         do_search=config.do_search,
         no_think_rl=config.algorithm.no_think_rl,
         search_delay_steps=rollout.search_delay_steps,
+        max_in_flight=rollout.max_in_flight,
+        straggler_factor=rollout.straggler_factor,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,

@@ -6,12 +6,16 @@
                 +-------- resume with the tokens <----------+-----------+
 
 There is no turn barrier: a trajectory goes on as soon as its documents are there, while the others decode.
+At most `max_in_flight` are under way; the next start, in the order of their rows, as others end. A group that
+is late (`stragglers.py`) is cut: its unfinished members end as "cut", without a token to learn from, or as
+"kept".
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -19,9 +23,11 @@ from typing import Literal
 from search_r1.llm_agent.actions import HINT, parse_action
 from search_r1.llm_agent.codec import Codec
 from search_r1.llm_agent.config import GenerationConfig
-from search_r1.llm_agent.trajectory import Trajectory, Turn
+from search_r1.llm_agent.engine_load import EngineLoad
+from search_r1.llm_agent.stragglers import StragglerWatch
+from search_r1.llm_agent.trajectory import KEPT, Trajectory, Turn
 from search_r1.search.client import FoundDocument, SearchClient, SearchError
-from verl.workers.rollout.engine import Completion, RolloutEngine, SamplingParams
+from verl.workers.rollout.engine import Completion, Partial, RolloutEngine, SamplingParams
 
 EventKind = Literal["text", "search", "observation", "hint", "end"]
 
@@ -44,7 +50,7 @@ class Event:
 class _Search:
     """A search under way. `due`: the engine step at which its observation joins, with a fixed delay."""
 
-    session_id: int
+    session_id: int | None  # None: of a continued trajectory, whose session is opened with the documents
     trajectory: Trajectory
     future: Future[list[FoundDocument]]
     due: int
@@ -59,7 +65,7 @@ class _Search:
 
 
 class TrajectoryLoop:
-    """Which session runs which trajectory, and which searches are out."""
+    """Which session runs which trajectory, which searches are out, and what is still to start."""
 
     def __init__(
         self,
@@ -70,66 +76,113 @@ class TrajectoryLoop:
         params: SamplingParams,
         trajectories: list[Trajectory],
         on_event: Callable[[Event], None] | None = None,
+        *,
+        groups: Sequence[Hashable] | None = None,
+        keep_partial: bool = False,
     ) -> None:
-        """`params`: of every turn, but for the seed (the trajectory's) and max_tokens (as room allows)."""
+        """
+        Args:
+            params: of every turn, but for the seed (the trajectory's) and max_tokens (as room allows).
+            trajectories: row i is entry i; those with a finish_reason are left as they are.
+            groups: of each row, to cut stragglers by; None: none is cut.
+            keep_partial: stragglers end as "kept" instead of "cut", unless they were kept before.
+        """
         self.codec, self.engine, self.search_client, self.config = codec, engine, search_client, config
         self.params, self.trajectories, self.on_event = params, trajectories, on_event
+        self.keep_partial = keep_partial
         self.max_tokens = min(self.config.max_prompt_length, self.engine.max_model_len)
         self.max_turns = self.config.max_turns if self.config.do_search else 0
+        self.load = EngineLoad(engine)
+        self.pending = deque(trajectory for trajectory in trajectories if not trajectory.finish_reason)
+        self.num_in_flight = 0
         self.sessions: dict[int, Trajectory] = {}
         self.searches: list[_Search] = []
         self.num_steps = 0
         self.shown: dict[int, int] = {}  # characters of the running turn that `on_event` has seen, by session
+        self.watch: StragglerWatch | None = None
+        self.unstarted: deque[int] = (
+            deque()
+        )  # sessions in the order of opening, none of whose tokens was seen
+        if groups is not None and config.straggler_factor is not None:
+            self.watch = StragglerWatch(config.straggler_factor, groups)
+            for trajectory in trajectories:
+                if trajectory.finish_reason:
+                    self.watch.skip(trajectory.row)
 
     def run(self) -> None:
         """Runs every trajectory to its end. All sessions are closed afterwards, also after an error."""
         try:
-            for trajectory in self.trajectories:
-                self._open(trajectory)
-            while self.sessions:
+            self._start_pending()
+            while self.num_in_flight:
                 if self.engine.has_runnable:
                     completions = self.engine.step()
                     self.num_steps += 1
+                    self.load.sample(self.num_steps)
                     self._show_partial()
                     self._handle(completions)
-                elif not self.searches:
+                elif self.searches:
+                    self._wait_for_searches()
+                else:
                     raise RuntimeError(f"the engine stopped with {len(self.sessions)} sessions unfinished")
+                self._cut_stragglers()
                 self._join_searches()
+                self._start_pending()
         finally:
             for session_id in list(self.sessions):
                 self.engine.close(session_id)
 
+    def _start_pending(self) -> None:
+        limit = self.config.max_in_flight or len(self.trajectories)
+        asked: list[tuple[int | None, Trajectory, str]] = []
+        while self.pending and self.num_in_flight < limit:
+            trajectory = self.pending.popleft()
+            self.num_in_flight += 1
+            query = trajectory.query_to_ask
+            if query is None:
+                self._open(trajectory)
+            else:
+                self._note_start(trajectory)
+                self._emit("search", trajectory, query)
+                asked.append((None, trajectory, query))
+        if asked:
+            self._search(asked)
+
     def _open(self, trajectory: Trajectory) -> None:
         room = self.max_tokens - trajectory.num_tokens
         if room < 1:
-            trajectory.finish_reason = "length"
+            self._finish(None, trajectory, "length")
             return
-        session_id = self.engine.open(trajectory.prompt_ids, self._turn_params(trajectory, room))
+        session_id = self.engine.open(
+            trajectory.prompt_ids + trajectory.response_ids, self._turn_params(trajectory, room)
+        )
         self.sessions[session_id] = trajectory
+        if self.watch is not None:
+            self.unstarted.append(session_id)
 
     def _turn_params(self, trajectory: Trajectory, room: int) -> SamplingParams:
-        max_tokens = min(self.config.max_response_length, room)
+        max_tokens = min(self.config.max_response_length - trajectory.num_begun, room)
         return replace(self.params, max_tokens=max_tokens, seed=trajectory.seed)
 
     def _handle(self, completions: list[Completion]) -> None:
         """Deals with the turns that ended in one step; their searches go out together."""
-        asked: list[tuple[int, str]] = []
+        asked: list[tuple[int | None, Trajectory, str]] = []
         for completion in sorted(completions, key=lambda c: self.sessions[c.session_id].row):
             session_id, trajectory = completion.session_id, self.sessions[completion.session_id]
+            self._note_start(trajectory)
             turn = self._add_turn(trajectory, completion)
             self._show_rest(session_id, turn)
             is_last = len(trajectory.turns) > self.max_turns
             if turn.action == "answer":
-                self._finish(session_id, "answer")
+                self._finish(session_id, trajectory, "answer")
             elif is_last:
                 ended = {"length": "length", "eos": "eos"}.get(completion.finish_reason, "max_turns")
-                self._finish(session_id, ended)
+                self._finish(session_id, trajectory, ended)
             elif turn.query is not None:
-                asked.append((session_id, turn.query))
+                asked.append((session_id, trajectory, turn.query))
                 self._emit("search", trajectory, turn.query)
             else:
                 self._emit("hint", trajectory, HINT)
-                self._go_on(session_id, self.codec.hint_ids)
+                self._go_on(session_id, trajectory, self.codec.hint_ids)
         if asked:
             self._search(asked)
 
@@ -138,7 +191,7 @@ class TrajectoryLoop:
         if trajectory.version_first is None:
             trajectory.version_first = completion.version_first
         trajectory.version_last = completion.version_last
-        text = self.codec.decode_turn(completion.token_ids)
+        text = self.codec.decode_turn(trajectory.response_ids[start:end])
         action = parse_action(text, self.config.do_search)
         is_last = len(trajectory.turns) == self.max_turns
         kind = "none" if action.kind == "invalid" and is_last else action.kind
@@ -147,58 +200,121 @@ class TrajectoryLoop:
         trajectory.turns.append(turn)
         return turn
 
-    def _search(self, asked: list[tuple[int, str]]) -> None:
+    def _search(self, asked: list[tuple[int | None, Trajectory, str]]) -> None:
         assert self.search_client is not None
         due = self.num_steps + (self.config.search_delay_steps or 0)
         started = time.perf_counter()
-        futures = self.search_client.submit([query for _, query in asked], self.config.topk)
-        for (session_id, _), future in zip(asked, futures, strict=True):
-            self.searches.append(_Search(session_id, self.sessions[session_id], future, due, started))
+        futures = self.search_client.submit([query for _, _, query in asked], self.config.topk)
+        for (session_id, trajectory, _), future in zip(asked, futures, strict=True):
+            self.searches.append(_Search(session_id, trajectory, future, due, started))
+
+    def _wait_for_searches(self) -> None:
+        """Nothing can be decoded: until the next documents, or until a group is late."""
+        if self.config.search_delay_steps is not None:  # the clock moves to the next observation
+            self.num_steps = max(self.num_steps, min(search.due for search in self.searches))
+            return
+        late_at = None if self.watch is None else self.watch.next_due()
+        timeout = None if late_at is None else max(0.0, late_at - self._now()) + 0.001
+        wait([search.future for search in self.searches], timeout, return_when=FIRST_COMPLETED)
 
     def _join_searches(self) -> None:
-        """Resumes the trajectories whose documents are there, or due; waits only if nothing else can run."""
+        """Resumes the trajectories whose documents are there, or due."""
         if not self.searches:
             return
-        idle = not self.engine.has_runnable
         if self.config.search_delay_steps is None:
-            if idle:
-                wait([search.future for search in self.searches], return_when=FIRST_COMPLETED)
             ready = [search for search in self.searches if search.future.done()]
         else:
-            if idle:  # no step will come by itself: the clock moves to the next observation
-                self.num_steps = max(self.num_steps, min(search.due for search in self.searches))
             ready = [search for search in self.searches if search.due <= self.num_steps]
         for search in sorted(ready, key=lambda search: search.trajectory.row):
             self.searches.remove(search)
             self._receive(search)
 
     def _receive(self, search: _Search) -> None:
-        turn = search.trajectory.turns[-1]
+        trajectory = search.trajectory
+        turn = trajectory.turns[-1]
         try:
             turn.documents = search.future.result()
         except SearchError as error:
-            search.trajectory.fail(str(error))
-            self._finish(search.session_id, "search_failed")
+            turn.error = str(error)
+            trajectory.mask()
+            self._finish(search.session_id, trajectory, "search_failed")
             return
         turn.search_seconds = (search.finished or time.perf_counter()) - search.started
-        self._emit("observation", search.trajectory, documents=turn.documents)
-        self._go_on(search.session_id, self.codec.observation_ids(turn.documents))
+        self._emit("observation", trajectory, documents=turn.documents)
+        self._go_on(search.session_id, trajectory, self.codec.observation_ids(turn.documents))
 
-    def _go_on(self, session_id: int, token_ids: Sequence[int]) -> None:
+    def _go_on(self, session_id: int | None, trajectory: Trajectory, token_ids: Sequence[int]) -> None:
         """Appends tokens that the policy did not write and starts its next turn, if both fit."""
-        trajectory = self.sessions[session_id]
         room = self.max_tokens - trajectory.num_tokens - len(token_ids)
         if room < 1:
-            self._finish(session_id, "length")
+            self._finish(session_id, trajectory, "length")
             return
         trajectory.add_observation(token_ids)
-        self.engine.resume(session_id, token_ids, self._turn_params(trajectory, room))
+        if session_id is None:
+            self._open(trajectory)
+        else:
+            self.engine.resume(session_id, token_ids, self._turn_params(trajectory, room))
 
-    def _finish(self, session_id: int, reason: str) -> None:
-        trajectory = self.sessions.pop(session_id)
+    def _finish(self, session_id: int | None, trajectory: Trajectory, reason: str) -> None:
         trajectory.finish_reason = reason
-        self.engine.close(session_id)
+        self.num_in_flight -= 1
+        if session_id is not None:
+            del self.sessions[session_id]
+            self.engine.close(session_id)
+        if self.watch is not None:
+            self.watch.end(trajectory.row, self._now())
         self._emit("end", trajectory, reason)
+
+    # ------------------------------------------------------------------------------------------- stragglers
+
+    def _now(self) -> float:
+        """The clock of the straggler policy."""
+        return time.perf_counter() if self.config.search_delay_steps is None else float(self.num_steps)
+
+    def _note_start(self, trajectory: Trajectory) -> None:
+        if self.watch is not None:
+            self.watch.start(trajectory.row, self._now())
+
+    def _cut_stragglers(self) -> None:
+        """Ends the unfinished members of groups that the batch should not wait for."""
+        if self.watch is None:
+            return
+        self._note_starts()
+        for rows in self.watch.late(self._now()):
+            self.watch.cut(rows)
+            for row in rows:
+                self._cut(self.trajectories[row])
+
+    def _note_starts(self) -> None:
+        """Engines start sessions in the order in which they were opened, so the first ones are looked at."""
+        assert self.watch is not None
+        while self.unstarted:
+            trajectory = self.sessions.get(self.unstarted[0])
+            if trajectory is not None and not self.watch.has_started(trajectory.row):
+                if not self.engine.partial(self.unstarted[0]).token_ids:
+                    return
+                self._note_start(trajectory)
+            self.unstarted.popleft()
+
+    def _cut(self, trajectory: Trajectory) -> None:
+        session_id = next((key for key, value in self.sessions.items() if value is trajectory), None)
+        for search in self.searches:
+            if search.trajectory is trajectory:
+                search.future.cancel()
+                self.searches.remove(search)
+                break
+        if not self.keep_partial or trajectory.num_old_turns is not None:
+            trajectory.mask()
+            self._finish(session_id, trajectory, "cut")
+            return
+        if session_id is not None:
+            begun = self.engine.partial(session_id)
+            length = self.codec.stop.settled_length(begun.token_ids)
+            trajectory.keep(
+                Partial(begun.token_ids[:length], begun.log_probs[:length], begun.version_first),
+                self.engine.version,
+            )
+        self._finish(session_id, trajectory, KEPT)
 
     def _emit(
         self,
@@ -215,7 +331,7 @@ class TrajectoryLoop:
         if self.on_event is None:
             return
         for session_id in self.sessions:
-            text = self.codec.decode_turn(self.engine.partial(session_id))
+            text = self.codec.decode_turn(self.engine.partial(session_id).token_ids)
             if not text.endswith("\ufffd"):  # a character whose last bytes are still to come
                 self._show(session_id, text)
 

@@ -4,6 +4,8 @@
              mask 1 ... 1      0 ... 0       1 ... 1
 
 Token ids are only ever appended, as they were sampled or tokenised: nothing is decoded and encoded again.
+A trajectory that is kept for the next step travels as its row of the batch and its record (see
+`verl/trainer/ppo/partial_groups.py`); `Trajectory.continued` makes it again.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ import numpy as np
 import torch
 
 from search_r1.search.client import FoundDocument
+from verl.workers.rollout.engine import Partial
+
+KEPT = "kept"  # finish_reason of a trajectory that goes on in the next step
 
 
 @dataclass
@@ -54,18 +59,53 @@ class Trajectory:
     response_mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    finish_reason: str = ""  # "answer" | "eos" | "length" | "max_turns" | "search_failed"; "" while it runs
+    # "answer" | "eos" | "length" | "max_turns" | "search_failed" | "cut" | "kept"; "" while it runs
+    finish_reason: str = ""
     version_first: int | None = None  # policy version of the first and of the last sampled token
     version_last: int | None = None
+    num_begun: int = 0  # of the last response tokens: of a turn that has not ended
+    num_old_turns: int | None = None  # turns of an earlier step; None: begun in this one
+
+    @classmethod
+    def continued(cls, row: int, prompt_ids: list[int], seed: int, state: Mapping[str, Any]) -> Trajectory:
+        """One of an earlier step as it was, finished or to be gone on with.
+
+        Args:
+            state: its `response_ids`, `response_mask`, `log_probs` without padding, and its `record`.
+        """
+        record = state["record"]
+        turns = [Turn(**turn) for turn in record["turns"]]
+        is_open = record["finish_reason"] == KEPT
+        return cls(
+            row,
+            prompt_ids,
+            seed,
+            list(state["response_ids"]),
+            list(state["response_mask"]),
+            list(state["log_probs"]),
+            turns,
+            "" if is_open else record["finish_reason"],
+            record["version_first"],
+            record["version_last"],
+            record["num_begun"],
+            len(turns),
+        )
 
     @property
     def num_tokens(self) -> int:
         """Length of the whole context, prompt included."""
         return len(self.prompt_ids) + len(self.response_ids)
 
+    @property
+    def query_to_ask(self) -> str | None:
+        """The query of a trajectory that was kept while it waited for its documents."""
+        turn = self.turns[-1] if self.turns else None
+        return turn.query if turn is not None and turn.obs_start is None and not self.num_begun else None
+
     def add_sampled(self, token_ids: Sequence[int], log_probs: Sequence[float]) -> tuple[int, int]:
-        """Appends what the policy sampled; returns its span in the response."""
-        start = len(self.response_ids)
+        """Appends what the policy sampled to the end of its turn; returns the turn's span in the response."""
+        start = len(self.response_ids) - self.num_begun
+        self.num_begun = 0
         self.response_ids += token_ids
         self.response_mask += [1] * len(token_ids)
         self.log_probs += log_probs
@@ -80,12 +120,18 @@ class Trajectory:
         self.log_probs += [0.0] * len(token_ids)
         turn.obs_end = len(self.response_ids)
 
-    def fail(self, error: str) -> None:
-        """Ends a trajectory whose search failed: none of its tokens may be learnt from."""
-        self.turns[-1].error = error
-        self.finish_reason = "search_failed"
+    def mask(self) -> None:
+        """None of its tokens may be learnt from."""
         self.response_mask = [0] * len(self.response_ids)
         self.log_probs = [0.0] * len(self.response_ids)
+
+    def keep(self, begun: Partial, version: int) -> None:
+        """Takes what the running turn has sampled, for a later step to go on from. `version`: the present."""
+        if begun.token_ids:
+            start, end = self.add_sampled(begun.token_ids, begun.log_probs)
+            self.num_begun = end - start
+            self.version_first = begun.version_first if self.version_first is None else self.version_first
+            self.version_last = version
 
     def record(self, prompt_text: str) -> dict[str, Any]:
         """The plain dict that goes into the batch under `trajectory`."""
@@ -97,6 +143,7 @@ class Trajectory:
             "finish_reason": self.finish_reason,
             "version_first": self.version_first,
             "version_last": self.version_last,
+            "num_begun": self.num_begun,
             "prompt_text": prompt_text,
             "policy_text": "\n".join(turn.text for turn in self.turns),
         }
@@ -172,7 +219,8 @@ def search_metrics(
         return {}
     seconds = counts.pop("request_seconds")
     del counts["failed"]  # env/search_failed has it
-    waits = [turn.search_seconds for t in trajectories for turn in t.turns if turn.search_seconds is not None]
+    turns = [turn for t in trajectories for turn in t.turns[t.num_old_turns :]]
+    waits = [turn.search_seconds for turn in turns if turn.search_seconds is not None]
     metrics = counts | {
         "request_seconds/mean": seconds / max(1, counts["requests"]),
         "wait_seconds/mean": float(np.mean(waits)) if waits else 0.0,

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from search_r1.search.client import FoundDocument, SearchError
 from verl.protocol import DataProto, object_array
-from verl.workers.rollout.engine import Completion, SamplingParams
+from verl.workers.rollout.engine import Completion, Partial, SamplingParams
 
 EOS = "<|end|>"
 
@@ -65,7 +65,7 @@ class ScriptedEngine:
         self.sessions: dict[int, _Session] = {}
         self.calls: list[tuple[str, int, str]] = []
         self.params: list[SamplingParams] = []  # of every turn, in the order they were asked for
-        self.num_steps = 0
+        self.num_steps = self.num_generated = 0
         self.version = 0
         self._next_id = 100
 
@@ -111,16 +111,24 @@ class ScriptedEngine:
                 ended.append(completion)
         return ended[::-1]  # the order is not promised
 
-    def partial(self, session_id: int) -> list[int]:
+    def partial(self, session_id: int) -> Partial:
         session = self.sessions[session_id]
-        return list(session.written) if session.state == "running" else []
+        written = list(session.written) if session.state == "running" else []
+        return Partial(written, _log_probs(len(written)), self.version if written else None)
 
     def update_weights(self, weights: object, version: int) -> None:
         self.version = version
-        self.sessions.clear()
 
     def stats(self) -> dict[str, float]:
-        return {}
+        states = [session.state for session in self.sessions.values()]
+        return {
+            "running": float(states.count("running")),
+            "queued": float(states.count("queued")),
+            "parked": float(states.count("waiting")),
+            "steps": float(self.num_steps),
+            "generated_tokens": float(self.num_generated),
+            "seconds": 0.5 * self.num_steps,
+        }
 
     def _note(self, what: str, session: _Session) -> None:
         self.calls.append((what, self.num_steps, session.prompt))
@@ -136,6 +144,7 @@ class ScriptedEngine:
     def _write(self, session_id: int, session: _Session) -> Completion | None:
         token, params = session.to_write.pop(0), session.params
         session.written.append(token)
+        self.num_generated += 1
         session.context.append(token)
         stop_string = params.stop.match(session.written) if params.stop else None
         if stop_string is not None:
@@ -147,10 +156,14 @@ class ScriptedEngine:
         else:
             return None
         session.state = "waiting"
-        log_probs = [-0.1 * (position + 1) for position in range(len(session.written))]
+        log_probs, version = _log_probs(len(session.written)), self.version
         return Completion(
-            session_id, list(session.written), log_probs, reason, stop_string, self.version, self.version
+            session_id, list(session.written), log_probs, log_probs, reason, stop_string, version, version
         )
+
+
+def _log_probs(num_tokens: int) -> list[float]:
+    return [-0.1 * (position + 1) for position in range(num_tokens)]
 
 
 class MemorySearch:

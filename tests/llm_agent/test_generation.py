@@ -413,6 +413,8 @@ def test_events_tell_the_story_in_order_and_the_text_without_gaps():
         ({"max_start_length": 600}, "less than max_prompt_length"),
         ({"search_delay_steps": -1}, "search_delay_steps"),
         ({"no_think_rl": True}, "no_think_rl"),
+        ({"max_in_flight": 0}, "max_in_flight: found 0"),
+        ({"straggler_factor": 0.5}, "straggler_factor: found 0.5"),
     ],
 )
 def test_a_configuration_that_cannot_work_is_refused(wrong, message):
@@ -457,6 +459,8 @@ def run_config(**changes):
                     "min_p": 0.2,
                     "ignore_eos": True,
                     "search_delay_steps": 6,
+                    "max_in_flight": 9,
+                    "straggler_factor": 2.5,
                 }
             },
         }
@@ -474,6 +478,8 @@ def test_the_agent_of_a_run_follows_its_configuration():
         max_obs_length=90,
         topk=5,
         search_delay_steps=6,
+        max_in_flight=9,
+        straggler_factor=2.5,
         temperature=0.9,
         top_p=0.8,
         top_k=4,

@@ -45,13 +45,12 @@ def test_a_record_says_what_happened_and_where():
     assert (record["prompt_text"], record["policy_text"]) == ("the prompt", "a\nb")
 
 
-def test_rule_9_a_failed_trajectory_has_nothing_to_learn_from():
+def test_rule_9_a_masked_trajectory_has_nothing_to_learn_from():
     trajectory = example()
-    trajectory.fail("dead")
+    trajectory.mask()
     tensors = to_tensors([trajectory], 3, 5, 0)
     assert tensors["response_mask"].sum() == 0 and tensors["rollout_log_probs"].abs().sum() == 0
     assert tensors["attention_mask"].sum() == 6
-    assert trajectory.finish_reason == "search_failed" and trajectory.turns[-1].error == "dead"
 
 
 def record(actions: str, reason: str) -> dict:

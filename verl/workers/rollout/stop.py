@@ -71,6 +71,19 @@ class StopCondition:
                 found = key if found is None else min(found, key)
         return found[2] if found else None
 
+    def settled_length(self, token_ids: Sequence[int]) -> int:
+        """How many leading tokens of an unfinished turn don't end within a stop string that may be under way.
+
+        A turn that is gone on with from there, by an engine that has not seen these tokens being sampled, can
+        complete a stop string only with tokens of its own.
+        """
+        for length in range(len(token_ids), 0, -1):
+            tail = b"".join(map(self._piece, token_ids[max(0, length - self._reach) : length]))
+            begun = (target[:end] for _, target in self._targets for end in range(1, len(target)))
+            if not tail.endswith(tuple(begun)):
+                return length
+        return 0
+
     def _piece(self, token_id: int) -> bytes:
         return self._pieces[token_id] if token_id < len(self._pieces) else b""
 

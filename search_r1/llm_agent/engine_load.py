@@ -1,0 +1,65 @@
+"""The engine's figures of one batch, for the training metrics.
+
+    engine.stats() before, during and after the batch -> EngineLoad -> {"rollout/...": float}
+
+Names (an engine that does not know a figure leaves its names out). Over several processes each is their mean,
+as all metrics of workers are.
+
+    rollout/running/mean, /max           sessions that decode or prefill, seen every SAMPLE_STEPS steps
+    rollout/queued/mean, /max            sessions without KV state: not started yet, or preempted
+    rollout/parked/mean, /max            sessions between two turns: their search is under way
+    rollout/kv_used_share/mean, /max     of the KV budget
+    rollout/kv_bytes/max                 held
+    rollout/steps, rollout/seconds       engine steps and the seconds in them
+    rollout/generated_tokens             sampled
+    rollout/prefilled_tokens             computed: prompts, observations, and what was computed again
+    rollout/prefix_hit_tokens            not computed, as their KV state was there: a group's prompt
+    rollout/prefix_hit_share             of prefilled and hit tokens together
+    rollout/preemptions                  sessions that lost their KV state to others
+    rollout/tokens_per_second            generated tokens per second in the engine's steps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from verl.workers.rollout.engine import RolloutEngine
+
+SAMPLE_STEPS = 16
+GAUGES = ("running", "queued", "parked", "kv_used_share")
+SUMS = ("steps", "seconds", "generated_tokens", "prefilled_tokens", "prefix_hit_tokens", "preemptions")
+
+
+class EngineLoad:
+    """One batch on one engine."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine, self._before = engine, engine.stats()
+        self._seen: list[Mapping[str, float]] = []
+
+    def sample(self, num_steps: int) -> None:
+        """To be called after each step, with the number of steps so far."""
+        if num_steps % SAMPLE_STEPS == 1:
+            self._seen.append(self._engine.stats())
+
+    def metrics(self) -> dict[str, float]:
+        """The batch's figures, once it is over."""
+        after = self._engine.stats()
+        figures: dict[str, float] = {}
+        for name in GAUGES:
+            values = [stats[name] for stats in self._seen if name in stats]
+            if values:
+                figures |= {f"{name}/mean": float(np.mean(values)), f"{name}/max": float(max(values))}
+        held = [stats["kv_bytes"] for stats in self._seen if "kv_bytes" in stats]
+        if held:
+            figures["kv_bytes/max"] = float(max(held))
+        sums = {name: float(after[name] - self._before.get(name, 0.0)) for name in SUMS if name in after}
+        figures |= sums
+        if sums.get("seconds") and "generated_tokens" in sums:
+            figures["tokens_per_second"] = sums["generated_tokens"] / sums["seconds"]
+        prompt_tokens = sums.get("prefilled_tokens", 0.0) + sums.get("prefix_hit_tokens", 0.0)
+        if prompt_tokens and "prefix_hit_tokens" in sums:
+            figures["prefix_hit_share"] = sums["prefix_hit_tokens"] / prompt_tokens
+        return {f"rollout/{name}": value for name, value in figures.items()}

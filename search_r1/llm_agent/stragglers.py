@@ -1,0 +1,88 @@
+"""Which groups a batch should not wait for any longer.
+
+    trajectory started, ended (row, time) -> StragglerWatch -> rows of groups that are late
+
+A group (all rows of one prompt) is late when at least half of the batch has ended, at most half of the group
+(or its only member) is unfinished, and each unfinished member has been under way for more than `factor` times
+the median time of the trajectories that ended. Times come from the caller, in seconds or in engine steps: the
+watch itself has no clock, so with steps its decisions are repeatable.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Hashable, Sequence
+
+
+class StragglerWatch:
+    """A batch's groups and times. In a run of several processes each watches its own rows."""
+
+    def __init__(self, factor: float, groups: Sequence[Hashable]) -> None:
+        """`groups`: the group of each row. A row that is over before the batch starts: `skip`."""
+        self.factor, self._groups = factor, list(groups)
+        self._sizes: dict[Hashable, int] = {}
+        self._unfinished: dict[Hashable, set[int]] = {}
+        for row, group in enumerate(groups):
+            self._sizes[group] = self._sizes.get(group, 0) + 1
+            self._unfinished.setdefault(group, set()).add(row)
+        self._candidates: dict[Hashable, set[int]] = {}  # groups with few unfinished members, in order
+        for group in self._unfinished:
+            self._update(group)
+        self._started: dict[int, float] = {}
+        self._times: list[float] = []  # of those that ended, sorted
+        self._num_rows, self._num_ended = len(self._groups), 0
+
+    def skip(self, row: int) -> None:
+        """A row that was finished in an earlier step: a member of its group, not of this batch."""
+        self._num_rows -= 1
+        self._leave(row)
+
+    def start(self, row: int, now: float) -> None:
+        """The row's first token was sampled; said again, it has no effect."""
+        self._started.setdefault(row, now)
+
+    def has_started(self, row: int) -> bool:
+        return row in self._started
+
+    def cut(self, rows: Sequence[int]) -> None:
+        """These rows will end without counting among the times."""
+        for row in rows:
+            del self._started[row]
+
+    def end(self, row: int, now: float) -> None:
+        """The row is over, whether it has started or not."""
+        self._num_ended += 1
+        if row in self._started:
+            insort(self._times, now - self._started[row])
+        self._leave(row)
+
+    def late(self, now: float) -> list[list[int]]:
+        """The unfinished rows of each late group, in order."""
+        return [sorted(rows) for rows, due in self._due() if due < now]
+
+    def next_due(self) -> float | None:
+        """When the next group will be late if nothing ends before; None while that can't be said."""
+        return min((due for _, due in self._due()), default=None)
+
+    def _due(self) -> list[tuple[set[int], float]]:
+        if not self._times or 2 * self._num_ended < self._num_rows:
+            return []
+        middle = len(self._times) // 2
+        limit = self.factor * (self._times[middle] + self._times[-middle - 1]) / 2
+        return [
+            (rows, limit + max(self._started[row] for row in rows))
+            for rows in self._candidates.values()
+            if all(row in self._started for row in rows)
+        ]
+
+    def _leave(self, row: int) -> None:
+        group = self._groups[row]
+        self._unfinished[group].discard(row)
+        self._update(group)
+
+    def _update(self, group: Hashable) -> None:
+        rows = self._unfinished[group]
+        if 0 < len(rows) <= max(1, self._sizes[group] // 2):
+            self._candidates[group] = rows
+        else:
+            self._candidates.pop(group, None)
