@@ -19,7 +19,6 @@ Table of batch keys (N rows, P prompt width, R response width)
     made in training; entry t belongs to responses[:, t]
       old_log_probs       [N, R]   float32  (nats) the policy before this step's updates
       ref_log_prob        [N, R]   float32  (nats) the reference policy
-      entropys            [N, R]   float32  (nats) of the distribution that predicted the token
       values              [N, R]   float32  value of the state before the token
       token_level_scores  [N, R]   float32  the reward, on the last sampled token
       token_level_rewards [N, R]   float32  scores less the KL penalty, if it is put into the reward

@@ -69,7 +69,7 @@ def first_run(rank, world_size, model_path, out):
     save_checkpoint(actor.engine, out / "checkpoint")
     save_hf(actor.engine, out / "hf", AutoTokenizer.from_pretrained(model_path), model_path)
     results["weights"] = {name: tensor.clone() for name, tensor in actor.engine.weights()}
-    log_probs, _ = compute_log_prob(actor.engine, my_rows(rank, world_size), actor.limits, 1.0)
+    log_probs = compute_log_prob(actor.engine, my_rows(rank, world_size), actor.limits, 1.0)
     results["log_probs"] = log_probs
     results["next"] = go_on(actor, rank, world_size)
     torch.save(results, out / f"rank{rank}.pt")

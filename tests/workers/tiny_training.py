@@ -96,6 +96,7 @@ def make_batch(num_rows=8, seed=0, pad_id=0, shift=0.5) -> DataProto:
             "ref_log_prob": random(shift, -3.7),
             "values": random(),
             "returns": random(),
+            "rollout_log_probs": random(shift, -3.7),
         }
     )
 

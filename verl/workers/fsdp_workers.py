@@ -175,18 +175,16 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """old_log_probs and entropys [N, R] of the present policy."""
+        """old_log_probs [N, R] of the present policy."""
         limits = self._limits(self.config.rollout, "rollout", "log_prob")
-        log_probs, entropys = compute_log_prob(
-            self.engine, data, limits, self.config.rollout.temperature, with_entropy=True
-        )
-        return DataProto.from_dict({"old_log_probs": log_probs, "entropys": entropys})
+        log_probs = compute_log_prob(self.engine, data, limits, self.config.rollout.temperature)
+        return DataProto.from_dict({"old_log_probs": log_probs})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """ref_log_prob [N, R] of the frozen model that training started from."""
         limits = self._limits(self.config.ref, "ref", "log_prob")
-        log_probs, _ = compute_log_prob(self.ref_engine, data, limits, self.config.rollout.temperature)
+        log_probs = compute_log_prob(self.ref_engine, data, limits, self.config.rollout.temperature)
         return DataProto.from_dict({"ref_log_prob": log_probs})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
 from verl.workers.actor.dp_actor import compute_log_prob
-from verl.workers.engine.micro_batches import MicroBatchLimits
+from verl.workers.engine.micro_batches import MicroBatchLimits, micro_batches, tensors_of
 
 ALL_ROWS = MicroBatchLimits(None, None, padded=False)
 
@@ -44,10 +44,12 @@ def reference_log_probs(model_path, batch, temperature=1.0):
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
 def test_log_probs_and_entropies_equal_hugging_faces_own(model_path, temperature):
     actor, batch = make_actor(make_config(model_path)), make_batch()
-    log_probs, entropys = compute_log_prob(actor.engine, batch, ALL_ROWS, temperature, with_entropy=True)
+    log_probs = compute_log_prob(actor.engine, batch, ALL_ROWS, temperature)
+    _, (part,) = micro_batches(tensors_of(batch), range(len(batch)), actor.engine, ALL_ROWS)
+    _, entropy = actor.engine.module(part, temperature, True)
     _, expected_log_probs, expected_entropys = reference_log_probs(model_path, batch, temperature)
     torch.testing.assert_close(log_probs, expected_log_probs, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(entropys, expected_entropys, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(part.unpack(entropy), expected_entropys[part.rows], rtol=1e-4, atol=1e-5)
     assert not log_probs.requires_grad and log_probs[batch.batch["response_mask"] == 0].abs().max() == 0
 
 
@@ -190,10 +192,10 @@ def test_updates_raise_the_probability_of_tokens_with_positive_advantage(model_p
         make_batch(),
     )
     batch.batch["advantages"] = batch.batch["response_mask"].float()
-    before, _ = compute_log_prob(actor.engine, batch, ALL_ROWS, 1.0)
+    before = compute_log_prob(actor.engine, batch, ALL_ROWS, 1.0)
     for _ in range(3):
         metrics = actor.update_policy(batch)
-    after, _ = compute_log_prob(actor.engine, batch, ALL_ROWS, 1.0)
+    after = compute_log_prob(actor.engine, batch, ALL_ROWS, 1.0)
     assert after.sum() > before.sum() + 5
     assert {
         "actor/pg_loss",

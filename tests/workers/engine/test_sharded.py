@@ -40,7 +40,7 @@ def test_log_probs_of_ranks_are_those_of_one_process(two, model_path):
     actor = make_actor(sharded_ranks.settings(model_path, "packed"))
     load_checkpoint(actor.engine, two[0] / "checkpoint")
     for rank, results in enumerate(two[1]):
-        expected, _ = sharded_ranks.compute_log_prob(
+        expected = sharded_ranks.compute_log_prob(
             actor.engine, sharded_ranks.my_rows(rank, 2), actor.limits, 1.0
         )
         torch.testing.assert_close(results["log_probs"], expected, rtol=1e-5, atol=1e-6)

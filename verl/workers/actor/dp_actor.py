@@ -24,6 +24,7 @@ from verl.trainer.ppo.core_algos import (
     kl_penalty,
 )
 from verl.utils.packing import PackedMicroBatch
+from verl.workers.actor.rollout_agreement import RolloutAgreement, warn_of_worst
 from verl.workers.engine.engine import TrainEngine
 from verl.workers.engine.loading import PolicyModel
 from verl.workers.engine.micro_batches import (
@@ -43,23 +44,18 @@ def compute_log_prob(
     data: DataProto,
     limits: MicroBatchLimits,
     temperature: float,
-    with_entropy: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropies) of the response tokens, [N, R] float32 on CPU, 0 where the policy sampled
-    nothing.
-    """
+) -> Tensor:
+    """Log-probs of the response tokens, [N, R] float32 on CPU, 0 where the policy sampled nothing."""
     batch = tensors_of(data)
-    shape = batch["response_mask"].shape
-    log_probs, entropys = torch.zeros(shape), torch.zeros(shape)
+    log_probs = torch.zeros(batch["response_mask"].shape)
     with engine.loaded():
         _, parts = micro_batches(batch, range(len(data)), engine, limits)
         for part in parts:
             with engine.autocast():
-                log_prob, entropy = engine.module(part, temperature, with_entropy)
+                log_prob, _ = engine.module(part, temperature, False)
             if len(part.cells):
                 log_probs[part.rows] = part.unpack(log_prob).cpu()
-                entropys[part.rows] = part.unpack(entropy).cpu()
-    return log_probs, entropys
+    return log_probs
 
 
 class DataParallelPPOActor:
@@ -94,26 +90,35 @@ class DataParallelPPOActor:
         self.policy_loss = get_policy_loss_fn("vanilla")
 
     def update_policy(self, data: DataProto) -> dict[str, float]:
-        """ppo_epochs passes over the rows, one optimizer step per mini-batch. Returns metrics `actor/*`.
+        """ppo_epochs passes over the rows, one optimizer step per mini-batch (meta_info `mini_batch_rows` on
+        this rank; else as configured). Returns metrics `actor/*`, and
+        `rollout_corr/*` if there are rollout_log_probs.
 
         Reads input_ids, attention_mask, position_ids, response_mask, advantages; old_log_probs, unless
         there is only one optimizer step; ref_log_prob, with use_kl_loss. In the first mini-batch of the
         first epoch the policy is the one that sampled, so its ratio is taken as 1 and old_log_probs are
-        not read.
+        not read. Without them, the rollout's log-probs are compared with those of that mini-batch's own
+        forward pass.
         """
         config, engine = self.config, self.engine
         wanted = ("advantages", "ref_log_prob") if config["use_kl_loss"] else ("advantages",)
-        batch = tensors_of(data, wanted, optional=("old_log_probs",))
-        self._check_old_log_probs(batch)
+        batch = tensors_of(data, wanted, optional=("old_log_probs", "rollout_log_probs"))
+        mini_batch_rows = data.meta_info.get("mini_batch_rows", self.mini_batch_rows)
+        self._check_old_log_probs(batch, mini_batch_rows)
+        agreement = RolloutAgreement()
+        if "old_log_probs" in batch and "rollout_log_probs" in batch:
+            all_rows, mask = torch.arange(len(data)), batch["response_mask"].bool()
+            agreement.add(batch["rollout_log_probs"], batch["old_log_probs"], mask, all_rows)
         averages, num_skipped = Averages(), 0
         with engine.loaded(optimizer=True):
             for epoch in range(config["ppo_epochs"]):
-                parts = mini_batches(len(data), self.mini_batch_rows)
+                parts = mini_batches(len(data), mini_batch_rows)
                 if config["shuffle"]:
                     order = shuffled(len(parts), self.seed, engine.num_training_steps, epoch)
                     parts = [parts[i] for i in order]
                 for number, rows in enumerate(parts):
-                    figures, loss = self._accumulate(batch, rows, on_policy=epoch == number == 0)
+                    on_policy = epoch == number == 0
+                    figures, loss = self._accumulate(batch, rows, on_policy, agreement)
                     figures["actor/grad_norm"], applied = engine.step(discard=not math.isfinite(loss))
                     if applied:
                         averages.add(figures)
@@ -122,11 +127,13 @@ class DataParallelPPOActor:
         if config["use_kl_loss"]:
             metrics["actor/kl_coef"] = config["kl_loss_coef"]
         engine.next_lr()
-        return metrics
+        responses = batch["input_ids"][:, -batch["response_mask"].shape[1] :]
+        warn_of_worst(agreement.worst(), responses, data.non_tensor_batch.get("uid"))
+        return metrics | agreement.metrics(engine.reduce)
 
-    def _check_old_log_probs(self, batch: Mapping[str, Tensor]) -> None:
+    def _check_old_log_probs(self, batch: Mapping[str, Tensor], mini_batch_rows: int) -> None:
         num_rows = len(batch["response_mask"])
-        num_steps = self.config["ppo_epochs"] * -(-num_rows // self.mini_batch_rows)
+        num_steps = self.config["ppo_epochs"] * -(-num_rows // mini_batch_rows)
         if "old_log_probs" not in batch and num_steps > 1:
             raise ValueError(
                 f"update_policy takes {num_steps} optimizer steps on {num_rows} rows, but the batch has no "
@@ -134,10 +141,10 @@ class DataParallelPPOActor:
             )
 
     def _accumulate(
-        self, batch: Mapping[str, Tensor], rows: list[int], on_policy: bool
+        self, batch: Mapping[str, Tensor], rows: list[int], on_policy: bool, agreement: RolloutAgreement
     ) -> tuple[dict[str, float], float]:
         """Gradient of one mini-batch, left in the parameters. Returns (metrics, loss), the same on every
-        rank.
+        rank. `agreement` takes the pass's log-probs if the batch has none of the sampling policy.
         """
         engine = self.engine
         mask = batch["response_mask"][rows].bool()
@@ -147,8 +154,11 @@ class DataParallelPPOActor:
         sums: dict[str, list[Tensor]] = {}
         extremes: list[Tensor] = []
         for number, part in enumerate(parts):
-            loss, figures, ratio_range = self._loss(part, batch, denominator, on_policy)
+            loss, figures, ratio_range, log_prob = self._loss(part, batch, denominator, on_policy)
             engine.backward(loss, is_last=number == count - 1)
+            if "rollout_log_probs" in batch and "old_log_probs" not in batch:
+                rollout = batch["rollout_log_probs"][part.rows].to(engine.device)
+                agreement.add(rollout, log_prob, part.mask, part.rows)
             for name, figure in figures.items():
                 sums.setdefault(name, []).append(figure)
             extremes.append(ratio_range)
@@ -166,8 +176,10 @@ class DataParallelPPOActor:
         batch: Mapping[str, Tensor],
         denominator: LossDenominator,
         on_policy: bool,
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """A micro-batch's share of the loss, its shares of the metrics, and (least, greatest) log-ratio."""
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
+        """A micro-batch's share of the loss, its shares of the metrics, (least, greatest) log-ratio, and the
+        log-probs [B, R].
+        """
         config, device = self.config, self.engine.device
 
         def rows_of(key: str) -> Tensor:
@@ -211,4 +223,5 @@ class DataParallelPPOActor:
         ratio_range = (
             torch.stack([log_ratio.min(), log_ratio.max()]) if len(log_ratio) else log_prob.new_zeros(2)
         )
-        return loss, {name: figure.detach() for name, figure in figures.items()}, ratio_range
+        figures = {name: figure.detach() for name, figure in figures.items()}
+        return loss, figures, ratio_range, log_prob.detach()
