@@ -5,7 +5,13 @@ import pytest
 import torch
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.batching import arrange_for_workers, prompt_batch, sampling_seeds, usable_rows
+from verl.trainer.ppo.batching import (
+    arrange_for_workers,
+    mini_batch_rows,
+    prompt_batch,
+    sampling_seeds,
+    usable_rows,
+)
 from verl.workers.engine.micro_batches import mini_batches, rows_per_rank, shuffled
 
 
@@ -40,7 +46,25 @@ def test_rule_7_a_group_is_one_prompt_of_one_step_whatever_its_dataset_index_say
 
 
 def test_rows_without_a_sampled_token_are_not_usable():
-    assert usable_rows(make_batch([3, 0, 1])).tolist() == [True, False, True]
+    for compares_group in (True, False):
+        assert usable_rows(make_batch([3, 0, 1]), compares_group).tolist() == [True, False, True]
+
+
+def test_the_last_one_that_is_left_of_a_group_has_nothing_to_be_compared_with():
+    batch = make_batch([3, 0, 2, 2, 0, 5])
+    batch.non_tensor_batch["uid"][:] = ["a", "a", "b", "b", "b", "c"]
+    assert usable_rows(batch, True).tolist() == [False, False, True, True, False, True]
+    assert usable_rows(batch, False).tolist() == [True, False, True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    "num_rows, size, steps",
+    [(16, 8, 2), (15, 8, 2), (17, 8, 2), (31, 8, 2), (8, 8, 1), (20, 16, 1), (3, 8, 1)],
+)
+def test_rows_that_joined_a_step_of_16_bring_no_optimizer_step_of_their_own(num_rows, size, steps):
+    rows = mini_batch_rows(num_rows, 16, size)
+    assert len(mini_batches(num_rows, rows)) == steps
+    assert rows == size or num_rows > 16
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

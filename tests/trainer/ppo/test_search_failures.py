@@ -55,6 +55,8 @@ def make_trainer(world: Path, run_dir: Path, num_failing: int, *settings: str):
                 "finish_reason": "search_failed" if row < num_failing else "answer",
                 "prompt_text": "",
                 "policy_text": "",
+                "version_first": 0,
+                "version_last": 0,
             }
             for row in range(num_rows)
         ]

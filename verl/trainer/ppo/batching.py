@@ -53,12 +53,29 @@ def with_samples(prompts: DataProto, generated: DataProto) -> DataProto:
     return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors, meta_info=dict(generated.meta_info))
 
 
-def usable_rows(batch: DataProto) -> np.ndarray:
+def usable_rows(batch: DataProto, compares_group: bool) -> np.ndarray:
     """Rows that may be learnt from, as a boolean array: those with at least one sampled token.
 
-    A trajectory whose search failed has none (its response_mask is all zero).
+    A trajectory whose search failed, or that was cut, has none (its response_mask is all zero). With
+    `compares_group` (the advantage is relative to the rows of the same uid) the last one that is left of a
+    group is not usable either: without others to compare it with, its advantage would be its bare score.
     """
-    return (batch.tensors["response_mask"].sum(-1) > 0).numpy()
+    usable = (batch.tensors["response_mask"].sum(-1) > 0).numpy()
+    if compares_group:
+        group = np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True)[1]
+        usable &= (np.bincount(group, usable)[group] > 1) | (np.bincount(group)[group] == 1)
+    return usable
+
+
+def mini_batch_rows(num_rows: int, num_planned: int, size: int) -> int:
+    """Rows of a mini-batch, so that a batch has no more of them than planned.
+
+    `size` as configured; more only where the batch holds more than the `num_planned` rows of a step (groups
+    of the step before have joined it): a few rows too many must not get an optimizer step of their own.
+    """
+    if num_rows <= num_planned:
+        return size
+    return -(-num_rows // -(-num_planned // size))
 
 
 def arrange_for_workers(

@@ -24,11 +24,13 @@ from verl.trainer.ppo import core_algos, metric_utils
 from verl.trainer.ppo.batching import (
     TRAIN_STREAM,
     arrange_for_workers,
+    mini_batch_rows,
     prompt_batch,
     sampling_seeds,
     usable_rows,
     with_samples,
 )
+from verl.trainer.ppo.partial_groups import PartialGroups, staleness, straggler_metrics
 from verl.trainer.ppo.roles import ResourcePoolManager, Role
 from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped
 from verl.trainer.ppo.validation import ValidationReport, validate
@@ -43,6 +45,14 @@ __all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role"]
 def needs_critic(config: DictConfig) -> bool:
     """Whether the advantages are computed from values."""
     return config.algorithm.adv_estimator == core_algos.AdvantageEstimator.GAE
+
+
+def compares_group(config: DictConfig) -> bool:
+    """Whether a trajectory's advantage is relative to the others of its prompt."""
+    return config.algorithm.adv_estimator in (
+        core_algos.AdvantageEstimator.GRPO,
+        core_algos.AdvantageEstimator.RLOO,
+    )
 
 
 def needs_reference(config: DictConfig) -> bool:
@@ -111,6 +121,7 @@ class RayPPOTrainer:
             if optim.total_training_steps <= 0:
                 optim.total_training_steps = self.total_steps
         self.state = RunState()
+        self.partial_groups = PartialGroups()
         self.checkpoints = CheckpointStore(config.trainer.default_local_dir, config.trainer.max_ckpt_to_keep)
         trainer = config.trainer
         self.resume_folder = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
@@ -207,15 +218,22 @@ class RayPPOTrainer:
             yield [self.train_dataset[i] for i in self.sampler.next_batch()]
 
     def _generate(self, rows: list[dict[str, Any]]) -> tuple[DataProto, dict[str, float]]:
-        """Sample a group of trajectories for each prompt; those whose search failed are left out."""
+        """Sample a group of trajectories for each prompt, and go on with those kept from the step before.
+
+        Those that can't be learnt from (a failed search, a straggler) are left out.
+        """
         rollout = self.config.actor_rollout_ref.rollout
         step = self.state.step + 1
         prompts = prompt_batch(rows, f"step{step}").repeat(rollout.n_agent * rollout.n, interleave=True)
+        prompts, continuation = self.partial_groups.join(prompts)
+        columns = {name: prompts.non_tensor_batch[name] for name in ("raw_prompt_ids", "uid")}
+        if continuation is not None:
+            columns["continuation"] = continuation
         gen_batch = DataProto.from_dict(
             tensors={
                 "sampling_seeds": sampling_seeds(self.config.trainer.seed, TRAIN_STREAM, step, len(prompts))
             },
-            non_tensors={"raw_prompt_ids": prompts.non_tensor_batch["raw_prompt_ids"]},
+            non_tensors=columns,
         )
         gen_batch.meta_info = {
             "do_sample": rollout.do_sample,
@@ -223,14 +241,22 @@ class RayPPOTrainer:
             "top_p": rollout.top_p,
             "top_k": rollout.top_k,
             "validate": False,
+            "keep_partial": rollout.keep_partial and step < self.total_steps,
         }
         batch = with_samples(prompts, self._generate_sequences(gen_batch))
         metrics = batch.meta_info.pop("metrics", {})
+        batch = self.partial_groups.take(batch)
+        metrics |= straggler_metrics(batch) | {"env/kept_groups": float(self.partial_groups.num_groups)}
         metrics |= self.trajectory_metrics(list(batch.non_tensor_batch["trajectory"]))
-        usable = usable_rows(batch)
+        usable = usable_rows(batch, compares_group(self.config))
         if not usable.any():
             raise RunStopped(f"Step {step}: no trajectory has a token to learn from.")
-        return (batch if usable.all() else batch.select_idxs(usable)), metrics
+        batch = batch if usable.all() else batch.select_idxs(usable)
+        ages = staleness(batch)
+        return batch, metrics | {
+            "rollout/staleness/mean": float(ages.mean()),
+            "rollout/staleness/max": float(ages.max()),
+        }
 
     def _generate_sequences(self, gen_batch: DataProto) -> DataProto:
         generated = self.actor_rollout_wg.generate_sequences(gen_batch)
@@ -282,12 +308,14 @@ class RayPPOTrainer:
     def _needs_old_log_probs(self, num_rows: int) -> bool:
         """False when the update is one optimizer step on the sampling policy: its ratio is 1 anyway."""
         actor = self.config.actor_rollout_ref.actor
-        single_update = actor.ppo_epochs == 1 and num_rows <= self._mini_batch_size(actor)
+        single_update = actor.ppo_epochs == 1 and num_rows <= self._mini_batch_rows(num_rows, actor)
         return self.kl_in_reward or not single_update
 
-    def _mini_batch_size(self, block: DictConfig) -> int:
+    def _mini_batch_rows(self, num_rows: int, block: DictConfig) -> int:
         """Rows of the actor's or the critic's mini-batches, over all processes."""
-        return block.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        rollout = self.config.actor_rollout_ref.rollout
+        planned = self.config.data.train_batch_size * rollout.n_agent * rollout.n
+        return mini_batch_rows(num_rows, planned, block.ppo_mini_batch_size * rollout.n)
 
     def _updates_actor(self) -> bool:
         """Whether this step trains the actor too."""
@@ -333,7 +361,11 @@ class RayPPOTrainer:
         if block.shuffle:
             order = shuffled(len(batch), self.config.trainer.seed, self.state.step, epoch=0)
             batch = batch.select_idxs(order)
-        return arrange_for_workers(batch, self.actor_rollout_wg.world_size, self._mini_batch_size(block))
+        world_size, size = self.actor_rollout_wg.world_size, self._mini_batch_rows(len(batch), block)
+        arranged, tokens = arrange_for_workers(batch, world_size, size)
+        arranged = arranged.select()  # its meta_info is not the batch's
+        arranged.meta_info["mini_batch_rows"] = -(-size // world_size)
+        return arranged, tokens
 
     # ----------------------------------------------------------------- measuring
 
@@ -376,6 +408,7 @@ class RayPPOTrainer:
             self.actor_rollout_wg.save_checkpoint(str(folder / "actor"))
             if self.use_critic:
                 self.critic_wg.save_checkpoint(str(folder / "critic"))
+            self.partial_groups.save(folder)
             self.state.save(folder)
         return {"save_checkpoint": time.perf_counter() - started}
 
@@ -393,6 +426,7 @@ class RayPPOTrainer:
             except ValueError as error:
                 raise RunStopped(f"{folder}: {error}") from error
             self.kl_controller.load_state_dict(self.state.kl_controller)
+            self.partial_groups.load(folder)
             self.actor_rollout_wg.load_checkpoint(str(folder / "actor"))
             if self.use_critic:
                 self.critic_wg.load_checkpoint(str(folder / "critic"))

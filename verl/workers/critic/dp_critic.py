@@ -67,16 +67,18 @@ class DataParallelPPOCritic:
         return values
 
     def update_critic(self, data: DataProto) -> dict[str, float]:
-        """ppo_epochs passes over the rows, one optimizer step per mini-batch. Returns metrics `critic/*`.
+        """ppo_epochs passes over the rows, one optimizer step per mini-batch (meta_info `mini_batch_rows` on
+        this rank; else as configured). Returns metrics `critic/*`.
 
         Reads input_ids, attention_mask, position_ids, response_mask, values, returns.
         """
         config, engine = self.config, self.engine
         batch = tensors_of(data, ("values", "returns"))
+        mini_batch_rows = data.meta_info.get("mini_batch_rows", self.mini_batch_rows)
         averages, num_skipped = Averages(), 0
         with engine.loaded(optimizer=True):
             for epoch in range(config["ppo_epochs"]):
-                parts = mini_batches(len(data), self.mini_batch_rows)
+                parts = mini_batches(len(data), mini_batch_rows)
                 if config["shuffle"]:
                     order = shuffled(len(parts), self.seed, engine.num_training_steps, epoch)
                     parts = [parts[i] for i in order]
