@@ -194,6 +194,10 @@ class MemorySearch:
     def statistics(self) -> dict[str, float]:
         return {}
 
+    def waiting(self, query: str) -> Future[list[FoundDocument]]:
+        """The Future of a held query that was asked."""
+        return self._waiting[query]
+
     def release(self, query: str) -> None:
         """Answers a held query; waits until it has been asked."""
         deadline = time.monotonic() + 10
