@@ -255,7 +255,7 @@ class Asker:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.model)
             config = transformers.AutoConfig.from_pretrained(self.model)
             longest = min(self.settings.max_prompt_length, config.max_position_embeddings)
-            engine = NativeEngine(config, num_slots=1, max_model_len=longest, dtype=dtype, device=device)
+            engine = NativeEngine(config, max_num_seqs=1, max_model_len=longest, dtype=dtype, device=device)
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(self.model, dtype=dtype)
             model.to(device)
         except (

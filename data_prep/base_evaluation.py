@@ -103,7 +103,7 @@ def evaluate(model_dir: Path | str, seed: int = SEARCHING_WORLD, count: int = 20
     """
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    engine = NativeEngine(model.config, num_slots=128, max_model_len=LENGTHS["max_prompt_length"])
+    engine = NativeEngine(model.config, max_num_seqs=128, max_model_len=LENGTHS["max_prompt_length"])
     engine.update_weights(model.named_parameters(), 0)
     config = GenerationConfig(max_turns=3, max_response_length=32, max_obs_length=250, topk=2, **LENGTHS)
     reward = RewardManager(tokenizer)

@@ -72,8 +72,8 @@ def client(serve_documents) -> Iterator[SearchClient]:
         yield client
 
 
-def generate(tokenizer, model, client, config=CONFIG, num_slots=5, **meta_info) -> DataProto:
-    engine = NativeEngine(model.config, num_slots, max_model_len=config.max_prompt_length)
+def generate(tokenizer, model, client, config=CONFIG, max_num_seqs=5, **meta_info) -> DataProto:
+    engine = NativeEngine(model.config, max_num_seqs, max_model_len=config.max_prompt_length)
     engine.update_weights(model.state_dict().items(), version=7)
     return LLMGenerationManager(tokenizer, engine, client, config).run_llm_loop(
         prompts(tokenizer, QUESTIONS, **meta_info)
@@ -130,7 +130,7 @@ def test_rule_10_the_same_seeds_give_the_same_bits_again(output, tokenizer, mode
 
 
 def test_the_number_of_slots_does_not_change_what_is_sampled(output, tokenizer, model, client):
-    wide = generate(tokenizer, model, client, replace(CONFIG, search_delay_steps=None), num_slots=32)
+    wide = generate(tokenizer, model, client, replace(CONFIG, search_delay_steps=None), max_num_seqs=32)
     assert torch.equal(output.batch["responses"], wide.batch["responses"])
 
 

@@ -131,6 +131,7 @@ class ActorRolloutRefWorker(Worker):
         """Runs the agent on `raw_prompt_ids` with `sampling_seeds`; the result has a trajectory per row."""
         with self.engine.loaded(), torch.no_grad():
             agent, engine = self._agent(len(prompts))
+            engine.wake()
             version = self.engine.weights_version
             if engine.version != version or self.engine.offloads_params:
                 engine.update_weights(self.engine.weights(), version)
@@ -140,9 +141,9 @@ class ActorRolloutRefWorker(Worker):
 
     def _sleep(self, engine: RolloutEngine) -> None:
         if self.config.rollout.free_cache_engine and self.device.type == "cuda":
-            engine.release_cache()
+            engine.sleep(1)
         if self.engine.offloads_params:
-            engine.release_weights()  # they would hold the memory that offloading is to free
+            engine.sleep(2)  # they would hold the memory that offloading is to free
 
     def _agent(self, num_rows: int) -> tuple[Agent, RolloutEngine]:
         """The agent and its engine, made when they are first needed."""
@@ -209,7 +210,7 @@ class ActorRolloutRefWorker(Worker):
         """Goes on from a folder of save_checkpoint, made with any number of processes."""
         load_checkpoint(self.engine, path)
         if self.rollout_engine is not None:
-            self.rollout_engine.release_weights()  # the next generate_sequences brings the loaded ones
+            self.rollout_engine.sleep(2)  # the next generate_sequences brings the loaded ones
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_hf(self, path: str) -> None:

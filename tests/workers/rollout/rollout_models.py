@@ -101,9 +101,9 @@ def make_model(name: str = "qwen3", seed: int = 0) -> PreTrainedModel:
 
 
 def make_engine(
-    model: PreTrainedModel, num_slots: int = 4, max_model_len: int = 128, **kwargs: Any
+    model: PreTrainedModel, max_num_seqs: int = 4, max_model_len: int = 128, **kwargs: Any
 ) -> NativeEngine:
-    engine = NativeEngine(model.config, num_slots, max_model_len, **kwargs)
+    engine = NativeEngine(model.config, max_num_seqs, max_model_len, **kwargs)
     engine.update_weights(model.named_parameters(), version=1)
     return engine
 

@@ -87,7 +87,7 @@ def test_a_models_first_token_follows_its_softmax() -> None:
     model = make_model()
     prompt = [4, 8, 15]
     params = [SamplingParams(1, seed=seed) for seed in range(4000)]
-    completions = generate(make_engine(model, num_slots=500), [prompt] * 4000, params)
+    completions = generate(make_engine(model, max_num_seqs=500), [prompt] * 4000, params)
     counts = torch.bincount(torch.tensor([c.token_ids[0] for c in completions]), minlength=VOCAB).double()
     with torch.no_grad():
         probs = model(torch.tensor([prompt])).logits[0, -1].double().softmax(-1)

@@ -86,12 +86,13 @@ def _native(
 
     return NativeEngine(
         model_config,
-        num_slots=max_num_seqs,
+        max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         dtype=dtype,
         device=device,
         kv_budget_bytes=_kv_budget(rollout, device),
         max_prefill_tokens=rollout.max_num_batched_tokens,
+        block_size=rollout.block_size,
     )
 
 
