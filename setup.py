@@ -13,6 +13,7 @@ TRAIN = [
     "torch>=2.6",
     "transformers>=5.0",
     "tensordict>=0.8",
+    "numba",
     "ray[default]>=2.40",
     "hydra-core>=1.3",
     "pandas",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rollout_models import CONFIGS, VOCAB, hf_log_probs, make_model, random_prompts
+from rollout_models import CONFIGS, hf_log_probs, make_model, random_prompts
 from step_driver import StepDriver
 from transformers import PreTrainedModel
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,6 +29,8 @@ from verl.workers.rollout.native.attention import (
     prefill_attention,
 )
 from verl.workers.rollout.native.kv_cache import KVCache
+from verl.workers.rollout.native.sampler import SamplingRows, draw
+from verl.workers.rollout.native.step_batch import StepBatch
 from verl.workers.rollout.native.weights import LayerWeights, ModelWeights
 
 
@@ -134,6 +137,52 @@ class PagedDecoder:
             scale=spec.scale,
         )
         return F.linear(attended, layer.o, layer.o_bias)
+
+
+class TorchModel:
+    """`PagedDecoder` with its weights (references to what it is given) and pools, on any device."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tables: Mapping[str | None, tuple[Tensor, Tensor]],
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: AttentionBackend,
+    ) -> None:
+        """tables: from `rotary_tables`."""
+        on_device = {
+            kind: (cos.to(device, dtype), sin.to(device, dtype)) for kind, (cos, sin) in tables.items()
+        }
+        self._decoder = PagedDecoder(spec, on_device, backend)
+        self._device = device
+        self._backend = backend
+        self._weights: ModelWeights | None = None
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def load(self, weights: ModelWeights) -> int:
+        self._weights = weights
+        return 0
+
+    def unload(self) -> None:
+        self._weights = None
+
+    def attach(self, keys: list[Tensor], values: list[Tensor]) -> None:
+        self._keys, self._values = keys, values
+
+    def hidden(self, batch: StepBatch) -> Tensor:
+        assert self._weights is not None
+        arrays = (batch.token_ids, batch.positions, batch.places, batch.out_rows)
+        step = StepTensors(*(torch.from_numpy(array).to(self._device) for array in arrays))
+        plan = self._backend.plan(batch)
+        return self._decoder.forward(self._weights, self._keys, self._values, step, plan)
+
+    def sample(self, hidden: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        assert self._weights is not None
+        drawn = draw(self._decoder.logits(self._weights, hidden), rows)
+        tokens, *log_probs = torch.stack([x.to(torch.float64) for x in drawn]).cpu().numpy()  # one transfer
+        return tokens.astype(np.int64), log_probs[0], log_probs[1]
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

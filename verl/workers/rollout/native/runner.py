@@ -1,13 +1,15 @@
 """Weights, paged KV pools and sampling on one device: the model's side of `step_batch.py`.
 
-    StepBatch (numpy) -> device tensors -> PagedDecoder over the pools -> logits -> draw -> Sampled (numpy)
+    StepBatch (numpy) -> DeviceModel: hidden states over the pools -> logits -> tokens -> Sampled (numpy)
 
-One transfer to the device per step and one back.
+On CPU in float32 and bfloat16 the model is `CpuModel` (packed matrices, compiled kernels), else `TorchModel`
+(torch operations on the owner's own tensors). That is the only choice made here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,12 +18,32 @@ from transformers import PretrainedConfig
 
 from verl.workers.rollout.native.architecture import ModelSpec, rotary_tables
 from verl.workers.rollout.native.attention import TorchAttention
-from verl.workers.rollout.native.model import PagedDecoder, StepTensors
-from verl.workers.rollout.native.sampler import SamplingRows, draw
+from verl.workers.rollout.native.cpu_model import DTYPES, CpuModel
+from verl.workers.rollout.native.model import TorchModel
+from verl.workers.rollout.native.sampler import SamplingRows
 from verl.workers.rollout.native.step_batch import Sampled, StepBatch
 from verl.workers.rollout.native.weights import ModelWeights, WeightStore
 
-_MAX_LOGITS = 1 << 27  # elements of logits held at once; more rows are sampled in pieces
+_MAX_LOGITS = 1 << 26  # elements of logits held at once; more rows are sampled in pieces
+
+
+class DeviceModel(Protocol):
+    """A decoder with its weights on one kind of device, over pools that the runner owns."""
+
+    def load(self, weights: ModelWeights) -> int:
+        """Take a set of weights; returns the bytes of copies made."""
+
+    def unload(self) -> None:
+        """Drop all weights."""
+
+    def attach(self, keys: list[Tensor], values: list[Tensor]) -> None:
+        """Use these pools, one of each per layer; none at all to let go of them."""
+
+    def hidden(self, batch: StepBatch) -> Tensor:
+        """Run the layers and fill the pools; normed hidden states [O, hidden_size] of `batch.out_rows`."""
+
+    def sample(self, hidden: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Token ids int64 [O] and both float64 [O] log-probs (see `Sampled`) for hidden states."""
 
 
 class PagedRunner:
@@ -50,14 +72,15 @@ class PagedRunner:
         self._pool_shape = (block_size, self.spec.num_kv_heads, self.spec.head_dim)
         self.bytes_per_block = 2 * self.spec.num_layers * int(np.prod(self._pool_shape)) * dtype.itemsize
         tables = rotary_tables(model_config, self.spec, max_model_len)
-        on_device = {
-            kind: (cos.to(self.device, dtype), sin.to(self.device, dtype))
-            for kind, (cos, sin) in tables.items()
-        }
-        self._backend = TorchAttention(block_size, self.device)
-        self._decoder = PagedDecoder(self.spec, on_device, self._backend)
+        self._model: DeviceModel
+        if self.device.type == "cpu" and dtype in DTYPES:
+            self._model = CpuModel(self.spec, tables, block_size)
+        else:
+            backend = TorchAttention(block_size, self.device)
+            self._model = TorchModel(self.spec, tables, dtype, self.device, backend)
         self._store = WeightStore(self.spec, dtype, self.device)
-        self._weights: ModelWeights | None = None
+        self._has_weights = False
+        self._own_bytes = 0  # of weights, beyond the owner's
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
@@ -68,10 +91,12 @@ class PagedRunner:
             [torch.zeros(shape, dtype=self._dtype, device=self.device) for _ in range(self.spec.num_layers)]
             for _ in range(2)
         )
+        self._model.attach(self._keys, self._values)
 
     def release_cache(self) -> None:
         """Give the pools' memory back; `allocate` comes before the next step."""
         self._keys, self._values = [], []
+        self._model.attach([], [])
 
     @torch.inference_mode()
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -86,38 +111,40 @@ class PagedRunner:
         ValueError for unknown, missing or wrongly shaped ones; there are no weights then until the next call.
         `lm_head.weight` may be left out when embeddings are tied.
         """
-        self._weights = None
-        self._weights = self._store.update(weights)
+        self.release_weights()
+        self._own_bytes = self._model.load(self._store.update(weights))
+        if isinstance(self._model, CpuModel):
+            self._store.clear()  # it has packed copies of its own
+        else:
+            self._own_bytes += self._store.num_bytes
+        self._has_weights = True
 
     def release_weights(self) -> int:
         """Drop every reference to weights; returns the bytes of those that were the runner's own."""
-        self._weights = None
-        return self._store.clear()
+        freed, self._own_bytes, self._has_weights = self._own_bytes, 0, False
+        self._model.unload()
+        self._store.clear()
+        return freed
 
     @torch.inference_mode()
     def step(self, batch: StepBatch, rows: SamplingRows) -> Sampled:
         """Run the model, fill the pools, sample. RuntimeError: no weights, or log-probs not finite."""
-        if self._weights is None:
+        if not self._has_weights:
             raise RuntimeError("the model has no weights; call update_weights first")
-        tensors = StepTensors(
-            *(
-                torch.from_numpy(array).to(self.device)
-                for array in (batch.token_ids, batch.positions, batch.places, batch.out_rows)
-            )
-        )
-        plan = self._backend.plan(batch)
-        hidden = self._decoder.forward(self._weights, self._keys, self._values, tensors, plan)
-        most = max(1, _MAX_LOGITS // self.vocab_size)
-        parts = []
-        for first in range(0, len(batch.out_rows), most):
-            part = slice(first, first + most)
-            logits = self._decoder.logits(self._weights, hidden[part])
-            parts.append(torch.stack([x.to(torch.float64) for x in draw(logits, rows[part])]))
-        if not parts:
+        hidden = self._model.hidden(batch)
+        count, most = len(batch.out_rows), max(1, _MAX_LOGITS // self.vocab_size)
+        parts = [
+            self._model.sample(hidden[first : first + most], rows[first : first + most])
+            for first in range(0, count, most)
+        ]
+        if len(parts) == 1:
+            tokens, log_probs, model_log_probs = parts[0]
+        elif parts:
+            tokens, log_probs, model_log_probs = (np.concatenate(part) for part in zip(*parts, strict=True))
+        else:
             return Sampled(np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
-        tokens, log_probs, model_log_probs = torch.cat(parts, 1).cpu().numpy()
         if not (np.isfinite(log_probs).all() and np.isfinite(model_log_probs).all()):
             raise RuntimeError(
                 "sampling met a log-prob that is not finite: the weights hold or produce NaN or infinity"
             )
-        return Sampled(tokens.astype(np.int64), log_probs, model_log_probs)
+        return Sampled(tokens, log_probs, model_log_probs)

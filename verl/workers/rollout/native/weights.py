@@ -91,11 +91,14 @@ class WeightStore:
             )
         return self._assemble(taken)
 
-    def clear(self) -> int:
-        """Give the casts' memory back; returns its bytes."""
-        freed = sum(tensor.nbytes for tensor in self._own.values())
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the casts."""
+        return sum(tensor.nbytes for tensor in self._own.values())
+
+    def clear(self) -> None:
+        """Give the casts' memory back."""
         self._own = {}
-        return freed
 
     def _take(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.dtype == self._dtype and tensor.device == self._device:

@@ -1,0 +1,312 @@
+"""What stands between the matrix products of a decoder on CPU: norms, rotation, attention, activation.
+
+Each kernel is one pass over its rows, compiled by numba, where torch would take five to twenty small
+operations; for a few sequences of a small model those cost more than the products. Every kernel works on rows
+`first` to `last`, touches nothing else and holds no lock, so that rows can be shared out to threads.
+
+Numbers are float32 inside. A bfloat16 tensor comes as its uint16 bits: a shift makes it float32, rounding to
+nearest even makes it bfloat16 again. Sums may be reordered (for vector units); NaN and infinity are honoured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba.extending import overload
+from torch import Tensor
+
+_LOG2_E = np.float32(1.4426950408889634)
+_LN_2_HIGH, _LN_2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_EXP_FLOOR = np.float32(-87.0)  # below it exp is 0 for us
+_P0, _P1, _P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
+_P3, _P4, _P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+_ZERO, _HALF, _ONE, _TWO = np.float32(0.0), np.float32(0.5), np.float32(1.0), np.float32(2.0)
+_GELU_SCALE, _GELU_CUBE = np.float32(0.7978845608028654), np.float32(0.044715)
+NO_BOUND = np.float32(0.0)  # a softcap that caps nothing
+NO_WINDOW = 1 << 62
+_ROWS_PER_THREAD = 8  # fewer are not worth waking a thread for
+
+SILU, GELU_TANH = 0, 1
+ACTIVATION_CODES = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
+
+
+def _compiled(function: Callable[..., Any], fastmath: set[str]) -> Callable[..., Any]:
+    """The machine code is kept beside the source or in the user's cache folder, if either can be written."""
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # "no locator available": nothing is writable
+        return numba.njit(**options)(function)
+
+
+# Neither assumes that there is no NaN or infinity: broken weights must show.
+jit = partial(_compiled, fastmath={"reassoc", "contract", "arcp", "nsz"})
+_exactly = partial(_compiled, fastmath={"contract", "nsz"})
+
+
+def as_array(tensor: Tensor) -> np.ndarray:
+    """A CPU tensor's memory as a kernel takes it: float32, int64, ... as it is, bfloat16 as uint16 bits."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+@cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix="rollout-kernel")
+
+
+def share_rows(kernel: Callable[..., None], num_rows: int, *arguments: Any) -> None:
+    """Run kernel(first, last, *arguments) over all rows, on as many threads as torch may use."""
+    threads = min(torch.get_num_threads(), num_rows // _ROWS_PER_THREAD)
+    if threads < 2:
+        kernel(0, num_rows, *arguments)
+        return
+    ends = [num_rows * part // threads for part in range(threads + 1)]
+    pool = _threads(threads - 1)
+    others = [
+        pool.submit(kernel, first, last, *arguments) for first, last in zip(ends[1:], ends[2:], strict=False)
+    ]
+    kernel(0, ends[1], *arguments)
+    for other in others:
+        other.result()
+
+
+def load(x):
+    """A stored number as float32: itself, or bfloat16 bits widened."""
+
+
+def store(x, like):
+    """A float32 as it is stored in an array that holds `like`."""
+
+
+@overload(load, inline="always")
+def _load(x):
+    if isinstance(x, numba.types.Integer):
+        return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+    return lambda x: x
+
+
+@overload(store, inline="always")
+def _store(x, like):
+    if isinstance(like, numba.types.Integer):
+
+        def rounded(x, like):
+            bits = np.float32(x).view(np.uint32)
+            return np.uint16(
+                (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+            )
+
+        return rounded
+    return lambda x, like: x
+
+
+@_exactly
+def exp_nonpositive(x):
+    """exp of a float32 x <= 0, within 2 units in the last place (the polynomial of Cephes' expf)."""
+    n = np.int32(x * _LOG2_E - _HALF)
+    steps = np.float32(n)
+    r = (x - steps * _LN_2_HIGH) - steps * _LN_2_LOW
+    p = ((((_P0 * r + _P1) * r + _P2) * r + _P3) * r + _P4) * r + _P5
+    value = (p * r * r + r + _ONE) * np.int32((n + np.int32(127)) << np.int32(23)).view(np.float32)
+    return _ZERO if x < _EXP_FLOOR else value
+
+
+@_exactly
+def _tanh(x):
+    e = exp_nonpositive(-_TWO * abs(x))
+    t = (_ONE - e) / (_ONE + e)
+    return -t if x < _ZERO else t
+
+
+@_exactly
+def _silu(x):
+    e = exp_nonpositive(-abs(x))
+    return x * (e if x < _ZERO else _ONE) / (_ONE + e)
+
+
+@_exactly
+def _gelu_tanh(x):
+    return _HALF * x * (_ONE + _tanh(_GELU_SCALE * (x + _GELU_CUBE * x * x * x)))
+
+
+@jit
+def embed(first, last, token_ids, embedding, scale, x):
+    """x [T, hidden] float32 = rows `token_ids` of embedding [vocab, hidden], times scale."""
+    for row in range(first, last):
+        token = token_ids[row]
+        for i in range(x.shape[1]):
+            x[row, i] = load(embedding[token, i]) * scale
+
+
+@jit
+def _inverse_rms(x, row, eps):
+    total = _ZERO
+    for i in range(x.shape[1]):
+        total += load(x[row, i]) * load(x[row, i])
+    return np.float32(_ONE / np.sqrt(total / np.float32(x.shape[1]) + eps))
+
+
+@jit
+def norm(first, last, x, weight, eps, normed):
+    """normed [T, hidden] = RMS norm of x (Zhang and Sennrich, 2019), float32 in."""
+    for row in range(first, last):
+        factor = _inverse_rms(x, row, eps)
+        for i in range(x.shape[1]):
+            normed[row, i] = store(x[row, i] * factor * weight[i], normed[row, i])
+
+
+@jit
+def add_norm(first, last, x, delta, weight, eps, normed):
+    """x [T, hidden] float32 += delta; normed = RMS norm of x."""
+    for row in range(first, last):
+        total = _ZERO
+        for i in range(x.shape[1]):
+            value = x[row, i] + load(delta[row, i])
+            x[row, i] = value
+            total += value * value
+        factor = np.float32(_ONE / np.sqrt(total / np.float32(x.shape[1]) + eps))
+        for i in range(x.shape[1]):
+            normed[row, i] = store(x[row, i] * factor * weight[i], normed[row, i])
+
+
+@jit
+def norm_add_norm(first, last, x, delta, delta_weight, weight, eps, normed):
+    """x += RMS norm of delta; normed = RMS norm of x."""
+    for row in range(first, last):
+        factor = _inverse_rms(delta, row, eps)
+        total = _ZERO
+        for i in range(x.shape[1]):
+            value = x[row, i] + load(delta[row, i]) * factor * delta_weight[i]
+            x[row, i] = value
+            total += value * value
+        factor = np.float32(_ONE / np.sqrt(total / np.float32(x.shape[1]) + eps))
+        for i in range(x.shape[1]):
+            normed[row, i] = store(x[row, i] * factor * weight[i], normed[row, i])
+
+
+@jit
+def gate(first, last, gate_up, activation, out):
+    """out [T, I] = activation(gate_up[:, :I]) * gate_up[:, I:]."""
+    inner = out.shape[1]
+    for row in range(first, last):
+        gates, ups = gate_up[row, :inner], gate_up[row, inner:]
+        if activation == SILU:
+            for i in range(inner):
+                out[row, i] = store(_silu(load(gates[i])) * load(ups[i]), out[row, i])
+        else:
+            for i in range(inner):
+                out[row, i] = store(_gelu_tanh(load(gates[i])) * load(ups[i]), out[row, i])
+
+
+@jit
+def _turn(qkv, row, head, weight, eps, cos, sin, position):
+    """One head in place: RMS norm if there is a weight, then rotation (Su et al., 2021)."""
+    half = cos.shape[1]
+    factor = _ONE
+    if weight.shape[0] > 0:
+        total = _ZERO
+        for i in range(2 * half):
+            total += load(qkv[row, head, i]) * load(qkv[row, head, i])
+        factor = np.float32(_ONE / np.sqrt(total / np.float32(2 * half) + eps))
+    firsts, seconds = qkv[row, head, :half], qkv[row, head, half:]
+    for i in range(half):
+        a, b = load(firsts[i]) * factor, load(seconds[i]) * factor
+        if weight.shape[0] > 0:
+            a, b = a * weight[i], b * weight[half + i]
+        c, s = cos[position, i], sin[position, i]
+        firsts[i] = store(a * c - b * s, firsts[i])
+        seconds[i] = store(b * c + a * s, seconds[i])
+
+
+@jit
+def turn_and_keep(
+    first, last, qkv, positions, places, num_heads, q_norm, k_norm, eps, cos, sin, keys, values
+):
+    """Norm and rotate queries and keys in place, and put keys and values into the pool.
+
+    qkv [T, num_heads + 2 * num_kv_heads, head_dim]; q_norm, k_norm float32 [head_dim] or [0]; cos, sin
+    float32 [positions, head_dim // 2]; keys, values: flat pool [places, num_kv_heads, head_dim].
+    """
+    num_kv_heads = keys.shape[1]
+    for row in range(first, last):
+        position, place = positions[row], places[row]
+        for head in range(num_heads):
+            _turn(qkv, row, head, q_norm, eps, cos, sin, position)
+        for head in range(num_kv_heads):
+            _turn(qkv, row, num_heads + head, k_norm, eps, cos, sin, position)
+            for i in range(keys.shape[2]):
+                keys[place, head, i] = qkv[row, num_heads + head, i]
+                values[place, head, i] = qkv[row, num_heads + num_kv_heads + head, i]
+
+
+@jit
+def attend(
+    first, last, qkv, num_heads, keys, values, tables, lengths, block_size, scale, window, softcap, out
+):
+    """Decode attention: one query per row over the row's blocks, read where they lie.
+
+    qkv [T, num_heads + 2 * num_kv_heads, head_dim], rotated; keys, values: flat pool [places, num_kv_heads,
+    head_dim]; tables int32 [D, M]; lengths int64 [D]; out [T, num_heads, head_dim].
+    """
+    num_kv_heads, head_dim = keys.shape[1], keys.shape[2]
+    group = num_heads // num_kv_heads
+    query = np.empty((group, head_dim), dtype=np.float32)
+    result = np.empty((group, head_dim), dtype=np.float32)
+    most = 0
+    for row in range(first, last):
+        most = max(most, min(lengths[row], window))
+    weights = np.empty((group, most), dtype=np.float32)
+    for row in range(first, last):
+        start = max(0, lengths[row] - window)
+        count = lengths[row] - start
+        for kv_head in range(num_kv_heads):
+            for g in range(group):
+                for i in range(head_dim):
+                    query[g, i] = load(qkv[row, kv_head * group + g, i]) * scale
+                    result[g, i] = _ZERO
+            for n in range(count):
+                position = start + n
+                block = position // block_size
+                place = tables[row, block] * block_size + (position - block * block_size)
+                for g in range(group):
+                    total = _ZERO
+                    for i in range(head_dim):
+                        total += query[g, i] * load(keys[place, kv_head, i])
+                    weights[g, n] = total
+            for g in range(group):
+                _softmax(weights, g, count, softcap)
+            for n in range(count):
+                position = start + n
+                block = position // block_size
+                place = tables[row, block] * block_size + (position - block * block_size)
+                for g in range(group):
+                    weight = weights[g, n]
+                    for i in range(head_dim):
+                        result[g, i] += weight * load(values[place, kv_head, i])
+            for g in range(group):
+                for i in range(head_dim):
+                    head = kv_head * group + g
+                    out[row, head, i] = store(result[g, i], out[row, head, i])
+
+
+@jit
+def _softmax(scores, g, count, softcap):
+    if softcap > _ZERO:
+        for n in range(count):
+            scores[g, n] = softcap * _tanh(scores[g, n] / softcap)
+    top = scores[g, 0]
+    for n in range(count):
+        top = max(top, scores[g, n])
+    total = _ZERO
+    for n in range(count):
+        value = exp_nonpositive(scores[g, n] - top)
+        scores[g, n] = value
+        total += value
+    factor = _ONE / total
+    for n in range(count):
+        scores[g, n] *= factor

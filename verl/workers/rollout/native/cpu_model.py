@@ -1,0 +1,247 @@
+"""The decoder on CPU: packed matrices for oneDNN, one compiled kernel between two of them.
+
+    x += delta, norm | qkv product | norm heads, rotate, keep in the pool | attend | output product
+    x += delta, norm | gate and up product | activation | down product            (then the next layer)
+
+The residual stream x is float32 in both dtypes. Weights are packed once per update: q, k and v in one matrix,
+gate and up in one, each in the blocked layout of oneDNN's products. The packed copies are snapshots: what the
+owner does to its parameters shows with the next update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from verl.workers.rollout.native import cpu_kernel, cpu_sampler
+from verl.workers.rollout.native.architecture import ModelSpec
+from verl.workers.rollout.native.attention import capped, masked_attention
+from verl.workers.rollout.native.cpu_kernel import as_array, share_rows
+from verl.workers.rollout.native.sampler import SamplingRows
+from verl.workers.rollout.native.step_batch import PrefillSpan, StepBatch
+from verl.workers.rollout.native.weights import LayerWeights, ModelWeights
+
+DTYPES = (torch.float32, torch.bfloat16)
+_TYPICAL_ROWS = 64  # oneDNN chooses the layout for this many; it runs any number
+
+
+class Product:
+    """x [T, in] -> x @ weight.T + bias [T, out], the weight packed."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._bias = None if bias is None else bias.clone()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
+        self.num_bytes = weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """One layer as the kernels take it; norms are float32 arrays, empty where the model has none."""
+
+    attn_norm: np.ndarray
+    attn_out_norm: np.ndarray
+    mlp_norm: np.ndarray
+    mlp_out_norm: np.ndarray
+    q_norm: np.ndarray
+    k_norm: np.ndarray
+    qkv: Product
+    o: Product
+    gate_up: Product
+    down: Product
+
+
+class CpuModel:
+    """Forward pass and sampling over paged pools on CPU, in float32 or bfloat16."""
+
+    def __init__(
+        self, spec: ModelSpec, tables: dict[str | None, tuple[Tensor, Tensor]], block_size: int
+    ) -> None:
+        """tables: from `rotary_tables`."""
+        self._spec = spec
+        self._tables = {kind: (cos.numpy(), sin.numpy()) for kind, (cos, sin) in tables.items()}
+        self._block_size = block_size
+        self._eps = np.float32(spec.rms_norm_eps)
+        self._scale = np.float32(spec.scale)
+        self._softcap = np.float32(spec.softcap or cpu_kernel.NO_BOUND)
+        self._activation = cpu_kernel.ACTIVATION_CODES[spec.hidden_act]
+        self._pools: list[tuple[Tensor, Tensor]] = []
+        self._layers: list[PackedLayer] = []
+
+    # ---- weights and pools ----
+
+    def load(self, weights: ModelWeights) -> int:
+        """Pack a set of weights; returns the bytes of the copies."""
+        self._embedding = weights.embedding.clone()
+        # The reference rounds the factor to the dtype of the embeddings.
+        self._embedding_scale = np.float32(
+            torch.tensor(self._spec.embedding_scale, dtype=weights.embedding.dtype).item()
+        )
+        self._final_norm = self._norm_weight(weights.norm)
+        self._head: Product | None = Product(weights.lm_head, None)
+        self._layers = [self._packed(layer) for layer in weights.layers]
+        products = [p for layer in self._layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        return self._embedding.nbytes + sum(product.num_bytes for product in products) + self._head.num_bytes
+
+    def unload(self) -> None:
+        """Drop all weights."""
+        self._layers = []
+        self._embedding = torch.empty(0)
+        self._head = None
+
+    def attach(self, keys: list[Tensor], values: list[Tensor]) -> None:
+        """Use these pools [num_blocks, block_size, num_kv_heads, head_dim], one of each per layer."""
+        self._pools = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(keys, values, strict=True)]
+
+    def _packed(self, layer: LayerWeights) -> PackedLayer:
+        return PackedLayer(
+            attn_norm=self._norm_weight(layer.attn_norm),
+            attn_out_norm=self._norm_weight(layer.attn_out_norm),
+            mlp_norm=self._norm_weight(layer.mlp_norm),
+            mlp_out_norm=self._norm_weight(layer.mlp_out_norm),
+            q_norm=self._norm_weight(layer.q_norm),
+            k_norm=self._norm_weight(layer.k_norm),
+            qkv=_joined((layer.q, layer.k, layer.v), (layer.q_bias, layer.k_bias, layer.v_bias)),
+            o=Product(layer.o, layer.o_bias),
+            gate_up=_joined((layer.gate, layer.up), (layer.gate_bias, layer.up_bias)),
+            down=Product(layer.down, layer.down_bias),
+        )
+
+    def _norm_weight(self, weight: Tensor | None) -> np.ndarray:
+        if weight is None:
+            return np.zeros(0, dtype=np.float32)
+        return (weight.detach().float() + (1.0 if self._spec.norm_offset else 0.0)).numpy()
+
+    # ---- one step ----
+
+    def hidden(self, batch: StepBatch) -> Tensor:
+        """Run the layers and fill the pools; normed hidden states [O, hidden_size] of `batch.out_rows`."""
+        spec, num_rows = self._spec, len(batch.token_ids)
+        dtype = self._embedding.dtype
+        x = np.empty((num_rows, spec.hidden_size), dtype=np.float32)
+        normed = torch.empty((num_rows, spec.hidden_size), dtype=dtype)
+        normed_array = as_array(normed)
+        embedding = as_array(self._embedding)
+        share_rows(cpu_kernel.embed, num_rows, batch.token_ids, embedding, self._embedding_scale, x)
+        share_rows(cpu_kernel.norm, num_rows, x, self._layers[0].attn_norm, self._eps, normed_array)
+        for index, layer in enumerate(self._layers):
+            out = layer.o(self._attention(index, layer, layer.qkv(normed), batch))
+            self._join(x, out, layer.attn_out_norm, layer.mlp_norm, normed_array)
+            gate_up = layer.gate_up(normed)
+            gated = torch.empty((num_rows, spec.intermediate_size), dtype=dtype)
+            share_rows(cpu_kernel.gate, num_rows, as_array(gate_up), self._activation, as_array(gated))
+            out = layer.down(gated)
+            if index + 1 < len(self._layers):
+                next_norm = self._layers[index + 1].attn_norm
+                self._join(x, out, layer.mlp_out_norm, next_norm, normed_array)
+        x, out = x[batch.out_rows], out[torch.from_numpy(batch.out_rows)]
+        normed = torch.empty(x.shape, dtype=dtype)
+        self._join(x, out, self._layers[-1].mlp_out_norm, self._final_norm, as_array(normed))
+        return normed
+
+    def sample(self, hidden: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens and both log-probs (see `Sampled`) for hidden states from `hidden`."""
+        assert self._head is not None
+        logits = self._head(hidden)
+        if self._spec.logit_softcap is not None:
+            logits = capped(logits.float(), self._spec.logit_softcap)
+        return cpu_sampler.draw(logits, rows)
+
+    def _join(
+        self, x: np.ndarray, out: Tensor, out_norm: np.ndarray, norm: np.ndarray, normed: np.ndarray
+    ) -> None:
+        """x += out (normed first where the model does that); normed = norm of x."""
+        if len(out_norm):
+            share_rows(cpu_kernel.norm_add_norm, len(x), x, as_array(out), out_norm, norm, self._eps, normed)
+        else:
+            share_rows(cpu_kernel.add_norm, len(x), x, as_array(out), norm, self._eps, normed)
+
+    def _attention(self, index: int, layer: PackedLayer, qkv: Tensor, batch: StepBatch) -> Tensor:
+        """qkv [T, (num_heads + 2 * num_kv_heads) * head_dim] -> [T, num_heads * head_dim]."""
+        spec = self._spec
+        keys, values = self._pools[index]
+        key_array, value_array = as_array(keys), as_array(values)
+        qkv = qkv.view(len(qkv), -1, spec.head_dim)
+        qkv_array = as_array(qkv)
+        cos, sin = self._tables[spec.rope_kinds[index]]
+        share_rows(
+            cpu_kernel.turn_and_keep,
+            len(qkv),
+            qkv_array,
+            batch.positions,
+            batch.places,
+            spec.num_heads,
+            layer.q_norm,
+            layer.k_norm,
+            self._eps,
+            cos,
+            sin,
+            key_array,
+            value_array,
+        )
+        attended = torch.empty((len(qkv), spec.num_heads, spec.head_dim), dtype=qkv.dtype)
+        if batch.num_decode:
+            share_rows(
+                cpu_kernel.attend,
+                batch.num_decode,
+                qkv_array,
+                spec.num_heads,
+                key_array,
+                value_array,
+                batch.decode_tables,
+                batch.decode_lengths,
+                self._block_size,
+                self._scale,
+                spec.windows[index] or cpu_kernel.NO_WINDOW,
+                self._softcap,
+                as_array(attended),
+            )
+        for span in batch.spans:
+            rows = slice(span.first, span.first + span.count)
+            attended[rows] = self._prefill(qkv[rows], keys, values, span, spec.windows[index])
+        return attended.flatten(1)
+
+    def _prefill(
+        self, qkv: Tensor, keys: Tensor, values: Tensor, span: PrefillSpan, window: int | None
+    ) -> Tensor:
+        """One span's rows attend to all its sequence has so far: [count, num_heads, head_dim]."""
+        spec, end = self._spec, span.start + span.count
+        query = qkv[:, : spec.num_heads]
+        if span.start:
+            positions = np.arange(end)
+            blocks = span.table[positions // self._block_size].astype(np.int64)
+            places = torch.from_numpy(blocks * self._block_size + positions % self._block_size)
+            key, value = keys[places], values[places]
+        else:
+            key, value = qkv[:, spec.num_heads :].chunk(2, 1)
+        if spec.softcap is not None:
+            where = torch.arange(span.start, end)
+            return masked_attention(
+                query[None], key[None], value[None], where[None], window, spec.softcap, spec.scale
+            )[0]
+        mask = None
+        if span.start or (window is not None and end > window):
+            mask = torch.ones(span.count, end, dtype=torch.bool).tril_(span.start)
+            if window is not None:
+                mask.triu_(span.start - window + 1)
+        return F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            key.transpose(0, 1)[None],
+            value.transpose(0, 1)[None],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=spec.scale,
+            enable_gqa=spec.num_heads != spec.num_kv_heads,
+        )[0].transpose(0, 1)
+
+
+def _joined(weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> Product:
+    """Several matrices with the same input as one."""
+    present = [bias for bias in biases if bias is not None]
+    return Product(torch.cat(weights), torch.cat(present) if present else None)
