@@ -294,6 +294,8 @@ class NativeEngine(SessionEngine):
         kv_budget_bytes: int | None = None,
         max_prefill_tokens: int = 8192,
         block_size: int = 32,
+        enforce_eager: bool = False,
+        compile: bool = False,
     ) -> None:
         """
         Args:
@@ -304,8 +306,10 @@ class NativeEngine(SessionEngine):
             max_prefill_tokens: new tokens in one step beside those of decoding sessions; a longer prompt is
                 computed in several steps.
             block_size: positions of one KV block.
+            enforce_eager: on CUDA, run decode steps without CUDA graphs.
+            compile: on CUDA, torch.compile the decoder.
         """
-        runner = PagedRunner(model_config, dtype, device, block_size, max_model_len)
+        runner = PagedRunner(model_config, dtype, device, block_size, max_model_len, enforce_eager, compile)
         super().__init__(runner, max_num_seqs, max_model_len, kv_budget_bytes, max_prefill_tokens)
         self.device = runner.device
 

@@ -2,14 +2,15 @@
 
     StepBatch (numpy) -> DeviceModel: hidden states over the pools -> logits -> tokens -> Sampled (numpy)
 
-On CPU in float32 and bfloat16 the model is `CpuModel` (packed matrices, compiled kernels), else `TorchModel`
-(torch operations on the owner's own tensors). That is the only choice made here.
+On CPU in float32 and bfloat16 the model is `CpuModel` (packed matrices, compiled kernels), on CUDA
+`CudaModel` (decode steps as graphs), else `TorchModel` (torch operations on the owner's own tensors). That is
+the only choice made here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -24,7 +25,14 @@ from verl.workers.rollout.native.sampler import SamplingRows
 from verl.workers.rollout.native.step_batch import Sampled, StepBatch
 from verl.workers.rollout.native.weights import ModelWeights, WeightStore
 
+if TYPE_CHECKING:
+    from verl.workers.rollout.native.cuda.model import CudaModel
+
 _MAX_LOGITS = 1 << 26  # elements of logits held at once; more rows are sampled in pieces
+
+
+Drawn = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Token ids int64 [O] and both float64 [O] log-probs (see `Sampled`)."""
 
 
 class DeviceModel(Protocol):
@@ -42,8 +50,8 @@ class DeviceModel(Protocol):
     def hidden(self, batch: StepBatch) -> Tensor:
         """Run the layers and fill the pools; normed hidden states [O, hidden_size] of `batch.out_rows`."""
 
-    def sample(self, hidden: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Token ids int64 [O] and both float64 [O] log-probs (see `Sampled`) for hidden states."""
+    def sample(self, hidden: Tensor, rows: SamplingRows) -> Drawn:
+        """Token ids and log-probs for hidden states."""
 
 
 class PagedRunner:
@@ -62,8 +70,15 @@ class PagedRunner:
         device: torch.device | str = "cpu",
         block_size: int = 32,
         max_model_len: int = 2048,
+        enforce_eager: bool = False,
+        compile: bool = False,
     ) -> None:
-        """ValueError for an architecture that it does not run. max_model_len: positions 0 to one less."""
+        """ValueError for an architecture that it does not run.
+
+        Args:
+            max_model_len: positions 0 to one less.
+            enforce_eager: on CUDA, no graphs; compile: on CUDA, torch.compile the decoder.
+        """
         self.device = torch.empty(0, device=device).device  # "cuda" -> "cuda:0", as tensors name it
         self.spec = ModelSpec.from_config(model_config)
         self.vocab_size = self.spec.vocab_size
@@ -73,8 +88,15 @@ class PagedRunner:
         self.bytes_per_block = 2 * self.spec.num_layers * int(np.prod(self._pool_shape)) * dtype.itemsize
         tables = rotary_tables(model_config, self.spec, max_model_len)
         self._model: DeviceModel
+        self._cuda: CudaModel | None = None
         if self.device.type == "cpu" and dtype in DTYPES:
             self._model = CpuModel(self.spec, tables, block_size)
+        elif self.device.type == "cuda":
+            from verl.workers.rollout.native.cuda.model import CudaModel  # needs Triton
+
+            self._model = self._cuda = CudaModel(
+                self.spec, tables, dtype, self.device, block_size, max_model_len, not enforce_eager, compile
+            )
         else:
             backend = TorchAttention(block_size, self.device)
             self._model = TorchModel(self.spec, tables, dtype, self.device, backend)
@@ -86,7 +108,7 @@ class PagedRunner:
 
     def allocate(self, num_blocks: int) -> None:
         """Make the pools (what was in them is gone). On CPU memory is touched when it is used."""
-        shape = (num_blocks, *self._pool_shape)
+        shape = (num_blocks + (self._cuda is not None), *self._pool_shape)  # CUDA: one for padding
         self._keys, self._values = (
             [torch.zeros(shape, dtype=self._dtype, device=self.device) for _ in range(self.spec.num_layers)]
             for _ in range(2)
@@ -131,6 +153,15 @@ class PagedRunner:
         """Run the model, fill the pools, sample. RuntimeError: no weights, or log-probs not finite."""
         if not self._has_weights:
             raise RuntimeError("the model has no weights; call update_weights first")
+        drawn = self._cuda.decode(batch, rows) if self._cuda is not None else None
+        tokens, log_probs, model_log_probs = drawn or self._in_pieces(batch, rows)
+        if not (np.isfinite(log_probs).all() and np.isfinite(model_log_probs).all()):
+            raise RuntimeError(
+                "sampling met a log-prob that is not finite: the weights hold or produce NaN or infinity"
+            )
+        return Sampled(tokens, log_probs, model_log_probs)
+
+    def _in_pieces(self, batch: StepBatch, rows: SamplingRows) -> Drawn:
         hidden = self._model.hidden(batch)
         count, most = len(batch.out_rows), max(1, _MAX_LOGITS // self.vocab_size)
         parts = [
@@ -138,13 +169,8 @@ class PagedRunner:
             for first in range(0, count, most)
         ]
         if len(parts) == 1:
-            tokens, log_probs, model_log_probs = parts[0]
-        elif parts:
-            tokens, log_probs, model_log_probs = (np.concatenate(part) for part in zip(*parts, strict=True))
-        else:
-            return Sampled(np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
-        if not (np.isfinite(log_probs).all() and np.isfinite(model_log_probs).all()):
-            raise RuntimeError(
-                "sampling met a log-prob that is not finite: the weights hold or produce NaN or infinity"
-            )
-        return Sampled(tokens, log_probs, model_log_probs)
+            return parts[0]
+        if not parts:
+            return np.zeros(0, np.int64), np.zeros(0), np.zeros(0)
+        tokens, log_probs, model_log_probs = (np.concatenate(part) for part in zip(*parts, strict=True))
+        return tokens, log_probs, model_log_probs
