@@ -121,9 +121,37 @@ def test_with_offloaded_weights_the_rollout_engine_holds_none_between_uses(make_
     worker.engine.offloads_params = True
     for _ in range(2):
         assert torch.equal(group.generate_sequences(gen_batch()).batch["responses"], expected)
-        worker.rollout_engine.open([5], SamplingParams(1))
+        engine = worker.rollout_engine
+        session = engine.open([5], SamplingParams(1))
+        with pytest.raises(RuntimeError, match="asleep"):
+            engine.step()
+        engine.wake()
         with pytest.raises(RuntimeError, match="no weights"):
-            worker.rollout_engine.step()
+            engine.step()
+        engine.close(session)
+
+
+def test_between_rollouts_the_kv_cache_is_given_back_unless_it_is_to_stay(make_group, model_path):
+    for keeps in (False, True):
+        group = actor_group(
+            make_group,
+            model_path,
+            "actor_rollout",
+            f"actor_rollout_ref.rollout.free_cache_engine={not keeps}",
+        )
+        first, again = (group.generate_sequences(gen_batch()).batch["responses"] for _ in range(2))
+        assert torch.equal(first, again)
+        assert (group._worker.rollout_engine.sleep(1) > 0) == keeps  # bytes that were still held
+
+
+def test_the_end_of_the_group_is_the_end_of_the_engine(make_group, model_path):
+    group = actor_group(make_group, model_path, "actor_rollout")
+    group.generate_sequences(gen_batch())
+    engine = group._worker.rollout_engine
+    group.shutdown()
+    with pytest.raises(RuntimeError, match="asleep|shut down"):
+        engine.open([5], SamplingParams(1))
+        engine.step()
 
 
 def test_the_reference_stays_where_training_started(make_group, model_path):

@@ -3,13 +3,14 @@
     generate_sequences -> compute_log_prob, compute_ref_log_prob -> update_actor      (ActorRolloutRefWorker)
                           compute_values -> update_critic                             (CriticWorker)
 
-The rollout engine reads the policy's own weights where it can (one process, same dtype), so an update
-needs no copy; `weights_version` tells it that its cached state is stale.
+A rollout engine takes the policy's weights before it generates, when their version is another than its own.
+The native one reads them where they are (one process, same dtype), so that an update needs no copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
@@ -25,7 +26,7 @@ from verl.workers.engine.checkpoint import load_checkpoint, save_checkpoint, sav
 from verl.workers.engine.engine import Precision, TrainEngine
 from verl.workers.engine.loading import PolicyModel, load_policy, load_value_model, parse_dtype
 from verl.workers.engine.micro_batches import MicroBatchLimits
-from verl.workers.rollout.build import Place, build_engine
+from verl.workers.rollout.build import Request, build_engine
 from verl.workers.rollout.engine import RolloutEngine
 
 ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
@@ -78,6 +79,7 @@ class ActorRolloutRefWorker(Worker):
         self.device = self.init_process_group(_device_kind(device))
         self.agent: Agent | None = None
         self.rollout_engine: RolloutEngine | None = None
+        self._rollout_weights_stale = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -129,21 +131,36 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Runs the agent on `raw_prompt_ids` with `sampling_seeds`; the result has a trajectory per row."""
-        with self.engine.loaded(), torch.no_grad():
+        with ExitStack() as policy_on_device, torch.no_grad():
+            policy_on_device.enter_context(self.engine.loaded())
             agent, engine = self._agent(len(prompts))
             engine.wake()
-            version = self.engine.weights_version
-            if engine.version != version or self.engine.offloads_params:
-                engine.update_weights(self.engine.weights(), version)
+            self._bring_weights(engine)
+            if self.config.rollout.name != "native":  # it has weights of its own now; native reads these
+                policy_on_device.close()
             result = agent.run_llm_loop(prompts)
             self._sleep(engine)
         return result
 
+    def _bring_weights(self, engine: RolloutEngine) -> None:
+        version = self.engine.weights_version
+        if engine.version == version and not self._rollout_weights_stale:
+            return
+        engine.update_weights(self.engine.weights(), version)
+        self._rollout_weights_stale = False
+        if self.config.rollout.placement == "apart" and self.world_size > 1:
+            torch.distributed.barrier()  # rank 0 has sent them: no other rank asks the servers before
+
     def _sleep(self, engine: RolloutEngine) -> None:
-        if self.config.rollout.free_cache_engine and self.device.type == "cuda":
-            engine.sleep(1)
+        """Gives the engine's memory on this device to the trainer, until the next generation."""
+        rollout = self.config.rollout
+        if rollout.placement == "apart" or not (rollout.free_cache_engine or self.engine.offloads_params):
+            return
+        level = rollout.vllm.sleep_level if rollout.name == "vllm" else 1
         if self.engine.offloads_params:
-            engine.sleep(2)  # they would hold the memory that offloading is to free
+            level = 2  # they would hold the memory that offloading is to free
+        engine.sleep(level)
+        self._rollout_weights_stale = self._rollout_weights_stale or level == 2
 
     def _agent(self, num_rows: int) -> tuple[Agent, RolloutEngine]:
         """The agent and its engine, made when they are first needed."""
@@ -157,20 +174,19 @@ class ActorRolloutRefWorker(Worker):
             self.rollout_engine = build_engine(
                 rollout,
                 self.config.model,
-                self.engine.module.model.config,
-                self.tokenizer,
-                place=Place(self.device, self.rank, self.world_size),
-                dtype=dtype,
-                max_model_len=rollout.prompt_length,
-                num_rows=num_rows,
+                Request(self.device, dtype, rollout.prompt_length, num_rows, self.rank, self.world_size),
             )
             self.agent = self.agent_factory(self.tokenizer, self.rollout_engine)
         return self.agent, self.rollout_engine
 
     def close(self) -> None:
-        if self.agent is not None:
-            self.agent.close()
-        super().close()
+        try:
+            if self.agent is not None:
+                self.agent.close()
+        finally:
+            if self.rollout_engine is not None:
+                self.rollout_engine.shutdown()
+            super().close()
 
     # ------------------------------------------------------------------------------- log-probs and the update
 
@@ -209,8 +225,7 @@ class ActorRolloutRefWorker(Worker):
     def load_checkpoint(self, path: str) -> None:
         """Goes on from a folder of save_checkpoint, made with any number of processes."""
         load_checkpoint(self.engine, path)
-        if self.rollout_engine is not None:
-            self.rollout_engine.sleep(2)  # the next generate_sequences brings the loaded ones
+        self._rollout_weights_stale = True  # even if they have the same version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_hf(self, path: str) -> None:

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -151,11 +152,11 @@ class RolloutAgreement:
         return {f"rollout_corr/{name}": value for name, value in figures.items()}
 
 
-def warn_of_worst(worst: WorstToken | None, token_ids: Tensor, names: Sequence[str] | None) -> None:
+def warn_of_worst(worst: WorstToken | None, token_ids: Tensor, names: np.ndarray | None) -> None:
     """A log line if engine and trainer can't have had the same weights and context for some token.
 
     Args:
-        token_ids: [N, R] int64, the responses. names: of the N trajectories, if they have any.
+        token_ids: [N, R] int64, the responses. names: [N] of str, the trajectories, if they have any.
     """
     if worst is None or abs(worst.rollout - worst.trainer) <= WORST_DIFFERENCE:  # NaN is worth a line
         return

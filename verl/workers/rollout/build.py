@@ -11,14 +11,19 @@ Each is imported when it is asked for, so that a run needs no package of another
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from transformers import PretrainedConfig
 
+from verl.workers.engine.loading import load_hf_config
 from verl.workers.rollout.engine import RolloutEngine
 
 logger = logging.getLogger(__name__)
@@ -28,112 +33,185 @@ MAX_DEFAULT_KV_BYTES = 4 << 30  # on CPU, where nobody says how much of the memo
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where an engine runs: its device and its process among those of the run."""
+class Request:
+    """What is asked of an engine, whichever it is.
+
+    Attributes:
+        device: of this process; rank, world_size: its place among the run's processes.
+        dtype: of the engine's computation and KV cache.
+        max_model_len: most tokens of a session, prompt and observations included.
+        num_rows: sessions that are wanted at once; an engine has room for `max_num_seqs` of them at most.
+    """
 
     device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    num_rows: int
     rank: int = 0
     world_size: int = 1
 
 
-def build_engine(
-    rollout: DictConfig,
-    model: DictConfig,
-    model_config: PretrainedConfig,
-    tokenizer: Any,
-    *,
-    place: Place,
-    dtype: torch.dtype,
-    max_model_len: int,
-    num_rows: int,
-) -> RolloutEngine:
-    """The engine that `rollout` asks for. It has no weights yet: `update_weights` comes first.
+def build_engine(rollout: DictConfig, model: DictConfig, request: Request) -> RolloutEngine:
+    """The engine that the configuration asks for. It has no weights yet: `update_weights` comes first.
 
     Args:
         rollout, model: the blocks `actor_rollout_ref.rollout` and `actor_rollout_ref.model`.
-        model_config: of the policy, overrides included.
-        dtype: of the engine's computation and KV cache.
-        max_model_len: most tokens of a session, prompt and observations included.
-        num_rows: sessions that are wanted at once; the engine has room for `max_num_seqs` of them at most.
 
     Raises:
         ValueError: the engine can't run this model, or not within its memory.
+        RuntimeError: servers did not start, or don't answer.
     """
-    max_num_seqs = min(rollout.max_num_seqs, max(MIN_SEQUENCES, num_rows))
+    max_num_seqs = min(rollout.max_num_seqs, max(MIN_SEQUENCES, request.num_rows))
+    model_config = load_hf_config(model)
     if rollout.name == "native":
-        return _native(rollout, model_config, place.device, dtype, max_model_len, max_num_seqs)
-    arguments = _vllm_arguments(rollout, model, place.device, dtype, max_model_len, max_num_seqs)
+        return _native(rollout, model, model_config, request, max_num_seqs)
+    arguments = _vllm_arguments(rollout, model, request, max_num_seqs)
     if rollout.placement == "apart":
-        from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine  # type: ignore[import-not-found]
-
-        servers = _servers(rollout.vllm)
-        transfer = rollout.vllm.weight_transfer
-        return RemoteVllmEngine(arguments, tokenizer=tokenizer, place=place, transfer=transfer, **servers)
-    from verl.workers.rollout.vllm.engine import VllmEngine  # type: ignore[import-not-found]
+        return _vllm_apart(rollout, model_config, arguments, request)
+    from verl.workers.rollout.vllm.engine import VllmEngine
 
     return VllmEngine(**arguments)
 
 
 def _native(
     rollout: DictConfig,
+    model: DictConfig,
     model_config: PretrainedConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    max_model_len: int,
+    request: Request,
     max_num_seqs: int,
 ) -> RolloutEngine:
     from verl.workers.rollout.native import NativeEngine
+    from verl.workers.rollout.native.architecture import ModelSpec
 
+    try:
+        spec = ModelSpec.from_config(model_config)
+    except ValueError as reason:
+        from verl.workers.rollout.transformers_engine import TransformersEngine
+
+        logger.warning("%s; transformers' own model generates instead, slower", reason)
+        return TransformersEngine(
+            model_config,
+            max_num_seqs,
+            request.max_model_len,
+            request.dtype,
+            request.device,
+            model.trust_remote_code,
+        )
+    position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * request.dtype.itemsize
+    blocks = max_num_seqs * -(-request.max_model_len // rollout.block_size)
     return NativeEngine(
         model_config,
         max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        dtype=dtype,
-        device=device,
-        kv_budget_bytes=_kv_budget(rollout, device),
+        max_model_len=request.max_model_len,
+        dtype=request.dtype,
+        device=request.device,
+        kv_budget_bytes=min(_most_kv_bytes(rollout, request.device), blocks * rollout.block_size * position),
         max_prefill_tokens=rollout.max_num_batched_tokens,
         block_size=rollout.block_size,
     )
 
 
-def _kv_budget(rollout: DictConfig, device: torch.device) -> int | None:
-    """Bytes that the KV cache may take; None: as much as max_num_seqs sequences need."""
+def _most_kv_bytes(rollout: DictConfig, device: torch.device) -> int:
+    """What the native engine's KV cache may take at most."""
     if device.type == "cuda":
         return int(rollout.gpu_memory_utilization * torch.cuda.get_device_properties(device).total_memory)
-    return None if rollout.kv_cache_gb is None else int(rollout.kv_cache_gb * (1 << 30))
+    return MAX_DEFAULT_KV_BYTES if rollout.kv_cache_gb is None else int(rollout.kv_cache_gb * (1 << 30))
 
 
 def _vllm_arguments(
-    rollout: DictConfig,
-    model: DictConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    max_model_len: int,
-    max_num_seqs: int,
+    rollout: DictConfig, model: DictConfig, request: Request, max_num_seqs: int
 ) -> dict[str, Any]:
-    """What vLLM's engine is started with, by the names of vLLM's `EngineArgs`; `vllm.engine_args` wins."""
-    arguments = {
+    """What vLLM is started with, by the names of vLLM's `EngineArgs`; `vllm.engine_args` wins."""
+    arguments: dict[str, Any] = {
         "model": model.path,
-        "dtype": str(dtype).removeprefix("torch."),
-        "max_model_len": max_model_len,
+        "dtype": str(request.dtype).removeprefix("torch."),
+        "max_model_len": request.max_model_len,
         "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, max_model_len),
+        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, max_num_seqs),
         "block_size": rollout.block_size,
         "enforce_eager": rollout.enforce_eager,
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
         "trust_remote_code": model.trust_remote_code,
-        "hf_overrides": OmegaConf.to_container(model.override_config),
     }
-    if device.type == "cuda":
+    if model.override_config:
+        arguments["hf_overrides"] = OmegaConf.to_container(model.override_config)
+    if request.device.type == "cuda":
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
-    else:
-        arguments["kv_cache_memory_bytes"] = _kv_budget(rollout, device) or MAX_DEFAULT_KV_BYTES
+    elif rollout.kv_cache_gb is not None:
+        arguments["kv_cache_memory_bytes"] = int(rollout.kv_cache_gb * (1 << 30))
     extra = OmegaConf.to_container(rollout.vllm.engine_args)
     assert isinstance(extra, dict)
-    return arguments | extra
+    return arguments | {str(name): value for name, value in extra.items()}
 
 
-def _servers(vllm: DictConfig) -> dict[str, Any]:
-    """Which servers a RemoteVllmEngine talks to: some that run, or how many to start by which interpreter."""
+def _vllm_apart(
+    rollout: DictConfig, model_config: PretrainedConfig, arguments: dict[str, Any], request: Request
+) -> RolloutEngine:
+    """Rank 0 starts the servers, if any are to be started, and sends the weights; all ranks use them."""
+    from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
+    from verl.workers.rollout.vllm.server import VllmServers
+
+    vllm = rollout.vllm
     urls = [vllm.server_urls] if isinstance(vllm.server_urls, str) else list(vllm.server_urls or ())
-    return {"server_urls": urls, "num_servers": vllm.num_servers, "python": vllm.python or sys.executable}
+    servers: VllmServers | None = None
+    if not urls:
+        if request.rank == 0:
+            servers = _started(rollout, model_config, arguments, request)
+            urls = servers.urls
+        urls = _from_rank_0(urls, request.world_size)
+    try:
+        return RemoteVllmEngine(
+            urls,
+            max_model_len=request.max_model_len,
+            vocab_size=model_config.get_text_config().vocab_size,
+            sender=_sender(vllm.weight_transfer, request) if request.rank == 0 else None,
+            servers=servers,
+            rank=request.rank,
+            max_requests=max(rollout.max_num_seqs, request.num_rows),
+        )
+    except BaseException:
+        if servers is not None:
+            servers.close()
+        raise
+
+
+def _started(
+    rollout: DictConfig, model_config: PretrainedConfig, arguments: dict[str, Any], request: Request
+) -> Any:
+    from verl.workers.rollout.vllm.engine import default_kv_bytes
+    from verl.workers.rollout.vllm.server import ServerOptions, VllmServers
+
+    if request.device.type == "cpu":
+        sizes = (arguments[name] for name in ("max_num_seqs", "max_model_len", "block_size", "dtype"))
+        arguments = {"kv_cache_memory_bytes": default_kv_bytes(model_config, *sizes)} | arguments
+    options = ServerOptions(
+        arguments, python=rollout.vllm.python or sys.executable, devices=_other_devices(request.device)
+    )
+    return VllmServers.start(options, rollout.vllm.num_servers)
+
+
+def _other_devices(device: torch.device) -> list[str] | None:
+    """The CUDA devices that this process sees and does not train on; None on CPU."""
+    if device.type == "cpu":
+        return None
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = shown.split(",") if shown else [str(i) for i in range(torch.cuda.device_count())]
+    return [name for index, name in enumerate(names) if index != device.index]
+
+
+def _sender(transfer: str, request: Request) -> Any:
+    from verl.workers.rollout.vllm.weight_transfer import DiskSender, GroupSender
+
+    if transfer == "disk":  # TMPDIR has to be a folder that the servers see too
+        return DiskSender(str(Path(tempfile.gettempdir()) / "rollout-weights"), request.dtype)
+    if transfer == "auto":
+        transfer = "nccl" if request.device.type == "cuda" else "gloo"
+    return GroupSender(transfer, request.device, request.dtype)
+
+
+def _from_rank_0(urls: list[str], world_size: int) -> list[str]:
+    if world_size == 1:
+        return urls
+    box: list[Any] = [urls]
+    dist.broadcast_object_list(box, src=0)
+    return list(box[0])
