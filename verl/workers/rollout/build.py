@@ -108,6 +108,8 @@ def _native(
         kv_budget_bytes=min(_most_kv_bytes(rollout, request.device), blocks * rollout.block_size * position),
         max_prefill_tokens=rollout.max_num_batched_tokens,
         block_size=rollout.block_size,
+        enforce_eager=rollout.enforce_eager,
+        compile=rollout.compile,
     )
 
 
