@@ -1,0 +1,47 @@
+"""A process that ends with the one that started it, its own children included.
+
+A trainer that is killed can't end the servers that it started. So it starts this file (standard library
+only) in a session of its own, with a pipe as standard input; the guard starts the command and waits:
+
+    trainer --pipe--> guard --> command --> the command's children       (guard and below: one process group)
+
+The pipe closes, or the parent changes: the trainer is done or gone, and SIGTERM, then SIGKILL, ends the
+group. The command ends by itself: so does the rest of its group, and the last line of its output says how.
+
+    python process_guard.py GRACE_SECONDS COMMAND [ARGUMENT ...]
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+_POLL_SECONDS = 0.2
+
+
+def main() -> None:
+    grace, command = float(sys.argv[1]), sys.argv[2:]
+    parent = os.getppid()
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the group gets it, for the command's sake
+    while child.poll() is None and os.getppid() == parent:
+        readable, _, _ = select.select([sys.stdin], [], [], _POLL_SECONDS)
+        if readable and not os.read(sys.stdin.fileno(), 1):
+            break
+    if child.poll() is None:
+        os.killpg(0, signal.SIGTERM)
+        deadline = time.monotonic() + grace
+        while child.poll() is None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS / 4)
+    else:
+        how = f"exit code {child.returncode}" if child.returncode >= 0 else f"signal {-child.returncode}"
+        print(f"{command[0]} ended with {how}", flush=True)
+    os.killpg(0, signal.SIGKILL)  # whoever is left, and this process
+
+
+if __name__ == "__main__":
+    main()

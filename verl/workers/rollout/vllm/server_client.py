@@ -1,0 +1,243 @@
+"""One vLLM server over HTTP: a request's tokens as they come, and the calls that steer the server.
+
+    complete(body) -> POST /v1/completions, streamed -> Chunk(token ids, both log-probs, how it ended) ...
+    pause, resume, call_workers, weight_version ... -> the endpoints of VLLM_SERVER_DEV_MODE=1
+
+Prompts go out and tokens come back as ids. What fails is one of two things: `ServerFailed`, the connection
+or the server itself (it may help to ask again, or elsewhere), and `RequestRefused`, which would be refused
+everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from verl.workers.rollout.engine import SamplingParams
+from verl.workers.rollout.vllm.requests import SESSION_SEED
+
+_CONTROL_SECONDS = 60.0
+_MESSAGE_CHARACTERS = 600
+
+
+class ServerFailed(RuntimeError):
+    """The server can't be reached, broke off, or says that it is broken."""
+
+
+class RequestRefused(RuntimeError):
+    """The server works, and refuses this request or answers what can't be understood."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens that came together, one log-prob of each kind per token; `finish_reason` in the last chunk."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    model_log_probs: list[float]
+    finish_reason: str | None
+
+
+def completion_body(
+    model: str, token_ids: Sequence[int], params: SamplingParams, max_tokens: int, stream_interval: int
+) -> dict[str, Any]:
+    """The request that goes on from these tokens; nothing is left to the server's defaults.
+
+    Stop strings are only a hint to the server, so that it does not compute far beyond them: whether they
+    are complete is decided on the tokens that come back (`StopCondition`). End-of-sequence tokens are given
+    as stop tokens, so that those of the request count and not those of the model's folder. The session's
+    seed is read by our sampler (`sampler.py`), together with the position of each token.
+    """
+    return {
+        "model": model,
+        "prompt": list(token_ids),
+        "max_tokens": max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": max(params.top_k, 0),
+        "min_p": params.min_p,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop": list(params.stop.strings) if params.stop else [],
+        "include_stop_str_in_output": True,
+        "stop_token_ids": [] if params.ignore_eos else sorted(params.eos_token_ids),
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "add_special_tokens": False,
+        "logprobs": 1,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "stream": True,
+        "stream_interval": stream_interval,
+        "vllm_xargs": {SESSION_SEED: params.seed & 0xFFFFFFFFFFFFFFFF},
+    }
+
+
+def parse_chunk(data: str) -> Chunk | None:
+    """One server-sent event's data; None if it brings neither tokens nor an end.
+
+    Raises ServerFailed for the server's own error, RequestRefused for what is no chunk of a completion.
+    """
+    try:
+        message = json.loads(data)
+        if "error" in message:
+            raise ServerFailed(f"it reports {message['error'].get('message', message['error'])!r}")
+        if not message["choices"]:
+            return None
+        choice = message["choices"][0]
+        tokens = [int(token_id) for token_id in choice.get("token_ids") or ()]
+        found = choice.get("logprobs") or {"token_logprobs": [], "top_logprobs": []}
+        log_probs = [float(value) for value in found["token_logprobs"]]
+        plain = [_plain_log_prob(*pair) for pair in zip(tokens, found["top_logprobs"], strict=True)]
+        if not len(tokens) == len(log_probs) == len(plain):
+            raise ValueError(f"{len(tokens)} tokens with {len(log_probs)} log-probs")
+        return Chunk(tokens, log_probs, plain, choice.get("finish_reason"))
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise RequestRefused(
+            f"it sent what is no part of a completion ({error!r}): {data[:_MESSAGE_CHARACTERS]!r}"
+        ) from error
+
+
+def _plain_log_prob(token_id: int, top: dict[str, float]) -> float:
+    """The model's own log-prob, which our sampler gives under an id that no token has."""
+    own = f"token_id:{token_id}"
+    others = [value for name, value in top.items() if name != own]
+    if len(others) != 1:
+        raise ValueError(f"expected the model's own log-prob beside token {token_id}'s, got {top}")
+    return float(others[0])
+
+
+class ServerClient:
+    """Calls to one server; all of them on one event loop.
+
+    Attributes:
+        url: its base address.
+        dead: why it is not used any more, once it is not.
+    """
+
+    def __init__(self, url: str, stall_timeout: float) -> None:
+        self.url = url.rstrip("/")
+        self.dead: str | None = None
+        none_kept = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        stall = httpx.Timeout(_CONTROL_SECONDS, read=stall_timeout)
+        unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._streams = httpx.AsyncClient(trust_env=False, timeout=stall, limits=unlimited)
+        # After an error vLLM closes a connection that it has promised to keep: each call takes a new one.
+        self._control = httpx.AsyncClient(trust_env=False, timeout=_CONTROL_SECONDS, limits=none_kept)
+
+    async def close(self) -> None:
+        await self._streams.aclose()
+        await self._control.aclose()
+
+    async def complete(self, body: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
+        """The chunks of one request. Left early, the connection closes and the server drops the request."""
+        try:
+            async with self._streams.stream("POST", f"{self.url}/v1/completions", json=body) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    raise _error(response)
+                finished = False
+                async for line in response.aiter_lines():
+                    if line == "data: [DONE]":
+                        break
+                    if line.startswith("data: ") and (chunk := parse_chunk(line[6:])) is not None:
+                        finished = finished or chunk.finish_reason is not None
+                        yield chunk
+        except httpx.TransportError as error:
+            raise ServerFailed(f"the connection broke: {error!r}") from error
+        if not finished:
+            raise ServerFailed("its answer broke off")
+
+    async def is_healthy(self, timeout: float = 10.0) -> bool:
+        try:
+            return (await self._control.get(f"{self.url}/health", timeout=timeout)).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    async def models(self) -> list[dict[str, Any]]:
+        """Its models: "id", "max_model_len"."""
+        return list((await self._get("/v1/models"))["data"])
+
+    async def configuration(self) -> dict[str, Any]:
+        """vLLM's configuration as JSON."""
+        return (await self._get("/server_info", config_format="json"))["vllm_config"]
+
+    async def weight_version(self) -> str:
+        """The label of its weights: `set_weight_version`'s, "default" before the first."""
+        return str((await self._get("/weight_info"))["weight_version"])
+
+    async def is_paused(self) -> bool:
+        return bool((await self._get("/is_paused"))["is_paused"])
+
+    async def set_weight_version(self, label: str) -> None:
+        await self._post("/update_weight_version", json={"new_version": label})
+
+    async def pause(self) -> None:
+        """End all requests there (their streams end with finish_reason "abort") and hold new ones back."""
+        await self._post("/pause", params={"mode": "abort"})
+
+    async def resume(self) -> None:
+        await self._post("/resume")
+
+    async def drop_kv_state(self) -> None:
+        """Forget the KV state of all tokens, of requests in flight too. ServerFailed if it won't."""
+        answer = await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+        if answer.json() != {"success": True}:
+            raise ServerFailed(f"it did not drop its KV state: {answer.text[:_MESSAGE_CHARACTERS]}")
+
+    async def sleep(self, level: int) -> None:
+        await self._post("/sleep", params={"level": str(level)})
+
+    async def wake(self) -> None:
+        await self._post("/wake_up")
+
+    async def call_workers(self, method: str, timeout: float, **arguments: str) -> list[Any]:
+        """`collective_rpc`: the method's answer of each worker (what is no list or dict comes as text)."""
+        body = {"method": method, "kwargs": arguments, "timeout": timeout}
+        answer = await self._post("/collective_rpc", json=body, timeout=timeout + _CONTROL_SECONDS)
+        return list(answer.json()["results"]) if answer.content else []
+
+    async def metrics(self) -> dict[str, float]:
+        """Prometheus metrics by name, those of one name added up."""
+        text = (await self._send("GET", "/metrics")).text
+        sums: dict[str, float] = {}
+        for line in text.splitlines():
+            if line and not line.startswith("#"):
+                name, value = line.rsplit(" ", 1)
+                name = name.split("{", 1)[0]
+                sums[name] = sums.get(name, 0.0) + float(value)
+        return sums
+
+    async def _get(self, path: str, **params: str) -> dict[str, Any]:
+        answer = await self._send("GET", path, params=params)
+        try:
+            return dict(answer.json())
+        except ValueError as error:
+            raise RequestRefused(f"{path} answered {answer.text[:_MESSAGE_CHARACTERS]!r}, no JSON") from error
+
+    async def _post(self, path: str, **arguments: Any) -> httpx.Response:
+        return await self._send("POST", path, **arguments)
+
+    async def _send(self, verb: str, path: str, **arguments: Any) -> httpx.Response:
+        try:
+            answer = await self._control.request(verb, self.url + path, **arguments)
+        except httpx.TransportError as error:
+            raise ServerFailed(f"{path} failed: {error!r}") from error
+        if answer.status_code == 404:
+            raise RequestRefused(f"it has no {path}: start it with VLLM_SERVER_DEV_MODE=1")
+        if answer.status_code != 200:
+            raise _error(answer)
+        return answer
+
+
+def _error(response: httpx.Response) -> RuntimeError:
+    text = (
+        f"{response.request.url.path} answered {response.status_code}: {response.text[:_MESSAGE_CHARACTERS]}"
+    )
+    return ServerFailed(text) if response.status_code >= 500 else RequestRefused(text)

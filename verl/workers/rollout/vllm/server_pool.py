@@ -1,0 +1,204 @@
+"""The servers of one engine: which of them live, and what is done to all of them at once.
+
+    connect -> [pause -> weights come -> finish] ... per update -> close
+
+A server that fails is buried: it is never used again, since nobody knows what weights it would come back
+with.
+Everything here runs on the engine's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from verl.workers.rollout.vllm.server import VllmServers
+from verl.workers.rollout.vllm.server_client import RequestRefused, ServerClient, ServerFailed
+
+logger = logging.getLogger(__name__)
+
+RPC_SECONDS = 1800.0
+_PROBES = 3
+_UPDATING = "updating"
+_FIGURES = {
+    "kv_used_share": "vllm:kv_cache_usage_perc",
+    "prefix_hit_tokens": "vllm:prefix_cache_hits_total",
+    "prefilled_tokens": "vllm:prompt_tokens_total",
+    "preemptions": "vllm:num_preemptions_total",
+}
+
+
+class ServerPool:
+    """vLLM servers with the same model.
+
+    Attributes:
+        model_name: as the servers call it; after `connect`.
+        num_workers: of each server, by address; after `connect` as the sender.
+    """
+
+    def __init__(self, urls: Sequence[str], servers: VllmServers | None, stall_timeout: float) -> None:
+        """`servers`: those of these addresses that were started from here, for their logs."""
+        self.clients = [ServerClient(url, stall_timeout) for url in dict.fromkeys(urls)]
+        self.model_name = ""
+        self.num_workers: dict[str, int] = {}
+        self._servers = servers
+        self._probing = {client.url: asyncio.Lock() for client in self.clients}
+
+    async def connect(self, max_model_len: int, is_sender: bool) -> None:
+        """Check that all servers answer and fit; the sender installs our sampler in them."""
+        names = set()
+        for client in self.clients:
+            try:
+                model = (await client.models())[0]
+                _check_fit(client.url, model, await client.configuration(), max_model_len)
+                names.add(str(model["id"]))
+                if is_sender:
+                    answers = await client.call_workers("rollout_install_sampler", RPC_SECONDS)
+                    self.num_workers[client.url] = len(answers)
+            except (ServerFailed, RequestRefused, LookupError, TypeError) as error:
+                raise RuntimeError(f"vLLM server {client.url} can't be used: {error!r}") from error
+        if len(names) != 1:
+            raise ValueError(f"the servers have different models: {sorted(names)}")
+        self.model_name = names.pop()
+
+    def living(self) -> list[ServerClient]:
+        """RuntimeError, with each one's reason, if there are none."""
+        living = [client for client in self.clients if client.dead is None]
+        if not living:
+            reasons = "; ".join(f"{client.url}: {client.dead}" for client in self.clients)
+            raise RuntimeError(f"no vLLM server is left ({reasons})")
+        return living
+
+    def least_loaded(self, load: Mapping[ServerClient, int], shift: int) -> ServerClient:
+        """The living one with the least load; of equals, the first from position `shift` on."""
+        living = self.living()
+        shift %= len(living)
+        return min(living[shift:] + living[:shift], key=lambda client: load.get(client, 0))
+
+    def bury(self, url: str, reason: str) -> None:
+        """Use this server no more."""
+        for client in self.clients:
+            if client.url == url and client.dead is None:
+                processes = self._servers.processes if self._servers is not None else []
+                tails = [process.log_tail() for process in processes if process.url == url]
+                client.dead = reason + "".join(f"; the last lines of its log:\n{tail}" for tail in tails)
+                logger.warning("vLLM server %s is not used any more: %s", url, client.dead)
+
+    async def check(self, client: ServerClient, error: ServerFailed) -> None:
+        """Bury a server that failed unless it says, within a few tries, that it is healthy."""
+        async with self._probing[client.url]:  # one asks, for all turns that failed with it
+            if client.dead is None and not await self._answers(client):
+                self.bury(client.url, str(error))
+
+    async def _answers(self, client: ServerClient) -> bool:
+        processes = self._servers.processes if self._servers is not None else []
+        for attempt in range(_PROBES):
+            if any(process.url == client.url and not process.alive for process in processes):
+                return False
+            if await client.is_healthy():
+                return True
+            await asyncio.sleep(0.2 * 2**attempt)
+        return False
+
+    # ---- weights ----
+
+    async def pause(self) -> None:
+        """Before weights come: no request runs, and the label says that there are no complete weights."""
+
+        async def prepare(client: ServerClient) -> None:
+            await client.pause()
+            await client.set_weight_version(_UPDATING)
+
+        await self.each(prepare)
+
+    async def finish_update(self, version: int) -> None:
+        """After weights came: no KV state of older ones, the new label, and on."""
+
+        async def finish(client: ServerClient) -> None:
+            await client.drop_kv_state()
+            await client.set_weight_version(str(version))
+            found = await client.weight_version()
+            if found != str(version):
+                raise RequestRefused(f"it has the weights {found} instead of {version}")
+            await client.resume()
+
+        await self.each(finish)
+
+    async def wait_for_version(self, version: int, timeout: float) -> None:
+        """Wait until another process has brought weights `version` to all servers."""
+        deadline = time.monotonic() + timeout
+
+        async def wait(client: ServerClient) -> None:
+            while (found := await client.weight_version()) != str(version):
+                if time.monotonic() > deadline:
+                    raise RequestRefused(f"it has the weights {found} instead of {version}")
+                await asyncio.sleep(0.05)
+
+        await self.each(wait)
+
+    async def version_after_pause(self, client: ServerClient) -> int:
+        """The weights that a server goes on with after another process has paused it."""
+        while True:
+            if not await client.is_paused():
+                label = await client.weight_version()
+                if label != _UPDATING:
+                    return int(label)
+            await asyncio.sleep(0.05)
+
+    # ---- all of them ----
+
+    async def each(self, action: Callable[[ServerClient], Awaitable[None]]) -> None:
+        """Do something with every living server, side by side; one that fails is buried.
+
+        RuntimeError if none is left.
+        """
+
+        async def attempt(client: ServerClient) -> None:
+            try:
+                await action(client)
+            except (ServerFailed, RequestRefused) as error:
+                self.bury(client.url, str(error))
+
+        await asyncio.gather(*[attempt(client) for client in self.living()])
+        self.living()
+
+    async def figures(self) -> dict[str, float]:
+        """What the servers count, added up (`kv_used_share`: the mean); nothing if one does not tell."""
+        sums = dict.fromkeys(_FIGURES, 0.0)
+        living = self.living()
+        for client in living:
+            try:
+                found = await client.metrics()
+            except (ServerFailed, RequestRefused) as error:
+                logger.warning("vLLM server %s: no metrics: %s", client.url, error)
+                return {}
+            for ours, theirs in _FIGURES.items():
+                sums[ours] += found.get(theirs, 0.0)
+        sums["kv_used_share"] /= len(living)
+        sums["prefilled_tokens"] -= sums["prefix_hit_tokens"]
+        return sums
+
+    async def close(self) -> None:
+        for client in self.clients:
+            await client.close()
+
+
+def _check_fit(url: str, model: Mapping[str, Any], configuration: Mapping[str, Any], needed: int) -> None:
+    """ValueError if the server can't do what the engine relies on."""
+    if model["max_model_len"] < needed:
+        raise ValueError(
+            f"vLLM server {url} allows {model['max_model_len']} tokens per sequence and {needed} are needed: "
+            "start it with a larger --max-model-len"
+        )
+    extension = configuration["parallel_config"].get("worker_extension_cls") or ""
+    mode = configuration["model_config"].get("logprobs_mode")
+    if not extension.endswith(".WeightReceiver") or mode != "processed_logprobs":
+        raise ValueError(
+            f"vLLM server {url} runs with worker_extension_cls={extension!r} and logprobs_mode={mode!r}; "
+            "start it with this package on its PYTHONPATH, --logprobs-mode processed_logprobs, "
+            "--no-async-scheduling and --worker-extension-cls "
+            "verl.workers.rollout.vllm.weight_transfer.WeightReceiver"
+        )
