@@ -81,7 +81,7 @@ class ContextRunner:
 
         lengths = np.array([*batch.decode_lengths, *(span.start + span.count for span in batch.spans)])
         last_rows = np.array([*range(num_decode), *(span.first + span.count - 1 for span in batch.spans)])
-        self._check_rows(batch, lengths, last_rows)
+        self._check_rows(batch)
         hashes = self._read(batch, lengths, last_rows, writer)
         which = np.searchsorted(last_rows, batch.out_rows)
         assert np.array_equal(last_rows[which], batch.out_rows), "sampled from a row that ends no sequence"
@@ -92,8 +92,11 @@ class ContextRunner:
         tokens, *log_probs = draw(logits(hashes[which], np.full(len(which), self._version)), rows)
         return Sampled(tokens.numpy(), *(x.to(torch.float64).numpy() for x in log_probs))
 
-    def _check_rows(self, batch: StepBatch, lengths: np.ndarray, last_rows: np.ndarray) -> None:
+    def _check_rows(self, batch: StepBatch) -> None:
         size, num_decode = self.block_size, batch.num_decode
+        blocks = -(-batch.decode_lengths // size)
+        beyond = np.arange(batch.decode_tables.shape[1]) >= blocks[:, None]
+        assert batch.decode_tables.dtype == np.int32 and not batch.decode_tables[beyond].any()
         assert np.array_equal(batch.positions[:num_decode] + 1, batch.decode_lengths)
         row = num_decode
         for span in batch.spans:

@@ -44,11 +44,11 @@ class Schedule:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        self.max_model_len = rng.randint(6, 40)
+        self.max_model_len = rng.randint(4, 32)
         block_size = rng.choice([1, 2, 3, 4, 8, 16])
         per_sequence = -(-self.max_model_len // block_size)
         runner = ContextRunner(block_size)
-        num_blocks = int(per_sequence * rng.choice([1, 1.3, 2, 4]))
+        num_blocks = int(per_sequence * rng.choice([1, 1, 1.3, 1.6, 3]))
         budget = None if rng.random() < 0.2 else num_blocks * runner.bytes_per_block
         self.engine = SessionEngine(
             runner, rng.randint(1, 6), self.max_model_len, budget, rng.choice([1, 2, 3, 7, 16, 100])
@@ -56,7 +56,9 @@ class Schedule:
         stem = [rng.randrange(VOCAB) for _ in range(rng.randint(0, self.max_model_len // 2))]
         ends = [stem[: rng.randint(0, len(stem))] + self._some(1, self.max_model_len // 3) for _ in range(3)]
         self.prompts = [prompt[: self.max_model_len - 1] for prompt in ends]
+        self.temperatures = rng.choice([[0.0], [0.0, 1.0, 1.0]])  # greedy sampling is the faster test
         self.version = 0
+        self.progress = 0.0
         self.asleep = False
         self.live: dict[int, Trajectory] = {}
         self.closed: list[Trajectory] = []
@@ -66,7 +68,7 @@ class Schedule:
         """Some random events; then everything ends, and nothing may be left."""
         rng = self.rng
         events = [self._open, self._resume, self._close, self._update, self._sleep, self._step]
-        for event in rng.choices(events, [3, 3, 1, 0.4, 0.4, 12], k=rng.randint(10, 40)):
+        for event in rng.choices(events, [3, 3, 1, 0.4, 0.4, 10], k=rng.randint(5, 25)):
             event()
         self._finish()
         for session_id in list(self.live):
@@ -97,9 +99,9 @@ class Schedule:
         rng = self.rng
         eos = frozenset([rng.randrange(VOCAB)] if rng.random() < 0.3 else [])
         params = SamplingParams(
-            rng.randint(1, 12), rng.choice([0.0, 1.0, 1.0]), seed=rng.choice([0, 1, -1]), eos_token_ids=eos
+            rng.randint(1, 8), rng.choice(self.temperatures), seed=rng.choice([0, 1, -1]), eos_token_ids=eos
         )
-        if rng.random() < 0.05:
+        if params.temperature and rng.random() < 0.1:
             params = replace(params, temperature=0.7, top_k=rng.randint(1, 4), top_p=0.9)
         return params
 
@@ -168,9 +170,10 @@ class Schedule:
             return
         active = sum(trajectory.active for trajectory in self.live.values())
         assert self.engine.has_runnable == (active > 0)
-        before = self._progress()
         completions = self.engine.step()
-        assert completions or self._progress() > before or not active, "a step did nothing"
+        stats, before = self.engine.stats(), self.progress
+        self.progress = stats["generated_tokens"] + stats["prefilled_tokens"]
+        assert completions or self.progress > before or not active, "a step did nothing"
         for completion in completions:
             trajectory = self.live[completion.session_id]
             turn = trajectory.turns[-1]
@@ -180,10 +183,6 @@ class Schedule:
             turn.log_probs, turn.model_log_probs = completion.log_probs, completion.model_log_probs
             trajectory.tokens += turn.tokens
             self._check_end(turn)
-
-    def _progress(self) -> float:
-        stats = self.engine.stats()
-        return stats["generated_tokens"] + stats["prefilled_tokens"]
 
     def _check_end(self, turn: Turn) -> None:
         room = min(turn.params.max_tokens, self.max_model_len - turn.start)

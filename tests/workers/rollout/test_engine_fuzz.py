@@ -24,7 +24,7 @@ def play(first_seed: int, count: int) -> dict[str, float]:
 
 def test_three_hundred_random_schedules_sample_what_each_session_samples_alone() -> None:
     sums = play(0, 300)
-    assert min(sums[name] for name in ("preemptions", "evictions", "prefix_hit_tokens", "tokens")) > 100
+    assert min(sums[name] for name in ("preemptions", "evictions", "prefix_hit_tokens", "tokens")) > 50
 
 
 @pytest.mark.slow

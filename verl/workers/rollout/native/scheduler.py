@@ -17,8 +17,8 @@ tokens. One sequence of full length fits the pool, so the session opened first a
 
 Shared prefixes. Blocks are found by their contents (see `block_pool.py`), so full blocks at the beginning of
 several sessions are computed once and shared. Sessions with the very same tokens as one that is prefilled in
-this step sample from its row; those that come later copy the last, partly filled block of a prompt and compute
-its last token.
+this step sample from its row; those that come later copy the last, partly filled block of a prompt and
+compute its last token.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from verl.workers.rollout.native.block_pool import ROOT, BlockPool
+from verl.workers.rollout.native.block_pool import BlockPool
+from verl.workers.rollout.native.packing import Span, pack
+from verl.workers.rollout.native.prefixes import Prefix, find_prefix, publish, publish_prompt_end
 from verl.workers.rollout.native.sampler import SamplingRows
 from verl.workers.rollout.native.session import NO_SLOT, Session, SlotTable, State
-from verl.workers.rollout.native.step_batch import PrefillSpan, StepBatch
+from verl.workers.rollout.native.step_batch import StepBatch
 
 
 @dataclass
@@ -52,22 +54,12 @@ class Step:
 
 
 @dataclass
-class _Prefix:
-    """KV state that is there for the first tokens of a session: full blocks to share, one to copy."""
-
-    blocks: list[int]
-    contents: list[int]
-    num_tokens: int
-    source: int | None
-
-
-@dataclass
 class _Draft:
     """What is new in the step that is being planned.
 
     Attributes:
         room: new tokens that may still be taken.
-        spans: (session, first new position, number of tokens), in order.
+        spans: prefill, in order.
         out: sessions that sample, with the index in `spans` of the one whose last row it is.
         leaders: by all tokens of a session (as bytes): the same, for those that end in this step.
         decode_first: sessions that have one token to compute and take part as decoding ones at once.
@@ -75,7 +67,7 @@ class _Draft:
     """
 
     room: int
-    spans: list[tuple[Session, int, int]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
     out: list[tuple[Session, int]] = field(default_factory=list)
     leaders: dict[bytes, tuple[Session, int]] = field(default_factory=dict)
     decode_first: list[Session] = field(default_factory=list)
@@ -203,9 +195,9 @@ class Scheduler:
             self._decoding = np.sort(np.concatenate((decoding, started)))
         for session, start, count in draft.spans:
             session.kv_len = start + count
-            self._publish_prompt_end(session, session.kv_len)
+            publish_prompt_end(self.pool, session, session.kv_len, self._block_size)
         for session in [*(session for session, _ in draft.out), *draft.decode_first]:
-            self._publish_prompt_end(session, len(session.tokens))
+            publish_prompt_end(self.pool, session, len(session.tokens), self._block_size)
 
     # ---- planning ----
 
@@ -263,7 +255,7 @@ class Scheduler:
     def _begin(self, session: Session, draft: _Draft) -> bool:
         """Admit a session on what KV state there is for its tokens: its own, or an equal beginning."""
         was_queued_kv = self._queued_kv.pop(session.session_id, None) is not None
-        prefix = None if session.blocks else self._find_prefix(session, draft)
+        prefix = None if session.blocks else find_prefix(self.pool, session, draft.promised, self._block_size)
         if prefix is not None:
             self._hold(prefix)
         total = self._num_blocks(len(session.tokens))
@@ -303,7 +295,7 @@ class Scheduler:
         count = min(len(session.tokens) - start, draft.room)
         draft.room -= count
         self.prefilled_tokens += count
-        draft.spans.append((session, start, count))
+        draft.spans.append(Span(session, start, count))
         first_filled = start // self._block_size
         self._publish(session, start + count)
         draft.promised.update(session.blocks[first_filled : self._num_blocks(start + count)])
@@ -315,98 +307,33 @@ class Scheduler:
         draft.leaders.setdefault(session.tokens.tobytes(), out)
 
     def _step(self, draft: _Draft) -> Step:
-        slots = self._decoding
-        kv_len = self._slots.kv_len[slots]
-        size, num_decode = self._block_size, len(slots)
-        longest = int(kv_len.max()) + 1 if num_decode else 0
-        tables = self._slots.blocks[slots, : self._num_blocks(longest)]
-        places = tables[np.arange(num_decode), kv_len // size].astype(np.int64) * size + kv_len % size
-        token_ids, positions, all_places = [self._slots.last_token[slots]], [kv_len], [places]
-        spans = []
-        ends = []
-        row = num_decode
-        for session, start, count in draft.spans:
-            table = np.array(session.blocks[: self._num_blocks(start + count)], dtype=np.int32)
-            where = np.arange(start, start + count)
-            spans.append(PrefillSpan(row, count, start, table))
-            token_ids.append(np.array(session.tokens[start : start + count], dtype=np.int64))
-            positions.append(where)
-            all_places.append(table[where // size].astype(np.int64) * size + where % size)
-            row += count
-            ends.append(row - 1)
         started = [session for session, _ in draft.out]
-        out_slots = np.concatenate((slots, np.array([session.slot for session in started], dtype=np.int64)))
-        out_rows = np.array([ends[span] for _, span in draft.out], dtype=np.int64)
-        batch = StepBatch(
-            token_ids=np.concatenate(token_ids),
-            positions=np.concatenate(positions),
-            places=np.concatenate(all_places),
-            num_decode=num_decode,
-            decode_tables=tables,
-            decode_lengths=kv_len + 1,
-            spans=spans,
-            out_rows=np.concatenate((np.arange(num_decode), out_rows)),
+        sessions = [self._running[slot] for slot in self._decoding.tolist()] + started
+        out_slots = np.array([session.slot for session in started], dtype=np.int64)
+        return Step(
+            pack(self._slots, self._decoding, draft.spans, [span for _, span in draft.out], self._block_size),
+            self._slots.sampling_rows(np.concatenate((self._decoding, out_slots))),
+            sessions,
+            draft.copies_before,
+            draft.copies_after,
         )
-        rows = self._slots.sampling_rows(out_slots)
-        sessions = [self._running[slot] for slot in slots.tolist()] + started
-        return Step(batch, rows, sessions, draft.copies_before, draft.copies_after)
 
-    # ---- shared prefixes ----
-
-    def _find_prefix(self, session: Session, draft: _Draft) -> _Prefix:
-        """The longest beginning whose KV state is there, without the last token: that one is computed."""
-        size, tokens = self._block_size, session.tokens
-        most = len(tokens) - 1
-        found = _Prefix([], [], 0, None)
-        before = ROOT
-        while found.num_tokens + size <= most:
-            start = found.num_tokens
-            hit = self.pool.find(before, tokens[start : start + size].tobytes())
-            if hit is None:
-                break
-            before = hit.content
-            found.blocks.append(hit.block)
-            found.contents.append(before)
-            found.num_tokens += size
-        start = found.num_tokens
-        for end in (start + size, session.prompt_len):
-            if start < end <= min(len(tokens), start + size) and min(end, most) > start:
-                hit = self.pool.find(before, tokens[start:end].tobytes())
-                # A whole block may be one that this step fills; the end of a prompt is computed already.
-                if hit is not None and (end - start < size or hit.block not in draft.promised):
-                    found.source, found.num_tokens = hit.block, min(end, most)
-                    break
-        return found
-
-    def _hold(self, prefix: _Prefix) -> None:
+    def _hold(self, prefix: Prefix) -> None:
         self.pool.share(prefix.blocks)
         if prefix.source is not None:
             self.pool.share([prefix.source])
 
-    def _drop_source(self, prefix: _Prefix) -> None:
+    def _drop_source(self, prefix: Prefix) -> None:
         if prefix.source is not None:
             self.pool.release([prefix.source])
         prefix.source, prefix.num_tokens = None, len(prefix.blocks) * self._block_size
 
-    def _let_go(self, prefix: _Prefix) -> None:
+    def _let_go(self, prefix: Prefix) -> None:
         self._drop_source(prefix)
         self.pool.release(prefix.blocks)
 
     def _publish(self, session: Session, num_tokens: int) -> None:
-        """Let others find the full blocks among the first `num_tokens` positions."""
-        size = self._block_size
-        for index in range(len(session.contents), num_tokens // size):
-            before = session.contents[-1] if index else ROOT
-            tokens = session.tokens[index * size : (index + 1) * size].tobytes()
-            session.contents.append(self.pool.publish(session.blocks[index], before, tokens))
-
-    def _publish_prompt_end(self, session: Session, num_computed: int) -> None:
-        """Let others find the partly filled last block of a prompt that is computed."""
-        index, rest = divmod(session.prompt_len, self._block_size)
-        if rest and num_computed >= session.prompt_len:
-            before = session.contents[index - 1] if index else ROOT
-            tokens = session.tokens[index * self._block_size : session.prompt_len].tobytes()
-            self.pool.publish(session.blocks[index], before, tokens)
+        publish(self.pool, session, num_tokens, self._block_size)
 
     # ---- memory ----
 
@@ -418,7 +345,7 @@ class Scheduler:
         return len(self._running) // 4
 
     def _make_room(self, wanted: int) -> bool:
-        """See that `wanted` blocks are free, at the cost of sessions that don't run; False if they can't be."""
+        """Get `wanted` blocks free, at the cost of sessions that don't run; False if that is too little."""
         idle = self._parked_kv.values(), self._queued_kv.values()
         missing = wanted - self.pool.num_free
         if missing > 0 and missing > sum(len(session.blocks) for group in idle for session in group):

@@ -45,7 +45,8 @@ class StepBatch:
         num_decode: sequences that decode, D; rows 0 .. D - 1.
         decode_tables: int32 [D, M], their blocks; entries beyond a sequence's own are 0 and not read.
         decode_lengths: int64 [D], positions to attend to, the new token included.
-        spans: the prefill rows, in order.
+        spans: the prefill rows, in order. A span may read blocks that earlier spans of the batch fill (a
+            shared prefix); decode rows read no blocks that spans fill.
         out_rows: int64 [O], rows that a token is sampled from: 0 .. D - 1, then the last row of each span
             that completes what its sequence has (a chunk in the middle of a long prompt has none). A row may
             stand there more than once: several sequences with an equal prompt sample from one row.
