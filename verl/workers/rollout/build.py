@@ -13,13 +13,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from transformers import PretrainedConfig
 
@@ -150,46 +147,26 @@ def _vllm_apart(
     rollout: DictConfig, model_config: PretrainedConfig, arguments: dict[str, Any], request: Request
 ) -> RolloutEngine:
     """Rank 0 starts the servers, if any are to be started, and sends the weights; all ranks use them."""
-    from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
-    from verl.workers.rollout.vllm.server import VllmServers
+    from verl.workers.rollout.vllm.apart import open_remote_engine
+    from verl.workers.rollout.vllm.engine import default_kv_bytes
 
     vllm = rollout.vllm
-    urls = [vllm.server_urls] if isinstance(vllm.server_urls, str) else list(vllm.server_urls or ())
-    servers: VllmServers | None = None
-    if not urls:
-        if request.rank == 0:
-            servers = _started(rollout, model_config, arguments, request)
-            urls = servers.urls
-        urls = _from_rank_0(urls, request.world_size)
-    try:
-        return RemoteVllmEngine(
-            urls,
-            max_model_len=request.max_model_len,
-            vocab_size=model_config.get_text_config().vocab_size,
-            sender=_sender(vllm.weight_transfer, request) if request.rank == 0 else None,
-            servers=servers,
-            rank=request.rank,
-            max_requests=max(rollout.max_num_seqs, request.num_rows),
-        )
-    except BaseException:
-        if servers is not None:
-            servers.close()
-        raise
-
-
-def _started(
-    rollout: DictConfig, model_config: PretrainedConfig, arguments: dict[str, Any], request: Request
-) -> Any:
-    from verl.workers.rollout.vllm.engine import default_kv_bytes
-    from verl.workers.rollout.vllm.server import ServerOptions, VllmServers
-
     if request.device.type == "cpu":
         sizes = (arguments[name] for name in ("max_num_seqs", "max_model_len", "block_size", "dtype"))
         arguments = {"kv_cache_memory_bytes": default_kv_bytes(model_config, *sizes)} | arguments
-    options = ServerOptions(
-        arguments, python=rollout.vllm.python or sys.executable, devices=_other_devices(request.device)
+    return open_remote_engine(
+        arguments,
+        vocab_size=model_config.get_text_config().vocab_size,
+        device=request.device,
+        rank=request.rank,
+        world_size=request.world_size,
+        server_urls=[vllm.server_urls] if isinstance(vllm.server_urls, str) else vllm.server_urls or (),
+        num_servers=vllm.num_servers,
+        python=vllm.python or sys.executable,
+        transfer=vllm.weight_transfer,
+        devices=_other_devices(request.device),
+        max_requests=max(rollout.max_num_seqs, request.num_rows),
     )
-    return VllmServers.start(options, rollout.vllm.num_servers)
 
 
 def _other_devices(device: torch.device) -> list[str] | None:
@@ -199,21 +176,3 @@ def _other_devices(device: torch.device) -> list[str] | None:
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = shown.split(",") if shown else [str(i) for i in range(torch.cuda.device_count())]
     return [name for index, name in enumerate(names) if index != device.index]
-
-
-def _sender(transfer: str, request: Request) -> Any:
-    from verl.workers.rollout.vllm.weight_transfer import DiskSender, GroupSender
-
-    if transfer == "disk":  # TMPDIR has to be a folder that the servers see too
-        return DiskSender(str(Path(tempfile.gettempdir()) / "rollout-weights"), request.dtype)
-    if transfer == "auto":
-        transfer = "nccl" if request.device.type == "cuda" else "gloo"
-    return GroupSender(transfer, request.device, request.dtype)
-
-
-def _from_rank_0(urls: list[str], world_size: int) -> list[str]:
-    if world_size == 1:
-        return urls
-    box: list[Any] = [urls]
-    dist.broadcast_object_list(box, src=0)
-    return list(box[0])
