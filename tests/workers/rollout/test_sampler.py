@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 from rollout_models import VOCAB, generate, make_engine, make_model
 
 from verl.workers.rollout.engine import SamplingParams
-from verl.workers.rollout.native.sampler import SamplingRows, inverse_cdf, sample, truncate, uniforms
+from verl.workers.rollout.native import cpu_sampler, sampler
+from verl.workers.rollout.native.sampler import SamplingRows, inverse_cdf, truncate, uniforms
+
+Draw = Callable[[torch.Tensor, SamplingRows], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def _compiled(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    before = logits.clone()
+    tokens, *log_probs = (torch.from_numpy(x) for x in cpu_sampler.draw(logits, rows))
+    assert torch.equal(logits.view(torch.int16), before.view(torch.int16)), (
+        "the compiled sampler must leave the logits alone"
+    )
+    return tokens, *log_probs
+
+
+@pytest.fixture(params=[sampler.draw, _compiled], ids=["torch", "compiled"])
+def draw(request: pytest.FixtureRequest) -> Draw:
+    return request.param
 
 
 def _rows(count: int, uniform: np.ndarray | None = None, **values: float) -> SamplingRows:
@@ -72,10 +91,13 @@ def test_inverse_cdf_never_picks_what_has_no_probability(vocab: int) -> None:
 @pytest.mark.parametrize(
     "values", [{}, {"temperature": 0.6}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.05, "temperature": 1.5}]
 )
-def test_samples_follow_the_distribution_whose_log_prob_is_reported(values: dict[str, float]) -> None:
+def test_samples_follow_the_distribution_whose_log_prob_is_reported(
+    draw: Draw, values: dict[str, float]
+) -> None:
     count = 40000
     logits = 2 * torch.randn(200, generator=torch.Generator().manual_seed(1))
-    tokens, log_probs = sample(logits.repeat(count, 1), _rows(count, **values))
+    tokens, log_probs, model_log_probs = draw(logits.repeat(count, 1), _rows(count, **values))
+    torch.testing.assert_close(model_log_probs.float(), logits.log_softmax(-1)[tokens], atol=1e-5, rtol=0)
     reported = torch.zeros(200, dtype=torch.float64)
     reported[tokens] = log_probs.double().exp()
     counts = torch.bincount(tokens, minlength=200).double()
@@ -136,10 +158,10 @@ def test_truncation_keeps_what_the_definition_keeps(top_k: int, top_p: float, mi
         assert torch.equal(cut[row][kept], logits[row][kept])
 
 
-def test_log_probs_are_renormalised_over_what_truncation_keeps() -> None:
+def test_log_probs_are_renormalised_over_what_truncation_keeps(draw: Draw) -> None:
     logits = torch.randn(64, 60, generator=torch.Generator().manual_seed(3))
     rows = _rows(64, temperature=0.8, top_k=6)
-    tokens, log_probs = sample(logits.clone(), rows)
+    tokens, log_probs, _ = draw(logits.clone(), rows)
     scaled = logits / 0.8
     best = scaled.topk(6, -1)
     for row in range(64):
@@ -148,23 +170,70 @@ def test_log_probs_are_renormalised_over_what_truncation_keeps() -> None:
         assert float(log_probs[row]) == pytest.approx(float(expected), abs=1e-5)
 
 
-def test_rows_without_truncation_are_untouched_by_neighbours_that_have_it() -> None:
+def test_rows_without_truncation_are_untouched_by_neighbours_that_have_it(draw: Draw) -> None:
     logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(4))
     rows = _rows(2)
     rows.top_p[1], rows.top_k[1] = 0.5, 3
-    _, log_probs = sample(logits.clone(), rows)
-    tokens, alone = sample(logits[:1].clone(), rows[0:1])
+    _, log_probs, _ = draw(logits.clone(), rows)
+    tokens, alone, _ = draw(logits[:1].clone(), rows[0:1])
     assert float(log_probs[0]) == float(alone[0])
     assert float(alone[0]) == pytest.approx(float(logits[0].log_softmax(-1)[tokens[0]]), abs=1e-5)
 
 
-def test_greedy_rows_take_the_largest_logit_and_report_the_plain_softmax() -> None:
+def test_greedy_rows_take_the_largest_logit_and_report_the_plain_softmax(draw: Draw) -> None:
     logits = torch.randn(6, 60, generator=torch.Generator().manual_seed(5))
     rows = _rows(6)
     rows.temperature[:] = [0.0, 1.0, 0.0, 0.5, 0.0, 1.0]
     rows.top_k[0] = 2
-    tokens, log_probs = sample(logits.clone(), rows)
+    tokens, log_probs, _ = draw(logits.clone(), rows)
     expected = logits.log_softmax(-1)
     for row in (0, 2, 4):
         assert tokens[row] == logits[row].argmax()
         assert float(log_probs[row]) == pytest.approx(float(expected[row].max()), abs=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [3, 64, 97, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_samplers_draw_the_same_tokens(vocab: int, dtype: torch.dtype) -> None:
+    logits = (3 * torch.randn(500, vocab, generator=torch.Generator().manual_seed(6))).to(dtype)
+    rows = _rows(500)
+    rows.temperature[::3], rows.temperature[1::7] = 0.6, 0.0
+    rows.top_k[::4], rows.top_p[::5], rows.min_p[::6] = 5, 0.8, 0.1
+    expected = sampler.draw(logits.float().clone(), rows)
+    drawn = _compiled(logits, rows)
+    same = drawn[0] == expected[0]
+    assert same.float().mean() > 0.99  # a draw on the border of two tokens may fall to either
+    for ours, theirs in zip(drawn[1:], expected[1:], strict=True):
+        torch.testing.assert_close(ours[same].float(), theirs[same].float(), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_broken_logits_show_in_the_log_probs(draw: Draw, bad: float, temperature: float) -> None:
+    logits = torch.randn(4, 130, generator=torch.Generator().manual_seed(7))
+    logits[1, 70] = logits[2, 129] = bad
+    logits[3] = bad
+    _, log_probs, model_log_probs = draw(logits, _rows(4, temperature=temperature))
+    assert torch.isfinite(log_probs).tolist() == [True, False, False, False]
+    assert torch.isfinite(model_log_probs).tolist() == [True, False, False, False]
+
+
+def test_the_extremes_of_u_pick_tokens_that_have_a_probability(draw: Draw) -> None:
+    logits = torch.full((2, 200), float("-inf"))
+    logits[:, 70], logits[:, 150] = 1.0, 2.0
+    tokens, log_probs, _ = draw(logits, _rows(2, np.array([0.0, 1.0 - 2.0**-53])))
+    assert tokens.tolist() == [70, 150]
+    assert torch.isfinite(log_probs).all()
+
+
+def test_rows_are_the_same_when_threads_share_them() -> None:
+    logits = torch.randn(100, 300, generator=torch.Generator().manual_seed(8))
+    rows = _rows(100, temperature=0.9)
+    alone = _compiled(logits, rows)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        shared = _compiled(logits, rows)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from verl.workers.rollout.engine import Completion, Partial, SamplingParams
-from verl.workers.rollout.native.sampler import SamplingRows, sample, uniforms
+from verl.workers.rollout.native.sampler import SamplingRows, draw, uniforms
 from verl.workers.rollout.transformers_model import CausalModel, HeldCache
 
 logger = logging.getLogger(__name__)
@@ -215,10 +215,8 @@ class TransformersEngine:
         return advanced.logits
 
     def _sample(self, logits_AV: Tensor) -> list[Completion]:
-        model_log_probs_AV = logits_AV.log_softmax(-1)
-        tokens_A, log_probs_A = sample(logits_AV, self._sampling_rows())[:2]
-        model_log_probs_A = model_log_probs_AV.gather(1, tokens_A[:, None])[:, 0]
-        on_host = torch.stack([x.to(torch.float64) for x in (tokens_A, log_probs_A, model_log_probs_A)]).cpu()
+        drawn = draw(logits_AV, self._sampling_rows())
+        on_host = torch.stack([x.to(torch.float64) for x in drawn]).cpu()
         if not bool(torch.isfinite(on_host).all()):
             raise RuntimeError(
                 f"sampling met a log-prob that is not finite: weights version {self.version} hold or "

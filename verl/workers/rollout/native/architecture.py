@@ -196,38 +196,3 @@ def _rotary_table(
         )
     angles = torch.outer(torch.arange(max_model_len, dtype=torch.float), inv_freq.float())
     return angles.cos() * scaling, angles.sin() * scaling
-
-
-def rotary_table(
-    config: PretrainedConfig, head_dim: int, max_model_len: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position, each [max_model_len, head_dim], the sin's first half negated.
-
-    With it the rotation is x * cos + swap_halves(x) * sin. Scaled variants come from transformers' own
-    formulas; those that depend on the running length are refused where that would matter.
-    """
-    rope = config.rope_parameters
-    rope_type = rope["rope_type"]
-    if rope_type not in _ROPE_TYPES:
-        raise ValueError(
-            f"the native rollout engine has no rope_type {rope_type!r}; it has {', '.join(_ROPE_TYPES)}"
-        )
-    if rope_type == "dynamic" and max_model_len > config.max_position_embeddings:
-        raise ValueError(
-            f"rope_type 'dynamic' changes its frequencies beyond {config.max_position_embeddings} positions, "
-            f"which a KV cache can't follow; max_model_len is {max_model_len}: lower it to that"
-        )
-    if rope_type == "default":
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
-        inv_freq, scaling = 1.0 / (rope["rope_theta"] ** exponent), 1.0
-    else:
-        inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
-    if inv_freq.numel() * 2 != head_dim:
-        raise ValueError(
-            f"rotary embedding covers {inv_freq.numel() * 2} of {head_dim} channels of a head; "
-            "the native rollout engine needs all of them"
-        )
-    angles = torch.outer(torch.arange(max_model_len, dtype=torch.float), inv_freq.float())
-    cos, sin = angles.cos() * scaling, angles.sin() * scaling
-    table = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-    return table[0].to(device, dtype), table[1].to(device, dtype)

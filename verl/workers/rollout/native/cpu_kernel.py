@@ -255,43 +255,80 @@ def attend(
     """
     num_kv_heads, head_dim = keys.shape[1], keys.shape[2]
     group = num_heads // num_kv_heads
-    query = np.empty((group, head_dim), dtype=np.float32)
-    result = np.empty((group, head_dim), dtype=np.float32)
+    query = np.empty((num_heads, head_dim), dtype=np.float32)
+    result = np.empty((num_heads, head_dim), dtype=np.float32)
     most = 0
     for row in range(first, last):
         most = max(most, min(lengths[row], window))
-    weights = np.empty((group, most), dtype=np.float32)
+    weights = np.empty((num_heads, most), dtype=np.float32)
     for row in range(first, last):
         start = max(0, lengths[row] - window)
-        count = lengths[row] - start
-        for kv_head in range(num_kv_heads):
-            for g in range(group):
-                for i in range(head_dim):
-                    query[g, i] = load(qkv[row, kv_head * group + g, i]) * scale
-                    result[g, i] = _ZERO
-            for n in range(count):
-                position = start + n
-                block = position // block_size
-                place = tables[row, block] * block_size + (position - block * block_size)
-                for g in range(group):
-                    total = _ZERO
-                    for i in range(head_dim):
-                        total += query[g, i] * load(keys[place, kv_head, i])
-                    weights[g, n] = total
-            for g in range(group):
-                _softmax(weights, g, count, softcap)
-            for n in range(count):
-                position = start + n
-                block = position // block_size
-                place = tables[row, block] * block_size + (position - block * block_size)
-                for g in range(group):
-                    weight = weights[g, n]
-                    for i in range(head_dim):
-                        result[g, i] += weight * load(values[place, kv_head, i])
-            for g in range(group):
-                for i in range(head_dim):
-                    head = kv_head * group + g
-                    out[row, head, i] = store(result[g, i], out[row, head, i])
+        for head in range(num_heads):
+            for i in range(head_dim):
+                query[head, i] = load(qkv[row, head, i]) * scale
+                result[head, i] = _ZERO
+        position = start
+        while position < lengths[row]:
+            block = position // block_size
+            end = min(lengths[row], (block + 1) * block_size)
+            shift = tables[row, block] * block_size - block * block_size
+            _block_scores(query, keys, position + shift, end + shift, weights, position - start, group)
+            position = end
+        for head in range(num_heads):
+            _softmax(weights, head, lengths[row] - start, softcap)
+        position = start
+        while position < lengths[row]:
+            block = position // block_size
+            end = min(lengths[row], (block + 1) * block_size)
+            shift = tables[row, block] * block_size - block * block_size
+            _block_sums(result, values, position + shift, end + shift, weights, position - start, group)
+            position = end
+        for head in range(num_heads):
+            for i in range(head_dim):
+                out[row, head, i] = store(result[head, i], out[row, head, i])
+
+
+@jit
+def _block_scores(query, keys, first, last, weights, column, group):
+    """weights[head, column + n] = query[head] . keys[first + n] for the places first to last."""
+    for place in range(first, last):
+        for kv_head in range(keys.shape[1]):
+            for head in range(kv_head * group, (kv_head + 1) * group):
+                total = _ZERO
+                for i in range(keys.shape[2]):
+                    total += query[head, i] * load(keys[place, kv_head, i])
+                weights[head, column + place - first] = total
+
+
+@jit
+def _block_sums(result, values, first, last, weights, column, group):
+    """result[head] += sum of weights[head, column + n] * values[first + n] over the places first to last."""
+    place = first
+    while place + 4 <= last:
+        n = column + place - first
+        for kv_head in range(values.shape[1]):
+            for head in range(kv_head * group, (kv_head + 1) * group):
+                a, b, c, d = (
+                    weights[head, n],
+                    weights[head, n + 1],
+                    weights[head, n + 2],
+                    weights[head, n + 3],
+                )
+                for i in range(values.shape[2]):
+                    result[head, i] += (
+                        a * load(values[place, kv_head, i])
+                        + b * load(values[place + 1, kv_head, i])
+                        + c * load(values[place + 2, kv_head, i])
+                        + d * load(values[place + 3, kv_head, i])
+                    )
+        place += 4
+    while place < last:
+        for kv_head in range(values.shape[1]):
+            for head in range(kv_head * group, (kv_head + 1) * group):
+                a = weights[head, column + place - first]
+                for i in range(values.shape[2]):
+                    result[head, i] += a * load(values[place, kv_head, i])
+        place += 1
 
 
 @jit

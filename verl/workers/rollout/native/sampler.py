@@ -63,44 +63,19 @@ def draw(logits_AV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor]
         that was sampled from (for greedy rows: under the plain softmax); log-probs float32 [A] under the
         plain softmax. Where a row neither tempers nor truncates, the two are the same number.
     """
-    greedy = rows.temperature == 0.0
-    plain = greedy | ((rows.temperature == 1.0) & ~truncates(rows, logits_AV.shape[1]))
-    if plain.all():
-        tokens, log_probs = sample(logits_AV, rows)
-        return tokens, log_probs, log_probs
-    original = logits_AV.clone()
-    tokens, log_probs = sample(logits_AV, rows)
-    return tokens, log_probs, original.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-
-
-def truncates(rows: SamplingRows, vocab: int) -> np.ndarray:
-    """bool [A]: rows whose top-k, top-p or min-p may leave tokens out."""
-    top_k = (rows.top_k > 0) & (rows.top_k < vocab)
-    return (top_k | (rows.top_p < 1.0) | (rows.min_p > 0.0)) & (rows.temperature > 0.0)
-
-
-def sample(logits_AV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-    """Sample one token per row.
-
-    Args:
-        logits_AV: float32 [A, V]; may be overwritten.
-
-    Returns:
-        token ids int64 [A] and log-probs float32 [A] under the tempered, truncated and renormalised
-        distribution that was sampled from (for greedy rows: under the plain softmax).
-    """
     device = logits_AV.device
     greedy = rows.temperature == 0.0
-    if ((rows.temperature != 1.0) & ~greedy).any():
+    cut = truncates(rows, logits_AV.shape[1])
+    tempered = (rows.temperature != 1.0) & ~greedy
+    changed = bool(cut.any() or tempered.any())
+    plain_AV = logits_AV.clone() if changed else logits_AV
+    if tempered.any():
         scale = torch.from_numpy(np.where(greedy, 1.0, rows.temperature)).to(device, logits_AV.dtype)
         logits_AV = logits_AV.div_(scale[:, None])
-    truncated = np.flatnonzero(truncates(rows, logits_AV.shape[1]))
-    if len(truncated):
-        index = torch.from_numpy(truncated).to(device)
-        logits_AV[index] = truncate(
-            logits_AV[index],
-            *(torch.from_numpy(x[truncated]).to(device) for x in (rows.top_k, rows.top_p, rows.min_p)),
-        )
+    if cut.any():
+        index = torch.from_numpy(np.flatnonzero(cut)).to(device)
+        limits = (torch.from_numpy(x[cut]).to(device) for x in (rows.top_k, rows.top_p, rows.min_p))
+        logits_AV[index] = truncate(logits_AV[index], *limits)
     probs_AV = torch.softmax(logits_AV, -1)
     if greedy.all():
         tokens = logits_AV.argmax(-1)
@@ -108,7 +83,16 @@ def sample(logits_AV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         tokens = inverse_cdf(probs_AV, torch.from_numpy(rows.uniform).to(device))
         if greedy.any():
             tokens = torch.where(torch.from_numpy(greedy).to(device), logits_AV.argmax(-1), tokens)
-    return tokens, probs_AV.gather(1, tokens[:, None])[:, 0].log()
+    log_probs = probs_AV.gather(1, tokens[:, None])[:, 0].log()
+    if not changed:
+        return tokens, log_probs, log_probs
+    return tokens, log_probs, plain_AV.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+
+
+def truncates(rows: SamplingRows, vocab: int) -> np.ndarray:
+    """bool [A]: rows whose top-k, top-p or min-p may leave tokens out."""
+    top_k = (rows.top_k > 0) & (rows.top_k < vocab)
+    return (top_k | (rows.top_p < 1.0) | (rows.min_p > 0.0)) & (rows.temperature > 0.0)
 
 
 def inverse_cdf(probs_AV: Tensor, uniform_A: Tensor) -> Tensor:
@@ -126,7 +110,7 @@ def inverse_cdf(probs_AV: Tensor, uniform_A: Tensor) -> Tensor:
         sums = torch.cat((sums, probs_AV[:, whole * size :].sum(-1, keepdim=True)), 1)
     running = sums.to(torch.float64).cumsum(-1)
     target = _below(uniform_A[:, None] * running[:, -1:], running[:, -1:])
-    block = torch.searchsorted(running, target, right=True)
+    block = torch.searchsorted(running, target, right=True).clamp_(max=sums.shape[1] - 1)  # NaN: past the end
     block_end = running.gather(1, block)
     block_sum = sums.gather(1, block).to(torch.float64)
     share = (target - (block_end - block_sum)).clamp_(min=0.0) / block_sum
@@ -135,7 +119,7 @@ def inverse_cdf(probs_AV: Tensor, uniform_A: Tensor) -> Tensor:
     inside = probs_AV.gather(1, members.clamp(max=vocab - 1)).to(torch.float64)
     inside = inside.masked_fill_(members >= vocab, 0.0).cumsum(-1)
     target = _below(share * inside[:, -1:], inside[:, -1:])
-    return (block * size + torch.searchsorted(inside, target, right=True))[:, 0]
+    return (block * size + torch.searchsorted(inside, target, right=True)).clamp_(max=vocab - 1)[:, 0]
 
 
 def _below(x: Tensor, bound: Tensor) -> Tensor:
