@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from context_runner import VOCAB, ContextRunner, logits, terms
+from torch import Tensor
 
 from verl.workers.rollout.engine import Completion, SamplingParams
 from verl.workers.rollout.native.engine import SessionEngine
 from verl.workers.rollout.native.sampler import SamplingRows, draw, uniforms
+from verl.workers.rollout.native.step_batch import ModelRunner
 
 
 @dataclass
@@ -40,14 +43,27 @@ class Trajectory:
 
 
 class Schedule:
-    """Plays the owner of an engine at random; everything follows from the seed."""
+    """Plays the owner of an engine at random; everything follows from the seed.
 
-    def __init__(self, seed: int) -> None:
+    Args of the constructor:
+        make_runner: by block size and max_model_len.
+        weights: what `update_weights` is given, by version.
+        greedy: no sampling.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        make_runner: Callable[[int, int], ModelRunner] = lambda block_size, _: ContextRunner(block_size),
+        weights: Callable[[int], Iterable[tuple[str, Tensor]]] = lambda v: [("version", torch.tensor(v))],
+        greedy: bool = False,
+    ) -> None:
         self.rng = rng = random.Random(seed)
         self.max_model_len = rng.randint(4, 32)
         block_size = rng.choice([1, 2, 3, 4, 8, 16])
         per_sequence = -(-self.max_model_len // block_size)
-        runner = ContextRunner(block_size)
+        runner = make_runner(block_size, self.max_model_len)
+        self.weights = weights
         num_blocks = int(per_sequence * rng.choice([1, 1, 1.3, 1.6, 3]))
         budget = None if rng.random() < 0.2 else num_blocks * runner.bytes_per_block
         self.engine = SessionEngine(
@@ -56,7 +72,7 @@ class Schedule:
         stem = [rng.randrange(VOCAB) for _ in range(rng.randint(0, self.max_model_len // 2))]
         ends = [stem[: rng.randint(0, len(stem))] + self._some(1, self.max_model_len // 3) for _ in range(3)]
         self.prompts = [prompt[: self.max_model_len - 1] for prompt in ends]
-        self.temperatures = rng.choice([[0.0], [0.0, 1.0, 1.0]])  # greedy sampling is the faster test
+        self.temperatures = [0.0] if greedy or rng.random() < 0.5 else [0.0, 1.0, 1.0]  # greedy is faster
         self.version = 0
         self.progress = 0.0
         self.asleep = False
@@ -148,7 +164,7 @@ class Schedule:
             if trajectory.active:
                 sampled = len(self.engine.partial(session_id).token_ids)
                 trajectory.turns[-1].weights.append((sampled, self.version))
-        self.engine.update_weights([("version", torch.tensor(self.version))], self.version)
+        self.engine.update_weights(self.weights(self.version), self.version)
 
     def _sleep(self) -> None:
         level = self.rng.choice([1, 2])
