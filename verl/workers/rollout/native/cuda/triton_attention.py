@@ -70,16 +70,24 @@ def paged_attention(
     if num_tiles == 0:
         return
     assert num_splits == 1 or tiles.max_count == 1
-    block_size, num_kv_heads = keys.shape[1:3]
-    group = num_heads // num_kv_heads
+    num_kv_heads = keys.shape[2]
+    constants = attend_constants(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=keys.shape[1],
+        dtype=query.dtype,
+        max_count=tiles.max_count,
+        num_splits=num_splits,
+        window=window,
+        softcap=softcap,
+    )
     parts = lse = out
     if num_splits > 1:
         parts = torch.empty(
             num_splits, len(query), num_heads, head_dim, dtype=torch.float32, device=out.device
         )
         lse = torch.empty(num_splits, len(query), num_heads, dtype=torch.float32, device=out.device)
-    block_dim = triton.next_power_of_2(head_dim)
-    block_keys = 16384 // (block_dim * query.element_size())
     _attend[(num_tiles, num_kv_heads, num_splits)](
         query,
         keys,
@@ -101,17 +109,7 @@ def paged_attention(
         keys.stride(1),
         keys.stride(2),
         tiles.tables.stride(0),
-        NUM_HEADS=num_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_DIM=block_dim,
-        BLOCK_ROWS=max(16, triton.next_power_of_2(tiles.max_count * group)),
-        BLOCK_KEYS=max(16, min(block_keys, 64 if query.element_size() == 2 else 32)),
-        PAGE=block_size,
-        SPLITS=num_splits,
-        HAS_SOFTCAP=softcap is not None,
-        HAS_WINDOW=window is not None,
-        EXACT=query.dtype == torch.float32,
+        **constants,
         num_warps=4,
         num_stages=2,
     )
@@ -125,10 +123,40 @@ def paged_attention(
             len(query) * num_heads,
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
-            BLOCK_DIM=block_dim,
+            BLOCK_DIM=constants["BLOCK_DIM"],
             SPLITS=num_splits,
             BLOCK_SPLITS=triton.next_power_of_2(num_splits),
         )
+
+
+def attend_constants(
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    max_count: int,
+    num_splits: int,
+    window: int | None,
+    softcap: float | None,
+) -> dict[str, int | bool]:
+    """What `_attend` is compiled for. Key blocks leave room for several programs on a processor."""
+    group, block_dim = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
+    block_keys = min(16384 // (block_dim * dtype.itemsize), 64 if dtype.itemsize == 2 else 32)
+    return {
+        "NUM_HEADS": num_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_DIM": block_dim,
+        "BLOCK_ROWS": max(16, triton.next_power_of_2(max_count * group)),
+        "BLOCK_KEYS": max(16, block_keys),
+        "PAGE": block_size,
+        "SPLITS": num_splits,
+        "HAS_SOFTCAP": softcap is not None,
+        "HAS_WINDOW": window is not None,
+        "EXACT": dtype == torch.float32,
+    }
 
 
 @triton.jit
