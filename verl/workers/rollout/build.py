@@ -14,14 +14,19 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from transformers import PretrainedConfig
 
 from verl.workers.engine.loading import load_hf_config
 from verl.workers.rollout.engine import RolloutEngine
+
+if TYPE_CHECKING:
+    from verl.workers.rollout.vllm.server import VllmServers
+    from verl.workers.rollout.vllm.weight_transfer import WeightSender
 
 logger = logging.getLogger(__name__)
 
@@ -147,26 +152,63 @@ def _vllm_apart(
     rollout: DictConfig, model_config: PretrainedConfig, arguments: dict[str, Any], request: Request
 ) -> RolloutEngine:
     """Rank 0 starts the servers, if any are to be started, and sends the weights; all ranks use them."""
-    from verl.workers.rollout.vllm.apart import open_remote_engine
-    from verl.workers.rollout.vllm.engine import default_kv_bytes
+    from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
 
-    vllm = rollout.vllm
+    servers, problem = None, None
+    urls = (
+        [rollout.vllm.server_urls] if isinstance(rollout.vllm.server_urls, str) else rollout.vllm.server_urls
+    )
+    if not urls:
+        if request.rank == 0:
+            try:
+                servers = _started_servers(rollout.vllm, model_config, arguments, request)
+            except (ValueError, RuntimeError, OSError) as error:
+                problem = error  # the other ranks wait to hear of it
+        urls = servers.urls if servers else []
+        if request.world_size > 1:
+            said: list[Any] = [urls]
+            dist.broadcast_object_list(said, src=0)
+            (urls,) = said
+        if not urls:
+            raise problem or RuntimeError("rank 0 could not start the vLLM servers; its error says why")
+    try:
+        return RemoteVllmEngine(
+            list(urls),
+            max_model_len=request.max_model_len,
+            vocab_size=model_config.get_text_config().vocab_size,
+            sender=_sender(rollout.vllm.weight_transfer, request) if request.rank == 0 else None,
+            servers=servers,
+            rank=request.rank,
+            max_requests=max(rollout.max_num_seqs, request.num_rows),
+        )
+    except BaseException:
+        if servers is not None:
+            servers.close()
+        raise
+
+
+def _started_servers(
+    vllm: DictConfig, model_config: PretrainedConfig, arguments: dict[str, Any], request: Request
+) -> VllmServers:
+    from verl.workers.rollout.vllm.engine import default_kv_bytes
+    from verl.workers.rollout.vllm.server import ServerOptions, VllmServers
+
     if request.device.type == "cpu":
         sizes = (arguments[name] for name in ("max_num_seqs", "max_model_len", "block_size", "dtype"))
         arguments = {"kv_cache_memory_bytes": default_kv_bytes(model_config, *sizes)} | arguments
-    return open_remote_engine(
-        arguments,
-        vocab_size=model_config.get_text_config().vocab_size,
-        device=request.device,
-        rank=request.rank,
-        world_size=request.world_size,
-        server_urls=[vllm.server_urls] if isinstance(vllm.server_urls, str) else vllm.server_urls or (),
-        num_servers=vllm.num_servers,
-        python=vllm.python or sys.executable,
-        transfer=vllm.weight_transfer,
-        devices=_other_devices(request.device),
-        max_requests=max(rollout.max_num_seqs, request.num_rows),
-    )
+    devices = _other_devices(request.device)
+    options = ServerOptions(arguments, python=vllm.python or sys.executable, devices=devices)
+    return VllmServers.start(options, vllm.num_servers)
+
+
+def _sender(transfer: str, request: Request) -> WeightSender:
+    from verl.workers.rollout.vllm.weight_transfer import DiskSender, GroupSender
+
+    if transfer == "disk":  # in the temporary folder (TMPDIR), which the servers must see too
+        return DiskSender(None, request.dtype)
+    if transfer == "auto":
+        transfer = "nccl" if request.device.type == "cuda" else "gloo"
+    return GroupSender(transfer, request.device, request.dtype)
 
 
 def _other_devices(device: torch.device) -> list[str] | None:
