@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import random
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,7 +76,7 @@ def start(model: str | Path | PretrainedConfig, arguments: dict[str, Any]) -> An
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; the nearest is {near[0]}" if near else ""
             raise ValueError(f"engine_args has {name}, which vLLM's EngineArgs don't know{hint}")
-    with _process_state_kept(), _model_folder(model) as folder, _launcher() as backend:
+    with _process_state_kept(), _own_modules(), _model_folder(model) as folder, _launcher() as backend:
         args = EngineArgs(model=folder, distributed_executor_backend=backend, **_FIXED, **arguments)
         llm = LLMEngine.from_engine_args(args)
     _live_engines += 1
@@ -133,6 +134,23 @@ def _process_state_kept() -> Iterator[None]:
             torch.set_num_threads = set_num_threads
             random.setstate(python)
             np.random.set_state(numpy)
+
+
+class _VllmModules:
+    """Stands for `sys` where only vLLM's own modules are to be seen."""
+
+    @property
+    def modules(self) -> dict[str, Any]:
+        return {name: module for name, module in sys.modules.items() if name.startswith("vllm.")}
+
+
+@contextmanager
+def _own_modules() -> Iterator[None]:
+    """While it starts on CPU, vLLM looks into all modules of the process, and fails at llvmlite's (numba)."""
+    from vllm.triton_utils import dispatcher
+
+    with mock.patch.object(dispatcher, "sys", _VllmModules()):
+        yield
 
 
 @contextmanager

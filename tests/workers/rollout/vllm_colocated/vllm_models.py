@@ -54,18 +54,26 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**_SIZES, rope_parameters=_LLAMA3, tie_word_embeddings=False),
     "mistral-sliding": MistralConfig(**_SIZES, head_dim=32, sliding_window=7, tie_word_embeddings=False),
     "gemma2": Gemma2Config(**_GEMMA, sliding_window=8),
+    "gemma2-uncapped": Gemma2Config(**_GEMMA, sliding_window=8, attn_logit_softcapping=None),
     "gemma3": Gemma3TextConfig(**_GEMMA, sliding_window=8),
 }
 
+# vLLM's CPU kernel approximates the tanh of Gemma 2's attention soft cap
+LOG_PROB_TOLERANCE = dict.fromkeys(CONFIGS, 0.0001) | {"gemma2": 5e-4}
 
-def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A random model; biases and norms are random too."""
+
+def make_model(
+    name: str, seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 1.0
+) -> PreTrainedModel:
+    """A random model, matrices times `scale`; biases and norms are random too."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(scale)
     return model.to(dtype)
 
 

@@ -1,0 +1,68 @@
+"""vLLM inside the trainer's process leaves that process as it was."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+# A process with a group of its own, as the trainer's: an engine starts, works and ends, twice.
+SCRIPT = """
+import json, random, sys, threading
+import numpy as np, torch, torch.distributed as dist
+from vllm_models import CONFIGS, generate, make_model
+from verl.workers.rollout.engine import SamplingParams
+from verl.workers.rollout.vllm.engine import VllmEngine
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+for generator in (random, np.random):
+    generator.seed(1)
+torch.manual_seed(1)
+expected = [random.random(), np.random.rand(), torch.rand(1).item()]
+for generator in (random, np.random):
+    generator.seed(1)
+torch.manual_seed(1)
+
+torch.set_num_threads(2)
+model = make_model("qwen3-tied")
+torch.manual_seed(1)
+engines = [VllmEngine(CONFIGS["qwen3-tied"], max_num_seqs=4, max_model_len=64) for _ in range(2)]
+tokens = []
+for engine in engines:
+    engine.update_weights(model.named_parameters(), 1)
+for engine in engines:
+    tokens.append(generate(engine, [[1, 2, 3]], SamplingParams(8, seed=3))[0].token_ids)
+    engine.shutdown()
+    engine.shutdown()
+torch.set_num_threads(1)
+total = torch.ones(1)
+dist.all_reduce(total)
+print(json.dumps({
+    "same_tokens": tokens[0] == tokens[1],
+    "same_numbers": expected == [random.random(), np.random.rand(), torch.rand(1).item()],
+    "num_threads": torch.get_num_threads(),
+    "group_works": dist.get_world_size() * total.item(),
+    "threads": [t.name for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon],
+}))
+dist.destroy_process_group()
+"""
+
+
+def test_random_numbers_threads_and_process_group_survive_two_engines(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "store")],
+        env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here}:{here.parents[3]}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "same_tokens": True,
+        "same_numbers": True,
+        "num_threads": 1,
+        "group_works": 1.0,
+        "threads": [],
+    }
