@@ -19,6 +19,7 @@ from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManage
 from search_r1.llm_agent.trajectory import env_metrics
 from search_r1.search.client import SearchClient
 from verl.protocol import DataProto
+from verl.workers.rollout.engine import SamplingParams
 from verl.workers.rollout.native.engine import NativeEngine
 
 TAGS = ["<search>", "</search>", "<answer>", "</answer>"]
@@ -144,3 +145,33 @@ def test_events_come_while_the_model_writes(tokenizer, model, client):
         heard = "".join(event.text for event in events if event.kind == "text" and event.row == row)
         assert heard == "".join(turn["text"] for turn in record["turns"])
         assert sum(event.kind == "text" and event.row == row for event in events) > len(record["turns"])
+
+
+@pytest.mark.parametrize("steps_between", [0, 1, 30])
+def test_equal_trajectories_that_find_the_same_documents_compute_them_once(model, steps_between):
+    engine = NativeEngine(model.config, 4, max_model_len=400)
+    engine.update_weights(model.state_dict().items(), version=0)
+    prompt, observation = list(range(40)), list(range(100, 220))
+    params = SamplingParams(max_tokens=6, temperature=0.0)
+
+    def run_all() -> dict[int, list[int]]:
+        ended = {}
+        while engine.has_runnable:
+            ended |= {completion.session_id: completion.token_ids for completion in engine.step()}
+        return ended
+
+    sessions = [engine.open(prompt, params) for _ in range(3)]
+    run_all()
+    before = engine.stats()["prefilled_tokens"]
+    completions = []
+    for session_id in sessions:
+        engine.resume(session_id, observation, params)
+        for _ in range(steps_between):
+            if engine.has_runnable:
+                completions += engine.step()
+    ended = {completion.session_id: completion.token_ids for completion in completions} | run_all()
+    assert len({tuple(ids) for ids in ended.values()}) == 1 and len(ended) == 3
+    computed = engine.stats()["prefilled_tokens"] - before
+    assert len(observation) <= computed < 2 * len(observation)
+    for session_id in sessions:
+        engine.close(session_id)

@@ -16,9 +16,9 @@ that was opened last: it is preempted, that is, put at the head of the queue and
 tokens. One sequence of full length fits the pool, so the session opened first always goes on: no deadlock.
 
 Shared prefixes. Blocks are found by their contents (see `block_pool.py`), so full blocks at the beginning of
-several sessions are computed once and shared. Sessions with the very same tokens as one that is prefilled in
-this step sample from its row; those that come later copy the last, partly filled block of a prompt and
-compute its last token.
+several sessions are computed once and shared, those of an observation that was resumed with too. Sessions
+with the very same tokens as one that is prefilled in this step sample from its row; those that come later
+copy the last, partly filled block of a prompt and compute its last token.
 """
 
 from __future__ import annotations
@@ -224,6 +224,10 @@ class Scheduler:
         if not queue or not self._free_slots:
             return False
         session = queue[0]
+        if session.blocks and self._is_behind_an_equal_one(session, draft):
+            self._queued_kv.pop(session.session_id, None)
+            self._publish(session, session.kv_len)
+            self._drop_blocks(session)
         leader = None if session.blocks else draft.leaders.get(session.tokens.tobytes())
         if leader is not None:
             admitted = self._follow(session, leader, draft)
@@ -232,6 +236,15 @@ class Scheduler:
         if admitted:
             queue.popleft()
         return admitted
+
+    def _is_behind_an_equal_one(self, session: Session, draft: _Draft) -> bool:
+        """Whether there is KV state for more of a resumed session's tokens than its own: of another one of
+        the group, say, that asked the same and found the same documents.
+        """
+        if session.tokens.tobytes() in draft.leaders:
+            return True
+        prefix = find_prefix(self.pool, session, draft.promised, self._block_size)
+        return prefix.num_tokens >= session.kv_len + self._block_size
 
     def _follow(self, session: Session, leader: tuple[Session, int], draft: _Draft) -> bool:
         """Admit a session that samples from the row of one with the same tokens."""
