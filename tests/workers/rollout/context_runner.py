@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.workers.rollout.native.sampler import SamplingRows, draw
+from verl.workers.rollout.native.cpu_sampler import draw
+from verl.workers.rollout.native.sampler import SamplingRows
 from verl.workers.rollout.native.step_batch import Sampled, StepBatch
 
 VOCAB = 11
@@ -89,8 +90,7 @@ class ContextRunner:
         assert len(rows.uniform) == len(which)
         if not len(which):
             return Sampled(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0))
-        tokens, *log_probs = draw(logits(hashes[which], np.full(len(which), self._version)), rows)
-        return Sampled(tokens.numpy(), *(x.to(torch.float64).numpy() for x in log_probs))
+        return Sampled(*draw(logits(hashes[which], np.full(len(which), self._version)), rows))
 
     def _check_rows(self, batch: StepBatch) -> None:
         size, num_decode = self.block_size, batch.num_decode
