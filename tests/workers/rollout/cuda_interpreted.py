@@ -14,15 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 from rollout_models import make_model, random_prompts
-from step_driver import StepDriver
+from step_driver import StepDriver, sampling_rows
 from test_cuda_sampler import NoWaiting
 from torch import Tensor
 
 from verl.workers.rollout.native.architecture import rotary_tables
 from verl.workers.rollout.native.cuda import attention as cuda_attention
 from verl.workers.rollout.native.cuda.model import CudaModel
+from verl.workers.rollout.native.cuda.sampler import DeviceRows, row_arrays
 from verl.workers.rollout.native.cuda.triton_attention import Tiles, paged_attention
+from verl.workers.rollout.native.cuda.triton_sampler import draw_whole
 from verl.workers.rollout.native.runner import PagedRunner
+from verl.workers.rollout.native.sampler import draw
 
 LONGEST = 64
 
@@ -98,6 +101,53 @@ def _check_kernel(
         own = (pool.flatten(0, 1)[places] for pool in (keys, values))
         expected = reference(query[rows], *own, start=lengths[i] - counts[i], **options)
         torch.testing.assert_close(out[rows].double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def sampler_draws_what_the_cpu_draws() -> None:
+    """Greedy, tempered and plain rows; vocabularies of less than a chunk, of whole chunks, and more."""
+    for vocab, softcap in ((300, None), (8192, None), (9000, None), (5000, 3.0)):
+        random = np.random.default_rng(vocab)
+        logits = 2 * torch.randn(60, vocab, generator=torch.Generator().manual_seed(vocab))
+        logits[:, 4096:4200] = float("-inf") if softcap is None else 0.0
+        rows = sampling_rows(60, random.random(60))
+        rows.temperature[:] = random.choice([0.0, 0.6, 1.0], 60)
+        rows.uniform[:2] = 0.0, 1.0 - 2.0**-53
+        on_device = DeviceRows(**{name: torch.from_numpy(x) for name, x in row_arrays(rows).items()})
+        tokens, log_probs, model_log_probs = draw_whole(logits, on_device, softcap)
+        expected = draw(logits.clone() if softcap is None else softcap * torch.tanh(logits / softcap), rows)
+        same = tokens == expected[0]
+        assert same.float().mean() > 0.95 and same[torch.from_numpy(rows.temperature == 0.0)].all()
+        for found, right in ((log_probs, expected[1]), (model_log_probs, expected[2])):
+            torch.testing.assert_close(found[same], right[same].double(), atol=2e-5, rtol=0)
+        plain = torch.from_numpy(rows.temperature != 0.6)
+        assert torch.equal(log_probs[plain], model_log_probs[plain])
+
+
+def sampler_follows_the_distribution() -> None:
+    """Pearson's chi-square within 5 standard deviations, over tokens that are expected at least 5 times."""
+    count, vocab = 600, 60
+    logits = 2 * torch.randn(vocab, generator=torch.Generator().manual_seed(3))
+    rows = sampling_rows(count, temperature=0.8)
+    on_device = DeviceRows(**{name: torch.from_numpy(x) for name, x in row_arrays(rows).items()})
+    tokens = draw_whole(logits.repeat(count, 1), on_device, None)[0].long()
+    expected = count * (logits / 0.8).double().softmax(-1)
+    cells = expected >= 5
+    counts = torch.bincount(tokens, minlength=vocab)
+    statistic = float(((counts - expected)[cells] ** 2 / expected[cells]).sum())
+    freedom = int(cells.sum()) - 1
+    assert abs(statistic - freedom) < 5 * (2 * freedom) ** 0.5
+
+
+def nan_shows_in_the_log_probs() -> None:
+    logits = torch.randn(3, 5000)
+    logits[1, 4500] = float("nan")
+    rows = sampling_rows(3)
+    on_device = DeviceRows(**{name: torch.from_numpy(x) for name, x in row_arrays(rows).items()})
+    tokens, log_probs, model_log_probs = draw_whole(logits, on_device, None)
+    assert (
+        torch.isfinite(log_probs).tolist() == torch.isfinite(model_log_probs).tolist() == [True, False, True]
+    )
+    assert ((tokens >= 0) & (tokens < 5000)).all()
 
 
 def _fake_capture(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:

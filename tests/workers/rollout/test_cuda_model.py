@@ -26,6 +26,9 @@ _ROOT = _HERE.parents[2]
         "kernel_matches_reference",
         "cuda_model_gives_what_the_cpu_gives",
         "prefill_by_packed_keys_is_prefill_by_pages",
+        "sampler_draws_what_the_cpu_draws",
+        "sampler_follows_the_distribution",
+        "nan_shows_in_the_log_probs",
     ],
 )
 def test_interpreted(check: str) -> None:

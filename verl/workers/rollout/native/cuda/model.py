@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from verl.workers.rollout.native.architecture import ModelSpec
@@ -20,6 +21,7 @@ from verl.workers.rollout.native.cuda.graphs import Capture, CudaCapture, Decode
 from verl.workers.rollout.native.cuda.kernels import Geometry
 from verl.workers.rollout.native.cuda.sampler import ARRAYS, DeviceRows, draw_on_device, row_arrays
 from verl.workers.rollout.native.cuda.staging import upload
+from verl.workers.rollout.native.cuda.triton_sampler import draw_whole
 from verl.workers.rollout.native.model import PagedDecoder, StepTensors
 from verl.workers.rollout.native.sampler import SamplingRows, truncates
 from verl.workers.rollout.native.step_batch import StepBatch
@@ -48,7 +50,7 @@ class CudaModel:
             compile: let torch.compile fuse the decoder's steps; costs minutes at the start.
             capture: how a step becomes a graph, by default as a CUDA graph.
         """
-        self._device, self._vocab_size = device, spec.vocab_size
+        self._device, self._vocab_size, self._logit_softcap = device, spec.vocab_size, spec.logit_softcap
         on_device = {
             kind: (cos.to(device, dtype), sin.to(device, dtype)) for kind, (cos, sin) in tables.items()
         }
@@ -111,17 +113,20 @@ class CudaModel:
     def sample(self, hidden: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         assert self._weights is not None
         on_device = DeviceRows(**upload(row_arrays(rows), self._device))
-        any_truncates = bool(truncates(rows, self._vocab_size).any())
-        logits = self._decoder.logits(self._weights, hidden)
-        return _on_host(draw_on_device(logits, on_device, any_truncates))
+        return _on_host(self._draw(hidden, on_device, bool(truncates(rows, self._vocab_size).any())))
 
     def _decode(self, tensors: dict[str, Tensor], any_truncates: bool) -> Tensor:
         """What a graph records: float64 [3, B] from static tensors."""
         assert self._weights is not None
         plan = self._backend.plan_on_device((), tensors)
         hidden = self._forward(self._weights, self._keys, self._values, _step_tensors(tensors), plan)
-        logits = self._decoder.logits(self._weights, hidden)
-        return draw_on_device(logits, DeviceRows(**{name: tensors[name] for name in ARRAYS}), any_truncates)
+        return self._draw(hidden, DeviceRows(**{name: tensors[name] for name in ARRAYS}), any_truncates)
+
+    def _draw(self, hidden: Tensor, rows: DeviceRows, any_truncates: bool) -> Tensor:
+        assert self._weights is not None
+        if any_truncates:
+            return draw_on_device(self._decoder.logits(self._weights, hidden), rows, True)
+        return draw_whole(F.linear(hidden, self._weights.lm_head), rows, self._logit_softcap)
 
 
 def _step_tensors(tensors: Mapping[str, Tensor]) -> StepTensors:

@@ -54,14 +54,14 @@ def draw_on_device(logits_AV: Tensor, rows: DeviceRows, truncates: bool) -> Tens
     """
     greedy_A = rows.temperature == 0.0
     best_A = logits_AV.argmax(-1)
-    normaliser_A = logits_AV.logsumexp(-1)
     scaled_AV = logits_AV / torch.where(greedy_A, 1.0, rows.temperature)[:, None]
     if truncates:
         scaled_AV = truncate_on_device(scaled_AV, rows, greedy_A)
-    probs_AV = torch.softmax(scaled_AV, -1)
-    tokens_A = torch.where(greedy_A, best_A, inverse_cdf(probs_AV, rows.uniform))
-    log_probs_A = probs_AV.gather(1, tokens_A[:, None])[:, 0].log()
-    model_log_probs_A = logits_AV.gather(1, tokens_A[:, None])[:, 0] - normaliser_A
+    sampled_A = inverse_cdf(torch.softmax(scaled_AV, -1), rows.uniform)
+    tokens_A = torch.where(greedy_A, best_A, sampled_A)
+    log_probs_A, model_log_probs_A = (
+        x_AV.gather(1, tokens_A[:, None])[:, 0] - x_AV.logsumexp(-1) for x_AV in (scaled_AV, logits_AV)
+    )
     return torch.stack([x.to(torch.float64) for x in (tokens_A, log_probs_A, model_log_probs_A)])
 
 
