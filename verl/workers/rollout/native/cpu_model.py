@@ -3,9 +3,10 @@
     x += delta, norm | qkv product | norm heads, rotate, keep in the pool | attend | output product
     x += delta, norm | gate and up product | activation | down product            (then the next layer)
 
-The residual stream x is float32 in both dtypes. Weights are packed once per update: q, k and v in one matrix,
-gate and up in one, each in the blocked layout of oneDNN's products. The packed copies are snapshots: what the
-owner does to its parameters shows with the next update.
+The residual stream x is float32 in both dtypes. oneDNN compiles a product for each number of rows that it
+meets (0.3 to 2 ms), so rows are padded to few numbers. Weights are packed once per update: q, k and v in one
+matrix, gate and up in one, each in the blocked layout of oneDNN's products. The packed copies are snapshots:
+what the owner does to its parameters shows with the next update.
 """
 
 from __future__ import annotations
@@ -27,6 +28,14 @@ from verl.workers.rollout.native.weights import LayerWeights, ModelWeights
 
 DTYPES = (torch.float32, torch.bfloat16)
 _TYPICAL_ROWS = 64  # oneDNN chooses the layout for this many; it runs any number
+_STEPS = ((64, 4), (128, 8), (256, 16), (1024, 64))  # up to so many rows, in multiples of so many
+_LARGE_STEP = 256
+
+
+def padded(num_rows: int) -> int:
+    """The number of rows that products run with: at most 64 different ones up to 8,192."""
+    step = next((step for most, step in _STEPS if num_rows <= most), _LARGE_STEP)
+    return -(-num_rows // step) * step
 
 
 class Product:
@@ -125,7 +134,7 @@ class CpuModel:
         spec, num_rows = self._spec, len(batch.token_ids)
         dtype = self._embedding.dtype
         x = np.empty((num_rows, spec.hidden_size), dtype=np.float32)
-        normed = torch.empty((num_rows, spec.hidden_size), dtype=dtype)
+        normed = _with_padding(num_rows, spec.hidden_size, dtype)
         normed_array = as_array(normed)
         embedding = as_array(self._embedding)
         share_rows(cpu_kernel.embed, num_rows, batch.token_ids, embedding, self._embedding_scale, x)
@@ -134,7 +143,7 @@ class CpuModel:
             out = layer.o(self._attention(index, layer, layer.qkv(normed), batch))
             self._join(x, out, layer.attn_out_norm, layer.mlp_norm, normed_array)
             gate_up = layer.gate_up(normed)
-            gated = torch.empty((num_rows, spec.intermediate_size), dtype=dtype)
+            gated = _with_padding(num_rows, spec.intermediate_size, dtype)
             share_rows(cpu_kernel.gate, num_rows, as_array(gate_up), self._activation, as_array(gated))
             out = layer.down(gated)
             if index + 1 < len(self._layers):
@@ -148,7 +157,9 @@ class CpuModel:
     def sample(self, hidden: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens and both log-probs (see `Sampled`) for hidden states from `hidden`."""
         assert self._head is not None
-        logits = self._head(hidden)
+        rows_in = _with_padding(len(hidden), hidden.shape[1], hidden.dtype)
+        rows_in[: len(hidden)] = hidden
+        logits = self._head(rows_in)[: len(hidden)]
         if self._spec.logit_softcap is not None:
             logits = capped(logits.float(), self._spec.logit_softcap)
         return cpu_sampler.draw(logits, rows)
@@ -167,12 +178,13 @@ class CpuModel:
         spec = self._spec
         keys, values = self._pools[index]
         key_array, value_array = as_array(keys), as_array(values)
+        num_rows = len(batch.token_ids)
         qkv = qkv.view(len(qkv), -1, spec.head_dim)
         qkv_array = as_array(qkv)
         cos, sin = self._tables[spec.rope_kinds[index]]
         share_rows(
             cpu_kernel.turn_and_keep,
-            len(qkv),
+            num_rows,
             qkv_array,
             batch.positions,
             batch.places,
@@ -185,7 +197,8 @@ class CpuModel:
             key_array,
             value_array,
         )
-        attended = torch.empty((len(qkv), spec.num_heads, spec.head_dim), dtype=qkv.dtype)
+        attended = _with_padding(num_rows, spec.num_heads * spec.head_dim, qkv.dtype)
+        heads = attended.view(-1, spec.num_heads, spec.head_dim)
         if batch.num_decode:
             share_rows(
                 cpu_kernel.attend,
@@ -200,12 +213,12 @@ class CpuModel:
                 self._scale,
                 spec.windows[index] or cpu_kernel.NO_WINDOW,
                 self._softcap,
-                as_array(attended),
+                as_array(heads),
             )
         for span in batch.spans:
             rows = slice(span.first, span.first + span.count)
-            attended[rows] = self._prefill(qkv[rows], keys, values, span, spec.windows[index])
-        return attended.flatten(1)
+            heads[rows] = self._prefill(qkv[rows], keys, values, span, spec.windows[index])
+        return attended
 
     def _prefill(
         self, qkv: Tensor, keys: Tensor, values: Tensor, span: PrefillSpan, window: int | None
@@ -239,6 +252,13 @@ class CpuModel:
             scale=spec.scale,
             enable_gqa=spec.num_heads != spec.num_kv_heads,
         )[0].transpose(0, 1)
+
+
+def _with_padding(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """[padded(num_rows), width]: the rows uninitialised, the padding 0 (what lies about may be denormal)."""
+    buffer = torch.empty((padded(num_rows), width), dtype=dtype)
+    buffer[num_rows:] = 0
+    return buffer
 
 
 def _joined(weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> Product:
