@@ -29,7 +29,8 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMES = ("timing_", "perf/", "retrieval/")  # a new client has no answers in memory yet
+TIMES = ("timing_", "perf/", "rollout/seconds", "rollout/tokens_per_second")
+TIMES += ("retrieval/",)  # a new client has no answers in memory yet
 
 
 @contextmanager
