@@ -3,64 +3,11 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from small_runs import ROOT, arguments, metrics
 
-from data_prep.microworld import write_world
 from verl.trainer.main_ppo import run
-
-ROOT = Path(__file__).resolve().parents[2]
-BASE_MODEL = ROOT / "data_prep" / "base_model"
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("world")
-    write_world(7, folder, num_train=64, num_test=20, num_3hop=4)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def url(world, serve_documents):
-    documents = [json.loads(line) for line in (world / "corpus.jsonl").open(encoding="utf-8")]
-    with serve_documents(documents, topk=2) as address:
-        yield f"{address}/retrieve"
-
-
-def arguments(world: Path, url: str, run_dir: Path, **settings: object) -> list[str]:
-    values = {
-        "data.train_files": world / "train.parquet",
-        "data.val_files": world / "test.parquet",
-        "data.train_batch_size": 4,
-        "data.max_start_length": 64,
-        "data.max_prompt_length": 512,
-        "data.max_response_length": 24,
-        "data.max_obs_length": 200,
-        "actor_rollout_ref.model.path": BASE_MODEL,
-        "actor_rollout_ref.rollout.n_agent": 4,
-        "actor_rollout_ref.rollout.search_delay_steps": 2,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": 16,
-        "actor_rollout_ref.actor.ppo_micro_batch_size": 8,
-        "actor_rollout_ref.actor.optim.lr": 1e-4,
-        "algorithm.adv_estimator": "grpo",
-        "algorithm.kl_ctrl.kl_coef": 0,
-        "critic.ppo_micro_batch_size": 8,
-        "retriever.url": url,
-        "retriever.topk": 2,
-        "max_turns": 3,
-        "trainer.total_training_steps": 2,
-        "trainer.save_freq": 1,
-        "trainer.default_local_dir": run_dir,
-        "trainer.device": "cpu",
-        "trainer.progress": "plain",
-    }
-    values |= {name.replace("__", "."): value for name, value in settings.items()}
-    return [f"{key}={value}" for key, value in values.items()]
-
-
-def metrics(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def _native(
     except ValueError as reason:
         from verl.workers.rollout.transformers_engine import TransformersEngine
 
-        logger.warning("%s; transformers' own model generates instead, slower", reason)
+        logger.info("%s", reason)  # that engine says what this means
         return TransformersEngine(
             model_config,
             max_num_seqs,

@@ -1,0 +1,69 @@
+"""Which engine a configuration gets, and with what memory."""
+
+import json
+import logging
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from verl.trainer.config import load_config
+from verl.workers.rollout.build import MIN_SEQUENCES, Request, build_engine
+from verl.workers.rollout.engine import SamplingParams
+from verl.workers.rollout.native import NativeEngine
+from verl.workers.rollout.transformers_engine import TransformersEngine
+
+CPU = torch.device("cpu")
+QWEN = {"model_type": "qwen3", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16}
+QWEN |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+POSITION_BYTES = 2 * 2 * 1 * 8 * 4  # keys and values, layers, heads, width, float32
+
+
+@pytest.fixture
+def qwen(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    (tmp_path / "model.safetensors").touch()  # only the configuration is read
+    return tmp_path
+
+
+def build(model_path, *overrides, num_rows=4, max_model_len=64, dtype=torch.float32):
+    block = load_config([f"actor_rollout_ref.model.path={model_path}", *overrides]).actor_rollout_ref
+    return build_engine(block.rollout, block.model, Request(CPU, dtype, max_model_len, num_rows))
+
+
+def test_native_has_room_for_the_rows_within_max_num_seqs(qwen):
+    for num_rows, max_num_seqs, expected in ((4, 1024, MIN_SEQUENCES), (300, 1024, 300), (300, 200, 200)):
+        engine = build(qwen, f"actor_rollout_ref.rollout.max_num_seqs={max_num_seqs}", num_rows=num_rows)
+        assert isinstance(engine, NativeEngine)
+        assert (engine.max_num_seqs, engine.max_model_len, engine.version) == (expected, 64, -1)
+        assert engine.num_blocks == expected * 2  # 64 positions in blocks of 32
+
+
+def test_the_kv_cache_takes_what_the_rows_need_but_no_more_than_it_may(qwen):
+    few = build(qwen, f"actor_rollout_ref.rollout.kv_cache_gb={100 * 16 * POSITION_BYTES / 2**30}")
+    assert few.num_blocks == 50
+    blocks_of_16 = build(qwen, "actor_rollout_ref.rollout.block_size=16", num_rows=200)
+    assert blocks_of_16.num_blocks == 200 * 4
+    huge = build(qwen, num_rows=1000, max_model_len=1 << 20)  # 128 GiB at full length
+    assert huge.num_blocks * 32 * POSITION_BYTES == 4 << 30
+    with pytest.raises(ValueError, match="kv_budget_bytes .* one sequence"):
+        build(qwen, "actor_rollout_ref.rollout.kv_cache_gb=1e-6")
+
+
+def test_overrides_of_the_model_reach_the_engine(qwen):
+    wider = build(qwen, "actor_rollout_ref.model.override_config={num_key_value_heads: 2}")
+    assert wider._runner.bytes_per_block == 2 * build(qwen)._runner.bytes_per_block
+
+
+def test_an_architecture_that_native_does_not_run_goes_to_transformers_with_a_line(tmp_path, caplog):
+    config = GPT2Config(vocab_size=32, n_positions=64, n_embd=8, n_layer=1, n_head=2)
+    model = GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        engine = build(tmp_path)
+    assert isinstance(engine, TransformersEngine)
+    assert "'gpt2'" in caplog.text and "transformers" in caplog.text
+    engine.update_weights(model.named_parameters(), 0)
+    session = engine.open([3, 4], SamplingParams(max_tokens=2, ignore_eos=True))
+    (completion,) = [done for _ in range(2) for done in engine.step()]
+    assert completion.session_id == session and len(completion.token_ids) == 2
