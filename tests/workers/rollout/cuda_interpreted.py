@@ -186,7 +186,7 @@ def cuda_model_gives_what_the_cpu_gives() -> None:
             for weights in (model, other):
                 runner.update_weights(weights.named_parameters())
                 driver = StepDriver(runner, LONGEST, 3)
-                found.append(driver.generate(random_prompts(3, 12), 5, most=7))
+                found.append(driver.generate(random_prompts(3, 12), 3, most=7))
             results.append(found)
         for version in range(2):
             tokens, log_probs, model_log_probs = results[0][version]

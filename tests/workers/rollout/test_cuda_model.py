@@ -38,6 +38,18 @@ def test_interpreted(check: str) -> None:
     subprocess.run([sys.executable, str(_HERE / "cuda_interpreted.py"), check], env=environment, check=True)
 
 
+def _compiled(capability: int, kernel: Any, constants: dict[str, Any], pointers: dict[str, str]) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {name: "constexpr" if name in constants else "i32" for name in kernel.arg_names}
+    signature |= {name: kind for name, kind in pointers.items() if signature.get(name) == "i32"}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
@@ -47,18 +59,8 @@ def test_interpreted(check: str) -> None:
 def test_kernels_compile_for_a_gpu_that_is_not_there(
     capability: int, dtype: str, head_dim: int, group: int, tokens: int, splits: int
 ) -> None:
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    pytest.importorskip("triton")
     from verl.workers.rollout.native.cuda.triton_attention import _attend, _combine, attend_constants
-
-    def compiled(kernel: Any, constants: dict[str, Any], pointers: dict[str, str]) -> Any:
-        signature = {name: "constexpr" if name in constants else "i32" for name in kernel.arg_names}
-        signature |= {name: kind for name, kind in pointers.items() if name in signature}
-        places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
 
     names = ("tile_first", "tile_count", "tile_position", "tile_sequence", "tables")
     pointers = dict.fromkeys(names, "*i32") | dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
@@ -75,11 +77,36 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(
         window=100,
         softcap=50.0,
     )
-    kernel = compiled(_attend, constants, pointers | {"out": "*fp32" if splits > 1 else f"*{dtype}"})
+    kernel = _compiled(
+        capability, _attend, constants, pointers | {"out": "*fp32" if splits > 1 else f"*{dtype}"}
+    )
     assert kernel.metadata.shared <= 101_376  # of a block, on a GPU for desktops
     if splits > 1:
         chosen = {name: constants[name] for name in ("NUM_HEADS", "HEAD_DIM", "BLOCK_DIM", "SPLITS")}
-        compiled(_combine, chosen | {"BLOCK_SPLITS": 4}, pointers | {"out": f"*{dtype}"})
+        _compiled(capability, _combine, chosen | {"BLOCK_SPLITS": 4}, pointers | {"out": f"*{dtype}"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", [False, True])
+def test_sampler_and_layers_compile_for_a_gpu_that_is_not_there(flag: bool) -> None:
+    pytest.importorskip("triton")
+    from verl.workers.rollout.native.cuda import triton_layers, triton_sampler
+
+    kinds = dict.fromkeys(("best", "plain", "tempered", "temperature"), "*fp32")
+    kinds |= {"logits": "*bf16", "uniform": "*fp64", "result": "*fp64", "where": "*i32", "softcap": "fp32"}
+    sampler = {"HAS_SOFTCAP": flag, "CHUNK": 4096}
+    _compiled(90, triton_sampler._sum_chunks, sampler, kinds)
+    _compiled(90, triton_sampler._pick, sampler | {"BLOCK_CHUNKS": 64}, kinds)
+
+    names = ("x_at", "out_at", "out_norm_at", "weight_at", "normed_at", "gate_at", "up_at", "result_at")
+    names += ("query", "key", "value", "query_norm", "key_norm", "cos_at", "sin_at", "keys", "values")
+    kinds = dict.fromkeys(names, "*bf16") | {"positions": "*i64", "places": "*i64", "eps": "fp32"}
+    norm = {"HAS_OUT": True, "HAS_OUT_NORM": flag, "OFFSET": flag, "BLOCK": 1024}
+    heads = {"HEADS": 14, "KV_HEADS": 2, "BLOCK_HEADS": 16, "BLOCK_KV_HEADS": 2}
+    heads |= {"HALF": 32, "BLOCK_HALF": 32, "HAS_NORM": flag, "OFFSET": flag}
+    _compiled(90, triton_layers._add_norm, norm, kinds)
+    _compiled(90, triton_layers._rotate, heads, kinds)
+    _compiled(90, triton_layers._gate_up, {"IS_SILU": flag, "BLOCK": 1024}, kinds)
 
 
 def _cuda_engine(model: Any, **kwargs: Any) -> NativeEngine:

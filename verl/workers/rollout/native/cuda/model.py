@@ -17,6 +17,7 @@ from torch import Tensor
 
 from verl.workers.rollout.native.architecture import ModelSpec
 from verl.workers.rollout.native.cuda.attention import CudaAttention
+from verl.workers.rollout.native.cuda.decoder import FusedDecoder
 from verl.workers.rollout.native.cuda.graphs import Capture, CudaCapture, DecodeGraphs
 from verl.workers.rollout.native.cuda.kernels import Geometry
 from verl.workers.rollout.native.cuda.sampler import ARRAYS, DeviceRows, draw_on_device, row_arrays
@@ -47,7 +48,8 @@ class CudaModel:
         Args:
             tables: from `rotary_tables`.
             graphs: False: decode steps run eagerly too.
-            compile: let torch.compile fuse the decoder's steps; costs minutes at the start.
+            compile: let torch.compile fuse the decoder's steps, in place of our own kernels; it takes minutes
+                at the start.
             capture: how a step becomes a graph, by default as a CUDA graph.
         """
         self._device, self._vocab_size, self._logit_softcap = device, spec.vocab_size, spec.logit_softcap
@@ -57,9 +59,9 @@ class CudaModel:
         geometry = Geometry(spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size, dtype, device)
         self._backend = CudaAttention(geometry, spec.softcap)
         self._decoder = PagedDecoder(spec, on_device, self._backend)
-        self._forward: Callable[..., Tensor] = self._decoder.forward
+        self._forward: Callable[..., Tensor] = FusedDecoder(spec, on_device, self._backend).forward
         if compile:
-            self._forward = torch.compile(self._forward, dynamic=True)
+            self._forward = torch.compile(self._decoder.forward, dynamic=True)
         self._capture = (capture or CudaCapture(device)) if graphs else None
         self._blocks_per_sequence = -(-max_model_len // block_size)
         self._block_size = block_size
