@@ -160,7 +160,11 @@ def test_vllm_must_be_installed_where_it_is_to_run(good, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="run `pip install vllm`.*name=native"):  # a folder is no package
             check([*good, f"{ROLLOUT}.name=vllm"])
     (tmp_path / "vllm" / "__init__.py").write_text("")
-    check([*good, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"])
+    parallel = [*good, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"]
+    check([*parallel, "trainer.n_gpus_per_node=4"])
+    with pytest.raises(ValueError, match="with 3 processes; expected a divisor"):
+        check([*parallel, "trainer.n_gpus_per_node=3"])
+    check([*parallel, f"{ROLLOUT}.placement=apart", "trainer.n_gpus_per_node=3"])
 
 
 def has_vllm() -> bool:

@@ -186,6 +186,12 @@ def _check_rollout(config: DictConfig) -> None:
             f"{ROLLOUT}.name={rollout.name}, which keeps a whole model in each process; expected 1, or "
             f"{ROLLOUT}.name=vllm."
         )
+    processes = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    if not apart and processes % rollout.tensor_model_parallel_size:
+        raise ValueError(
+            f"Found {ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with "
+            f"{processes} processes; expected a divisor of their number, or {ROLLOUT}.placement=apart."
+        )
     for key in ("python", "num_servers", "server_urls", "weight_transfer"):
         if not apart and vllm[key] != _defaults()[f"{ROLLOUT}.vllm.{key}"]:
             raise ValueError(

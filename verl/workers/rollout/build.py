@@ -3,6 +3,7 @@
     rollout.name=native                     NativeEngine         the actor's own weights, one device
       ... an architecture it does not run   TransformersEngine   slower, any Hugging Face model
     rollout.name=vllm, placement=colocated  VllmEngine           vLLM in the trainer's process
+      ... tensor_model_parallel_size > 1    MirroredEngine       one vLLM over several of them
     rollout.name=vllm, placement=apart      RemoteVllmEngine     vLLM servers of their own
 
 Each is imported when it is asked for, so that a run needs no package of another engine.
@@ -23,6 +24,7 @@ from transformers import PretrainedConfig
 
 from verl.workers.engine.loading import load_hf_config
 from verl.workers.rollout.engine import RolloutEngine
+from verl.workers.rollout.tensor_parallel import MirroredEngine
 
 if TYPE_CHECKING:
     from verl.workers.rollout.vllm.server import VllmServers
@@ -63,7 +65,9 @@ def build_engine(rollout: DictConfig, model: DictConfig, request: Request) -> Ro
         ValueError: the engine can't run this model, or not within its memory.
         RuntimeError: servers did not start, or don't answer.
     """
-    max_num_seqs = min(rollout.max_num_seqs, max(MIN_SEQUENCES, request.num_rows))
+    max_num_seqs = rollout.max_num_seqs
+    if rollout.tensor_model_parallel_size == 1:  # else all of an engine's processes must have the same
+        max_num_seqs = min(max_num_seqs, max(MIN_SEQUENCES, request.num_rows))
     model_config = load_hf_config(model)
     if rollout.name == "native":
         return _native(rollout, model, model_config, request, max_num_seqs)
@@ -72,7 +76,9 @@ def build_engine(rollout: DictConfig, model: DictConfig, request: Request) -> Ro
         return _vllm_apart(rollout, model_config, arguments, request)
     from verl.workers.rollout.vllm.engine import VllmEngine
 
-    return VllmEngine(**arguments)
+    engine = VllmEngine(**arguments)
+    size = rollout.tensor_model_parallel_size
+    return MirroredEngine(engine, size) if size > 1 else engine
 
 
 def _native(
