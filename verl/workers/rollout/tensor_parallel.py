@@ -46,17 +46,10 @@ class MirroredEngine:
         self.is_leader = rank == self.leader
         self._group, self._size = groups[self.leader], tensor_parallel_size
         self._engine = engine
+        self.max_model_len, self.version = engine.max_model_len, engine.version
         self._calls: list[tuple[Any, ...]] = []  # since the last step
 
     # ---- what the agent in the leader calls ----
-
-    @property
-    def max_model_len(self) -> int:
-        return self._engine.max_model_len
-
-    @property
-    def version(self) -> int:
-        return self._engine.version
 
     @property
     def has_runnable(self) -> bool:
@@ -90,6 +83,7 @@ class MirroredEngine:
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._engine.update_weights(weights, version)
+        self.version = version
 
     def sleep(self, level: int = 1) -> int:
         return self._engine.sleep(level)
