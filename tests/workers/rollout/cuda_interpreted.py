@@ -166,7 +166,14 @@ def _runner(config: Any, graphs: bool) -> PagedRunner:
     runner = PagedRunner(config, torch.float32, "cpu", 16, LONGEST)
     tables = rotary_tables(config, runner.spec, LONGEST)
     model = CudaModel(
-        runner.spec, tables, torch.float32, runner.device, 16, LONGEST, graphs, capture=_fake_capture
+        runner.spec,
+        tables,
+        torch.float32,
+        runner.device,
+        16,
+        LONGEST,
+        graphs,
+        new_capture=lambda: _fake_capture,
     )
     runner._model = runner._cuda = model
     return runner

@@ -11,7 +11,7 @@ import torch
 from step_driver import sampling_rows
 from torch import Tensor
 
-from verl.workers.rollout.native.cuda.graphs import DecodeGraphs, bucket_of
+from verl.workers.rollout.native.cuda.graphs import Capture, DecodeGraphs, bucket_of
 from verl.workers.rollout.native.cuda.staging import upload
 from verl.workers.rollout.native.step_batch import PrefillSpan, StepBatch
 
@@ -37,16 +37,21 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Tensor]] = []
-        self.captured: list[tuple[int, bool]] = []
+        self.captured: list[int] = []
+        self.pools = 0
 
     def run(self, tensors: dict[str, Tensor], truncates: bool) -> Tensor:
         self.seen.append({name: tensor.clone() for name, tensor in tensors.items()})
         names = ("token_ids", "uniform", "lengths")
         return torch.stack([tensors[name].to(torch.float64) for name in names])
 
+    def new_capture(self) -> Capture:
+        self.pools += 1
+        return self.capture
+
     def capture(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         result = run()
-        self.captured.append((result.shape[1], True))
+        self.captured.append(result.shape[1])
 
         def replay() -> None:
             result.copy_(run())
@@ -54,7 +59,7 @@ class _Recorder:
         return replay, result
 
     def graphs(self) -> DecodeGraphs:
-        return DecodeGraphs(self.run, self.capture, torch.device("cpu"), 4, SCRATCH)
+        return DecodeGraphs(self.run, self.new_capture, torch.device("cpu"), 4, SCRATCH)
 
 
 def test_a_bucket_holds_its_batch_and_wastes_little() -> None:
@@ -75,7 +80,7 @@ def test_a_step_gives_what_its_function_gives_for_the_rows_of_the_batch() -> Non
         assert result is not None
         expected = np.stack([batch.token_ids, rows.uniform, batch.decode_lengths])
         assert np.array_equal(result.numpy(), expected)
-    assert [size for size, _ in recorder.captured] == [8, 4]
+    assert recorder.captured == [8, 4] and recorder.pools == 1
 
 
 def test_padding_reads_one_position_and_writes_to_the_scratch_block() -> None:
@@ -117,14 +122,14 @@ def test_forgotten_graphs_are_captured_again() -> None:
     graphs.step(_batch(2), sampling_rows(2), False)
     graphs.forget()
     graphs.step(_batch(2), sampling_rows(2), False)
-    assert len(recorder.captured) == 2
+    assert len(recorder.captured) == 2 and recorder.pools == 2
 
 
 def test_a_capture_that_fails_is_said_once_and_steps_run_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     def fails(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    graphs = DecodeGraphs(_Recorder().run, fails, torch.device("cpu"), 4, SCRATCH)
+    graphs = DecodeGraphs(_Recorder().run, lambda: fails, torch.device("cpu"), 4, SCRATCH)
     with caplog.at_level(logging.WARNING):
         assert graphs.step(_batch(2), sampling_rows(2), False) is None
     assert not graphs.covers(_batch(2))

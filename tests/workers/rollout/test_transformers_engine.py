@@ -251,6 +251,21 @@ def test_a_sampled_turn_depends_on_its_seed_alone() -> None:
     assert _run_one(engine, [1, 2, 3], SamplingParams(8, seed=11)).token_ids == alone.token_ids
 
 
+def test_after_a_failed_step_turns_go_on_as_if_nothing_had_been() -> None:
+    model = _make_model("gpt_neox")
+    engine = _make_engine(model)
+    session = engine.open([1, 2, 3], SamplingParams(6, temperature=0.0))
+    engine.step()
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    broken = weights | {"gpt_neox.final_layer_norm.bias": torch.full((32,), float("nan"))}
+    engine.update_weights(broken.items(), 2)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="not finite"):
+            engine.step()
+    engine.update_weights(weights.items(), 3)
+    assert _run(engine)[session].token_ids == _greedy(model, [1, 2, 3], 6)[0]
+
+
 def test_it_says_once_that_it_is_the_slow_path(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="verl"):
         _run_one(_make_engine(_make_model("gpt2")), [1, 2], SamplingParams(3))

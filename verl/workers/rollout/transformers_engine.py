@@ -175,7 +175,10 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """One token for each active session; return the turns that ended."""
+        """One token for each active session; return the turns that ended.
+
+        If the model raises, all caches are dropped and the sessions stay as they were before the step.
+        """
         if self._asleep:
             raise RuntimeError("the engine is asleep; call wake before step")
         if not self.has_runnable:
@@ -184,11 +187,10 @@ class TransformersEngine:
             raise RuntimeError("the engine has no weights; call update_weights first")
         start = time.perf_counter()
         full = [session for session in (*self._active, *self._queue) if session.limit < 1]
-        ended = [self._end(session, "length", None) for session in full]
         self._admit()
-        if self._active:
-            logits_AV = torch.stack([self._logits(session) for session in self._active])
-            ended += self._sample(logits_AV)
+        running = [session for session in self._active if session.limit > 0]
+        ended = self._book(running, self._sample(running)) if running else []
+        ended += [self._end(session, "length", None) for session in full]
         self._counts["steps"] += 1
         self._seconds += time.perf_counter() - start
         return ended
@@ -214,19 +216,27 @@ class TransformersEngine:
         session.num_cached = len(session.token_ids) if advanced.cache is not None else 0
         return advanced.logits
 
-    def _sample(self, logits_AV: Tensor) -> list[Completion]:
-        drawn = draw(logits_AV, self._sampling_rows())
-        on_host = torch.stack([x.to(torch.float64) for x in drawn]).cpu()
-        if not bool(torch.isfinite(on_host).all()):
-            raise RuntimeError(
-                f"sampling met a log-prob that is not finite: weights version {self.version} hold or "
-                "produce NaN or infinity"
-            )
-        self._counts["generated_tokens"] += len(self._active)
+    def _sample(self, running: list[_Session]) -> list[list[float]]:
+        """Token ids, log-probs and the plain model's log-probs of one new token each."""
+        try:
+            logits_AV = torch.stack([self._logits(session) for session in running])
+            drawn = draw(logits_AV, _sampling_rows(running))
+            on_host = torch.stack([x.to(torch.float64) for x in drawn]).cpu()
+            if not bool(torch.isfinite(on_host).all()):
+                raise RuntimeError(
+                    f"sampling met a log-prob that is not finite: weights version {self.version} hold or "
+                    "produce NaN or infinity"
+                )
+        except BaseException:  # whatever it was, also Ctrl-C: what the caches hold is not known any more
+            self._drop_caches()
+            raise
+        return on_host.tolist()
+
+    def _book(self, running: list[_Session], drawn: list[list[float]]) -> list[Completion]:
+        """Append the step's tokens; the turns that they end."""
+        self._counts["generated_tokens"] += len(running)
         ended = []
-        for session, token, log_prob, model_log_prob in zip(
-            list(self._active), *on_host.tolist(), strict=True
-        ):
+        for session, token, log_prob, model_log_prob in zip(running, *drawn, strict=True):
             session.token_ids.append(int(token))
             session.log_probs.append(log_prob)
             session.model_log_probs.append(model_log_prob)
@@ -237,18 +247,6 @@ class TransformersEngine:
             if finish is not None:
                 ended.append(self._end(session, *finish))
         return ended
-
-    def _sampling_rows(self) -> SamplingRows:
-        params = [session.params for session in self._active]
-        seeds = np.array([p.seed & 0xFFFFFFFFFFFFFFFF for p in params], dtype=np.uint64)
-        counters = np.array([session.num_sampled for session in self._active], dtype=np.uint64)
-        return SamplingRows(
-            temperature=np.array([p.temperature for p in params], dtype=np.float64),
-            top_k=np.array([max(p.top_k, 0) for p in params], dtype=np.int64),
-            top_p=np.array([p.top_p for p in params], dtype=np.float64),
-            min_p=np.array([p.min_p for p in params], dtype=np.float64),
-            uniform=uniforms(seeds, counters),
-        )
 
     def _end(self, session: _Session, reason: str, stop_string: str | None) -> Completion:
         self._leave(session)
@@ -284,6 +282,7 @@ class TransformersEngine:
         num_bytes = self._drop_caches()
         if level == 2:
             num_bytes += self._model.release()
+            self.version = -1
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         self._asleep = True
@@ -343,3 +342,16 @@ class TransformersEngine:
                 f"{self._model.vocab_size - 1}. Do the tokenizer and the model belong together?"
             )
         return tokens
+
+
+def _sampling_rows(running: list[_Session]) -> SamplingRows:
+    params = [session.params for session in running]
+    seeds = np.array([p.seed & 0xFFFFFFFFFFFFFFFF for p in params], dtype=np.uint64)
+    counters = np.array([session.num_sampled for session in running], dtype=np.uint64)
+    return SamplingRows(
+        temperature=np.array([p.temperature for p in params], dtype=np.float64),
+        top_k=np.array([max(p.top_k, 0) for p in params], dtype=np.int64),
+        top_p=np.array([p.top_p for p in params], dtype=np.float64),
+        min_p=np.array([p.min_p for p in params], dtype=np.float64),
+        uniform=uniforms(seeds, counters),
+    )

@@ -168,7 +168,8 @@ class CudaAttention:
         programs = max(1, num_sequences) * self._geometry.num_kv_heads
         wanted = -(-_PROGRAMS_PER_PROCESSOR * self._num_processors // programs)
         longest = tables.shape[1] * self._geometry.block_size
-        return max(1, min(wanted, longest // _SPLIT_POSITIONS, _MAX_SPLITS))
+        most = max(1, min(wanted, longest // _SPLIT_POSITIONS, _MAX_SPLITS))
+        return 1 << (most.bit_length() - 1)  # a kernel is compiled for each number
 
     def _decode(
         self,

@@ -45,7 +45,10 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """`Capture` by CUDA graphs that share one memory pool, as no two of them run at a time."""
+    """`Capture` by CUDA graphs that share one memory pool, as no two of them run at a time.
+
+    The pool lives as long as its graphs: after the last one is dropped, take a new `CudaCapture`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -76,7 +79,7 @@ class DecodeGraphs:
     def __init__(
         self,
         run: Callable[[dict[str, Tensor], bool], Tensor],
-        capture: Capture,
+        new_capture: Callable[[], Capture],
         device: torch.device,
         blocks_per_sequence: int,
         scratch_place: int,
@@ -85,11 +88,13 @@ class DecodeGraphs:
         Args:
             run: one decode step from static tensors (see `arrays_of`) and whether rows may truncate, to
                 float64 [3, B] (token ids and both log-probs), without waiting for the device.
+            new_capture: called once, and again after `forget`.
             blocks_per_sequence: most blocks that a sequence can have.
             scratch_place: place in the flat pool that padding may write to; its block's table entry follows.
         """
         self._run = run
-        self._capture = capture
+        self._new_capture = new_capture
+        self._capture: Capture | None = None
         self._device = device
         self._blocks_per_sequence = blocks_per_sequence
         self._scratch_place = scratch_place
@@ -107,6 +112,7 @@ class DecodeGraphs:
             staging = Staging(self._arrays(key[0]), self._device)
             self._fill(staging, batch, rows)
             staging.upload()
+            self._capture = self._capture or self._new_capture()
             try:
                 replay, result = self._capture(lambda: self._run(staging.device, truncates))
             except RuntimeError as error:  # a kernel that can't be captured; the eager step is right as well
@@ -123,7 +129,7 @@ class DecodeGraphs:
 
     def forget(self) -> None:
         """Drop all graphs: weights or pools have moved, or their memory is wanted."""
-        self._graphs = {}
+        self._graphs, self._capture = {}, None
 
     def _arrays(self, size: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         int32, int64 = np.dtype(np.int32), np.dtype(np.int64)

@@ -9,6 +9,7 @@ The host waits for the device once per step, for the tokens: stops are found on 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ class CudaModel:
         max_model_len: int,
         graphs: bool = True,
         compile: bool = False,
-        capture: Capture | None = None,
+        new_capture: Callable[[], Capture] | None = None,
     ) -> None:
         """
         Args:
@@ -50,7 +51,7 @@ class CudaModel:
             graphs: False: decode steps run eagerly too.
             compile: let torch.compile fuse the decoder's steps, in place of our own kernels; it takes minutes
                 at the start.
-            capture: how a step becomes a graph, by default as a CUDA graph.
+            new_capture: how steps become graphs, by default as CUDA graphs.
         """
         self._device, self._vocab_size, self._logit_softcap = device, spec.vocab_size, spec.logit_softcap
         on_device = {
@@ -62,7 +63,7 @@ class CudaModel:
         self._forward: Callable[..., Tensor] = FusedDecoder(spec, on_device, self._backend).forward
         if compile:
             self._forward = torch.compile(self._decoder.forward, dynamic=True)
-        self._capture = (capture or CudaCapture(device)) if graphs else None
+        self._new_capture = (new_capture or partial(CudaCapture, device)) if graphs else None
         self._blocks_per_sequence = -(-max_model_len // block_size)
         self._block_size = block_size
         self._weights: ModelWeights | None = None
@@ -85,10 +86,10 @@ class CudaModel:
     def attach(self, keys: list[Tensor], values: list[Tensor]) -> None:
         self._keys, self._values = keys, values
         self._graphs = None
-        if keys and self._capture is not None:
+        if keys and self._new_capture is not None:
             scratch = (len(keys[0]) - 1) * self._block_size
             self._graphs = DecodeGraphs(
-                self._decode, self._capture, self._device, self._blocks_per_sequence, scratch
+                self._decode, self._new_capture, self._device, self._blocks_per_sequence, scratch
             )
 
     def decode(
