@@ -55,6 +55,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**_SIZES),
     "llama-bias": LlamaConfig(**_SIZES, attention_bias=True, mlp_bias=True, head_dim=16),
     "llama-llama3": LlamaConfig(**_SIZES, rope_parameters={**_ROPE, **_LLAMA3}),
+    "llama-llama3-tied": LlamaConfig(
+        **_SIZES, rope_parameters={**_ROPE, **_LLAMA3}, tie_word_embeddings=True
+    ),
     "llama-linear": LlamaConfig(**_SIZES, rope_parameters={**_ROPE, "rope_type": "linear", "factor": 2.0}),
     "gemma2": Gemma2Config(
         **_SIZES | {"num_hidden_layers": 3},
@@ -86,6 +89,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
     "mistral": MistralConfig(**_SIZES, sliding_window=None),
     "mistral-sliding": MistralConfig(**_SIZES, sliding_window=7, head_dim=16),
+    "mistral-sliding-tied": MistralConfig(**_SIZES, sliding_window=7, tie_word_embeddings=True),
 }
 
 

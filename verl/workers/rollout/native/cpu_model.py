@@ -11,7 +11,9 @@ what the owner does to its parameters shows with the next update.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ from verl.workers.rollout.native.sampler import SamplingRows
 from verl.workers.rollout.native.step_batch import PrefillSpan, StepBatch
 from verl.workers.rollout.native.weights import LayerWeights, ModelWeights
 
+logger = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16)
 _TYPICAL_ROWS = 64  # oneDNN chooses the layout for this many; it runs any number
 _STEPS = ((64, 4), (128, 8), (256, 16), (1024, 64))  # up to so many rows, in multiples of so many
@@ -39,15 +42,31 @@ def padded(num_rows: int) -> int:
 
 
 class Product:
-    """x [T, in] -> x @ weight.T + bias [T, out], the weight packed."""
+    """x [T, in] -> x @ weight.T + bias [T, out], the weight copied and, where oneDNN can, packed."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._bias = None if bias is None else bias.clone()
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
+        self._weight = weight.clone(memory_format=torch.contiguous_format)
+        self._packed = can_pack(weight.dtype)
+        if self._packed:
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, _TYPICAL_ROWS)
         self.num_bytes = weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        if self._packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return F.linear(x, self._weight, self._bias)
+
+
+@cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """True if this build of torch and this processor have oneDNN's products for the dtype."""
+    available = torch.backends.mkldnn.is_available() and (
+        dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+    if not available:
+        logger.warning("rollouts in %s run without packed matrices, slower: oneDNN does not have them", dtype)
+    return available
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ the only choice made here.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,6 +29,7 @@ from verl.workers.rollout.native.weights import ModelWeights, WeightStore
 if TYPE_CHECKING:
     from verl.workers.rollout.native.cuda.model import CudaModel
 
+logger = logging.getLogger(__name__)
 _MAX_LOGITS = 1 << 26  # elements of logits held at once; more rows are sampled in pieces
 
 
@@ -98,6 +100,7 @@ class PagedRunner:
                 self.spec, tables, dtype, self.device, block_size, max_model_len, not enforce_eager, compile
             )
         else:
+            logger.warning("rollouts in %s on %s take the general path, which is slow", dtype, self.device)
             backend = TorchAttention(block_size, self.device)
             self._model = TorchModel(self.spec, tables, dtype, self.device, backend)
         self._store = WeightStore(self.spec, dtype, self.device)
