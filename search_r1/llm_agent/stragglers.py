@@ -2,10 +2,10 @@
 
     trajectory started, ended (row, time) -> StragglerWatch -> rows of groups that are late
 
-A group (all rows of one prompt) is late when at least half of the batch has ended, at most half of the group
-(or its only member) is unfinished, and each unfinished member has been under way for more than `factor` times
-the median time of the trajectories that ended. Times come from the caller, in seconds or in engine steps: the
-watch itself has no clock, so with steps its decisions are repeatable.
+A group (all rows of one prompt) is late when at most half of it (or its only member) is unfinished, and each
+unfinished member has been under way for more than `factor` times the batch's median time. That is known when
+half of the batch has ended: what is unfinished by then took longer. Times come from the caller, in seconds or
+in engine steps: the watch itself has no clock, so with steps its decisions are repeatable.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StragglerWatch:
             self._update(group)
         self._started: dict[int, float] = {}
         self._times: list[float] = []  # of those that ended, sorted
-        self._num_rows, self._num_ended = len(self._groups), 0
+        self._num_rows = len(self._groups)
 
     def skip(self, row: int) -> None:
         """A row that was finished in an earlier step: a member of its group, not of this batch."""
@@ -51,7 +51,6 @@ class StragglerWatch:
 
     def end(self, row: int, now: float) -> None:
         """The row is over, whether it has started or not."""
-        self._num_ended += 1
         if row in self._started:
             insort(self._times, now - self._started[row])
         self._leave(row)
@@ -65,10 +64,10 @@ class StragglerWatch:
         return min((due for _, due in self._due()), default=None)
 
     def _due(self) -> list[tuple[set[int], float]]:
-        if not self._times or 2 * self._num_ended < self._num_rows:
+        half = -(-self._num_rows // 2)
+        if len(self._times) < half or not half:
             return []
-        middle = len(self._times) // 2
-        limit = self.factor * (self._times[middle] + self._times[-middle - 1]) / 2
+        limit = self.factor * self._times[half - 1]
         return [
             (rows, limit + max(self._started[row] for row in rows))
             for rows in self._candidates.values()

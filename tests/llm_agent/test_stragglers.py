@@ -146,18 +146,18 @@ def test_a_group_is_late_after_the_factor_times_the_median_once_half_of_the_batc
     w.end(0, 10.0)
     assert w.next_due() is None and w.late(1e9) == []
     w.end(2, 20.0)
-    assert w.next_due() == 30.0  # 2 x the median 15
-    assert w.late(30.0) == []
-    assert w.late(30.1) == [[1], [3]]
+    assert w.next_due() == 40.0  # 2 x the batch's median: the others take longer than 20
+    assert w.late(40.0) == []
+    assert w.late(40.1) == [[1], [3]]
     w.cut([1])
-    w.end(1, 31.0)  # without a say in the median
-    assert w.next_due() == 30.0 and w.late(31.0) == [[3]]
+    w.end(1, 41.0)  # without a say in the median
+    assert w.next_due() == 40.0 and w.late(41.0) == [[3]]
 
 
 def test_most_of_a_group_is_waited_for():
     w = watch("aaaabbbbbb")
     for row in range(4, 10):
-        w.end(row, 1.0)
+        w.end(row, 1.0)  # the median
     assert w.late(100.0) == []  # all of a
     w.end(0, 2.0)
     assert w.late(100.0) == []  # three of four
@@ -227,7 +227,7 @@ def test_a_group_is_not_cut_for_having_waited_for_its_place():
 def test_a_trajectory_whose_search_does_not_come_is_cut_and_its_search_cancelled():
     search = MemorySearch(held={"never"})
     rows = [*ROWS[2:], ("a", story(QUICK)), ("a", story("<search>never</search>", QUICK))]
-    config = replace(CONFIG, search_delay_steps=None)
+    config = replace(CONFIG, search_delay_steps=None, straggler_factor=50.0)
     started = time.perf_counter()
     output = Batch(rows, config, search).run()
     assert reasons(output) == ["answer", "answer", "answer", "cut"]
@@ -297,7 +297,7 @@ def test_a_group_is_kept_once():
 def test_a_trajectory_kept_at_its_search_asks_again_and_goes_on():
     asks = story("<search>never</search>", QUICK)
     rows = [("a", story(QUICK)), ("a", asks), *ROWS[2:]]
-    config = replace(CONFIG, search_delay_steps=None)
+    config = replace(CONFIG, search_delay_steps=None, straggler_factor=50.0)
     first = Batch(rows, config, MemorySearch(held={"never"})).run(keep_partial=True)
     assert reasons(first)[1] == "kept"
     search = MemorySearch()
