@@ -122,11 +122,13 @@ class PagedRunner:
         """Give the pools' memory back; `allocate` comes before the next step."""
         self._keys, self._values = [], []
         self._model.attach([], [])
+        self._return_memory()
 
     @torch.inference_mode()
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole blocks within the pools, in all layers. No block is both source and target."""
-        source, target = (torch.tensor(list(x), device=self.device) for x in (sources, targets))
+        pairs = torch.tensor([list(sources), list(targets)], pin_memory=self.device.type == "cuda")
+        source, target = pairs.to(self.device, non_blocking=True)
         for pool in (*self._keys, *self._values):
             pool.index_copy_(0, target, pool.index_select(0, source))
 
@@ -136,7 +138,8 @@ class PagedRunner:
         ValueError for unknown, missing or wrongly shaped ones; there are no weights then until the next call.
         `lm_head.weight` may be left out when embeddings are tied.
         """
-        self.release_weights()
+        self._has_weights = False
+        self._model.unload()  # the store keeps its casts: they are overwritten where they are
         self._own_bytes = self._model.load(self._store.update(weights))
         if isinstance(self._model, CpuModel):
             self._store.clear()  # it has packed copies of its own
@@ -149,7 +152,13 @@ class PagedRunner:
         freed, self._own_bytes, self._has_weights = self._own_bytes, 0, False
         self._model.unload()
         self._store.clear()
+        self._return_memory()
         return freed
+
+    def _return_memory(self) -> None:
+        """What torch keeps for later allocations goes back to the device, for whoever shares it."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def step(self, batch: StepBatch, rows: SamplingRows) -> Sampled:
