@@ -5,8 +5,9 @@ only) in a session of its own, with a pipe as standard input; the guard starts t
 
     trainer --pipe--> guard --> command --> the command's children       (guard and below: one process group)
 
-The pipe closes, or the parent changes: the trainer is done or gone, and SIGTERM, then SIGKILL, ends the
-group. The command ends by itself: so does the rest of its group, and the last line of its output says how.
+Something comes through the pipe, it closes, or the parent changes: the trainer is done or gone, and SIGTERM,
+then SIGKILL, ends the group. The command ends by itself: so does the rest of its group, and the last line of
+its output says how.
 
     python process_guard.py GRACE_SECONDS COMMAND [ARGUMENT ...]
 """
@@ -30,7 +31,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the group gets it, for the command's sake
     while child.poll() is None and os.getppid() == parent:
         readable, _, _ = select.select([sys.stdin], [], [], _POLL_SECONDS)
-        if readable and not os.read(sys.stdin.fileno(), 1):
+        if readable:  # a word or the pipe's end
             break
     if child.poll() is None:
         os.killpg(0, signal.SIGTERM)

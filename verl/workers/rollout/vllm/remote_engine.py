@@ -77,6 +77,7 @@ class RemoteVllmEngine:
         max_requests: int = 1024,
         stream_interval: int = 8,
         stall_timeout: float = 600.0,
+        patience: float = 10.0,
         update_timeout: float = 1800.0,
     ) -> None:
         """Connect.
@@ -93,6 +94,7 @@ class RemoteVllmEngine:
             stream_interval: tokens that a server collects before it sends them; `partial` lags behind by so
                 many. A turn's end is sent at once.
             stall_timeout: seconds without a byte after which a server is asked whether it still works.
+            patience: seconds that a server may not answer before it is given up.
             update_timeout: seconds that another process may take to send the weights.
 
         Raises:
@@ -121,7 +123,7 @@ class RemoteVllmEngine:
         self._ended: queue.SimpleQueue[Completion | BaseException] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-rollout", daemon=True)
-        self._pool = ServerPool(server_urls, servers, stall_timeout)
+        self._pool = ServerPool(server_urls, servers, stall_timeout, patience)
         self._room = asyncio.Semaphore(max_requests)
         self._thread.start()
         try:
@@ -220,6 +222,8 @@ class RemoteVllmEngine:
                 pass  # gathered by all processes together: the sender needs this one to walk them too
             self._call(self._pool.wait_for_version(version, self._update_timeout))
         else:
+            if self._asleep:
+                self._call(self._pool.wake())
             self._call(self._pool.pause())
             workers = [_Workers(client, self._pool, self._loop) for client in self._pool.living()]
             for url, reason in self._sender.send(workers, weights, version).items():
@@ -240,7 +244,7 @@ class RemoteVllmEngine:
             self._asleep = True
             self._call(self._break_off())
             if self._sender is not None:
-                self._call(self._pool.each(lambda client: client.sleep(level)))
+                self._call(self._pool.sleep(level))
             if level == 2:
                 self._has_weights, self.version = False, -1
         return 0
@@ -249,7 +253,7 @@ class RemoteVllmEngine:
         """Go on. Does nothing when awake."""
         if self._asleep:
             if self._sender is not None:
-                self._call(self._pool.each(ServerClient.wake))
+                self._call(self._pool.wake())
             self._asleep = False
             self._go_on()
 
@@ -321,6 +325,9 @@ class RemoteVllmEngine:
         try:
             while True:
                 had = len(session.token_ids)
+                if session.server.dead is not None:
+                    load = Counter(other.server for other in list(self._sessions.values()))
+                    session.server = self._pool.least_loaded(load, self._rank)
                 server = session.server
                 try:
                     async with self._room:
@@ -374,18 +381,15 @@ class RemoteVllmEngine:
         return None, reason
 
     async def _after_failure(self, session: _RemoteSession, error: ServerFailed, failures: int) -> None:
-        """Wait a little if the server lives; else move the session to another."""
-        server = session.server
-        await self._pool.check(server, error)
-        if server.dead is not None:
-            load = Counter(other.server for other in list(self._sessions.values()))
-            session.server = self._pool.least_loaded(load, self._rank)
-        elif failures >= _FAILURES:
+        """Return when it is worth another try, elsewhere if the server is dead."""
+        await self._pool.check(session.server, error)
+        if session.server.dead is not None:
+            return
+        if failures >= _FAILURES:
             raise RequestRefused(
                 f"{failures} requests in a row failed, though it says it is healthy: {error}"
             )
-        else:
-            await asyncio.sleep(0.05 * 2**failures)
+        await asyncio.sleep(0.05 * 2**failures)
 
     # ---- small things ----
 

@@ -14,9 +14,11 @@ in a network whose users are all trusted.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -39,6 +41,12 @@ logger = logging.getLogger(__name__)
 SERVED_MODEL_NAME = "policy"
 WORKER_EXTENSION = "verl.workers.rollout.vllm.weight_transfer.WeightReceiver"
 _LOG_LINES = 30
+_PORTS = range(20000, 32768)  # below those that the system gives to outgoing connections
+# What a launcher or an engine in this process has set for this process alone.
+_OWN_VARIABLES = {
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"),
+}
 _GRACE_SECONDS = 5.0
 
 
@@ -93,7 +101,7 @@ class ServerOptions:
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
-        environment = ours | dict(os.environ)
+        environment = ours | {name: value for name, value in os.environ.items() if name not in _OWN_VARIABLES}
         if self.devices is not None:
             first, size = index * self.devices_per_server, self.devices_per_server
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices[first : first + size])
@@ -149,7 +157,9 @@ class ServerProcess:
     def ask_to_end(self) -> None:
         """Let the guard end the server; `wait` for it."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended, or is asked already
+            self._process.stdin.write(b"end")
+            self._process.stdin.close()
 
     def wait(self) -> None:
         """Return when the server's processes are gone; by force if the guard does not manage."""
@@ -261,10 +271,13 @@ def _offer_package(folder: Path) -> None:
 
 
 def _free_port(host: str) -> int:
+    """A port that nobody listens on; the server will take it in a few seconds."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    for port in random.Random().sample(_PORTS, 100):  # not the program's seed: two runs would collide
+        with socket.socket(family) as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise RuntimeError(f"no free port on {host} among {_PORTS.start} to {_PORTS.stop - 1}")
 
 
 def _bracketed(host: str) -> str:

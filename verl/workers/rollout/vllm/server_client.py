@@ -11,6 +11,7 @@ everywhere.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ import httpx
 
 from verl.workers.rollout.engine import SamplingParams
 from verl.workers.rollout.vllm.requests import SESSION_SEED
+
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line at INFO for every request
 
 _CONTROL_SECONDS = 60.0
 _MESSAGE_CHARACTERS = 600
@@ -113,6 +116,24 @@ def _plain_log_prob(token_id: int, top: dict[str, float]) -> float:
     return float(others[0])
 
 
+class Connections:
+    """HTTP connections to all servers: those of requests are kept for the next one."""
+
+    def __init__(self, stall_timeout: float, encrypted: bool) -> None:
+        """`stall_timeout`: most seconds without a byte of an answer to a request; `encrypted`: https."""
+        tls = httpx.create_ssl_context() if encrypted else False
+        kept = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        stall = httpx.Timeout(_CONTROL_SECONDS, read=stall_timeout)
+        self.streams = httpx.AsyncClient(trust_env=False, timeout=stall, limits=kept, verify=tls)
+        # After an error vLLM closes a connection that it has promised to keep: each call takes a new one.
+        new = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self.control = httpx.AsyncClient(trust_env=False, timeout=_CONTROL_SECONDS, limits=new, verify=tls)
+
+    async def close(self) -> None:
+        await self.streams.aclose()
+        await self.control.aclose()
+
+
 class ServerClient:
     """Calls to one server; all of them on one event loop.
 
@@ -121,19 +142,11 @@ class ServerClient:
         dead: why it is not used any more, once it is not.
     """
 
-    def __init__(self, url: str, stall_timeout: float) -> None:
+    def __init__(self, url: str, connections: Connections) -> None:
         self.url = url.rstrip("/")
         self.dead: str | None = None
-        none_kept = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        stall = httpx.Timeout(_CONTROL_SECONDS, read=stall_timeout)
-        unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._streams = httpx.AsyncClient(trust_env=False, timeout=stall, limits=unlimited)
-        # After an error vLLM closes a connection that it has promised to keep: each call takes a new one.
-        self._control = httpx.AsyncClient(trust_env=False, timeout=_CONTROL_SECONDS, limits=none_kept)
-
-    async def close(self) -> None:
-        await self._streams.aclose()
-        await self._control.aclose()
+        self._streams = connections.streams
+        self._control = connections.control
 
     async def complete(self, body: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
         """The chunks of one request. Left early, the connection closes and the server drops the request."""

@@ -16,12 +16,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from verl.workers.rollout.vllm.server import VllmServers
-from verl.workers.rollout.vllm.server_client import RequestRefused, ServerClient, ServerFailed
+from verl.workers.rollout.vllm.server_client import Connections, RequestRefused, ServerClient, ServerFailed
 
 logger = logging.getLogger(__name__)
 
 RPC_SECONDS = 1800.0
-_PROBES = 3
 _UPDATING = "updating"
 _FIGURES = {
     "kv_used_share": "vllm:kv_cache_usage_perc",
@@ -37,13 +36,19 @@ class ServerPool:
     Attributes:
         model_name: as the servers call it; after `connect`.
         num_workers: of each server, by address; after `connect` as the sender.
+        can_sleep: addresses of the servers that run with sleep mode; after `connect`.
     """
 
-    def __init__(self, urls: Sequence[str], servers: VllmServers | None, stall_timeout: float) -> None:
-        """`servers`: those of these addresses that were started from here, for their logs."""
-        self.clients = [ServerClient(url, stall_timeout) for url in dict.fromkeys(urls)]
+    def __init__(
+        self, urls: Sequence[str], servers: VllmServers | None, stall_timeout: float, patience: float
+    ) -> None:
+        """For the arguments see `RemoteVllmEngine`."""
+        self._connections = Connections(stall_timeout, any(url.startswith("https:") for url in urls))
+        self.clients = [ServerClient(url, self._connections) for url in dict.fromkeys(urls)]
+        self._patience = patience
         self.model_name = ""
         self.num_workers: dict[str, int] = {}
+        self.can_sleep: set[str] = set()
         self._servers = servers
         self._probing = {client.url: asyncio.Lock() for client in self.clients}
 
@@ -53,8 +58,11 @@ class ServerPool:
         for client in self.clients:
             try:
                 model = (await client.models())[0]
-                _check_fit(client.url, model, await client.configuration(), max_model_len)
+                configuration = await client.configuration()
+                _check_fit(client.url, model, configuration, max_model_len)
                 names.add(str(model["id"]))
+                if configuration["model_config"].get("enable_sleep_mode"):
+                    self.can_sleep.add(client.url)
                 if is_sender:
                     answers = await client.call_workers("rollout_install_sampler", RPC_SECONDS)
                     self.num_workers[client.url] = len(answers)
@@ -88,19 +96,22 @@ class ServerPool:
                 logger.warning("vLLM server %s is not used any more: %s", url, client.dead)
 
     async def check(self, client: ServerClient, error: ServerFailed) -> None:
-        """Bury a server that failed unless it says, within a few tries, that it is healthy."""
+        """Bury a server that failed, unless it says before long that it is healthy."""
         async with self._probing[client.url]:  # one asks, for all turns that failed with it
             if client.dead is None and not await self._answers(client):
                 self.bury(client.url, str(error))
 
     async def _answers(self, client: ServerClient) -> bool:
         processes = self._servers.processes if self._servers is not None else []
-        for attempt in range(_PROBES):
-            if any(process.url == client.url and not process.alive for process in processes):
-                return False
+        deadline = time.monotonic() + self._patience
+        wait = 0.05
+        while not any(process.url == client.url and not process.alive for process in processes):
             if await client.is_healthy():
                 return True
-            await asyncio.sleep(0.2 * 2**attempt)
+            if time.monotonic() + wait > deadline:
+                break
+            await asyncio.sleep(wait)
+            wait *= 2
         return False
 
     # ---- weights ----
@@ -148,6 +159,26 @@ class ServerPool:
                     return int(label)
             await asyncio.sleep(0.05)
 
+    # ---- memory ----
+
+    async def sleep(self, level: int) -> None:
+        """vLLM's sleep, of the servers that were started with it."""
+
+        async def put_to_sleep(client: ServerClient) -> None:
+            if client.url in self.can_sleep:
+                await client.sleep(level)
+
+        await self.each(put_to_sleep)
+
+    async def wake(self) -> None:
+        """Undo `sleep`."""
+
+        async def wake_up(client: ServerClient) -> None:
+            if client.url in self.can_sleep:
+                await client.wake()
+
+        await self.each(wake_up)
+
     # ---- all of them ----
 
     async def each(self, action: Callable[[ServerClient], Awaitable[None]]) -> None:
@@ -182,8 +213,7 @@ class ServerPool:
         return sums
 
     async def close(self) -> None:
-        for client in self.clients:
-            await client.close()
+        await self._connections.close()
 
 
 def _check_fit(url: str, model: Mapping[str, Any], configuration: Mapping[str, Any], needed: int) -> None:

@@ -3,11 +3,8 @@
     trainer: (name, tensor) pairs -> pack -> buckets --broadcast (NCCL, gloo)-> worker: unpack -> load_weights
                                                 \\---> a safetensors file each -> (the workers read them)
 
-A bucket is a flat buffer of bounded size, so neither side holds a second full copy of the model. With each
-server the trainer has a group of its own: trainer rank 0 and the server's workers. It is not the trainer's
-default group, nor a part of it, and a server that dies takes no other server's group with it. What is in a
-bucket travels over the group's key-value store (TCP), the bucket itself by broadcast; all servers receive the
-same bucket at the same time.
+With each server the trainer has a group of its own: trainer rank 0 and the server's workers. A server that
+dies takes no other server's group with it. All servers receive the same bucket at the same time.
 
 `WeightReceiver` is the other end, vLLM's `worker_extension_cls`: it runs in the server's environment. Both
 ends listen and connect on the address that leads from the trainer to the server; nothing is encrypted.
@@ -15,35 +12,29 @@ ends listen and connect on the address that leads from the trainer to the server
 
 from __future__ import annotations
 
-import json
-import logging
 import shutil
-import socket
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from datetime import timedelta
-from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from verl.workers.rollout.vllm.weights import load_weights
+from verl.workers.rollout.vllm.weight_buckets import (
+    BUCKET_BYTES,
+    TRANSFER_SECONDS,
+    Entry,
+    Group,
+    Pairs,
+    local_address,
+    pack,
+    unpack,
+)
+from verl.workers.rollout.vllm.weights import checked_stream, expected_shapes
 from verl.workers.rollout.vllm.worker_extension import RolloutWorkerExtension
-
-logger = logging.getLogger(__name__)
-
-BUCKET_BYTES = 256 << 20
-_ALIGNMENT = 64
-_JOIN_SECONDS = 120.0
-_TRANSFER_SECONDS = 1800.0
-
-Pairs = Iterable[tuple[str, Tensor]]
 
 
 class Workers(Protocol):
@@ -69,118 +60,7 @@ class WeightSender(Protocol):
         """Leave the groups, delete the files."""
 
 
-# ---- buckets ----
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Where a tensor lies in a bucket: offset in bytes, dtype by name ("bfloat16"), shape."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-
-def pack(
-    weights: Pairs, dtype: torch.dtype, device: torch.device, limit: int = BUCKET_BYTES
-) -> Iterator[tuple[list[Entry], Tensor]]:
-    """Cut a stream of tensors into buckets: (entries, uint8 [bytes] on `device`).
-
-    Floating-point tensors are cast to `dtype`. A bucket has at most `limit` bytes, unless a single tensor has
-    more. Its memory is used again for the next one.
-    """
-    buffer = torch.empty(limit, dtype=torch.uint8, device=device)
-    entries: list[Entry] = []
-    used = 0
-    for name, tensor in weights:
-        kind = dtype if tensor.is_floating_point() else tensor.dtype
-        size = tensor.numel() * kind.itemsize
-        if entries and used + size > limit:
-            yield entries, buffer[:used]
-            entries, used = [], 0
-        shape = tuple(tensor.shape)
-        if size > limit:
-            whole = tensor.detach().to(device, kind).contiguous()
-            yield [Entry(name, _name(kind), shape, 0)], whole.view(-1).view(torch.uint8)
-            continue
-        entries.append(Entry(name, _name(kind), shape, used))
-        buffer[used : used + size].view(kind).view(shape).copy_(tensor.detach())
-        used = min(limit, -(-(used + size) // _ALIGNMENT) * _ALIGNMENT)
-    if entries:
-        yield entries, buffer[:used]
-
-
-def unpack(entries: Iterable[Entry], data: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a bucket, as views of it."""
-    for entry in entries:
-        kind = getattr(torch, entry.dtype)
-        size = prod(entry.shape) * kind.itemsize
-        yield entry.name, data[entry.offset : entry.offset + size].view(kind).view(entry.shape)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-# ---- groups ----
-
-
-class _Group:
-    """One trainer process (rank 0) and one server's workers (ranks 1 ..): a store and a process group."""
-
-    def __init__(
-        self,
-        backend: str,
-        device: torch.device,
-        address: tuple[str, int],
-        rank: int,
-        size: int,
-        fd: int | None,
-    ) -> None:
-        host, port = address
-        store: Any = dist.TCPStore  # its stubs, and those of the groups, are not complete
-        self._store = store(
-            host,
-            port,
-            is_master=fd is not None,
-            timeout=timedelta(seconds=_JOIN_SECONDS),
-            wait_for_workers=False,
-            master_listen_fd=fd,
-        )
-        self._store.set_timeout(timedelta(seconds=_TRANSFER_SECONDS))
-        self._device = device
-        members = dist.PrefixStore("group", self._store)
-        kind: Any = dist.ProcessGroupNCCL if backend == "nccl" else dist.ProcessGroupGloo
-        options = kind.Options() if backend == "nccl" else kind._Options()
-        options._timeout = timedelta(seconds=_TRANSFER_SECONDS)
-        if backend == "gloo":
-            here = host if fd is not None else _local_address(host, port)
-            options._devices = [kind.create_device(hostname=here)]
-        self._group = kind(members, rank, size, options)
-
-    def announce(self, update: int, number: int, message: dict[str, Any]) -> None:
-        self._store.set(f"{update}/{number}", json.dumps(message))
-
-    def forget(self, update: int, number: int) -> None:
-        self._store.delete_key(f"{update}/{number}")
-
-    def start_sending(self, data: Tensor) -> Any:
-        return self._group.broadcast(data, 0)
-
-    def receive(self, update: int) -> Iterator[tuple[str, Tensor]]:
-        """What rank 0 announces as `update`, to its end. RuntimeError if it says that it failed."""
-        number = 0
-        while True:
-            message = json.loads(self._store.get(f"{update}/{number}"))
-            if "failed" in message:
-                raise RuntimeError(f"the trainer broke off: {message['failed']}")
-            if "bytes" not in message:
-                return
-            data = torch.empty(message["bytes"], dtype=torch.uint8, device=self._device)
-            self._group.broadcast(data, 0).wait()
-            yield from unpack([Entry(**entry) for entry in message["entries"]], data)
-            number += 1
+# ---- broadcast ----
 
 
 class GroupSender:
@@ -197,7 +77,7 @@ class GroupSender:
         self._device = device if backend == "nccl" else torch.device("cpu")
         self._dtype = dtype
         self._bucket_bytes = bucket_bytes
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, Group] = {}
         self._update = 0
 
     def send(self, servers: Sequence[Workers], weights: Pairs, version: int) -> dict[str, str]:
@@ -239,15 +119,16 @@ class GroupSender:
     def close(self) -> None:
         self._groups.clear()
 
-    def _join(self, server: Workers) -> _Group:
-        host = _local_address(*_address(server.url))
-        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        port = listener.getsockname()[1]
+    def _join(self, server: Workers) -> Group:
+        host = local_address(*_address(server.url))
         size = 1 + server.num_workers
-        joined = server.call("rollout_join", backend=self._backend, host=host, port=str(port), size=str(size))
-        group = _Group(self._backend, self._device, (host, port), 0, size, listener.detach())
-        joined.result(_JOIN_SECONDS)
-        return group
+
+        def invite(port: int) -> Future[list[Any]]:
+            return server.call(
+                "rollout_join", backend=self._backend, host=host, port=str(port), size=str(size)
+            )
+
+        return Group.lead(self._backend, self._device, host, size, invite)
 
     def _broadcast(
         self,
@@ -279,7 +160,7 @@ class GroupSender:
 
 def _check(answer: Future[list[Any]], url: str, version: int, failed: dict[str, str]) -> None:
     try:
-        versions = [str(found) for found in answer.result(_TRANSFER_SECONDS)]
+        versions = [str(found) for found in answer.result(TRANSFER_SECONDS)]
     except Exception as error:  # whatever the call or the worker raised: this server has no usable weights
         failed[url] = f"its workers did not take the weights: {error}"
         return
@@ -356,17 +237,18 @@ class WeightReceiver(RolloutWorkerExtension):
 
     rank: int
     device: torch.device
+    model_config: Any
 
     def rollout_join(self, backend: str, host: str, port: str, size: str) -> None:
         """Enter the group of the trainer that listens there."""
         device = self.device if backend == "nccl" else torch.device("cpu")
-        self._rollout_group = _Group(backend, device, (host, int(port)), 1 + self.rank, int(size), None)
+        self._rollout_group = Group.join(backend, device, host, int(port), 1 + self.rank, int(size))
 
     def rollout_receive(self, update: str, version: str) -> str:
         """Take the weights that the trainer broadcasts; answers their version."""
         stream = self._rollout_group.receive(int(update))
         try:
-            load_weights(self, stream)
+            self.rollout_load_weights(checked_stream(stream, self._rollout_shapes()))
         finally:
             for _ in stream:  # also after an error: nobody else must wait for this worker
                 pass
@@ -374,8 +256,11 @@ class WeightReceiver(RolloutWorkerExtension):
 
     def rollout_load_folder(self, folder: str, version: str) -> str:
         """Take the weights from a folder of safetensors files; answers their version."""
-        load_weights(self, _stored(Path(folder)))
+        self.rollout_load_weights(checked_stream(_stored(Path(folder)), self._rollout_shapes()))
         return version
+
+    def _rollout_shapes(self) -> dict[str, tuple[int, ...]]:
+        return expected_shapes(self.model_config.hf_config)
 
 
 def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -392,11 +277,3 @@ def _address(url: str) -> tuple[str, int]:
     if parts.hostname is None:
         raise ValueError(f"{url!r} is no server address; expected http://HOST:PORT")
     return parts.hostname, parts.port or 80
-
-
-def _local_address(host: str, port: int) -> str:
-    """This machine's address on the way to another one (127.0.0.1 to itself); nothing is sent."""
-    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])

@@ -1,0 +1,200 @@
+"""A small HTTP server that speaks what the engine needs of vLLM's protocol, with faults on demand.
+
+Its "model" is a hash: the next token depends on all tokens so far, on the seed, on the version of the
+weights, and on the version under which the prefix was computed, so that stale KV state shows. `expected_turn`
+is the same thing without a server.
+"""
+
+import json
+import threading
+import time
+import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+VOCABULARY = 256
+EXTENSION = "verl.workers.rollout.vllm.weight_transfer.WeightReceiver"
+
+
+def next_token(tokens, version, kv_version, seed=0):
+    return zlib.crc32(repr((list(tokens), version, kv_version, seed)).encode()) % VOCABULARY
+
+
+def log_prob(token_id):
+    return -token_id / 100.0
+
+
+def expected_turn(context, length, version, seed=0):
+    """What a turn samples behind `context` with weights `version` and no stale state."""
+    tokens = list(context)
+    for _ in range(length):
+        tokens.append(next_token(tokens, version, version, seed))
+    return tokens[len(context) :]
+
+
+class ProtocolServer:
+    """Use as a context manager; `url` is its address.
+
+    Faults: `broken_streams` (the next so many streams end without a word after `break_after` tokens),
+    `errors` (the next so many requests are answered 500), `stalls` (the next so many requests get no
+    answer), `garbage` (a line sent in the place of the first chunk), `early_stop` (each request ends after so
+    many tokens with finish reason "stop"), `refuses_weights`, `unhealthy`. `token_seconds` slows it down.
+    """
+
+    def __init__(self):
+        self.label, self.weights, self.kv_version = "default", None, None
+        self.paused, self.pauses = False, 0
+        self.broken_streams = self.break_after = self.errors = self.stalls = 0
+        self.garbage = self.early_stop = None
+        self.refuses_weights = self.unhealthy = False
+        self.token_seconds = 0.0
+        self.max_model_len, self.extension, self.mode = 512, EXTENSION, "processed_logprobs"
+        self.sleep_mode = False
+        self.requests, self.dropped, self.calls = [], 0, []
+        self.dead = False
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+
+    def __enter__(self):
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+
+    def kill(self):
+        """The end of the process: nobody listens any more, open streams break."""
+        self.dead = True  # ends open streams
+        if self._thread.is_alive():
+            self._http.shutdown()
+            self._thread.join()
+        self._http.server_close()
+
+    def _handler(server):
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_):
+                pass
+
+            def reply(self, answer, status=200):
+                data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def do_GET(self):
+                path = urlsplit(self.path).path
+                if path == "/health":
+                    self.reply("", 503 if server.unhealthy else 200)
+                elif path == "/v1/models":
+                    self.reply({"data": [{"id": "policy", "max_model_len": server.max_model_len}]})
+                elif path == "/weight_info":
+                    self.reply({"weight_version": server.label})
+                elif path == "/is_paused":
+                    self.reply({"is_paused": server.paused})
+                elif path == "/metrics":
+                    self.reply(
+                        '# HELP x\nvllm:prompt_tokens_total{engine="0"} 7\nvllm:kv_cache_usage_perc{} 0.5\n'
+                    )
+                elif path == "/server_info":
+                    config = {
+                        "parallel_config": {"worker_extension_cls": server.extension},
+                        "model_config": {
+                            "logprobs_mode": server.mode,
+                            "enable_sleep_mode": server.sleep_mode,
+                        },
+                    }
+                    self.reply({"vllm_config": config})
+                else:
+                    self.reply("", 404)
+
+            def do_POST(self):
+                url = urlsplit(self.path)
+                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
+                if url.path == "/v1/completions":
+                    return self.complete(body)
+                server.calls.append(url.path)
+                if url.path == "/pause":
+                    server.paused, server.pauses = True, server.pauses + 1
+                elif url.path == "/resume":
+                    server.paused = False
+                elif url.path == "/update_weight_version":
+                    server.label = body["new_version"]
+                elif url.path == "/reset_prefix_cache":
+                    assert parse_qs(url.query) == {"reset_running_requests": ["true"]}
+                    server.kv_version = None
+                    return self.reply({"success": True})
+                elif url.path == "/collective_rpc":
+                    if body["method"] == "rollout_load_folder":
+                        if server.refuses_weights:
+                            return self.reply("missing weights", 500)
+                        server.weights = int(body["kwargs"]["version"])
+                    return self.reply({"results": [body["kwargs"].get("version")]})
+                self.reply({"status": "done"})
+
+            def complete(self, body):
+                server.requests.append(body)
+                if server.errors > 0:
+                    server.errors -= 1
+                    return self.reply({"error": {"message": "engine trouble"}}, 500)
+                if len(body["prompt"]) + body["max_tokens"] > server.max_model_len:
+                    return self.reply({"error": {"message": "too long"}}, 400)
+                if server.stalls > 0:
+                    server.stalls -= 1
+                    time.sleep(0.5)
+                    return None
+                breaks = server.broken_streams > 0
+                server.broken_streams -= breaks
+                self.send_response(200)
+                self.end_headers()
+                try:
+                    if server.garbage is not None:
+                        self.wfile.write(server.garbage.encode() + b"\n\n")
+                    self.stream(body, breaks)
+                except OSError:
+                    server.dropped += 1
+                return None
+
+            def stream(self, body, breaks):
+                pauses = server.pauses
+                tokens, sent, pending = list(body["prompt"]), 0, []
+                reason = None
+                while reason is None:
+                    while server.paused and pauses == server.pauses and not server.dead:
+                        time.sleep(0.001)
+                    time.sleep(server.token_seconds)
+                    if server.dead:
+                        return
+                    if pauses != server.pauses:
+                        reason = "abort"
+                    else:
+                        if server.kv_version is None:
+                            server.kv_version = server.weights
+                        seed = body["vllm_xargs"]["session_seed"]
+                        tokens.append(next_token(tokens, server.weights, server.kv_version, seed))
+                        pending.append(tokens[-1])
+                        sent += 1
+                        if breaks and sent > server.break_after:
+                            return
+                        if tokens[-1] in body["stop_token_ids"] or sent == server.early_stop:
+                            reason = "stop"
+                        elif sent == body["max_tokens"]:
+                            reason = "length"
+                    if reason or len(pending) >= body["stream_interval"] or sent == 1:
+                        self.send_chunk(pending, reason)
+                        pending = []
+                self.wfile.write(b"data: [DONE]\n\n")
+
+            def send_chunk(self, tokens, reason):
+                top = [
+                    {f"token_id:{token}": log_prob(token), f"token_id:{VOCABULARY}": 2 * log_prob(token)}
+                    for token in tokens
+                ]
+                probs = {"token_logprobs": [log_prob(token) for token in tokens], "top_logprobs": top}
+                choice = {"token_ids": tokens, "logprobs": probs, "finish_reason": reason, "text": "?"}
+                self.wfile.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+                self.wfile.flush()
+
+        return Handler

@@ -1,0 +1,504 @@
+"""`RemoteVllmEngine` against servers that speak vLLM's protocol: sessions, stops, faults, new weights."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+import torch
+from protocol_server import VOCABULARY, ProtocolServer, expected_turn, log_prob
+
+from verl.workers.rollout.engine import SamplingParams
+from verl.workers.rollout.stop import StopCondition
+from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
+
+GREEDY = {"temperature": 0.0}
+WEIGHTS = [("weight", torch.zeros(2))]
+
+
+class FolderSender:
+    """Tells the servers the version; no weights travel."""
+
+    def send(self, servers, weights, version):
+        self.names = [name for name, _ in weights]
+        calls = [(s.url, s.call("rollout_load_folder", folder="-", version=str(version))) for s in servers]
+        return {url: str(call.exception()) for url, call in calls if call.exception()}
+
+    def close(self):
+        pass
+
+
+class ByteTokenizer:
+    """Token i is the byte i, written as GPT-2 writes it."""
+
+    added_tokens_decoder = {}
+
+    def get_vocab(self):
+        from verl.workers.rollout.stop import _byte_level_alphabet
+
+        return _byte_level_alphabet()
+
+
+@pytest.fixture
+def start():
+    """start(num_servers=1, **engine options): (engine with weights 0, servers)."""
+    with ExitStack() as stack:
+
+        def make(num_servers=1, version=0, prepare=lambda server: None, **options):
+            servers = [stack.enter_context(ProtocolServer()) for _ in range(num_servers)]
+            for server in servers:
+                prepare(server)
+            defaults = {"max_model_len": 256, "sender": FolderSender(), "stream_interval": 4, "patience": 0.3}
+            options = defaults | options
+            engine = RemoteVllmEngine([s.url for s in servers], vocab_size=VOCABULARY, **options)
+            stack.callback(engine.shutdown)
+            if version is not None:
+                engine.update_weights(WEIGHTS, version)
+            return engine, servers
+
+        yield make
+
+
+def drain(engine, timeout=20.0):
+    completions, deadline = {}, time.monotonic() + timeout
+    while engine.has_runnable:
+        assert time.monotonic() < deadline, "the engine hangs"
+        for completion in engine.step():
+            assert completion.session_id not in completions
+            completions[completion.session_id] = completion
+    return completions
+
+
+def wait_until(condition, timeout=10.0):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_many_sessions_get_their_own_tokens_and_both_log_probs(start):
+    engine, servers = start(2, version=3)
+    prompts = [[i, 7, i * 3 % 250] for i in range(40)]
+    ids = [
+        engine.open(prompt, SamplingParams(5 + i % 9, temperature=1.0, seed=i))
+        for i, prompt in enumerate(prompts)
+    ]
+    completions = drain(engine)
+    for i, (session_id, prompt) in enumerate(zip(ids, prompts, strict=True)):
+        got = completions[session_id]
+        assert got.token_ids == expected_turn(prompt, 5 + i % 9, 3, seed=i)
+        assert got.log_probs == [log_prob(token) for token in got.token_ids]
+        assert got.model_log_probs == [2 * log_prob(token) for token in got.token_ids]
+        assert (got.finish_reason, got.stop_string) == ("length", None)
+        assert got.version_first == got.version_last == 3
+    assert [len(server.requests) for server in servers] == [20, 20]
+
+
+def test_requests_leave_nothing_to_the_servers_defaults(start):
+    engine, (server,) = start()
+    params = SamplingParams(6, 0.7, 0.9, 40, 0.0, seed=(1 << 64) - 1, eos_token_ids=frozenset({9, 4}))
+    engine.open([1, 2], params)
+    drain(engine)
+    body = server.requests[0]
+    assert body["prompt"] == [1, 2] and body["max_tokens"] == 6
+    assert (body["temperature"], body["top_p"], body["top_k"], body["min_p"]) == (0.7, 0.9, 40, 0.0)
+    assert body["vllm_xargs"] == {"session_seed": (1 << 64) - 1}
+    assert body["stop_token_ids"] == [4, 9] and body["ignore_eos"] is True
+    assert body["repetition_penalty"] == 1.0 and body["return_token_ids"] is True and body["logprobs"] == 1
+
+
+def test_a_turn_ends_at_the_token_that_completes_a_stop_string_and_what_came_behind_is_dropped(start):
+    engine, (server,) = start(stream_interval=50)
+    sampled = expected_turn([5], 40, 0)
+    pair = bytes(sampled[20:22]).decode("latin-1")
+    stop = StopCondition(ByteTokenizer(), ["absent", bytes(sampled[20:22]).decode("utf-8", "ignore") or pair])
+    stop._targets = [("here", bytes(sampled[20:22]))]  # any two bytes, also if they are no UTF-8
+    stop._reach, stop.candidate_ids = 1, frozenset({sampled[21]})
+    session_id = engine.open([5], SamplingParams(40, stop=stop, **GREEDY))
+    got = drain(engine)[session_id]
+    assert got.token_ids == sampled[:22]
+    assert (got.finish_reason, got.stop_string) == ("stop", "here")
+    assert len(got.log_probs) == len(got.model_log_probs) == 22
+
+
+def test_a_turn_goes_on_where_the_server_sees_a_stop_string_and_the_tokens_do_not(start):
+    engine, (server,) = start()
+    server.early_stop = 7
+    session_id = engine.open([5, 6], SamplingParams(20, **GREEDY))
+    got = drain(engine)[session_id]
+    assert got.token_ids == expected_turn([5, 6], 20, 0)
+    assert [len(body["prompt"]) for body in server.requests] == [2, 9, 16]
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+def test_an_end_of_sequence_token_is_kept_and_ends_the_turn_unless_it_is_ignored(start, ignore):
+    engine, _ = start()
+    sampled = expected_turn([9], 15, 0)
+    params = SamplingParams(15, eos_token_ids=frozenset({sampled[6]}), ignore_eos=ignore, **GREEDY)
+    session_id = engine.open([9], params)
+    got = drain(engine)[session_id]
+    assert got.token_ids == (sampled if ignore else sampled[: sampled.index(sampled[6]) + 1])
+    assert got.finish_reason == ("length" if ignore else "eos")
+
+
+def test_the_next_turn_goes_to_the_same_server_with_all_tokens(start):
+    engine, servers = start(3)
+    ids = [engine.open([i], SamplingParams(4, **GREEDY)) for i in range(6)]
+    first = drain(engine)
+    for i, session_id in enumerate(ids):
+        engine.resume(session_id, [100 + i, 3], SamplingParams(5, **GREEDY))
+    second = drain(engine)
+    for i, session_id in enumerate(ids):
+        context = [i, *first[session_id].token_ids, 100 + i, 3]
+        assert second[session_id].token_ids == expected_turn(context, 5, 0)
+    for server in servers:
+        prompts = [body["prompt"] for body in server.requests]
+        assert len(prompts) == 4
+        assert all(any(longer[: len(short)] == short for longer in prompts[2:]) for short in prompts[:2])
+
+
+def test_an_observation_that_fills_the_session_up_ends_its_turn_without_a_token(start):
+    engine, (server,) = start(max_model_len=12)
+    session_id = engine.open([1] * 4, SamplingParams(4, **GREEDY))
+    drain(engine)
+    engine.resume(session_id, [2] * 4, SamplingParams(4, **GREEDY))
+    got = drain(engine)[session_id]
+    assert (got.token_ids, got.finish_reason, got.version_first, got.version_last) == ([], "length", 0, 0)
+    assert len(server.requests) == 1
+
+
+def test_the_limit_is_what_the_session_has_room_for(start):
+    engine, _ = start(max_model_len=12)
+    session_id = engine.open([1] * 8, SamplingParams(100, **GREEDY))
+    assert drain(engine)[session_id].token_ids == expected_turn([1] * 8, 4, 0)
+
+
+def test_partial_shows_the_turn_under_way_and_nothing_afterwards(start):
+    engine, (server,) = start()
+    server.token_seconds = 0.01
+    session_id = engine.open([4], SamplingParams(30, **GREEDY))
+    wait_until(lambda: len(engine.partial(session_id).token_ids) >= 8)
+    seen = engine.partial(session_id)
+    assert seen.token_ids == expected_turn([4], 30, 0)[: len(seen.token_ids)] and len(seen.token_ids) < 30
+    assert seen.version_first == 0 and seen.log_probs == [log_prob(token) for token in seen.token_ids]
+    drain(engine)
+    assert engine.partial(session_id) == ([], [], None)
+
+
+def test_close_drops_the_request_at_the_server_and_the_others_go_on(start):
+    engine, (server,) = start()
+    server.token_seconds = 0.01
+    doomed = engine.open([4], SamplingParams(200, **GREEDY))
+    other = engine.open([5], SamplingParams(12, **GREEDY))
+    wait_until(lambda: engine.partial(doomed).token_ids)
+    engine.close(doomed)
+    assert set(drain(engine)) == {other}
+    wait_until(lambda: server.dropped == 1)
+    with pytest.raises(ValueError, match="no session"):
+        engine.resume(doomed, [1], SamplingParams(1))
+    assert engine.stats()["parked"] == 1.0
+
+
+def test_mistakes_of_the_owner_are_said(start):
+    engine, _ = start(max_model_len=10)
+    with pytest.raises(ValueError, match="10 tokens; expected 1 to 9"):
+        engine.open([1] * 10, SamplingParams(1))
+    with pytest.raises(ValueError, match="token ids range from 3 to 999"):
+        engine.open([3, 999], SamplingParams(1))
+    with pytest.raises(ValueError, match="temperature is 0.001"):
+        engine.open([3], SamplingParams(1, temperature=0.001))
+    session_id = engine.open([3], SamplingParams(2, **GREEDY))
+    with pytest.raises(ValueError, match="turn under way"):
+        engine.resume(session_id, [1], SamplingParams(1))
+    with pytest.raises(ValueError, match="server_urls is empty"):
+        RemoteVllmEngine([], max_model_len=8, vocab_size=8, sender=None)
+
+
+# ---- faults ----
+
+
+def test_requests_that_fail_before_the_first_token_are_sent_again(start):
+    engine, (server,) = start()
+    server.errors, server.broken_streams = 2, 1
+    session_id = engine.open([8], SamplingParams(9, **GREEDY))
+    assert drain(engine)[session_id].token_ids == expected_turn([8], 9, 0)
+    assert len(server.requests) == 4
+
+
+def test_a_stream_that_breaks_in_the_middle_goes_on_from_its_tokens(start):
+    engine, (server,) = start()
+    server.broken_streams, server.break_after = 3, 6
+    session_id = engine.open([8], SamplingParams(30, **GREEDY))
+    got = drain(engine)[session_id]
+    assert got.token_ids == expected_turn([8], 30, 0) and len(got.log_probs) == 30
+    assert [len(body["prompt"]) for body in server.requests] == [1, 6, 11, 16]
+
+
+def test_a_server_that_does_not_answer_for_long_is_asked_again(start):
+    engine, (server,) = start(stall_timeout=0.1)
+    server.stalls = 1
+    session_id = engine.open([8], SamplingParams(3, **GREEDY))
+    assert drain(engine)[session_id].token_ids == expected_turn([8], 3, 0)
+
+
+def test_sessions_of_a_server_that_dies_go_on_at_another(start):
+    engine, (first, second) = start(2)
+    first.token_seconds = second.token_seconds = 0.005
+    ids = [engine.open([i], SamplingParams(40, seed=i)) for i in range(8)]
+    wait_until(lambda: all(engine.partial(i).token_ids for i in ids))
+    first.kill()
+    completions = drain(engine)
+    for i, session_id in enumerate(ids):
+        assert completions[session_id].token_ids == expected_turn([i], 40, 0, seed=i)
+    assert engine.stats()["servers"] == 1.0
+    later = engine.open([77], SamplingParams(3, **GREEDY))
+    assert drain(engine)[later].token_ids == expected_turn([77], 3, 0)
+    engine.update_weights(WEIGHTS, 1)
+    assert second.label == "1"
+
+
+def test_without_any_server_left_the_error_names_all_of_them(start):
+    engine, servers = start(2)
+    for server in servers:
+        server.token_seconds = 0.01
+    engine.open([1], SamplingParams(200, **GREEDY))
+    for server in servers:
+        server.kill()
+    with pytest.raises(RuntimeError, match="no vLLM server is left") as error:
+        drain(engine)
+    assert all(server.url in str(error.value) for server in servers)
+
+
+def test_a_server_that_says_it_is_healthy_and_fails_all_requests_is_an_error(start):
+    engine, (server,) = start()
+    server.errors = 1000
+    engine.open([1], SamplingParams(5, **GREEDY))
+    with pytest.raises(RuntimeError, match="5 requests in a row failed.*engine trouble"):
+        drain(engine)
+    with pytest.raises(RuntimeError, match="engine trouble"):
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("data: {nonsense", "no part of a completion"),
+        ("data: [1, 2]", "no part of a completion"),
+        ('data: {"choices": [{"token_ids": [1, 2], "logprobs": null}]}', "no part of a completion"),
+        (
+            'data: {"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [null], '
+            '"top_logprobs": [{}]}}]}',
+            "no part of a completion",
+        ),
+        (
+            'data: {"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [-1], '
+            '"top_logprobs": [{"token_id:1": -1}]}}]}',
+            "model's own log-prob",
+        ),
+        (
+            'data: {"choices": [{"token_ids": [4000], "logprobs": {"token_logprobs": [-1], '
+            '"top_logprobs": [{"token_id:4000": -1, "x": -2}]}}]}',
+            "the model has 256 tokens",
+        ),
+    ],
+)
+def test_garbage_is_an_error_that_names_the_server(start, line, message):
+    engine, (server,) = start()
+    server.garbage = line
+    engine.open([1], SamplingParams(5, **GREEDY))
+    with pytest.raises(RuntimeError, match=message) as error:
+        drain(engine)
+    assert server.url in str(error.value)
+
+
+def test_a_request_that_is_refused_is_not_sent_again(start):
+    engine, (server,) = start()
+    server.max_model_len = 3
+    engine.open([1], SamplingParams(5, **GREEDY))
+    with pytest.raises(RuntimeError, match="answered 400.*too long"):
+        drain(engine)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [
+        ("max_model_len", 100, "allows 100 tokens per sequence and 256 are needed"),
+        ("extension", None, "--worker-extension-cls"),
+        ("mode", "raw_logprobs", "--logprobs-mode processed_logprobs"),
+    ],
+)
+def test_a_server_that_does_not_fit_is_refused_at_once(start, attribute, value, message):
+    with pytest.raises(ValueError, match=message):
+        start(prepare=lambda server: setattr(server, attribute, value))
+
+
+def test_no_server_at_the_address_is_an_error_with_the_address():
+    with ProtocolServer() as server:
+        url = server.url
+    with pytest.raises(RuntimeError, match=f"{url} can't be used"):
+        RemoteVllmEngine([url], max_model_len=8, vocab_size=8, sender=None)
+
+
+# ---- weights ----
+
+
+def test_without_weights_nothing_runs(start):
+    engine, (server,) = start(version=None)
+    session_id = engine.open([1], SamplingParams(3, **GREEDY))
+    with pytest.raises(RuntimeError, match="no complete weights"):
+        engine.step()
+    assert engine.version == -1 and not server.requests
+    engine.update_weights(WEIGHTS, 5)
+    assert drain(engine)[session_id].token_ids == expected_turn([1], 3, 5)
+
+
+def test_turns_under_way_go_on_with_new_weights_and_no_stale_state(start):
+    engine, servers = start(2)
+    for server in servers:
+        server.token_seconds = 0.003
+    ids = [engine.open([i], SamplingParams(30, seed=i)) for i in range(6)]
+    for version in (1, 2):
+        wait_until(lambda: all(len(engine.partial(i).token_ids) >= 8 * version for i in ids))  # noqa: B023
+        engine.update_weights(WEIGHTS, version)
+        assert [server.label for server in servers] == [str(version)] * 2
+    completions = drain(engine)
+    for i, session_id in enumerate(ids):
+        got = completions[session_id]
+        assert (got.version_first, got.version_last, len(got.token_ids)) == (0, 2, 30)
+        switches = [
+            (a, b)
+            for a in range(1, 30)
+            for b in range(a, 30)
+            if got.token_ids
+            == [
+                *(first := expected_turn([i], a, 0, i)),
+                *(second := expected_turn([i, *first], b - a, 1, i)),
+                *expected_turn([i, *first, *second], 30 - b, 2, i),
+            ]
+        ]
+        assert switches, "no pair of positions explains the tokens by versions 0, 1 and 2 in turn"
+    assert servers[0].calls[-5:] == [
+        "/update_weight_version",
+        "/collective_rpc",
+        "/reset_prefix_cache",
+        "/update_weight_version",
+        "/resume",
+    ]
+
+
+def test_a_server_that_does_not_take_the_weights_is_not_used_any_more(start):
+    engine, (bad, good) = start(2)
+    bad.refuses_weights = True
+    waiting = [engine.open([i], SamplingParams(3, **GREEDY)) for i in range(4)]
+    drain(engine)
+    engine.update_weights(WEIGHTS, 1)
+    for session_id in waiting:
+        engine.resume(session_id, [9], SamplingParams(3, **GREEDY))
+    assert all(got.version_first == 1 for got in drain(engine).values())
+    assert bad.weights == 0 and engine.stats()["servers"] == 1.0
+    good.refuses_weights = True
+    with pytest.raises(RuntimeError, match="no vLLM server is left.*missing weights"):
+        engine.update_weights(WEIGHTS, 2)
+
+
+def test_a_process_that_does_not_send_waits_until_the_servers_have_the_weights(start):
+    engine, (server,) = start()
+    other = RemoteVllmEngine([server.url], max_model_len=256, vocab_size=VOCABULARY, sender=None, rank=1)
+    try:
+        walked = []
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(other.update_weights, (walked.append(i) or ("w", i) for i in range(3)), 1)
+            wait_until(lambda: len(walked) == 3)
+            assert not waiting.done()
+            engine.update_weights(WEIGHTS, 1)
+            waiting.result(5)
+        session_id = other.open([3], SamplingParams(4, **GREEDY))
+        assert drain(other)[session_id].token_ids == expected_turn([3], 4, 1)
+        assert "prefilled_tokens" in engine.stats() and "prefilled_tokens" not in other.stats()
+    finally:
+        other.shutdown()
+
+
+def test_turns_of_a_process_that_is_late_go_on_with_the_version_that_the_server_then_has(start):
+    engine, (server,) = start()
+    other = RemoteVllmEngine([server.url], max_model_len=256, vocab_size=VOCABULARY, sender=None, rank=1)
+    try:
+        other.update_weights([], 0)
+        server.token_seconds = 0.01
+        session_id = other.open([3], SamplingParams(20, **GREEDY))
+        wait_until(lambda: other.partial(session_id).token_ids)
+        engine.update_weights(WEIGHTS, 1)
+        got = drain(other)[session_id]
+        assert (got.version_first, got.version_last, len(got.token_ids)) == (0, 1, 20)
+    finally:
+        other.shutdown()
+
+
+def test_a_server_that_never_gets_the_weights_is_named(start):
+    engine, (server,) = start(sender=None, version=None, update_timeout=0.1)
+    with pytest.raises(RuntimeError, match=f"{server.url}: it has the weights default instead of 4"):
+        engine.update_weights(WEIGHTS, 4)
+
+
+# ---- memory, statistics, the end ----
+
+
+def test_asleep_nothing_runs_and_awake_the_turns_go_on(start):
+    engine, (server,) = start(prepare=lambda server: setattr(server, "sleep_mode", True))
+    server.token_seconds = 0.005
+    session_id = engine.open([2], SamplingParams(30, **GREEDY))
+    wait_until(lambda: engine.partial(session_id).token_ids)
+    assert engine.sleep(1) == 0
+    with pytest.raises(RuntimeError, match="asleep"):
+        engine.step()
+    engine.wake()
+    assert drain(engine)[session_id].token_ids == expected_turn([2], 30, 0)
+    engine.sleep(2)
+    session_id = engine.open([3], SamplingParams(2, **GREEDY))
+    engine.wake()
+    with pytest.raises(RuntimeError, match="no complete weights"):
+        engine.step()
+    engine.update_weights(WEIGHTS, 1)
+    assert drain(engine)[session_id].token_ids == expected_turn([3], 2, 1)
+    assert [call for call in server.calls if "sleep" in call or "wake" in call] == ["/sleep", "/wake_up"] * 2
+
+
+def test_servers_without_sleep_mode_are_left_awake(start):
+    engine, (server,) = start()
+    engine.sleep(1)
+    engine.wake()
+    assert "/sleep" not in server.calls
+
+
+def test_statistics_count_turns_tokens_and_servers(start):
+    engine, _ = start()
+    ids = [engine.open([i], SamplingParams(5, **GREEDY)) for i in range(3)]
+    drain(engine)
+    engine.resume(ids[0], [4], SamplingParams(1, **GREEDY))
+    figures = engine.stats()
+    assert figures["running"] + figures["queued"] == 1.0 and figures["parked"] == 2.0
+    assert figures["generated_tokens"] >= 15.0 and figures["weight_version"] == 0.0
+    assert figures["prefilled_tokens"] == 7.0 and figures["kv_used_share"] == 0.5
+
+
+def test_no_more_requests_are_in_flight_than_allowed(start):
+    engine, (server,) = start(max_requests=3)
+    server.token_seconds = 0.005
+    for i in range(9):
+        engine.open([i], SamplingParams(6, **GREEDY))
+    wait_until(lambda: len(server.requests) >= 3)
+    time.sleep(0.01)
+    assert len(server.requests) == 3
+    assert len(drain(engine)) == 9
+
+
+def test_shutdown_ends_the_thread_and_may_be_called_twice(start):
+    engine, (server,) = start()
+    server.token_seconds = 0.01
+    engine.open([1], SamplingParams(200, **GREEDY))
+    wait_until(lambda: server.requests)
+    engine.shutdown()
+    assert not engine._thread.is_alive()
+    engine.shutdown()
+    wait_until(lambda: server.dropped == 1)

@@ -1,0 +1,174 @@
+"""Server processes: started, waited for, quoted when they fail, and never left behind."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from verl.utils import process_guard
+from verl.workers.rollout.vllm import server as server_module
+from verl.workers.rollout.vllm.server import ServerOptions, VllmServers
+
+MODEL = {"model": "/no/such/model"}
+
+# In the place of an interpreter with vLLM: writes down what it was started with, then answers /health.
+STUB = f"""#!{sys.executable}
+import http.server, json, os, subprocess, sys
+arguments = dict(zip(sys.argv[1:], [*sys.argv[2:], None]))
+child = subprocess.Popen(["sleep", "600"])
+said = {{"argv": sys.argv[1:], "pids": [os.getpid(), child.pid], "environ": dict(os.environ)}}
+print(json.dumps(said), flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(STATUS)
+        self.end_headers()
+http.server.HTTPServer((arguments["--host"], int(arguments["--port"])), Handler).serve_forever()
+"""
+
+
+def interpreter(folder, source):
+    path = folder / "python"
+    path.write_text(source)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids, timeout=10.0):
+    deadline = time.monotonic() + timeout
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a process is left"
+        time.sleep(0.01)
+
+
+def said(log_path):
+    return json.loads(Path(log_path).read_text().splitlines()[0])
+
+
+def test_servers_start_side_by_side_with_the_right_words_and_end_with_their_children(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv("VLLM_SERVER_DEV_MODE", raising=False)
+    engine_args = {**MODEL, "max_num_seqs": 4, "enforce_eager": True, "hf_overrides": {"a": 1}, "seed": None}
+    options = ServerOptions(
+        engine_args,
+        python=interpreter(tmp_path, STUB.replace("STATUS", "200")),
+        devices=["4", "5"],
+        environment={"EXTRA": "x"},
+    )
+    with VllmServers.start(options, 2, log_folder=str(tmp_path / "logs"), timeout=20.0) as servers:
+        words = [said(process.log_path) for process in servers.processes]
+        assert len(set(servers.urls)) == 2 and all(
+            url.startswith("http://127.0.0.1:") for url in servers.urls
+        )
+        for index, (found, url) in enumerate(zip(words, servers.urls, strict=True)):
+            argv, environment = " ".join(found["argv"]), found["environ"]
+            assert argv.startswith("-m vllm.entrypoints.openai.api_server ")
+            for part in (
+                "--model /no/such/model",
+                "--max-num-seqs 4",
+                "--enforce-eager",
+                '--hf-overrides {"a": 1}',
+                "--load-format dummy",
+                "--no-async-scheduling",
+                f"--port {url.rsplit(':', 1)[1]}",
+            ):
+                assert part in argv
+            assert "--seed" not in argv
+            assert environment["VLLM_SERVER_DEV_MODE"] == "1" and environment["OMP_NUM_THREADS"] == "3"
+            assert environment["CUDA_VISIBLE_DEVICES"] == str(4 + index) and environment["EXTRA"] == "x"
+            assert "WORLD_SIZE" not in environment
+            package = environment["PYTHONPATH"].split(os.pathsep)[0]
+            assert sorted(p.name for p in Path(package).iterdir() if not p.name.endswith(".log")) == ["verl"]
+    wait_until_gone([pid for found in words for pid in found["pids"]])
+    servers.close()
+
+
+def test_a_server_that_ends_while_it_starts_is_an_error_with_its_last_words(tmp_path):
+    options = ServerOptions(MODEL, python=interpreter(tmp_path, "#!/bin/sh\necho no such model; exit 3\n"))
+    with pytest.raises(RuntimeError, match=r"(?s)ended while it started.*no such model.*exit code 3"):
+        VllmServers.start(options, 1, timeout=20.0)
+
+
+def test_a_server_that_never_gets_healthy_is_ended_and_said(tmp_path):
+    options = ServerOptions(MODEL, python=interpreter(tmp_path, STUB.replace("STATUS", "503")))
+    with pytest.raises(RuntimeError, match=r"(?s)not healthy after 0.7 seconds.*last lines of its log"):
+        VllmServers.start(options, 1, log_folder=str(tmp_path / "logs"), timeout=0.7)
+    wait_until_gone(said(tmp_path / "logs" / "server-0.log")["pids"])
+
+
+def test_an_interpreter_that_is_not_there_is_said(tmp_path):
+    with pytest.raises(RuntimeError, match="(?s)ended while it started.*no/such/python"):
+        VllmServers.start(ServerOptions(MODEL, python="/no/such/python"), 1, timeout=20.0)
+
+
+@pytest.mark.parametrize(
+    ("num_servers", "devices", "message"),
+    [(0, None, "num_servers is 0"), (2, ["0", "1", "2"], "need 4 devices")],
+)
+def test_numbers_that_do_not_fit_are_refused(num_servers, devices, message):
+    options = ServerOptions({**MODEL, "tensor_parallel_size": 2}, devices=devices)
+    with pytest.raises(ValueError, match=message):
+        VllmServers.start(options, num_servers)
+
+
+def test_a_killed_server_takes_its_children_with_it_and_is_seen_to_be_dead(tmp_path):
+    options = ServerOptions(MODEL, python=interpreter(tmp_path, STUB.replace("STATUS", "200")))
+    with VllmServers.start(options, 1, timeout=20.0) as servers:
+        (process,) = servers.processes
+        pids = said(process.log_path)["pids"]
+        assert process.alive
+        process.kill()
+        assert not process.alive
+        wait_until_gone(pids)
+
+
+TRAINER = """
+import sys, time
+from verl.workers.rollout.vllm.server import ServerOptions, VllmServers
+options = ServerOptions({"model": "x"}, python=sys.argv[1])
+servers = VllmServers.start(options, 1, log_folder=sys.argv[2], timeout=20.0)
+print("started", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_servers_end_when_the_process_that_started_them_is_killed(tmp_path, how):
+    stub = interpreter(tmp_path, STUB.replace("STATUS", "200"))
+    command = [sys.executable, "-c", TRAINER, stub, str(tmp_path / "logs")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout.readline() == "started\n"
+        pids = said(tmp_path / "logs" / "server-0.log")["pids"]
+        trainer.send_signal(how)
+        trainer.wait()
+        wait_until_gone(pids)
+
+
+def test_a_command_that_ignores_requests_to_end_is_killed(tmp_path):
+    script = interpreter(tmp_path, "#!/bin/sh\ntrap '' TERM\necho $$\nwhile true; do sleep 0.1; done\n")
+    guard = [sys.executable, process_guard.__file__, "0.2", script]
+    with subprocess.Popen(
+        guard, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        pid = int(process.stdout.readline())
+        process.stdin.close()
+        process.wait(10)
+        wait_until_gone([pid])
+
+
+def test_ports_are_free_ones_below_those_of_outgoing_connections():
+    assert server_module._free_port("127.0.0.1") in range(20000, 32768)

@@ -1,0 +1,298 @@
+"""Real vLLM servers: exact against transformers, through updates, breaks and the end of a server."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from verl.workers.rollout.engine import SamplingParams
+from verl.workers.rollout.stop import StopCondition, _byte_level_alphabet
+from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
+from verl.workers.rollout.vllm.server import ServerOptions, VllmServers
+from verl.workers.rollout.vllm.weight_transfer import DiskSender, GroupSender
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+VOCABULARY = 300  # 256 bytes, and ids that the tokenizer does not know
+CPU = torch.device("cpu")
+LENGTH = 256
+TOLERANCE = 1e-4
+NUM_SERVERS = {"tied": 2, "untied": 1}
+
+
+def make_model(kind, seed=0):
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=kind == "tied",
+        initializer_range=0.3,
+        eos_token_id=7,
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+def byte_tokenizer():
+    vocabulary = {char: byte for char, byte in _byte_level_alphabet().items()}  # noqa: C416 - a copy
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+class Stack:
+    """The servers of one kind of model, an engine on them, and what the engine's weights are now."""
+
+    def __init__(self, kind, folder):
+        self.kind = kind
+        make_model(kind).save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+        engine_args = {
+            "model": str(folder),
+            "dtype": "float32",
+            "max_model_len": LENGTH,
+            "max_num_seqs": 32,
+            "kv_cache_memory_bytes": 64 << 20,
+            "block_size": 32,
+            "enforce_eager": True,
+        }
+        options = ServerOptions(engine_args, python=sys.executable)
+        self.servers = VllmServers.start(options, NUM_SERVERS[kind], timeout=300.0)
+        self.engine = RemoteVllmEngine(
+            self.servers.urls,
+            max_model_len=LENGTH,
+            vocab_size=VOCABULARY,
+            sender=GroupSender("gloo", CPU, torch.float32, bucket_bytes=100_000),
+            servers=self.servers,
+        )
+        self.update(make_model(kind, seed=1))
+
+    def update(self, model):
+        self.model = model
+        self.engine.update_weights(model.named_parameters(), self.engine.version + 1)
+
+    def drain(self):
+        completions = {}
+        while self.engine.has_runnable:
+            completions |= {c.session_id: c for c in self.engine.step()}
+        return completions
+
+    def generate(self, prompts, params):
+        ids = [self.engine.open(prompt, params) for prompt in prompts]
+        completions = self.drain()
+        for session_id in ids:
+            self.engine.close(session_id)
+        return [completions[session_id] for session_id in ids]
+
+
+@pytest.fixture(scope="module")
+def stacks(tmp_path_factory):
+    with ThreadPoolExecutor() as pool:
+        started = {kind: pool.submit(Stack, kind, tmp_path_factory.mktemp(kind)) for kind in NUM_SERVERS}
+    found = {kind: future.result() for kind, future in started.items()}
+    groups = [p._process.pid for stack in found.values() for p in stack.servers.processes]
+    yield found
+    for stack in found.values():
+        stack.engine.shutdown()
+    left = [
+        entry for entry in Path("/proc").iterdir() if entry.name.isdigit() and group_of(entry.name) in groups
+    ]
+    assert not left, "a server's process is left"
+
+
+def group_of(pid):
+    try:
+        return os.getpgid(int(pid))
+    except ProcessLookupError:
+        return None
+
+
+@pytest.fixture
+def tied(stacks):
+    return stacks["tied"]
+
+
+def prompts_of(num, seed=0, longest=90):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest, (num,), generator=generator).tolist()
+    return [torch.randint(0, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+@torch.no_grad()
+def logits_behind(model, context, token_ids):
+    """[len(token_ids), V]: what the model says before each of the tokens."""
+    ids = torch.tensor([[*context, *token_ids]])
+    return model(ids).logits[0, len(context) - 1 : -1].float()
+
+
+def assert_greedy(model, prompt, completion):
+    logits = logits_behind(model, prompt, completion.token_ids)
+    assert completion.token_ids == logits.argmax(-1).tolist()
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    for found in (completion.log_probs, completion.model_log_probs):
+        assert torch.allclose(torch.tensor(found), expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", NUM_SERVERS)
+def test_greedy_tokens_and_log_probs_are_those_of_transformers_after_each_of_three_updates(stacks, kind):
+    stack = stacks[kind]
+    prompts = prompts_of(24)
+    for seed in range(2, 5):
+        stack.update(make_model(kind, seed))
+        for prompt, got in zip(prompts, stack.generate(prompts, SamplingParams(24, 0.0)), strict=True):
+            assert_greedy(stack.model, prompt, got)
+            assert got.version_first == got.version_last == stack.engine.version
+            assert (got.finish_reason, len(got.token_ids)) == ("length", 24)
+
+
+def test_weights_from_files_are_as_exact(stacks, tmp_path):
+    stack = stacks["untied"]
+    broadcast, stack.engine._sender = stack.engine._sender, DiskSender(str(tmp_path), torch.float32)
+    try:
+        stack.update(make_model("untied", 9))
+    finally:
+        stack.engine._sender = broadcast
+    prompts = prompts_of(6, seed=2)
+    for prompt, got in zip(prompts, stack.generate(prompts, SamplingParams(10, 0.0)), strict=True):
+        assert_greedy(stack.model, prompt, got)
+
+
+def test_both_log_probs_of_sampled_tokens_are_those_of_their_distributions(tied):
+    prompts = prompts_of(16, seed=3)
+    for got, prompt in zip(
+        tied.generate(prompts, SamplingParams(12, 0.7, top_k=20, seed=(1 << 64) - 3)), prompts, strict=True
+    ):
+        logits = logits_behind(tied.model, prompt, got.token_ids)
+        tokens = torch.tensor(got.token_ids)[:, None]
+        plain = logits.log_softmax(-1).gather(1, tokens)[:, 0]
+        least = logits.topk(20).values[:, -1:]
+        cut = (logits / 0.7).masked_fill(logits < least, -torch.inf).log_softmax(-1).gather(1, tokens)[:, 0]
+        assert torch.allclose(torch.tensor(got.model_log_probs), plain, atol=TOLERANCE)
+        assert torch.allclose(torch.tensor(got.log_probs), cut, atol=TOLERANCE)
+
+
+def test_stop_strings_and_end_of_sequence_end_turns_at_the_completing_token(tied):
+    prompt = [65, 66, 67]
+    (free,) = tied.generate([prompt], SamplingParams(60, 1.0, top_k=100, seed=5))
+    at = next(i for i in range(4, 60) if all(32 < t < 127 for t in free.token_ids[i - 1 : i + 1]))
+    string = bytes(free.token_ids[at - 1 : at + 1]).decode()
+    stop = StopCondition(byte_tokenizer(), ["</never>", string])
+    (stopped,) = tied.generate([prompt], SamplingParams(60, 1.0, top_k=100, seed=5, stop=stop))
+    first = next(i for i in range(1, 60) if free.token_ids[i - 1 : i + 1] == free.token_ids[at - 1 : at + 1])
+    assert stopped.token_ids == free.token_ids[: first + 1]
+    assert (stopped.finish_reason, stopped.stop_string) == ("stop", string)
+    eos = frozenset({free.token_ids[10]})
+    (ended,) = tied.generate([prompt], SamplingParams(60, 1.0, top_k=100, seed=5, eos_token_ids=eos))
+    assert ended.token_ids == free.token_ids[: free.token_ids.index(free.token_ids[10]) + 1]
+    assert ended.finish_reason == "eos"
+
+
+def test_the_next_turn_is_exact_and_takes_the_prefix_that_is_there(tied):
+    engine, (prompt,) = tied.engine, prompts_of(1, seed=6)
+    prompt = [*prompt, *range(80)]
+    session_id = engine.open(prompt, SamplingParams(20, 0.0))
+    first = tied.drain()[session_id]
+    before = engine.stats()["prefix_hit_tokens"]
+    engine.resume(session_id, [11, 12, 13], SamplingParams(20, 0.0))
+    second = tied.drain()[session_id]
+    assert_greedy(tied.model, prompt, first)
+    assert_greedy(tied.model, [*prompt, *first.token_ids, 11, 12, 13], second)
+    assert engine.stats()["prefix_hit_tokens"] - before >= 64
+    engine.close(session_id)
+
+
+def wait_for_tokens(engine, ids, count):
+    while any(len(engine.partial(i).token_ids) < count for i in ids):
+        time.sleep(0.002)
+
+
+def test_an_update_in_the_middle_of_sampled_turns_with_the_same_weights_changes_no_token(tied):
+    prompts = prompts_of(8, seed=7, longest=40)
+    params = SamplingParams(150, 1.0, top_k=50, seed=11)
+    expected = [c.token_ids for c in tied.generate(prompts, params)]
+    ids = [tied.engine.open(prompt, params) for prompt in prompts]
+    wait_for_tokens(tied.engine, ids, 8)
+    tied.update(tied.model)
+    found = tied.drain()
+    assert [found[i].token_ids for i in ids] == expected
+    assert all(found[i].version_last == found[i].version_first + 1 for i in ids)
+    for session_id in ids:
+        tied.engine.close(session_id)
+
+
+def test_turns_under_way_go_on_with_new_weights_and_no_stale_kv_state(tied):
+    old, new = tied.model, make_model("tied", 30)
+    prompts = prompts_of(8, seed=8, longest=40)
+    ids = [tied.engine.open(prompt, SamplingParams(150, 0.0)) for prompt in prompts]
+    wait_for_tokens(tied.engine, ids, 8)
+    tied.update(new)
+    found = tied.drain()
+    for session_id, prompt in zip(ids, prompts, strict=True):
+        got = found[session_id]
+        assert (got.version_first, got.version_last) == (tied.engine.version - 1, tied.engine.version)
+        tokens = torch.tensor(got.token_ids)[:, None]
+        by_old, by_new = (
+            logits_behind(model, prompt, got.token_ids).log_softmax(-1).gather(1, tokens)[:, 0]
+            for model in (old, new)
+        )
+        is_old = ((torch.tensor(got.log_probs) - by_old).abs() < TOLERANCE).tolist()
+        switch = is_old.index(False)
+        assert switch >= 8
+        assert torch.allclose(torch.tensor(got.log_probs)[switch:], by_new[switch:], atol=TOLERANCE)
+        assert (
+            got.token_ids[switch:] == logits_behind(new, prompt, got.token_ids).argmax(-1).tolist()[switch:]
+        )
+        tied.engine.close(session_id)
+
+
+def test_a_closed_session_takes_no_more_of_the_server(tied):
+    session_id = tied.engine.open([1, 2, 3], SamplingParams(200, 0.0))
+    wait_for_tokens(tied.engine, [session_id], 8)
+    tied.engine.close(session_id)
+    deadline = time.monotonic() + 10
+    while tied.engine.stats()["kv_used_share"] > 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_sleep_holds_turns_and_wake_goes_on(tied):
+    session_id = tied.engine.open([5, 6], SamplingParams(100, 0.0))
+    wait_for_tokens(tied.engine, [session_id], 8)
+    tied.engine.sleep()
+    tied.engine.wake()
+    assert_greedy(tied.model, [5, 6], tied.drain()[session_id])
+    tied.engine.close(session_id)
+
+
+def test_sessions_of_a_killed_server_go_on_at_the_other_and_updates_too(tied):
+    """Last of this file: one of the servers is gone afterwards."""
+    prompts = prompts_of(8, seed=9, longest=40)
+    ids = [tied.engine.open(prompt, SamplingParams(150, 0.0)) for prompt in prompts]
+    wait_for_tokens(tied.engine, ids, 4)
+    tied.servers.processes[0].kill()
+    found = tied.drain()
+    for session_id, prompt in zip(ids, prompts, strict=True):
+        assert_greedy(tied.model, prompt, found[session_id])
+        tied.engine.close(session_id)
+    assert tied.engine.stats()["servers"] == 1.0
+    tied.update(make_model("tied", 40))
+    (got,) = tied.generate(prompts[:1], SamplingParams(10, 0.0))
+    assert_greedy(tied.model, prompts[0], got)
