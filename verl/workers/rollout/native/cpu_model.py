@@ -36,7 +36,7 @@ _LARGE_STEP = 256
 
 
 def padded(num_rows: int) -> int:
-    """The number of rows that products run with: at most 64 different ones up to 8,192."""
+    """The number of rows that products run with: 72 different ones up to 8,192."""
     step = next((step for most, step in _STEPS if num_rows <= most), _LARGE_STEP)
     return -(-num_rows // step) * step
 
