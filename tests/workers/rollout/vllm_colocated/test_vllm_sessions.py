@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -252,7 +253,6 @@ def test_prompts_computed_in_chunks_beside_running_turns_sample_the_same(engine_
 def test_sleep_in_the_middle_of_turns_gives_kv_memory_back_and_changes_no_token(engine_for: Get) -> None:
     engine, model = loaded(engine_for, kv_cache_memory_bytes=64 << 20)
     filler = [engine.open([n] * 120, SamplingParams(8)) for n in range(60)]
-    close_all(engine, filler[:0])
     run(engine)
     close_all(engine, filler)
     prompts = random_prompts(4, seed=8)
@@ -302,6 +302,18 @@ def test_weights_that_do_not_fit_are_named_and_the_next_ones_are_taken(engine_fo
     engine.close(session_id)
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen3-tied"])
+def test_a_hundred_updates_leave_no_packed_matrices_behind(name: str, engine_for: Get) -> None:
+    engine, model = loaded(engine_for, name)
+    model_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    for _ in range(20):
+        engine.update_weights(model.named_parameters(), 2)
+    before = psutil.Process().memory_info().rss
+    for _ in range(100):
+        engine.update_weights(model.named_parameters(), 2)
+    assert psutil.Process().memory_info().rss - before < 20 * model_bytes
+
+
 def test_weights_with_nan_are_an_error_not_a_rollout(engine_for: Get) -> None:
     engine, model = loaded(engine_for, "qwen2")
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -337,6 +349,7 @@ def test_user_mistakes_are_explained(engine_for: Get) -> None:
         ({"load_format": "auto"}, "load_format"),
         ({"max_num_seq": 4}, "nearest is max_num_seqs"),
         ({"kv_cache_memory_bytes": 1 << 10}, "KV cache|kv cache|memory"),
+        ({"tensor_parallel_size": 2}, "placement=apart"),
     ],
 )
 def test_arguments_that_can_not_work_are_refused(

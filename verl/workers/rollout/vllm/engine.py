@@ -51,6 +51,7 @@ class VllmEngine:
         kv_cache_memory_bytes: int | None = None,
         block_size: int = 32,
         enforce_eager: bool = False,
+        tensor_parallel_size: int = 1,
         **engine_args: Any,
     ) -> None:
         """Start vLLM with random weights: `update_weights` comes before the first step.
@@ -64,14 +65,20 @@ class VllmEngine:
                 need, at most 4 GiB; on CUDA what `gpu_memory_utilization` leaves. VLLM_CPU_KVCACHE_SPACE in
                 the environment wins over it, on CPU.
             block_size: positions per block of the KV cache, the unit of prefix caching.
+            tensor_parallel_size: must be 1.
             enforce_eager: no CUDA graphs and no torch.compile. On CPU always so.
-            engine_args: anything else of vLLM's `EngineArgs`. With tensor_parallel_size > 1, so many
-                processes of the run form one engine: all have to make the same calls.
+            engine_args: anything else of vLLM's `EngineArgs`.
 
         Raises:
             ValueError: vLLM is not installed, does not know an argument or the model, or the KV cache does
                 not hold one sequence of max_model_len.
         """
+        if tensor_parallel_size > 1:
+            raise ValueError(
+                f"tensor_model_parallel_size={tensor_parallel_size} with placement=colocated: each process "
+                "has an engine of its own, for its own trajectories. Take placement=apart, whose "
+                "servers split the model over their GPUs, or tensor_model_parallel_size=1"
+            )
         vllm_process.prepare_environment()
         from vllm.platforms import current_platform
 
@@ -95,9 +102,9 @@ class VllmEngine:
         self._keep_process_group = dist.is_initialized()
         self._llm: Any = vllm_process.start(model, arguments)
         self._llm.collective_rpc("rollout_install_sampler")
-        config = self._llm.model_config.hf_config
+        config, trusted = self._llm.model_config.hf_config, self._llm.model_config.trust_remote_code
         self._vocab_size = config.get_text_config().vocab_size
-        self._expected = expected_shapes(config)
+        self._expected = expected_shapes(config, trust_remote_code=trusted)
         self.max_model_len = max_model_len
         self.version = -1
         self._has_weights = False

@@ -35,38 +35,52 @@ class SessionSampler(Sampler):
         self._batch = runner.input_batch
         self._requests = runner.requests
         self._generators = [torch.Generator(runner.device) for _ in range(self._batch.max_num_reqs)]
-        self._plain: Tensor | None = None
+        self._both = False  # this step's requests get two log-probs
+        self._plain: Tensor | None = None  # [A, V], where some row's differ
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's, for logits [A, V] of the batch's A requests."""
-        metadata = dataclasses.replace(sampling_metadata, generators=self._seeded(logits.shape[0]))
-        if metadata.max_num_logprobs == 1:
+        requests = [self._requests[name].sampling_params for name in self._batch.req_ids[: logits.shape[0]]]
+        metadata = dataclasses.replace(sampling_metadata, generators=self._seeded(requests))
+        self._both = metadata.max_num_logprobs == 1
+        if self._both and any(map(_changes_distribution, requests)):
             self._plain = logits.log_softmax(-1, dtype=torch.float32)
         state = torch.get_rng_state()  # vLLM draws from the process's generator, which is the trainer's
         try:
             return super().forward(logits, metadata, *args, **kwargs)
         finally:
             torch.set_rng_state(state)
-            self._plain = None
+            self._both, self._plain = False, None
 
     def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
         """The sampled token's log-prob, and beside it the model's own; vLLM's answer for other requests."""
-        if self._plain is None:
+        if not self._both:
             return Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)
         token_ids = token_ids.unsqueeze(-1)
-        both = torch.cat((logprobs.gather(-1, token_ids), self._plain.gather(-1, token_ids)), 1)
+        sampled_from = logprobs.gather(-1, token_ids)
+        own = sampled_from if self._plain is None else self._plain.gather(-1, token_ids)
         ids = torch.cat((token_ids, torch.full_like(token_ids, logprobs.shape[-1])), 1)
-        return LogprobsTensors(ids.to(torch.int32), both, torch.zeros_like(token_ids[:, 0]))
+        ranks = torch.zeros_like(token_ids[:, 0])
+        return LogprobsTensors(ids.to(torch.int32), torch.cat((sampled_from, own), 1), ranks)
 
-    def _seeded(self, num_rows: int) -> dict[int, torch.Generator]:
+    def _seeded(self, requests: list[Any]) -> dict[int, torch.Generator]:
+        """The generators of rows that are sampled, each set to its session's seed and position."""
         generators = {}
-        lengths = self._batch.num_tokens_no_spec[:num_rows].tolist()
-        for row, (request_id, length) in enumerate(zip(self._batch.req_ids[:num_rows], lengths, strict=True)):
-            extra = self._requests[request_id].sampling_params.extra_args
-            if extra is not None and SESSION_SEED in extra:
-                self._generators[row].manual_seed(mix(extra[SESSION_SEED], length))
+        for row, (params, length) in enumerate(
+            zip(requests, self._batch.num_tokens_no_spec[: len(requests)].tolist(), strict=True)
+        ):
+            seed = (params.extra_args or {}).get(SESSION_SEED)
+            if seed is not None and params.temperature > 0.0:
                 generators[row] = self._generators[row]
+                generators[row].manual_seed(mix(seed, length))
         return generators
+
+
+def _changes_distribution(params: Any) -> bool:
+    """True if a vLLM request is sampled from another distribution than the model's own."""
+    if params.temperature == 0.0:
+        return False
+    return params.temperature != 1.0 or params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
 def mix(seed: int, position: int) -> int:

@@ -26,10 +26,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 TIED_HEAD = "lm_head.weight"
 
 
-def expected_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+def expected_shapes(
+    config: PretrainedConfig, *, trust_remote_code: bool = False
+) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter that a full set of weights must have; no tied `lm_head.weight`."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
