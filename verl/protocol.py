@@ -25,7 +25,8 @@ Table of batch keys (N rows, P prompt width, R response width)
       advantages, returns [N, R]   float32
     non_tensor_batch, one object per row
       raw_prompt_ids list[int] (input of generation) | uid str | data_source str | reward_model dict |
-      extra_info dict | trajectory dict (turns, searches, how it ended)
+      extra_info dict | trajectory dict (turns, searches, how it ended) |
+      continuation dict or None (input of generation: what a trajectory kept from the step before has)
 
 Worked example: the prompt is [5, 6], the policy writes [7, 8], the search engine's answer is [9], the policy
 ends with [2]; P = 3 and R = 5.
