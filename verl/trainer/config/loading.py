@@ -110,6 +110,9 @@ def resolve(config: DictConfig) -> None:
         "trainer.resume_from_path",
     ):
         OmegaConf.update(config, key, _expand(OmegaConf.select(config, key)))
+    vllm = config.actor_rollout_ref.rollout.vllm
+    if isinstance(vllm.python, str) and "/" in vllm.python:  # workers may have another working directory
+        vllm.python = str(Path(vllm.python).absolute())
 
 
 def parse_arguments(argv: Sequence[str], config_name: str = CONFIG_NAME) -> DictConfig:

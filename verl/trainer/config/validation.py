@@ -237,7 +237,7 @@ def _check_vllm_is_there(rollout: DictConfig) -> None:
         raise ValueError(f"Found no interpreter at {ROLLOUT}.vllm.python={python}; expected one with vLLM.")
     else:
         code = "import sys, importlib.util as u; sys.exit(not u.find_spec('vllm'))"
-        found = subprocess.run([python, "-I", "-c", code], capture_output=True, timeout=60, check=False)
+        found = subprocess.run([python, "-c", code], cwd="/", capture_output=True, timeout=60, check=False)
         if found.returncode != 0:
             raise ValueError(
                 f"Found {ROLLOUT}.vllm.python={python}, but vLLM is not installed there; run {_INSTALL_VLLM} "
