@@ -59,13 +59,13 @@ def test_a_home_folder_is_expanded(monkeypatch):
 def test_the_servers_interpreter_is_found_from_any_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     key = "actor_rollout_ref.rollout.vllm.python"
-    for given, expected in (
+    for text, expected in (
         ("envs/vllm/bin/python", f"{tmp_path}/envs/vllm/bin/python"),
         ("/opt/python", "/opt/python"),
         ("python3", "python3"),
         ("null", None),
     ):
-        assert load_config([f"{key}={given}"]).actor_rollout_ref.rollout.vllm.python == expected
+        assert load_config([f"{key}={text}"]).actor_rollout_ref.rollout.vllm.python == expected
 
 
 def test_a_dictionary_sets_the_keys_in_it_and_leaves_the_others():
