@@ -184,13 +184,12 @@ class ActorRolloutRefWorker(Worker):
         return self.agent, self.rollout_engine
 
     def close(self) -> None:
-        try:
-            if self.agent is not None:
-                self.agent.close()
-        finally:
+        with ExitStack() as ends:  # the last one named is called first, and each whatever the others raise
+            ends.callback(super().close)
             if self.rollout_engine is not None:
-                self.rollout_engine.shutdown()
-            super().close()
+                ends.callback(self.rollout_engine.shutdown)
+            if self.agent is not None:
+                ends.callback(self.agent.close)
 
     # ------------------------------------------------------------------------------- log-probs and the update
 
