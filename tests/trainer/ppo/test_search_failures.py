@@ -81,7 +81,10 @@ def test_rule_9_a_few_failed_searches_are_left_out_and_counted(world, tmp_path):
     batch, metrics = make_trainer(world, tmp_path, 2)._generate(rows(make_trainer(world, tmp_path, 0)))
     assert len(batch) == 2 and (batch.tensors["response_mask"] == 1).all()
     assert {t["finish_reason"] for t in batch.non_tensor_batch["trajectory"]} == {"answer"}
-    assert metrics["env/search_failed"] == 2.0 and metrics["retrieval/searches"] == 7.0
+    assert (
+        metrics["env/search_failed"] == metrics["env/left_out"] == 2.0
+        and metrics["retrieval/searches"] == 7.0
+    )
 
 
 @pytest.mark.parametrize(

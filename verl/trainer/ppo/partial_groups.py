@@ -105,7 +105,11 @@ def _cut_unfinished(batch: DataProto) -> None:
 
 
 def straggler_metrics(batch: DataProto) -> dict[str, float]:
-    """`env/cut_trajectories`, `env/cut_groups`: how many of a batch were not waited for and are lost."""
+    """`env/cut_trajectories`, `env/cut_groups`: how many of a batch were not waited for and are lost.
+
+    Beside them the trainer reports `env/kept_groups` (they go on in the next step), `env/left_out` (rows that
+    are not learnt from: cut, failed, or the last of their group), `rollout/staleness/mean` and `/max`.
+    """
     reasons = [record["finish_reason"] for record in batch.non_tensor_batch["trajectory"]]
     groups = {
         uid for uid, reason in zip(batch.non_tensor_batch["uid"], reasons, strict=True) if reason == CUT

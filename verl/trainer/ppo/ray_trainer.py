@@ -251,6 +251,7 @@ class RayPPOTrainer:
         usable = usable_rows(batch, compares_group(self.config))
         if not usable.any():
             raise RunStopped(f"Step {step}: no trajectory has a token to learn from.")
+        metrics["env/left_out"] = float((~usable).sum())
         batch = batch if usable.all() else batch.select_idxs(usable)
         ages = staleness(batch)
         return batch, metrics | {
