@@ -73,6 +73,7 @@ class Schedule:
         stem = [rng.randrange(VOCAB) for _ in range(rng.randint(0, self.max_model_len // 2))]
         ends = [stem[: rng.randint(0, len(stem))] + self._some(1, self.max_model_len // 3) for _ in range(3)]
         self.prompts = [prompt[: self.max_model_len - 1] for prompt in ends]
+        self.observations = [self._some(0, 9) for _ in range(2)]
         self.temperatures = [0.0] if greedy else [0.0, 1.0, 1.0]
         self.version = 0
         self.progress = 0.0
@@ -85,9 +86,13 @@ class Schedule:
         """Some random events; then everything ends, and nothing may be left."""
         rng = self.rng
         events = [self._open, self._resume, self._close, self._update, self._sleep, self._step]
-        for event in rng.choices(events, [3, 3, 1, 0.4, 0.4, 10], k=rng.randint(5, 25)):
+        for event in rng.choices(events, [3, 5, 1, 0.4, 0.4, 12], k=rng.randint(5, 25)):
             event()
         self._finish()
+        for _ in range(rng.choice([0, 1, 2])):
+            self._resume()
+            self._resume()
+            self._finish()
         for session_id in list(self.live):
             self._forget(session_id)
         stats = self.engine.stats()
@@ -126,8 +131,9 @@ class Schedule:
         if len(self.live) > 12:
             return
         prompt = self.rng.choice(self.prompts)
+        alike = self._params() if self.rng.random() < 0.3 else None  # so that whole trajectories are equal
         for _ in range(self.rng.choice([1, 1, 2, 4])):
-            params = self._params()
+            params = alike or self._params()
             session_id = self.engine.open(prompt, params)
             self.live[session_id] = Trajectory(list(prompt), [Turn(len(prompt), params, [(0, self.version)])])
 
@@ -135,12 +141,13 @@ class Schedule:
         parked = [session_id for session_id, trajectory in self.live.items() if not trajectory.active]
         if not parked:
             return
-        session_id = self.rng.choice(parked)
-        trajectory, observation, params = self.live[session_id], self._some(0, 5), self._params()
-        self.engine.resume(session_id, observation, params)
-        trajectory.tokens += observation
-        trajectory.turns.append(Turn(len(trajectory.tokens), params, [(0, self.version)]))
-        trajectory.active = True
+        params, observation = self._params(), self.rng.choice([*self.observations, self._some(0, 5)])
+        for session_id in self.rng.sample(parked, self.rng.choice([1, 1, len(parked)])):
+            self.engine.resume(session_id, observation, params)
+            trajectory = self.live[session_id]
+            trajectory.tokens += observation
+            trajectory.turns.append(Turn(len(trajectory.tokens), params, [(0, self.version)]))
+            trajectory.active = True
 
     def _close(self) -> None:
         if self.live:
