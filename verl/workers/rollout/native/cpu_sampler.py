@@ -113,7 +113,7 @@ def _least_kept(values, top_k, top_p, min_p):
 @jit
 def _bisect(values, least, wanted, counting):
     """The largest threshold, `least` or more, whose values at or above it amount to `wanted`."""
-    low, high = np.int64(np.float32(least).view(np.uint32)), _ONE_BITS + 1
+    low, high = np.int64(np.float32(least).view(np.uint32)), np.int64(_ONE_BITS + 1)
     while high - low > 1:
         middle = (low + high) // 2
         if _amount(values, np.uint32(middle).view(np.float32), counting) >= wanted:
