@@ -163,6 +163,15 @@ def test_mini_batches_epochs_and_shuffle_make_the_steps_they_name(model_path):
         update(model_path, batch, *plain, epochs=2)
 
 
+def test_the_batch_may_say_how_many_rows_a_mini_batch_has(model_path):
+    """Rows kept from the step before join the planned mini-batches instead of making one of their own."""
+    plain = ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=2"]
+    batch = make_batch()
+    assert len(update(model_path, batch, *plain)[1]) == -(-len(batch) // 4) > 1
+    batch.meta_info["mini_batch_rows"] = len(batch)
+    assert len(update(model_path, batch, *plain)[1]) == 1
+
+
 def test_a_step_whose_loss_or_gradient_is_not_finite_is_skipped_and_counted(model_path):
     actor = make_actor(make_config(model_path))
     before = [p.detach().clone() for p in actor.engine.module.parameters()]
