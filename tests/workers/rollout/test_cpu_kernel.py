@@ -1,0 +1,125 @@
+"""The compiled kernels against the same arithmetic in torch, at sizes that leave remainders everywhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from verl.workers.rollout.native import cpu_kernel
+from verl.workers.rollout.native.attention import masked_attention
+from verl.workers.rollout.native.cpu_kernel import as_array, share_rows
+
+DTYPES = [torch.float32, torch.bfloat16]
+EPS = np.float32(1e-6)
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal but for the rounding of the stored dtype."""
+    rounding = 2**-7 if found.dtype == torch.bfloat16 else 2e-6
+    torch.testing.assert_close(found.float(), expected.float(), rtol=rounding, atol=rounding)
+
+
+def test_exp_is_exact_to_two_units_and_keeps_nan() -> None:
+    x = np.concatenate([np.linspace(-86, 0, 20001), [-np.inf, np.nan]]).astype(np.float32)
+    found = np.array([cpu_kernel.exp_nonpositive(value) for value in x])
+    expected = np.exp(x[:-2].astype(np.float64))
+    assert float(np.abs(found[:-2] / expected - 1).max()) < 2.5e-7
+    assert found[-2] == 0.0
+    assert np.isnan(found[-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (37, None), (None, 2.0), (37, 2.0)])
+def test_decode_attention_reads_the_blocks_of_each_sequence(
+    dtype: torch.dtype, window: int | None, softcap: float | None
+) -> None:
+    lengths, block_size, heads, kv_heads, size = [1, 5, 131, 64, 500], 13, 6, 2, 20
+    per_row = -(-max(lengths) // block_size)
+    order = np.random.default_rng(0).permutation(per_row * len(lengths)).astype(np.int32)
+    tables = order.reshape(len(lengths), per_row)
+    keys, values = (_random(len(order) * block_size, kv_heads, size, dtype=dtype, seed=s) for s in (1, 2))
+    qkv = _random(len(lengths), heads + 2 * kv_heads, size, dtype=dtype)
+    out = torch.zeros(len(lengths), heads, size, dtype=dtype)
+    share_rows(
+        cpu_kernel.attend,
+        len(lengths),
+        as_array(qkv),
+        heads,
+        as_array(keys),
+        as_array(values),
+        tables,
+        np.array(lengths),
+        block_size,
+        np.float32(0.3),
+        window or cpu_kernel.NO_WINDOW,
+        np.float32(softcap or cpu_kernel.NO_BOUND),
+        as_array(out),
+    )
+    for row, length in enumerate(lengths):
+        where = np.arange(length)
+        places = torch.from_numpy(
+            tables[row][where // block_size].astype(np.int64) * block_size + where % block_size
+        )
+        expected = masked_attention(
+            qkv[row, :heads][None, None],
+            keys[places][None],
+            values[places][None],
+            torch.tensor([[length - 1]]),
+            window,
+            softcap,
+            0.3,
+        )
+        _close(out[row], expected[0, 0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_add_what_they_are_given_first(dtype: torch.dtype) -> None:
+    x, delta, weight, other = (
+        _random(5, 37),
+        _random(5, 37, dtype=dtype, seed=1),
+        _random(37),
+        _random(37, seed=2),
+    )
+    expected_x = x + delta.float()
+    normed = torch.zeros(5, 37, dtype=dtype)
+    found_x = x.clone()
+    arguments = found_x.numpy(), as_array(delta), weight.numpy(), EPS, as_array(normed)
+    cpu_kernel.add_norm(0, 5, *arguments)
+    _close(found_x, expected_x)
+    _close(normed, F.rms_norm(expected_x, (37,), weight, float(EPS)))
+
+    expected_x = x + F.rms_norm(delta.float(), (37,), other, float(EPS))
+    found_x = x.clone()
+    cpu_kernel.norm_add_norm(
+        0, 5, found_x.numpy(), as_array(delta), other.numpy(), weight.numpy(), EPS, as_array(normed)
+    )
+    _close(found_x, expected_x)
+    _close(normed, F.rms_norm(expected_x, (37,), weight, float(EPS)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_are_torchs(dtype: torch.dtype) -> None:
+    gate_up = 4 * _random(3, 2 * 41, dtype=dtype)
+    out = torch.zeros(3, 41, dtype=dtype)
+    gates, ups = gate_up.float().chunk(2, -1)
+    cpu_kernel.gate(0, 3, as_array(gate_up), cpu_kernel.SILU, as_array(out))
+    _close(out, F.silu(gates) * ups)
+    cpu_kernel.gate(0, 3, as_array(gate_up), cpu_kernel.GELU_TANH, as_array(out))
+    _close(out, F.gelu(gates, approximate="tanh") * ups)
+
+
+def test_bfloat16_is_rounded_to_nearest() -> None:
+    x = _random(2, 502)
+    stored = torch.zeros(2, 502, dtype=torch.bfloat16)
+    ones = np.ones(502, dtype=np.float32)
+    scale = np.float32(1) / np.sqrt((x.numpy() ** 2).mean(1, dtype=np.float64))
+    cpu_kernel.norm(0, 2, x.numpy(), ones, np.float32(0), as_array(stored))
+    exact = x.double() * torch.from_numpy(scale.astype(np.float64))[:, None]
+    error = (stored.double() - exact).abs() / exact.abs()
+    assert float(error.max()) <= 2**-8 * 1.001  # half a unit in the last place
