@@ -38,7 +38,8 @@ class ProtocolServer:
     Faults: `broken_streams` (the next so many streams end without a word after `break_after` tokens),
     `errors` (the next so many requests are answered 500), `stalls` (the next so many requests get no
     answer), `garbage` (a line sent in the place of the first chunk), `early_stop` (each request ends after so
-    many tokens with finish reason "stop"), `refuses_weights`, `unhealthy`. `token_seconds` slows it down.
+    many tokens with finish reason "stop"), `refuses_weights`, `keeps_kv_state`, `unhealthy`. `token_seconds`
+    slows it down.
     """
 
     def __init__(self):
@@ -46,7 +47,7 @@ class ProtocolServer:
         self.paused, self.pauses = False, 0
         self.broken_streams = self.break_after = self.errors = self.stalls = 0
         self.garbage = self.early_stop = None
-        self.refuses_weights = self.unhealthy = False
+        self.refuses_weights = self.keeps_kv_state = self.unhealthy = False
         self.token_seconds = 0.0
         self.max_model_len, self.extension, self.mode = 512, EXTENSION, "processed_logprobs"
         self.sleep_mode = False
@@ -124,8 +125,8 @@ class ProtocolServer:
                     server.label = body["new_version"]
                 elif url.path == "/reset_prefix_cache":
                     assert parse_qs(url.query) == {"reset_running_requests": ["true"]}
-                    server.kv_version = None
-                    return self.reply({"success": True})
+                    server.kv_version = server.kv_version if server.keeps_kv_state else None
+                    return self.reply({"success": not server.keeps_kv_state})
                 elif url.path == "/collective_rpc":
                     if body["method"] == "rollout_load_folder":
                         if server.refuses_weights:

@@ -108,17 +108,21 @@ def test_requests_leave_nothing_to_the_servers_defaults(start):
 
 
 def test_a_turn_ends_at_the_token_that_completes_a_stop_string_and_what_came_behind_is_dropped(start):
-    engine, (server,) = start(stream_interval=50)
-    sampled = expected_turn([5], 40, 0)
-    pair = bytes(sampled[20:22]).decode("latin-1")
-    stop = StopCondition(ByteTokenizer(), ["absent", bytes(sampled[20:22]).decode("utf-8", "ignore") or pair])
-    stop._targets = [("here", bytes(sampled[20:22]))]  # any two bytes, also if they are no UTF-8
-    stop._reach, stop.candidate_ids = 1, frozenset({sampled[21]})
-    session_id = engine.open([5], SamplingParams(40, stop=stop, **GREEDY))
+    engine, _ = start(stream_interval=50)
+    turns = {prompt: expected_turn([prompt], 40, 0) for prompt in range(200)}
+    prompt, end = next(
+        (prompt, end)
+        for prompt, tokens in turns.items()
+        for end in range(20, 39)
+        if all(32 < token < 127 for token in tokens[end - 1 : end + 1]) and tokens.count(tokens[end]) == 1
+    )
+    string = bytes(turns[prompt][end - 1 : end + 1]).decode()
+    stop = StopCondition(ByteTokenizer(), ["</absent>", string])
+    session_id = engine.open([prompt], SamplingParams(40, stop=stop, **GREEDY))
     got = drain(engine)[session_id]
-    assert got.token_ids == sampled[:22]
-    assert (got.finish_reason, got.stop_string) == ("stop", "here")
-    assert len(got.log_probs) == len(got.model_log_probs) == 22
+    assert got.token_ids == turns[prompt][: end + 1]
+    assert (got.finish_reason, got.stop_string) == ("stop", string)
+    assert len(got.log_probs) == len(got.model_log_probs) == end + 1
 
 
 def test_a_turn_goes_on_where_the_server_sees_a_stop_string_and_the_tokens_do_not(start):
@@ -311,6 +315,15 @@ def test_garbage_is_an_error_that_names_the_server(start, line, message):
     assert server.url in str(error.value)
 
 
+def test_a_server_that_says_it_is_not_healthy_is_left(start):
+    engine, (bad, good) = start(2)
+    bad.errors, bad.unhealthy = 1000, True
+    ids = [engine.open([i], SamplingParams(4, **GREEDY)) for i in range(2)]
+    completions = drain(engine)
+    assert [completions[i].token_ids for i in ids] == [expected_turn([i], 4, 0) for i in range(2)]
+    assert len(bad.requests) == 1 and len(good.requests) == 2
+
+
 def test_a_request_that_is_refused_is_not_sent_again(start):
     engine, (server,) = start()
     server.max_model_len = 3
@@ -400,6 +413,47 @@ def test_a_server_that_does_not_take_the_weights_is_not_used_any_more(start):
     good.refuses_weights = True
     with pytest.raises(RuntimeError, match="no vLLM server is left.*missing weights"):
         engine.update_weights(WEIGHTS, 2)
+
+
+def test_a_server_that_keeps_kv_state_of_older_weights_is_not_used_any_more(start):
+    engine, (bad, _) = start(2)
+    bad.keeps_kv_state = True
+    engine.update_weights(WEIGHTS, 1)
+    ids = [engine.open([i], SamplingParams(6, **GREEDY)) for i in range(4)]
+    completions = drain(engine)
+    assert [completions[i].token_ids for i in ids] == [expected_turn([i], 6, 1) for i in range(4)]
+    assert engine.stats()["servers"] == 1.0
+
+
+def test_after_a_transfer_that_failed_turns_wait_for_the_next_one(start):
+    engine, _ = start()
+    session_id = engine.open([6], SamplingParams(5, **GREEDY))
+
+    def broken():
+        yield WEIGHTS[0]
+        raise ZeroDivisionError("gathering failed")
+
+    with pytest.raises(ZeroDivisionError):
+        engine.update_weights(broken(), 1)
+    with pytest.raises(RuntimeError, match="no complete weights"):
+        engine.step()
+    engine.update_weights(WEIGHTS, 2)
+    assert drain(engine)[session_id].version_last == 2
+
+
+def test_processes_that_share_servers_begin_with_different_ones(start):
+    engine, servers = start(2)
+    other = RemoteVllmEngine(
+        [server.url for server in servers], max_model_len=256, vocab_size=VOCABULARY, sender=None, rank=1
+    )
+    try:
+        other.update_weights([], 0)
+        for each in (engine, other):
+            each.open([1], SamplingParams(2, **GREEDY))
+            drain(each)
+        assert [len(server.requests) for server in servers] == [1, 1]
+    finally:
+        other.shutdown()
 
 
 def test_a_process_that_does_not_send_waits_until_the_servers_have_the_weights(start):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +43,7 @@ def make_model(kind, seed=0):
         num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=kind == "tied",
-        initializer_range=0.3,
+        initializer_range=0.2,
         eos_token_id=7,
     )
     return Qwen2ForCausalLM(config).eval()
@@ -112,17 +111,21 @@ def stacks(tmp_path_factory):
     yield found
     for stack in found.values():
         stack.engine.shutdown()
-    left = [
-        entry for entry in Path("/proc").iterdir() if entry.name.isdigit() and group_of(entry.name) in groups
-    ]
-    assert not left, "a server's process is left"
+    deadline = time.monotonic() + 10
+    while any(group in groups for group in living_groups()):
+        assert time.monotonic() < deadline, "a server's process is left"
+        time.sleep(0.05)
 
 
-def group_of(pid):
-    try:
-        return os.getpgid(int(pid))
-    except ProcessLookupError:
-        return None
+def living_groups():
+    """Process groups of all processes that have not ended."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, group = path.read_text().rsplit(")", 1)[1].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if state not in "ZX":
+            yield int(group)
 
 
 @pytest.fixture
@@ -186,7 +189,7 @@ def test_both_log_probs_of_sampled_tokens_are_those_of_their_distributions(tied)
         least = logits.topk(20).values[:, -1:]
         cut = (logits / 0.7).masked_fill(logits < least, -torch.inf).log_softmax(-1).gather(1, tokens)[:, 0]
         assert torch.allclose(torch.tensor(got.model_log_probs), plain, atol=TOLERANCE)
-        assert torch.allclose(torch.tensor(got.log_probs), cut, atol=TOLERANCE)
+        assert torch.allclose(torch.tensor(got.log_probs), cut, atol=TOLERANCE / 0.7)
 
 
 def test_stop_strings_and_end_of_sequence_end_turns_at_the_completing_token(tied):

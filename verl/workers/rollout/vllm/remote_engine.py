@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -280,15 +281,16 @@ class RemoteVllmEngine:
         """End requests, thread, transfer groups, and the servers that were started for this engine."""
         if self._loop.is_closed():
             return
-        self._call(self._break_off())
-        self._call(self._pool.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-        if self._sender is not None:
-            self._sender.close()
-        if self._servers is not None:
-            self._servers.close()
+        with ExitStack() as stack:  # from below: each is done whatever the one before comes to
+            if self._servers is not None:
+                stack.callback(self._servers.close)
+            if self._sender is not None:
+                stack.callback(self._sender.close)
+            stack.callback(self._loop.close)
+            stack.callback(self._thread.join)
+            stack.callback(self._loop.call_soon_threadsafe, self._loop.stop)
+            self._call(self._break_off())
+            self._call(self._pool.close())
 
     # ---- turns ----
 

@@ -84,6 +84,8 @@ class GroupSender:
         """See `WeightSender`. Groups are set up with servers that are new."""
         failed: dict[str, str] = {}
         self._update += 1
+        urls = {server.url for server in servers}
+        self._groups = {url: group for url, group in self._groups.items() if url in urls}
         for server in servers:
             if server.url not in self._groups:
                 try:
