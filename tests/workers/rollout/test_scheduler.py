@@ -270,6 +270,35 @@ def test_slots_are_refilled_while_others_go_on() -> None:
         assert len(ended[session_id].token_ids) == 3 + index % 4
 
 
+def test_a_resumed_session_is_served_before_new_ones() -> None:
+    owner = engine(max_num_seqs=1)
+    first = owner.open(prompt(5), greedy(2))
+    run(owner)
+    second = owner.open(prompt(5, seed=1), greedy(4))
+    owner.resume(first, [1, 2], greedy(4))
+    owner.step()
+    assert len(owner.partial(first).token_ids) == 1
+    assert owner.partial(second).token_ids == []
+    assert set(run(owner)) == {first, second}
+
+
+def test_a_preempted_session_goes_on_before_those_that_were_queued() -> None:
+    owner = engine(max_num_seqs=2, num_blocks=10)
+    resumed = owner.open(prompt(3, seed=1), greedy(1))
+    run(owner)
+    contexts = [prompt(11, seed=2), prompt(11, seed=3)]
+    older, younger = (owner.open(context, greedy(20)) for context in contexts)
+    owner.step()
+    owner.resume(resumed, [4], greedy(3))
+    while not owner.stats()["preemptions"]:
+        owner.step()
+    assert owner.stats()["running"] == 1  # the other slot waits for the younger one's blocks
+    ended = run(owner)
+    for context, session_id in zip(contexts, (older, younger), strict=True):
+        check(context, ended[session_id])
+    assert len(ended[resumed].token_ids) == 3
+
+
 # ---- what happens in the middle of turns ----
 
 
