@@ -19,23 +19,35 @@ _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[2]
 
 
+CHECKS = [
+    "kernel_matches_reference",
+    "cuda_model_gives_what_the_cpu_gives",
+    "prefill_by_packed_keys_is_prefill_by_pages",
+    "sampler_draws_what_the_cpu_draws",
+    "sampler_follows_the_distribution",
+    "nan_shows_in_the_log_probs",
+]
+
+
+def _run_check(check: str, interpret: str) -> None:
+    paths = os.pathsep.join([str(_ROOT), str(_HERE), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TRITON_INTERPRET": interpret, "PYTHONPATH": paths}
+    subprocess.run([sys.executable, str(_HERE / "cuda_checks.py"), check], env=environment, check=True)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "check",
-    [
-        "kernel_matches_reference",
-        "cuda_model_gives_what_the_cpu_gives",
-        "prefill_by_packed_keys_is_prefill_by_pages",
-        "sampler_draws_what_the_cpu_draws",
-        "sampler_follows_the_distribution",
-        "nan_shows_in_the_log_probs",
-    ],
-)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real")
+@pytest.mark.parametrize("check", CHECKS)
 def test_interpreted(check: str) -> None:
     pytest.importorskip("triton")
-    paths = os.pathsep.join([str(_ROOT), str(_HERE), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
-    subprocess.run([sys.executable, str(_HERE / "cuda_interpreted.py"), check], env=environment, check=True)
+    _run_check(check, interpret="1")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_a_gpu(check: str) -> None:
+    _run_check(check, interpret="0")
 
 
 def _compiled(capability: int, kernel: Any, constants: dict[str, Any], pointers: dict[str, str]) -> Any:

@@ -1,12 +1,14 @@
-"""Checks of the Triton kernels that run in Triton's interpreter on a CPU; each is a function of no arguments.
+"""Checks of what the native engine does on CUDA; each is a function of no arguments.
 
-    TRITON_INTERPRET=1 python cuda_interpreted.py kernel_matches_reference
+    TRITON_INTERPRET=1 python cuda_checks.py kernel_matches_reference      # on a CPU, in Triton's interpreter
+    python cuda_checks.py kernel_matches_reference                         # on a GPU
 
-`test_cuda_model.py` runs them so, in processes of their own: the interpreter is chosen at Triton's import.
+`test_cuda_model.py` runs them, in processes of their own: the interpreter is chosen at Triton's import.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -25,9 +27,10 @@ from verl.workers.rollout.native.cuda.sampler import DeviceRows, row_arrays
 from verl.workers.rollout.native.cuda.triton_attention import Tiles, paged_attention
 from verl.workers.rollout.native.cuda.triton_sampler import draw_whole
 from verl.workers.rollout.native.runner import PagedRunner
-from verl.workers.rollout.native.sampler import draw
+from verl.workers.rollout.native.sampler import SamplingRows, draw
 
 LONGEST = 64
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 
 
 def reference(query: Tensor, key: Tensor, value: Tensor, start: int, **options: Any) -> Tensor:
@@ -54,7 +57,10 @@ def kernel_matches_reference() -> None:
         (4, 2, 32, 16, None, None, 1, 16),
         (4, 2, 16, 16, 10, 5.0, 1, 8),
     ]
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 4e-3)):
+    dtypes = [(torch.float32, 1e-5), (torch.float16, 4e-3)]
+    if DEVICE.type == "cuda":  # the interpreter does not multiply bfloat16
+        dtypes.append((torch.bfloat16, 4e-2))
+    for dtype, tolerance in dtypes:
         for seed, kind in enumerate(kinds):
             _check_kernel(dtype, tolerance, seed, *kind)
 
@@ -76,7 +82,7 @@ def _check_kernel(
     num_tiles, longest = 4, 150
     blocks_each = -(-longest // block_size)
     tables = random.permutation(num_tiles * blocks_each + 3)[: num_tiles * blocks_each]
-    tables = torch.from_numpy(tables.reshape(num_tiles, -1).astype(np.int32))
+    tables = torch.from_numpy(tables.reshape(num_tiles, -1).astype(np.int32)).to(DEVICE)
     lengths = random.integers(1, longest + 1, num_tiles)
     counts = np.minimum(lengths, random.integers(1, max_count + 1, num_tiles))
     firsts = np.concatenate(([0], counts.cumsum()[:-1]))
@@ -84,23 +90,29 @@ def _check_kernel(
     pools = torch.randn(
         2, num_tiles * blocks_each + 3, block_size, num_kv_heads, head_dim, generator=generator
     )
-    keys, values = pools.to(dtype)
+    keys, values = pools.to(DEVICE, dtype)
     query = 3 * torch.randn(int(counts.sum()), num_heads, head_dim, generator=generator)
-    query = query.to(dtype)
+    query = query.to(DEVICE, dtype)
     first, count, position = (
-        torch.from_numpy(x.astype(np.int32)) for x in (firsts, counts, lengths - counts)
+        torch.from_numpy(x.astype(np.int32)).to(DEVICE) for x in (firsts, counts, lengths - counts)
     )
-    tiles = Tiles(first, count, position, torch.arange(num_tiles, dtype=torch.int32), tables, max_count)
+    tiles = Tiles(
+        first, count, position, torch.arange(num_tiles, dtype=torch.int32, device=DEVICE), tables, max_count
+    )
     out = torch.full_like(query, float("nan"))
     options: dict[str, Any] = {"window": window, "softcap": softcap, "scale": head_dim**-0.5}
     paged_attention(query, keys, values, tiles, out, num_splits=num_splits, **options)
     for i in range(num_tiles):
-        places = tables[i].long()[torch.arange(lengths[i]) // block_size] * block_size
-        places += torch.arange(lengths[i]) % block_size
+        positions = torch.arange(lengths[i], device=DEVICE)
+        places = tables[i].long()[positions // block_size] * block_size + positions % block_size
         rows = slice(firsts[i], firsts[i] + counts[i])
         own = (pool.flatten(0, 1)[places] for pool in (keys, values))
         expected = reference(query[rows], *own, start=lengths[i] - counts[i], **options)
         torch.testing.assert_close(out[rows].double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def _on_device(rows: SamplingRows) -> DeviceRows:
+    return DeviceRows(**{name: torch.from_numpy(x).to(DEVICE) for name, x in row_arrays(rows).items()})
 
 
 def sampler_draws_what_the_cpu_draws() -> None:
@@ -112,8 +124,8 @@ def sampler_draws_what_the_cpu_draws() -> None:
         rows = sampling_rows(60, random.random(60))
         rows.temperature[:] = random.choice([0.0, 0.6, 1.0], 60)
         rows.uniform[:2] = 0.0, 1.0 - 2.0**-53
-        on_device = DeviceRows(**{name: torch.from_numpy(x) for name, x in row_arrays(rows).items()})
-        tokens, log_probs, model_log_probs = draw_whole(logits, on_device, softcap)
+        on_device = _on_device(rows)
+        tokens, log_probs, model_log_probs = draw_whole(logits.to(DEVICE), on_device, softcap).cpu()
         expected = draw(logits.clone() if softcap is None else softcap * torch.tanh(logits / softcap), rows)
         same = tokens == expected[0]
         assert same.float().mean() > 0.95 and same[torch.from_numpy(rows.temperature == 0.0)].all()
@@ -128,8 +140,8 @@ def sampler_follows_the_distribution() -> None:
     count, vocab = 600, 60
     logits = 2 * torch.randn(vocab, generator=torch.Generator().manual_seed(3))
     rows = sampling_rows(count, temperature=0.8)
-    on_device = DeviceRows(**{name: torch.from_numpy(x) for name, x in row_arrays(rows).items()})
-    tokens = draw_whole(logits.repeat(count, 1), on_device, None)[0].long()
+    on_device = _on_device(rows)
+    tokens = draw_whole(logits.repeat(count, 1).to(DEVICE), on_device, None)[0].long().cpu()
     expected = count * (logits / 0.8).double().softmax(-1)
     cells = expected >= 5
     counts = torch.bincount(tokens, minlength=vocab)
@@ -142,8 +154,8 @@ def nan_shows_in_the_log_probs() -> None:
     logits = torch.randn(3, 5000)
     logits[1, 4500] = float("nan")
     rows = sampling_rows(3)
-    on_device = DeviceRows(**{name: torch.from_numpy(x) for name, x in row_arrays(rows).items()})
-    tokens, log_probs, model_log_probs = draw_whole(logits, on_device, None)
+    on_device = _on_device(rows)
+    tokens, log_probs, model_log_probs = draw_whole(logits.to(DEVICE), on_device, None).cpu()
     assert (
         torch.isfinite(log_probs).tolist() == torch.isfinite(model_log_probs).tolist() == [True, False, True]
     )
@@ -162,7 +174,9 @@ def _fake_capture(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor
 
 
 def _runner(config: Any, graphs: bool) -> PagedRunner:
-    """A runner on CPU that takes the CUDA way."""
+    """A runner that takes the CUDA way, also on CPU."""
+    if DEVICE.type == "cuda":
+        return PagedRunner(config, torch.float32, DEVICE, 16, LONGEST, enforce_eager=not graphs)
     runner = PagedRunner(config, torch.float32, "cpu", 16, LONGEST)
     tables = rotary_tables(config, runner.spec, LONGEST)
     model = CudaModel(
