@@ -37,13 +37,17 @@ def terms(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 class ContextRunner:
-    """`ModelRunner` as described above. `update_weights` takes [("version", tensor)]."""
+    """`ModelRunner` as described above. `update_weights` takes [("version", tensor)].
+
+    If `fails` is set, the next step raises in its middle.
+    """
 
     vocab_size = VOCAB
     bytes_per_block = 10
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
+        self.fails = False
         self._version: int | None = None
         self._pool: np.ndarray | None = None  # int64 [positions, 3]: token, position, version
 
@@ -76,6 +80,9 @@ class ContextRunner:
         self._pool[batch.places, 0] = batch.token_ids
         self._pool[batch.places, 1] = batch.positions
         self._pool[batch.places, 2] = self._version
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("as asked")
         writer = np.full(len(self._pool), -1)
         writer[batch.places] = np.arange(num_rows)
         assert np.array_equal(writer[batch.places], np.arange(num_rows)), "two rows write one place"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import pytest
 import torch
 from context_runner import VOCAB, ContextRunner, logits, terms
 from torch import Tensor
@@ -64,6 +65,7 @@ class Schedule:
         block_size = rng.choice([1, 2, 3, 4, 8, 16])
         per_sequence = -(-self.max_model_len // block_size)
         runner = make_runner(block_size, self.max_model_len)
+        self.runner = runner
         self.weights = weights
         num_blocks = int(per_sequence * rng.choice([1, 1, 1.3, 1.6, 3]))
         budget = None if rng.random() < 0.2 else num_blocks * runner.bytes_per_block
@@ -85,8 +87,8 @@ class Schedule:
     def run(self) -> None:
         """Some random events; then everything ends, and nothing may be left."""
         rng = self.rng
-        events = [self._open, self._resume, self._close, self._update, self._sleep, self._step]
-        for event in rng.choices(events, [3, 5, 1, 0.4, 0.4, 12], k=rng.randint(5, 25)):
+        events = [self._open, self._resume, self._close, self._update, self._sleep, self._fail, self._step]
+        for event in rng.choices(events, [3, 5, 1, 0.4, 0.4, 0.2, 12], k=rng.randint(5, 25)):
             event()
         self._finish()
         for _ in range(rng.choice([0, 1, 2])):
@@ -188,6 +190,20 @@ class Schedule:
         self.asleep = False
         if self.engine.version == -1:
             self._update()
+
+    def _fail(self) -> None:
+        """A step of the model that fails: as if it had not been tried."""
+        running = any(trajectory.active and self._has_room(trajectory) for trajectory in self.live.values())
+        if self.asleep or not running or not isinstance(self.runner, ContextRunner):
+            return
+        self.runner.fails = True
+        with pytest.raises(RuntimeError, match="as asked"):
+            self.engine.step()
+        stats = self.engine.stats()
+        assert stats["running"] == stats["kv_bytes"] == 0 and self.engine.has_runnable
+
+    def _has_room(self, trajectory: Trajectory) -> bool:
+        return trajectory.turns[-1].start < self.max_model_len
 
     def _step(self) -> None:
         if self.asleep:

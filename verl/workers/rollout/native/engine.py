@@ -144,7 +144,14 @@ class SessionEngine:
         if not self._has_weights:
             raise RuntimeError("the engine has no weights; call update_weights first")
         start = time.perf_counter()
-        ended = self._run_one() if self._scheduler.has_runnable else []
+        if not self._has_pool:
+            self._runner.allocate(self.num_blocks)
+            self._has_pool = True
+        try:
+            ended = self._run_one() if self._scheduler.has_runnable else []
+        except BaseException:  # whatever it was, also Ctrl-C: what the pool holds is not known any more
+            self._scheduler.drop_kv()
+            raise
         ended += [self._end(session, "length", None) for session in self._full]
         self._full = []
         self._steps += 1
@@ -152,19 +159,12 @@ class SessionEngine:
         return ended
 
     def _run_one(self) -> list[Completion]:
-        if not self._has_pool:
-            self._runner.allocate(self.num_blocks)
-            self._has_pool = True
-        try:
-            step = self._scheduler.plan()
-            if step.copies_before:
-                self._runner.copy_blocks(*zip(*step.copies_before, strict=True))
-            sampled = self._runner.step(step.batch, step.rows)
-            if step.copies_after:
-                self._runner.copy_blocks(*zip(*step.copies_after, strict=True))
-        except BaseException:  # whatever it was, also Ctrl-C: what the pool holds is not known any more
-            self._scheduler.drop_kv()
-            raise
+        step = self._scheduler.plan()
+        if step.copies_before:
+            self._runner.copy_blocks(*zip(*step.copies_before, strict=True))
+        sampled = self._runner.step(step.batch, step.rows)
+        if step.copies_after:
+            self._runner.copy_blocks(*zip(*step.copies_after, strict=True))
         self._scheduler.finish(step, sampled.token_ids)
         self._generated_tokens += len(step.sessions)
         ended = []
