@@ -86,7 +86,7 @@ def test_turns_of_many_sessions_interleave_without_touching_each_other() -> None
     assert trajectories(5, list(reversed(range(12)))) == alone
 
 
-def test_a_long_session_beside_short_ones_is_read_in_buckets_with_the_same_result() -> None:
+def test_a_long_session_beside_short_ones_changes_nothing() -> None:
     model = make_model("llama-bias")
     prompts = [random_prompts(1, seed=5)[0] for _ in range(40)]
     prompts[17] = torch.randint(0, VOCAB, (900,)).tolist()

@@ -4,6 +4,7 @@
               ^                                        |                      |                      |
               +------------------ preempt -------------+----------------------+     add (resumed) <--+
 
+There are `max_num_seqs` slots, for the sessions that run. Parked ones have none; they only keep their blocks.
 Each step takes the next token of every decoding session and, beside them, at most `max_prefill_tokens` new
 tokens. The queue is served in order, sessions that were begun before new ones: a resumed session still has KV
 state, and finishing it frees memory. At most one prompt, the last one taken, is cut at the budget; it goes on
