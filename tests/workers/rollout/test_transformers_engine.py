@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -264,6 +265,64 @@ def test_after_a_failed_step_turns_go_on_as_if_nothing_had_been() -> None:
             engine.step()
     engine.update_weights(weights.items(), 3)
     assert _run(engine)[session].token_ids == _greedy(model, [1, 2, 3], 6)[0]
+
+
+def _play(
+    engine: TransformersEngine, weights: list[tuple[str, Any]], scripts: list[list[list[int]]], seed: int
+) -> list[list[list[int]]]:
+    """Each session's turns, in a random order of opening, stepping, sleeping, updating and resuming."""
+    random = np.random.default_rng(seed)
+    turns: list[list[list[int]]] = [[] for _ in scripts]
+    of_session: dict[int, int] = {}
+    unopened, waiting = list(range(len(scripts))), []
+    while unopened or waiting or engine.has_runnable:
+        choice = random.integers(10)
+        if choice == 0 and unopened:
+            index = unopened.pop(0)
+            params = SamplingParams(4, temperature=0.8, seed=index)
+            of_session[engine.open(scripts[index][0], params)] = index
+        elif choice == 1 and waiting:
+            session = waiting.pop(int(random.integers(len(waiting))))
+            done = turns[of_session[session]]
+            script = scripts[of_session[session]]
+            if len(done) == len(script):
+                engine.close(session)
+            else:
+                params = SamplingParams(4, temperature=0.8, seed=of_session[session])
+                engine.resume(session, script[len(done)], params)
+        elif choice == 2:
+            level = 1 + int(random.integers(2))
+            engine.sleep(level)
+            engine.wake()
+            if level == 2:
+                engine.update_weights(weights, 1)
+        elif choice == 3:
+            engine.update_weights(weights, 1)
+        else:
+            for completion in engine.step():
+                turns[of_session[completion.session_id]].append(completion.token_ids)
+                waiting.append(completion.session_id)
+    return turns
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "mamba"])
+def test_random_schedules_sample_what_each_session_samples_alone(kind: str) -> None:
+    model = _make_model(kind)
+    random = np.random.default_rng(0)
+    scripts = [[random.integers(0, VOCAB, n).tolist() for n in (5, 3, 1)] for _ in range(4)]
+    alone = []
+    for index, script in enumerate(scripts):
+        engine = _make_engine(model)
+        session = engine.open(script[0], SamplingParams(4, temperature=0.8, seed=index))
+        turns = [_run(engine)[session].token_ids]
+        for observation in script[1:]:
+            engine.resume(session, observation, SamplingParams(4, temperature=0.8, seed=index))
+            turns.append(_run(engine)[session].token_ids)
+        alone.append(turns)
+    for seed in range(6):
+        engine = _make_engine(model, max_num_seqs=1 + seed % 3)
+        assert _play(engine, list(model.named_parameters()), scripts, seed) == alone
+        assert engine.stats()["kv_bytes"] == 0  # all are closed
 
 
 def test_it_says_once_that_it_is_the_slow_path(caplog: pytest.LogCaptureFixture) -> None:

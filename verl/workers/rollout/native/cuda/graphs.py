@@ -61,7 +61,7 @@ class CudaCapture:
             run()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool):
             result = run()
         return graph.replay, result
 
