@@ -4,9 +4,10 @@
         -> rounds in which they take turns -> tokens per CPU second (medians), ratios, share of the ceiling
 
 Sampling at temperature 1 with log-probs (generate: without), one thread each, the same dtype. CPU seconds are
-those of the whole process with all its threads. "ceiling" is the model's matrix products alone. vLLM lives in
-an environment of its own: `--vllm-python`. Each model and dtype becomes a JSON file in `--output`; the tables
-of all files there are written to rollout.md.
+those of the whole process with all its threads; only sampled tokens are counted, but prompts are part of the
+work. "ceiling" is the matrix products of the same work alone. vLLM lives in an environment of its own:
+`--vllm-python`. Each model and dtype becomes a JSON file in `--output`; the tables of all files there are
+written to rollout.md.
 
 Example: python scripts/bench_rollout.py --models tiny --dtypes float32 --vllm-python ~/vllm/bin/python
 """

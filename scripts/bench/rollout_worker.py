@@ -60,7 +60,8 @@ class Native:
 
 
 class Ceiling:
-    """The native engine's packed matrix products alone, at a fixed number of rows."""
+    """The native engine's packed matrix products alone, for the rows that the same work needs: no engine that
+    computes each token once can be faster. Prompts in one pass, then a row per sequence that is not done."""
 
     note = "matrix products only"
 
@@ -82,18 +83,27 @@ class Ceiling:
                 weight = torch.cat([params[f"model.layers.{layer}.{name}.weight"] for name in names])
                 self._products.append((Product(weight, None), weight.shape[1]))
         head = model.get_output_embeddings().weight.detach()
-        self._products.append((Product(head, None), head.shape[1]))
+        self._head = (Product(head, None), head.shape[1])
 
     def run(self, prompts: Lists, lengths: list[int], seed: int) -> int:
         import torch
 
-        inputs = {width: torch.randn(len(prompts), width).to(self._dtype) for _, width in self._products}
-        steps = max(10, sum(lengths) // len(lengths))
+        from verl.workers.rollout.native.cpu_model import padded
+
+        steps = [(sum(map(len, prompts)), len(prompts))]
+        for number in range(1, max(lengths)):
+            active = sum(length > number for length in lengths)
+            steps.append((active, active))
         with torch.inference_mode():
-            for _ in range(steps):
-                for product, width in self._products:
-                    product(inputs[width])
-        return steps * len(prompts)
+            for rows, out_rows in steps:
+                sizes = [(rows, *product) for product in self._products] + [(out_rows, *self._head)]
+                inputs = {
+                    (count, width): torch.ones(padded(count), width, dtype=self._dtype)
+                    for count, _, width in sizes
+                }
+                for count, product, width in sizes:
+                    product(inputs[count, width])
+        return sum(lengths)
 
 
 class Vllm:

@@ -150,47 +150,47 @@ class CpuModel:
 
     def hidden(self, batch: StepBatch) -> Tensor:
         """Run the layers and fill the pools; normed hidden states [O, hidden_size] of `batch.out_rows`."""
-        spec, num_rows = self._spec, len(batch.token_ids)
-        dtype = self._embedding.dtype
+        spec, num_rows, dtype = self._spec, len(batch.token_ids), self._embedding.dtype
         x = np.empty((num_rows, spec.hidden_size), dtype=np.float32)
         normed = _with_padding(num_rows, spec.hidden_size, dtype)
-        normed_array = as_array(normed)
         embedding = as_array(self._embedding)
         share_rows(cpu_kernel.embed, num_rows, batch.token_ids, embedding, self._embedding_scale, x)
-        share_rows(cpu_kernel.norm, num_rows, x, self._layers[0].attn_norm, self._eps, normed_array)
+        share_rows(cpu_kernel.norm, num_rows, x, self._layers[0].attn_norm, self._eps, as_array(normed))
+        last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            out = layer.o(self._attention(index, layer, layer.qkv(normed), batch))
-            self._join(x, out, layer.attn_out_norm, layer.mlp_norm, normed_array)
+            attended = self._attention(index, layer, layer.qkv(normed), batch)
+            if index == last and (batch.spans or len(batch.out_rows) < num_rows):
+                # What follows matters only for the rows that are sampled from.
+                if not len(batch.out_rows):  # oneDNN does not take 0 rows
+                    return torch.empty((0, spec.hidden_size), dtype=dtype)
+                x, num_rows = x[batch.out_rows], len(batch.out_rows)
+                attended = _taken(attended, batch.out_rows)
+                normed = _with_padding(num_rows, spec.hidden_size, dtype)
+            self._join(x, layer.o(attended), layer.attn_out_norm, layer.mlp_norm, normed)
             gate_up = layer.gate_up(normed)
             gated = _with_padding(num_rows, spec.intermediate_size, dtype)
             share_rows(cpu_kernel.gate, num_rows, as_array(gate_up), self._activation, as_array(gated))
-            out = layer.down(gated)
-            if index + 1 < len(self._layers):
-                next_norm = self._layers[index + 1].attn_norm
-                self._join(x, out, layer.mlp_out_norm, next_norm, normed_array)
-        x, out = x[batch.out_rows], out[torch.from_numpy(batch.out_rows)]
-        normed = torch.empty(x.shape, dtype=dtype)
-        self._join(x, out, self._layers[-1].mlp_out_norm, self._final_norm, as_array(normed))
-        return normed
+            next_norm = self._final_norm if index == last else self._layers[index + 1].attn_norm
+            self._join(x, layer.down(gated), layer.mlp_out_norm, next_norm, normed)
+        return normed[:num_rows]
 
     def sample(self, hidden: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens and both log-probs (see `Sampled`) for hidden states from `hidden`."""
         assert self._head is not None
-        rows_in = _with_padding(len(hidden), hidden.shape[1], hidden.dtype)
-        rows_in[: len(hidden)] = hidden
-        logits = self._head(rows_in)[: len(hidden)]
+        logits = self._head(_taken(hidden, np.arange(len(hidden))))[: len(hidden)]
         if self._spec.logit_softcap is not None:
             logits = capped(logits.float(), self._spec.logit_softcap)
         return cpu_sampler.draw(logits, rows)
 
     def _join(
-        self, x: np.ndarray, out: Tensor, out_norm: np.ndarray, norm: np.ndarray, normed: np.ndarray
+        self, x: np.ndarray, out: Tensor, out_norm: np.ndarray, norm: np.ndarray, normed: Tensor
     ) -> None:
         """x += out (normed first where the model does that); normed = norm of x."""
+        target = as_array(normed)
         if len(out_norm):
-            share_rows(cpu_kernel.norm_add_norm, len(x), x, as_array(out), out_norm, norm, self._eps, normed)
+            share_rows(cpu_kernel.norm_add_norm, len(x), x, as_array(out), out_norm, norm, self._eps, target)
         else:
-            share_rows(cpu_kernel.add_norm, len(x), x, as_array(out), norm, self._eps, normed)
+            share_rows(cpu_kernel.add_norm, len(x), x, as_array(out), norm, self._eps, target)
 
     def _attention(self, index: int, layer: PackedLayer, qkv: Tensor, batch: StepBatch) -> Tensor:
         """qkv [T, (num_heads + 2 * num_kv_heads) * head_dim] -> [T, num_heads * head_dim]."""
@@ -278,6 +278,13 @@ def _with_padding(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
     buffer = torch.empty((padded(num_rows), width), dtype=dtype)
     buffer[num_rows:] = 0
     return buffer
+
+
+def _taken(x: Tensor, rows: np.ndarray) -> Tensor:
+    """Some rows of x, with padding."""
+    taken = _with_padding(len(rows), x.shape[1], x.dtype)
+    taken[: len(rows)] = x[torch.from_numpy(rows)]
+    return taken
 
 
 def _joined(weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> Product:

@@ -31,6 +31,7 @@ def draw(logits_AV: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray,
         token ids int64 [A]; log-probs and the plain model's log-probs, float64 [A].
     """
     count, vocab = logits_AV.shape
+    assert len(rows.uniform) == count, f"{len(rows.uniform)} sampling rows for {count} rows of logits"
     tokens = np.zeros(count, dtype=np.int64)
     log_probs, model_log_probs = np.zeros(count), np.zeros(count)
     share_rows(
