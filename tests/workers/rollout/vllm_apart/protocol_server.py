@@ -39,7 +39,7 @@ class ProtocolServer:
     `errors` (the next so many requests are answered 500), `stalls` (the next so many requests get no
     answer), `garbage` (a line sent in the place of the first chunk), `early_stop` (each request ends after so
     many tokens with finish reason "stop"), `refuses_weights`, `keeps_kv_state`, `unhealthy`. `token_seconds`
-    slows it down.
+    and `metrics_seconds` slow it down.
     """
 
     def __init__(self):
@@ -48,7 +48,7 @@ class ProtocolServer:
         self.broken_streams = self.break_after = self.errors = self.stalls = 0
         self.garbage = self.early_stop = None
         self.refuses_weights = self.keeps_kv_state = self.unhealthy = False
-        self.token_seconds = 0.0
+        self.token_seconds = self.metrics_seconds = 0.0
         self.max_model_len, self.extension, self.mode = 512, EXTENSION, "processed_logprobs"
         self.sleep_mode = False
         self.requests, self.dropped, self.calls = [], 0, []
@@ -96,6 +96,7 @@ class ProtocolServer:
                 elif path == "/is_paused":
                     self.reply({"is_paused": server.paused})
                 elif path == "/metrics":
+                    time.sleep(server.metrics_seconds)
                     self.reply(
                         '# HELP x\nvllm:prompt_tokens_total{engine="0"} 7\nvllm:kv_cache_usage_perc{} 0.5\n'
                     )

@@ -120,6 +120,8 @@ class RemoteVllmEngine:
         self._failure: BaseException | None = None
         self._counts = {"steps": 0, "generated_tokens": 0}
         self._seconds = 0.0
+        self._server_figures: dict[str, float] = {}
+        self._refreshing: Future[None] | None = None
         self._lock = threading.Lock()  # a turn's tokens: written by the loop, read by `partial`
         self._ended: queue.SimpleQueue[Completion | BaseException] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
@@ -262,6 +264,7 @@ class RemoteVllmEngine:
         """As in `RolloutEngine.stats`, and `servers`: how many live.
 
         What the servers count is of all processes that share them, and only the sender's engine reports it.
+        While turns are under way, a busy server is not waited for: its figures are those of a moment ago.
         """
         with self._lock:
             turns = [self._sessions[session_id] for session_id in self._under_way]
@@ -275,7 +278,15 @@ class RemoteVllmEngine:
             "weight_version": float(self.version),
             "seconds": self._seconds,
         }
-        return figures | (self._call(self._pool.figures()) if self._sender is not None else {})
+        if self._sender is not None:
+            if not self._under_way:
+                self._server_figures = self._call(self._pool.figures())
+            elif self._refreshing is None or self._refreshing.done():
+                self._refreshing = asyncio.run_coroutine_threadsafe(self._refresh(), self._loop)
+        return figures | self._server_figures
+
+    async def _refresh(self) -> None:
+        self._server_figures = await self._pool.figures()
 
     def shutdown(self) -> None:
         """End requests, thread, transfer groups, and the servers that were started for this engine."""
