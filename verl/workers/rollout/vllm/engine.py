@@ -5,9 +5,9 @@
     close <- waiting for its owner <- Completion <- stop string, eos, limit +
 
 Exact where vLLM by itself is not: a stop string ends a turn at the token that completes it (matched on the
-bytes of tokens, `stop.py`; vLLM's own works on detokenised text and may return less than it sampled); random
-numbers belong to (seed, position) (`sampler.py`); after new weights no KV state of older ones is used and
-nothing derived from them is left (`weights.py`).
+bytes of tokens, `stop.py`; vLLM's own looks at detokenised text, which leaves special tokens out and waits
+for whole characters); random numbers belong to (seed, position) (`sampler.py`); after new weights no KV state
+of older ones is used and nothing derived from them is left (`weights.py`).
 """
 
 from __future__ import annotations

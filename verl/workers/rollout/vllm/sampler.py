@@ -35,6 +35,7 @@ class SessionSampler(Sampler):
         self._batch = runner.input_batch
         self._requests = runner.requests
         self._generators = [torch.Generator(runner.device) for _ in range(self._batch.max_num_reqs)]
+        self._devices = [runner.device] if runner.device.type == "cuda" else []
         self._both = False  # this step's requests get two log-probs
         self._plain: Tensor | None = None  # [A, V], where some row's differ
 
@@ -43,14 +44,10 @@ class SessionSampler(Sampler):
         requests = [self._requests[name].sampling_params for name in self._batch.req_ids[: logits.shape[0]]]
         metadata = dataclasses.replace(sampling_metadata, generators=self._seeded(requests))
         self._both = metadata.max_num_logprobs == 1
-        if self._both and any(map(_changes_distribution, requests)):
-            self._plain = logits.log_softmax(-1, dtype=torch.float32)
-        state = torch.get_rng_state()  # vLLM draws from the process's generator, which is the trainer's
-        try:
+        differs = self._both and any(map(_changes_distribution, requests))
+        self._plain = logits.log_softmax(-1, dtype=torch.float32) if differs else None
+        with torch.random.fork_rng(self._devices):  # vLLM draws from the process's generators: the trainer's
             return super().forward(logits, metadata, *args, **kwargs)
-        finally:
-            torch.set_rng_state(state)
-            self._both, self._plain = False, None
 
     def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
         """The sampled token's log-prob, and beside it the model's own; vLLM's answer for other requests."""
