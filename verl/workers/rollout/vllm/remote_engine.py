@@ -300,6 +300,8 @@ class RemoteVllmEngine:
             stack.callback(self._loop.close)
             stack.callback(self._thread.join)
             stack.callback(self._loop.call_soon_threadsafe, self._loop.stop)
+            if self._refreshing is not None:
+                self._refreshing.cancel()
             self._call(self._break_off())
             self._call(self._pool.close())
 

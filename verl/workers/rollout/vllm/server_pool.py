@@ -197,9 +197,9 @@ class ServerPool:
         self.living()
 
     async def figures(self) -> dict[str, float]:
-        """What the servers count, added up (`kv_used_share`: the mean); nothing if one does not tell."""
+        """What the living count, added up (`kv_used_share`: the mean); nothing if one does not tell."""
         sums = dict.fromkeys(_FIGURES, 0.0)
-        living = self.living()
+        living = [client for client in self.clients if client.dead is None]
         for client in living:
             try:
                 found = await client.metrics()
@@ -208,7 +208,7 @@ class ServerPool:
                 return {}
             for ours, theirs in _FIGURES.items():
                 sums[ours] += found.get(theirs, 0.0)
-        sums["kv_used_share"] /= len(living)
+        sums["kv_used_share"] /= max(1, len(living))
         sums["prefilled_tokens"] -= sums["prefix_hit_tokens"]
         return sums
 
