@@ -28,7 +28,6 @@ from verl.workers.engine.loading import PolicyModel, load_policy, load_value_mod
 from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.rollout.build import Request, build_engine
 from verl.workers.rollout.engine import RolloutEngine
-from verl.workers.rollout.tensor_parallel import MirroredEngine
 
 ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
 
@@ -139,10 +138,7 @@ class ActorRolloutRefWorker(Worker):
             self._bring_weights(engine)
             if self.config.rollout.name != "native":  # it has weights of its own now; native reads these
                 policy_on_device.close()
-            if isinstance(engine, MirroredEngine):
-                result = engine.run(prompts, agent.run_llm_loop)
-            else:
-                result = agent.run_llm_loop(prompts)
+            result = agent.run_llm_loop(prompts)
             self._sleep(engine)
         return result
 

@@ -52,10 +52,14 @@ def validate(config: DictConfig, *, format_reward: bool = False) -> None:
 
 def settings_without_effect(config: DictConfig) -> list[str]:
     """A line for each key that is set to something else than its default and has no meaning here."""
-    defaults = _defaults()
+    defaults, reasons = _defaults(), dict(NO_EFFECT)
+    if config.actor_rollout_ref.rollout.placement == "colocated":
+        reasons[f"{ROLLOUT}.tensor_model_parallel_size"] = (
+            f"each process has an engine with the whole model; {ROLLOUT}.placement=apart splits it."
+        )
     return [
         f"{key}={OmegaConf.select(config, key)} has no effect: {reason}"
-        for key, reason in NO_EFFECT.items()
+        for key, reason in reasons.items()
         if OmegaConf.select(config, key) != defaults[key]
     ]
 
@@ -185,12 +189,6 @@ def _check_rollout(config: DictConfig) -> None:
             f"Found {ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with "
             f"{ROLLOUT}.name={rollout.name}, which keeps a whole model in each process; expected 1, or "
             f"{ROLLOUT}.name=vllm."
-        )
-    processes = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    if not apart and processes % rollout.tensor_model_parallel_size:
-        raise ValueError(
-            f"Found {ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with "
-            f"{processes} processes; expected a divisor of their number, or {ROLLOUT}.placement=apart."
         )
     for key in ("python", "num_servers", "server_urls", "weight_transfer"):
         if not apart and vllm[key] != _defaults()[f"{ROLLOUT}.vllm.{key}"]:

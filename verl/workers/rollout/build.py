@@ -3,7 +3,6 @@
     rollout.name=native                     NativeEngine         the actor's own weights, one device
       ... an architecture it does not run   TransformersEngine   slower, any Hugging Face model
     rollout.name=vllm, placement=colocated  VllmEngine           vLLM in the trainer's process
-      ... tensor_model_parallel_size > 1    MirroredEngine       one vLLM over several of them
     rollout.name=vllm, placement=apart      RemoteVllmEngine     vLLM servers of their own
 
 Each is imported when it is asked for, so that a run needs no package of another engine.
@@ -24,7 +23,6 @@ from transformers import PretrainedConfig
 
 from verl.workers.engine.loading import load_hf_config
 from verl.workers.rollout.engine import RolloutEngine
-from verl.workers.rollout.tensor_parallel import MirroredEngine
 
 if TYPE_CHECKING:
     from verl.workers.rollout.vllm.server import VllmServers
@@ -65,20 +63,17 @@ def build_engine(rollout: DictConfig, model: DictConfig, request: Request) -> Ro
         ValueError: the engine can't run this model, or not within its memory.
         RuntimeError: servers did not start, or don't answer.
     """
-    max_num_seqs = rollout.max_num_seqs
-    if rollout.tensor_model_parallel_size == 1:  # else all of an engine's processes must have the same
-        max_num_seqs = min(max_num_seqs, max(MIN_SEQUENCES, request.num_rows))
+    max_num_seqs = min(rollout.max_num_seqs, max(MIN_SEQUENCES, request.num_rows))
     model_config = load_hf_config(model)
     if rollout.name == "native":
         return _native(rollout, model, model_config, request, max_num_seqs)
     arguments = _vllm_arguments(rollout, model, request, max_num_seqs)
-    if rollout.placement == "apart":
+    if rollout.placement == "apart":  # colocated, each process has an engine for its own trajectories
+        arguments = {"tensor_parallel_size": rollout.tensor_model_parallel_size} | arguments
         return _vllm_apart(rollout, model_config, arguments, request)
     from verl.workers.rollout.vllm.engine import VllmEngine
 
-    engine = VllmEngine(**arguments)
-    size = rollout.tensor_model_parallel_size
-    return MirroredEngine(engine, size) if size > 1 else engine
+    return VllmEngine(**arguments)
 
 
 def _native(
@@ -140,7 +135,6 @@ def _vllm_arguments(
         "max_num_batched_tokens": max(rollout.max_num_batched_tokens, max_num_seqs),
         "block_size": rollout.block_size,
         "enforce_eager": rollout.enforce_eager,
-        "tensor_parallel_size": rollout.tensor_model_parallel_size,
         "trust_remote_code": model.trust_remote_code,
     }
     if model.override_config:
