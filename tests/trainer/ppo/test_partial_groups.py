@@ -14,7 +14,7 @@ from data_prep.microworld import write_world
 from verl.protocol import DataProto
 from verl.trainer.main_ppo import run
 from verl.trainer.ppo.batching import prompt_batch
-from verl.trainer.ppo.partial_groups import PartialGroups, staleness, straggler_metrics
+from verl.trainer.ppo.partial_groups import PartialGroups, newest_version, staleness, straggler_metrics
 
 BASE_MODEL = Path(__file__).resolve().parents[3] / "data_prep" / "base_model"
 
@@ -93,10 +93,14 @@ def test_what_is_cut_is_counted_by_trajectory_and_by_group():
     assert straggler_metrics(batch) == {"env/cut_trajectories": 3.0, "env/cut_groups": 2.0}
 
 
-def test_staleness_counts_versions_within_a_row():
-    batch = generated(prompts("a", "b"), ["answer", "answer"])
-    batch.non_tensor_batch["trajectory"][0] |= {"version_first": None, "version_last": None}
-    assert staleness(batch).tolist() == [0, 1]
+def test_a_row_is_as_old_as_its_first_token_also_if_it_had_ended_in_the_step_before():
+    batch = generated(prompts("a", "a", "b", "c"), ["answer"] * 4)
+    records = batch.non_tensor_batch["trajectory"]
+    spans = [(3, 3), (3, 5), (5, 5), (None, None)]  # ended before, went on, fresh, without a token
+    for record, (first, last) in zip(records, spans, strict=True):
+        record |= {"version_first": first, "version_last": last}
+    assert newest_version(batch) == 5
+    assert staleness(batch, 5).tolist() == [2, 2, 0, 0]
 
 
 def test_rule_10_kept_groups_are_in_the_checkpoint(tmp_path):

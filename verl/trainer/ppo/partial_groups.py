@@ -117,7 +117,15 @@ def straggler_metrics(batch: DataProto) -> dict[str, float]:
     return {"env/cut_trajectories": float(reasons.count(CUT)), "env/cut_groups": float(len(groups))}
 
 
-def staleness(batch: DataProto) -> np.ndarray:
-    """Weight versions from the first to the last token of each row; [N] int64, 0 for a row without one."""
-    records = batch.non_tensor_batch["trajectory"]
-    return np.array([(r["version_last"] or 0) - (r["version_first"] or 0) for r in records], dtype=np.int64)
+def newest_version(batch: DataProto) -> int:
+    """The version of the weights that `batch` was generated with: that of its newest token."""
+    return max(record["version_last"] or 0 for record in batch.non_tensor_batch["trajectory"])
+
+
+def staleness(batch: DataProto, version: int) -> np.ndarray:
+    """How many versions (optimizer steps) before `version` each row's first token was sampled; [N] int64.
+
+    A row that had ended in the step before is as old as one that went on. 0 for a row without a token.
+    """
+    first = [record["version_first"] for record in batch.non_tensor_batch["trajectory"]]
+    return np.array([0 if it is None else version - it for it in first], dtype=np.int64)

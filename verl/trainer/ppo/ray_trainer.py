@@ -30,7 +30,7 @@ from verl.trainer.ppo.batching import (
     usable_rows,
     with_samples,
 )
-from verl.trainer.ppo.partial_groups import PartialGroups, staleness, straggler_metrics
+from verl.trainer.ppo.partial_groups import PartialGroups, newest_version, staleness, straggler_metrics
 from verl.trainer.ppo.roles import ResourcePoolManager, Role
 from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped
 from verl.trainer.ppo.validation import ValidationReport, validate
@@ -245,6 +245,7 @@ class RayPPOTrainer:
         }
         batch = with_samples(prompts, self._generate_sequences(gen_batch))
         metrics = batch.meta_info.pop("metrics", {})
+        version = newest_version(batch)
         batch = self.partial_groups.take(batch)
         metrics |= straggler_metrics(batch) | {"env/kept_groups": float(self.partial_groups.num_groups)}
         metrics |= self.trajectory_metrics(list(batch.non_tensor_batch["trajectory"]))
@@ -253,7 +254,7 @@ class RayPPOTrainer:
             raise RunStopped(f"Step {step}: no trajectory has a token to learn from.")
         metrics["env/left_out"] = float((~usable).sum())
         batch = batch if usable.all() else batch.select_idxs(usable)
-        ages = staleness(batch)
+        ages = staleness(batch, version)
         return batch, metrics | {
             "rollout/staleness/mean": float(ages.mean()),
             "rollout/staleness/max": float(ages.max()),

@@ -3,6 +3,7 @@
     <run folder>/global_step_N/actor/...          weights, optimizer, schedule, random state (worker's format)
     <run folder>/global_step_N/actor/huggingface  the same weights as a Hugging Face folder
     <run folder>/global_step_N/critic/...
+    <run folder>/global_step_N/partial_groups.pkl rows that go on in the next step, if there are any
     <run folder>/global_step_N/run_state.json     step, data position, KL coefficient, totals (this file)
 
 A checkpoint is written to `global_step_N.incomplete` and renamed when everything is on disk. Whatever bears
