@@ -11,8 +11,8 @@ time of the client's process during generation, after a warm-up; the server's is
     lock-step  Search-R1's way of working on transformers' `generate`    .../search_rollout_lockstep.py
     TRL        the generation part of its GRPOTrainer, with a tool       .../search_rollout_trl.py
 
-A turn without an action: the first two tell the model what it can do and go on, TRL ends the trajectory. That
-is the difference in sampled tokens. Each contender draws its own random numbers.
+A turn without an action: the first two tell the model what it can do and go on, TRL ends the trajectory. This
+and more is said below the table (`NOTES`). Each contender draws its own random numbers.
 
 TRL has an environment of its own: `pip install trl==1.16.0 transformers==5.23.0 torch==2.13.0`.
 """
@@ -44,6 +44,14 @@ from scripts.bench.servers import PORT, RunningServer, running  # noqa: E402
 WORLD_SEED = 999
 GROUP = 8
 OURS, LOCK_STEP, TRL = "ours", "lock-step", "TRL"
+NOTES = {
+    OURS: "a turn without an action is answered with a hint and the trajectory goes on.",
+    LOCK_STEP: "written for this comparison after Search-R1's way of working, on transformers' `generate` "
+    "(Search-R1 itself generates with vLLM); without stop strings, so it samples tokens that it cuts off; "
+    "a turn without an action goes on as ours.",
+    TRL: "the generation part of GRPOTrainer on transformers' `generate`; a turn without an action ends the "
+    "trajectory, so some are shorter than ours.",
+}
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -129,6 +137,11 @@ def table(runs: dict[tuple[float, str], list[Run]]) -> str:
     return "\n".join(lines)
 
 
+def notes(contenders: list[str]) -> str:
+    """What the table's figures don't show of how each contender works."""
+    return "\n".join(f"{contender}: {NOTES[contender]}" for contender in contenders)
+
+
 def _row(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
@@ -178,7 +191,7 @@ def main() -> int:
             for run in rounds
         ]
         options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    print(table(runs))
+    print(f"{table(runs)}\n\n{notes(contenders)}")
     return 0
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from scripts.bench.search_rollout_lockstep import LockStep
 from scripts.bench.search_rollout_task import Counts, Measured, Task, measure
-from scripts.bench_search_rollout import LOCK_STEP, OURS, TRL, Run, command_of, questions, table
+from scripts.bench_search_rollout import LOCK_STEP, OURS, TRL, Run, command_of, notes, questions, table
 
 ROOT = Path(__file__).parents[2]
 BASE_MODEL = ROOT / "data_prep" / "base_model"
@@ -34,6 +34,12 @@ def test_the_table_has_medians_and_ratios_of_medians():
         == "| 50 ms | ours | 4.0 (2.0 to 8.0) | 1.00 x | 2.00 | 4.00 | 0.10 | 1.50 | 20.0 (10.0) | 0.75 |"
     )
     assert trl.startswith("| 50 ms | TRL | 1.0 (0.1 to 1.0) | 4.00 x | 8.00 | 16.00 |")
+
+
+def test_below_the_table_stands_where_contenders_do_not_do_the_same():
+    lines = notes([OURS, TRL]).splitlines()
+    assert [line.split(":")[0] for line in lines] == [OURS, TRL]
+    assert "goes on" in lines[0] and "ends the trajectory" in lines[1]
 
 
 def test_the_warm_up_is_not_measured(capsys, tmp_path):
