@@ -5,8 +5,8 @@
 The trainer learns from tokens as if it had sampled them itself. What the engine says of them differs by
 rounding, by older weights, or by a mistake such as weights that never arrived; these figures show it. Names
 and definitions are those of verl's rollout correction, whose background is Liu, Li et al. 2025, "When Speed
-Kills Stability"; `kl` and `k3_kl` estimate KL(rollout || trainer) by k1 and k3 of Schulman 2020,
-"Approximating KL Divergence".
+Kills Stability"; `log_prob_diff_mean` and `_max` (absolute, per token) are ours. `kl` and `k3_kl` estimate
+KL(rollout || trainer) by k1 and k3 of Schulman 2020, "Approximating KL Divergence".
 
 With top-p, top-k or min-p the engine's log-probs are those of the truncated distribution and the trainer's
 are not: the figures then hold that gap too.
