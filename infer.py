@@ -244,7 +244,7 @@ class Asker:
 
         from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
         from search_r1.search.client import SearchClient
-        from verl.workers.rollout.native import NativeEngine
+        from verl.workers.rollout.build import Request, local_engine
 
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
@@ -254,8 +254,11 @@ class Asker:
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.model)
             config = transformers.AutoConfig.from_pretrained(self.model)
-            longest = min(self.settings.max_prompt_length, config.max_position_embeddings)
-            engine = NativeEngine(config, max_num_seqs=1, max_model_len=longest, dtype=dtype, device=device)
+            # Recurrent models have no bound on positions.
+            bound = getattr(config.get_text_config(), "max_position_embeddings", None)
+            longest = min(self.settings.max_prompt_length, bound or sys.maxsize)
+            request = Request(torch.device(device), dtype, longest, num_rows=1)
+            engine = local_engine(config, request, max_num_seqs=1)
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(self.model, dtype=dtype)
             model.to(device)
         except (
@@ -263,11 +266,7 @@ class Asker:
         ) as error:  # a broken folder raises all kinds: OSError, SafetensorError, ImportError, ...
             raise ValueError(f"--model: {self.model} can't be loaded: {first_line(error)}") from error
         engine.update_weights(model.state_dict().items(), version=0)
-        eos = model.generation_config.eos_token_id
-        generation = GenerationConfig(
-            **vars(self.settings),
-            eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
-        )
+        generation = GenerationConfig(**vars(self.settings))
         url, use_proxy = self.arguments.retriever_url, self.arguments.use_proxy
         client = SearchClient(url, topk=self.settings.topk, use_proxy=use_proxy)
         screen = Screen(self.console)

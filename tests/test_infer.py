@@ -17,7 +17,14 @@ import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import infer
 from data_prep.prompts import SEARCH_PROMPT
@@ -128,6 +135,26 @@ def test_a_python_without_the_packages_is_told_where_they_are():
     assert process.returncode == 1
     assert process.stderr.startswith("error: ") and ".venv/bin/python infer.py" in process.stderr
     assert process.stderr.count("\n") == 1
+
+
+def test_a_model_that_the_native_engine_does_not_run_answers_too(run_dir, url, tmp_path, monkeypatch, capsys):
+    config = MambaConfig(vocab_size=257, hidden_size=8, num_hidden_layers=1, state_size=2)
+    MambaForCausalLM(config).save_pretrained(tmp_path)  # no bound on positions either
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(infer.find_model(str(run_dir))) / file, tmp_path)
+    monkeypatch.setattr(infer, "find_settings", lambda *_: infer.Settings(0, 1, 400, 420, 4, 150))
+    assert ask(monkeypatch, "--question", "x", "--model", str(tmp_path), "--retriever-url", url) == 0
+    assert "No answer" in capsys.readouterr().out
+
+
+def test_turns_end_where_they_do_in_training(run_dir, tmp_path):
+    """That is, at the tokenizer's end of sequence; a generation_config.json may name others."""
+    folder = shutil.copytree(infer.find_model(str(run_dir)), tmp_path / "model")
+    arguments = infer.build_parser().parse_args([])
+    GenerationConfig(eos_token_id=[0, 256]).save_pretrained(folder)
+    asker = infer.Asker(str(folder), "Q: {question}\n", infer.Settings(), arguments, Console())
+    assert asker.manager.codec.eos_token_ids == {256}
+    asker.close()
 
 
 def test_a_failing_search_is_one_line_and_status_1(run_dir, url, monkeypatch, capsys):

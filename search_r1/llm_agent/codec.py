@@ -27,7 +27,7 @@ class Codec:
 
     Attributes:
         stop: ends a turn at `</search>` and `</answer>` (without search: at `</answer>`).
-        eos_token_ids: the tokenizer's, and those of the configuration.
+        eos_token_ids: the tokenizer's end of sequence, if it has one.
         hint_ids: tokens of the hint that follows a turn without an action.
     """
 
@@ -35,9 +35,8 @@ class Codec:
         """Raises ValueError if `max_obs_length` has no room for an empty observation."""
         self.tokenizer, self.max_obs_length = tokenizer, config.max_obs_length
         self.stop = StopCondition(tokenizer, [SEARCH_END, ANSWER_END] if config.do_search else [ANSWER_END])
-        self.eos_token_ids = config.eos_token_ids
-        if tokenizer.eos_token_id is not None:
-            self.eos_token_ids |= {tokenizer.eos_token_id}
+        eos = tokenizer.eos_token_id
+        self.eos_token_ids: frozenset[int] = frozenset() if eos is None else frozenset({eos})
         self._encode_cached = lru_cache(maxsize=4096)(self.encode)  # a group asks the same thing often
         self._closing_ids = self.encode(INFORMATION_END)
         empty = len(self.encode(format_observation([])))

@@ -33,7 +33,6 @@ class GenerationConfig:
     top_k: int = -1
     min_p: float = 0.0
     ignore_eos: bool = False
-    eos_token_ids: frozenset[int] = frozenset()  # beside the tokenizer's own
 
     def __post_init__(self) -> None:
         for name in (

@@ -128,12 +128,41 @@ class ActorRolloutRefWorker(Worker):
 
     # --------------------------------------------------------------------------------------------- rollout
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_rollout(self, num_rows: int) -> None:
+        """Makes the agent and its engine, if there are none, for `num_rows` trajectories of this process.
+
+        Raises:
+            ValueError: the engine can't run this model, or not within its memory.
+            EngineUnavailable: servers did not start, or don't answer.
+        """
+        if self.agent is not None:
+            return
+        if self.agent_factory is None:
+            raise ValueError("generate_sequences needs a worker made with an agent_factory.")
+        rollout, default = self.config.rollout, self.engine.precision.compute
+        dtype = default if rollout.dtype == "auto" else parse_dtype(rollout.dtype, default, "rollout.dtype")
+        request = Request(
+            self.device,
+            dtype,
+            rollout.prompt_length,
+            num_rows,
+            self.rank,
+            self.world_size,
+            copies_weights=self.world_size > 1 or dtype != self.engine.precision.model,
+        )
+        with self.engine.loaded():  # an engine that measures the free memory sees what it will have
+            self.rollout_engine = build_engine(rollout, self.config.model, request)
+        self.agent = self.agent_factory(self.tokenizer, self.rollout_engine)
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Runs the agent on `raw_prompt_ids` with `sampling_seeds`; the result has a trajectory per row."""
+        self.start_rollout(len(prompts))
+        agent, engine = self.agent, self.rollout_engine
+        assert agent is not None and engine is not None
         with ExitStack() as policy_on_device, torch.no_grad():
             policy_on_device.enter_context(self.engine.loaded())
-            agent, engine = self._agent(len(prompts))
             engine.wake()
             self._bring_weights(engine)
             if self.config.rollout.name != "native":  # it has weights of its own now; native reads these
@@ -161,23 +190,6 @@ class ActorRolloutRefWorker(Worker):
             level = 2  # they would hold the memory that offloading is to free
         engine.sleep(level)
         self._rollout_weights_stale = self._rollout_weights_stale or level == 2
-
-    def _agent(self, num_rows: int) -> tuple[Agent, RolloutEngine]:
-        """The agent and its engine, made when they are first needed."""
-        if self.agent is None or self.rollout_engine is None:
-            if self.agent_factory is None:
-                raise ValueError("generate_sequences needs a worker made with an agent_factory.")
-            rollout, default = self.config.rollout, self.engine.precision.compute
-            dtype = (
-                default if rollout.dtype == "auto" else parse_dtype(rollout.dtype, default, "rollout.dtype")
-            )
-            self.rollout_engine = build_engine(
-                rollout,
-                self.config.model,
-                Request(self.device, dtype, rollout.prompt_length, num_rows, self.rank, self.world_size),
-            )
-            self.agent = self.agent_factory(self.tokenizer, self.rollout_engine)
-        return self.agent, self.rollout_engine
 
     def close(self) -> None:
         with ExitStack() as ends:  # the last one named is called first, and each whatever the others raise

@@ -1,16 +1,18 @@
 """Which engine a configuration gets, and with what memory."""
 
+import dataclasses
 import json
 import logging
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config
 
 from verl.trainer.config import load_config
-from verl.workers.rollout.build import MIN_SEQUENCES, Request, build_engine
+from verl.workers.rollout.build import MIN_SEQUENCES, Request, _kv_bytes, build_engine
 from verl.workers.rollout.engine import SamplingParams
 from verl.workers.rollout.native import NativeEngine
+from verl.workers.rollout.native.architecture import ModelSpec
 from verl.workers.rollout.transformers_engine import TransformersEngine
 
 CPU = torch.device("cpu")
@@ -46,13 +48,65 @@ def test_the_kv_cache_takes_what_the_rows_need_but_no_more_than_it_may(qwen):
     assert blocks_of_16.num_blocks == 200 * 4
     huge = build(qwen, num_rows=1000, max_model_len=1 << 20)  # 128 GiB at full length
     assert huge.num_blocks * 32 * POSITION_BYTES == 4 << 30
-    with pytest.raises(ValueError, match="kv_budget_bytes .* one sequence"):
+    with pytest.raises(ValueError, match="64 tokens needs .* raise rollout.kv_cache_gb"):
         build(qwen, "actor_rollout_ref.rollout.kv_cache_gb=1e-6")
+
+
+@pytest.fixture
+def gpu_of_80_gib(monkeypatch):
+    """Sets how much of it is free, and how much this process holds unused, in GiB."""
+
+    def free(left, unused=0):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (left << 30, 80 << 30))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: (unused + 5) << 30)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 << 30)
+
+    return free
+
+
+def test_the_kv_cache_on_cuda_takes_its_share_but_no_more_than_what_is_free(gpu_of_80_gib):
+    rollout = load_config(["actor_rollout_ref.model.path=x"]).actor_rollout_ref.rollout
+    spec = ModelSpec.from_config(Qwen3Config(**QWEN | {"vocab_size": 1 << 26}))  # matrices of 2 GiB
+    tied = ModelSpec.from_config(Qwen3Config(**QWEN | {"vocab_size": 1 << 26}, tie_word_embeddings=True))
+    request = Request(torch.device("cuda:0"), torch.bfloat16, 1 << 20, 10**6)
+    reads = dataclasses.replace(request, copies_weights=False)
+
+    def gib(request, spec=spec, left=0, unused=0):
+        gpu_of_80_gib(left, unused)
+        return _kv_bytes(rollout, spec, request, 10**6) / (1 << 30)
+
+    assert gib(request, left=79) == 40
+    assert gib(reads, left=20) == 18
+    assert gib(reads, left=20, unused=3) == 21
+    assert gib(request, left=20) == pytest.approx(14, abs=1e-3)
+    assert gib(request, tied, left=20) == pytest.approx(16, abs=1e-3)
+    with pytest.raises(
+        ValueError, match=r"0 GiB, but one trajectory of 1048576 tokens needs .* free GPU memory"
+    ):
+        gib(request, left=3)
+    gpu_of_80_gib(20)
+    few = dataclasses.replace(request, max_model_len=64)
+    assert _kv_bytes(rollout, spec, few, 10) == 10 * 64 * POSITION_BYTES / 2  # bfloat16
 
 
 def test_overrides_of_the_model_reach_the_engine(qwen):
     wider = build(qwen, "actor_rollout_ref.model.override_config={num_key_value_heads: 2}")
     assert wider._runner.bytes_per_block == 2 * build(qwen)._runner.bytes_per_block
+
+
+@pytest.mark.parametrize(
+    "rope, text",
+    [
+        ({"rope_type": "proportional", "rope_theta": 10000.0}, "rope_type 'proportional'"),
+        ({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "4 of 8"),
+    ],
+)
+def test_positions_that_native_does_not_turn_go_to_transformers_too(qwen, caplog, rope, text):
+    (qwen / "config.json").write_text(json.dumps(QWEN | {"rope_parameters": rope}))
+    with caplog.at_level(logging.WARNING):
+        engine = build(qwen)
+    assert isinstance(engine, TransformersEngine)
+    assert text in caplog.text and "transformers" in caplog.text
 
 
 def test_an_architecture_that_native_does_not_run_goes_to_transformers_with_a_line(tmp_path, caplog):

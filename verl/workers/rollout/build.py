@@ -1,7 +1,7 @@
 """From the configuration to a rollout engine: the only place that knows which engines there are.
 
     rollout.name=native                     NativeEngine         the actor's own weights, one device
-      ... an architecture it does not run   TransformersEngine   slower, any Hugging Face model
+      ... a model that it does not run      TransformersEngine   slower, any Hugging Face model
     rollout.name=vllm, placement=colocated  VllmEngine           vLLM in the trainer's process
     rollout.name=vllm, placement=apart      RemoteVllmEngine     vLLM servers of their own
 
@@ -11,6 +11,7 @@ Each is imported when it is asked for, so that a run needs no package of another
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from verl.workers.engine.loading import load_hf_config
 from verl.workers.rollout.engine import RolloutEngine
 
 if TYPE_CHECKING:
+    from verl.workers.rollout.native.architecture import ModelSpec
     from verl.workers.rollout.vllm.server import VllmServers
     from verl.workers.rollout.vllm.weight_transfer import WeightSender
 
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 MIN_SEQUENCES = 128  # so that a small first batch does not make a small engine
 MAX_DEFAULT_KV_BYTES = 4 << 30  # on CPU, where nobody says how much of the memory is free for it
+CUDA_RESERVE_BYTES = 2 << 30  # left free beside the KV cache: activations and logits of a step, CUDA graphs
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Request:
         dtype: of the engine's computation and KV cache.
         max_model_len: most tokens of a session, prompt and observations included.
         num_rows: sessions that are wanted at once; an engine has room for `max_num_seqs` of them at most.
+        copies_weights: whether the engine needs memory of its own for weights (those it gets have another
+            dtype, or are gathered for it).
     """
 
     device: torch.device
@@ -51,6 +56,7 @@ class Request:
     num_rows: int
     rank: int = 0
     world_size: int = 1
+    copies_weights: bool = True
 
 
 def build_engine(rollout: DictConfig, model: DictConfig, request: Request) -> RolloutEngine:
@@ -61,12 +67,12 @@ def build_engine(rollout: DictConfig, model: DictConfig, request: Request) -> Ro
 
     Raises:
         ValueError: the engine can't run this model, or not within its memory.
-        RuntimeError: servers did not start, or don't answer.
+        EngineUnavailable: servers did not start, or don't answer.
     """
     max_num_seqs = min(rollout.max_num_seqs, max(MIN_SEQUENCES, request.num_rows))
     model_config = load_hf_config(model)
     if rollout.name == "native":
-        return _native(rollout, model, model_config, request, max_num_seqs)
+        return local_engine(model_config, request, max_num_seqs, model.trust_remote_code, rollout)
     arguments = _vllm_arguments(rollout, model, request, max_num_seqs)
     if rollout.placement == "apart":  # colocated, each process has an engine for its own trajectories
         arguments = {"tensor_parallel_size": rollout.tensor_model_parallel_size} | arguments
@@ -76,39 +82,35 @@ def build_engine(rollout: DictConfig, model: DictConfig, request: Request) -> Ro
     return VllmEngine(**arguments)
 
 
-def _native(
-    rollout: DictConfig,
-    model: DictConfig,
+def local_engine(
     model_config: PretrainedConfig,
     request: Request,
     max_num_seqs: int,
+    trust_remote_code: bool = False,
+    rollout: DictConfig | None = None,
 ) -> RolloutEngine:
+    """The native engine, or transformers' for a model that it does not run; both in this process.
+
+    Args:
+        rollout: the block `actor_rollout_ref.rollout`; None: the native engine's own defaults.
+    """
     from verl.workers.rollout.native import NativeEngine
     from verl.workers.rollout.native.architecture import ModelSpec
 
+    sizes = max_num_seqs, request.max_model_len, request.dtype, request.device
     try:
         spec = ModelSpec.from_config(model_config)
     except ValueError as reason:
         from verl.workers.rollout.transformers_engine import TransformersEngine
 
-        logger.info("%s", reason)  # that engine says what this means
-        return TransformersEngine(
-            model_config,
-            max_num_seqs,
-            request.max_model_len,
-            request.dtype,
-            request.device,
-            model.trust_remote_code,
-        )
-    position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * request.dtype.itemsize
-    blocks = max_num_seqs * -(-request.max_model_len // rollout.block_size)
+        logger.warning("%s", reason)  # that engine says what this means
+        return TransformersEngine(model_config, *sizes, trust_remote_code)
+    if rollout is None:
+        return NativeEngine(model_config, *sizes)
     return NativeEngine(
         model_config,
-        max_num_seqs=max_num_seqs,
-        max_model_len=request.max_model_len,
-        dtype=request.dtype,
-        device=request.device,
-        kv_budget_bytes=min(_most_kv_bytes(rollout, request.device), blocks * rollout.block_size * position),
+        *sizes,
+        kv_budget_bytes=_kv_bytes(rollout, spec, request, max_num_seqs),
         max_prefill_tokens=rollout.max_num_batched_tokens,
         block_size=rollout.block_size,
         enforce_eager=rollout.enforce_eager,
@@ -116,11 +118,41 @@ def _native(
     )
 
 
-def _most_kv_bytes(rollout: DictConfig, device: torch.device) -> int:
-    """What the native engine's KV cache may take at most."""
-    if device.type == "cuda":
-        return int(rollout.gpu_memory_utilization * torch.cuda.get_device_properties(device).total_memory)
-    return MAX_DEFAULT_KV_BYTES if rollout.kv_cache_gb is None else int(rollout.kv_cache_gb * (1 << 30))
+def _kv_bytes(rollout: DictConfig, spec: ModelSpec, request: Request, max_num_seqs: int) -> int:
+    """What the native engine's KV cache takes: enough for all sequences, within what it may take at most."""
+    position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * request.dtype.itemsize
+    sequence = -(-request.max_model_len // rollout.block_size) * rollout.block_size * position
+    if request.device.type == "cuda":
+        most, remedy = _most_on_cuda(rollout.gpu_memory_utilization, spec, request)
+    else:
+        most = MAX_DEFAULT_KV_BYTES if rollout.kv_cache_gb is None else int(rollout.kv_cache_gb * (1 << 30))
+        remedy = "raise rollout.kv_cache_gb"
+    if most < sequence:
+        raise ValueError(
+            f"the KV cache may take {_gib(most)} GiB, but one trajectory of {request.max_model_len} tokens "
+            f"needs {_gib(sequence)}: {remedy}, or lower data.max_prompt_length"
+        )
+    return min(most, max_num_seqs * sequence)
+
+
+def _most_on_cuda(share: float, spec: ModelSpec, request: Request) -> tuple[int, str]:
+    """Bytes that the KV cache may take, and how there may be more."""
+    left, total = torch.cuda.mem_get_info(request.device)
+    left += torch.cuda.memory_reserved(request.device) - torch.cuda.memory_allocated(request.device)
+    left -= CUDA_RESERVE_BYTES
+    if request.copies_weights:  # they come after the engine is made, and before its first step
+        shapes = spec.parameter_shapes()
+        if spec.tie_word_embeddings:
+            del shapes["lm_head.weight"]
+        left -= sum(math.prod(shape) for shape in shapes.values()) * request.dtype.itemsize
+    most = int(share * total)
+    if left < most:
+        return max(left, 0), "free GPU memory, for example by offloading the trainer's"
+    return most, "raise rollout.gpu_memory_utilization"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.3g}"
 
 
 def _vllm_arguments(
@@ -154,7 +186,8 @@ def _vllm_apart(
     """Rank 0 starts the servers, if any are to be started, and sends the weights; all ranks use them."""
     from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
 
-    servers, problem = None, None
+    servers: VllmServers | None = None
+    problem: Exception | None = None
     urls = (
         [rollout.vllm.server_urls] if isinstance(rollout.vllm.server_urls, str) else rollout.vllm.server_urls
     )
@@ -166,11 +199,11 @@ def _vllm_apart(
                 problem = error  # the other ranks wait to hear of it
         urls = servers.urls if servers else []
         if request.world_size > 1:
-            said: list[Any] = [urls]
+            said: list[Any] = [urls, problem]
             dist.broadcast_object_list(said, src=0)
-            (urls,) = said
-        if not urls:
-            raise problem or RuntimeError("rank 0 could not start the vLLM servers; its error says why")
+            urls, problem = said
+        if problem is not None:  # on every rank: whichever is heard first says why
+            raise problem
     try:
         return RemoteVllmEngine(
             list(urls),

@@ -1,6 +1,6 @@
 """A rollout engine for any Hugging Face causal LM: the model's own forward pass, one sequence at a time.
 
-For architectures that the native engine has no fast path for. It keeps the same promises (engine.py) by the
+For models that the native engine does not run. It keeps the same promises (engine.py) by the
 plainest means: each session has the cache that the model itself returns, and at most `max_num_seqs` sessions
 hold one. Who needs a cache takes the place of the session that has been parked longest; what was dropped is
 computed again from the session's tokens.
@@ -112,7 +112,7 @@ class TransformersEngine:
         self._active: list[_Session] = []
         logger.warning(
             "rollout of model_type %r runs on transformers' own %s, a sequence at a time (slow): the native "
-            "engine has no fast path for this architecture",
+            "engine does not run this model",
             model_config.model_type,
             self._model.name,
         )

@@ -10,6 +10,7 @@ those choices and names the parameters as Hugging Face does; `rotary_tables` mak
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ class ModelSpec:
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> ModelSpec:
-        """Read a transformers config. ValueError for an architecture that the engine does not run."""
+        """Read a transformers config. ValueError for a model that the engine does not run."""
         config = text_config(config)
         kind = config.model_type
         gemma = kind in ("gemma2", "gemma3_text")
@@ -73,6 +74,9 @@ class ModelSpec:
             )
         if gemma and config.use_bidirectional_attention:
             raise ValueError("the model's attention is bidirectional; expected a causal language model")
+        kinds = config.layer_types if kind == "gemma3_text" else [None] * config.num_hidden_layers
+        for rope_kind in set(kinds):
+            _frequencies(config, head_dim, rope_kind)
         return cls(
             num_layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
@@ -89,9 +93,7 @@ class ModelSpec:
             o_bias=attention_bias,
             mlp_bias=kind == "llama" and config.mlp_bias,
             windows=_windows(config),
-            rope_kinds=tuple(config.layer_types)
-            if kind == "gemma3_text"
-            else (None,) * config.num_hidden_layers,
+            rope_kinds=tuple(kinds),
             scale=(config.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
             softcap=config.attn_logit_softcapping if kind == "gemma2" else None,
             logit_softcap=config.final_logit_softcapping if gemma else None,
@@ -141,7 +143,7 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
     if config.model_type not in SUPPORTED:
         raise ValueError(
             f"the native rollout engine has no model_type {config.model_type!r}; "
-            f"it runs {', '.join(SUPPORTED)}. Use a model of one of these architectures"
+            f"it runs {', '.join(SUPPORTED)}"
         )
     return config.text_config if config.model_type == "gemma3" else config
 
@@ -162,37 +164,46 @@ def rotary_tables(
 ) -> dict[str | None, tuple[Tensor, Tensor]]:
     """Per kind in `spec.rope_kinds`: cos and sin of every position, float32 [max_model_len, head_dim // 2].
 
-    Channels i and i + head_dim // 2 of a head turn by the same angle. Scaled variants come from
-    transformers' own formulas; those that depend on the running length are refused where that would matter.
+    Channels i and i + head_dim // 2 of a head turn by the same angle. ValueError for frequencies that depend
+    on the running length, where `max_model_len` is long enough for it to matter.
     """
     config = text_config(config)
-    return {kind: _rotary_table(config, spec.head_dim, max_model_len, kind) for kind in set(spec.rope_kinds)}
+    tables = {}
+    for kind in set(spec.rope_kinds):
+        if _rope(config, kind)["rope_type"] == "dynamic" and max_model_len > config.max_position_embeddings:
+            raise ValueError(
+                f"rope_type 'dynamic' changes its frequencies beyond {config.max_position_embeddings} "
+                f"positions, which a KV cache can't follow; max_model_len is {max_model_len}: lower it"
+            )
+        inv_freq, scaling = _frequencies(config, spec.head_dim, kind)
+        angles = torch.outer(torch.arange(max_model_len, dtype=torch.float), inv_freq)
+        tables[kind] = angles.cos() * scaling, angles.sin() * scaling
+    return tables
 
 
-def _rotary_table(
-    config: PretrainedConfig, head_dim: int, max_model_len: int, kind: str | None
-) -> tuple[Tensor, Tensor]:
-    rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
+def _rope(config: PretrainedConfig, kind: str | None) -> dict[str, Any]:
+    return config.rope_parameters if kind is None else config.rope_parameters[kind]
+
+
+def _frequencies(config: PretrainedConfig, head_dim: int, kind: str | None) -> tuple[Tensor, float]:
+    """Angle per position, float32 [head_dim // 2], and the factor on cos and sin.
+
+    Scaled variants come from transformers' own formulas. ValueError for one that the engine does not have.
+    """
+    rope = _rope(config, kind)
     rope_type = rope["rope_type"]
     if rope_type not in _ROPE_TYPES:
         raise ValueError(
             f"the native rollout engine has no rope_type {rope_type!r}; it has {', '.join(_ROPE_TYPES)}"
         )
-    if rope_type == "dynamic" and max_model_len > config.max_position_embeddings:
-        raise ValueError(
-            f"rope_type 'dynamic' changes its frequencies beyond {config.max_position_embeddings} positions, "
-            f"which a KV cache can't follow; max_model_len is {max_model_len}: lower it to that"
-        )
     if rope_type == "default":
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
-        inv_freq, scaling = 1.0 / (rope["rope_theta"] ** exponent), 1.0
-    else:
-        chosen = {} if kind is None else {"layer_type": kind}
-        inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), **chosen)
+        return 1.0 / (rope["rope_theta"] ** exponent), 1.0
+    chosen = {} if kind is None else {"layer_type": kind}
+    inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), **chosen)
     if inv_freq.numel() * 2 != head_dim:
         raise ValueError(
             f"rotary embedding covers {inv_freq.numel() * 2} of {head_dim} channels of a head; "
             "the native rollout engine needs all of them"
         )
-    angles = torch.outer(torch.arange(max_model_len, dtype=torch.float), inv_freq.float())
-    return angles.cos() * scaling, angles.sin() * scaling
+    return inv_freq.float(), scaling
