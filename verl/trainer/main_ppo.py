@@ -30,6 +30,7 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.reward_score import RewardFunction, load_reward_function
 from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 from verl.workers.reward_manager import RewardManager
+from verl.workers.rollout.engine import EngineUnavailable
 
 if TYPE_CHECKING:
     from verl.single_controller.ray import RaySession
@@ -182,11 +183,10 @@ def run(argv: list[str], train_score_factory: Callable[[DictConfig], RewardFunct
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        try:
-            trainer.fit()
-        except RunStopped as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 3
+        trainer.fit()
+    except (RunStopped, EngineUnavailable) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
     finally:
         try:
             if trainer is not None:

@@ -133,10 +133,11 @@ class RayPPOTrainer:
     # ---------------------------------------------------------------- workers
 
     def init_workers(self) -> None:
-        """Take the run folder, start the processes and load the models into them.
+        """Take the run folder, start the processes, load the models into them and start the rollout engine.
 
         Raises:
             ValueError: another run is in the folder, or a model does not fit.
+            EngineUnavailable: the rollout engine's servers don't start, or don't answer.
         """
         self.checkpoints.lock()
         pools: dict[int, tuple[ResourcePool, dict[str, ClassWithInitArgs]]] = {}
@@ -150,6 +151,16 @@ class RayPPOTrainer:
         if self.use_critic:
             self.critic_wg = self.worker_groups[Role.Critic.value]
             self.critic_wg.init_model()
+        self.actor_rollout_wg.start_rollout(-(-self._most_rows() // self.actor_rollout_wg.world_size))
+
+    def _most_rows(self) -> int:
+        """Trajectories of the largest batch that is generated, over all processes."""
+        data, rollout = self.config.data, self.config.actor_rollout_ref.rollout
+        questions = max(len(self.val_dataset), len(self.extra_val_dataset or ()))
+        return max(
+            data.train_batch_size * rollout.n_agent * rollout.n,
+            min(data.val_batch_size or questions, questions),
+        )
 
     def shutdown(self) -> None:
         """End the workers that this trainer started, and close the records. Safe to call twice."""

@@ -24,6 +24,10 @@ from torch import Tensor
 from verl.workers.rollout.stop import StopCondition
 
 
+class EngineUnavailable(RuntimeError):
+    """The engine can't run, for a reason outside of this program: its servers don't start, or went away."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one turn is sampled.

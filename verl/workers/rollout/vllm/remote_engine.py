@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from verl.workers.rollout.engine import Completion, Partial, SamplingParams
+from verl.workers.rollout.engine import Completion, EngineUnavailable, Partial, SamplingParams
 from verl.workers.rollout.vllm.requests import Session, check_supported
 from verl.workers.rollout.vllm.server import VllmServers
 from verl.workers.rollout.vllm.server_client import (
@@ -198,7 +198,7 @@ class RemoteVllmEngine:
         self._counts["steps"] += 1
         self._seconds += time.perf_counter() - start
         if self._failure is not None and not completions:
-            raise RuntimeError(f"rollout on vLLM servers: {self._failure}") from self._failure
+            raise EngineUnavailable(f"rollout on vLLM servers: {self._failure}") from self._failure
         return completions
 
     def partial(self, session_id: int) -> Partial:

@@ -35,6 +35,7 @@ import httpx
 
 import verl
 from verl.utils import process_guard
+from verl.workers.rollout.engine import EngineUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -187,8 +188,8 @@ class VllmServers:
     ) -> VllmServers:
         """Start them side by side and wait until all are healthy.
 
-        `log_folder` keeps the logs (server-0.log ...); without it they go with the servers. RuntimeError with
-        the log's last lines if one ends, or is not healthy after `timeout` seconds; then none is left.
+        `log_folder` keeps the logs (server-0.log ...); without it they go with the servers. EngineUnavailable
+        with the log's last lines if one ends, or is not healthy after `timeout` seconds; then none is left.
         """
         if num_servers < 1:
             raise ValueError(f"num_servers is {num_servers}; expected 1 or more")
@@ -240,7 +241,7 @@ class VllmServers:
             while waiting:
                 for process in list(waiting):
                     if not process.alive:
-                        raise RuntimeError(
+                        raise EngineUnavailable(
                             f"the vLLM server {process.url} ended while it started; the last lines of its "
                             f"log:\n{process.log_tail()}"
                         )
@@ -248,7 +249,7 @@ class VllmServers:
                         waiting.remove(process)
                         logger.info("vLLM server %s is ready", process.url)
                 if waiting and time.monotonic() > deadline:
-                    raise RuntimeError(
+                    raise EngineUnavailable(
                         f"the vLLM server {waiting[0].url} was not healthy after {timeout:g} seconds; the "
                         f"last lines of its log:\n{waiting[0].log_tail()}"
                     )

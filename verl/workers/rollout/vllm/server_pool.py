@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from verl.workers.rollout.engine import EngineUnavailable
 from verl.workers.rollout.vllm.server import VllmServers
 from verl.workers.rollout.vllm.server_client import Connections, RequestRefused, ServerClient, ServerFailed
 
@@ -67,17 +68,17 @@ class ServerPool:
                     answers = await client.call_workers("rollout_install_sampler", RPC_SECONDS)
                     self.num_workers[client.url] = len(answers)
             except (ServerFailed, RequestRefused, LookupError, TypeError) as error:
-                raise RuntimeError(f"vLLM server {client.url} can't be used: {error!r}") from error
+                raise EngineUnavailable(f"vLLM server {client.url} can't be used: {error!r}") from error
         if len(names) != 1:
             raise ValueError(f"the servers have different models: {sorted(names)}")
         self.model_name = names.pop()
 
     def living(self) -> list[ServerClient]:
-        """RuntimeError, with each one's reason, if there are none."""
+        """EngineUnavailable, with each one's reason, if there are none."""
         living = [client for client in self.clients if client.dead is None]
         if not living:
             reasons = "; ".join(f"{client.url}: {client.dead}" for client in self.clients)
-            raise RuntimeError(f"no vLLM server is left ({reasons})")
+            raise EngineUnavailable(f"no vLLM server is left ({reasons})")
         return living
 
     def least_loaded(self, load: Mapping[ServerClient, int], shift: int) -> ServerClient:
