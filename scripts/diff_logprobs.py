@@ -43,7 +43,7 @@ from verl.workers.engine.engine import Precision, TrainEngine
 from verl.workers.engine.loading import DTYPES, PolicyModel, load_hf_config, load_policy
 from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.rollout.build import Request, build_engine
-from verl.workers.rollout.engine import RolloutEngine, SamplingParams
+from verl.workers.rollout.engine import EngineUnavailable, RolloutEngine, SamplingParams
 from verl.workers.rollout.transformers_engine import TransformersEngine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -211,7 +211,10 @@ def make_engine(
 
 
 def differences(arguments: argparse.Namespace) -> Iterator[Difference]:
-    """All lines of the table, each as soon as it is known. ValueError for a user's mistake."""
+    """All lines of the table, each as soon as it is known.
+
+    ValueError for a user's mistake, EngineUnavailable for a server that does not start.
+    """
     config = configuration(arguments)
     model = config.actor_rollout_ref.model
     tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
@@ -343,7 +346,7 @@ def main() -> None:
         for row in differences(arguments):
             rows.append(row)
             print(f"{row.engine} {row.dtype}, {row.sampling}: done", file=sys.stderr)
-    except ValueError as error:
+    except (ValueError, EngineUnavailable) as error:
         sys.exit(f"error: {error}")
     print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) if arguments.json else table(rows))
 

@@ -9,14 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from small_runs import arguments
 
-from data_prep.microworld import write_world
 from verl.protocol import DataProto
 from verl.trainer.main_ppo import run
 from verl.trainer.ppo.batching import prompt_batch
 from verl.trainer.ppo.partial_groups import PartialGroups, newest_version, staleness, straggler_metrics
-
-BASE_MODEL = Path(__file__).resolve().parents[3] / "data_prep" / "base_model"
 
 
 def prompts(*uids: str) -> DataProto:
@@ -121,20 +119,6 @@ def test_rule_10_kept_groups_are_in_the_checkpoint(tmp_path):
     assert len(loaded) == 0
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("world")
-    write_world(7, folder, num_train=64, num_test=8, num_3hop=2)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def url(world, serve_documents):
-    documents = [json.loads(line) for line in (world / "corpus.jsonl").open(encoding="utf-8")]
-    with serve_documents(documents, topk=2) as address:
-        yield f"{address}/retrieve"
-
-
 def steps(run_dir: Path) -> list[dict[str, float]]:
     """The metrics of each step, without times and what depends on the search client's memory."""
     times = ("timing_", "perf/", "retrieval/", "rollout/seconds", "rollout/tokens_per_second")
@@ -144,37 +128,22 @@ def steps(run_dir: Path) -> list[dict[str, float]]:
 
 @pytest.mark.slow
 def test_rule_10_a_run_that_is_killed_resumes_to_the_same_step_with_the_kept_groups(world, url, tmp_path):
-    settings = {
-        "data.train_files": world / "train.parquet",
-        "data.val_files": world / "test.parquet",
-        "data.train_batch_size": 6,
-        "data.max_start_length": 64,
-        "data.max_prompt_length": 768,
-        "data.max_response_length": 24,
-        "data.max_obs_length": 250,
-        "actor_rollout_ref.model.path": BASE_MODEL,
-        "actor_rollout_ref.rollout.n_agent": 4,
-        "actor_rollout_ref.rollout.search_delay_steps": 2,
-        "actor_rollout_ref.rollout.straggler_factor": 2.0,
-        "actor_rollout_ref.rollout.keep_partial": "true",
-        "actor_rollout_ref.rollout.max_in_flight": 14,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": 24,
-        "actor_rollout_ref.actor.ppo_micro_batch_size": 8,
-        "actor_rollout_ref.actor.optim.lr": 1e-4,
-        "algorithm.adv_estimator": "grpo",
-        "algorithm.kl_ctrl.kl_coef": 0,
-        "retriever.url": url,
-        "retriever.topk": 2,
-        "max_turns": 3,
-        "trainer.total_training_steps": 4,
-        "trainer.save_freq": 1,
-        "trainer.max_ckpt_to_keep": 5,
-        "trainer.test_freq": -1,
-        "trainer.val_before_train": "false",
-        "trainer.device": "cpu",
-        "trainer.progress": "plain",
-    }
-    line = [f"{key}={value}" for key, value in settings.items()]
+    line = arguments(
+        world,
+        url,
+        tmp_path,
+        data__train_batch_size=6,
+        data__max_prompt_length=768,
+        data__max_obs_length=250,
+        actor_rollout_ref__rollout__straggler_factor=2.0,
+        actor_rollout_ref__rollout__keep_partial="true",
+        actor_rollout_ref__rollout__max_in_flight=14,
+        actor_rollout_ref__actor__ppo_mini_batch_size=24,
+        trainer__total_training_steps=4,
+        trainer__max_ckpt_to_keep=5,
+        trainer__test_freq=-1,
+        trainer__val_before_train="false",
+    )
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     assert run([*line, f"trainer.default_local_dir={whole}"]) == 0
     rows = {row["step"]: row for row in steps(whole)}
