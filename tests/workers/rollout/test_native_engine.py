@@ -358,6 +358,16 @@ def test_weights_that_do_not_fit_are_named() -> None:
         engine.step()
 
 
+def test_after_an_update_that_failed_there_is_no_version_until_the_next() -> None:
+    model = make_model("qwen3")
+    engine = make_engine(model)
+    with pytest.raises(ValueError, match="missing"):
+        engine.update_weights([], version=2)
+    assert engine.version == engine.stats()["weight_version"] == -1  # its owner sends them again
+    engine.update_weights(model.named_parameters(), version=1)
+    assert generate(engine, [[1, 2, 3]], GREEDY)[0].token_ids == hf_greedy(model, [1, 2, 3], 16)
+
+
 def test_weights_with_nan_are_an_error_not_a_rollout() -> None:
     model = make_model()
     with torch.no_grad():

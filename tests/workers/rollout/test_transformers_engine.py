@@ -205,6 +205,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         )
     with pytest.raises(ValueError, match="shape"):
         engine.update_weights((weights | {name: torch.zeros(3)}).items(), 2)
+    assert engine.version == -1
 
 
 def test_turns_end_at_eos_at_max_tokens_and_at_max_model_len() -> None:

@@ -272,6 +272,7 @@ class TransformersEngine:
         call. A tied matrix may come under one of its names, or under each.
         """
         self._drop_caches()
+        self.version = -1
         self._model.load(weights)
         self.version = version
 

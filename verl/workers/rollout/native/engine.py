@@ -38,7 +38,7 @@ class SessionEngine:
             ends with "length".
         max_num_seqs: sessions that run at a time.
         num_blocks: of the KV pool.
-        version: of the present weights, -1 before the first update and after `sleep(2)`.
+        version: of the present weights, -1 while there are none.
     """
 
     def __init__(
@@ -194,10 +194,9 @@ class SessionEngine:
         call.
         """
         self._scheduler.drop_kv()
-        self._has_weights = False
+        self._has_weights, self.version = False, -1
         self._runner.update_weights(weights)
-        self._has_weights = True
-        self.version = version
+        self._has_weights, self.version = True, version
 
     def sleep(self, level: int = 1) -> int:
         """Give back the KV cache and, at level 2, the weights too. Returns the bytes given back.
