@@ -9,7 +9,7 @@ import pytest
 import torch
 from rollout_models import CONFIGS, hf_log_probs, make_model, random_prompts
 from step_driver import StepDriver, sampling_rows
-from transformers import Gemma3Config, PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma3Config, PreTrainedModel
 
 from verl.workers.rollout.native.architecture import ModelSpec
 from verl.workers.rollout.native.cpu_model import padded
@@ -149,10 +149,17 @@ def test_gemma_3s_multimodal_config_is_read_for_its_text_model() -> None:
     text = CONFIGS["gemma3"]
     spec = ModelSpec.from_config(Gemma3Config(text_config=text.to_dict()))
     assert spec == ModelSpec.from_config(text)
-    runner = PagedRunner(Gemma3Config(text_config=text.to_dict()), torch.float32, "cpu", 8, LONGEST)
-    runner.update_weights(make_model("gemma3").named_parameters())
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    assert any("vision_tower" in name for name, _ in model.named_parameters())
+    _check(model, _runner(model), random_prompts(5))
+    runner = _runner(model)
+    runner.update_weights(make_model("gemma3").named_parameters())  # the text model alone
     with pytest.raises(ValueError, match="model.vision_tower"):
-        runner.update_weights([("model.vision_tower.x", torch.zeros(1))])
+        _runner(make_model("gemma3")).update_weights(model.named_parameters())
 
 
 def test_what_it_does_not_run_is_refused_by_name() -> None:

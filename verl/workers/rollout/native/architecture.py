@@ -9,6 +9,7 @@ those choices and names the parameters as Hugging Face does; `rotary_tables` mak
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,6 +147,13 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
             f"it runs {', '.join(SUPPORTED)}"
         )
     return config.text_config if config.model_type == "gemma3" else config
+
+
+def text_weights(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The language model's, of those of Gemma 3's multimodal model, by the names that it has alone."""
+    for name, tensor in weights:
+        if not name.startswith(("model.vision_tower.", "model.multi_modal_projector.")):
+            yield name.replace("model.language_model.", "model.", 1), tensor
 
 
 def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from verl.workers.rollout.native.architecture import ModelSpec, rotary_tables
+from verl.workers.rollout.native.architecture import ModelSpec, rotary_tables, text_weights
 from verl.workers.rollout.native.attention import TorchAttention
 from verl.workers.rollout.native.cpu_model import DTYPES, CpuModel
 from verl.workers.rollout.native.model import TorchModel
@@ -86,6 +86,7 @@ class PagedRunner:
         self.vocab_size = self.spec.vocab_size
         self.block_size = block_size
         self._dtype = dtype
+        self._is_multimodal = model_config.model_type == "gemma3"
         self._pool_shape = (block_size, self.spec.num_kv_heads, self.spec.head_dim)
         self.bytes_per_block = 2 * self.spec.num_layers * int(np.prod(self._pool_shape)) * dtype.itemsize
         tables = rotary_tables(model_config, self.spec, max_model_len)
@@ -139,6 +140,8 @@ class PagedRunner:
         `lm_head.weight` may be left out when embeddings are tied.
         """
         self._has_weights = False
+        if self._is_multimodal:
+            weights = text_weights(weights)
         self._model.unload()  # the store keeps its casts: they are overwritten where they are
         self._own_bytes = self._model.load(self._store.update(weights))
         if isinstance(self._model, CpuModel):
