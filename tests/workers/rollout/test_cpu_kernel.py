@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import multiprocessing
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from verl.workers.rollout.native import cpu_kernel
+from verl.workers.rollout.native import attention, cpu_kernel, cpu_sampler
 from verl.workers.rollout.native.attention import masked_attention
 from verl.workers.rollout.native.cpu_kernel import as_array, share_rows
 
@@ -32,6 +36,45 @@ def test_exp_is_exact_to_two_units_and_keeps_nan() -> None:
     assert float(np.abs(found[:-2] / expected - 1).max()) < 2.5e-7
     assert found[-2] == 0.0
     assert np.isnan(found[-1])
+
+
+def test_attention_by_the_book_is_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, keys, values = (_random(2, 9, heads, 8, seed=heads) for heads in (4, 2, 1))
+    inputs = query, keys, values.expand(keys.shape), torch.arange(9).expand(2, 9), 5, 2.0, 0.3
+    whole = masked_attention(*inputs)
+    monkeypatch.setattr(attention, "_MAX_SCORES", 2 * 4 * 9 * 2)  # two queries at a time
+    sizes = []
+    einsum = torch.einsum
+    monkeypatch.setattr(torch, "einsum", lambda *x: sizes.append(len(x[1][0])) or einsum(*x))
+    _close(masked_attention(*inputs), whole)
+    assert sizes == [2, 2] * 4 + [1, 1]
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    x = np.zeros((16, 4), dtype=np.float32)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        share_rows(_fill, 16, x)
+        child = multiprocessing.get_context("fork").Process(target=share_rows, args=(_fill, 16, x))
+        child.start()
+        child.join(20)
+        assert child.exitcode == 0
+    finally:
+        torch.set_num_threads(threads)
+        child.kill()
+
+
+def _fill(first: int, last: int, x: np.ndarray) -> None:
+    x[first:last] = 1.0
+
+
+def test_the_samplers_file_changes_with_what_its_kernels_call() -> None:
+    """numba compiles a kernel anew when its own file has changed, not when one has that it calls."""
+    calls = (cpu_kernel.exp_nonpositive.py_func, cpu_kernel._load, cpu_kernel._compiled)
+    text = "".join(inspect.getsource(function) for function in calls)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    assert digest == cpu_sampler.CALLED, f"write {digest} there, so that no machine goes on with old code"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

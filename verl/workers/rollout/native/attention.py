@@ -14,6 +14,8 @@ from torch import Tensor
 
 from verl.workers.rollout.native.step_batch import StepBatch
 
+_MAX_SCORES = 1 << 24  # of `masked_attention`, which holds four tensors of so many float32
+
 
 class AttentionBackend(Protocol):
     """How new tokens attend to the paged pools on one kind of device."""
@@ -147,7 +149,7 @@ def masked_attention(
     softcap: float | None,
     scale: float,
 ) -> Tensor:
-    """Attention by the book, in float32.
+    """Attention by the book, in float32, for a bounded number of scores at a time.
 
     Args:
         query: [B, Q, num_heads, head_dim].
@@ -158,6 +160,12 @@ def masked_attention(
         [B, Q, num_heads, head_dim] in the dtype of the query
     """
     batch, count, num_heads, head_dim = query.shape
+    most = max(1, _MAX_SCORES // max(1, batch * num_heads * keys.shape[1]))
+    if count > most:
+        pieces = zip(query.split(most, 1), positions.split(most, 1), strict=True)
+        return torch.cat(
+            [masked_attention(part, keys, values, at, window, softcap, scale) for part, at in pieces], 1
+        )
     grouped = query.float().view(batch, count, keys.shape[2], -1, head_dim)
     scores = capped(torch.einsum("bqkgd,blkd->bqkgl", grouped, keys.float()) * scale, softcap)
     behind = positions[:, :, None] - torch.arange(keys.shape[1], device=query.device)

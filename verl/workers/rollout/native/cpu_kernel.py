@@ -10,6 +10,7 @@ nearest even makes it bfloat16 again. Sums may be reordered (for vector units); 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -58,6 +59,9 @@ def as_array(tensor: Tensor) -> np.ndarray:
 @cache
 def _threads(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="rollout-kernel")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # a child has none of its parent's threads
 
 
 def share_rows(kernel: Callable[..., None], num_rows: int, *arguments: Any) -> None:
