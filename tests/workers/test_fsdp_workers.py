@@ -96,6 +96,15 @@ def test_rollout_log_probs_are_the_trainers_own_before_and_after_updates(make_gr
     assert seen[2].mean() > seen[0].mean() + 0.3  # what was sampled has become likelier
 
 
+def test_the_rollout_engine_is_made_once_for_the_rows_that_were_said(make_group, model_path):
+    group = actor_group(make_group, model_path)
+    group.start_rollout(300)
+    engine = group._worker.rollout_engine
+    assert engine.max_num_seqs == 300
+    group.generate_sequences(gen_batch())
+    assert group._worker.rollout_engine is engine
+
+
 def test_the_end_of_the_group_is_the_end_of_the_agent(make_group, model_path):
     group = actor_group(make_group, model_path)
     group.generate_sequences(gen_batch())
