@@ -12,6 +12,8 @@ from verl.single_controller.base.worker import get_free_port
 from verl.trainer.ppo.batching import arrange_for_workers
 from verl.workers.actor.dp_actor import compute_log_prob
 from verl.workers.engine.checkpoint import load_checkpoint, save_checkpoint, save_hf
+from verl.workers.rollout.build import Request, build_engine
+from verl.workers.rollout.engine import EngineUnavailable
 
 NUM_ROWS = 11  # no multiple of 2 or 3: some ranks get a copy that takes part in nothing
 VARIANTS = {
@@ -82,6 +84,21 @@ def resumed_run(rank, world_size, model_path, out):
     result = go_on(actor, rank, world_size)
     if rank == 0:
         torch.save(result, out / f"resumed_on_{world_size}.pt")
+
+
+def without_servers(rank, world_size, model_path, out):
+    """Asks for an engine on servers whose interpreter, `out`/python, ends at once; writes what it hears."""
+    config = make_config(
+        model_path,
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.placement=apart",
+        f"actor_rollout_ref.rollout.vllm.python={out / 'python'}",
+    ).actor_rollout_ref
+    request = Request(torch.device("cpu"), torch.float32, 64, 4, rank, world_size)
+    try:
+        build_engine(config.rollout, config.model, request)
+    except EngineUnavailable as error:
+        (out / f"rank{rank}.txt").write_text(str(error))
 
 
 def _rank_main(rank, function, world_size, port, model_path, out):

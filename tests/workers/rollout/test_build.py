@@ -5,6 +5,7 @@ import json
 import logging
 
 import pytest
+import sharded_ranks
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config
 
@@ -121,3 +122,13 @@ def test_an_architecture_that_native_does_not_run_goes_to_transformers_with_a_li
     session = engine.open([3, 4], SamplingParams(max_tokens=2, ignore_eos=True))
     (completion,) = [done for _ in range(2) for done in engine.step()]
     assert completion.session_id == session and len(completion.token_ids) == 2
+
+
+@pytest.mark.slow
+def test_each_process_hears_why_the_servers_did_not_start(qwen, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho out of memory; exit 1\n")
+    python.chmod(0o755)
+    sharded_ranks.run_ranks(sharded_ranks.without_servers, 2, qwen, tmp_path)
+    for rank in range(2):
+        assert "out of memory" in (tmp_path / f"rank{rank}.txt").read_text()
