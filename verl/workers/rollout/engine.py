@@ -162,3 +162,25 @@ class RolloutEngine(Protocol):
 
     def shutdown(self) -> None:
         """End what the engine has started and free what it holds. Safe to call twice."""
+
+
+def checked_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) -> list[int]:
+    """The ids of a prompt. ValueError if it is empty, has unknown ids, or leaves no room to generate."""
+    tokens = checked_tokens(token_ids, vocab_size)
+    if not 0 < len(tokens) < max_model_len:
+        raise ValueError(
+            f"a prompt of {len(tokens)} tokens; expected 1 to {max_model_len - 1}, "
+            f"one less than max_model_len={max_model_len}"
+        )
+    return tokens
+
+
+def checked_tokens(token_ids: Sequence[int], vocab_size: int) -> list[int]:
+    """The ids as a list of int. ValueError if the model does not know one."""
+    tokens = [int(token_id) for token_id in token_ids]
+    if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+        raise ValueError(
+            f"token ids range from {min(tokens)} to {max(tokens)}; the model has 0 to {vocab_size - 1}. "
+            "Do the tokenizer and the model belong together?"
+        )
+    return tokens

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from verl.workers.rollout.engine import Completion, Partial, SamplingParams
+from verl.workers.rollout.engine import Completion, Partial, SamplingParams, checked_prompt, checked_tokens
 from verl.workers.rollout.native.sampler import SamplingRows, draw, uniforms
 from verl.workers.rollout.transformers_model import CausalModel, HeldCache
 
@@ -126,12 +126,7 @@ class TransformersEngine:
 
     def open(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """Queue a prompt. ValueError if it is empty, has unknown ids, or leaves no room to generate."""
-        tokens = self._checked(token_ids)
-        if not tokens or len(tokens) >= self.max_model_len:
-            raise ValueError(
-                f"a prompt of {len(tokens)} tokens; expected 1 to {self.max_model_len - 1}, "
-                f"one less than max_model_len={self.max_model_len}"
-            )
+        tokens = checked_prompt(token_ids, self._model.vocab_size, self.max_model_len)
         session = _Session(self._next_id, params, tokens)
         self._next_id += 1
         session.begin_turn(params, self.max_model_len)
@@ -149,7 +144,7 @@ class TransformersEngine:
             raise ValueError(
                 f"session {session_id} is {session.state.value}; only one whose turn ended can be resumed"
             )
-        session.token_ids.extend(self._checked(token_ids))
+        session.token_ids.extend(checked_tokens(token_ids, self._model.vocab_size))
         session.begin_turn(params, self.max_model_len)
         if session.cache is not None:
             session.state = _State.ACTIVE
@@ -334,15 +329,6 @@ class TransformersEngine:
         if session_id not in self._sessions:
             raise ValueError(f"no session {session_id}: it was never opened, or it was closed")
         return self._sessions[session_id]
-
-    def _checked(self, token_ids: Sequence[int]) -> list[int]:
-        tokens = [int(token_id) for token_id in token_ids]
-        if tokens and not (min(tokens) >= 0 and max(tokens) < self._model.vocab_size):
-            raise ValueError(
-                f"token ids range from {min(tokens)} to {max(tokens)}; the model has 0 to "
-                f"{self._model.vocab_size - 1}. Do the tokenizer and the model belong together?"
-            )
-        return tokens
 
 
 def _sampling_rows(running: list[_Session]) -> SamplingRows:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from verl.workers.rollout.engine import Completion, Partial, SamplingParams
+from verl.workers.rollout.engine import Completion, Partial, SamplingParams, checked_prompt, checked_tokens
 from verl.workers.rollout.native.runner import PagedRunner
 from verl.workers.rollout.native.scheduler import Scheduler
 from verl.workers.rollout.native.session import Session, State
@@ -88,12 +88,7 @@ class SessionEngine:
 
     def open(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """Queue a prompt. ValueError if it is empty, has unknown ids, or leaves no room to generate."""
-        tokens = self._checked(token_ids)
-        if not tokens or len(tokens) >= self.max_model_len:
-            raise ValueError(
-                f"a prompt of {len(tokens)} tokens; expected 1 to {self.max_model_len - 1}, "
-                f"one less than max_model_len={self.max_model_len}"
-            )
+        tokens = checked_prompt(token_ids, self._runner.vocab_size, self.max_model_len)
         session = Session(self._next_id, params, prompt_len=len(tokens))
         self._next_id += 1
         session.begin_turn(params, tokens, self.max_model_len)
@@ -111,7 +106,7 @@ class SessionEngine:
             raise ValueError(
                 f"session {session_id} is {session.state.value}; only one whose turn ended can be resumed"
             )
-        session.begin_turn(params, self._checked(token_ids), self.max_model_len)
+        session.begin_turn(params, checked_tokens(token_ids, self._runner.vocab_size), self.max_model_len)
         if session.limit < 1:
             self._full.append(session)
         else:
@@ -265,15 +260,6 @@ class SessionEngine:
         if session_id not in self._sessions:
             raise ValueError(f"no session {session_id}: it was closed, or never opened")
         return self._sessions[session_id]
-
-    def _checked(self, token_ids: Sequence[int]) -> list[int]:
-        tokens = [int(token_id) for token_id in token_ids]
-        if tokens and not (min(tokens) >= 0 and max(tokens) < self._runner.vocab_size):
-            raise ValueError(
-                f"token ids range from {min(tokens)} to {max(tokens)}; the model has 0 to "
-                f"{self._runner.vocab_size - 1}. Do the tokenizer and the model belong together?"
-            )
-        return tokens
 
 
 class NativeEngine(SessionEngine):

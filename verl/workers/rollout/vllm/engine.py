@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from verl.workers.rollout.engine import Completion, Partial, SamplingParams
+from verl.workers.rollout.engine import Completion, Partial, SamplingParams, checked_prompt, checked_tokens
 from verl.workers.rollout.vllm import start as vllm_process
 from verl.workers.rollout.vllm.requests import Session, check_supported, vllm_params
 from verl.workers.rollout.vllm.weights import checked_stream, expected_shapes
@@ -127,12 +127,7 @@ class VllmEngine:
 
     def open(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """Queue a prompt. ValueError if it is empty, has unknown ids, or leaves no room to generate."""
-        tokens = self._checked(token_ids)
-        if not tokens or len(tokens) >= self.max_model_len:
-            raise ValueError(
-                f"a prompt of {len(tokens)} tokens; expected 1 to {self.max_model_len - 1}, "
-                f"one less than max_model_len={self.max_model_len}"
-            )
+        tokens = checked_prompt(token_ids, self._vocab_size, self.max_model_len)
         check_supported(params)
         session = Session(self._next_id, [])
         self._next_id += 1
@@ -149,7 +144,7 @@ class VllmEngine:
         if session.under_way:
             raise ValueError(f"session {session_id} has a turn under way; only one that ended can be resumed")
         check_supported(params)
-        self._begin_turn(session, self._checked(token_ids), params)
+        self._begin_turn(session, checked_tokens(token_ids, self._vocab_size), params)
 
     def partial(self, session_id: int) -> Partial:
         """What a session's present turn has sampled so far; nothing while no turn is under way."""
@@ -317,15 +312,6 @@ class VllmEngine:
         if session_id not in self._sessions:
             raise ValueError(f"no session {session_id}: it was closed")
         return self._sessions[session_id]
-
-    def _checked(self, token_ids: Sequence[int]) -> list[int]:
-        tokens = [int(token_id) for token_id in token_ids]
-        if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocab_size):
-            raise ValueError(
-                f"token ids range from {min(tokens)} to {max(tokens)}; the model has 0 to "
-                f"{self._vocab_size - 1}. Do the tokenizer and the model belong together?"
-            )
-        return tokens
 
 
 def default_kv_bytes(

@@ -29,7 +29,14 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from verl.workers.rollout.engine import Completion, EngineUnavailable, Partial, SamplingParams
+from verl.workers.rollout.engine import (
+    Completion,
+    EngineUnavailable,
+    Partial,
+    SamplingParams,
+    checked_prompt,
+    checked_tokens,
+)
 from verl.workers.rollout.vllm.requests import Session, check_supported
 from verl.workers.rollout.vllm.server import VllmServers
 from verl.workers.rollout.vllm.server_client import (
@@ -143,12 +150,8 @@ class RemoteVllmEngine:
 
     def open(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """Queue a prompt and return its session id. ValueError if it leaves no room to generate."""
-        tokens = self._checked(token_ids, params)
-        if not 0 < len(tokens) < self.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(tokens)} tokens; expected 1 to {self.max_model_len - 1}, so that a "
-                f"session of {self.max_model_len} has room to generate"
-            )
+        check_supported(params)
+        tokens = checked_prompt(token_ids, self._vocab_size, self.max_model_len)
         load = Counter(session.server for session in self._sessions.values())
         session = _RemoteSession(self._next_id, [], server=self._pool.least_loaded(load, self._rank))
         self._next_id += 1
@@ -161,7 +164,8 @@ class RemoteVllmEngine:
         session = self._session(session_id)
         if session_id in self._under_way:
             raise ValueError(f"session {session_id} has a turn under way; resume it when that has ended")
-        self._begin_turn(session, self._checked(token_ids, params), params)
+        check_supported(params)
+        self._begin_turn(session, checked_tokens(token_ids, self._vocab_size), params)
 
     def close(self, session_id: int) -> None:
         """End a session in whatever state it is; its server drops its request."""
@@ -415,16 +419,6 @@ class RemoteVllmEngine:
         if session_id not in self._sessions:
             raise ValueError(f"no session {session_id}: it was closed")
         return self._sessions[session_id]
-
-    def _checked(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
-        check_supported(params)
-        tokens = [int(token_id) for token_id in token_ids]
-        if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocab_size):
-            raise ValueError(
-                f"token ids range from {min(tokens)} to {max(tokens)}; the model has 0 to "
-                f"{self._vocab_size - 1}. Do the tokenizer and the model belong together?"
-            )
-        return tokens
 
 
 class _Workers:
