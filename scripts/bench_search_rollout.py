@@ -45,8 +45,8 @@ WORLD_SEED = 999
 GROUP = 8
 OURS, LOCK_STEP, TRL = "ours", "lock-step", "TRL"
 NOTES = {
-    OURS: "a turn without an action is answered with a hint and the trajectory goes on; equal queries are sent "
-    "to the server once.",
+    OURS: "a turn without an action is answered with a hint and the trajectory goes on; equal queries are "
+    "sent to the server once.",
     LOCK_STEP: "written for this comparison after Search-R1's way of working, on transformers' `generate` "
     "(Search-R1 itself generates with vLLM); without stop strings, so it samples tokens that it cuts off; "
     "a turn without an action goes on as ours.",
