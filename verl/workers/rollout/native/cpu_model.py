@@ -46,10 +46,11 @@ class Product:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._bias = None if bias is None else bias.clone()
-        self._weight = weight.clone(memory_format=torch.contiguous_format)
         self._packed = can_pack(weight.dtype)
         if self._packed:
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, _TYPICAL_ROWS)
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
+        else:
+            self._weight = weight.clone(memory_format=torch.contiguous_format)
         self.num_bytes = weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -107,6 +107,7 @@ class PagedRunner:
         self._store = WeightStore(self.spec, dtype, self.device)
         self._has_weights = False
         self._own_bytes = 0  # of weights, beyond the owner's
+        self._said_bytes = False
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
@@ -146,6 +147,9 @@ class PagedRunner:
         self._own_bytes = self._model.load(self._store.update(weights))
         if isinstance(self._model, CpuModel):
             self._store.clear()  # it has packed copies of its own
+            if not self._said_bytes:
+                logger.info("rollouts hold %.2f GiB of packed weights", self._own_bytes / (1 << 30))
+            self._said_bytes = True
         else:
             self._own_bytes += self._store.num_bytes
         self._has_weights = True
