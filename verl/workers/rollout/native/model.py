@@ -3,7 +3,8 @@
     token ids [T] -> embedding -> layers (norm, attention over the pools, MLP) -> rows that need logits [O]
 
 The first rows are the decoding sequences' last tokens, the rest are spans of new tokens. Keys and values go
-into the pools as they are made. This is the path of every device but the CPU, which has `cpu_model.py`.
+into the pools as they are made. This is the general path: CPU has `cpu_model.py` for its two dtypes, CUDA has
+`cuda/decoder.py`, which runs these layers with fewer kernels (torch.compile takes this one).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The engine's view of the policy's parameters: references where possible, else one cast per update.
 
 (Hugging Face name, tensor) pairs -> `WeightStore.update` -> `ModelWeights`, which the forward pass reads.
-When the actor's parameters have the engine's dtype and device they are used as they are, so that a colocated
-engine costs no memory and sees an optimizer step at once (its KV state does not: see `NativeEngine`).
+When the actor's parameters have the engine's dtype and device they are used as they are: on CUDA a colocated
+engine then costs no memory, and sees an optimizer step at once (its KV state does not: see `NativeEngine`). On
+CPU `CpuModel` packs copies of what it gets.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What the native engine does differently on CUDA: kernels, packed copies, decode steps as graphs."""
+"""What the native engine does differently on CUDA: its own kernels, one copy each way, graphs."""

@@ -86,7 +86,7 @@ class DecodeGraphs:
     ) -> None:
         """
         Args:
-            run: one decode step from static tensors (see `arrays_of`) and whether rows may truncate, to
+            run: one decode step from static tensors (those of `_arrays`) and whether rows may truncate, to
                 float64 [3, B] (token ids and both log-probs), without waiting for the device.
             new_capture: called once, and again after `forget`.
             blocks_per_sequence: most blocks that a sequence can have.

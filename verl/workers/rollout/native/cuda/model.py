@@ -1,7 +1,7 @@
 """The native engine's model on CUDA: decode steps as graphs, everything else eagerly, no waiting in between.
 
     decode only:  StepBatch, SamplingRows -> DecodeGraphs -> tokens and log-probs       one copy each way
-    with prefill: StepBatch -> one packed copy -> PagedDecoder -> hidden -> sample -> the same
+    with prefill: StepBatch -> one packed copy -> the decoder -> hidden -> sample -> the same
 
 The host waits for the device once per step, for the tokens: stops are found on the host.
 """
