@@ -2,8 +2,8 @@
 
 (Hugging Face name, tensor) pairs -> `WeightStore.update` -> `ModelWeights`, which the forward pass reads.
 When the actor's parameters have the engine's dtype and device they are used as they are: on CUDA a colocated
-engine then costs no memory, and sees an optimizer step at once (its KV state does not: see `NativeEngine`). On
-CPU `CpuModel` packs copies of what it gets.
+engine then costs no memory, and sees an optimizer step at once (its KV state does not: see `NativeEngine`).
+On CPU `CpuModel` packs copies of what it gets.
 """
 
 from __future__ import annotations
