@@ -246,6 +246,7 @@ def test_a_plain_gzip_file_is_unpacked_too(fetch, hub, tmp_path):
         (PACKED[:-5000], "can't be unpacked"),
         (PACKED[:-8] + b"00000000", "can't be unpacked .CRC check failed"),
     ],
+    ids=["no corpus", "no file", "cut", "checksum"],
 )
 def test_a_broken_archive_leaves_no_corpus(tmp_path, packed, message):
     (tmp_path / "a.gz").write_bytes(packed)
