@@ -314,6 +314,7 @@ def test_a_cache_file_that_is_something_else_is_refused(start, tmp_path):
 @pytest.mark.parametrize("kind", ["serpapi", "google", "json"])
 def test_a_key_is_never_printed_logged_described_or_kept(start, engine, tmp_path, caplog, capsys, kind):
     caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, logger="httpx")
     retriever = start(kind, "--search_cache", tmp_path / "answers.sqlite")
     contents(retriever, "x")
     told = [json.dumps(retriever.describe())]

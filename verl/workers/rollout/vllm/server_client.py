@@ -11,7 +11,6 @@ everywhere.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,6 @@ import httpx
 
 from verl.workers.rollout.engine import SamplingParams
 from verl.workers.rollout.vllm.requests import SESSION_SEED
-
-logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line at INFO for every request
 
 _CONTROL_SECONDS = 60.0
 _MESSAGE_CHARACTERS = 600
