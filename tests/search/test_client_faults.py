@@ -15,6 +15,8 @@ from client_servers import Answer, RawServer, find, text_of
 from search_r1.search.client import SearchClient, SearchError
 from search_r1.search.transport import addresses, dispatch
 
+pytestmark = pytest.mark.slow  # deadlines of half a second: not beside other tests
+
 QUERIES = [str(number) for number in range(40)]
 
 

@@ -400,6 +400,20 @@ def test_turns_under_way_go_on_with_new_weights_and_no_stale_state(start):
     ]
 
 
+def test_turns_that_end_while_they_are_broken_off_are_handed_out_as_they_ended(start):
+    engine, _ = start()
+    ids = {engine.open([i], SamplingParams(1 + i % 7, seed=i)): 1 + i % 7 for i in range(48)}
+    completions = {}
+    for version in range(1, 400):
+        engine.update_weights(WEIGHTS, version)
+        for completion in engine.step():
+            completions[completion.session_id] = completion
+        if not engine.has_runnable:
+            break
+    completions |= drain(engine)
+    assert {i: len(completion.token_ids) for i, completion in completions.items()} == ids
+
+
 def test_a_server_that_does_not_take_the_weights_is_not_used_any_more(start):
     engine, (bad, good) = start(2)
     bad.refuses_weights = True

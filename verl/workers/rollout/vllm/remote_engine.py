@@ -340,9 +340,13 @@ class RemoteVllmEngine:
 
     async def _run(self, session: _RemoteSession) -> None:
         """Request after request until the turn has ended; its completion, or an error, goes to the owner."""
-        version, failures = self.version, 0
+        version, failures, turn = self.version, 0, session.turn
+
+        def ended() -> bool:
+            return session.turn != turn or not session.under_way
+
         try:
-            while True:
+            while not ended():
                 had = len(session.token_ids)
                 if session.server.dead is not None:
                     load = Counter(other.server for other in list(self._sessions.values()))
@@ -350,9 +354,8 @@ class RemoteVllmEngine:
                 server = session.server
                 try:
                     async with self._room:
-                        ended, reason = await self._request(session, version)
-                    if ended is not None:
-                        self._ended.put(session.end_turn(*ended, version))
+                        reason = await self._request(session, version)
+                    if ended():
                         return
                     if reason == "abort":  # another process has paused the server
                         version = await self._pool.version_after_pause(server)
@@ -368,11 +371,14 @@ class RemoteVllmEngine:
         finally:
             if session.task is asyncio.current_task():
                 session.task = None
+                if session.turn != turn:  # its next turn began before this request was gone
+                    self._start(session)
 
-    async def _request(
-        self, session: _RemoteSession, version: int
-    ) -> tuple[tuple[str, str | None] | None, str | None]:
-        """One request from the session's tokens: (how the turn ended or None, why the server ended it)."""
+    async def _request(self, session: _RemoteSession, version: int) -> str | None:
+        """One request from the session's tokens; returns why the server ended it, if it did.
+
+        A turn that ends is handed out at once: the task may be cancelled whenever it waits.
+        """
         assert session.params is not None
         left = session.limit - len(session.token_ids)
         body = completion_body(
@@ -393,11 +399,12 @@ class RemoteVllmEngine:
                         self._counts["generated_tokens"] += 1
                         ended = session.accept(*token)
                         if ended is not None:
-                            return ended, None
+                            self._ended.put(session.end_turn(*ended, version))
+                            return None
                 reason = chunk.finish_reason or reason
         finally:
             await chunks.aclose()
-        return None, reason
+        return reason
 
     async def _after_failure(self, session: _RemoteSession, error: ServerFailed, failures: int) -> None:
         """Return when it is worth another try, elsewhere if the server is dead."""
