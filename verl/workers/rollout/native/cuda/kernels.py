@@ -70,16 +70,12 @@ class Prefill(Protocol):
 
 def find_decode(geometry: Geometry, softcap: float | None) -> tuple[str, Decode] | None:
     """The first candidate that is right, and its name."""
-    return _first_right(
-        _decode_candidates(geometry), lambda kernel: _decode_is_right(kernel, geometry, softcap)
-    )
+    return _first_right(_decode_candidates(), lambda kernel: _decode_is_right(kernel, geometry, softcap))
 
 
 def find_prefill(geometry: Geometry, softcap: float | None) -> tuple[str, Prefill] | None:
     """The first candidate that is right, and its name."""
-    return _first_right(
-        _prefill_candidates(geometry), lambda kernel: _prefill_is_right(kernel, geometry, softcap)
-    )
+    return _first_right(_prefill_candidates(), lambda kernel: _prefill_is_right(kernel, geometry, softcap))
 
 
 def _first_right(candidates: Iterator[tuple[str, Any]], is_right: Callable[[Any], bool]) -> Any:
@@ -108,7 +104,7 @@ def _flash_attn() -> Any:
     return flash_attn
 
 
-def _decode_candidates(geometry: Geometry) -> Iterator[tuple[str, Decode]]:
+def _decode_candidates() -> Iterator[tuple[str, Decode]]:
     varlen = _varlen_attn()
     if varlen is not None and {"window_size", "block_table", "seqused_k", "enable_gqa"} <= varlen[1]:
         yield "torch varlen_attn, paged", _torch_decode(varlen[0])
@@ -117,7 +113,7 @@ def _decode_candidates(geometry: Geometry) -> Iterator[tuple[str, Decode]]:
         yield "flash-attn, paged", _flash_decode(flash)
 
 
-def _prefill_candidates(geometry: Geometry) -> Iterator[tuple[str, Prefill]]:
+def _prefill_candidates() -> Iterator[tuple[str, Prefill]]:
     varlen = _varlen_attn()
     if varlen is not None and {"window_size", "scale"} <= varlen[1]:
         yield "torch varlen_attn", _torch_prefill(varlen[0], "enable_gqa" in varlen[1])
