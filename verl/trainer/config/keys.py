@@ -74,7 +74,7 @@ NO_EFFECT: dict[str, str] = {
 _MAIN = "verl/trainer/main_ppo.py"
 _FORMAT = "verl/trainer/main_ppo_format.py:format_score"
 _TRAINER = "verl/trainer/ppo/ray_trainer.py:RayPPOTrainer"
-_ALGOS = "verl/trainer/ppo/core_algos.py"
+_ALGOS = "verl/trainer/ppo/algos"
 _WORKERS = "verl/workers/fsdp_workers.py"
 _ENGINE = "verl/workers/engine/engine.py"
 _BUILD = "verl/workers/rollout/build.py"
@@ -162,11 +162,13 @@ READ_IN: dict[str, str] = {
             f"{_DP_ACTOR}.__init__": ("ppo_mini_batch_size",),
             f"{_DP_ACTOR}.update_policy": ("ppo_epochs",),
             f"{_TRAINER}._arranged": ("shuffle",),
-            f"{_DP_ACTOR}._loss": (
+            f"{_ALGOS}/policy_losses.py:compute_policy_loss_vanilla": (
                 "clip_ratio",
                 "clip_ratio_low",
                 "clip_ratio_high",
                 "clip_ratio_c",
+            ),
+            f"{_DP_ACTOR}._loss": (
                 "loss_agg_mode",
                 "entropy_coeff",
                 "use_kl_loss",
@@ -267,7 +269,7 @@ READ_IN: dict[str, str] = {
                 "norm_adv_by_std_in_grpo",
                 "kl_penalty",
             ),
-            f"{_ALGOS}:get_kl_controller": (
+            f"{_ALGOS}/kl.py:get_kl_controller": (
                 "kl_ctrl.type",
                 "kl_ctrl.kl_coef",
                 "kl_ctrl.target_kl",

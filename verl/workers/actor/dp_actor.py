@@ -20,8 +20,8 @@ from verl.trainer.ppo.core_algos import (
     LossDenominator,
     agg_loss,
     compute_entropy_loss,
-    get_policy_loss_fn,
     kl_penalty,
+    policy_loss,
 )
 from verl.utils.packing import PackedMicroBatch
 from verl.workers.actor.rollout_agreement import RolloutAgreement, warn_of_worst
@@ -87,7 +87,6 @@ class DataParallelPPOActor:
         self.mini_batch_rows = rows_per_rank(
             config["ppo_mini_batch_size"], rollout_n, engine.world_size, "actor_rollout_ref.actor"
         )
-        self.policy_loss = get_policy_loss_fn("vanilla")
 
     def update_policy(self, data: DataProto) -> dict[str, float]:
         """ppo_epochs passes over the rows, one optimizer step per mini-batch (meta_info `mini_batch_rows` on
@@ -191,29 +190,20 @@ class DataParallelPPOActor:
         log_prob, entropy = part.unpack(per_token), part.unpack(entropy_per_token)
         old_log_prob = log_prob.detach() if on_policy else rows_of("old_log_probs")
         mode = config["loss_agg_mode"]
-        pg_loss, clip_fraction, ppo_kl, dual_fraction = self.policy_loss(
+        pg_loss, figures = policy_loss(
+            "vanilla",
             old_log_prob=old_log_prob,
             log_prob=log_prob,
             advantages=rows_of("advantages"),
             response_mask=mask,
-            cliprange=config["clip_ratio"],
-            cliprange_low=config["clip_ratio_low"],
-            cliprange_high=config["clip_ratio_high"],
-            clip_ratio_c=config["clip_ratio_c"],
             loss_agg_mode=mode,
+            config=config,
             denominator=denominator,
         )
         weight = config["entropy_coeff"]
         entropy_loss = compute_entropy_loss(entropy if weight else entropy.detach(), mask, mode, denominator)
         loss = pg_loss - weight * entropy_loss
-        figures = {
-            "actor/pg_loss": pg_loss,
-            "actor/entropy_loss": entropy_loss,
-            "actor/pg_clipfrac": clip_fraction,
-            "actor/ppo_kl": ppo_kl,
-        }
-        if config["clip_ratio_c"] is not None:
-            figures["actor/pg_clipfrac_lower"] = dual_fraction
+        figures = figures | {"actor/pg_loss": pg_loss, "actor/entropy_loss": entropy_loss}
         if config["use_kl_loss"]:
             kl = kl_penalty(log_prob, rows_of("ref_log_prob"), config["kl_loss_type"])
             figures["actor/kl_loss"] = agg_loss(kl, mask, mode, denominator)
