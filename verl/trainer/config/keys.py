@@ -293,6 +293,7 @@ READ_IN: dict[str, str] = {
             f"{_TRAINER}.fit": ("save_freq", "test_freq", "val_before_train", "val_only"),
             f"{_TRAINER}._validate": ("val_modes",),
             f"{_TRAINER}._updates_actor": ("critic_warmup",),
+            f"{_TRAINER}._update_metrics": ("max_skipped_updates",),
             f"{_RECORDER}.start": ("project_name", "experiment_name", "logger", "progress"),
             f"{_RECORDER}._keep_trajectories": ("num_trajectories_logged",),
         },

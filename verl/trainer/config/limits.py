@@ -191,6 +191,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "trainer.critic_warmup": _NOT_NEGATIVE,
     "trainer.seed": _NOT_NEGATIVE,
     "trainer.max_ckpt_to_keep": _POSITIVE,
+    "trainer.max_skipped_updates": _POSITIVE,
     "trainer.num_trajectories_logged": _NOT_NEGATIVE,
     "max_turns": _NOT_NEGATIVE,
 }

@@ -360,10 +360,23 @@ class RayPPOTrainer:
         if self.use_critic:
             with timer("update_critic"):
                 for_critic, _ = self._arranged(batch, self.config.critic)
-                metrics |= self.critic_wg.update_critic(for_critic).meta_info["metrics"]
+                metrics |= self._update_metrics(self.critic_wg.update_critic(for_critic), "critic")
         if self._updates_actor():
             with timer("update_actor"):
-                metrics |= self.actor_rollout_wg.update_actor(arranged).meta_info["metrics"]
+                metrics |= self._update_metrics(self.actor_rollout_wg.update_actor(arranged), "actor")
+        return metrics
+
+    def _update_metrics(self, result: DataProto, name: str) -> dict[str, float]:
+        """What an update reports; stops the run when its optimizer steps are skipped one after another."""
+        metrics = result.meta_info["metrics"]
+        num_skipped = metrics.get(f"{name}/num_skipped_in_a_row", 0)
+        limit = self.config.trainer.max_skipped_updates
+        if num_skipped >= limit:
+            raise RunStopped(
+                f"the last {num_skipped:.0f} updates of the {name} had a loss or gradient that was not "
+                f"finite and were skipped (trainer.max_skipped_updates={limit}): "
+                f"{result.meta_info['skipped_update']}."
+            )
         return metrics
 
     def _arranged(self, batch: DataProto, block: DictConfig) -> tuple[DataProto, list[int]]:
