@@ -11,7 +11,8 @@ L, D, V = 11, 8, 37
 
 def naive(hidden, weight, labels, temperature):
     log_p = (hidden @ weight.t() / temperature).log_softmax(-1)
-    return log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    p = log_p.exp()
+    return log_p.gather(1, labels[:, None])[:, 0], -(p * log_p).sum(-1), p.square().sum(-1)
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def gradients(function, problem, dtype, use):
     hidden, weight, labels, upstream = problem
     hidden, weight = (x.detach().clone().to(dtype).requires_grad_() for x in (hidden, weight))
     outputs = function(hidden, weight, labels)
-    terms = [(out.double() * up).sum() for out, up in zip(outputs, upstream, strict=True)]
+    terms = [(out.double() * up).sum() for out, up in zip(outputs[:2], upstream, strict=True)]
     sum(term for term, used in zip(terms, use, strict=True) if used).backward()
     return [*outputs, hidden.grad, weight.grad]
 
@@ -40,7 +41,10 @@ def gradients(function, problem, dtype, use):
 def test_values_and_gradients_equal_the_full_logits_ones(problem, chunk_rows, temperature, use):
     expected = gradients(lambda *x: naive(*x, temperature), problem, torch.float64, use)
     actual = gradients(
-        lambda *x: linear_log_prob(*x, temperature, chunk_rows=chunk_rows), problem, torch.float32, use
+        lambda *x: linear_log_prob(*x, temperature, with_sum_pi_squared=True, chunk_rows=chunk_rows),
+        problem,
+        torch.float32,
+        use,
     )
     for got, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
@@ -57,8 +61,8 @@ def test_chunks_do_not_change_the_values(problem):
 def test_without_entropy_the_log_probs_and_their_gradient_are_the_same(problem):
     hidden, weight, labels, _ = (x.float() if x.is_floating_point() else x for x in problem)
     weight.requires_grad_()
-    with_entropy, _ = linear_log_prob(hidden, weight, labels)
-    without, entropy = linear_log_prob(hidden, weight, labels, with_entropy=False)
+    with_entropy, _, _ = linear_log_prob(hidden, weight, labels)
+    without, entropy, _ = linear_log_prob(hidden, weight, labels, with_entropy=False)
     assert torch.equal(without, with_entropy) and entropy.abs().max() == 0 and not entropy.requires_grad
     without.sum().backward()
     expected = weight.grad.clone()
@@ -67,10 +71,23 @@ def test_without_entropy_the_log_probs_and_their_gradient_are_the_same(problem):
     assert torch.equal(expected, weight.grad) and expected.abs().max() > 0
 
 
+def test_the_sum_of_squared_probabilities_has_no_gradient_and_is_zero_unless_asked_for(problem):
+    hidden, weight, labels, _ = (x.float() if x.is_floating_point() else x for x in problem)
+    weight.requires_grad_()
+    *_, without = linear_log_prob(hidden, weight, labels)
+    *_, asked_for = linear_log_prob(hidden, weight, labels, with_entropy=False, with_sum_pi_squared=True)
+    assert without.abs().max() == 0 < asked_for.min() and not asked_for.requires_grad
+
+
 def test_bf16_inputs_are_within_bf16_of_float64(problem):
     expected = gradients(lambda *x: naive(*x, 1.0), problem, torch.float64, (True, True))
-    actual = gradients(lambda *x: linear_log_prob(*x, chunk_rows=4), problem, torch.bfloat16, (True, True))
-    assert actual[0].dtype == torch.float32 and actual[2].dtype == torch.bfloat16
+    actual = gradients(
+        lambda *x: linear_log_prob(*x, with_sum_pi_squared=True, chunk_rows=4),
+        problem,
+        torch.bfloat16,
+        (True, True),
+    )
+    assert actual[0].dtype == torch.float32 and actual[3].dtype == torch.bfloat16
     for got, want in zip(actual, expected, strict=True):
         assert (got.double() - want).norm() < 0.03 * want.norm()
 
@@ -79,13 +96,13 @@ def test_autocast_computes_in_its_type_and_gives_gradients_in_the_parameters_typ
     with torch.autocast("cpu", torch.bfloat16):
         actual = gradients(lambda *x: linear_log_prob(*x, chunk_rows=4), problem, torch.float32, (True, True))
     low = gradients(lambda *x: linear_log_prob(*x, chunk_rows=4), problem, torch.bfloat16, (True, True))
-    assert torch.equal(actual[0], low[0]) and actual[3].dtype == torch.float32
-    assert torch.equal(actual[3], low[3].float())
+    assert torch.equal(actual[0], low[0]) and actual[4].dtype == torch.float32
+    assert torch.equal(actual[4], low[4].float())
 
 
 def test_no_loss_tokens_give_empty_results_and_zero_gradients(problem):
     weight = problem[1].float().requires_grad_()
-    log_probs, entropy = linear_log_prob(torch.zeros(0, D), weight, torch.zeros(0, dtype=torch.long))
+    log_probs, entropy, _ = linear_log_prob(torch.zeros(0, D), weight, torch.zeros(0, dtype=torch.long))
     (log_probs.sum() + entropy.sum()).backward()
     assert len(log_probs) == len(entropy) == 0 and weight.grad.abs().max() == 0
 

@@ -26,9 +26,23 @@ def test_the_worked_example_packs_as_its_docstring_says():
     assert packed.packing.seq_lens == (6,) and packed.packing.cu_seqlens.tolist() == [0, 6]
     assert packed.predicted_from.tolist() == [1, 2, 4]
     assert packed.labels.tolist() == [7, 8, 2]
-    assert packed.cells.tolist() == [0, 1, 3]
+    assert packed.cells.tolist() == [0, 1, 3] and packed.sampled.tolist() == [True] * 3
     assert packed.shape == (1, 5)
     assert packed.mask.tolist() == [[True, True, False, True, False]]
+
+
+def test_tokens_of_the_extra_loss_mask_become_loss_tokens_that_were_not_sampled():
+    batch = example() | {"extra_loss_mask": torch.tensor([[0, 0, 1, 0, 0], [0, 0, 0, 0, 0]])}
+    for padded in (False, True):
+        packed, plain = (pack_rows(b, [0, 1], "cpu", padded) for b in (batch, example()))
+        assert packed.sampled.tolist() == [True, True, False, True, True, True]
+        assert torch.equal(packed.mask, plain.mask) and plain.extra_mask.sum() == 0
+        assert packed.extra_mask.tolist() == [[False, False, True, False, False], [False] * 5]
+        assert packed.labels.tolist() == [7, 8, 9, 2, 3, 2]
+        assert torch.equal(packed.predicted_from[packed.sampled], plain.predicted_from)
+    batch["extra_loss_mask"][0, 4] = 1
+    with pytest.raises(ValueError, match="extra_loss_mask marks a token that attention_mask calls padding"):
+        pack_rows(batch, [0], "cpu")
 
 
 def test_rows_stand_end_to_end_in_the_order_asked_for():

@@ -1,6 +1,6 @@
 """Log-probabilities and entropies from hidden states, without a full logits tensor.
 
-    hidden [L, D], head weight [V, D], labels [L]  ->  log_probs [L], entropy [L]   (float32)
+    hidden [L, D], head weight [V, D], labels [L]  ->  log_probs, entropy, sum_pi_squared   ([L] float32)
 
 L loss tokens, D hidden width, V vocabulary. The logits exist for one chunk of rows at a time; the backward
 pass computes them again chunk by chunk (when all rows fit into one chunk, that chunk is kept instead).
@@ -27,10 +27,6 @@ def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     return torch.log_softmax(logits, dim=-1)
 
 
-def _negative_entropy(log_p: Tensor) -> Tensor:
-    return torch.linalg.vecdot(log_p.exp(), log_p)
-
-
 class _LinearLogProb(torch.autograd.Function):
     """With p = softmax(z), H its entropy and gradients a of log p[label], b of H: dz = a (onehot - p) - b
     p (log p + H).
@@ -44,25 +40,31 @@ class _LinearLogProb(torch.autograd.Function):
         labels: Tensor,
         temperature: float,
         with_entropy: bool,
+        with_sum_pi_squared: bool,
         rows: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         log_probs = hidden.new_empty(len(hidden), dtype=torch.float32)
-        entropy = torch.zeros_like(log_probs)
+        entropy, sum_pi_squared = torch.zeros_like(log_probs), torch.zeros_like(log_probs)
         log_p: Tensor | None = None
         for part in _chunks(len(hidden), rows):
             log_p = _log_softmax(hidden[part], weight, temperature)
             log_probs[part] = log_p.gather(1, labels[part].unsqueeze(1)).squeeze(1)
-            if with_entropy:
-                entropy[part] = -_negative_entropy(log_p)
+            if with_entropy or with_sum_pi_squared:
+                p = log_p.exp()
+                if with_entropy:
+                    entropy[part] = -torch.linalg.vecdot(p, log_p)
+                if with_sum_pi_squared:
+                    sum_pi_squared[part] = torch.linalg.vecdot(p, p)
         ctx.save_for_backward(hidden, weight, labels, entropy, log_p if len(hidden) <= rows else None)
         ctx.temperature, ctx.rows = temperature, rows
         ctx.set_materialize_grads(False)
-        if not with_entropy:
-            ctx.mark_non_differentiable(entropy)
-        return log_probs, entropy
+        ctx.mark_non_differentiable(sum_pi_squared, *([] if with_entropy else [entropy]))
+        return log_probs, entropy, sum_pi_squared
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: None
+    ) -> tuple[Any, ...]:
         hidden, weight, labels, entropy, kept = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -85,7 +87,7 @@ class _LinearLogProb(torch.autograd.Function):
                 grad_weight.addmm_(grad_logits.t(), hidden[part])
             else:
                 grad_weight += grad_logits.t() @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 def _chunks(num_rows: int, rows: int) -> Iterator[slice]:
@@ -98,14 +100,16 @@ def linear_log_prob(
     labels: Tensor,
     temperature: float = 1.0,
     with_entropy: bool = True,
+    with_sum_pi_squared: bool = False,
     chunk_rows: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label and entropy of its distribution (nats) under softmax(hidden @ weight.T
-    / temperature).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of each label, entropy of its distribution (nats) and the sum over the vocabulary of
+    its squared probabilities, under softmax(hidden @ weight.T / temperature).
 
     hidden [L, D] and weight [V, D] of float32 or a 16-bit type (the product is taken in the type of
-    autocast, if that is on, else in theirs), labels [L] int64. Returns (log_probs, entropy), both [L]
-    float32; both carry gradients to hidden and weight, except that entropy is 0 without `with_entropy`.
+    autocast, if that is on, else in theirs), labels [L] int64. Returns (log_probs, entropy,
+    sum_pi_squared), all [L] float32. The first two carry gradients to hidden and weight; what was not asked
+    for is 0.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive for log-probabilities, found {temperature}.")
@@ -117,4 +121,6 @@ def linear_log_prob(
         hidden = hidden.to(weight.dtype)
     rows = chunk_rows or max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // weight.shape[0])
     with torch.autocast(device_type, enabled=False):
-        return _LinearLogProb.apply(hidden, weight, labels, temperature, with_entropy, rows)
+        return _LinearLogProb.apply(
+            hidden, weight, labels, temperature, with_entropy, with_sum_pi_squared, rows
+        )

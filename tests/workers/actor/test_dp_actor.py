@@ -46,7 +46,7 @@ def test_log_probs_and_entropies_equal_hugging_faces_own(model_path, temperature
     actor, batch = make_actor(make_config(model_path)), make_batch()
     log_probs = compute_log_prob(actor.engine, batch, ALL_ROWS, temperature)
     _, (part,) = micro_batches(tensors_of(batch), range(len(batch)), actor.engine, ALL_ROWS)
-    _, entropy = actor.engine.module(part, temperature, True)
+    _, entropy, _ = actor.engine.module(part, temperature, True)
     _, expected_log_probs, expected_entropys = reference_log_probs(model_path, batch, temperature)
     torch.testing.assert_close(log_probs, expected_log_probs, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(part.unpack(entropy), expected_entropys[part.rows], rtol=1e-4, atol=1e-5)

@@ -52,7 +52,7 @@ def compute_log_prob(
         _, parts = micro_batches(batch, range(len(data)), engine, limits)
         for part in parts:
             with engine.autocast():
-                log_prob, _ = engine.module(part, temperature, False)
+                log_prob, *_ = engine.module(part, temperature, False)
             if len(part.cells):
                 log_probs[part.rows] = part.unpack(log_prob).cpu()
     return log_probs
@@ -185,7 +185,7 @@ class DataParallelPPOActor:
             return batch[key][part.rows].to(device)
 
         with self.engine.autocast():
-            per_token, entropy_per_token = self.engine.module(part, self.temperature, True)
+            per_token, entropy_per_token, _ = self.engine.module(part, self.temperature, True)
         mask = part.mask
         log_prob, entropy = part.unpack(per_token), part.unpack(entropy_per_token)
         old_log_prob = log_prob.detach() if on_policy else rows_of("old_log_probs")

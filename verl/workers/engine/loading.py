@@ -40,19 +40,24 @@ def parse_dtype(name: str | None, default: torch.dtype, key: str) -> torch.dtype
 
 
 class PolicyModel(nn.Module):
-    """A causal language model: log-probability and entropy of each loss token of a micro-batch."""
+    """A causal language model: what its distributions say of each loss token of a micro-batch."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
 
     def forward(
-        self, micro_batch: PackedMicroBatch, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor]:
-        """(log_probs, entropy), both [L] float32; see `linear_log_prob`."""
+        self,
+        micro_batch: PackedMicroBatch,
+        temperature: float,
+        with_entropy: bool,
+        with_sum_pi_squared: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(log_probs, entropy, sum_pi_squared), all [L] float32; see `linear_log_prob`."""
         hidden = _hidden_states(self.model.base_model, micro_batch)
         weight = self.model.get_output_embeddings().weight
-        return linear_log_prob(hidden, weight, micro_batch.labels, temperature, with_entropy)
+        labels = micro_batch.labels
+        return linear_log_prob(hidden, weight, labels, temperature, with_entropy, with_sum_pi_squared)
 
 
 class ValueModel(nn.Module):

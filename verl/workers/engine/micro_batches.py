@@ -14,6 +14,8 @@ from verl.utils.packing import CPU_TOKENS_PER_PACK, PackedMicroBatch, pack_rows,
 from verl.workers.engine.engine import TrainEngine
 
 PACKING_KEYS = ("input_ids", "attention_mask", "position_ids", "response_mask")
+EXTRA_LOSS_KEY = "extra_loss_mask"
+LOSS_MASKS = ("response_mask", EXTRA_LOSS_KEY)
 
 
 def tensors_of(data: DataProto, keys: Sequence[str] = (), optional: Sequence[str] = ()) -> dict[str, Tensor]:
@@ -73,14 +75,17 @@ class MicroBatchLimits:
 def micro_batches(
     batch: Mapping[str, Tensor], rows: Sequence[int], engine: TrainEngine[Any], limits: MicroBatchLimits
 ) -> tuple[int, Iterator[PackedMicroBatch]]:
-    """Packs some rows of a batch, those with at least one sampled token. Returns (count, micro-batches).
+    """Packs some rows of a batch, those with at least one loss token. Returns (count, micro-batches).
 
-    The count is the same on every rank, since each pass is a collective operation of all: a rank that has
-    fewer gets micro-batches without loss tokens. They are built one at a time, as they are asked for.
+    Loss tokens are those of response_mask and, where the batch has one, of extra_loss_mask ([N, R] bool, see
+    `pack_rows`). The count is the same on every rank, since each pass is a collective operation of all: a
+    rank that has fewer gets micro-batches without loss tokens. They are built one at a time, as they are
+    asked for.
     """
-    tensors = {key: batch[key] for key in PACKING_KEYS}
+    tensors = {key: batch[key] for key in (*PACKING_KEYS, EXTRA_LOSS_KEY) if key in batch}
+    masks = [tensors[key] for key in LOSS_MASKS if key in tensors]
     index = torch.as_tensor(rows, dtype=torch.int64)
-    index = index[tensors["response_mask"][index].any(dim=1)]
+    index = index[torch.stack([mask[index].any(dim=1) for mask in masks]).any(dim=0)]
     lengths = tensors["attention_mask"][index].sum(dim=1).tolist()
     plan = plan_micro_batches(lengths, limits.max_rows, limits.max_tokens, limits.padded)
     count = int(engine.reduce([len(plan)], "max")[0])
@@ -89,8 +94,9 @@ def micro_batches(
         for part in plan:
             yield pack_rows(tensors, index[part].tolist(), engine.device, limits.padded)
         for _ in range(count - len(plan)):
-            without_loss = tensors | {"response_mask": torch.zeros_like(tensors["response_mask"][:1])}
-            yield pack_rows({key: value[:1] for key, value in without_loss.items()}, [0], engine.device)
+            row = {key: value[:1] for key, value in tensors.items()}
+            without_loss = {key: torch.zeros_like(row[key]) for key in LOSS_MASKS if key in row}
+            yield pack_rows(row | without_loss, [0], engine.device)
 
     return count, build()
 
