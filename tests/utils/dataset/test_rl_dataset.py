@@ -98,16 +98,21 @@ def test_a_row_needs_no_extra_info(tmp_path):
     assert RLHFDataset(str(tmp_path / "b.parquet"), ByteTokenizer(), CONFIG)[0]["extra_info"] == {}
 
 
-def test_long_prompts_keep_their_end_or_stop_the_run(tmp_path):
-    file = write(tmp_path / "a.parquet", ["x" * 10 + "y" * 20, "z" * 41])
-    dataset = RLHFDataset(file, ByteTokenizer(), CONFIG)
-    with pytest.warns(UserWarning, match="max_start_length=20"):
-        assert bytes(dataset[0]["raw_prompt_ids"]) == b"y" * 20
-    with pytest.raises(ValueError, match="a prompt of 41 tokens"):
-        dataset[1]
+def test_long_prompts_keep_their_end_or_are_refused_before_anything_starts(tmp_path):
+    file = write(tmp_path / "a.parquet", ["x" * 10 + "y" * 20, "z" * 41, "w" * 40, "v" * 50])
+    with pytest.raises(ValueError, match=r"2 of 4 prompts in .*a.parquet.*row 1, 41 tokens: 'zzz.*length=40"):
+        RLHFDataset(file, ByteTokenizer(), CONFIG)
     left = RLHFDataset(file, ByteTokenizer(), {**CONFIG, "truncation": "left"})
-    with pytest.warns(UserWarning):
-        assert bytes(left[1]["raw_prompt_ids"]) == b"z" * 20
+    with pytest.warns(UserWarning, match="max_start_length=20"):
+        assert bytes(left[0]["raw_prompt_ids"]) == b"y" * 20
+    assert bytes(left[1]["raw_prompt_ids"]) == b"z" * 20
+
+
+def test_the_chat_template_counts_for_a_prompts_length(tmp_path):
+    file = write(tmp_path / "a.parquet", ["x" * 40])
+    assert len(RLHFDataset(file, ByteTokenizer(), CONFIG)) == 1
+    with pytest.raises(ValueError, match="row 0, 50 tokens"):
+        RLHFDataset(file, ByteTokenizer("template"), CONFIG)
 
 
 def batches(sampler: PromptSampler, count: int) -> list[list[int]]:
@@ -151,3 +156,12 @@ def test_fewer_rows_than_a_batch_is_an_error():
     with pytest.raises(ValueError, match="data.train_batch_size=2 or less"):
         PromptSampler(2, 3, True, 0)
     assert np.all(np.sort(PromptSampler(3, 3, True, 0).next_batch()) == np.arange(3))
+
+
+def test_a_step_that_needs_more_prompts_takes_the_next_ones_and_resumes_behind_them():
+    sampler = PromptSampler(10, 4, shuffle=False, seed=0)
+    assert [sampler.take(4), sampler.take(1), sampler.take(3)] == [[0, 1, 2, 3], [4], [5, 6, 7]]
+    resumed = PromptSampler(10, 4, shuffle=False, seed=0)
+    resumed.load_state_dict(sampler.state_dict())
+    for one in (sampler, resumed):
+        assert one.take(2) == [8, 9] and one.take(4) == [0, 1, 2, 3] and one.epoch == 1

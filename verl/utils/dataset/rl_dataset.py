@@ -17,6 +17,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 
 _SUBSET_SEED = 42  # Search-R1's: train_data_num picks the same rows
+_TEMPLATE_BYTES = 1024  # more than a chat template adds to the messages
 
 
 class RLHFDataset:
@@ -30,7 +31,8 @@ class RLHFDataset:
         num_rows: use this many rows, drawn without replacement with a fixed seed; None: all.
 
     Raises:
-        ValueError: a file or a column is missing, there is no row, or num_rows is too large.
+        ValueError: a file or a column is missing, there is no row, num_rows is too large, or a prompt is longer
+            than data.max_prompt_length with data.truncation=error.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class RLHFDataset:
             raise ValueError(f"Found no rows in {_names(paths)}; expected at least one.")
         self.rows: list[dict[str, Any]] = frame.to_dict("records")
         self._has_warned = False
+        if data_config["truncation"] == "error":
+            self._check_lengths(_names(paths))
 
     def _read(self, path: Path) -> pd.DataFrame:
         if not path.is_file():
@@ -77,15 +81,12 @@ class RLHFDataset:
         """One row: raw_prompt_ids (list[int], no special tokens added but the chat template's), data_source
         (str), reward_model (dict), extra_info (dict), index (int, its place in the data set), and raw_prompt
         (list of messages) with data.return_raw_chat.
-
-        Raises:
-            ValueError: the prompt is longer than data.max_prompt_length, unless data.truncation=left.
         """
         row = self.rows[index]
         messages = _messages(row[self.prompt_key])
         extra_info = row.get("extra_info")
         item = {
-            "raw_prompt_ids": self._prompt_ids(messages, index),
+            "raw_prompt_ids": self._prompt_ids(messages),
             "data_source": row["data_source"],
             "reward_model": row["reward_model"],
             "extra_info": dict(extra_info) if isinstance(extra_info, Mapping) else {},
@@ -95,15 +96,35 @@ class RLHFDataset:
             item["raw_prompt"] = messages
         return item
 
-    def _prompt_ids(self, messages: list[dict[str, str]], index: int) -> list[int]:
-        text = prompt_text(self.tokenizer, messages)
-        ids = list(self.tokenizer.encode(text, add_special_tokens=False))
-        longest, kept = self.config["max_prompt_length"], self.config["max_start_length"]
-        if len(ids) > longest and self.config["truncation"] == "error":
+    def _check_lengths(self, files: str) -> None:
+        """Refuses prompts that are too long before anything else is started.
+
+        A token has at least one byte, so only rows of many bytes are tokenised.
+        """
+        longest, too_long, first = self.config["max_prompt_length"], 0, ""
+        for index, row in enumerate(self.rows):
+            messages = _messages(row[self.prompt_key])
+            num_bytes = sum(len(str(message["content"]).encode()) for message in messages)
+            if num_bytes + _TEMPLATE_BYTES <= longest:
+                continue
+            text, ids = self._encoded(messages)
+            if len(ids) > longest:
+                too_long += 1
+                first = first or f"row {index}, {len(ids)} tokens: {text[:60]!r}..."
+        if too_long:
             raise ValueError(
-                f"Found a prompt of {len(ids)} tokens (row {index}: {text[:60]!r}...); expected at most "
-                f"data.max_prompt_length={longest}. Set data.truncation=left to keep the end of it."
+                f"Found {too_long} of {len(self)} prompts in {files} that are too long (the first: {first}); "
+                f"expected at most data.max_prompt_length={longest} tokens. Raise it, take the rows out, or set "
+                "data.truncation=left to keep the end of each prompt."
             )
+
+    def _encoded(self, messages: list[dict[str, str]]) -> tuple[str, list[int]]:
+        text = prompt_text(self.tokenizer, messages)
+        return text, list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        _, ids = self._encoded(messages)
+        kept = self.config["max_start_length"]
         if len(ids) > kept and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -114,18 +135,18 @@ class RLHFDataset:
 
 
 class PromptSampler:
-    """Batches of row numbers: every row once an epoch, in an order that depends on (seed, epoch) alone.
+    """Row numbers to ask: every row once an epoch, in an order that depends on (seed, epoch) alone.
 
-    Rows left over at an epoch's end, too few for a batch, are left out of that epoch.
+    Rows left over at an epoch's end, too few for what is asked for, are left out of that epoch.
 
     Args:
         num_rows: rows of the data set.
-        batch_size: rows of a batch.
+        batch_size: rows of a training step.
         shuffle: a new order each epoch; else the file's order.
         seed: of the shuffling.
 
     Raises:
-        ValueError: there are fewer rows than a batch takes.
+        ValueError: there are fewer rows than a step takes.
     """
 
     def __init__(self, num_rows: int, batch_size: int, shuffle: bool, seed: int) -> None:
@@ -135,8 +156,8 @@ class PromptSampler:
                 f"one batch of rows. Set data.train_batch_size={num_rows} or less."
             )
         self.num_rows, self.batch_size, self.shuffle, self.seed = num_rows, batch_size, shuffle, seed
-        self.epoch, self.offset = 0, 0
-        self._order = self._epoch_order()
+        self.epoch, self.position = 0, 0
+        self._order = self.order_of(0)
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -144,23 +165,29 @@ class PromptSampler:
 
     def next_batch(self) -> list[int]:
         """Row numbers of the next batch; goes on into the next epoch by itself."""
-        if self.offset >= len(self):
-            self.epoch, self.offset = self.epoch + 1, 0
-            self._order = self._epoch_order()
-        start = self.offset * self.batch_size
-        self.offset += 1
-        return self._order[start : start + self.batch_size].tolist()
+        return self.take(self.batch_size)
 
-    def _epoch_order(self) -> np.ndarray:
+    def take(self, count: int) -> list[int]:
+        """The next `count` row numbers, at most `batch_size`, for a step that needs more prompts."""
+        assert count <= self.batch_size
+        if self.position + count > self.num_rows:
+            self.epoch, self.position = self.epoch + 1, 0
+            self._order = self.order_of(self.epoch)
+        start = self.position
+        self.position += count
+        return self._order[start : start + count].tolist()
+
+    def order_of(self, epoch: int) -> np.ndarray:
+        """The rows in the order of an epoch, [num_rows] int64."""
         if not self.shuffle:
             return np.arange(self.num_rows)
-        return np.random.default_rng([self.seed, self.epoch]).permutation(self.num_rows)
+        return np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what the order depends on; plain numbers."""
         return {
             "epoch": self.epoch,
-            "offset": self.offset,
+            "position": self.position,
             "num_rows": self.num_rows,
             "batch_size": self.batch_size,
             "shuffle": self.shuffle,
@@ -180,8 +207,8 @@ class PromptSampler:
                     f"Found {name}={own[name]}, but the checkpoint was made with {state[name]}; a run keeps "
                     "the data order it began with. Use the old value, or trainer.resume_mode=none."
                 )
-        self.epoch, self.offset = int(state["epoch"]), int(state["offset"])
-        self._order = self._epoch_order()
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self._order = self.order_of(self.epoch)
 
 
 def prompt_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:

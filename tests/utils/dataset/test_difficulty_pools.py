@@ -1,0 +1,78 @@
+"""Pools of easy, normal and hard prompts: what is drawn from each, and that a restart changes nothing."""
+
+import numpy as np
+import pytest
+
+from verl.utils.dataset.difficulty_pools import DifficultyPools
+from verl.utils.dataset.rl_dataset import PromptSampler
+
+CONFIG = {"easy_threshold": 1.0, "hard_threshold": 0.0, "easy_share": 0.25, "hard_share": 0.25}
+
+
+def make(num_rows: int = 24, batch_size: int = 8, **config: float) -> DifficultyPools:
+    return DifficultyPools(num_rows, batch_size, shuffle=True, seed=3, config=CONFIG | config)
+
+
+def measured(rates: dict[int, float], **config: float) -> DifficultyPools:
+    pools = make(**config)
+    pools.record(list(rates), list(rates.values()))
+    return pools
+
+
+def test_without_measurements_the_order_is_the_samplers():
+    pools, sampler = make(), PromptSampler(24, 8, True, 3)
+    assert [pools.take(8) for _ in range(7)] == [sampler.next_batch() for _ in range(7)]
+
+
+def test_thresholds_belong_to_the_outer_pools_and_what_was_not_measured_is_normal():
+    pools = measured({0: 0.0, 1: 1.0, 2: 0.2, 3: 0.8, 4: 0.5}, hard_threshold=0.2, easy_threshold=0.8)
+    assert pools.pools()[:6].tolist() == [2, 0, 2, 0, 1, 1]
+    assert pools.metrics() == {
+        "pools/easy": 0.4,
+        "pools/normal": 0.2,
+        "pools/hard": 0.4,
+        "pools/measured": pytest.approx(5 / 24),
+    }
+
+
+def test_each_pool_gives_its_share():
+    pools = measured({row: 1.0 for row in range(8)} | {row: 0.0 for row in range(8, 16)})
+    for _ in range(4):
+        drawn = np.array(pools.take(8))
+        assert ((drawn < 8).sum(), (drawn >= 16).sum()) == (2, 4) and len(set(drawn)) == 8
+    counts = pools.draws
+    assert counts[:8].tolist() == [1] * 8 and counts[8:16].tolist() == [1] * 8  # none twice before all once
+    assert counts[16:].tolist() == [2] * 8
+
+
+@pytest.mark.parametrize(
+    "num_easy, num_hard, expected",
+    [(24, 0, (8, 0, 0)), (0, 24, (0, 0, 8)), (20, 4, (4, 0, 4)), (2, 20, (2, 2, 4)), (1, 1, (1, 6, 1))],
+)
+def test_what_a_pool_lacks_comes_from_the_others(num_easy, num_hard, expected):
+    easy, hard = range(num_easy), range(num_easy, num_easy + num_hard)
+    pools = measured(dict.fromkeys(easy, 1.0) | dict.fromkeys(hard, 0.0))
+    drawn = pools.pools()[pools.take(8)]
+    assert tuple(np.bincount(drawn, minlength=3)) == expected
+
+
+def test_a_row_moves_when_its_solve_rate_does():
+    pools = measured({5: 0.0}, hard_share=0.0)
+    assert all(5 not in pools.take(8) for _ in range(6))
+    pools.record([5], [0.5])
+    assert 5 in pools.take(8)
+
+
+def test_rule_10_saved_and_loaded_they_draw_the_same(tmp_path):
+    rng = np.random.default_rng(0)
+    pools = make()
+    for _ in range(5):
+        rows = pools.take(8)
+        pools.record(rows, rng.integers(0, 3, 8) / 2)
+    pools.save(tmp_path)
+    resumed = make()
+    resumed.load_state_dict(pools.state_dict())
+    resumed.load(tmp_path)
+    assert [pools.take(5) for _ in range(9)] == [resumed.take(5) for _ in range(9)]
+    with pytest.raises(ValueError, match=r"no difficulty_pools.npz with data.difficulty_pools.enable=true"):
+        make().load(tmp_path / "elsewhere")

@@ -1,0 +1,122 @@
+"""Prompts in three pools by how often the policy solves them, and how many of a step come from each.
+
+    measured solve rate of a row -> easy | normal | hard -> shares of each in the next prompts
+
+A question that is always or never solved teaches a group-relative estimator nothing; asked rarely, it costs
+little, and its pool changes when the policy does (as prime-rl's buffer does it). A row that was never asked is
+normal. Within a pool those asked least often come first, in the order of `PromptSampler`'s epochs: with all
+rows in one pool the order is that of `PromptSampler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.utils.dataset.rl_dataset import PromptSampler
+
+POOLS = ("easy", "normal", "hard")
+EASY, NORMAL, HARD = range(3)
+FILE_NAME = "difficulty_pools.npz"
+
+
+class DifficultyPools(PromptSampler):
+    """A `PromptSampler` that draws from pools.
+
+    Args:
+        num_rows, batch_size, shuffle, seed: as for `PromptSampler`.
+        config: `data.difficulty_pools`: a row is easy from a solve rate of `easy_threshold` up and hard from
+            `hard_threshold` down; `easy_share`, `hard_share`: of the prompts that are drawn.
+
+    Attributes:
+        draws: [num_rows] int64, how often each row was drawn.
+        solve_rates: [num_rows] float64, mean score of the row's last group; NaN where none was measured.
+    """
+
+    def __init__(
+        self, num_rows: int, batch_size: int, shuffle: bool, seed: int, config: Mapping[str, Any]
+    ) -> None:
+        super().__init__(num_rows, batch_size, shuffle, seed)
+        self.config = config
+        self.draws = np.zeros(num_rows, dtype=np.int64)
+        self.solve_rates = np.full(num_rows, np.nan)
+        self._places: dict[int, np.ndarray] = {}  # draw number -> place of each row in that epoch's order
+
+    def pools(self) -> np.ndarray:
+        """The pool of each row, [num_rows] int64: 0 easy, 1 normal, 2 hard."""
+        pools = np.full(self.num_rows, NORMAL)
+        pools[self.solve_rates >= self.config["easy_threshold"]] = EASY  # NaN is neither
+        pools[self.solve_rates <= self.config["hard_threshold"]] = HARD
+        return pools
+
+    def take(self, count: int) -> list[int]:
+        """The next `count` row numbers, no row twice.
+
+        A share is rounded to whole prompts. What a pool does not have comes from the normal one; what that
+        does not have, from the hard one, then from the easy one.
+        """
+        assert count <= self.batch_size
+        pools = self.pools()
+        members = [np.flatnonzero(pools == pool) for pool in (EASY, NORMAL, HARD)]
+        easy = min(int(count * self.config["easy_share"] + 0.5), len(members[EASY]))
+        hard = min(int(count * self.config["hard_share"] + 0.5), len(members[HARD]), count - easy)
+        normal = min(count - easy - hard, len(members[NORMAL]))
+        missing = count - easy - hard - normal
+        more_hard = min(missing, len(members[HARD]) - hard)
+        wanted = (easy + missing - more_hard, normal, hard + more_hard)
+        chosen = np.concatenate([self._first(rows, n) for rows, n in zip(members, wanted, strict=True)])
+        chosen = self._first(chosen, count)  # so that no mini-batch is of one pool
+        self.draws[chosen] += 1
+        self.position += count
+        return chosen.tolist()
+
+    def _first(self, rows: np.ndarray, count: int) -> np.ndarray:
+        """`count` of `rows`: those drawn least often, in the order of their next draw's epoch."""
+        taken: list[np.ndarray] = [rows[:0]]
+        for level in np.unique(self.draws[rows]).tolist() if count else []:
+            same = rows[self.draws[rows] == level]
+            taken.append(same[np.argsort(self._place(level)[same])])
+            if sum(map(len, taken)) >= count:
+                break
+        return np.concatenate(taken)[:count]
+
+    def _place(self, level: int) -> np.ndarray:
+        if level not in self._places:
+            if len(self._places) > 8:
+                self._places.clear()
+            self._places[level] = np.argsort(self.order_of(level))
+        return self._places[level]
+
+    def record(self, rows: Sequence[int], solve_rates: Sequence[float]) -> None:
+        """Notes the mean score of the group of each row; of a row that is there twice, the last one."""
+        for row, rate in zip(rows, solve_rates, strict=True):
+            self.solve_rates[row] = rate
+
+    def metrics(self) -> dict[str, float]:
+        """`pools/easy`, `pools/normal`, `pools/hard`: share of the measured rows; `pools/measured`: of all."""
+        measured = ~np.isnan(self.solve_rates)
+        pools, total = self.pools()[measured], max(int(measured.sum()), 1)
+        shares = {f"pools/{name}": float((pools == pool).sum() / total) for pool, name in enumerate(POOLS)}
+        return shares | {"pools/measured": float(measured.mean())}
+
+    def save(self, folder: Path) -> None:
+        """Writes what was measured into a checkpoint's folder, by row of the data set."""
+        np.savez(folder / FILE_NAME, draws=self.draws, solve_rates=self.solve_rates)
+
+    def load(self, folder: Path) -> None:
+        """Takes what `save` wrote.
+
+        Raises:
+            ValueError: the checkpoint was made without pools.
+        """
+        path = folder / FILE_NAME
+        if not path.is_file():
+            raise ValueError(
+                f"Found no {FILE_NAME} with data.difficulty_pools.enable=true; a run keeps the data order it "
+                "began with. Set it to false, or trainer.resume_mode=none."
+            )
+        with np.load(path) as stored:
+            self.draws, self.solve_rates = stored["draws"], stored["solve_rates"]
