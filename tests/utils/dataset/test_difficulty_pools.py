@@ -36,7 +36,7 @@ def test_thresholds_belong_to_the_outer_pools_and_what_was_not_measured_is_norma
 
 
 def test_each_pool_gives_its_share():
-    pools = measured({row: 1.0 for row in range(8)} | {row: 0.0 for row in range(8, 16)})
+    pools = measured(dict.fromkeys(range(8), 1.0) | dict.fromkeys(range(8, 16), 0.0))
     for _ in range(4):
         drawn = np.array(pools.take(8))
         assert ((drawn < 8).sum(), (drawn >= 16).sum()) == (2, 4) and len(set(drawn)) == 8

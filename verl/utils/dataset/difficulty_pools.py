@@ -3,8 +3,7 @@
     measured solve rate of a row -> easy | normal | hard -> shares of each in the next prompts
 
 A question that is always or never solved teaches a group-relative estimator nothing; asked rarely, it costs
-little, and its pool changes when the policy does (as prime-rl's buffer does it). A row that was never asked is
-normal. Within a pool those asked least often come first, in the order of `PromptSampler`'s epochs: with all
+little, and its pool changes when the policy does (as in prime-rl). A row that was never asked is normal. Within a pool those asked least often come first, in the order of `PromptSampler`'s epochs: with all
 rows in one pool the order is that of `PromptSampler`.
 """
 
@@ -96,7 +95,7 @@ class DifficultyPools(PromptSampler):
             self.solve_rates[row] = rate
 
     def metrics(self) -> dict[str, float]:
-        """`pools/easy`, `pools/normal`, `pools/hard`: share of the measured rows; `pools/measured`: of all."""
+        """`pools/easy`, `pools/normal`, `pools/hard`: of the measured rows; `pools/measured`: of all."""
         measured = ~np.isnan(self.solve_rates)
         pools, total = self.pools()[measured], max(int(measured.sum()), 1)
         shares = {f"pools/{name}": float((pools == pool).sum() / total) for pool, name in enumerate(POOLS)}

@@ -31,8 +31,8 @@ class RLHFDataset:
         num_rows: use this many rows, drawn without replacement with a fixed seed; None: all.
 
     Raises:
-        ValueError: a file or a column is missing, there is no row, num_rows is too large, or a prompt is longer
-            than data.max_prompt_length with data.truncation=error.
+        ValueError: a file or a column is missing, there is no row, num_rows is too large, or a prompt is
+            longer than data.max_prompt_length with data.truncation=error.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class RLHFDataset:
         if too_long:
             raise ValueError(
                 f"Found {too_long} of {len(self)} prompts in {files} that are too long (the first: {first}); "
-                f"expected at most data.max_prompt_length={longest} tokens. Raise it, take the rows out, or set "
-                "data.truncation=left to keep the end of each prompt."
+                f"expected at most data.max_prompt_length={longest} tokens. Raise it, take the rows out, or "
+                "set data.truncation=left to keep the end of each prompt."
             )
 
     def _encoded(self, messages: list[dict[str, str]]) -> tuple[str, list[int]]:
