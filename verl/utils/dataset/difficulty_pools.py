@@ -3,8 +3,9 @@
     measured solve rate of a row -> easy | normal | hard -> shares of each in the next prompts
 
 A question that is always or never solved teaches a group-relative estimator nothing; asked rarely, it costs
-little, and its pool changes when the policy does (as in prime-rl). A row that was never asked is normal. Within a pool those asked least often come first, in the order of `PromptSampler`'s epochs: with all
-rows in one pool the order is that of `PromptSampler`.
+little, and its pool changes when the policy does (as in prime-rl). A row that was never asked is normal.
+Within a pool those asked least often come first, in the order of `PromptSampler`'s epochs: with all rows in
+one pool the order is that of `PromptSampler`.
 """
 
 from __future__ import annotations
