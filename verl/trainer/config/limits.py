@@ -51,6 +51,16 @@ NULLABLE: dict[str, tuple[type, ...]] = {
     "retriever.url": (str, list),
     "algorithm.kl_ctrl.target_kl": (float,),
     "algorithm.kl_ctrl.horizon": (float,),
+    f"{ACTOR}.entropy_ctrl.target_entropy": (float,),
+    **{
+        f"algorithm.rollout_correction.{key}": types
+        for key, types in (
+            ("rollout_is", (str,)),
+            ("rollout_rs", (str,)),
+            ("rollout_rs_threshold", (float,)),
+            ("rollout_rs_threshold_lower", (float,)),
+        )
+    },
     "trainer.total_training_steps": (int,),
     "trainer.default_hdfs_dir": (str,),
     "trainer.resume_from_path": (str,),
@@ -68,7 +78,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "critic.strategy": _STRATEGIES,
     f"{ACTOR}.loss_agg_mode": _LOSS_AGG_MODES,
     "critic.loss_agg_mode": _LOSS_AGG_MODES,
-    f"{ACTOR}.kl_loss_type": _KL,
+    f"{ACTOR}.kl_loss_type": (*_KL, *(f"{name}+" for name in _KL)),
+    f"{ACTOR}.entropy_ctrl.type": ("fixed", "adaptive"),
     "algorithm.kl_penalty": _KL,
     **{
         f"{block}.{key}": choices
@@ -91,6 +102,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     f"{ROLLOUT}.dtype": ("auto", "bfloat16", "float32"),
     "algorithm.adv_estimator": ("gae", "grpo", "rloo", "reinforce_plus_plus"),
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "algorithm.rollout_correction.rollout_is": ("token", "sequence", None),
+    "algorithm.rollout_correction.rollout_rs": ("token", "geometric", "sequence", None),
     "trainer.backend": ("auto", "local", "ray"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.resume_mode": ("auto", "none", "latest", "from_path"),
@@ -139,6 +152,8 @@ RANGES: dict[str, tuple[float, float, str]] = {
     f"{ACTOR}.clip_ratio_high": _NOT_NEGATIVE,
     f"{ACTOR}.clip_ratio_c": (1 + 1e-9, inf, "a number above 1, or null"),
     f"{ACTOR}.entropy_coeff": _NOT_NEGATIVE,
+    **{f"{ACTOR}.entropy_ctrl.{key}": _NOT_NEGATIVE for key in ("target_entropy", "min_coeff", "max_coeff")},
+    f"{ACTOR}.entropy_ctrl.delta": _ABOVE_ZERO,
     f"{ACTOR}.kl_loss_coef": _NOT_NEGATIVE,
     **{
         f"{block}.{key}": _POSITIVE
@@ -182,6 +197,13 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "algorithm.kl_ctrl.kl_coef": _NOT_NEGATIVE,
     "algorithm.kl_ctrl.target_kl": _ABOVE_ZERO,
     "algorithm.kl_ctrl.horizon": _ABOVE_ZERO,
+    "algorithm.rollout_correction.rollout_is_threshold": (1, inf, "a number of at least 1"),
+    "algorithm.rollout_correction.rollout_rs_threshold": (1 + 1e-9, inf, "a number above 1"),
+    "algorithm.rollout_correction.rollout_rs_threshold_lower": (
+        0,
+        1,
+        "0 (no lower bound) or a number up to 1",
+    ),
     "trainer.total_epochs": _POSITIVE,
     "trainer.total_training_steps": _POSITIVE,
     "trainer.nnodes": _POSITIVE,

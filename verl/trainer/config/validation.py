@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from verl.trainer.config.keys import FIXED, NO_EFFECT, ROLLOUT
+from verl.trainer.config.keys import ACTOR, FIXED, NO_EFFECT, ROLLOUT
 from verl.trainer.config.limits import CHOICES, NULLABLE, RANGES
 from verl.trainer.config.loading import flat, load_config
 
@@ -42,6 +42,8 @@ def validate(config: DictConfig, *, format_reward: bool = False) -> None:
     _check_batches(config)
     _check_rollout(config)
     _check_algorithm(config)
+    _check_kl_and_entropy(config)
+    _check_rollout_correction(config)
     _check_format_scores(config, format_reward)
     _check_lists(config)
     _check_files(config)
@@ -255,6 +257,55 @@ def _check_algorithm(config: DictConfig) -> None:
         betas = OmegaConf.select(config, f"{name}.optim.betas")
         if len(betas) != 2 or not all(isinstance(b, float | int) and 0 <= b < 1 for b in betas):
             raise ValueError(f"Found {name}.optim.betas={betas}; expected two numbers in [0, 1).")
+
+
+def _check_kl_and_entropy(config: DictConfig) -> None:
+    actor = config.actor_rollout_ref.actor
+    if actor.use_kl_loss and actor.kl_loss_coef > 0 and actor.kl_loss_type in ("kl", "k1"):
+        raise ValueError(
+            f"Found {ACTOR}.kl_loss_type={actor.kl_loss_type} in the loss, where its gradient is 0 on average: "
+            "it adds noise and holds nothing; expected k2, or k1+ (the same value with k2's gradient). In the "
+            f"reward ({ACTOR}.use_kl_loss=false algorithm.kl_penalty=k1) k1 is right."
+        )
+    control = actor.entropy_ctrl
+    if control.type == "adaptive":
+        if control.target_entropy is None:
+            raise ValueError(
+                f"Found {ACTOR}.entropy_ctrl.type=adaptive without target_entropy; expected the entropy "
+                f"(nats per token) to stay above. Set for example {ACTOR}.entropy_ctrl.target_entropy=0.2."
+            )
+        if not control.min_coeff <= actor.entropy_coeff <= control.max_coeff:
+            raise ValueError(
+                f"Found {ACTOR}.entropy_coeff={actor.entropy_coeff}, where the adaptive weight starts; "
+                f"expected a number from entropy_ctrl.min_coeff={control.min_coeff} to max_coeff="
+                f"{control.max_coeff}."
+            )
+    elif control.target_entropy is not None:
+        raise ValueError(
+            f"Found {ACTOR}.entropy_ctrl.target_entropy={control.target_entropy} with a fixed weight; "
+            f"expected {ACTOR}.entropy_ctrl.type=adaptive."
+        )
+
+
+def _check_rollout_correction(config: DictConfig) -> None:
+    prefix, correction = "algorithm.rollout_correction", config.algorithm.rollout_correction
+    if correction.bypass_mode and (correction.rollout_is or correction.rollout_rs):
+        raise ValueError(
+            f"Found {prefix}.bypass_mode=true with rollout_is={correction.rollout_is} and rollout_rs="
+            f"{correction.rollout_rs}; expected one or the other: with bypass_mode the policy loss has the "
+            "ratio of the trainer to the rollout engine already, and there is nothing to compare it with."
+        )
+    if (correction.rollout_rs is None) != (correction.rollout_rs_threshold is None):
+        raise ValueError(
+            f"Found {prefix}.rollout_rs={correction.rollout_rs} with rollout_rs_threshold="
+            f"{correction.rollout_rs_threshold}; expected both or none, for example {prefix}.rollout_rs="
+            f"token {prefix}.rollout_rs_threshold=2.0."
+        )
+    if correction.rollout_is_batch_normalize and correction.rollout_is is None:
+        raise ValueError(
+            f"Found {prefix}.rollout_is_batch_normalize=true without weights; expected {prefix}.rollout_is="
+            "token or sequence."
+        )
 
 
 def _check_format_scores(config: DictConfig, format_reward: bool) -> None:

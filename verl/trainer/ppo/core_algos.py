@@ -16,21 +16,42 @@ from verl.trainer.ppo.algos.advantages import (
     ADV_ESTIMATORS,
     AdvantageEstimator,
     compute_advantage,
+    estimator_inputs,
     get_adv_estimator_fn,
     register_adv_est,
 )
 from verl.trainer.ppo.algos.aggregation import LOSS_AGG_MODES, LossDenominator, agg_loss, masked_whiten
-from verl.trainer.ppo.algos.entropy import compute_entropy_loss
+from verl.trainer.ppo.algos.baselines import (
+    RunningBaseline,
+    compute_rae_outcome_advantage,
+    compute_remax_outcome_advantage,
+)
+from verl.trainer.ppo.algos.entropy import (
+    AdaptiveEntropyController,
+    EntropyController,
+    compute_entropy_loss,
+    get_entropy_controller,
+)
 from verl.trainer.ppo.algos.gae import (
     compute_gae_advantage_return,
     compute_reinforce_plus_plus_outcome_advantage,
 )
-from verl.trainer.ppo.algos.groups import compute_grpo_outcome_advantage, compute_rloo_outcome_advantage
+from verl.trainer.ppo.algos.groups import (
+    compute_gdpo_outcome_advantage,
+    compute_gpg_outcome_advantage,
+    compute_grpo_outcome_advantage,
+    compute_grpo_passk_outcome_advantage,
+    compute_maxrl_outcome_advantage,
+    compute_opo_outcome_advantage,
+    compute_reinforce_plus_plus_baseline_outcome_advantage,
+    compute_rloo_outcome_advantage,
+)
 from verl.trainer.ppo.algos.kl import (
     KL_PENALTIES,
     AdaptiveKLController,
     FixedKLController,
     apply_kl_penalty,
+    compute_kl_loss,
     get_kl_controller,
     kl_penalty,
 )
@@ -42,6 +63,17 @@ from verl.trainer.ppo.algos.policy_losses import (
     policy_loss,
     register_policy_loss,
 )
+from verl.trainer.ppo.algos.rollout_correction import (
+    apply_rollout_correction,
+    importance_weights,
+    rejection_mask,
+    take_out_rejected,
+)
+from verl.trainer.ppo.algos.token_baseline import (
+    compute_multi_turn_optimal_token_baseline_advantage,
+    compute_optimal_token_baseline_advantage,
+)
+from verl.trainer.ppo.algos.turns import add_turn_rewards, turn_advantages
 from verl.trainer.ppo.algos.value_loss import compute_value_loss
 
 __all__ = [
@@ -49,27 +81,49 @@ __all__ = [
     "KL_PENALTIES",
     "LOSS_AGG_MODES",
     "POLICY_LOSSES",
+    "AdaptiveEntropyController",
     "AdaptiveKLController",
     "AdvantageEstimator",
+    "EntropyController",
     "FixedKLController",
     "LossDenominator",
+    "RunningBaseline",
+    "add_turn_rewards",
     "agg_loss",
     "apply_kl_penalty",
+    "apply_rollout_correction",
     "compute_advantage",
     "compute_entropy_loss",
     "compute_gae_advantage_return",
+    "compute_gdpo_outcome_advantage",
+    "compute_gpg_outcome_advantage",
     "compute_grpo_outcome_advantage",
+    "compute_grpo_passk_outcome_advantage",
+    "compute_kl_loss",
+    "compute_maxrl_outcome_advantage",
+    "compute_multi_turn_optimal_token_baseline_advantage",
+    "compute_opo_outcome_advantage",
+    "compute_optimal_token_baseline_advantage",
     "compute_policy_loss",
     "compute_policy_loss_vanilla",
+    "compute_rae_outcome_advantage",
+    "compute_reinforce_plus_plus_baseline_outcome_advantage",
     "compute_reinforce_plus_plus_outcome_advantage",
+    "compute_remax_outcome_advantage",
     "compute_rloo_outcome_advantage",
     "compute_value_loss",
+    "estimator_inputs",
     "get_adv_estimator_fn",
+    "get_entropy_controller",
     "get_kl_controller",
     "get_policy_loss_fn",
+    "importance_weights",
     "kl_penalty",
     "masked_whiten",
     "policy_loss",
     "register_adv_est",
     "register_policy_loss",
+    "rejection_mask",
+    "take_out_rejected",
+    "turn_advantages",
 ]

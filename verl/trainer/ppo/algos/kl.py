@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from verl.trainer.ppo.algos.aggregation import LOG_RATIO_LIMIT, agg_loss
+from verl.trainer.ppo.algos.aggregation import LOG_RATIO_LIMIT, LossDenominator, agg_loss
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
 
-KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KL_VALUES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KL_PENALTIES = (*KL_VALUES, *(f"{name}+" for name in KL_VALUES))
 
 
 class FixedKLController:
@@ -74,9 +75,26 @@ def get_kl_controller(kl_ctrl: Mapping[str, Any]) -> FixedKLController:
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """Per-token estimate of KL(policy || reference) from the sampled token, same shape as the inputs.
 
-    With d = logprob - ref_logprob (Schulman, "Approximating KL divergence", 2020): `kl`/`k1` d; `abs` |d|;
-    `mse`/`k2` d^2 / 2; `low_var_kl`/`k3` exp(-d) - 1 + d, limited to [-10, 10]. In `k3` d is limited to
-    [-20, 20] before the exponential, so that it is finite everywhere.
+    With d = logprob - ref_logprob of a token drawn from the policy p (reference q), s = grad log p of it, and
+    expectations over p (Schulman 2020, "Approximating KL Divergence"; for the gradients Tang & Munos 2025,
+    arXiv:2506.09477, and Liu et al. 2025, arXiv:2510.01555):
+
+        name            value            its mean     gradient         the mean of that
+        kl, k1          d                KL(p||q)     s                0
+        abs             |d|              -            sign(d) s        grad sum |p - q|
+        mse, k2         d^2 / 2          -            d s              grad KL(p||q)
+        low_var_kl, k3  exp(-d) - 1 + d  KL(p||q)     (1 - exp(-d)) s  grad KL(q||p)
+        any with `+`    of that name     of that one  d s, k2's        grad KL(p||q)
+
+    So in a loss k2 or a name with `+` (verl's straight-through form) pulls by the KL that is meant; k3 pulls
+    by the KL with its sides exchanged; k1 does not pull at all. In a reward nothing is differentiated and k1
+    is the unbiased one.
+
+    k3 is limited to [-10, 10], as in verl, with d limited to [-20, 20] before the exponential: where d < -2.6
+    its gradient is 0; `k3+` has k2's there.
+
+    Raises:
+        ValueError: no such estimator.
     """
     if kl_penalty not in KL_PENALTIES:
         hint = (
@@ -88,14 +106,40 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
             f"KL estimator: found {kl_penalty!r}, expected one of {', '.join(KL_PENALTIES)}{hint}."
         )
     difference = logprob - ref_logprob
-    if kl_penalty in ("kl", "k1"):
+    value = _kl_value(difference, kl_penalty.removesuffix("+"))
+    if not kl_penalty.endswith("+"):
+        return value
+    k2 = 0.5 * difference.square()
+    return value.detach() + (k2 - k2.detach())
+
+
+def _kl_value(difference: Tensor, name: str) -> Tensor:
+    if name in ("kl", "k1"):
         return difference
-    if kl_penalty == "abs":
+    if name == "abs":
         return difference.abs()
-    if kl_penalty in ("mse", "k2"):
+    if name in ("mse", "k2"):
         return 0.5 * difference.square()
     negative = (-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return (negative.exp() - negative - 1).clamp(-10.0, 10.0)
+
+
+def compute_kl_loss(
+    log_prob: Tensor,
+    ref_log_prob: Tensor,
+    response_mask: Tensor,
+    kl_loss_type: str,
+    loss_agg_mode: str = "token-mean",
+    denominator: LossDenominator | None = None,
+) -> Tensor:
+    """The KL term of the actor's loss: `kl_penalty` of the sampled tokens [N, R], reduced to a scalar.
+
+    Only log_prob carries a gradient. The expectations in `kl_penalty` hold where the tokens come from the
+    policy itself: from the second optimizer step of a batch on they are as far off as the policy has moved.
+    """
+    mask = response_mask.bool()
+    log_prob, ref_log_prob = (x.masked_fill(~mask, 0.0) for x in (log_prob, ref_log_prob.detach()))
+    return agg_loss(kl_penalty(log_prob, ref_log_prob, kl_loss_type), mask, loss_agg_mode, denominator)
 
 
 def apply_kl_penalty(
