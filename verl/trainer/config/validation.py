@@ -263,9 +263,9 @@ def _check_kl_and_entropy(config: DictConfig) -> None:
     actor = config.actor_rollout_ref.actor
     if actor.use_kl_loss and actor.kl_loss_coef > 0 and actor.kl_loss_type in ("kl", "k1"):
         raise ValueError(
-            f"Found {ACTOR}.kl_loss_type={actor.kl_loss_type} in the loss, where its gradient is 0 on average: "
-            "it adds noise and holds nothing; expected k2, or k1+ (the same value with k2's gradient). In the "
-            f"reward ({ACTOR}.use_kl_loss=false algorithm.kl_penalty=k1) k1 is right."
+            f"Found {ACTOR}.kl_loss_type={actor.kl_loss_type} in the loss, where its gradient is 0 on "
+            "average: it adds noise and holds nothing; expected k2, or k1+ (the same value with k2's "
+            f"gradient). In the reward ({ACTOR}.use_kl_loss=false algorithm.kl_penalty=k1) k1 is right."
         )
     control = actor.entropy_ctrl
     if control.type == "adaptive":

@@ -5,7 +5,7 @@
     rejected_mask --take_out_rejected--> response_mask
 
 With d = old_log_prob - rollout_log_prob of a sampled token, its ratio is exp(d), trainer to engine. It is not
-1 when the engine computes in another precision, or sampled with older weights. Two remedies, which can be used
+1 when the engine computes in another precision, or sampled with older weights. Two remedies, alone or
 together:
 
 - weights (`rollout_is`): each token's policy loss is multiplied by a truncated ratio (truncated importance
@@ -114,7 +114,7 @@ def take_out_rejected(batch: DataProto) -> None:
 
     After, because a rejected row is a fair sample of the policy that rolled out: its reward belongs into its
     group's baseline, and into the returns of its own kept tokens. (verl rejects before.) From then on a
-    rejected token takes part in nothing: policy loss, entropy bonus, KL, critic, nor what they are divided by.
+    rejected token takes part in nothing: policy loss, entropy bonus, KL, critic, or what they are divided by.
     The batch keeps what was sampled as `sampled_mask` [N, R], for figures of lengths. Without a
     `rejected_mask` nothing changes.
     """
