@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from data_prep.demonstrations import Demonstrator, observation
+from data_prep.demonstrations import PLAIN, PROTOCOL, Demonstrator
 from data_prep.microworld import World, draw_questions, evaluation_world, write_world
 from data_prep.prompts import MICROWORLD_PROMPT, fill_prompt
 from data_prep.relations import RELATIONS
@@ -32,32 +32,39 @@ READING_WORLD = 998
 SEARCHING_WORLD = 999
 
 
-def reading_cases(world: World, rng: random.Random, count: int) -> dict[str, list[tuple[list[str], str]]]:
+def reading_cases(
+    world: World, rng: random.Random, count: int, tagged: bool = True
+) -> dict[str, list[tuple[list[str], str]]]:
     """(context segments, the words that must come next) for answers over 1 and 2 hops and for bridges."""
-    student = Demonstrator(world, rng)
+    student = Demonstrator(world, rng, wording=PROTOCOL if tagged else PLAIN)
+    (answer, answer_end), note = student.wording.answer.split(" {}"), student.wording.note.split("{}")[0]
     cases: dict[str, list[tuple[list[str], str]]] = {"read1": [], "read2": [], "bridge": []}
     for hops in (1, 2):
         for question in draw_questions(rng, world, hops, count):
             prompt = fill_prompt(MICROWORLD_PROMPT, question.text)
             turns: list[str] = []
             for name in question.path:
-                turns += [f"<search> {name}</search>", observation(student.retriever.search(name, 2))]
-            cases[f"read{hops}"].append(([prompt, *turns, "<answer>"], f" {question.answer}</answer>"))
+                query = [f"<search> {name}</search>"] if tagged else []
+                turns += [*query, student.wording.observation(student.retriever.search(name, 2))]
+            cases[f"read{hops}"].append(([prompt, *turns, answer], f" {question.answer}{answer_end}"))
             if hops == 2:
                 phrase = RELATIONS[question.relations[0]].phrases[0].format(e=question.path[0])
-                context = [prompt, *turns[:2], f"<think> {phrase} is"]
+                context = [prompt, *turns[: len(query) + 1], f"{note}{phrase} is"]
                 cases["bridge"].append((context, f" {question.path[1]}."))
     return cases
 
 
 @torch.no_grad()
 def reading_accuracy(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int = 96
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int = 96, tagged: bool = True
 ) -> dict[str, float]:
-    """Share of cases of which every token is the model's first choice. A world with held-out names."""
+    """Share of cases of which every token is the model's first choice. A world with held-out names.
+
+    `tagged`: in the words of the protocol; without, as a plain base model was pretrained.
+    """
     rng = random.Random(0)
     result = {}
-    for name, cases in reading_cases(evaluation_world(READING_WORLD)[1], rng, count).items():
+    for name, cases in reading_cases(evaluation_world(READING_WORLD)[1], rng, count, tagged).items():
         right = 0
         for begin in range(0, len(cases), 32):
             rows, starts = [], []
@@ -93,13 +100,16 @@ class InProcessSearch:
         return {}
 
 
-def evaluate(model_dir: Path | str, seed: int = SEARCHING_WORLD, count: int = 200) -> dict[str, float]:
+def evaluate(
+    model_dir: Path | str, seed: int = SEARCHING_WORLD, count: int = 200, tagged: bool = True
+) -> dict[str, float]:
     """Reading accuracy, and what training prints: its own validation on a world that training never sees.
 
     Args:
         model_dir: Hugging Face folder.
         seed: of the world, and of the sampled mode.
         count: questions of each number of hops; those of 3 hops bear the prefix `val_extra/`.
+        tagged: how reading accuracy is asked for, see `reading_accuracy`; a search always needs the tags.
     """
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
@@ -125,4 +135,4 @@ def evaluate(model_dir: Path | str, seed: int = SEARCHING_WORLD, count: int = 20
             for name in ("test.parquet", "test_3hop.parquet")
         ]
     reports[0].extra = reports[1]
-    return reading_accuracy(model, tokenizer) | reports[0].metrics()
+    return reading_accuracy(model, tokenizer, tagged=tagged) | reports[0].metrics()

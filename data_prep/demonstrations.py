@@ -13,6 +13,9 @@ the question needs: the right entity in half of the first queries, else a fragme
 name; later queries are mostly useless, now and then a name from the documents; the answer is right half of
 the time when it stands in the documents. Every relation gets the same treatment, so that reinforcement
 learning finds a first success for every kind of question. A few traces are right throughout.
+
+With the `PLAIN` wording there are no tags and no traces: such a model reads and answers, and has never seen
+anything of the protocol.
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ import math
 import random
 import re
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 
 from data_prep.microworld import Entity, Question, World, ask
-from data_prep.prompts import MICROWORLD_PROMPT, fill_prompt, format_observation
+from data_prep.prompts import MICROWORLD_PROMPT, fill_prompt, format_observation, format_passages
 from data_prep.relations import OF_KIND, RELATIONS, chains
 from data_prep.tiny_tokenizer import END_TOKEN
 
@@ -36,6 +40,25 @@ NOTE = 0.3  # share of the later queries from documents that a note precedes
 PACK_SIZES = (0.6, 0.25, 0.1, 0.05)  # one to four articles
 SHARES_FIRST = (0.2, 0.5, 0.2, 0.1)  # echo, pack, reading, trace at the start of pretraining
 SHARES_LAST = (0.02, 0.13, 0.35, 0.5)  # once `mix` has reached 1
+PLAIN_SHARES_FIRST = (0.2, 0.6, 0.2, 0.0)
+PLAIN_SHARES_LAST = (0.02, 0.33, 0.65, 0.0)
+
+
+@dataclass(frozen=True)
+class Wording:
+    """How a sample words documents, a note and an answer ({}: the fact, the value), with tags or without."""
+
+    note: str
+    answer: str
+    tagged: bool
+
+    def observation(self, documents: list[Entity]) -> str:
+        pairs = [(f'"{entity.name}"', entity.text) for entity in documents]
+        return format_observation(pairs) if self.tagged else f"\n\n{format_passages(pairs)}\n\n"
+
+
+PROTOCOL = Wording(note="<think> {}.</think>", answer="<answer> {}</answer>", tagged=True)
+PLAIN = Wording(note="So {}.", answer="Answer: {}.", tagged=False)
 
 
 class Retriever:
@@ -67,15 +90,11 @@ def _words(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 
-def observation(documents: list[Entity]) -> str:
-    return format_observation([(f'"{entity.name}"', entity.text) for entity in documents])
-
-
 class Demonstrator:
     """Draws samples over one world."""
 
-    def __init__(self, world: World, rng: random.Random, topk: int = 2) -> None:
-        self.world, self.rng, self.topk = world, rng, topk
+    def __init__(self, world: World, rng: random.Random, topk: int = 2, wording: Wording = PROTOCOL) -> None:
+        self.world, self.rng, self.topk, self.wording = world, rng, topk, wording
         self.retriever = Retriever(world)
         self.entities = list(world.values())
         self.names = list(world)
@@ -83,8 +102,13 @@ class Demonstrator:
         self.by_kind = {kind: [e for e in self.entities if e.kind == kind] for kind in OF_KIND}
 
     def draw(self, mix: float) -> Sample:
-        """A sample of one of the four kinds; `mix` in [0, 1] moves the shares."""
-        ends = zip(SHARES_FIRST, SHARES_LAST, strict=True)
+        """A sample of one of the four kinds (three without tags); `mix` in [0, 1] moves the shares."""
+        tagged = self.wording.tagged
+        ends = zip(
+            SHARES_FIRST if tagged else PLAIN_SHARES_FIRST,
+            SHARES_LAST if tagged else PLAIN_SHARES_LAST,
+            strict=True,
+        )
         shares = [first + mix * (last - first) for first, last in ends]
         return self.rng.choices((self.echo, self.pack, self.reading, self.trace), shares)[0]()
 
@@ -121,7 +145,7 @@ class Demonstrator:
             if all(name != d.name for d in documents):
                 documents.append(self.world[name])
         self.rng.shuffle(documents)
-        sample: Sample = [(observation(documents), False)]
+        sample: Sample = [(self.wording.observation(documents), False)]
         known = {d.name for d in documents}
         for _ in range(8):
             document = self.rng.choice(documents)
@@ -136,13 +160,13 @@ class Demonstrator:
             question = ask(self.rng, self.world, document, names)
             if question is not None:
                 sample += [(fill_prompt(MICROWORLD_PROMPT, question.text), False)]
-                sample += [(f"<answer> {question.answer}</answer>", True), ("\n", False)]
+                sample += [(self.wording.answer.format(question.answer), True), ("\n", False)]
         return sample
 
     def note(self, entity: Entity, relation: str) -> str:
         """'<think> the director of Amber Harbor is Bratis Gildane.</think>'"""
         phrase = RELATIONS[relation].phrases[0].format(e=entity.name)
-        return f"<think> {phrase} is {entity.facts[relation]}.</think>"
+        return self.wording.note.format(f"{phrase} is {entity.facts[relation]}")
 
     def reading(self) -> Sample:
         """A question, the documents for the first steps of its chain or for all, right notes, right answer.
@@ -158,9 +182,9 @@ class Demonstrator:
             shown = [gold, *(entity for entity in found if entity is not gold)]
             if self.rng.random() < 0.1:
                 self.rng.shuffle(shown)
-            sample.append((observation(shown), False))
+            sample.append((self.wording.observation(shown), False))
             if step == last:
-                sample.append((f"<answer> {question.answer}</answer>", True))
+                sample.append((self.wording.answer.format(question.answer), True))
             elif step == 0 or self.rng.random() < 0.8:
                 sample.append((self.note(gold, question.relations[step]), True))
         return [*sample, (END_TOKEN, True)]
@@ -175,7 +199,7 @@ class Demonstrator:
         for turn in range(count):
             query, note = (question.path[turn], "") if right else self.query(question, turn, seen)
             found = self.retriever.search(query, self.topk)
-            sample += [(f"{note}<search> {query}</search>", True), (observation(found), False)]
+            sample += [(f"{note}<search> {query}</search>", True), (self.wording.observation(found), False)]
             seen |= {entity.name: entity for entity in found}
         answer = question.answer if right else self.answer(question, seen)
         return [*sample, (f"<answer> {answer}</answer>{END_TOKEN}", True)]

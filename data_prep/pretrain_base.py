@@ -1,6 +1,7 @@
 """Pretrain the tiny base model on a stream of microworlds that are never seen again.
 
     OMP_NUM_THREADS=1 python -m data_prep.pretrain_base --work data_prep/base_model_wip
+    OMP_NUM_THREADS=1 python -m data_prep.pretrain_base --plain --work data_prep/base_model_wip/plain
 
     seed, pool number -> a fresh world -> samples (data_prep.demonstrations) -> length-sorted token batches
         -> Qwen3 in bf16 autocast -> weighted loss over a fixed number of tokens -> Muon and AdamW
@@ -10,6 +11,9 @@ with the same arguments it goes on from the last checkpoint in `--work` to the s
 also leaves the model in Hugging Face form in `--work`/hf. The learning rate falls to zero over the last part
 of the run; reinforcement learning from a base whose rate was not brought down does not recover (a probe
 showed it).
+
+`--plain` makes `base_model_plain`, which has never seen anything of the protocol: it reads and answers
+questions in plain words, with the same tokenizer, whose tags no sample holds.
 
 Loss is taken on all tokens that the samples mark as trained and on a share of the others. It is divided by a
 constant, not by the tokens of its own batch: batches are sorted by length, and a norm of each batch's own
@@ -24,15 +28,16 @@ import math
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from data_prep.base_evaluation import evaluate, reading_accuracy
-from data_prep.demonstrations import Demonstrator, Sample
+from data_prep.demonstrations import PLAIN, PROTOCOL, Demonstrator, Sample
 from data_prep.microworld import FIRST_PRETRAINING_SEED, pretraining_world
 from data_prep.prompts import MICROWORLD_PROMPT
 from data_prep.tiny_tokenizer import train_tokenizer
@@ -61,6 +66,11 @@ class Settings:
     head_dim: int = 64
     intermediate_size: int = 384
     vocab_size: int = 2560
+    protocol: bool = True  # False: plain reading, without tags and without searches
+
+
+# Shorter: there is less to learn.
+PLAIN_RUN: dict[str, Any] = {"protocol": False, "num_pools": 320, "mix_pools": 80, "decay_pools": 100}
 
 
 @dataclass(frozen=True)
@@ -118,7 +128,8 @@ def make_pool(settings: Settings, tokenizer: PreTrainedTokenizerFast, pool: int)
     """The batches of a pool, a pure function of settings and pool number, in random order."""
     rng = random.Random(f"pool {settings.seed} {pool}")
     world_seed = FIRST_PRETRAINING_SEED + settings.seed * 1_000_000 + pool
-    student = Demonstrator(pretraining_world(world_seed), rng)
+    wording = PROTOCOL if settings.protocol else PLAIN
+    student = Demonstrator(pretraining_world(world_seed), rng, wording=wording)
     samples = [student.draw(min(1.0, pool / settings.mix_pools)) for _ in range(settings.samples_per_pool)]
     encoded = sorted(encode(tokenizer, samples), key=lambda item: len(item[0]))
     groups: list[list[tuple[list[int], list[bool]]]] = [[]]
@@ -268,7 +279,7 @@ class Pretraining:
                     "cpu_seconds": time.process_time(),
                 }
                 losses = []
-                yield line | reading_accuracy(self.model, self.tokenizer)
+                yield line | reading_accuracy(self.model, self.tokenizer, tagged=self.settings.protocol)
             if time.monotonic() - saved > checkpoint_seconds:
                 self.save()
                 saved = time.monotonic()
@@ -284,26 +295,33 @@ def rounded(line: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Pretrain the tiny base model on microworlds.")
+    parser.add_argument("--plain", action="store_true", help="without anything of the protocol")
     parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "base_model", help="folder of the result"
+        "--out", type=Path, help="folder of the result (default: base_model or base_model_plain beside this)"
     )
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints, and to go on from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--num-pools", type=int, default=Settings.num_pools, help="length of the run, in worlds"
+        "--num-pools",
+        type=int,
+        help=f"length of the run, in worlds (default {Settings.num_pools}; plain: {PLAIN_RUN['num_pools']})",
     )
     parser.add_argument("--checkpoint-seconds", type=float, default=150.0, help="time between checkpoints")
     parser.add_argument("--eval-pools", type=int, default=20, help="pools between two log lines")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    pretraining = Pretraining(Settings(seed=args.seed, num_pools=args.num_pools), args.work)
+    settings = Settings(seed=args.seed, **(PLAIN_RUN if args.plain else {}))
+    if args.num_pools is not None:
+        settings = replace(settings, num_pools=args.num_pools)
+    pretraining = Pretraining(settings, args.work)
     num_parameters = sum(p.numel() for p in pretraining.model.parameters())
     vocabulary = len(pretraining.tokenizer)
     print(f"{num_parameters} parameters, vocabulary {vocabulary}, from pool {pretraining.next_pool}")
     for line in pretraining.run(args.checkpoint_seconds, args.eval_pools):
         print(rounded(line), flush=True)
-    pretraining.export(args.out)
-    print(rounded(evaluate(args.out)), flush=True)
+    out = args.out or Path(__file__).parent / ("base_model_plain" if args.plain else "base_model")
+    pretraining.export(out)
+    print(rounded(evaluate(out, tagged=settings.protocol)), flush=True)
 
 
 if __name__ == "__main__":

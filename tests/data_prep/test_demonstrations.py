@@ -6,9 +6,10 @@ from collections import Counter
 
 import pytest
 
-from data_prep.demonstrations import Demonstrator, Retriever
+from data_prep.demonstrations import PLAIN, Demonstrator, Retriever
 from data_prep.microworld import pretraining_world
 from data_prep.relations import chains
+from data_prep.tiny_tokenizer import TAGS
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +128,13 @@ def test_shares_of_the_kinds_move_with_the_mix(world):
     late = sum("<search>" in text_of(student.draw(1.0)) for _ in range(400)) / 400
     assert early < 0.15
     assert 0.4 < late < 0.6
+
+
+@pytest.mark.parametrize("mix", [0.0, 1.0])
+def test_plain_samples_hold_no_tag_and_right_answers(world, mix):
+    student = Demonstrator(world, random.Random(9), wording=PLAIN)
+    texts = [text_of(student.draw(mix)) for _ in range(200)]
+    assert not any(tag in text for text in texts for tag in TAGS)
+    answers = [(a, text) for text in texts for a in re.findall(r"Answer: (.*?)\.", text)]
+    assert len(answers) > 100
+    assert all(answer in text.split("Answer:")[0] for answer, text in answers if "Doc 1" in text)
