@@ -23,8 +23,8 @@ def compute_gae_advantage_return(
     values [N, R]: value of the state before each token. Returns (advantages, returns), both [N, R], 0
     where masked.
     """
-    mask = response_mask.bool()
-    rewards, values = token_level_rewards.masked_fill(~mask, 0.0), values.masked_fill(~mask, 0.0)
+    mask, dtype = response_mask.bool(), values.dtype
+    rewards, values = (x.masked_fill(~mask, 0.0).double() for x in (token_level_rewards, values))
     advantages = torch.zeros_like(values)
     next_value = values.new_zeros(values.shape[0])
     next_advantage = torch.zeros_like(next_value)
@@ -35,7 +35,7 @@ def compute_gae_advantage_return(
         next_advantage = torch.where(mask[:, t], advantage, next_advantage)
         advantages[:, t] = next_advantage
     returns = (advantages + values).masked_fill(~mask, 0.0)
-    return masked_whiten(advantages, mask), returns
+    return masked_whiten(advantages, mask).to(dtype), returns.to(dtype)
 
 
 @register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS)
@@ -48,10 +48,11 @@ def compute_reinforce_plus_plus_outcome_advantage(
     G_t = r_t + gamma * G_{t+} with t+ the next sampled token; A = (G - mean) / std. Returns (A, G).
     """
     mask = response_mask.bool()
-    rewards = token_level_rewards.masked_fill(~mask, 0.0)
+    rewards = token_level_rewards.masked_fill(~mask, 0.0).double()
     returns = torch.zeros_like(rewards)
     running = rewards.new_zeros(rewards.shape[0])
     for t in reversed(mask.any(dim=0).nonzero().flatten().tolist()):
         running = torch.where(mask[:, t], rewards[:, t] + gamma * running, running)
         returns[:, t] = running
-    return masked_whiten(returns, mask), returns.masked_fill(~mask, 0.0)
+    advantages, returns = masked_whiten(returns, mask), returns.masked_fill(~mask, 0.0)
+    return advantages.to(token_level_rewards.dtype), returns.to(token_level_rewards.dtype)
