@@ -24,4 +24,7 @@ fi
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
 "$PYTHON" -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m "not slow" --durations=5
-$fast_only || "$PYTHON" -m pytest -q -m slow --durations=10
+if ! $fast_only; then
+    "$PYTHON" -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m "slow and not alone" --durations=10
+    "$PYTHON" -m pytest -q -m "slow and alone" --durations=10
+fi

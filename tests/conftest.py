@@ -5,12 +5,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from search_r1.search.serving.service import RetrievalService
+
+
+SEARCH_TESTS = Path(__file__).parent / "search"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests that must not run beside others: those with a Ray cluster, and those of servers and clients
+    under load, which have short deadlines and measure memory.
+    """
+    for item in items:
+        is_slow = item.get_closest_marker("slow") is not None
+        if item.get_closest_marker("ray") or (is_slow and SEARCH_TESTS in item.path.parents):
+            item.add_marker(pytest.mark.alone)
 
 
 @contextmanager

@@ -72,6 +72,7 @@ def test_any_other_observation_is_found(tmp_path, url, told, finish_reason):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_rule_9_a_run_outlives_a_short_outage_and_resumes_after_a_long_one():
     small = {
         "data.val_data_num": 8,
