@@ -20,11 +20,29 @@ from verl.trainer.ppo.algos.advantages import (
     get_adv_estimator_fn,
     register_adv_est,
 )
-from verl.trainer.ppo.algos.aggregation import LOSS_AGG_MODES, LossDenominator, agg_loss, masked_whiten
+from verl.trainer.ppo.algos.aggregation import (
+    LOSS_AGG_MODES,
+    LossDenominator,
+    agg_loss,
+    denominator_counts,
+    masked_whiten,
+    prompt_counts,
+)
 from verl.trainer.ppo.algos.baselines import (
     RunningBaseline,
     compute_rae_outcome_advantage,
     compute_remax_outcome_advantage,
+)
+from verl.trainer.ppo.algos.clipped_losses import (
+    compute_policy_loss,
+    compute_policy_loss_geo_mean,
+    compute_policy_loss_gspo,
+    compute_policy_loss_sapo,
+    compute_policy_loss_vanilla,
+)
+from verl.trainer.ppo.algos.covariance_losses import (
+    compute_policy_loss_clip_cov,
+    compute_policy_loss_kl_cov,
 )
 from verl.trainer.ppo.algos.entropy import (
     AdaptiveEntropyController,
@@ -46,6 +64,16 @@ from verl.trainer.ppo.algos.groups import (
     compute_reinforce_plus_plus_baseline_outcome_advantage,
     compute_rloo_outcome_advantage,
 )
+from verl.trainer.ppo.algos.importance_losses import (
+    compute_policy_loss_aipo,
+    compute_policy_loss_cispo,
+    compute_policy_loss_dppo_kl,
+    compute_policy_loss_dppo_tv,
+    compute_policy_loss_dro,
+    compute_policy_loss_gpg,
+    compute_policy_loss_importance_sampling,
+    compute_policy_loss_ipo,
+)
 from verl.trainer.ppo.algos.kl import (
     KL_PENALTIES,
     AdaptiveKLController,
@@ -57,17 +85,23 @@ from verl.trainer.ppo.algos.kl import (
 )
 from verl.trainer.ppo.algos.policy_losses import (
     POLICY_LOSSES,
-    compute_policy_loss,
-    compute_policy_loss_vanilla,
     get_policy_loss_fn,
+    get_selection_fn,
     policy_loss,
+    policy_loss_inputs,
     register_policy_loss,
+    vanishes_with_advantage,
 )
 from verl.trainer.ppo.algos.rollout_correction import (
     apply_rollout_correction,
     importance_weights,
     rejection_mask,
     take_out_rejected,
+)
+from verl.trainer.ppo.algos.supervised_losses import (
+    compute_policy_loss_distillation,
+    compute_policy_loss_sft,
+    echo_loss,
 )
 from verl.trainer.ppo.algos.token_baseline import (
     compute_multi_turn_optimal_token_baseline_advantage,
@@ -105,6 +139,21 @@ __all__ = [
     "compute_opo_outcome_advantage",
     "compute_optimal_token_baseline_advantage",
     "compute_policy_loss",
+    "compute_policy_loss_aipo",
+    "compute_policy_loss_cispo",
+    "compute_policy_loss_clip_cov",
+    "compute_policy_loss_distillation",
+    "compute_policy_loss_dppo_kl",
+    "compute_policy_loss_dppo_tv",
+    "compute_policy_loss_dro",
+    "compute_policy_loss_geo_mean",
+    "compute_policy_loss_gpg",
+    "compute_policy_loss_gspo",
+    "compute_policy_loss_importance_sampling",
+    "compute_policy_loss_ipo",
+    "compute_policy_loss_kl_cov",
+    "compute_policy_loss_sapo",
+    "compute_policy_loss_sft",
     "compute_policy_loss_vanilla",
     "compute_rae_outcome_advantage",
     "compute_reinforce_plus_plus_baseline_outcome_advantage",
@@ -112,18 +161,24 @@ __all__ = [
     "compute_remax_outcome_advantage",
     "compute_rloo_outcome_advantage",
     "compute_value_loss",
+    "denominator_counts",
+    "echo_loss",
     "estimator_inputs",
     "get_adv_estimator_fn",
     "get_entropy_controller",
     "get_kl_controller",
     "get_policy_loss_fn",
+    "get_selection_fn",
     "importance_weights",
     "kl_penalty",
     "masked_whiten",
     "policy_loss",
+    "policy_loss_inputs",
+    "prompt_counts",
     "register_adv_est",
     "register_policy_loss",
     "rejection_mask",
     "take_out_rejected",
     "turn_advantages",
+    "vanishes_with_advantage",
 ]

@@ -1,18 +1,21 @@
-"""Policy losses by name; PPO's own.
+"""Policy losses by name: their registry, what each asks for, and what they are made of.
 
     log_prob, old_log_prob, advantages, response_mask, ... --loss--> scalar, metrics
 
 A registered loss names as parameters what it needs out of those of `policy_loss`. It returns the loss of its
 rows and a dictionary of metrics; each of these numbers is a sum divided by `denominator`, so the numbers of
-the micro-batches add up to those of the mini-batch.
+the micro-batches add up to those of the mini-batch. A loss that chooses tokens out of a whole mini-batch
+registers a function that does so (`select`); what it chose comes back as `selection`.
+
+The losses themselves: `clipped_losses`, `importance_losses`, `covariance_losses`, `supervised_losses`.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from verl.trainer.ppo.algos.aggregation import LOG_RATIO_LIMIT, LossDenominator, agg_loss
@@ -22,9 +25,48 @@ PolicyLossFn = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 POLICY_LOSSES: Registry[PolicyLossFn] = Registry("actor_rollout_ref.actor.policy_loss.loss_mode")
 
 
-def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Decorator: gives a name to a policy loss, for `actor.policy_loss.loss_mode`."""
-    return POLICY_LOSSES.register(name)
+class SelectFn(Protocol):
+    """Chooses tokens out of all rows of a mini-batch, of all ranks.
+
+    Arguments are [N, R] on one device, `config` the actor block. The answer is bool [N, R], False where
+    nothing was sampled; it is the same for the same seed, in whatever order the rows stand.
+    """
+
+    def __call__(
+        self,
+        log_prob: Tensor,
+        old_log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        config: Mapping[str, Any],
+        seed: int,
+    ) -> Tensor: ...
+
+
+class _Traits(NamedTuple):
+    select: SelectFn | None = None
+    vanishes_with_advantage: bool = False
+
+
+_TRAITS: dict[PolicyLossFn, _Traits] = {}
+
+
+def register_policy_loss(
+    name: str, select: SelectFn | None = None, vanishes_with_advantage: bool = False
+) -> Callable[[PolicyLossFn], PolicyLossFn]:
+    """Decorator: gives a name to a policy loss, for `actor.policy_loss.loss_mode`.
+
+    Args:
+        select: makes the `selection` that the loss asks for.
+        vanishes_with_advantage: a row whose advantages are all 0 has loss 0 and no gradient, so that its
+            backward pass can be left out.
+    """
+
+    def decorate(fn: PolicyLossFn) -> PolicyLossFn:
+        _TRAITS[fn] = _Traits(select, vanishes_with_advantage)
+        return POLICY_LOSSES.register(name)(fn)
+
+    return decorate
 
 
 def get_policy_loss_fn(name: str) -> PolicyLossFn:
@@ -32,16 +74,32 @@ def get_policy_loss_fn(name: str) -> PolicyLossFn:
     return POLICY_LOSSES.get(name)
 
 
+def get_selection_fn(loss_mode: str) -> SelectFn | None:
+    """What makes the `selection` of a loss; None for a loss that looks at each row alone."""
+    return _TRAITS.get(get_policy_loss_fn(loss_mode), _Traits()).select
+
+
+def vanishes_with_advantage(loss_mode: str) -> bool:
+    """Whether a row whose advantages are all 0 has no part in the loss. False for what nobody said it of."""
+    return _TRAITS.get(get_policy_loss_fn(loss_mode), _Traits()).vanishes_with_advantage
+
+
+def policy_loss_inputs(loss_mode: str) -> set[str]:
+    """Names of those arguments of `policy_loss` that the loss can't do without: what must be computed."""
+    parameters = inspect.signature(get_policy_loss_fn(loss_mode)).parameters.values()
+    return {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+
+
 def policy_loss(
     loss_mode: str,
     *,
-    old_log_prob: Tensor,
     log_prob: Tensor,
-    advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
     config: Mapping[str, Any],
     denominator: LossDenominator,
+    old_log_prob: Tensor | None = None,
+    advantages: Tensor | None = None,
     rollout_is_weights: Tensor | None = None,
     rollout_log_prob: Tensor | None = None,
     teacher_log_prob: Tensor | None = None,
@@ -55,6 +113,9 @@ def policy_loss(
         rollout_is_weights: [B, R] detached importance weights of `algorithm.rollout_correction`, if it is on.
         rollout_log_prob: [B, R], the rollout engine's own. teacher_log_prob: [B, R], for distillation.
         selection: [B, R] bool, tokens that the loss chose out of the whole mini-batch (`clip_cov`, `kl_cov`).
+
+    Raises:
+        ValueError: no loss has the name, or the loss needs an argument that is None.
     """
     available = {
         "old_log_prob": old_log_prob,
@@ -73,77 +134,32 @@ def policy_loss(
     return loss, metrics
 
 
-def compute_policy_loss(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    cliprange: float = 0.2,
-    cliprange_low: float | None = None,
-    cliprange_high: float | None = None,
-    clip_ratio_c: float | None = None,
-    loss_agg_mode: str = "token-mean",
-    denominator: LossDenominator | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """PPO's clipped policy loss (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
-
-    With r = exp(log_prob - old_log_prob): loss = max(-A r, -A clip(r, 1 - low, 1 + high)); low and high
-    default to `cliprange` (apart: clip-higher, DAPO, arXiv:2503.14476). Dual clip (Ye et al. 2019,
-    arXiv:1912.09729, eq. 5): where A < 0 the loss is at most -A * clip_ratio_c. The log-ratio is limited
-    to [-20, 20] before exp.
-
-    Returns four scalars: loss; clip fraction (tokens whose gradient the clip removes); ppo_kl, the mean of
-    old_log_prob - log_prob; fraction of tokens under the dual clip. The last three are token means.
-    """
-    if clip_ratio_c is not None and clip_ratio_c <= 1.0:
-        raise ValueError(
-            f"clip_ratio_c: found {clip_ratio_c}, expected a number greater than 1, or null for no dual clip."
-        )
-    mask = response_mask.bool()
-    low = cliprange if cliprange_low is None else cliprange_low
-    high = cliprange if cliprange_high is None else cliprange_high
-    advantages = advantages.masked_fill(~mask, 0.0)
-    negative_kl = (log_prob - old_log_prob).masked_fill(~mask, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio = negative_kl.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
-    losses = torch.maximum(unclipped, clipped)
-    under_dual_clip = torch.zeros_like(mask)
-    if clip_ratio_c is not None:
-        ceiling = -advantages * clip_ratio_c
-        under_dual_clip = (advantages < 0) & (losses > ceiling)
-        losses = torch.where(advantages < 0, torch.minimum(losses, ceiling), losses)
-    clip_fraction = agg_loss((clipped > unclipped).float(), mask, "token-mean", denominator)
-    ppo_kl = agg_loss(-negative_kl.detach(), mask, "token-mean", denominator)
-    dual_fraction = agg_loss(under_dual_clip.float(), mask, "token-mean", denominator)
-    return agg_loss(losses, mask, loss_agg_mode, denominator), clip_fraction, ppo_kl, dual_fraction
+def clip_range(config: Mapping[str, Any]) -> tuple[float, float]:
+    """(low, high) of the actor block: clip_ratio, where clip_ratio_low or clip_ratio_high is null."""
+    low, high, both = config["clip_ratio_low"], config["clip_ratio_high"], config["clip_ratio"]
+    return both if low is None else low, both if high is None else high
 
 
-@register_policy_loss("vanilla")
-def compute_policy_loss_vanilla(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
+def limited(log_ratio: Tensor) -> Tensor:
+    """Within [-20, 20], so that its exponential is finite; beyond that it has no gradient."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def loss_and_metrics(
+    losses: Tensor,
+    mask: Tensor,
     loss_agg_mode: str,
-    config: Mapping[str, Any],
+    denominator: LossDenominator | None,
     rollout_is_weights: Tensor | None = None,
-    denominator: LossDenominator | None = None,
+    **token_metrics: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`compute_policy_loss` with the clip range of the `actor` block; see there."""
-    loss, clip_fraction, ppo_kl, dual_fraction = compute_policy_loss(
-        old_log_prob,
-        log_prob,
-        advantages,
-        response_mask,
-        config["clip_ratio"],
-        config["clip_ratio_low"],
-        config["clip_ratio_high"],
-        config["clip_ratio_c"],
-        loss_agg_mode,
-        denominator,
-    )
-    metrics = {"actor/pg_clipfrac": clip_fraction, "actor/ppo_kl": ppo_kl}
-    if config["clip_ratio_c"] is not None:
-        metrics["actor/pg_clipfrac_lower"] = dual_fraction
-    return loss, metrics
+    """Per-token losses, times their weights, reduced to the loss; and `actor/<name>`: token means of what is
+    given by name, all [B, R].
+    """
+    if rollout_is_weights is not None:
+        losses = losses * rollout_is_weights.masked_fill(~mask, 0.0)
+    metrics = {
+        f"actor/{name}": agg_loss(values.detach().to(losses.dtype), mask, "token-mean", denominator)
+        for name, values in token_metrics.items()
+    }
+    return agg_loss(losses, mask, loss_agg_mode, denominator), metrics
