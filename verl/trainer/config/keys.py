@@ -80,10 +80,13 @@ _ENGINE = "verl/workers/engine/engine.py"
 _BUILD = "verl/workers/rollout/build.py"
 _OPTIM = "verl/workers/engine/optim.py"
 _LOADING = "verl/workers/engine/loading.py"
+_LORA = "verl/workers/engine/lora.py"
 _RESOLVE = "verl/trainer/config/loading.py:resolve"
 _LIMITS = "verl/workers/engine/micro_batches.py:MicroBatchLimits.from_config"
 _DP_ACTOR = "verl/workers/actor/dp_actor.py:DataParallelPPOActor"
-_DP_CRITIC = "verl/workers/critic/dp_critic.py:DataParallelPPOCritic"
+_OBJECTIVE = "verl/workers/actor/policy_objective.py"
+_VALUE_OBJECTIVE = "verl/workers/critic/dp_critic.py:ValueObjective"
+_UPDATE_LOOP = "verl/workers/engine/update_loop.py:UpdateLoop"
 _DATASET = "verl/utils/dataset/rl_dataset.py:RLHFDataset"
 _RECORDER = "verl/utils/records/recorder.py:RunRecorder"
 _REWARD = "verl/utils/reward_score/__init__.py:load_reward_function"
@@ -97,7 +100,7 @@ def _under(prefix: str, readers: dict[str, tuple[str, ...]]) -> dict[str, str]:
 
 
 _OPTIM_READERS = {
-    f"{_OPTIM}:build_optimizer": ("name", "lr", "betas", "weight_decay"),
+    f"{_OPTIM}:build_optimizer": ("name", "lr", "betas", "weight_decay", "momentum", "adamw_lr"),
     f"{_OPTIM}:build_scheduler": (
         "lr_warmup_steps",
         "lr_warmup_steps_ratio",
@@ -107,12 +110,28 @@ _OPTIM_READERS = {
     ),
 }
 _FSDP_READERS = {
-    f"{_ENGINE}:TrainEngine.__init__": ("param_offload", "optimizer_offload"),
+    f"{_ENGINE}:TrainEngine.__init__": ("param_offload", "optimizer_offload", "reshard_after_forward"),
     f"{_ENGINE}:Precision.from_config": (
         "model_dtype",
         "mixed_precision.param_dtype",
         "mixed_precision.reduce_dtype",
     ),
+}
+_LORA_KEYS = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
+_POLICY_LOSS_READERS = {
+    f"{_ALGOS}/covariance_losses.py:select_clip_cov": (
+        "policy_loss.clip_cov_ratio",
+        "policy_loss.clip_cov_lb",
+        "policy_loss.clip_cov_ub",
+    ),
+    f"{_ALGOS}/covariance_losses.py:select_kl_cov": ("policy_loss.kl_cov_ratio",),
+    f"{_ALGOS}/covariance_losses.py:compute_policy_loss_kl_cov": ("policy_loss.ppo_kl_coef",),
+    f"{_ALGOS}/importance_losses.py:compute_policy_loss_aipo": ("policy_loss.aipo_max_ratio",),
+    f"{_ALGOS}/importance_losses.py:compute_policy_loss_ipo": (
+        "policy_loss.ipo_eps",
+        "policy_loss.ipo_kl_tau",
+    ),
+    f"{_ALGOS}/importance_losses.py:compute_policy_loss_dro": ("policy_loss.dro_beta",),
 }
 _LOG_PROB_KEYS = (
     "log_prob_micro_batch_size_per_gpu",
@@ -151,6 +170,7 @@ READ_IN: dict[str, str] = {
             f"{_LOADING}:load_hf_config": ("override_config", "trust_remote_code"),
             f"{_WORKERS}:ActorRolloutRefWorker.init_model": ("path",),
             f"{_WORKERS}:ActorRolloutRefWorker._limits": ("use_remove_padding",),
+            f"{_LORA}:adapter_config": (*_LORA_KEYS, "lora_adapter_path"),
         },
     ),
     **_under(
@@ -158,21 +178,17 @@ READ_IN: dict[str, str] = {
         {
             _LIMITS: _PPO_KEYS,
             _RESOLVE: ("ppo_micro_batch_size",),
-            f"{_DP_ACTOR}.__init__": ("ppo_mini_batch_size",),
-            f"{_DP_ACTOR}.update_policy": ("ppo_epochs",),
+            f"{_UPDATE_LOOP}.__init__": ("ppo_mini_batch_size",),
+            f"{_UPDATE_LOOP}._mini_batches": ("ppo_epochs",),
             f"{_TRAINER}._arranged": ("shuffle",),
-            f"{_ALGOS}/policy_losses.py:compute_policy_loss_vanilla": (
-                "clip_ratio",
-                "clip_ratio_low",
-                "clip_ratio_high",
-                "clip_ratio_c",
-            ),
-            f"{_DP_ACTOR}._loss": (
-                "loss_agg_mode",
-                "use_kl_loss",
-                "kl_loss_coef",
-                "kl_loss_type",
-            ),
+            f"{_ALGOS}/policy_losses.py:clip_range": ("clip_ratio", "clip_ratio_low", "clip_ratio_high"),
+            f"{_ALGOS}/clipped_losses.py:compute_policy_loss_vanilla": ("clip_ratio_c",),
+            f"{_ALGOS}/clipped_losses.py:compute_policy_loss_sapo": ("tau_pos", "tau_neg"),
+            **_POLICY_LOSS_READERS,
+            f"{_DP_ACTOR}.__init__": ("loss_scale_factor",),
+            f"{_OBJECTIVE}:uses_kl_loss": ("use_kl_loss", "kl_loss_coef"),
+            f"{_OBJECTIVE}:PolicyObjective.share": ("policy_loss.loss_mode", "loss_agg_mode"),
+            f"{_OBJECTIVE}:PolicyObjective._other_terms": ("kl_loss_type", "echo_coeff"),
             f"{_ALGOS}/entropy.py:get_entropy_controller": (
                 "entropy_coeff",
                 "entropy_ctrl.type",
@@ -187,10 +203,12 @@ READ_IN: dict[str, str] = {
     **_under(f"{ACTOR}.optim", _OPTIM_READERS),
     **_under(f"{ACTOR}.fsdp_config", _FSDP_READERS),
     **_under(REF, {_LIMITS: _LOG_PROB_KEYS, _RESOLVE: ("log_prob_micro_batch_size",)}),
+    f"{REF}.reset_every": _TRAINER,
+    "actor_rollout_ref.teacher.path": f"{_WORKERS}:ActorRolloutRefWorker._load_teacher",
     **_under(
         f"{REF}.fsdp_config",
         {
-            f"{_ENGINE}:TrainEngine.__init__": ("param_offload",),
+            f"{_ENGINE}:TrainEngine.__init__": ("param_offload", "reshard_after_forward"),
             f"{_ENGINE}:Precision.from_config": ("model_dtype", "mixed_precision.param_dtype"),
         },
     ),
@@ -238,16 +256,17 @@ READ_IN: dict[str, str] = {
                 "forward_max_token_len_per_gpu",
             ),
             _RESOLVE: ("ppo_micro_batch_size", "forward_micro_batch_size"),
-            f"{_DP_CRITIC}.__init__": ("ppo_mini_batch_size",),
-            f"{_DP_CRITIC}.update_critic": ("ppo_epochs",),
+            f"{_UPDATE_LOOP}.__init__": ("ppo_mini_batch_size",),
+            f"{_UPDATE_LOOP}._mini_batches": ("ppo_epochs",),
             f"{_TRAINER}._arranged": ("shuffle",),
-            f"{_DP_CRITIC}._accumulate": ("cliprange_value", "loss_agg_mode"),
+            f"{_VALUE_OBJECTIVE}.share": ("cliprange_value", "loss_agg_mode"),
             f"{_WORKERS}:CriticWorker.init_model": ("grad_clip", "model.use_remove_padding"),
             f"{_LOADING}:_source": ("model.path",),
             f"{_LOADING}:_load": ("model.external_lib", "model.enable_gradient_checkpointing"),
             f"{_LOADING}:load_hf_config": ("model.override_config", "model.trust_remote_code"),
         },
     ),
+    **_under("critic.model", {f"{_LORA}:adapter_config": _LORA_KEYS}),
     **_under("critic.optim", _OPTIM_READERS),
     **_under("critic.model.fsdp_config", _FSDP_READERS),
     **_under(

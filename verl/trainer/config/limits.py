@@ -15,8 +15,15 @@ NULLABLE: dict[str, tuple[type, ...]] = {
     "data.val_data_num": (int,),
     "actor_rollout_ref.model.path": (str,),
     "actor_rollout_ref.model.external_lib": (str,),
+    "actor_rollout_ref.model.lora_adapter_path": (str,),
+    **{f"{block}.exclude_modules": (str, list) for block in ("actor_rollout_ref.model", "critic.model")},
+    f"{REF}.reset_every": (int,),
     **{f"{ACTOR}.{key}": (float,) for key in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")},
-    **{f"{block}.optim.min_lr_ratio": (float,) for block in (ACTOR, "critic")},
+    **{
+        f"{block}.optim.{key}": (float,)
+        for block in (ACTOR, "critic")
+        for key in ("min_lr_ratio", "adamw_lr")
+    },
     **{
         f"{block}.{key}": (str,)
         for block in (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.model.fsdp_config")
@@ -67,16 +74,47 @@ NULLABLE: dict[str, tuple[type, ...]] = {
     "trainer.max_ckpt_to_keep": (int,),
 }
 
+# Keys that may be of more types than their default's.
+TYPES: dict[str, tuple[type, ...]] = {
+    "actor_rollout_ref.model.target_modules": (str, list),
+    "critic.model.target_modules": (str, list),
+}
+
 _STRATEGIES = ("fsdp", "fsdp2")
 _DTYPES = ("fp32", "bf16")
-_LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+_LOSS_AGG_MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "seq-mean-token-mean",
+)
+_LOSS_MODES = (
+    "vanilla",
+    "gspo",
+    "geo_mean",
+    "sapo",
+    "cispo",
+    "aipo",
+    "ipo",
+    "dppo_tv",
+    "dppo_kl",
+    "dro",
+    "gpg",
+    "importance_sampling",
+    "clip_cov",
+    "kl_cov",
+    "sft",
+    "distillation",
+)
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "data.truncation": ("error", "left"),
     f"{ACTOR}.strategy": _STRATEGIES,
     "critic.strategy": _STRATEGIES,
-    f"{ACTOR}.loss_agg_mode": _LOSS_AGG_MODES,
+    f"{ACTOR}.policy_loss.loss_mode": _LOSS_MODES,
+    f"{ACTOR}.loss_agg_mode": (*_LOSS_AGG_MODES, "prompt-mean"),
     "critic.loss_agg_mode": _LOSS_AGG_MODES,
     f"{ACTOR}.kl_loss_type": (*_KL, *(f"{name}+" for name in _KL)),
     f"{ACTOR}.entropy_ctrl.type": ("fixed", "adaptive"),
@@ -84,7 +122,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     **{
         f"{block}.{key}": choices
         for block in (f"{ACTOR}.optim", "critic.optim")
-        for key, choices in (("name", ("adamw",)), ("warmup_style", ("constant", "cosine", "linear")))
+        for key, choices in (("name", ("adamw", "muon")), ("warmup_style", ("constant", "cosine", "linear")))
     },
     **{f"{block}.model_dtype": _DTYPES for block in (f"{ACTOR}.fsdp_config", "critic.model.fsdp_config")},
     f"{REF}.fsdp_config.model_dtype": (*_DTYPES, None),
@@ -109,6 +147,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer.resume_mode": ("auto", "none", "latest", "from_path"),
     "trainer.progress": ("auto", "live", "plain"),
 }
+
+# Of these, an own function may be chosen as well: package.module:function
+IMPORTABLE = (f"{ACTOR}.policy_loss.loss_mode", "algorithm.adv_estimator")
 
 # key -> (smallest, largest, the same in words); null values are not looked at
 _POSITIVE = (1, inf, "a whole number of at least 1")
@@ -145,16 +186,39 @@ RANGES: dict[str, tuple[float, float, str]] = {
             ("optim.min_lr_ratio", _SHARE),
             ("optim.total_training_steps", (-1, inf, "-1 or more")),
             ("optim.weight_decay", _NOT_NEGATIVE),
+            ("optim.momentum", (0, 1 - 1e-9, "a number from 0 to below 1")),
+            ("optim.adamw_lr", _NOT_NEGATIVE),
         )
     },
     f"{ACTOR}.clip_ratio": _SHARE,
     f"{ACTOR}.clip_ratio_low": _SHARE,
     f"{ACTOR}.clip_ratio_high": _NOT_NEGATIVE,
     f"{ACTOR}.clip_ratio_c": (1 + 1e-9, inf, "a number above 1, or null"),
+    f"{ACTOR}.loss_scale_factor": _ABOVE_ZERO,
+    f"{ACTOR}.echo_coeff": _NOT_NEGATIVE,
+    **{f"{ACTOR}.{key}": _ABOVE_ZERO for key in ("tau_pos", "tau_neg")},
+    **{
+        f"{ACTOR}.policy_loss.{key}": limits
+        for key, limits in (
+            ("clip_cov_ratio", (1e-12, 1, "a number above 0 and at most 1")),
+            ("kl_cov_ratio", (1e-12, 1, "a number above 0 and at most 1")),
+            ("ppo_kl_coef", _NOT_NEGATIVE),
+            ("aipo_max_ratio", _ABOVE_ZERO),
+            ("ipo_eps", (0, 1, "a number from 0 to 1")),
+            ("ipo_kl_tau", _NOT_NEGATIVE),
+            ("dro_beta", _ABOVE_ZERO),
+        )
+    },
     f"{ACTOR}.entropy_coeff": _NOT_NEGATIVE,
     **{f"{ACTOR}.entropy_ctrl.{key}": _NOT_NEGATIVE for key in ("target_entropy", "min_coeff", "max_coeff")},
     f"{ACTOR}.entropy_ctrl.delta": _ABOVE_ZERO,
     f"{ACTOR}.kl_loss_coef": _NOT_NEGATIVE,
+    **{
+        f"{block}.{key}": limits
+        for block in ("actor_rollout_ref.model", "critic.model")
+        for key, limits in (("lora_rank", _NOT_NEGATIVE), ("lora_alpha", _POSITIVE))
+    },
+    f"{REF}.reset_every": _POSITIVE,
     **{
         f"{block}.{key}": _POSITIVE
         for block in (REF, ROLLOUT)

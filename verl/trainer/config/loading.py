@@ -102,6 +102,7 @@ def resolve(config: DictConfig) -> None:
         "data.val_files",
         "data.extra_val_files",
         "actor_rollout_ref.model.path",
+        "actor_rollout_ref.model.lora_adapter_path",
         "actor_rollout_ref.rollout.vllm.python",
         "critic.model.path",
         "critic.model.tokenizer_path",

@@ -1,26 +1,33 @@
 """Finds a user's mistakes in a configuration before anything starts.
 
 Each check raises ValueError with what was found, what was expected and what to do. Types follow the
-defaults in `ppo_trainer.yaml`; choices and ranges are tables; what one key means for another is a
-function each.
+defaults in `ppo_trainer.yaml`; choices and ranges are tables (`checks.py`); what one key means for another
+is a function each.
 """
 
 import importlib.util
 import shutil
 import subprocess
-from functools import cache
 from pathlib import Path
-from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
+from verl.trainer.config.checks import (
+    KeyTables,
+    as_list,
+    check_betas,
+    check_loggers,
+    check_model,
+    check_parquet,
+    check_processes,
+    check_resume,
+)
 from verl.trainer.config.keys import ACTOR, FIXED, NO_EFFECT, ROLLOUT
-from verl.trainer.config.limits import CHOICES, NULLABLE, RANGES
+from verl.trainer.config.limits import CHOICES, NULLABLE, RANGES, TYPES
 from verl.trainer.config.loading import flat, load_config
 
 FORMAT_SCORES = ("structure_format_score", "final_format_score", "retrieval_score")
 VAL_MODES = ("greedy", "sampled")
-LOGGERS = ("console", "wandb", "tensorboard", "mlflow")
 
 
 def validate(config: DictConfig, *, format_reward: bool = False) -> None:
@@ -33,86 +40,31 @@ def validate(config: DictConfig, *, format_reward: bool = False) -> None:
     Raises:
         ValueError: the first mistake found.
     """
-    values = flat(config)
-    _check_types(values)
-    _check_choices(values)
-    _check_ranges(values)
-    _check_fixed(values)
+    TABLES.check(flat(config))
     _check_lengths(config)
     _check_batches(config)
     _check_rollout(config)
     _check_algorithm(config)
+    _check_adapters(config)
+    _check_reference(config)
     _check_kl_and_entropy(config)
     _check_rollout_correction(config)
     _check_format_scores(config, format_reward)
     _check_lists(config)
     _check_files(config)
-    _check_resume(config)
-    _check_processes(config)
+    check_resume(config.trainer)
+    check_processes(config.trainer)
     _check_vllm_is_there(config.actor_rollout_ref.rollout)
 
 
 def settings_without_effect(config: DictConfig) -> list[str]:
     """A line for each key that is set to something else than its default and has no meaning here."""
-    defaults, reasons = _defaults(), dict(NO_EFFECT)
+    more = {}
     if config.actor_rollout_ref.rollout.placement == "colocated":
-        reasons[f"{ROLLOUT}.tensor_model_parallel_size"] = (
+        more[f"{ROLLOUT}.tensor_model_parallel_size"] = (
             f"each process has an engine with the whole model; {ROLLOUT}.placement=apart splits it."
         )
-    return [
-        f"{key}={OmegaConf.select(config, key)} has no effect: {reason}"
-        for key, reason in reasons.items()
-        if OmegaConf.select(config, key) != defaults[key]
-    ]
-
-
-@cache
-def _defaults() -> dict[str, Any]:
-    return flat(load_config([]))
-
-
-def _check_types(values: dict[str, Any]) -> None:
-    for key, default in _defaults().items():
-        value, expected = values[key], NULLABLE.get(key) or (type(default),)
-        if value is None and key in NULLABLE:
-            continue
-        if float in expected:
-            expected = (*expected, int)
-        is_bool_mistake = isinstance(value, bool) and bool not in expected
-        if not isinstance(value, expected) or is_bool_mistake:
-            names = [_TYPE_NAMES[t] for t in expected] + (["null"] if key in NULLABLE else [])
-            raise ValueError(f"Found {key}={value!r}; expected {' or '.join(dict.fromkeys(names))}.")
-
-
-_TYPE_NAMES: dict[type, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    list: "a list [a,b]",
-    dict: "a dictionary {key: value}",
-}
-
-
-def _check_choices(values: dict[str, Any]) -> None:
-    for key, choices in CHOICES.items():
-        if values[key] not in choices:
-            names = ", ".join("null" if c is None else str(c) for c in choices)
-            raise ValueError(f"Found {key}={values[key]}; expected one of: {names}.")
-
-
-def _check_ranges(values: dict[str, Any]) -> None:
-    for key, (low, high, text) in RANGES.items():
-        if values[key] is not None and not low <= values[key] <= high:
-            raise ValueError(f"Found {key}={values[key]}; expected {text}.")
-
-
-def _check_fixed(values: dict[str, Any]) -> None:
-    for key, reason in FIXED.items():
-        # A default that follows another key is compared with what it follows in this configuration.
-        default = values[FOLLOWS[key]] if key in FOLLOWS else _defaults()[key]
-        if values[key] != default:
-            raise ValueError(f"Found {key}={values[key]}; expected {default}. {reason}")
+    return TABLES.without_effect(config, more)
 
 
 # Keys whose default is another key's value, among those that may not be changed alone.
@@ -128,6 +80,7 @@ FOLLOWS = {
     "reward_model.use_dynamic_bsz": "critic.use_dynamic_bsz",
     "reward_model.forward_max_token_len_per_gpu": "critic.forward_max_token_len_per_gpu",
 }
+TABLES = KeyTables(load_config, NULLABLE, CHOICES, RANGES, FIXED, NO_EFFECT, FOLLOWS, TYPES)
 
 
 def _check_lengths(config: DictConfig) -> None:
@@ -193,7 +146,7 @@ def _check_rollout(config: DictConfig) -> None:
             f"{ROLLOUT}.name=vllm."
         )
     for key in ("python", "num_servers", "server_urls", "weight_transfer"):
-        if not apart and vllm[key] != _defaults()[f"{ROLLOUT}.vllm.{key}"]:
+        if not apart and vllm[key] != TABLES.defaults[f"{ROLLOUT}.vllm.{key}"]:
             raise ValueError(
                 f"Found {ROLLOUT}.vllm.{key}={vllm[key]}, which is for servers, with {ROLLOUT}.placement="
                 f"{rollout.placement}; expected {ROLLOUT}.name=vllm {ROLLOUT}.placement=apart."
@@ -203,7 +156,7 @@ def _check_rollout(config: DictConfig) -> None:
             f"Found {ROLLOUT}.vllm.server_urls, servers that run already, with vllm.python={vllm.python} and "
             f"vllm.num_servers={vllm.num_servers}, which are for servers to start; expected one or the other."
         )
-    for url in _as_list(vllm.server_urls):
+    for url in as_list(vllm.server_urls):
         if url is not None and not str(url).startswith(("http://", "https://")):
             raise ValueError(f"Found {ROLLOUT}.vllm.server_urls={url}; expected http://host:port.")
     if vllm.weight_transfer == "nccl" and config.trainer.device == "cpu":
@@ -245,6 +198,32 @@ def _check_vllm_is_there(rollout: DictConfig) -> None:
             )
 
 
+def _check_adapters(config: DictConfig) -> None:
+    model = config.actor_rollout_ref.model
+    path, key = model.lora_adapter_path, "actor_rollout_ref.model.lora_adapter_path"
+    if path is not None and not (Path(path) / "adapter_config.json").is_file():
+        raise ValueError(
+            f"Found no adapter_config.json at {key}={path}; expected the folder of a PEFT adapter, such as "
+            "<default_local_dir>/global_step_100/actor/adapter."
+        )
+    uses = path is not None or model.lora_rank > 0 or config.critic.model.lora_rank > 0
+    if uses and importlib.util.find_spec("peft") is None:
+        raise ValueError(
+            "Found model.lora_rank or lora_adapter_path, but the package peft is not installed; run "
+            "`pip install peft`, or set lora_rank=0."
+        )
+
+
+def _check_reference(config: DictConfig) -> None:
+    every, actor = config.actor_rollout_ref.ref.reset_every, config.actor_rollout_ref.actor
+    uses_kl = (actor.kl_loss_coef if actor.use_kl_loss else config.algorithm.kl_ctrl.kl_coef) > 0
+    if every is not None and not uses_kl:
+        raise ValueError(
+            f"Found actor_rollout_ref.ref.reset_every={every}, but no KL to a reference is asked for; expected "
+            "null, or actor.use_kl_loss=true with actor.kl_loss_coef above 0."
+        )
+
+
 def _check_algorithm(config: DictConfig) -> None:
     control = config.algorithm.kl_ctrl
     if control.type == "adaptive" and (control.target_kl is None or control.horizon is None):
@@ -254,9 +233,7 @@ def _check_algorithm(config: DictConfig) -> None:
             "algorithm.kl_ctrl.horizon=10000."
         )
     for name in ("actor_rollout_ref.actor", "critic"):
-        betas = OmegaConf.select(config, f"{name}.optim.betas")
-        if len(betas) != 2 or not all(isinstance(b, float | int) and 0 <= b < 1 for b in betas):
-            raise ValueError(f"Found {name}.optim.betas={betas}; expected two numbers in [0, 1).")
+        check_betas(name, OmegaConf.select(config, f"{name}.optim.betas"))
 
 
 def _check_kl_and_entropy(config: DictConfig) -> None:
@@ -327,14 +304,7 @@ def _check_lists(config: DictConfig) -> None:
     modes = list(config.trainer.val_modes)
     if not modes or any(mode not in VAL_MODES for mode in modes):
         raise ValueError(f"Found trainer.val_modes={modes}; expected one or both of {list(VAL_MODES)}.")
-    for name in config.trainer.logger:
-        if name not in LOGGERS:
-            raise ValueError(f"Found {name!r} in trainer.logger; expected any of: {', '.join(LOGGERS)}.")
-        if name in ("wandb", "mlflow", "tensorboard") and importlib.util.find_spec(name) is None:
-            raise ValueError(
-                f"Found {name!r} in trainer.logger, but the package is not installed; "
-                f"run `pip install {name}` or leave it out."
-            )
+    check_loggers(config.trainer.logger)
 
 
 def _check_files(config: DictConfig) -> None:
@@ -342,62 +312,12 @@ def _check_files(config: DictConfig) -> None:
     if config.data.extra_val_files is not None:
         file_keys.append("data.extra_val_files")
     for key in file_keys:
-        for path in _as_list(OmegaConf.select(config, key)):
-            if path is None:
-                raise ValueError(f"Found no {key}; expected a parquet file. Set {key}=<path>.parquet.")
-            if not Path(path).is_file():
-                raise ValueError(f"Found no file at {key}={path}; expected a parquet file.")
+        check_parquet(config, key)
     model_keys = ["actor_rollout_ref.model.path"]
     if config.algorithm.adv_estimator == "gae" and not config.trainer.val_only:
         model_keys.append("critic.model.path")
     for key in model_keys:
-        _check_model(key, OmegaConf.select(config, key))
+        check_model(key, OmegaConf.select(config, key))
     path = config.custom_reward_function.path
     if path is not None and not Path(path).is_file():
         raise ValueError(f"Found no file at custom_reward_function.path={path}; expected a python file.")
-
-
-def _check_model(key: str, path: str | None) -> None:
-    """A folder with a config.json, or the name of a model on the Hugging Face hub (`owner/name`)."""
-    if path is None:
-        raise ValueError(f"Found no {key}; expected a Hugging Face model folder. Set {key}=<folder>.")
-    folder = Path(path)
-    looks_like_hub_name = path.count("/") == 1 and path[0] not in "./" and not folder.parent.is_dir()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"Found {key}={path} without a config.json; expected a Hugging Face folder.")
-    elif not looks_like_hub_name:
-        raise ValueError(
-            f"Found no folder at {key}={path}; expected a Hugging Face model folder, or a model's name "
-            "on the hub such as Qwen/Qwen2.5-3B."
-        )
-
-
-def _check_resume(config: DictConfig) -> None:
-    trainer = config.trainer
-    if trainer.resume_mode != "from_path" and trainer.resume_from_path is not None:
-        raise ValueError(
-            f"Found trainer.resume_from_path={trainer.resume_from_path} with trainer.resume_mode="
-            f"{trainer.resume_mode}; expected resume_mode=from_path."
-        )
-    if trainer.resume_mode == "from_path":
-        path = trainer.resume_from_path
-        if path is None or not Path(path).is_dir():
-            raise ValueError(
-                f"Found trainer.resume_from_path={path}, not a folder; expected the folder of one step, "
-                "such as <default_local_dir>/global_step_100."
-            )
-
-
-def _check_processes(config: DictConfig) -> None:
-    """How many GPUs there are is the entry point's to check: only it knows the cluster."""
-    processes = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    if config.trainer.backend == "local" and processes > 1:
-        raise ValueError(
-            f"Found trainer.backend=local with {processes} processes; expected trainer.backend=ray, or "
-            "trainer.nnodes=1 trainer.n_gpus_per_node=1."
-        )
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | ListConfig) else [value]
