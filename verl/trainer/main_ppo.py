@@ -13,9 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import torch
 from omegaconf import DictConfig
 from transformers import AutoTokenizer
 
@@ -24,6 +22,7 @@ from search_r1.llm_agent.trajectory import env_metrics
 from search_r1.search.client import API_KEY_VARIABLE, SearchError
 from verl.single_controller.base import ClassWithInitArgs
 from verl.trainer.config import parse_arguments, settings_without_effect, validate
+from verl.trainer.placement import place, start_ray
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role, actor_role, needs_critic
 from verl.trainer.ppo.run_state import RunStopped
 from verl.utils.dataset.rl_dataset import RLHFDataset
@@ -31,9 +30,6 @@ from verl.utils.reward_score import RewardFunction, load_reward_function
 from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 from verl.workers.reward_manager import RewardManager
 from verl.workers.rollout.engine import EngineUnavailable
-
-if TYPE_CHECKING:
-    from verl.single_controller.ray import RaySession
 
 
 def build_trainer(config: DictConfig, train_score: RewardFunction | None = None) -> RayPPOTrainer:
@@ -119,45 +115,6 @@ def check_retriever(config: DictConfig) -> None:
         ) from error
     finally:
         client.close()
-
-
-def place(config: DictConfig) -> None:
-    """Fill in `trainer.backend` and `trainer.device` where they are `auto`, from what is there.
-
-    Raises:
-        ValueError: GPUs are asked for that are not there.
-    """
-    trainer = config.trainer
-    processes = trainer.nnodes * trainer.n_gpus_per_node
-    if trainer.backend == "auto":
-        trainer.backend = "local" if processes == 1 else "ray"
-    if trainer.device == "cpu":
-        return
-    if trainer.backend == "ray":
-        import ray  # a local run does without it
-
-        num_gpus, where = int(ray.cluster_resources().get("GPU", 0)), "the Ray cluster"
-    else:
-        num_gpus, where = torch.cuda.device_count(), "this machine"
-    if trainer.device == "auto" and processes == 1:
-        trainer.device = "cuda" if num_gpus else "cpu"
-    elif num_gpus < processes:
-        raise ValueError(
-            f"found {num_gpus} GPUs on {where}, but trainer.nnodes={trainer.nnodes} and "
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} ask for {processes}. Set "
-            "trainer.n_gpus_per_node, or trainer.device=cpu to train in processes without a GPU."
-        )
-    trainer.device = "cpu" if num_gpus == 0 else "cuda"
-
-
-def start_ray(config: DictConfig) -> RaySession | None:
-    """A Ray session if this run needs one (more than one process, or `trainer.backend=ray`), else None."""
-    processes = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    if config.trainer.backend == "local" or (config.trainer.backend == "auto" and processes == 1):
-        return None
-    from verl.single_controller.ray import init_ray  # a local run does without it
-
-    return init_ray()
 
 
 def run(argv: list[str], train_score_factory: Callable[[DictConfig], RewardFunction] | None = None) -> int:

@@ -72,6 +72,7 @@ NO_EFFECT: dict[str, str] = {
 }
 
 _MAIN = "verl/trainer/main_ppo.py"
+_PLACEMENT = "verl/trainer/placement.py"
 _FORMAT = "verl/trainer/main_ppo_format.py:format_score"
 _TRAINER = "verl/trainer/ppo/ray_trainer.py:RayPPOTrainer"
 _ALGOS = "verl/trainer/ppo/algos"
@@ -99,7 +100,7 @@ def _under(prefix: str, readers: dict[str, tuple[str, ...]]) -> dict[str, str]:
     return {f"{prefix}.{name}": reader for reader, names in readers.items() for name in names}
 
 
-_OPTIM_READERS = {
+_OPTIM_READERS: dict[str, tuple[str, ...]] = {
     f"{_OPTIM}:build_optimizer": ("name", "lr", "betas", "weight_decay", "momentum", "adamw_lr"),
     f"{_OPTIM}:build_scheduler": (
         "lr_warmup_steps",
@@ -117,7 +118,7 @@ _FSDP_READERS = {
         "mixed_precision.reduce_dtype",
     ),
 }
-_LORA_KEYS = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
+_LORA_KEYS: tuple[str, ...] = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
 _POLICY_LOSS_READERS = {
     f"{_ALGOS}/covariance_losses.py:select_clip_cov": (
         "policy_loss.clip_cov_ratio",
@@ -314,7 +315,7 @@ READ_IN: dict[str, str] = {
     **_under(
         "trainer",
         {
-            f"{_MAIN}:place": ("nnodes", "n_gpus_per_node", "backend", "device"),
+            f"{_PLACEMENT}:place": ("nnodes", "n_gpus_per_node", "backend", "device"),
             f"{_TRAINER}.__init__": (
                 "total_epochs",
                 "total_training_steps",
