@@ -34,7 +34,8 @@ class KeyTables:
     Attributes:
         load: overrides -> configuration; without overrides it gives the defaults, whose types count.
         nullable: keys that may be null, with the types that they may have otherwise.
-        choices: key -> its values.
+        choices: key -> its values. importable: of these, keys that may name a function of the user's own,
+            package.module:function.
         ranges: key -> (smallest, largest, the same in words); null values are not looked at.
         fixed: key -> why it may only keep its default.
         no_effect: key -> why any (valid) value of it changes nothing.
@@ -50,6 +51,7 @@ class KeyTables:
     no_effect: Mapping[str, str]
     follows: Mapping[str, str] = field(default_factory=dict)
     types: Mapping[str, tuple[type, ...]] = field(default_factory=dict)
+    importable: Sequence[str] = ()
 
     @cached_property
     def defaults(self) -> dict[str, Any]:
@@ -86,9 +88,12 @@ class KeyTables:
 
     def _check_choices(self, values: Mapping[str, Any]) -> None:
         for key, choices in self.choices.items():
-            if values[key] not in choices:
+            if key in self.importable and ":" in values[key]:
+                _check_importable(key, values[key])
+            elif values[key] not in choices:
                 names = ", ".join("null" if c is None else str(c) for c in choices)
-                raise ValueError(f"Found {key}={values[key]}; expected one of: {names}.")
+                own = ", or your own as package.module:function" if key in self.importable else ""
+                raise ValueError(f"Found {key}={values[key]}; expected one of: {names}{own}.")
 
     def _check_ranges(self, values: Mapping[str, Any]) -> None:
         for key, (low, high, text) in self.ranges.items():
@@ -101,6 +106,20 @@ class KeyTables:
             default = values[self.follows[key]] if key in self.follows else self.defaults[key]
             if values[key] != default:
                 raise ValueError(f"Found {key}={values[key]}; expected {default}. {reason}")
+
+
+def _check_importable(key: str, path: str) -> None:
+    """That there is such a module; the function is looked for when it is first used."""
+    module, _, name = path.partition(":")
+    try:
+        is_there = name.isidentifier() and importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        is_there = False
+    if not is_there:
+        raise ValueError(
+            f"Found {key}={path}; expected package.module:function of a module that can be imported from "
+            "where the run is started."
+        )
 
 
 def check_betas(name: str, betas: Sequence[Any]) -> None:

@@ -18,7 +18,11 @@ NULLABLE: dict[str, tuple[type, ...]] = {
     "actor_rollout_ref.model.lora_adapter_path": (str,),
     **{f"{block}.exclude_modules": (str, list) for block in ("actor_rollout_ref.model", "critic.model")},
     f"{REF}.reset_every": (int,),
-    **{f"{ACTOR}.{key}": (float,) for key in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")},
+    "actor_rollout_ref.teacher.path": (str,),
+    **{
+        f"{ACTOR}.{key}": (float,)
+        for key in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "loss_scale_factor")
+    },
     **{
         f"{block}.optim.{key}": (float,)
         for block in (ACTOR, "critic")

@@ -23,7 +23,7 @@ from verl.trainer.config.checks import (
     check_resume,
 )
 from verl.trainer.config.keys import ACTOR, FIXED, NO_EFFECT, ROLLOUT
-from verl.trainer.config.limits import CHOICES, NULLABLE, RANGES, TYPES
+from verl.trainer.config.limits import CHOICES, IMPORTABLE, NULLABLE, RANGES, TYPES
 from verl.trainer.config.loading import flat, load_config
 
 FORMAT_SCORES = ("structure_format_score", "final_format_score", "retrieval_score")
@@ -80,7 +80,7 @@ FOLLOWS = {
     "reward_model.use_dynamic_bsz": "critic.use_dynamic_bsz",
     "reward_model.forward_max_token_len_per_gpu": "critic.forward_max_token_len_per_gpu",
 }
-TABLES = KeyTables(load_config, NULLABLE, CHOICES, RANGES, FIXED, NO_EFFECT, FOLLOWS, TYPES)
+TABLES = KeyTables(load_config, NULLABLE, CHOICES, RANGES, FIXED, NO_EFFECT, FOLLOWS, TYPES, IMPORTABLE)
 
 
 def _check_lengths(config: DictConfig) -> None:
@@ -219,8 +219,8 @@ def _check_reference(config: DictConfig) -> None:
     uses_kl = (actor.kl_loss_coef if actor.use_kl_loss else config.algorithm.kl_ctrl.kl_coef) > 0
     if every is not None and not uses_kl:
         raise ValueError(
-            f"Found actor_rollout_ref.ref.reset_every={every}, but no KL to a reference is asked for; expected "
-            "null, or actor.use_kl_loss=true with actor.kl_loss_coef above 0."
+            f"Found actor_rollout_ref.ref.reset_every={every}, but no KL to a reference is asked for; "
+            "expected null, or actor.use_kl_loss=true with actor.kl_loss_coef above 0."
         )
 
 
