@@ -1,18 +1,23 @@
 """Figures of one training step, under the names that Search-R1's users have on their dashboards.
 
-Lengths, advantages, returns and values are taken over sampled tokens only.
+Lengths, advantages, returns and values are taken over sampled tokens only. Two figures show early that a
+policy collapses: `response/repeated_ngrams` and `groups/effective_share`.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 
 from verl.protocol import DataProto
+
+REPEAT_LENGTH = 8  # tokens; longer than what the protocol's tags make every turn say again
 
 
 class Timer:
@@ -45,16 +50,18 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
 
 
 def step_metrics(batch: DataProto, timer: Timer, use_critic: bool) -> dict[str, float]:
-    """`critic/*`, `response_length/*`, `prompt_length/*`, `state_tokens/*`, `timing_*` of one step.
+    """`critic/*`, `response_length/*`, `prompt_length/*`, `state_tokens/*`, `response/*`, `groups/*`,
+    `timing_*` of one step.
 
     Args:
-        batch: rows with token_level_scores, token_level_rewards, advantages, returns (and values), all
-            [N, R] float32.
+        batch: rows with responses, response_mask, attention_mask, uid, and token_level_scores,
+            token_level_rewards, advantages, returns (and values), all [N, R] float32. With `sampled_mask`
+            (tokens were rejected since, see `take_out_rejected`) the figures are of what was sampled.
         timer: the phases of this step.
         use_critic: report `critic/values/*` and `critic/vf_explained_var` too.
     """
     tensors = batch.tensors
-    mask = tensors["response_mask"].bool()
+    mask = tensors["sampled_mask" if "sampled_mask" in tensors else "response_mask"].bool()
     response_width = mask.shape[1]
     attention = tensors["attention_mask"]
     prompt_lengths = attention[:, :-response_width].sum(-1)
@@ -80,7 +87,49 @@ def step_metrics(batch: DataProto, timer: Timer, use_critic: bool) -> dict[str, 
     metrics["state_tokens/coverage"] = (
         (context_lengths - sampled).sum() / context_lengths.sum().clamp(min=1)
     ).item()
+    metrics["response/repeated_ngrams"] = repeated_ngrams(tensors["responses"], mask)
+    metrics["groups/effective_share"] = effective_group_share(
+        tensors["advantages"], mask, batch.non_tensor_batch["uid"]
+    )
     return metrics | _timing_metrics(timer, int(sampled.sum()), int((prompt_lengths + context_lengths).sum()))
+
+
+def repeated_ngrams(responses: torch.Tensor, mask: torch.Tensor, length: int = REPEAT_LENGTH) -> float:
+    """The share of n-grams that stood in the same trajectory before; near 0 for ordinary text, near 1 for a
+    policy that writes the same words again and again.
+
+    An n-gram is `length` sampled tokens in a row; one never reaches over an observation. 0 if there is none.
+
+    Args:
+        responses: [N, R] int64. mask: [N, R] bool, where the policy sampled.
+    """
+    rows, columns = (index.numpy() for index in mask.nonzero(as_tuple=True))
+    if len(rows) < length:
+        return 0.0
+    tokens = responses[mask].numpy().astype(np.uint64)
+    last = length - 1
+    unbroken = (rows[last:] == rows[:-last]) & (columns[last:] - columns[:-last] == last)
+    hashes = rows[: len(unbroken)].astype(np.uint64)
+    for place in range(length):  # 64-bit polynomial, wrapping around: equal n-grams of a row, equal numbers
+        hashes = hashes * _HASH_FACTOR + tokens[place : place + len(unbroken)]
+        hashes ^= hashes >> np.uint64(29)
+    hashes = np.sort(hashes[unbroken])
+    return float((hashes[1:] == hashes[:-1]).sum() / len(hashes)) if len(hashes) else 0.0
+
+
+_HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+
+def effective_group_share(
+    advantages: torch.Tensor, mask: torch.Tensor, uids: Sequence[Any] | np.ndarray
+) -> float:
+    """The share of groups (rows of one uid) in which some sampled token has an advantage other than 0.
+
+    The policy gradient comes from these alone; in the others all answers were equally good, or none sampled.
+    """
+    learns = ((advantages != 0) & mask).any(dim=-1).numpy()
+    groups = np.unique(np.asarray(uids, dtype=object).astype(str), return_inverse=True)[1].reshape(-1)
+    return len(np.unique(groups[learns])) / (groups.max() + 1)
 
 
 def _timing_metrics(timer: Timer, num_sampled: int, num_tokens: int) -> dict[str, float]:
