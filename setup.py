@@ -17,6 +17,7 @@ TRAIN = [
     "numba",
     "ray[default]>=2.40",
     "hydra-core>=1.3",
+    "peft>=0.19",  # LoRA
     "pandas",
     "pyarrow",
     "safetensors",

@@ -110,7 +110,7 @@ _OPTIM_READERS: dict[str, tuple[str, ...]] = {
         "total_training_steps",
     ),
 }
-_FSDP_READERS = {
+_FSDP_READERS: dict[str, tuple[str, ...]] = {
     f"{_ENGINE}:TrainEngine.__init__": ("param_offload", "optimizer_offload", "reshard_after_forward"),
     f"{_ENGINE}:Precision.from_config": (
         "model_dtype",
@@ -118,7 +118,7 @@ _FSDP_READERS = {
         "mixed_precision.reduce_dtype",
     ),
 }
-_LORA_KEYS: tuple[str, ...] = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
+_LORA_KEYS = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
 _POLICY_LOSS_READERS = {
     f"{_ALGOS}/covariance_losses.py:select_clip_cov": (
         "policy_loss.clip_cov_ratio",

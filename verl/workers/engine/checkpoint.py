@@ -48,6 +48,18 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+def save_tensors(tensors: dict[str, Any], folder: Path) -> None:
+    """Writes tensors, of which each rank may have a shard, into a folder; all ranks together."""
+    with _quiet():
+        dcp.save(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+
+
+def load_tensors(tensors: dict[str, Any], folder: Path) -> None:
+    """Fills tensors from a folder of `save_tensors`, written by any number of ranks."""
+    with _quiet():
+        dcp.load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+
+
 def _tensors(engine: TrainEngine[Any]) -> dict[str, Any]:
     assert engine.optimizer is not None
     return {

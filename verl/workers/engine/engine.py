@@ -22,8 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from verl.workers.engine.loading import PolicyModel, ValueModel, parse_dtype
+from verl.workers.engine.lora import Adapters, plain_parameters
+from verl.workers.engine.muon import hidden_matrices
 from verl.workers.engine.optim import build_optimizer, build_scheduler
 
 Module = TypeVar("Module", PolicyModel, ValueModel)
@@ -60,6 +63,7 @@ class TrainEngine(Generic[Module]):
     Args:
         module: on CPU, of dtype precision.model, the same on every rank.
         fsdp_config: `param_offload`, `optimizer_offload`: on CUDA, keep them in CPU memory between uses.
+            `reshard_after_forward`: see `backward`.
         world_size: number of processes; more than 1 needs torch.distributed to be initialised.
         optim: the configuration's `optim` block. grad_clip: largest norm of the gradient over all ranks.
     """
@@ -82,17 +86,21 @@ class TrainEngine(Generic[Module]):
         )
         if optim is None:
             module.requires_grad_(False)
+        self.reshards = bool(fsdp_config["reshard_after_forward"])
         self.module: Module = self._shard(module) if world_size > 1 else module.to(device)
-        self.optimizer = build_optimizer(self.module.parameters(), optim) if optim is not None else None
-        self.scheduler = (
-            build_scheduler(self.optimizer, optim) if self.optimizer and optim is not None else None
-        )
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.scheduler: LambdaLR | None = None
+        if optim is not None:
+            matrices = hidden_matrices(self.module.model.base_model)
+            self.optimizer = build_optimizer(self.module.parameters(), optim, matrices)
+            self.scheduler = build_scheduler(self.optimizer, optim)
         self.weights_version = 0
         on_cuda = device.type == "cuda"
         self.offloads_params = on_cuda and bool(fsdp_config["param_offload"])
         self._offloads_optimizer = (
             on_cuda and self.optimizer is not None and bool(fsdp_config["optimizer_offload"])
         )
+        self._params_needed = self._optimizer_needed = 0  # blocks of `loaded` that are open
         self._offload(params=self.offloads_params, optimizer=self._offloads_optimizer)
 
     def _shard(self, module: Module) -> Module:
@@ -105,24 +113,34 @@ class TrainEngine(Generic[Module]):
         layer_classes = set(module.model._no_split_modules or ())
         for child in list(module.modules()):
             if type(child).__name__ in layer_classes:
-                fully_shard(child, mesh=mesh, mp_policy=policy)
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+                fully_shard(child, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshards)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshards)
         return module
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The LoRA adapters, if the module has any; then nothing else of its model is trained."""
+        return self.module.adapters
 
     # ------------------------------------------------------------------------------------------ computing
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
         low = self.precision.compute in (torch.bfloat16, torch.float16)
-        mixed = low and self.world_size == 1 and self.precision.compute != self.precision.model
+        stored = {p.dtype for p in self.module.parameters()}  # adapters are float32 in any model
+        mixed = low and self.world_size == 1 and stored != {self.precision.compute}
         return torch.autocast(self.device.type, self.precision.compute) if mixed else nullcontext()
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        """Adds the gradient of a micro-batch's share of the loss; ranks exchange gradients in the last one
-        only.
+        """Adds the gradient of a micro-batch's share of the loss.
+
+        With `reshard_after_forward` ranks exchange gradients in every micro-batch, so that none holds more
+        than its shard of them. Without, weights stay gathered from the first micro-batch to the last, and
+        gradients are exchanged in the last one only. Gradients of adapters are small, so they wait as well.
         """
         if isinstance(self.module, FSDPModule):
-            self.module.set_requires_gradient_sync(is_last)
+            self.module.set_requires_gradient_sync(is_last or (self.reshards and self.adapters is None))
+            self.module.set_reshard_after_backward(is_last or self.reshards)
             self.module.set_is_last_backward(is_last)
             loss = loss * self.world_size  # FSDP averages over ranks
         loss.backward()
@@ -134,7 +152,11 @@ class TrainEngine(Generic[Module]):
         `discard` (which must be the same on all ranks).
         """
         assert self.optimizer is not None
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        if all(p.grad is None for p in trained):  # no row had one: a step of gradient 0, as for any other 0
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad for p in trained if p.grad is not None]
         total = torch.nn.utils.get_total_norm(gradients)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         applied = norm < float("inf") and not discard  # false for NaN too
@@ -178,16 +200,31 @@ class TrainEngine(Generic[Module]):
     @contextmanager
     def loaded(self, optimizer: bool = False) -> Iterator[None]:
         """Weights (and the optimizer's state) are on the device inside of the block, wherever they live
-        otherwise.
+        otherwise. Blocks may be nested.
         """
-        if self.offloads_params:
+        params = self.offloads_params and not self._params_needed
+        state = optimizer and self._offloads_optimizer and not self._optimizer_needed
+        if params:
             self.module.to(self.device)
-        if optimizer and self._offloads_optimizer:
+        if state:
             self._move_optimizer(self.device)
+        self._params_needed += 1
+        self._optimizer_needed += optimizer
         try:
             yield
         finally:
-            self._offload(params=self.offloads_params, optimizer=optimizer and self._offloads_optimizer)
+            self._params_needed -= 1
+            self._optimizer_needed -= optimizer
+            if not self._params_needed:
+                self._reshard()
+            self._offload(params=params, optimizer=state)
+
+    def _reshard(self) -> None:
+        """Frees gathered weights that were kept over several passes."""
+        if not self.reshards:
+            for module in self.module.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     def _offload(self, params: bool, optimizer: bool) -> None:
         if params:
@@ -207,12 +244,11 @@ class TrainEngine(Generic[Module]):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) of every parameter, tied ones once, in a fixed order.
 
-        With one process the tensors are the parameters' own storage. With several each is gathered when it is
-        asked for, so all ranks must go through the stream together.
+        With one process the tensors are the parameters' own storage, but for those that LoRA adapters are
+        merged into: these are new. With several each is gathered when it is asked for, so all ranks must go
+        through the stream together.
         """
-        for name, parameter in self.module.model.named_parameters():
-            tensor = parameter.detach()
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        yield from plain_parameters(self.module.model, self.adapters)
 
 
 def num_parameters(module: nn.Module) -> int:

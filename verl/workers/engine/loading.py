@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from verl.utils.attention import PACKED_ATTENTION
 from verl.utils.linear_logprob import linear_log_prob
 from verl.utils.packing import PackedMicroBatch
+from verl.workers.engine.lora import Adapters, adapter_config, add_adapters, load_adapter, wants_adapters
 
 DTYPES = {
     "fp32": torch.float32,
@@ -42,9 +43,9 @@ def parse_dtype(name: str | None, default: torch.dtype, key: str) -> torch.dtype
 class PolicyModel(nn.Module):
     """A causal language model: what its distributions say of each loss token of a micro-batch."""
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, adapters: Adapters | None = None):
         super().__init__()
-        self.model = model
+        self.model, self.adapters = model, adapters
 
     def forward(
         self,
@@ -63,11 +64,12 @@ class PolicyModel(nn.Module):
 class ValueModel(nn.Module):
     """A backbone with a scalar head: the value of the state before each loss token of a micro-batch."""
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, adapters: Adapters | None = None):
         super().__init__()
-        self.model = model
+        self.model, self.adapters = model, adapters
         width = model.config.get_text_config().hidden_size
-        self.value_head = nn.Linear(width, 1, dtype=next(model.parameters()).dtype)
+        dtype = torch.float32 if adapters else next(model.parameters()).dtype
+        self.value_head = nn.Linear(width, 1, dtype=dtype)
         nn.init.zeros_(self.value_head.bias)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():  # values start near 0, the same for every process and run
@@ -92,9 +94,14 @@ def _hidden_states(backbone: nn.Module, micro_batch: PackedMicroBatch) -> Tensor
     return output.last_hidden_state[0].index_select(0, micro_batch.predicted_from)
 
 
-def load_policy(model_config: Mapping[str, Any], dtype: torch.dtype) -> PolicyModel:
-    """The policy that `actor_rollout_ref.model` describes, on CPU."""
-    model = _load(model_config, AutoModelForCausalLM, dtype)
+def load_policy(
+    model_config: Mapping[str, Any], dtype: torch.dtype, with_adapters: bool = True
+) -> PolicyModel:
+    """The policy that `actor_rollout_ref.model` describes, on CPU.
+
+    with_adapters: false leaves out the block's LoRA adapters, for a model that is not trained.
+    """
+    model, adapters = _load(model_config, AutoModelForCausalLM, dtype, with_adapters)
     text_config = model.config.get_text_config()
     for name in LOGIT_TRANSFORMS:
         if getattr(text_config, name, None) not in (None, 1, 1.0):
@@ -108,12 +115,12 @@ def load_policy(model_config: Mapping[str, Any], dtype: torch.dtype) -> PolicyMo
             f"{model_config['path']}: {type(model).__name__} has no output matrix, or one with a bias; "
             "expected a causal language model like Qwen2, Qwen3, Llama or Mistral."
         )
-    return PolicyModel(model)
+    return PolicyModel(model, adapters)
 
 
 def load_value_model(model_config: Mapping[str, Any], dtype: torch.dtype) -> ValueModel:
     """The critic that `critic.model` describes: the folder's backbone with a new head, on CPU."""
-    return ValueModel(_load(model_config, AutoModel, dtype))
+    return ValueModel(*_load(model_config, AutoModel, dtype))
 
 
 def load_hf_config(model_config: Mapping[str, Any]) -> PretrainedConfig:
@@ -156,10 +163,19 @@ def _source(model_config: Mapping[str, Any]) -> str:
     return str(path)
 
 
-def _load(model_config: Mapping[str, Any], auto_class: Any, dtype: torch.dtype) -> PreTrainedModel:
+def _load(
+    model_config: Mapping[str, Any], auto_class: Any, dtype: torch.dtype, with_adapters: bool = True
+) -> tuple[PreTrainedModel, Adapters | None]:
     if model_config.get("external_lib"):
         importlib.import_module(model_config["external_lib"])
     config = load_hf_config(model_config)
+    with_adapters = with_adapters and wants_adapters(model_config)
+    if with_adapters:
+        with torch.device("meta"):  # mistakes are found before any weights are read
+            skeleton = auto_class.from_config(
+                config, trust_remote_code=model_config.get("trust_remote_code", False)
+            )
+        _adapters(skeleton, model_config)
     model, report = auto_class.from_pretrained(
         _source(model_config),
         config=config,
@@ -179,4 +195,14 @@ def _load(model_config: Mapping[str, Any], auto_class: Any, dtype: torch.dtype) 
             module.p = 0.0
     if model_config.get("enable_gradient_checkpointing"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.train()
+    adapters = _adapters(model, model_config) if with_adapters else None
+    return model.train(), adapters
+
+
+def _adapters(model: PreTrainedModel, model_config: Mapping[str, Any]) -> Adapters:
+    """Adds the adapters that the block describes, filled from `lora_adapter_path` if there is one."""
+    adapters = add_adapters(model, adapter_config(model_config), model_config["path"])
+    path = model_config.get("lora_adapter_path")
+    if path is not None:
+        load_adapter(adapters, path)
+    return adapters

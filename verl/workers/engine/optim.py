@@ -1,9 +1,9 @@
-"""AdamW and the learning-rate schedule, from an `optim` block of the configuration."""
+"""The optimizer and the learning-rate schedule, from an `optim` block of the configuration."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,29 +11,40 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from verl.workers.engine.muon import MuonWithAdamW, adamw_state
 
-def build_optimizer(parameters: Iterable[nn.Parameter], optim: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) with `lr`, `betas`, `weight_decay` of the block.
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], optim: Mapping[str, Any], matrices: Collection[nn.Parameter] = ()
+) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101), or Muon with AdamW, as `optim.name` says.
 
     Its state exists from the start (zeros), so that a checkpoint written before the first step is a whole
     one.
+
+    Args:
+        parameters: those without requires_grad are left out.
+        optim: `name`, `lr`, `betas`, `weight_decay`; for muon `momentum` and `adamw_lr` too.
+        matrices: those of `parameters` that Muon is for, see `hidden_matrices`; AdamW takes them too.
     """
-    if optim["name"] != "adamw":
-        raise ValueError(f"optim.name: found {optim['name']!r}, expected 'adamw'.")
-    optimizer = torch.optim.AdamW(
-        [p for p in parameters if p.requires_grad],
-        lr=optim["lr"],
-        betas=(optim["betas"][0], optim["betas"][1]),
-        weight_decay=optim["weight_decay"],
-        fused=True,
-    )
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            optimizer.state[p] = {
-                "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
-            }
+    if optim["name"] not in ("adamw", "muon"):
+        raise ValueError(f"optim.name: found {optim['name']!r}, expected adamw or muon.")
+    trained = [p for p in parameters if p.requires_grad]
+    lr, betas, decay = optim["lr"], (optim["betas"][0], optim["betas"][1]), optim["weight_decay"]
+    if optim["name"] == "muon":
+        chosen = {id(p) for p in matrices}
+        return MuonWithAdamW(
+            [p for p in trained if id(p) in chosen],
+            [p for p in trained if id(p) not in chosen],
+            lr=lr,
+            adamw_lr=lr if optim["adamw_lr"] is None else optim["adamw_lr"],
+            momentum=optim["momentum"],
+            betas=betas,
+            weight_decay=decay,
+        )
+    optimizer = torch.optim.AdamW(trained, lr=lr, betas=betas, weight_decay=decay, fused=True)
+    for p in trained:
+        optimizer.state[p] = adamw_state(p)
     return optimizer
 
 

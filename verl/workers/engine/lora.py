@@ -1,0 +1,267 @@
+"""LoRA adapters (Hu et al. 2021, arXiv:2106.09685) through PEFT: y = W x + (lora_alpha / r) B A x, W frozen.
+
+    load_policy -> add_adapters   A [r, in] and B [out, r] beside W [out, in]; they alone have gradients
+    TrainEngine.weights           W + (lora_alpha / r) B A under W's name: for rollouts and saved models
+    Reference                     the model with its adapters off
+    save_adapter                  a PEFT folder: adapter_config.json, adapter_model.safetensors
+
+Adapters are kept in float32, whatever the base's dtype. PEFT is imported only when a run has adapters.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from peft.tuners.lora import Linear as LoraLinear
+
+ADAPTER = "default"  # PEFT's name for the one adapter
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PEFT_PREFIX = "base_model.model."  # of names in PEFT's files
+
+
+def wants_adapters(model_config: Mapping[str, Any]) -> bool:
+    """Whether the model block asks for LoRA: by a rank, or by an adapter to go on from."""
+    return bool(model_config.get("lora_rank")) or model_config.get("lora_adapter_path") is not None
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor of a sharded one, gathered by all ranks together; a plain one as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Adapters:
+    """The adapters of one model.
+
+    Attributes:
+        config: PEFT's configuration of them.
+        layers: Hugging Face name of an adapted module (`model.layers.0.mlp.up_proj`) -> PEFT's layer.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: LoraConfig):
+        from peft.tuners.lora import Linear
+
+        self.config = config
+        self.layers: dict[str, LoraLinear] = {
+            name: module for name, module in model.named_modules() if isinstance(module, Linear)
+        }
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Name (`<module>.lora_A.weight`, `<module>.lora_B.weight`) -> trained tensor, sharded or not."""
+        return {
+            f"{name}.{kind}.weight": layer.get_parameter(f"{kind}.{ADAPTER}.weight")
+            for name, layer in self.layers.items()
+            for kind in ("lora_A", "lora_B")
+        }
+
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Inside of the block the model is its base."""
+        # PEFT's own enable_adapters also takes the gradients from the adapters, which sharding would notice.
+        for layer in self.layers.values():
+            layer._disable_adapters = True
+        try:
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer._disable_adapters = False
+
+    def merged(self, name: str, base: Tensor) -> Tensor:
+        """W + (alpha / r) B A of an adapted module, a new tensor in W's dtype, computed in float32.
+
+        All ranks together. name: of the module. base: its whole W [out, in].
+        """
+        layer = self.layers[name]
+        a, b = (
+            whole(layer.get_parameter(f"{part}.{ADAPTER}.weight").detach()) for part in ("lora_A", "lora_B")
+        )
+        return torch.addmm(base.float(), b, a, alpha=layer.scaling[ADAPTER]).to(base.dtype)
+
+
+def plain_parameters(model: PreTrainedModel, adapters: Adapters | None) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor) of each parameter, tied ones once; adapters are merged into copies.
+
+    All ranks go through it together. Tensors that need no merging and no gathering are the model's own.
+    """
+    for name, parameter in model.named_parameters():
+        if adapters is not None and (".lora_A." in name or ".lora_B." in name):
+            continue
+        tensor = whole(parameter.detach())
+        module, _, kind = name.rpartition(".")
+        if adapters is not None and module.endswith(".base_layer"):
+            module = module.removesuffix(".base_layer")
+            tensor = adapters.merged(module, tensor) if kind == "weight" else tensor
+        yield f"{module}.{kind}" if module else kind, tensor
+
+
+# ------------------------------------------------------------------------------------------------ making
+
+
+def adapter_config(model_config: Mapping[str, Any]) -> LoraConfig:
+    """PEFT's configuration: that of the folder `lora_adapter_path`, else from lora_rank and the like.
+
+    Raises:
+        ValueError: PEFT is missing, the folder holds no adapter, or its rank is another than lora_rank.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError(
+            "model.lora_rank: LoRA needs the package peft, which is not installed; run `pip install peft`."
+        )
+    from peft import LoraConfig
+
+    rank, path = model_config.get("lora_rank", 0), model_config.get("lora_adapter_path")
+    if path is None:
+        targets, excluded = (
+            model_config.get("target_modules", "all-linear"),
+            model_config.get("exclude_modules"),
+        )
+        return LoraConfig(
+            r=rank,
+            lora_alpha=model_config.get("lora_alpha", 16),
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            exclude_modules=excluded if excluded is None or isinstance(excluded, str) else list(excluded),
+            task_type="CAUSAL_LM",
+        )
+    folder = Path(path).expanduser()
+    check_adapter_folder("model.lora_adapter_path", folder)
+    config = LoraConfig.from_pretrained(str(folder))
+    if rank and rank != config.r:
+        raise ValueError(
+            f"model.lora_rank={rank}, but the adapter in {folder} has rank {config.r}; expected the same, or "
+            "lora_rank=0."
+        )
+    if isinstance(config.init_lora_weights, str):
+        raise ValueError(
+            f"{folder}: the adapter was made with init_lora_weights={config.init_lora_weights}, which "
+            "changes the base model; expected a plain LoRA adapter."
+        )
+    config.inference_mode, config.lora_dropout = False, 0.0  # chance must not enter a token's probability
+    return config
+
+
+def check_adapter_folder(key: str, folder: Path) -> None:
+    """Raises ValueError if `folder`, the value of `key`, is not the PEFT folder of a LoRA adapter."""
+    missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{key}: {folder} has no {' and no '.join(missing)}; expected the folder of a PEFT adapter, such "
+            "as <run>/global_step_N/actor/adapter."
+        )
+    try:
+        kind = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))["peft_type"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{key}: {folder / CONFIG_FILE} can't be read ({error!r}).") from error
+    if kind != "LORA":
+        raise ValueError(f"{key}: {folder} holds an adapter of type {kind}; expected LORA.")
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str) -> Adapters:
+    """Puts adapters beside the matrices that `config` names, B = 0, and freezes everything else.
+
+    A is drawn with a fixed seed, so that it is the same in every process and run.
+
+    Raises:
+        ValueError: no such modules (in the model from `source`), or not plain LoRA on linear layers.
+    """
+    from peft import inject_adapter_in_model
+
+    on_meta = next(model.parameters()).is_meta
+    wanted = config.target_modules  # PEFT replaces "all-linear" by the modules' names
+    wanted = [] if wanted is None or isinstance(wanted, str) else sorted(wanted)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=on_meta)
+        except ValueError as error:
+            raise ValueError(f"LoRA on {source}: {error} {_advice(model)}") from error
+    adapters = Adapters(model, config)
+    _check_layers(model, adapters, wanted, source)
+    for parameter in adapters.parameters().values():
+        parameter.data = parameter.data.float()
+    return adapters
+
+
+def load_adapter(adapters: Adapters, path: str | Path) -> None:
+    """Fills A and B from a PEFT folder; ValueError where its tensors are not those of `adapters`."""
+    file = Path(path).expanduser() / WEIGHTS_FILE
+    try:
+        saved = {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in load_file(file).items()}
+    except SafetensorError as error:
+        raise ValueError(f"{file} can't be read ({error}).") from error
+    own = adapters.parameters()
+    wrong = sorted(own.keys() ^ saved.keys()) or [
+        f"{name} {list(saved[name].shape)} for {list(p.shape)}"
+        for name, p in own.items()
+        if saved[name].shape != p.shape
+    ]
+    if wrong:
+        raise ValueError(
+            f"{file} doesn't fit the model: {len(wrong)} tensors are missing, unknown or of another shape "
+            f"({', '.join(wrong[:3])}, ...); expected an adapter of this base model."
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(saved[name])
+
+
+def save_adapter(adapters: Adapters, folder: Path, base: str, writes: bool) -> None:
+    """Writes a PEFT folder, by the rank that `writes`; all ranks gather together. base: the model's path."""
+    tensors = {
+        f"{_PEFT_PREFIX}{name}": whole(p.detach()).cpu().contiguous()
+        for name, p in adapters.parameters().items()
+    }
+    if writes:
+        adapters.config.base_model_name_or_path = base
+        adapters.config.save_pretrained(str(folder))
+        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def _check_layers(model: PreTrainedModel, adapters: Adapters, wanted: list[str], source: str) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    unmatched = [n for n in wanted if not any(f".{layer}".endswith(f".{n}") for layer in adapters.layers)]
+    if unmatched:
+        raise ValueError(
+            f"LoRA on {source}: no linear layer is named {', '.join(unmatched)}. {_advice(model)}"
+        )
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        layer = adapters.layers.get(name)
+        is_plain = layer is not None and not (layer.fan_in_fan_out or layer.lora_variant)
+        if not is_plain or module is head or (layer is not None and any(layer.lora_bias.values())):
+            raise ValueError(
+                f"LoRA on {source}: {name} would get an adapter beyond plain LoRA, or is no linear layer of "
+                f"the decoder; expected A and B on linear layers. {_advice(model)}"
+            )
+    trained = [n for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n]
+    if trained:
+        raise ValueError(
+            f"LoRA on {source}: the adapter also trains {', '.join(trained[:3])}; expected A and B alone "
+            "(bias=none, no modules_to_save)."
+        )
+
+
+def _advice(model: nn.Module) -> str:
+    names = {
+        name.removesuffix(".base_layer").rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and ".lora_" not in name
+    }
+    return (
+        f"Set target_modules to all-linear or to some of: {', '.join(sorted(names - {'lm_head'})) or 'none'}."
+    )
