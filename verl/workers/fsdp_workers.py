@@ -9,10 +9,11 @@ The native one reads them where they are (one process, same dtype), so that an u
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from omegaconf import DictConfig
@@ -20,16 +21,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from verl.protocol import DataProto
 from verl.single_controller.base import Dispatch, Worker, register
-from verl.workers.actor.dp_actor import DataParallelPPOActor, compute_log_prob
+from verl.workers.actor.dp_actor import DataParallelPPOActor, compute_log_prob, token_statistics
 from verl.workers.critic.dp_critic import DataParallelPPOCritic
 from verl.workers.engine.checkpoint import load_checkpoint, save_checkpoint, save_hf
 from verl.workers.engine.engine import Precision, TrainEngine
 from verl.workers.engine.loading import PolicyModel, load_policy, load_value_model, parse_dtype
 from verl.workers.engine.micro_batches import MicroBatchLimits
-from verl.workers.engine.reference import Reference
 from verl.workers.rollout.build import Request, build_engine
 from verl.workers.rollout.engine import RolloutEngine
 
+STATE_FILE = "update.json"
 ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
 
 
@@ -48,6 +49,16 @@ def _device_kind(device: str) -> str:
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device: found {device!r}, expected auto, cpu or cuda.")
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+def _save_state(path: str, state: dict[str, Any], rank: int) -> None:
+    """Beside an engine's checkpoint: what the next update depends on besides; the same on every rank."""
+    if rank == 0:
+        (Path(path) / STATE_FILE).write_text(json.dumps(state))
+
+
+def _read_state(path: str) -> dict[str, Any]:
+    return json.loads((Path(path) / STATE_FILE).read_text())
 
 
 class ActorRolloutRefWorker(Worker):
@@ -102,19 +113,16 @@ class ActorRolloutRefWorker(Worker):
                 config.rollout.n,
                 self.seed,
             )
+        if self.has_actor and config.teacher.path is not None:
+            self.teacher_engine = self._load_teacher()
         if self.has_ref:
-            policy = self.engine if self.has_actor or self.has_rollout else None
-            shares_base = policy is not None and policy.adapters is not None
-            own = None if shares_base else self._engine(config.ref.fsdp_config, trained=False, adapted=False)
-            self.reference = Reference(policy, own)
+            self.ref_engine = self._engine(config.ref.fsdp_config, trained=False)
 
-    def _engine(
-        self, fsdp_config: DictConfig, trained: bool, adapted: bool = True
-    ) -> TrainEngine[PolicyModel]:
+    def _engine(self, fsdp_config: DictConfig, trained: bool) -> TrainEngine[PolicyModel]:
         precision = Precision.from_config(fsdp_config, self.device, trained)
         actor = self.config.actor
         return TrainEngine(
-            load_policy(self.config.model, precision.model, with_adapters=adapted),
+            load_policy(self.config.model, precision.model),
             precision,
             fsdp_config,
             self.device,
@@ -122,6 +130,28 @@ class ActorRolloutRefWorker(Worker):
             actor.optim if trained else None,
             actor.grad_clip,
         )
+
+    def _load_teacher(self) -> TrainEngine[PolicyModel]:
+        """The frozen model that distillation learns from, on the reference's settings.
+
+        Raises:
+            ValueError: its folder does not fit, or its tokens are not the policy's.
+        """
+        model, path = self.config.model, str(Path(self.config.teacher.path).expanduser())
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        if tokenizer.get_vocab() != self.tokenizer.get_vocab():
+            raise ValueError(
+                f"actor_rollout_ref.teacher.path={path} has another vocabulary than "
+                f"actor_rollout_ref.model.path={model.path}; expected a model with the same tokenizer."
+            )
+        precision = Precision.from_config(self.config.ref.fsdp_config, self.device, trained=False)
+        source = {
+            "path": path,
+            "external_lib": model.external_lib,
+            "trust_remote_code": model.trust_remote_code,
+        }
+        teacher = load_policy(source, precision.model)
+        return TrainEngine(teacher, precision, self.config.ref.fsdp_config, self.device, self.world_size)
 
     def _limits(self, block: DictConfig, name: str, prefix: str) -> MicroBatchLimits:
         return MicroBatchLimits.from_config(
@@ -155,9 +185,7 @@ class ActorRolloutRefWorker(Worker):
             num_rows,
             self.rank,
             self.world_size,
-            copies_weights=self.world_size > 1
-            or dtype != self.engine.precision.model
-            or self.engine.adapters is not None,
+            copies_weights=self.world_size > 1 or dtype != self.engine.precision.model,
         )
         with self.engine.loaded():  # an engine that measures the free memory sees what it will have
             self.rollout_engine = build_engine(rollout, self.config.model, request)
@@ -211,32 +239,35 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """old_log_probs [N, R] of the present policy."""
+        """old_log_probs [N, R] of the present policy; with meta_info `calculate_entropy` entropys [N, R], and
+        with `calculate_sum_pi_squared` sum_pi_squared [N, R] besides; see `token_statistics`.
+        """
         limits = self._limits(self.config.rollout, "rollout", "log_prob")
-        log_probs = compute_log_prob(self.engine, data, limits, self.config.rollout.temperature)
-        return DataProto.from_dict({"old_log_probs": log_probs})
+        asked = [data.meta_info.get(f"calculate_{name}", False) for name in ("entropy", "sum_pi_squared")]
+        results = token_statistics(self.engine, data, limits, self.config.rollout.temperature, *asked)
+        return DataProto.from_dict({"old_log_probs": results.pop("log_probs"), **results})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """ref_log_prob [N, R] of the frozen model that training started from, or of the policy at the last
-        reset_reference. With LoRA it is the policy's own engine without its adapters.
-        """
+        """ref_log_prob [N, R] of the frozen model that training started from."""
         limits = self._limits(self.config.ref, "ref", "log_prob")
-        with self.reference.active() as engine:
-            log_probs = compute_log_prob(engine, data, limits, self.config.rollout.temperature)
+        log_probs = compute_log_prob(self.ref_engine, data, limits, self.config.rollout.temperature)
         return DataProto.from_dict({"ref_log_prob": log_probs})
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def reset_reference(self) -> None:
-        """From now on the reference is the present policy; part of checkpoints from then on."""
-        self.reference.reset()
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
+        """teacher_log_prob [N, R] of the model at teacher.path."""
+        limits = self._limits(self.config.ref, "ref", "log_prob")
+        log_probs = compute_log_prob(self.teacher_engine, data, limits, self.config.rollout.temperature)
+        return DataProto.from_dict({"teacher_log_prob": log_probs})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_actor(self, data: DataProto) -> DataProto:
         """One training step; see `DataParallelPPOActor.update_policy`. The metrics are the same on every
-        rank.
+        rank. meta_info `skipped_update` says why an update was skipped last ("" if none was).
         """
-        return DataProto(meta_info={"metrics": self.actor.update_policy(data)})
+        metrics = self.actor.update_policy(data)
+        return DataProto(meta_info={"metrics": metrics, "skipped_update": self.actor.loop.skipped_update})
 
     # ----------------------------------------------------------------------------------------- checkpoints
 
@@ -246,16 +277,14 @@ class ActorRolloutRefWorker(Worker):
         `path`/huggingface.
         """
         save_checkpoint(self.engine, path)
-        if self.has_ref:
-            self.reference.save(Path(path))
+        _save_state(path, self.actor.state_dict(), self.rank)
         self.save_hf(str(Path(path) / "huggingface"))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         """Goes on from a folder of save_checkpoint, made with any number of processes."""
         load_checkpoint(self.engine, path)
-        if self.has_ref:
-            self.reference.load(Path(path))
+        self.actor.load_state_dict(_read_state(path))
         self._rollout_weights_stale = True  # even if they have the same version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -306,16 +335,19 @@ class CriticWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_critic(self, data: DataProto) -> DataProto:
         """One training step; see `DataParallelPPOCritic.update_critic`. The metrics are the same on every
-        rank.
+        rank. meta_info `skipped_update`: as for the actor.
         """
-        return DataProto(meta_info={"metrics": self.critic.update_critic(data)})
+        metrics = self.critic.update_critic(data)
+        return DataProto(meta_info={"metrics": metrics, "skipped_update": self.critic.loop.skipped_update})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
         """All that training goes on from, in `path`."""
         save_checkpoint(self.engine, path)
+        _save_state(path, self.critic.state_dict(), self.rank)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         """Goes on from a folder of save_checkpoint, made with any number of processes."""
         load_checkpoint(self.engine, path)
+        self.critic.load_state_dict(_read_state(path))

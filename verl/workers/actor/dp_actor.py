@@ -2,13 +2,12 @@
 
     rows -> mini-batches (one optimizer step each) -> micro-batches (one forward and backward pass each)
 
-Every loss is a sum over the sampled tokens of a micro-batch divided by counts of the whole mini-batch over
-all ranks, so the loss and its gradient are the same for every way of splitting it.
+`UpdateLoop` makes the steps, `PolicyObjective` is their loss; here stands what belongs to one training step:
+which mini-batch is on-policy, which rows have no gradient, the weight of the entropy bonus.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,29 +15,15 @@ import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.core_algos import (
-    LossDenominator,
-    agg_loss,
-    compute_entropy_loss,
-    kl_penalty,
-    policy_loss,
-)
-from verl.utils.packing import PackedMicroBatch
+from verl.trainer.ppo.core_algos import get_entropy_controller
+from verl.workers.actor.policy_objective import PolicyObjective, loss_columns, rows_without_gradient
 from verl.workers.actor.rollout_agreement import RolloutAgreement, warn_of_worst
 from verl.workers.engine.engine import TrainEngine
 from verl.workers.engine.loading import PolicyModel
-from verl.workers.engine.micro_batches import (
-    Averages,
-    MicroBatchLimits,
-    micro_batches,
-    mini_batches,
-    rows_per_rank,
-    shuffled,
-    tensors_of,
-)
+from verl.workers.engine.micro_batches import MicroBatchLimits, micro_batches, tensors_of
+from verl.workers.engine.update_loop import MiniBatch, UpdateLoop
 
 
-@torch.no_grad()
 def compute_log_prob(
     engine: TrainEngine[PolicyModel],
     data: DataProto,
@@ -46,16 +31,33 @@ def compute_log_prob(
     temperature: float,
 ) -> Tensor:
     """Log-probs of the response tokens, [N, R] float32 on CPU, 0 where the policy sampled nothing."""
+    return token_statistics(engine, data, limits, temperature)["log_probs"]
+
+
+@torch.no_grad()
+def token_statistics(
+    engine: TrainEngine[PolicyModel],
+    data: DataProto,
+    limits: MicroBatchLimits,
+    temperature: float,
+    with_entropy: bool = False,
+    with_sum_pi_squared: bool = False,
+) -> dict[str, Tensor]:
+    """log_probs, and where asked entropys (nats) and sum_pi_squared (of the distribution that the token was
+    drawn from), each [N, R] float32 on CPU, 0 where the policy sampled nothing.
+    """
     batch = tensors_of(data)
-    log_probs = torch.zeros(batch["response_mask"].shape)
+    wanted = {"log_probs": True, "entropys": with_entropy, "sum_pi_squared": with_sum_pi_squared}
+    results = {name: torch.zeros(batch["response_mask"].shape) for name, is_on in wanted.items() if is_on}
     with engine.loaded():
         _, parts = micro_batches(batch, range(len(data)), engine, limits)
         for part in parts:
             with engine.autocast():
-                log_prob, *_ = engine.module(part, temperature, False)
-            if len(part.cells):
-                log_probs[part.rows] = part.unpack(log_prob).cpu()
-    return log_probs
+                outputs = engine.module(part, temperature, with_entropy, with_sum_pi_squared)
+            for name, per_token in zip(wanted, outputs, strict=True):
+                if name in results and len(part.cells):
+                    results[name][part.rows] = part.unpack(per_token).cpu()
+    return results
 
 
 class DataParallelPPOActor:
@@ -64,8 +66,8 @@ class DataParallelPPOActor:
     Args:
         config: the `actor_rollout_ref.actor` block. engine: this rank's share of the policy.
         limits: micro-batches of the update. temperature: the one that trajectories were sampled with.
-        rollout_n: `rollout.n`, which multiplies ppo_mini_batch_size. seed: of `shuffle`, which here puts the
-            mini-batches of each epoch in an order of its own (the trainer shuffles the rows).
+        rollout_n: `rollout.n`, which multiplies ppo_mini_batch_size. seed: of `shuffle`, and of losses that
+            choose tokens at random.
     """
 
     def __init__(
@@ -77,141 +79,84 @@ class DataParallelPPOActor:
         rollout_n: int = 1,
         seed: int = 0,
     ):
-        self.config, self.engine, self.limits, self.temperature, self.seed = (
-            config,
-            engine,
-            limits,
-            temperature,
-            seed,
-        )
-        self.mini_batch_rows = rows_per_rank(
-            config["ppo_mini_batch_size"], rollout_n, engine.world_size, "actor_rollout_ref.actor"
-        )
+        self.config, self.engine, self.limits, self.temperature = config, engine, limits, temperature
+        self.seed = seed
+        self.loop = UpdateLoop("actor", config, engine, limits, rollout_n, seed, config["loss_scale_factor"])
+        self.entropy_controller = get_entropy_controller(config)
 
     def update_policy(self, data: DataProto) -> dict[str, float]:
         """ppo_epochs passes over the rows, one optimizer step per mini-batch (meta_info `mini_batch_rows` on
-        this rank; else as configured). Returns metrics `actor/*`, and
-        `rollout_corr/*` if there are rollout_log_probs.
+        this rank; else as configured). Returns metrics `actor/*`, and `rollout_corr/*` where the
+        rollout_log_probs have not been compared with anything yet.
 
-        Reads input_ids, attention_mask, position_ids, response_mask, advantages; old_log_probs, unless
-        there is only one optimizer step; ref_log_prob, with use_kl_loss. In the first mini-batch of the
-        first epoch the policy is the one that sampled, so its ratio is taken as 1 and old_log_probs are
-        not read. Without them, the rollout's log-probs are compared with those of that mini-batch's own
-        forward pass.
+        Reads input_ids, attention_mask, position_ids, response_mask, and the columns of `loss_columns`. In
+        the first mini-batch the policy is the one that old_log_probs are of, so its ratio is taken as 1 and
+        they are not read; but they are with meta_info `bypass_mode`, where they are the rollout engine's.
+        They may be missing if there is only one optimizer step.
         """
-        config, engine = self.config, self.engine
-        wanted = ("advantages", "ref_log_prob") if config["use_kl_loss"] else ("advantages",)
-        batch = tensors_of(data, wanted, optional=("old_log_probs", "rollout_log_probs"))
-        mini_batch_rows = data.meta_info.get("mini_batch_rows", self.mini_batch_rows)
-        self._check_old_log_probs(batch, mini_batch_rows)
-        agreement = RolloutAgreement()
-        if "old_log_probs" in batch and "rollout_log_probs" in batch:
-            all_rows, mask = torch.arange(len(data)), batch["response_mask"].bool()
-            agreement.add(batch["rollout_log_probs"], batch["old_log_probs"], mask, all_rows)
-        averages, num_skipped = Averages(), 0
-        with engine.loaded(optimizer=True):
-            for epoch in range(config["ppo_epochs"]):
-                parts = mini_batches(len(data), mini_batch_rows)
-                if config["shuffle"]:
-                    order = shuffled(len(parts), self.seed, engine.num_training_steps, epoch)
-                    parts = [parts[i] for i in order]
-                for number, rows in enumerate(parts):
-                    on_policy = epoch == number == 0
-                    figures, loss = self._accumulate(batch, rows, on_policy, agreement)
-                    figures["actor/grad_norm"], applied = engine.step(discard=not math.isfinite(loss))
-                    if applied:
-                        averages.add(figures)
-                    num_skipped += not applied
-        metrics = averages.result() | {"actor/lr": engine.lr, "actor/num_skipped_updates": float(num_skipped)}
-        if config["use_kl_loss"]:
-            metrics["actor/kl_coef"] = config["kl_loss_coef"]
-        engine.next_lr()
-        responses = batch["input_ids"][:, -batch["response_mask"].shape[1] :]
-        warn_of_worst(agreement.worst(), responses, data.non_tensor_batch.get("uid"))
-        return metrics | agreement.metrics(engine.reduce)
+        batch = self._batch(data)
+        bypass = bool(data.meta_info.get("bypass_mode", False))
+        first_log_probs: Tensor | None = None
+        if "rollout_log_probs" in batch and (bypass or "old_log_probs" not in batch):
+            first_log_probs = torch.full(batch["response_mask"].shape, torch.nan)
+        entropy_coeff = self.entropy_controller.value
 
-    def _check_old_log_probs(self, batch: Mapping[str, Tensor], mini_batch_rows: int) -> None:
-        num_rows = len(batch["response_mask"])
-        num_steps = self.config["ppo_epochs"] * -(-num_rows // mini_batch_rows)
-        if "old_log_probs" not in batch and num_steps > 1:
-            raise ValueError(
-                f"update_policy takes {num_steps} optimizer steps on {num_rows} rows, but the batch has no "
-                "old_log_probs; call compute_log_prob before the update."
+        def objective_of(mini_batch: MiniBatch) -> PolicyObjective:
+            is_first = mini_batch.number == 0
+            return PolicyObjective(
+                config=self.config,
+                engine=self.engine,
+                temperature=self.temperature,
+                batch=batch,
+                mini_batch=mini_batch,
+                on_policy=is_first and not bypass,
+                entropy_coeff=entropy_coeff,
+                idle_rows=rows_without_gradient(self.config, entropy_coeff, batch, mini_batch.rows),
+                limits=self.limits,
+                seed=(self.seed * 1_000_003 + self.engine.num_training_steps) * 1_009 + mini_batch.number,
+                first_log_probs=first_log_probs if is_first else None,
             )
 
-    def _accumulate(
-        self, batch: Mapping[str, Tensor], rows: list[int], on_policy: bool, agreement: RolloutAgreement
-    ) -> tuple[dict[str, float], float]:
-        """Gradient of one mini-batch, left in the parameters. Returns (metrics, loss), the same on every
-        rank. `agreement` takes the pass's log-probs if the batch has none of the sampling policy.
+        metrics = self.loop.run(data, batch, objective_of)
+        metrics["actor/entropy_coeff"] = entropy_coeff
+        if "actor/entropy" in metrics:
+            self.entropy_controller.update(metrics["actor/entropy"])
+        if first_log_probs is not None:
+            metrics |= self._agreement(data, batch, first_log_probs)
+        return metrics
+
+    def _batch(self, data: DataProto) -> dict[str, Tensor]:
+        """The columns that the update reads.
+
+        Raises:
+            ValueError: one is missing.
         """
-        engine = self.engine
-        mask = batch["response_mask"][rows].bool()
-        counts = engine.reduce([float(mask.sum()), float(mask.any(dim=1).sum())], "sum")
-        denominator = LossDenominator(max(counts[0], 1.0), max(counts[1], 1.0))
-        count, parts = micro_batches(batch, rows, engine, self.limits)
-        sums: dict[str, list[Tensor]] = {}
-        extremes: list[Tensor] = []
-        for number, part in enumerate(parts):
-            loss, figures, ratio_range, log_prob = self._loss(part, batch, denominator, on_policy)
-            engine.backward(loss, is_last=number == count - 1)
-            if "rollout_log_probs" in batch and "old_log_probs" not in batch:
-                rollout = batch["rollout_log_probs"][part.rows].to(engine.device)
-                agreement.add(rollout, log_prob, part.mask, part.rows)
-            for name, figure in figures.items():
-                sums.setdefault(name, []).append(figure)
-            extremes.append(ratio_range)
-        totals = {name: float(torch.stack(figures).sum()) for name, figures in sums.items()}
-        names = list(totals)
-        totals = dict(zip(names, engine.reduce([totals[name] for name in names], "sum"), strict=True))
-        lowest, highest = torch.stack(extremes).unbind(1) if extremes else (torch.zeros(1), torch.zeros(1))
-        totals["actor/ratio/min"] = math.exp(engine.reduce([float(lowest.min())], "min")[0])
-        totals["actor/ratio/max"] = math.exp(engine.reduce([float(highest.max())], "max")[0])
-        return totals, totals.pop("loss", 0.0)
+        needed, optional = loss_columns(self.config)
+        batch = tensors_of(data, needed, optional)
+        if "observation_mask" in batch:  # a row without a sampled token takes part in nothing
+            has_tokens = batch["response_mask"].bool().any(dim=1, keepdim=True)
+            batch["extra_loss_mask"] = batch["observation_mask"].bool() & has_tokens
+        num_steps = self.loop.num_steps(data)
+        if "old_log_probs" not in batch and num_steps > 1:
+            raise ValueError(
+                f"update_policy takes {num_steps} optimizer steps on {len(data)} rows, but the batch has no "
+                "old_log_probs; call compute_log_prob before the update."
+            )
+        return batch
 
-    def _loss(
-        self,
-        part: PackedMicroBatch,
-        batch: Mapping[str, Tensor],
-        denominator: LossDenominator,
-        on_policy: bool,
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
-        """A micro-batch's share of the loss, its shares of the metrics, (least, greatest) log-ratio, and the
-        log-probs [B, R].
-        """
-        config, device = self.config, self.engine.device
+    def _agreement(self, data: DataProto, batch: Mapping[str, Tensor], log_probs: Tensor) -> dict[str, float]:
+        """Compares the rollout's log-probs with those of the first mini-batch's own pass."""
+        agreement = RolloutAgreement()
+        seen = batch["response_mask"].bool() & ~log_probs.isnan()
+        agreement.add(batch["rollout_log_probs"], log_probs, seen, torch.arange(len(data)))
+        responses = batch["input_ids"][:, -log_probs.shape[1] :]
+        warn_of_worst(agreement.worst(), responses, data.non_tensor_batch.get("uid"))
+        return agreement.metrics(self.engine.reduce)
 
-        def rows_of(key: str) -> Tensor:
-            return batch[key][part.rows].to(device)
+    def state_dict(self) -> dict[str, Any]:
+        """What the next training step depends on, besides the engine."""
+        return {"loop": self.loop.state_dict(), "entropy_controller": self.entropy_controller.state_dict()}
 
-        with self.engine.autocast():
-            per_token, entropy_per_token, _ = self.engine.module(part, self.temperature, True)
-        mask = part.mask
-        log_prob, entropy = part.unpack(per_token), part.unpack(entropy_per_token)
-        old_log_prob = log_prob.detach() if on_policy else rows_of("old_log_probs")
-        mode = config["loss_agg_mode"]
-        pg_loss, figures = policy_loss(
-            "vanilla",
-            old_log_prob=old_log_prob,
-            log_prob=log_prob,
-            advantages=rows_of("advantages"),
-            response_mask=mask,
-            loss_agg_mode=mode,
-            config=config,
-            denominator=denominator,
-        )
-        weight = config["entropy_coeff"]
-        entropy_loss = compute_entropy_loss(entropy if weight else entropy.detach(), mask, mode, denominator)
-        loss = pg_loss - weight * entropy_loss
-        figures = figures | {"actor/pg_loss": pg_loss, "actor/entropy_loss": entropy_loss}
-        if config["use_kl_loss"]:
-            kl = kl_penalty(log_prob, rows_of("ref_log_prob"), config["kl_loss_type"])
-            figures["actor/kl_loss"] = agg_loss(kl, mask, mode, denominator)
-            loss = loss + config["kl_loss_coef"] * figures["actor/kl_loss"]
-        figures["loss"] = loss
-        log_ratio = (log_prob - old_log_prob).detach().masked_select(mask)
-        ratio_range = (
-            torch.stack([log_ratio.min(), log_ratio.max()]) if len(log_ratio) else log_prob.new_zeros(2)
-        )
-        figures = {name: figure.detach() for name, figure in figures.items()}
-        return loss, figures, ratio_range, log_prob.detach()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loop.load_state_dict(state["loop"])
+        self.entropy_controller.load_state_dict(state["entropy_controller"])

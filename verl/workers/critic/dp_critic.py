@@ -4,26 +4,20 @@ part.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.core_algos import LossDenominator, agg_loss, compute_value_loss
+from verl.trainer.ppo.core_algos import agg_loss, compute_value_loss
+from verl.utils.packing import PackedMicroBatch
 from verl.workers.engine.engine import TrainEngine
 from verl.workers.engine.loading import ValueModel
-from verl.workers.engine.micro_batches import (
-    Averages,
-    MicroBatchLimits,
-    micro_batches,
-    mini_batches,
-    rows_per_rank,
-    shuffled,
-    tensors_of,
-)
+from verl.workers.engine.micro_batches import MicroBatchLimits, micro_batches, tensors_of
+from verl.workers.engine.update_loop import MiniBatch, Share, UpdateLoop
 
 
 class DataParallelPPOCritic:
@@ -44,11 +38,8 @@ class DataParallelPPOCritic:
         rollout_n: int = 1,
         seed: int = 0,
     ):
-        self.config, self.engine, self.seed = config, engine, seed
-        self.limits, self.forward_limits = limits, forward_limits
-        self.mini_batch_rows = rows_per_rank(
-            config["ppo_mini_batch_size"], rollout_n, engine.world_size, "critic"
-        )
+        self.config, self.engine, self.forward_limits = config, engine, forward_limits
+        self.loop = UpdateLoop("critic", config, engine, limits, rollout_n, seed)
 
     @torch.no_grad()
     def compute_values(self, data: DataProto) -> Tensor:
@@ -72,54 +63,59 @@ class DataParallelPPOCritic:
 
         Reads input_ids, attention_mask, position_ids, response_mask, values, returns.
         """
-        config, engine = self.config, self.engine
         batch = tensors_of(data, ("values", "returns"))
-        mini_batch_rows = data.meta_info.get("mini_batch_rows", self.mini_batch_rows)
-        averages, num_skipped = Averages(), 0
-        with engine.loaded(optimizer=True):
-            for epoch in range(config["ppo_epochs"]):
-                parts = mini_batches(len(data), mini_batch_rows)
-                if config["shuffle"]:
-                    order = shuffled(len(parts), self.seed, engine.num_training_steps, epoch)
-                    parts = [parts[i] for i in order]
-                for rows in parts:
-                    figures = self._accumulate(batch, rows)
-                    finite = math.isfinite(figures["critic/vf_loss"])
-                    figures["critic/grad_norm"], applied = engine.step(discard=not finite)
-                    if applied:
-                        averages.add(figures)
-                    num_skipped += not applied
-        metrics = averages.result() | {
-            "critic/lr": engine.lr,
-            "critic/num_skipped_updates": float(num_skipped),
-        }
-        engine.next_lr()
-        return metrics
+        return self.loop.run(data, batch, lambda mini: ValueObjective(self.config, self.engine, batch, mini))
 
-    def _accumulate(self, batch: Mapping[str, Tensor], rows: list[int]) -> dict[str, float]:
-        """Gradient of one mini-batch, left in the parameters. Returns metrics, the same on every rank."""
-        engine, config = self.engine, self.config
-        mask = batch["response_mask"][rows].bool()
-        counts = engine.reduce([float(mask.sum()), float(mask.any(dim=1).sum())], "sum")
-        denominator = LossDenominator(max(counts[0], 1.0), max(counts[1], 1.0))
-        count, parts = micro_batches(batch, rows, engine, self.limits)
-        sums = torch.zeros(3, dtype=torch.float64)
-        for number, part in enumerate(parts):
-            with engine.autocast():
-                value = engine.module(part)
-            vpreds = part.unpack(value)
-            returns, old_values = (batch[key][part.rows].to(engine.device) for key in ("returns", "values"))
-            loss, clip_fraction = compute_value_loss(
-                vpreds,
-                returns,
-                old_values,
-                part.mask,
-                config["cliprange_value"],
-                config["loss_agg_mode"],
-                denominator,
-            )
-            engine.backward(loss, is_last=number == count - 1)
-            mean = agg_loss(vpreds.detach(), part.mask, "token-mean", denominator)
-            sums += torch.stack([loss.detach(), clip_fraction, mean]).double().cpu()
-        names = ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean")
-        return dict(zip(names, engine.reduce(sums.tolist(), "sum"), strict=True))
+    def state_dict(self) -> dict[str, Any]:
+        """What the next training step depends on, besides the engine."""
+        return {"loop": self.loop.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loop.load_state_dict(state["loop"])
+
+
+@dataclass
+class ValueObjective:
+    """The critic's loss of one mini-batch; an `Objective` of the update loop. config: the `critic` block."""
+
+    config: Mapping[str, Any]
+    engine: TrainEngine[ValueModel]
+    batch: Mapping[str, Tensor]
+    mini_batch: MiniBatch
+    idle_rows: Sequence[int] = ()
+
+    def share(self, part: PackedMicroBatch) -> Share:
+        """The micro-batch's share of the loss and of the metrics."""
+        vpreds, denominator = self._values(part), self.mini_batch.denominator
+        loss, clip_fraction = compute_value_loss(
+            vpreds,
+            self._rows("returns", part),
+            self._rows("values", part),
+            part.mask,
+            self.config["cliprange_value"],
+            self.config["loss_agg_mode"],
+            denominator,
+        )
+        figures = {
+            "critic/vf_loss": loss.detach(),
+            "critic/vf_clipfrac": clip_fraction,
+            "critic/vpred_mean": agg_loss(vpreds.detach(), part.mask, "token-mean", denominator),
+        }
+        return Share(loss, figures)
+
+    def token_values(self, part: PackedMicroBatch) -> dict[str, Tensor]:
+        """Per token [B, R], 0 where it takes part in nothing."""
+        values = {
+            "return": self._rows("returns", part),
+            "old value": self._rows("values", part),
+            "value": self._values(part),
+        }
+        return {name: value.masked_fill(~part.mask, 0.0) for name, value in values.items()}
+
+    def _values(self, part: PackedMicroBatch) -> Tensor:
+        with self.engine.autocast():
+            value = self.engine.module(part)
+        return part.unpack(value)
+
+    def _rows(self, key: str, part: PackedMicroBatch) -> Tensor:
+        return self.batch[key][part.rows].to(self.engine.device)
