@@ -27,6 +27,7 @@ from verl.workers.engine.checkpoint import load_checkpoint, save_checkpoint, sav
 from verl.workers.engine.engine import Precision, TrainEngine
 from verl.workers.engine.loading import PolicyModel, load_policy, load_value_model, parse_dtype
 from verl.workers.engine.micro_batches import MicroBatchLimits
+from verl.workers.engine.reference import Reference
 from verl.workers.rollout.build import Request, build_engine
 from verl.workers.rollout.engine import RolloutEngine
 
@@ -116,13 +117,18 @@ class ActorRolloutRefWorker(Worker):
         if self.has_actor and config.teacher.path is not None:
             self.teacher_engine = self._load_teacher()
         if self.has_ref:
-            self.ref_engine = self._engine(config.ref.fsdp_config, trained=False)
+            policy = self.engine if self.has_actor or self.has_rollout else None
+            shares_base = policy is not None and policy.adapters is not None
+            own = None if shares_base else self._engine(config.ref.fsdp_config, trained=False, adapted=False)
+            self.reference = Reference(policy, own)
 
-    def _engine(self, fsdp_config: DictConfig, trained: bool) -> TrainEngine[PolicyModel]:
+    def _engine(
+        self, fsdp_config: DictConfig, trained: bool, adapted: bool = True
+    ) -> TrainEngine[PolicyModel]:
         precision = Precision.from_config(fsdp_config, self.device, trained)
         actor = self.config.actor
         return TrainEngine(
-            load_policy(self.config.model, precision.model),
+            load_policy(self.config.model, precision.model, with_adapters=adapted),
             precision,
             fsdp_config,
             self.device,
@@ -185,7 +191,9 @@ class ActorRolloutRefWorker(Worker):
             num_rows,
             self.rank,
             self.world_size,
-            copies_weights=self.world_size > 1 or dtype != self.engine.precision.model,
+            copies_weights=self.world_size > 1
+            or dtype != self.engine.precision.model
+            or self.engine.adapters is not None,
         )
         with self.engine.loaded():  # an engine that measures the free memory sees what it will have
             self.rollout_engine = build_engine(rollout, self.config.model, request)
@@ -249,10 +257,18 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """ref_log_prob [N, R] of the frozen model that training started from."""
+        """ref_log_prob [N, R] of the frozen model that training started from, or of the policy at the last
+        reset_reference. With LoRA it is the policy's own engine without its adapters.
+        """
         limits = self._limits(self.config.ref, "ref", "log_prob")
-        log_probs = compute_log_prob(self.ref_engine, data, limits, self.config.rollout.temperature)
+        with self.reference.active() as engine:
+            log_probs = compute_log_prob(engine, data, limits, self.config.rollout.temperature)
         return DataProto.from_dict({"ref_log_prob": log_probs})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def reset_reference(self) -> None:
+        """From now on the reference is the present policy; part of checkpoints from then on."""
+        self.reference.reset()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
@@ -278,6 +294,8 @@ class ActorRolloutRefWorker(Worker):
         """
         save_checkpoint(self.engine, path)
         _save_state(path, self.actor.state_dict(), self.rank)
+        if self.has_ref:
+            self.reference.save(Path(path))
         self.save_hf(str(Path(path) / "huggingface"))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -285,6 +303,8 @@ class ActorRolloutRefWorker(Worker):
         """Goes on from a folder of save_checkpoint, made with any number of processes."""
         load_checkpoint(self.engine, path)
         self.actor.load_state_dict(_read_state(path))
+        if self.has_ref:
+            self.reference.load(Path(path))
         self._rollout_weights_stale = True  # even if they have the same version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
