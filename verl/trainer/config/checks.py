@@ -122,10 +122,10 @@ def _check_importable(key: str, path: str) -> None:
         )
 
 
-def check_betas(name: str, betas: Sequence[Any]) -> None:
+def check_betas(key: str, betas: Sequence[Any]) -> None:
     """AdamW's two decay rates."""
     if len(betas) != 2 or not all(isinstance(b, float | int) and 0 <= b < 1 for b in betas):
-        raise ValueError(f"Found {name}.optim.betas={betas}; expected two numbers in [0, 1).")
+        raise ValueError(f"Found {key}={betas}; expected two numbers in [0, 1).")
 
 
 def check_loggers(names: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ works for a key that already exists (Search-R1's scripts need that), and a repea
 
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ OPEN_KEYS = (
     "actor_rollout_ref.model.override_config",
     "critic.model.override_config",
     "actor_rollout_ref.rollout.vllm.engine_args",
+    "model.override_config",
+    "data.apply_chat_template_kwargs",
 )
 
 
@@ -46,12 +48,17 @@ def known_keys(config_name: str = CONFIG_NAME) -> tuple[str, ...]:
     return tuple(flat(_read_yaml(config_name)))
 
 
-def load_config(overrides: Sequence[str], config_name: str = CONFIG_NAME) -> DictConfig:
+def load_config(
+    overrides: Sequence[str],
+    config_name: str = CONFIG_NAME,
+    resolve_with: Callable[[DictConfig], None] | None = None,
+) -> DictConfig:
     """Compose the configuration from its defaults and the overrides.
 
     Args:
         overrides: `key=value`, `+key=value` or `++key=value`; of a repeated key the last one counts.
         config_name: name of the yaml file beside this module, without its ending.
+        resolve_with: fills in that file's aliases; None: `resolve`.
 
     Returns:
         The configuration with interpolations, `~` in paths and null aliases (`resolve`) filled in;
@@ -70,7 +77,7 @@ def load_config(overrides: Sequence[str], config_name: str = CONFIG_NAME) -> Dic
             last[key] = f"++{key}={value}"
     with initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3"):
         config = compose(config_name=config_name, overrides=list(last.values()))
-    resolve(config)
+    (resolve_with or resolve)(config)
     OmegaConf.set_struct(config, True)
     return config
 
@@ -82,7 +89,7 @@ def resolve(config: DictConfig) -> None:
     `size // processes`, at least 1.
     """
     OmegaConf.resolve(config)
-    processes = max(1, _as_int(config.trainer.nnodes) * _as_int(config.trainer.n_gpus_per_node))
+    processes = max(1, as_int(config.trainer.nnodes) * as_int(config.trainer.n_gpus_per_node))
     actor, critic = config.actor_rollout_ref.actor, config.critic
     for block, name in (
         (actor, "ppo_micro_batch_size"),
@@ -97,26 +104,32 @@ def resolve(config: DictConfig) -> None:
         config.trainer.val_before_train = True
     if config.trainer.val_only is None:
         config.trainer.val_only = False
-    for key in (
-        "data.train_files",
-        "data.val_files",
-        "data.extra_val_files",
-        "actor_rollout_ref.model.path",
-        "actor_rollout_ref.model.lora_adapter_path",
-        "actor_rollout_ref.rollout.vllm.python",
-        "critic.model.path",
-        "critic.model.tokenizer_path",
-        "custom_reward_function.path",
-        "trainer.default_local_dir",
-        "trainer.resume_from_path",
-    ):
-        OmegaConf.update(config, key, _expand(OmegaConf.select(config, key)))
+    expand_paths(
+        config,
+        (
+            "data.train_files",
+            "data.val_files",
+            "data.extra_val_files",
+            "actor_rollout_ref.model.path",
+            "actor_rollout_ref.model.lora_adapter_path",
+            "actor_rollout_ref.rollout.vllm.python",
+            "critic.model.path",
+            "critic.model.tokenizer_path",
+            "custom_reward_function.path",
+            "trainer.default_local_dir",
+            "trainer.resume_from_path",
+        ),
+    )
     vllm = config.actor_rollout_ref.rollout.vllm
     if isinstance(vllm.python, str) and "/" in vllm.python:  # workers may have another working directory
         vllm.python = str(Path(vllm.python).absolute())
 
 
-def parse_arguments(argv: Sequence[str], config_name: str = CONFIG_NAME) -> DictConfig:
+def parse_arguments(
+    argv: Sequence[str],
+    config_name: str = CONFIG_NAME,
+    resolve_with: Callable[[DictConfig], None] | None = None,
+) -> DictConfig:
     """`load_config` for a program: `--help` prints every key with its meaning, `--print` the result.
 
     Raises:
@@ -126,7 +139,7 @@ def parse_arguments(argv: Sequence[str], config_name: str = CONFIG_NAME) -> Dict
     if "--help" in argv or "-h" in argv:
         print((CONFIG_DIR / f"{config_name}.yaml").read_text(encoding="utf-8"))
         sys.exit(0)
-    config = load_config([a for a in argv if a != "--print"], config_name)
+    config = load_config([a for a in argv if a != "--print"], config_name, resolve_with)
     if "--print" in argv:
         print(OmegaConf.to_yaml(config))
         sys.exit(0)
@@ -210,6 +223,12 @@ def _check_key(key: str, known: Sequence[str], text: str) -> None:
     )
 
 
+def expand_paths(config: DictConfig, keys: Sequence[str]) -> None:
+    """Fill in, in place, the home folder for `~` in the paths of these keys."""
+    for key in keys:
+        OmegaConf.update(config, key, _expand(OmegaConf.select(config, key)))
+
+
 def _expand(value):
     if isinstance(value, str):
         return str(Path(value).expanduser()) if value.startswith("~") else value
@@ -218,5 +237,6 @@ def _expand(value):
     return value
 
 
-def _as_int(value: object) -> int:
+def as_int(value: object) -> int:
+    """The number, or 1 for what `validate` will refuse."""
     return value if isinstance(value, int) else 1

@@ -233,7 +233,7 @@ def _check_algorithm(config: DictConfig) -> None:
             "algorithm.kl_ctrl.horizon=10000."
         )
     for name in ("actor_rollout_ref.actor", "critic"):
-        check_betas(name, OmegaConf.select(config, f"{name}.optim.betas"))
+        check_betas(f"{name}.optim.betas", OmegaConf.select(config, f"{name}.optim.betas"))
 
 
 def _check_kl_and_entropy(config: DictConfig) -> None:
