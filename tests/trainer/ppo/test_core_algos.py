@@ -1,4 +1,4 @@
-"""Advantages, losses and KL against slow float64 loops written from the formulas, and their masking."""
+"""Losses and KL against slow float64 loops written from the formulas, and their masking."""
 
 import math
 import statistics
@@ -29,156 +29,13 @@ def randn(generator, *shape):
     return torch.randn(*(shape or (N, R)), generator=generator)
 
 
-def loop_gae(rewards, values, mask, gamma, lam):
-    """A and A + V of one row, over the list of its sampled tokens only."""
-    steps = [t for t in range(len(mask)) if mask[t]]
-    advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
-    carried = 0.0
-    for i in reversed(range(len(steps))):
-        t = steps[i]
-        next_value = values[steps[i + 1]] if i + 1 < len(steps) else 0.0
-        carried = rewards[t] + gamma * next_value - values[t] + gamma * lam * carried
-        advantages[t], returns[t] = carried, carried + values[t]
-    return advantages, returns
-
-
-def loop_whiten(rows, mask):
-    flat = [x for row, m in zip(rows, mask.tolist(), strict=True) for x, k in zip(row, m, strict=True) if k]
-    mean, variance = statistics.fmean(flat), statistics.variance(flat)
-    return [
-        [(x - mean) / math.sqrt(variance + 1e-8) if k else 0.0 for x, k in zip(row, m, strict=True)]
-        for row, m in zip(rows, mask.tolist(), strict=True)
-    ]
-
-
 def assert_close(actual, expected, tolerance=2e-5):
     torch.testing.assert_close(
         actual.double(), torch.as_tensor(expected, dtype=torch.float64), rtol=tolerance, atol=tolerance
     )
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.97, 0.9)])
-def test_gae_steps_over_observations_as_a_float64_loop_does(generator, mask, gamma, lam):
-    rewards, values = randn(generator), randn(generator)
-    advantages, returns = algos.compute_gae_advantage_return(rewards, values, mask, gamma, lam)
-    rows = [loop_gae(*(x[i].tolist() for x in (rewards, values, mask)), gamma, lam) for i in range(N)]
-    assert_close(advantages, loop_whiten([row[0] for row in rows], mask))
-    assert_close(returns, [row[1] for row in rows])
-
-
-def test_gae_of_a_trajectory_is_the_same_with_and_without_an_observation_in_the_middle(generator):
-    rewards, values = randn(generator, 2, 6), randn(generator, 2, 6)
-    short = algos.compute_gae_advantage_return(rewards, values, torch.ones(2, 6), 0.9, 0.8)
-
-    def widen(x, fill):
-        return torch.cat([x[:, :3], torch.full((2, 4), fill), x[:, 3:]], dim=1)
-
-    wide_mask = widen(torch.ones(2, 6), 0.0)
-    wide = algos.compute_gae_advantage_return(widen(rewards, 5.0), widen(values, -7.0), wide_mask, 0.9, 0.8)
-    for got, want in zip(wide, short, strict=True):
-        assert torch.equal(got[wide_mask.bool()].view(2, 6), want)
-
-
-def test_whitening_one_token_or_none_is_finite():
-    one = torch.tensor([[1, 0, 0]])
-    for mask in (one, one * 0):
-        advantages, _ = algos.compute_gae_advantage_return(torch.ones(1, 3), torch.ones(1, 3), mask, 1.0, 1.0)
-        assert torch.equal(advantages, torch.zeros(1, 3))
-
-
-UIDS = ["a", "b", "a", "b", "a", "c", "b"]
-
-
-def loop_groups(rewards, mask):
-    """Scores of rows, and for each row the scores of its group (rows that sampled something)."""
-    scores = [
-        sum(r for r, k in zip(*pair, strict=True) if k)
-        for pair in zip(rewards.tolist(), mask.tolist(), strict=True)
-    ]
-    live = [bool(m.any()) for m in mask]
-    members = [[j for j in range(N) if UIDS[j] == UIDS[i] and live[j]] for i in range(N)]
-    return scores, members
-
-
-@pytest.mark.parametrize("by_std", [True, False])
-def test_grpo_normalises_within_the_rows_of_a_uid_as_a_float64_loop_does(generator, mask, by_std):
-    rewards = randn(generator)
-    advantages, returns = algos.compute_grpo_outcome_advantage(
-        rewards, mask, UIDS, norm_adv_by_std_in_grpo=by_std
-    )
-    scores, members = loop_groups(rewards, mask)
-    expected = torch.zeros(N, R, dtype=torch.float64)
-    for i in range(N):
-        group = [scores[j] for j in members[i]]
-        mean, std = (statistics.fmean(group), statistics.stdev(group)) if len(group) > 1 else (0.0, 1.0)
-        expected[i] = (scores[i] - mean) / ((std + 1e-6) if by_std else 1.0) * mask[i]
-    assert_close(advantages, expected)
-    assert torch.equal(advantages, returns)
-
-
-def test_rule_7_groups_are_keyed_by_uid_wherever_their_rows_stand(generator, mask):
-    rewards, order = randn(generator), [5, 3, 0, 6, 2, 4, 1]
-    for name in ("grpo", "rloo"):
-        straight, _ = algos.compute_advantage(name, rewards, mask, index=UIDS)
-        shuffled, _ = algos.compute_advantage(
-            name, rewards[order], mask[order], index=[UIDS[i] for i in order]
-        )
-        torch.testing.assert_close(shuffled, straight[order])
-        apart, _ = algos.compute_advantage(name, rewards, mask, index=["a", "b", "d", "b", "d", "c", "e"])
-        assert not torch.allclose(apart, straight)
-
-
-def test_a_group_of_one_keeps_its_score(mask):
-    rewards = torch.zeros(N, R)
-    rewards[:, 4], mask[:, 4] = 3.0, 1
-    for name in ("grpo", "rloo"):
-        advantages, _ = algos.compute_advantage(name, rewards, mask, index=list(range(N)))
-        torch.testing.assert_close(advantages, 3.0 * mask, rtol=1e-5, atol=0)
-
-
-def test_rloo_subtracts_the_mean_of_the_others(generator, mask):
-    rewards = randn(generator)
-    advantages, _ = algos.compute_rloo_outcome_advantage(rewards, mask, UIDS)
-    scores, members = loop_groups(rewards, mask)
-    expected = torch.zeros(N, R, dtype=torch.float64)
-    for i in range(N):
-        others = [scores[j] for j in members[i] if j != i]
-        expected[i] = (scores[i] - (statistics.fmean(others) if others else 0.0)) * mask[i]
-    assert_close(advantages, expected)
-
-
-def test_reinforce_plus_plus_discounts_over_sampled_tokens_only(generator, mask):
-    rewards, gamma = randn(generator), 0.9
-    advantages, returns = algos.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, gamma)
-    rows = []
-    for reward, kept in zip(rewards.tolist(), mask.tolist(), strict=True):
-        running, row = 0.0, [0.0] * R
-        for t in reversed([t for t in range(R) if kept[t]]):
-            running = reward[t] + gamma * running
-            row[t] = running
-        rows.append(row)
-    assert_close(returns, rows)
-    assert_close(advantages, loop_whiten(rows, mask))
-
-
-@pytest.mark.parametrize("name", ["gae", "grpo", "rloo", "reinforce_plus_plus"])
-def test_rule_3_masked_entries_have_no_influence_on_advantages(generator, mask, name):
-    rewards, values = randn(generator), randn(generator)
-    noise = torch.where(mask.bool(), 0.0, torch.tensor(float("nan")))
-    clean = algos.compute_advantage(name, rewards, mask, values=values, index=UIDS, gamma=0.9, lam=0.9)
-    dirty = algos.compute_advantage(
-        name, rewards + noise, mask, values=values + noise, index=UIDS, gamma=0.9, lam=0.9
-    )
-    for got, want in zip(dirty, clean, strict=True):
-        assert torch.equal(got, want)
-        assert torch.equal(got[~mask.bool()], torch.zeros(int((mask == 0).sum())))
-
-
-def test_unknown_names_are_errors_that_list_the_known_ones(mask):
-    with pytest.raises(ValueError, match="'ppo', expected one of .*gae"):
-        algos.get_adv_estimator_fn("ppo")
-    with pytest.raises(ValueError, match="needs values"):
-        algos.compute_advantage("gae", mask.float(), mask)
+def test_unknown_names_are_errors_that_list_the_known_ones():
     assert algos.get_policy_loss_fn("vanilla") is algos.compute_policy_loss_vanilla
     with pytest.raises(ValueError, match="'ppo', expected one of vanilla"):
         algos.get_policy_loss_fn("ppo")

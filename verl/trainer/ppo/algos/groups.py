@@ -153,8 +153,9 @@ def compute_maxrl_outcome_advantage(
     """MaxRL, maximum likelihood RL (Tajwar, Zeng et al. 2026, arXiv:2602.02710, algorithm 1).
 
     A = (score - mean) / mean over the group, 0 where no row has a score. With n rows and scores of 0 and 1
-    this is an unbiased gradient of the likelihood of a right answer, log p, cut off after n terms; a group of
-    one is its first term, plain REINFORCE.
+    its expected gradient is that of log p, p the chance of a right answer, cut off after n - 1 terms of the
+    series -sum over k of (1 - p)^k / k. (n terms in the paper, without the control variate.) A group of one
+    is plain REINFORCE, the first term.
 
     Raises:
         ValueError: a score is negative. The mean stands for a probability of success.
