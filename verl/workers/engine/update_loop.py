@@ -98,7 +98,8 @@ class UpdateLoop(Generic[Module]):
         seed: int,
         loss_scale_factor: float | None = None,
     ):
-        self.name, self.config, self.engine, self.limits, self.seed = name, config, engine, limits, seed
+        self.engine: TrainEngine[Module] = engine
+        self.name, self.config, self.limits, self.seed = name, config, limits, seed
         self.loss_scale_factor = loss_scale_factor
         self.mini_batch_rows = rows_per_rank(
             config["ppo_mini_batch_size"], rollout_n, engine.world_size, BLOCKS[name]
@@ -122,8 +123,7 @@ class UpdateLoop(Generic[Module]):
             data: this rank's rows; meta_info `mini_batch_rows` says how many make a mini-batch (else as
                 configured), and `uid` names them in the log. batch: its tensors.
         """
-        engine: TrainEngine[Module] = self.engine
-        averages, num_skipped = Averages(), 0
+        engine, averages, num_skipped = self.engine, Averages(), 0
         with engine.loaded(optimizer=True):
             for mini_batch in self._mini_batches(batch, self._rows_of_mini_batch(data)):
                 objective = objective_of(mini_batch)
