@@ -66,10 +66,12 @@ def clock(seconds: float) -> str:
 def step_figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """(name, value) of what a line shows, for the metrics that are there."""
     known = (
+        ("loss", "train/loss", ".4f"),
         ("reward", "critic/score/mean", ".3f"),
         ("EM", "train/em", ".3f"),
         ("searches", "train/searches", ".2f"),
         ("tokens/s", "perf/generated_tokens_per_second", ",.0f"),
+        ("tokens/s", "perf/tokens_per_second", ",.0f"),
     )
     return [(name, format(metrics[key], form)) for name, key, form in known if key in metrics]
 

@@ -37,7 +37,7 @@ from verl.workers.engine.not_finite import first_not_finite
 
 logger = logging.getLogger(__name__)
 
-BLOCKS = {"actor": "actor_rollout_ref.actor", "critic": "critic"}
+BLOCKS = {"actor": "actor_rollout_ref.actor", "critic": "critic", "train": "data"}
 
 
 class Share(NamedTuple):
@@ -81,7 +81,7 @@ class UpdateLoop(Generic[Module]):
     """Makes the optimizer steps of a training step.
 
     Args:
-        name: "actor" or "critic", which the metrics' names begin with. config: its block.
+        name: "actor", "critic" or "train" (supervised): the metrics' names begin with it. config: its block.
         engine: this rank's share of the model. limits: micro-batches of the update.
         rollout_n: `rollout.n`, which multiplies ppo_mini_batch_size. seed: of `shuffle`, which here puts the
             mini-batches of each epoch in an order of its own (the trainer shuffles the rows).

@@ -1,0 +1,135 @@
+"""One rank of supervised training: the mean negative log-likelihood of the trained tokens.
+
+    rows -> micro-batches (packed, within a token budget) -> log-probs of trained tokens -> one optimizer step
+
+A micro-batch's share of the loss is a sum divided by the trained tokens of all rows over all ranks, so loss
+and gradient are the same for every way of splitting the rows. Logits are made for trained tokens only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from verl.protocol import DataProto
+from verl.single_controller.base import Dispatch, Worker, register
+from verl.utils.packing import CPU_TOKENS_PER_PACK, PackedMicroBatch
+from verl.workers.engine.checkpoint import load_checkpoint, save_checkpoint, save_hf
+from verl.workers.engine.engine import Precision, TrainEngine
+from verl.workers.engine.loading import PolicyModel, load_policy
+from verl.workers.engine.micro_batches import MicroBatchLimits, micro_batches, tensors_of
+from verl.workers.engine.update_loop import MiniBatch, Share, UpdateLoop
+
+
+class SFTWorker(Worker):
+    """Trains a causal language model on rows of `SFTDataset.batch`.
+
+    Args:
+        config: the whole configuration of supervised training, validated.
+        tokenizer: saved with the model.
+        total_steps: length of the learning-rate schedule.
+    """
+
+    def __init__(self, config: DictConfig, tokenizer: PreTrainedTokenizerBase, total_steps: int):
+        super().__init__()
+        self.config, self.tokenizer, self.total_steps = config, tokenizer, total_steps
+        self.device = self.init_process_group(config.trainer.device)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the model. Raises ValueError for a folder that is missing or does not fit."""
+        config = self.config
+        fsdp_config = {**config.model.fsdp_config, "param_offload": False, "optimizer_offload": False}
+        precision = Precision.from_config(fsdp_config, self.device)
+        optim = {
+            **config.optim,
+            "warmup_style": config.optim.lr_scheduler,
+            "total_training_steps": self.total_steps,
+        }
+        self.engine = TrainEngine(
+            load_policy({**config.model, "path": config.model.partial_pretrain}, precision.model),
+            precision,
+            fsdp_config,
+            self.device,
+            self.world_size,
+            optim,
+            config.optim.clip_grad,
+        )
+        self.limits = self._limits()
+        block = {"ppo_mini_batch_size": config.data.train_batch_size, "ppo_epochs": 1, "shuffle": False}
+        self.loop = UpdateLoop("train", block, self.engine, self.limits, rollout_n=1, seed=0)
+
+    def _limits(self) -> MicroBatchLimits:
+        data, max_tokens = self.config.data, self.config.data.max_token_len_per_gpu
+        if self.device.type == "cpu":  # smaller passes are faster there, and the loss is the same
+            max_tokens = min(max_tokens, CPU_TOKENS_PER_PACK)
+        return MicroBatchLimits(data.micro_batch_size_per_gpu, max_tokens, not self.config.use_remove_padding)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update(self, data: DataProto) -> DataProto:
+        """One optimizer step on these rows of all ranks. meta_info `metrics`: train/loss (nats per trained
+        token), train/grad_norm, train/lr and the count of skipped steps, the same on every rank.
+        """
+        metrics = self.loop.run(
+            data, tensors_of(data), lambda mini_batch: NegativeLogLikelihood(self.engine, mini_batch)
+        )
+        return DataProto(meta_info={"metrics": metrics})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @torch.no_grad()
+    def evaluate(self, data: DataProto) -> DataProto:
+        """meta_info `metrics`: the summed negative log-likelihood of the rows of all ranks, and their trained
+        tokens.
+        """
+        batch, total = tensors_of(data), 0.0
+        with self.engine.loaded():
+            for part in micro_batches(batch, range(len(data)), self.engine, self.limits)[1]:
+                total -= float(_log_probs(self.engine, part).double().sum())
+        sums = self.engine.reduce([total, float(batch["response_mask"].sum())], "sum")
+        return DataProto(meta_info={"metrics": dict(zip(("nll", "tokens"), sums, strict=True))})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str) -> None:
+        """All that training goes on from, in `path`; the weights as a Hugging Face folder in
+        `path`/huggingface.
+        """
+        save_checkpoint(self.engine, path)
+        base = self.config.model.partial_pretrain
+        save_hf(self.engine, str(Path(path) / "huggingface"), self.tokenizer, base)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """Goes on from a folder of save_checkpoint, made with any number of processes."""
+        load_checkpoint(self.engine, path)
+
+
+@dataclass
+class NegativeLogLikelihood:
+    """The loss of one optimizer step; an `Objective` of the update loop."""
+
+    engine: TrainEngine[PolicyModel]
+    mini_batch: MiniBatch
+    idle_rows: Sequence[int] = ()
+
+    def share(self, part: PackedMicroBatch) -> Share:
+        """The micro-batch's share of the loss."""
+        loss = -_log_probs(self.engine, part).sum() / self.mini_batch.denominator.num_tokens
+        return Share(loss, {"train/loss": loss.detach()})
+
+    def token_values(self, part: PackedMicroBatch) -> dict[str, Tensor]:
+        """Per token [B, R], 0 where nothing is trained."""
+        return {"log-probability": part.unpack(_log_probs(self.engine, part))}
+
+
+def _log_probs(engine: TrainEngine[Any], part: PackedMicroBatch) -> Tensor:
+    with engine.autocast():
+        log_probs, *_ = engine.module(part, 1.0, False)
+    assert isinstance(log_probs, Tensor)
+    return log_probs
