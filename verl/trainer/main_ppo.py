@@ -23,7 +23,9 @@ from search_r1.search.client import API_KEY_VARIABLE, SearchError
 from verl.single_controller.base import ClassWithInitArgs
 from verl.trainer.config import parse_arguments, settings_without_effect, validate
 from verl.trainer.placement import place, start_ray
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role, actor_role, needs_critic
+from verl.trainer.ppo.passes import Passes
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.roles import ResourcePoolManager, Role, actor_role
 from verl.trainer.ppo.run_state import RunStopped
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.reward_score import RewardFunction, load_reward_function
@@ -60,7 +62,8 @@ def build_trainer(config: DictConfig, train_score: RewardFunction | None = None)
         use_gpu=config.trainer.device == "cuda",
     )
     pools.create_resource_pool()
-    role = actor_role(config)
+    passes = Passes.of(config)
+    role = actor_role(passes.reference)
     workers = {
         role: ClassWithInitArgs(
             ActorRolloutRefWorker,
@@ -73,7 +76,7 @@ def build_trainer(config: DictConfig, train_score: RewardFunction | None = None)
             seed=config.trainer.seed,
         )
     }
-    if needs_critic(config):
+    if passes.values:
         workers[Role.Critic] = ClassWithInitArgs(
             CriticWorker,
             config=config.critic,

@@ -10,6 +10,7 @@ from data_prep.microworld import write_world
 from verl.protocol import DataProto
 from verl.trainer.config import parse_arguments, validate
 from verl.trainer.main_ppo import build_trainer
+from verl.trainer.ppo.metric_utils import Timer
 from verl.trainer.ppo.run_state import RunStopped
 
 BASE_MODEL = Path(__file__).resolve().parents[3] / "data_prep" / "base_model"
@@ -73,12 +74,12 @@ def make_trainer(world: Path, run_dir: Path, num_failing: int, *settings: str):
     return trainer
 
 
-def rows(trainer) -> list[dict]:
-    return [trainer.train_dataset[i] for i in range(4)]
+def collect(trainer):
+    return trainer.collector.collect(trainer.state.step + 1, False, Timer())
 
 
 def test_rule_9_a_few_failed_searches_are_left_out_and_counted(world, tmp_path):
-    batch, metrics = make_trainer(world, tmp_path, 2)._generate(rows(make_trainer(world, tmp_path, 0)))
+    batch, metrics = collect(make_trainer(world, tmp_path, 2))
     assert len(batch) == 2 and (batch.tensors["response_mask"] == 1).all()
     assert {t["finish_reason"] for t in batch.non_tensor_batch["trajectory"]} == {"answer"}
     assert (
@@ -94,7 +95,7 @@ def test_rule_9_a_few_failed_searches_are_left_out_and_counted(world, tmp_path):
 def test_many_failed_searches_stop_the_run_with_one_line(world, tmp_path, num_failing, settings):
     trainer = make_trainer(world, tmp_path, num_failing, *settings)
     with pytest.raises(RunStopped) as stopped:
-        trainer._generate(rows(trainer))
+        collect(trainer)
     said = str(stopped.value)
     assert f"{num_failing} of 4 trajectories" in said and REASON in said and "\n" not in said
     assert "run the same command again: the run goes on from its beginning" in said
@@ -106,12 +107,12 @@ def test_the_line_says_where_the_run_goes_on(world, tmp_path):
         (tmp_path / f"global_step_{step}").mkdir()
     trainer.state.step = 9
     with pytest.raises(RunStopped, match="after step 9 .* again with trainer.resume_mode=auto.* from step 8"):
-        trainer._generate(rows(trainer))
+        collect(trainer)
 
 
 def test_a_share_of_one_trains_on_whatever_is_left(world, tmp_path):
     trainer = make_trainer(world, tmp_path, 3, "retriever.max_failed_share=1")
-    batch, _ = trainer._generate(rows(trainer))
+    batch, _ = collect(trainer)
     assert len(batch) == 1
 
 

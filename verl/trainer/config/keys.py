@@ -75,6 +75,11 @@ _MAIN = "verl/trainer/main_ppo.py"
 _PLACEMENT = "verl/trainer/placement.py"
 _FORMAT = "verl/trainer/main_ppo_format.py:format_score"
 _TRAINER = "verl/trainer/ppo/ray_trainer.py:RayPPOTrainer"
+_COLLECTOR = "verl/trainer/ppo/collection.py:TrajectoryCollector"
+_SCORING = "verl/trainer/ppo/scoring.py"
+_PASSES = "verl/trainer/ppo/passes.py:Passes"
+_ADVANTAGE_INPUTS = "verl/trainer/ppo/advantage_inputs.py"
+_POOLS = "verl/utils/dataset/difficulty_pools.py:DifficultyPools"
 _ALGOS = "verl/trainer/ppo/algos"
 _WORKERS = "verl/workers/fsdp_workers.py"
 _ENGINE = "verl/workers/engine/engine.py"
@@ -159,7 +164,13 @@ READ_IN: dict[str, str] = {
             ),
             f"{_DATASET}.__init__": ("prompt_key", "truncation"),
             f"{_DATASET}.__getitem__": ("return_raw_chat",),
-            f"{_TRAINER}.__init__": ("train_batch_size", "shuffle_train_dataloader"),
+            f"{_TRAINER}._prompt_sampler": (
+                "train_batch_size",
+                "shuffle_train_dataloader",
+                "difficulty_pools.enable",
+            ),
+            f"{_POOLS}.pools": ("difficulty_pools.easy_threshold", "difficulty_pools.hard_threshold"),
+            f"{_POOLS}.take": ("difficulty_pools.easy_share", "difficulty_pools.hard_share"),
             f"{_TRAINER}._validate": ("val_batch_size",),
             _AGENT: ("max_prompt_length", "max_response_length", "max_start_length", "max_obs_length"),
         },
@@ -218,15 +229,8 @@ READ_IN: dict[str, str] = {
         {
             _LIMITS: _LOG_PROB_KEYS,
             _RESOLVE: ("log_prob_micro_batch_size",),
-            f"{_TRAINER}._generate": (
-                "temperature",
-                "top_k",
-                "top_p",
-                "do_sample",
-                "n",
-                "n_agent",
-                "keep_partial",
-            ),
+            f"{_COLLECTOR}._round": ("do_sample", "n", "n_agent", "keep_partial"),
+            f"{_COLLECTOR}._gen_batch": ("temperature", "top_k", "top_p"),
             _AGENT: (
                 "min_p",
                 "ignore_eos",
@@ -274,7 +278,12 @@ READ_IN: dict[str, str] = {
         "reward_model",
         {
             _FORMAT: ("structure_format_score", "final_format_score", "retrieval_score"),
-            f"{_TRAINER}._score": ("search_cost",),
+            f"{_SCORING}:score": (
+                "search_cost",
+                "overlong_buffer.enable",
+                "overlong_buffer.len",
+                "overlong_buffer.penalty_factor",
+            ),
         },
     ),
     **_under("custom_reward_function", {_REWARD: ("path", "name")}),
@@ -290,11 +299,20 @@ READ_IN: dict[str, str] = {
         {
             f"{_TRAINER}._advantages": (
                 "adv_estimator",
+                "kl_penalty",
+            ),
+            f"{_PASSES}.of": ("gdpo_reward_keys", "turn_credit"),
+            f"{_TRAINER}.__init__": ("rae_decay",),
+            f"{_ADVANTAGE_INPUTS}:advantage_inputs": (
                 "gamma",
                 "lam",
                 "norm_adv_by_std_in_grpo",
-                "kl_penalty",
+                "gdpo_reward_weights",
             ),
+            f"{_COLLECTOR}.collect": ("overlong_filter",),
+            f"{_COLLECTOR}._refills": ("filter_groups.enable", "filter_groups.refill"),
+            f"{_COLLECTOR}._compared_values": ("filter_groups.metric",),
+            f"{_COLLECTOR}._may_go_on": ("filter_groups.max_num_gen_batches",),
             f"{_ALGOS}/kl.py:get_kl_controller": (
                 "kl_ctrl.type",
                 "kl_ctrl.kl_coef",
@@ -320,15 +338,15 @@ READ_IN: dict[str, str] = {
                 "total_epochs",
                 "total_training_steps",
                 "default_local_dir",
-                "seed",
                 "resume_mode",
                 "resume_from_path",
                 "max_ckpt_to_keep",
             ),
             f"{_TRAINER}.fit": ("save_freq", "test_freq", "val_before_train", "val_only"),
             f"{_TRAINER}._validate": ("val_modes",),
+            f"{_TRAINER}._prompt_sampler": ("seed",),
             f"{_TRAINER}._updates_actor": ("critic_warmup",),
-            f"{_TRAINER}._update_metrics": ("max_skipped_updates",),
+            f"{_TRAINER}._check_updates": ("max_skipped_updates",),
             f"{_RECORDER}.start": ("project_name", "experiment_name", "logger", "progress"),
             f"{_RECORDER}._keep_trajectories": ("num_trajectories_logged",),
         },

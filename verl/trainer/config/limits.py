@@ -60,6 +60,9 @@ NULLABLE: dict[str, tuple[type, ...]] = {
     "reward_model.max_length": (int,),
     "custom_reward_function.path": (str,),
     "retriever.url": (str, list),
+    "algorithm.gdpo_reward_keys": (list,),
+    "algorithm.gdpo_reward_weights": (list,),
+    "algorithm.filter_groups.metric": (str,),
     "algorithm.kl_ctrl.target_kl": (float,),
     "algorithm.kl_ctrl.horizon": (float,),
     f"{ACTOR}.entropy_ctrl.target_entropy": (float,),
@@ -113,6 +116,23 @@ _LOSS_MODES = (
 )
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
+_ESTIMATORS = (
+    "gae",
+    "grpo",
+    "grpo_passk",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "opo",
+    "gpg",
+    "gdpo",
+    "maxrl",
+    "rae",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
+)
+
 CHOICES: dict[str, tuple[Any, ...]] = {
     "data.truncation": ("error", "left"),
     f"{ACTOR}.strategy": _STRATEGIES,
@@ -142,7 +162,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     f"{ROLLOUT}.placement": ("colocated", "apart"),
     f"{ROLLOUT}.vllm.weight_transfer": ("auto", "nccl", "gloo", "disk"),
     f"{ROLLOUT}.dtype": ("auto", "bfloat16", "float32"),
-    "algorithm.adv_estimator": ("gae", "grpo", "rloo", "reinforce_plus_plus"),
+    "algorithm.adv_estimator": _ESTIMATORS,
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
     "algorithm.rollout_correction.rollout_is": ("token", "sequence", None),
     "algorithm.rollout_correction.rollout_rs": ("token", "geometric", "sequence", None),
@@ -257,6 +277,15 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "reward_model.final_format_score": _SHARE,
     "reward_model.retrieval_score": _SHARE,
     "reward_model.search_cost": _SHARE,
+    "reward_model.overlong_buffer.len": _POSITIVE,
+    "reward_model.overlong_buffer.penalty_factor": _NOT_NEGATIVE,
+    **{
+        f"data.difficulty_pools.{key}": _SHARE
+        for key in ("easy_threshold", "hard_threshold", "easy_share", "hard_share")
+    },
+    "algorithm.rae_decay": (0, 1 - 1e-9, "a number from 0 to below 1"),
+    "algorithm.turn_credit": _NOT_NEGATIVE,
+    "algorithm.filter_groups.max_num_gen_batches": (0, inf, "a number of rounds, or 0 for no limit"),
     "retriever.topk": _POSITIVE,
     "retriever.timeout": _ABOVE_ZERO,
     "retriever.max_failed_share": _SHARE,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl.trainer.config.algorithm_checks import check_algorithm
 from verl.trainer.config.checks import (
     KeyTables,
     as_list,
@@ -25,6 +26,7 @@ from verl.trainer.config.checks import (
 from verl.trainer.config.keys import ACTOR, FIXED, NO_EFFECT, ROLLOUT
 from verl.trainer.config.limits import CHOICES, IMPORTABLE, NULLABLE, RANGES, TYPES
 from verl.trainer.config.loading import flat, load_config
+from verl.trainer.ppo.passes import Passes
 
 FORMAT_SCORES = ("structure_format_score", "final_format_score", "retrieval_score")
 VAL_MODES = ("greedy", "sampled")
@@ -41,9 +43,11 @@ def validate(config: DictConfig, *, format_reward: bool = False) -> None:
         ValueError: the first mistake found.
     """
     TABLES.check(flat(config))
+    passes = Passes.of(config)
     _check_lengths(config)
-    _check_batches(config)
+    _check_batches(config, passes)
     _check_rollout(config)
+    check_algorithm(config, passes)
     _check_algorithm(config)
     _check_adapters(config)
     _check_reference(config)
@@ -51,7 +55,7 @@ def validate(config: DictConfig, *, format_reward: bool = False) -> None:
     _check_rollout_correction(config)
     _check_format_scores(config, format_reward)
     _check_lists(config)
-    _check_files(config)
+    _check_files(config, passes)
     check_resume(config.trainer)
     check_processes(config.trainer)
     _check_vllm_is_there(config.actor_rollout_ref.rollout)
@@ -94,12 +98,12 @@ def _check_lengths(config: DictConfig) -> None:
         )
 
 
-def _check_batches(config: DictConfig) -> None:
+def _check_batches(config: DictConfig, passes: Passes) -> None:
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     group = rollout.n * rollout.n_agent
     rows = config.data.train_batch_size * group
     blocks = [("actor_rollout_ref.actor", actor)]
-    if config.algorithm.adv_estimator == "gae":
+    if passes.values:
         blocks.append(("critic", config.critic))
     for name, block in blocks:
         mini = block.ppo_mini_batch_size * rollout.n
@@ -123,11 +127,6 @@ def _check_batches(config: DictConfig) -> None:
                 f"Found no {name}.{kind}_micro_batch_size and no {kind}_micro_batch_size_per_gpu; expected "
                 "one of them, or dynamic batch sizes (use_dynamic_bsz)."
             )
-    if config.algorithm.adv_estimator == "rloo" and group < 2 and not config.trainer.val_only:
-        raise ValueError(
-            "Found a group of 1 with algorithm.adv_estimator=rloo, which compares the answers to one "
-            "question; expected at least 2. Set actor_rollout_ref.rollout.n_agent, for example to 5."
-        )
 
 
 def _check_rollout(config: DictConfig) -> None:
@@ -307,14 +306,14 @@ def _check_lists(config: DictConfig) -> None:
     check_loggers(config.trainer.logger)
 
 
-def _check_files(config: DictConfig) -> None:
+def _check_files(config: DictConfig, passes: Passes) -> None:
     file_keys = ["data.train_files", "data.val_files"]
     if config.data.extra_val_files is not None:
         file_keys.append("data.extra_val_files")
     for key in file_keys:
         check_parquet(config, key)
     model_keys = ["actor_rollout_ref.model.path"]
-    if config.algorithm.adv_estimator == "gae" and not config.trainer.val_only:
+    if passes.values and not config.trainer.val_only:
         model_keys.append("critic.model.path")
     for key in model_keys:
         check_model(key, OmegaConf.select(config, key))

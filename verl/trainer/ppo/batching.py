@@ -12,13 +12,13 @@ from verl.protocol import DataProto
 TRAIN_STREAM, VALIDATION_STREAM = 0, 1
 
 
-def sampling_seeds(run_seed: int, stream: int, step: int, num_rows: int) -> torch.Tensor:
+def sampling_seeds(run_seed: int, stream: int, step: int, num_rows: int, round_: int = 0) -> torch.Tensor:
     """One 64-bit seed for each row of a step; [num_rows] int64.
 
     A function of its arguments alone, so a resumed run draws what the undisturbed one would have drawn, and
-    the number of processes has no influence.
+    the number of processes has no influence. `round_`: for a step that generates more than once.
     """
-    words = np.random.SeedSequence([run_seed, stream, step]).generate_state(num_rows, np.uint64)
+    words = np.random.SeedSequence([run_seed, stream, step, round_]).generate_state(num_rows, np.uint64)
     return torch.from_numpy(words.view(np.int64).copy())
 
 
@@ -33,38 +33,28 @@ def prompt_batch(rows: list[dict[str, Any]], uid_prefix: str) -> DataProto:
 
 
 def with_samples(prompts: DataProto, generated: DataProto) -> DataProto:
-    """Join what was known of each row with what was generated for it (same rows, same order).
+    """What was known of each row with what was generated for it (same rows, same order)."""
+    columns = prompts.non_tensor_batch | {"trajectory": generated.non_tensor_batch["trajectory"]}
+    return DataProto(generated.batch, columns, dict(generated.meta_info))
 
-    Columns that are padding in every row are cut off on both sides.
-    """
-    attention = generated.tensors["attention_mask"]
-    prompt_width = generated.tensors["prompts"].shape[1]
+
+def without_padding(batch: DataProto) -> DataProto:
+    """The batch without the columns that are padding in every row, on both sides of its tensors."""
+    attention = batch.tensors["attention_mask"]
+    prompt_width = batch.tensors["prompts"].shape[1]
     used = attention.any(dim=0).nonzero().flatten()
     first, end = int(used[0]), max(int(used[-1]) + 1, prompt_width + 1)
     tensors: dict[str, torch.Tensor] = {}
-    for key, tensor in generated.tensors.to_dict().items():
-        if key == "prompts":
+    for key, tensor in batch.tensors.to_dict().items():
+        if tensor.dim() == 1:
+            tensors[key] = tensor
+        elif key == "prompts":
             tensors[key] = tensor[:, first:]
         elif tensor.shape[1] == attention.shape[1]:
             tensors[key] = tensor[:, first:end]
         else:
             tensors[key] = tensor[:, : end - prompt_width]
-    non_tensors = prompts.non_tensor_batch | {"trajectory": generated.non_tensor_batch["trajectory"]}
-    return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors, meta_info=dict(generated.meta_info))
-
-
-def usable_rows(batch: DataProto, compares_group: bool) -> np.ndarray:
-    """Rows that may be learnt from, as a boolean array: those with at least one sampled token.
-
-    A trajectory whose search failed, or that was cut, has none (its response_mask is all zero). With
-    `compares_group` (the advantage is relative to the rows of the same uid) the last one that is left of a
-    group is not usable either: without others to compare it with, its advantage would be its bare score.
-    """
-    usable = (batch.tensors["response_mask"].sum(-1) > 0).numpy()
-    if compares_group:
-        group = np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True)[1]
-        usable &= (np.bincount(group, usable)[group] > 1) | (np.bincount(group)[group] == 1)
-    return usable
+    return DataProto.from_dict(tensors, batch.non_tensor_batch, dict(batch.meta_info))
 
 
 def mini_batch_rows(num_rows: int, num_planned: int, size: int) -> int:

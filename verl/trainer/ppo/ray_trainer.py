@@ -11,63 +11,33 @@ with the in-process one (`trainer.backend=local`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from omegaconf import DictConfig
 
 from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
 from verl.single_controller.factory import build_worker_groups
 from verl.trainer.ppo import core_algos, metric_utils
-from verl.trainer.ppo.batching import (
-    TRAIN_STREAM,
-    arrange_for_workers,
-    mini_batch_rows,
-    prompt_batch,
-    sampling_seeds,
-    usable_rows,
-    with_samples,
-)
-from verl.trainer.ppo.partial_groups import PartialGroups, newest_version, staleness, straggler_metrics
-from verl.trainer.ppo.roles import ResourcePoolManager, Role
+from verl.trainer.ppo.advantage_inputs import advantage_inputs
+from verl.trainer.ppo.algos.aggregation import PROMPT_MEAN
+from verl.trainer.ppo.batching import arrange_for_workers, mini_batch_rows
+from verl.trainer.ppo.collection import TrajectoryCollector
+from verl.trainer.ppo.passes import Passes
+from verl.trainer.ppo.roles import ResourcePoolManager, Role, actor_role
 from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped
+from verl.trainer.ppo.update_columns import add_prompt_counts, observation_mask
 from verl.trainer.ppo.validation import ValidationReport, validate
+from verl.utils.dataset.difficulty_pools import DifficultyPools
 from verl.utils.dataset.rl_dataset import PromptSampler, RLHFDataset
 from verl.utils.records import RunRecorder
 from verl.workers.engine.micro_batches import shuffled
-from verl.workers.reward_manager import RewardManager, apply_search_cost
-
-__all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role"]
-
-
-def needs_critic(config: DictConfig) -> bool:
-    """Whether the advantages are computed from values."""
-    return config.algorithm.adv_estimator == core_algos.AdvantageEstimator.GAE
-
-
-def compares_group(config: DictConfig) -> bool:
-    """Whether a trajectory's advantage is relative to the others of its prompt."""
-    return config.algorithm.adv_estimator in (
-        core_algos.AdvantageEstimator.GRPO,
-        core_algos.AdvantageEstimator.RLOO,
-    )
-
-
-def needs_reference(config: DictConfig) -> bool:
-    """Whether a KL to the reference policy is asked for, in the loss or in the reward."""
-    actor = config.actor_rollout_ref.actor
-    return (actor.kl_loss_coef if actor.use_kl_loss else config.algorithm.kl_ctrl.kl_coef) > 0
-
-
-def actor_role(config: DictConfig) -> Role:
-    """The role of the actor's workers: with or without a reference model beside it."""
-    return Role.ActorRolloutRef if needs_reference(config) else Role.ActorRollout
+from verl.workers.reward_manager import RewardManager
 
 
 class RayPPOTrainer:
-    """PPO and its critic-free relatives (GRPO, RLOO, REINFORCE++) over worker groups.
+    """PPO and its critic-free relatives over worker groups; what a run computes is said by `Passes`.
 
     Args:
         config: the whole configuration (`verl/trainer/config/ppo_trainer.yaml`), validated.
@@ -104,16 +74,10 @@ class RayPPOTrainer:
         self.val_dataset = val_dataset
         self.extra_val_dataset = extra_val_dataset
 
-        self.use_critic = needs_critic(config)
-        self.use_reference = needs_reference(config)
-        self.kl_in_reward = self.use_reference and not config.actor_rollout_ref.actor.use_kl_loss
+        self.passes = Passes.of(config)
         self.kl_controller = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
-        self.sampler = PromptSampler(
-            len(train_dataset),
-            config.data.train_batch_size,
-            config.data.shuffle_train_dataloader,
-            config.trainer.seed,
-        )
+        self.running_baseline = core_algos.RunningBaseline(config.algorithm.rae_decay)
+        self.sampler = self._prompt_sampler()
         self.total_steps = (
             config.trainer.total_training_steps or len(self.sampler) * config.trainer.total_epochs
         )
@@ -121,14 +85,37 @@ class RayPPOTrainer:
             if optim.total_training_steps <= 0:
                 optim.total_training_steps = self.total_steps
         self.state = RunState()
-        self.partial_groups = PartialGroups()
         self.checkpoints = CheckpointStore(config.trainer.default_local_dir, config.trainer.max_ckpt_to_keep)
         trainer = config.trainer
         self.resume_folder = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
         if trainer.val_only and self.resume_folder is not None:
             self._check_validation_folder(RunState.load(self.resume_folder).step)
         self.recorder = RunRecorder(config, total_steps=self.total_steps)
+        self.collector = TrajectoryCollector(
+            config,
+            self.passes,
+            self._generate_sequences,
+            reward_fn,
+            trajectory_metrics,
+            train_dataset,
+            self.sampler,
+            self._say,
+        )
         self.worker_groups: dict[str, WorkerGroup] = {}
+
+    def _prompt_sampler(self) -> PromptSampler:
+        data = self.config.data
+        order = (
+            len(self.train_dataset),
+            data.train_batch_size,
+            data.shuffle_train_dataloader,
+            self.config.trainer.seed,
+        )
+        pools = data.difficulty_pools
+        return DifficultyPools(*order, pools) if pools.enable else PromptSampler(*order)
+
+    def _say(self, line: str) -> None:
+        self.recorder.display.say(line)
 
     # ---------------------------------------------------------------- workers
 
@@ -146,9 +133,9 @@ class RayPPOTrainer:
             pools.setdefault(id(pool), (pool, {}))[1][role.value] = worker
         for pool, workers in pools.values():
             self.worker_groups |= build_worker_groups(self.resource_pool_manager.backend, pool, workers)
-        self.actor_rollout_wg = self.worker_groups[actor_role(self.config).value]
+        self.actor_rollout_wg = self.worker_groups[actor_role(self.passes.reference).value]
         self.actor_rollout_wg.init_model()
-        if self.use_critic:
+        if self.passes.values:
             self.critic_wg = self.worker_groups[Role.Critic.value]
             self.critic_wg.init_model()
         self.actor_rollout_wg.start_rollout(-(-self._most_rows() // self.actor_rollout_wg.world_size))
@@ -196,80 +183,32 @@ class RayPPOTrainer:
             self._record_validation(self._validate(complete=True), "before")
 
         checkpoint_seconds: dict[str, float] = {}
-        for rows in self._training_prompts():
+        while self.state.step < self.total_steps:
             timer = metric_utils.Timer(checkpoint_seconds)
+            last = self.state.step + 1 == self.total_steps
             with timer("step"):
-                with timer("gen"):
-                    batch, generation_metrics = self._generate(rows)
-                with timer("reward"):
-                    batch = self._score(batch)
+                batch, metrics = self.collector.collect(self.state.step + 1, last, timer)
                 batch = self._log_probs_and_values(batch, timer)
                 with timer("adv"):
-                    metrics = generation_metrics | self._advantages(batch)
-                metrics |= self._update(batch, timer)
+                    metrics |= self._advantages(batch)
+                figures, skipped_update = self._update(batch, timer)
+                metrics |= figures
                 self.state.step += 1
-                last = self.state.step >= self.total_steps
                 if last or (trainer.test_freq > 0 and self.state.step % trainer.test_freq == 0):
                     with timer("testing"):
                         report = self._validate(complete=last)
                     self._record_validation(report, "after" if last else "during")
                     metrics |= report.metrics()
-            metrics |= metric_utils.step_metrics(batch, timer, self.use_critic)
+            metrics = metric_utils.step_metrics(batch, timer, self.passes.values) | metrics
             self.state.add_step(metrics, timer.seconds, time.perf_counter() - started)
             self.recorder.log_step(self.state, metrics, batch, self.tokenizer)
+            self._check_updates(metrics, skipped_update)
             checkpoint_seconds = {}
             if last or (trainer.save_freq > 0 and self.state.step % trainer.save_freq == 0):
                 checkpoint_seconds = self._save_checkpoint()
         return self.recorder.finish(self.state, time.perf_counter() - started)
 
     # ----------------------------------------------------------- parts of a step
-
-    def _training_prompts(self) -> Iterator[list[dict[str, Any]]]:
-        while self.state.step < self.total_steps:
-            yield [self.train_dataset[i] for i in self.sampler.next_batch()]
-
-    def _generate(self, rows: list[dict[str, Any]]) -> tuple[DataProto, dict[str, float]]:
-        """Sample a group of trajectories for each prompt, and go on with those kept from the step before.
-
-        Those that can't be learnt from (a failed search, a straggler) are left out.
-        """
-        rollout = self.config.actor_rollout_ref.rollout
-        step = self.state.step + 1
-        prompts = prompt_batch(rows, f"step{step}").repeat(rollout.n_agent * rollout.n, interleave=True)
-        prompts, continuation = self.partial_groups.join(prompts)
-        columns = {name: prompts.non_tensor_batch[name] for name in ("raw_prompt_ids", "uid")}
-        if continuation is not None:
-            columns["continuation"] = continuation
-        gen_batch = DataProto.from_dict(
-            tensors={
-                "sampling_seeds": sampling_seeds(self.config.trainer.seed, TRAIN_STREAM, step, len(prompts))
-            },
-            non_tensors=columns,
-        )
-        gen_batch.meta_info = {
-            "do_sample": rollout.do_sample,
-            "temperature": rollout.temperature,
-            "top_p": rollout.top_p,
-            "top_k": rollout.top_k,
-            "validate": False,
-            "keep_partial": rollout.keep_partial and step < self.total_steps,
-        }
-        batch = with_samples(prompts, self._generate_sequences(gen_batch))
-        metrics = batch.meta_info.pop("metrics", {})
-        version = newest_version(batch)
-        batch = self.partial_groups.take(batch)
-        metrics |= straggler_metrics(batch) | {"env/kept_groups": float(self.partial_groups.num_groups)}
-        metrics |= self.trajectory_metrics(list(batch.non_tensor_batch["trajectory"]))
-        usable = usable_rows(batch, compares_group(self.config))
-        if not usable.any():
-            raise RunStopped(f"Step {step}: no trajectory has a token to learn from.")
-        metrics["env/left_out"] = float((~usable).sum())
-        batch = batch if usable.all() else batch.select_idxs(usable)
-        ages = staleness(batch, version)
-        return batch, metrics | {
-            "rollout/staleness/mean": float(ages.mean()),
-            "rollout/staleness/max": float(ages.max()),
-        }
 
     def _generate_sequences(self, gen_batch: DataProto) -> DataProto:
         generated = self.actor_rollout_wg.generate_sequences(gen_batch)
@@ -295,34 +234,29 @@ class RayPPOTrainer:
             + (f"step {done[-1]}." if done else "its beginning, as it has no checkpoint yet.")
         )
 
-    def _score(self, batch: DataProto) -> DataProto:
-        scores = self.reward_fn(batch, return_dict=True)
-        num_searches = [trajectory["num_searches"] for trajectory in batch.non_tensor_batch["trajectory"]]
-        batch.tensors["token_level_scores"] = apply_search_cost(
-            scores["reward_tensor"], num_searches, self.config.reward_model.search_cost
-        )
-        batch.non_tensor_batch["em"] = np.array(scores["em"], dtype=object)
-        return batch
-
     def _log_probs_and_values(self, batch: DataProto, timer: metric_utils.Timer) -> DataProto:
-        """Add what the update needs: nothing is computed that is not used."""
-        are_used = self._updates_actor() or self.kl_in_reward
-        if are_used and self._needs_old_log_probs(len(batch)):
+        """Add what the advantages and the update need: nothing is computed that is not used."""
+        passes, updates_actor = self.passes, self._updates_actor()
+        if passes.old_log_probs(updates_actor, self._num_updates(len(batch))):
             with timer("old_log_prob"):
-                batch = batch.union(self.actor_rollout_wg.compute_log_prob(batch))
-        if are_used and self.use_reference:
+                asked = batch.select()
+                asked.meta_info = {"calculate_sum_pi_squared": passes.sum_pi_squared}
+                batch = batch.union(self.actor_rollout_wg.compute_log_prob(asked))
+        if passes.reference_log_probs(updates_actor):
             with timer("ref"):
                 batch = batch.union(self.actor_rollout_wg.compute_ref_log_prob(batch))
-        if self.use_critic:
+        if passes.teacher and updates_actor:
+            with timer("teacher"):
+                batch = batch.union(self.actor_rollout_wg.compute_teacher_log_prob(batch))
+        if passes.values:
             with timer("values"):
                 batch = batch.union(self.critic_wg.compute_values(batch))
         return batch
 
-    def _needs_old_log_probs(self, num_rows: int) -> bool:
-        """False when the update is one optimizer step on the sampling policy: its ratio is 1 anyway."""
+    def _num_updates(self, num_rows: int) -> int:
+        """Optimizer steps on the actor for a step of so many rows."""
         actor = self.config.actor_rollout_ref.actor
-        single_update = actor.ppo_epochs == 1 and num_rows <= self._mini_batch_rows(num_rows, actor)
-        return self.kl_in_reward or not single_update
+        return actor.ppo_epochs * -(-num_rows // self._mini_batch_rows(num_rows, actor))
 
     def _mini_batch_rows(self, num_rows: int, block: DictConfig) -> int:
         """Rows of the actor's or the critic's mini-batches, over all processes."""
@@ -335,49 +269,53 @@ class RayPPOTrainer:
         return self.state.step >= self.config.trainer.critic_warmup
 
     def _advantages(self, batch: DataProto) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        if self.kl_in_reward:
-            metrics = core_algos.apply_kl_penalty(batch, self.kl_controller, self.config.algorithm.kl_penalty)
+        """Rewards, advantages, returns; which tokens the update leaves out, and how it weighs the others."""
+        algorithm, tensors = self.config.algorithm, batch.tensors
+        metrics = core_algos.apply_rollout_correction(batch, algorithm.rollout_correction)
+        if self.passes.kl_in_reward:
+            metrics |= core_algos.apply_kl_penalty(batch, self.kl_controller, algorithm.kl_penalty)
         else:
-            batch.tensors["token_level_rewards"] = batch.tensors["token_level_scores"]
-        algorithm = self.config.algorithm
-        batch.tensors["advantages"], batch.tensors["returns"] = core_algos.compute_advantage(
-            algorithm.adv_estimator,
-            batch.tensors["token_level_rewards"],
-            batch.tensors["response_mask"],
-            values=batch.tensors["values"] if self.use_critic else None,
-            index=batch.non_tensor_batch["uid"],
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+            tensors["token_level_rewards"] = tensors["token_level_scores"]
+        inputs = advantage_inputs(batch, algorithm, self.passes, self.running_baseline)
+        tensors["advantages"], tensors["returns"] = core_algos.compute_advantage(
+            algorithm.adv_estimator, **inputs
         )
+        if "baseline_keys" in inputs:
+            rewards = tensors["token_level_rewards"]
+            self.running_baseline.update(rewards, tensors["response_mask"], inputs["baseline_keys"])
+        core_algos.take_out_rejected(batch)
         return metrics
 
-    def _update(self, batch: DataProto, timer: metric_utils.Timer) -> dict[str, float]:
+    def _update(self, batch: DataProto, timer: metric_utils.Timer) -> tuple[dict[str, float], str]:
+        """Train critic and actor. Returns figures, and why an update was skipped, if one was."""
         lengths = batch.tensors["attention_mask"].sum(-1)
         arranged, tokens_per_rank = self._arranged(batch, self.config.actor_rollout_ref.actor)
-        metrics = metric_utils.seqlen_metrics(tokens_per_rank, lengths)
-        if self.use_critic:
+        metrics, skipped = metric_utils.seqlen_metrics(tokens_per_rank, lengths), ""
+        if self.passes.values:
             with timer("update_critic"):
                 for_critic, _ = self._arranged(batch, self.config.critic)
-                metrics |= self._update_metrics(self.critic_wg.update_critic(for_critic), "critic")
+                done = self.critic_wg.update_critic(for_critic).meta_info
+                metrics, skipped = metrics | done["metrics"], done["skipped_update"]
         if self._updates_actor():
             with timer("update_actor"):
-                metrics |= self._update_metrics(self.actor_rollout_wg.update_actor(arranged), "actor")
-        return metrics
+                arranged.meta_info["bypass_mode"] = self.passes.bypass
+                done = self.actor_rollout_wg.update_actor(arranged).meta_info
+                metrics, skipped = metrics | done["metrics"], done["skipped_update"] or skipped
+            reset_every = self.config.actor_rollout_ref.ref.reset_every
+            if self.passes.reference and reset_every and (self.state.step + 1) % reset_every == 0:
+                self.actor_rollout_wg.reset_reference()
+        return metrics, skipped
 
-    def _update_metrics(self, result: DataProto, name: str) -> dict[str, float]:
-        """What an update reports; stops the run when its optimizer steps are skipped one after another."""
-        metrics = result.meta_info["metrics"]
-        num_skipped = metrics.get(f"{name}/num_skipped_in_a_row", 0)
+    def _check_updates(self, metrics: dict[str, float], reason: str) -> None:
+        """Stops a run whose updates are skipped again and again."""
         limit = self.config.trainer.max_skipped_updates
-        if num_skipped >= limit:
-            raise RunStopped(
-                f"the last {num_skipped:.0f} updates of the {name} had a loss or gradient that was not "
-                f"finite and were skipped (trainer.max_skipped_updates={limit}): "
-                f"{result.meta_info['skipped_update']}."
-            )
-        return metrics
+        for name in ("actor", "critic"):
+            count = metrics.get(f"{name}/num_skipped_in_a_row", 0)
+            if limit is not None and count >= limit:
+                raise RunStopped(
+                    f"step {self.state.step}: {count:g} updates of the {name} in a row were skipped "
+                    f"(trainer.max_skipped_updates={limit}), as loss or gradient was not finite. {reason}"
+                )
 
     def _arranged(self, batch: DataProto, block: DictConfig) -> tuple[DataProto, list[int]]:
         """The rows as the actor's or the critic's processes get them, and the tokens of each process.
@@ -387,7 +325,13 @@ class RayPPOTrainer:
         if block.shuffle:
             order = shuffled(len(batch), self.config.trainer.seed, self.state.step, epoch=0)
             batch = batch.select_idxs(order)
+        else:
+            batch = batch.select()
         world_size, size = self.actor_rollout_wg.world_size, self._mini_batch_rows(len(batch), block)
+        if block.loss_agg_mode == PROMPT_MEAN:
+            add_prompt_counts(batch, size)
+        if block is self.config.actor_rollout_ref.actor and block.echo_coeff:
+            batch.tensors["observation_mask"] = observation_mask(batch)
         arranged, tokens = arrange_for_workers(batch, world_size, size)
         arranged = arranged.select()  # its meta_info is not the batch's
         arranged.meta_info["mini_batch_rows"] = -(-size // world_size)
@@ -430,11 +374,12 @@ class RayPPOTrainer:
         started = time.perf_counter()
         self.state.sampler = self.sampler.state_dict()
         self.state.kl_controller = self.kl_controller.state_dict()
+        self.state.running_baseline = self.running_baseline.state_dict()
         with self.checkpoints.writing(self.state.step) as folder:
             self.actor_rollout_wg.save_checkpoint(str(folder / "actor"))
-            if self.use_critic:
+            if self.passes.values:
                 self.critic_wg.save_checkpoint(str(folder / "critic"))
-            self.partial_groups.save(folder)
+            self.collector.save(folder)
             self.state.save(folder)
         return {"save_checkpoint": time.perf_counter() - started}
 
@@ -449,12 +394,13 @@ class RayPPOTrainer:
             self.state = RunState.load(folder)
             try:
                 self.sampler.load_state_dict(self.state.sampler)
+                self.collector.load(folder)
             except ValueError as error:
                 raise RunStopped(f"{folder}: {error}") from error
             self.kl_controller.load_state_dict(self.state.kl_controller)
-            self.partial_groups.load(folder)
+            self.running_baseline.load_state_dict(self.state.running_baseline)
             self.actor_rollout_wg.load_checkpoint(str(folder / "actor"))
-            if self.use_critic:
+            if self.passes.values:
                 self.critic_wg.load_checkpoint(str(folder / "critic"))
             for left_behind in self.checkpoints.set_aside_after(self.state.step):
                 print(f"a checkpoint of a later step is now {left_behind}")

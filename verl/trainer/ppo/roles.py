@@ -16,6 +16,11 @@ class Role(Enum):
     Critic = "critic"
 
 
+def actor_role(with_reference: bool) -> Role:
+    """The role of the actor's workers: with or without a reference model beside it."""
+    return Role.ActorRolloutRef if with_reference else Role.ActorRollout
+
+
 @dataclass
 class ResourcePoolManager:
     """Turns a specification of pools into pools, and finds the pool of a role.

@@ -4,6 +4,7 @@
     <run folder>/global_step_N/actor/huggingface  the same weights as a Hugging Face folder
     <run folder>/global_step_N/critic/...
     <run folder>/global_step_N/partial_groups.pkl rows that go on in the next step, if there are any
+    <run folder>/global_step_N/difficulty_pools.npz how often each prompt was drawn and solved, with pools
     <run folder>/global_step_N/run_state.json     step, data position, KL coefficient, totals (this file)
 
 A checkpoint is written to `global_step_N.incomplete` and renamed when everything is on disk. Whatever bears
@@ -39,6 +40,7 @@ class RunState:
         step: finished training steps.
         sampler: data position (`PromptSampler.state_dict`).
         kl_controller: state of the KL coefficient's controller.
+        running_baseline: state of the running mean of scores (`rae`).
         wall_seconds: seconds from the start of the run up to the last finished step, pauses left out.
         seconds_by_phase: seconds spent in each phase of the steps (`timing_s/*` added up).
         generated_tokens, trained_tokens: tokens that the policy sampled for training; tokens (prompt and
@@ -49,6 +51,7 @@ class RunState:
     step: int = 0
     sampler: dict[str, Any] = field(default_factory=dict)
     kl_controller: dict[str, float] = field(default_factory=dict)
+    running_baseline: dict[str, Any] = field(default_factory=dict)
     wall_seconds: float = 0.0
     seconds_by_phase: dict[str, float] = field(default_factory=dict)
     generated_tokens: int = 0

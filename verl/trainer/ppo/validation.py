@@ -14,9 +14,15 @@ from typing import Any
 import numpy as np
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.batching import VALIDATION_STREAM, prompt_batch, sampling_seeds, with_samples
+from verl.trainer.ppo.batching import (
+    VALIDATION_STREAM,
+    prompt_batch,
+    sampling_seeds,
+    with_samples,
+    without_padding,
+)
 from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.reward_score.qa_em import golden_answers
+from verl.utils.reward_score.qa_em import documents_hold_answer, golden_answers
 from verl.workers.reward_manager import RewardManager
 
 SAMPLED, GREEDY = "sampled", "greedy"
@@ -100,7 +106,8 @@ def validate(
             prompts = prompt_batch(
                 [dataset[i] for i in range(start, min(start + size, len(dataset)))], f"val-{start}"
             )
-            batch = with_samples(prompts, generate(_generation_batch(prompts, mode, seed, start)))
+            generated = generate(_generation_batch(prompts, mode, seed, start))
+            batch = without_padding(with_samples(prompts, generated))
             scores = reward_fn(batch, return_dict=True)
             rows += _records(batch, scores)
             if mode == modes[0]:
@@ -152,9 +159,8 @@ def _documents_hold_answer(trajectory: dict[str, Any], ground_truth: Any) -> flo
     """Whether a golden answer stands in a document that was found; None for a row without golden answers."""
     if not isinstance(ground_truth, Mapping) or ground_truth.get("target") is None:
         return None
-    documents = [d["contents"] for turn in trajectory["turns"] for d in turn.get("documents") or []]
-    text = "\n".join(documents).lower()
-    return float(any(gold.lower() in text for gold in golden_answers(ground_truth)))
+    documents = [document for turn in trajectory["turns"] for document in turn.get("documents") or []]
+    return float(documents_hold_answer(documents, golden_answers(ground_truth)))
 
 
 def _query_records(trajectory: dict[str, Any], extra: dict[str, Any]) -> dict[str, float | None]:

@@ -79,14 +79,15 @@ class RunRecorder:
 
         Args:
             state: after the step.
-            metrics: of the step; `train/em` and `train/searches` are added from the batch.
+            metrics: of the step; `train/em` and `train/searches` are made from the batch if they are not there.
             batch: the step's trajectories with token_level_scores [N, R] and, per row, em and trajectory.
             tokenizer: the policy's, to show tokens as text.
         """
         fields = batch.non_tensor_batch
-        metrics = metrics | {
+        metrics = {
             "train/em": float(np.mean(fields["em"].astype(float))),
             "train/searches": float(np.mean([t["num_searches"] for t in fields["trajectory"]])),
+            **metrics,
         }
         self._write(state.step, metrics)
         self._keep_trajectories(batch, state.step, "train", tokenizer)

@@ -52,6 +52,12 @@ def subem_check(prediction: str, golden: str | Iterable[str]) -> int:
     return int(any(answer in normalized for answer in wanted if answer))
 
 
+def documents_hold_answer(documents: Iterable[Mapping[str, Any]], golden: Iterable[str]) -> bool:
+    """Whether a golden answer stands, in whatever case, in the `contents` of a document."""
+    text = "\n".join(document["contents"] for document in documents).lower()
+    return any(answer.lower() in text for answer in golden)
+
+
 def extract_solution(solution_str: str) -> str | None:
     """The text in the last `<answer>...</answer>` of what the policy wrote, stripped; None without one."""
     answers = _ANSWER.findall(solution_str)

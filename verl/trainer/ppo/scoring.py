@@ -1,0 +1,66 @@
+"""From the reward function's answer to the scores that are trained on.
+
+reward function -> * search cost -> + overlong penalty -> token_level_scores [N, R]
+                -> em, reward_extra (all that it returned, by name)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig
+
+from verl.protocol import DataProto, object_array
+from verl.trainer.ppo.data_selection import add_to_outcome, overlong_penalty, room_left
+from verl.trainer.ppo.run_state import RunStopped
+from verl.workers.reward_manager import RewardManager, apply_search_cost
+
+
+def score(batch: DataProto, reward_fn: RewardManager, config: DictConfig) -> dict[str, float]:
+    """Adds the scores of training to a batch; returns figures of them.
+
+    Writes token_level_scores [N, R] float32 (the outcome on the last sampled token), and per row `em` (float)
+    and `reward_extra` (dict: score, before costs and penalties, and whatever the reward function returned).
+    """
+    found = reward_fn(batch, return_dict=True)
+    num_searches = [trajectory["num_searches"] for trajectory in batch.non_tensor_batch["trajectory"]]
+    scores = apply_search_cost(found["reward_tensor"], num_searches, config.reward_model.search_cost)
+    metrics: dict[str, float] = {}
+    overlong = config.reward_model.overlong_buffer
+    if overlong.enable:
+        max_turns = config.max_turns if config.do_search else 0
+        room = room_left(batch, config.data.max_prompt_length, config.data.max_response_length, max_turns)
+        penalty = overlong_penalty(room, overlong.len, overlong.penalty_factor)
+        scores = add_to_outcome(scores, batch.tensors["response_mask"], penalty)
+        metrics["filter/overlong_penalty"] = float(penalty.mean())
+    batch.tensors["token_level_scores"] = scores
+    batch.non_tensor_batch["em"] = np.array(found["em"], dtype=object)
+    extra = _rows({name: values for name, values in found.items() if name != "reward_tensor"})
+    batch.non_tensor_batch["reward_extra"] = object_array(extra)
+    return metrics
+
+
+def _rows(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def values_named(batch: DataProto, name: str, key: str) -> np.ndarray:
+    """The numbers that the reward function returned under a name, [N] float64; NaN for rows without a token.
+
+    Raises:
+        RunStopped: it returned none for a row; `key` is the configuration key that asks for them.
+    """
+    rows = batch.non_tensor_batch["reward_extra"]
+    has_tokens = batch.tensors["response_mask"].any(dim=1).tolist()
+    values = np.full(len(rows), np.nan)
+    for i, row in enumerate(rows):
+        if row.get(name) is not None:
+            values[i] = float(row[name])
+        elif has_tokens[i]:
+            known = ", ".join(sorted(other for other, value in row.items() if isinstance(value, int | float)))
+            raise RunStopped(
+                f"{key} asks for {name!r}, but the reward function returned {known}; let it return a "
+                f"dictionary with {name!r}, or change {key}."
+            )
+    return values
