@@ -79,7 +79,7 @@ class RunRecorder:
 
         Args:
             state: after the step.
-            metrics: of the step; `train/em` and `train/searches` are made from the batch if they are not there.
+            metrics: of the step; `train/em` and `train/searches` are made from the batch if not there.
             batch: the step's trajectories with token_level_scores [N, R] and, per row, em and trajectory.
             tokenizer: the policy's, to show tokens as text.
         """
