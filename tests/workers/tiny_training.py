@@ -143,7 +143,9 @@ def gradients_of(engine, update):
     recorded = []
 
     def hold(discard=False):
-        recorded.append({name: _whole(p.grad).clone() for name, p in engine.module.named_parameters()})
+        recorded.append(
+            {n: _whole(p.grad).clone() for n, p in engine.module.named_parameters() if p.requires_grad}
+        )
         engine.optimizer.zero_grad(set_to_none=True)
         return 1.0, not discard
 

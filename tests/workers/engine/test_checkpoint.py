@@ -50,6 +50,30 @@ def test_rule_10_a_resumed_critic_takes_bitwise_the_same_steps(tmp_path, model_p
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(resumed.engine).items())
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_resumed_run_takes_its_settings_from_the_configuration_and_its_state_from_the_checkpoint(
+    model_path, tmp_path, optimizer
+):
+    def actor_with(lr, betas, weight_decay):
+        values = f"lr={lr}", f"betas={betas}", f"weight_decay={weight_decay}", f"name={optimizer}"
+        overrides = [f"actor_rollout_ref.actor.optim.{value}" for value in values]
+        return make_actor(make_config(model_path, *SCHEDULE, *overrides))
+
+    actor, resumed = actor_with(0.01, [0.9, 0.999], 0.01), actor_with(0.002, [0.8, 0.95], 0.1)
+    for seed in range(3):
+        actor.update_policy(make_batch(seed=seed))
+    save_checkpoint(actor.engine, tmp_path)
+    load_checkpoint(resumed.engine, tmp_path)
+    assert resumed.engine.num_training_steps == 3
+    assert resumed.engine.lr == pytest.approx(actor.engine.lr / 5)
+    assert resumed.engine.lr == resumed.engine.optimizer.param_groups[0]["lr"]
+    for group in resumed.engine.optimizer.param_groups:
+        assert group["weight_decay"] == 0.1 and group.get("betas", (0.8, 0.95)) == (0.8, 0.95)
+    pairs = zip(actor.engine.optimizer.state.values(), resumed.engine.optimizer.state.values(), strict=True)
+    for saved, loaded in pairs:
+        assert all(torch.equal(loaded[key], saved[key]) for key in saved)
+
+
 def test_random_state_is_part_of_a_checkpoint(tmp_path, model_path):
     engine = make_actor(make_config(model_path)).engine
     torch.manual_seed(5)

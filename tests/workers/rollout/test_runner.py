@@ -15,6 +15,7 @@ from verl.workers.rollout.native.architecture import ModelSpec
 from verl.workers.rollout.native.cpu_model import padded
 from verl.workers.rollout.native.runner import PagedRunner
 from verl.workers.rollout.native.step_batch import PrefillSpan, StepBatch
+from verl.workers.rollout.native.weights import WeightStore
 
 LONGEST = 64
 
@@ -167,3 +168,17 @@ def test_what_it_does_not_run_is_refused_by_name() -> None:
         ModelSpec.from_config(type(CONFIGS["qwen3"])(hidden_act="relu"))
     with pytest.raises(ValueError, match="bidirectional"):
         ModelSpec.from_config(type(CONFIGS["gemma3"])(use_bidirectional_attention=True))
+
+
+def test_weights_made_for_each_update_are_copied_to_where_the_last_ones_were():
+    """A CUDA graph finds gathered or merged matrices at the addresses that it was made with."""
+    model = make_model("qwen3")
+    spec = ModelSpec.from_config(model.config)
+    owned = dict(model.named_parameters())
+    store = WeightStore(spec, torch.float32, torch.device("cpu"), copies=True)
+    first = store.update((name, p.detach().clone()) for name, p in owned.items())
+    second = store.update((name, p.detach() + 1) for name, p in owned.items())
+    assert first.layers[0].q.data_ptr() == second.layers[0].q.data_ptr()
+    assert torch.equal(second.layers[0].q, owned["model.layers.0.self_attn.q_proj.weight"] + 1)
+    references = WeightStore(spec, torch.float32, torch.device("cpu")).update(owned.items())
+    assert references.norm.data_ptr() == owned["model.norm.weight"].data_ptr()

@@ -1,8 +1,10 @@
 """A TrainEngine on disk: a distributed checkpoint to go on from, and a Hugging Face folder to use.
 
 `save_checkpoint` writes `<folder>/dcp` (torch.distributed.checkpoint: weights and optimizer, each rank its
-shard; loads on any number of ranks), `<folder>/schedule.pt` and `<folder>/rng_rank<r>.pt`. All ranks call
-each function together. Writing aside and renaming is the trainer's business.
+shard; loads on any number of ranks; with LoRA only what is trained), `<folder>/schedule.pt` and
+`<folder>/rng_rank<r>.pt`. All ranks call each function together. Writing aside and renaming is the trainer's
+business. What the configuration says (learning rate, betas, weight decay, schedule) is not taken from a
+checkpoint: a run goes on with its present settings.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +30,11 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import PreTrainedTokenizerBase
 
 from verl.workers.engine.engine import TrainEngine
+from verl.workers.engine.lora import save_adapter
+from verl.workers.engine.optim import resume_schedule
 
 COPIED_FILES = ("prompt_template.txt",)
+ADAPTER_FOLDER = "adapter"
 
 
 def _rank(engine: TrainEngine[Any]) -> int:
@@ -62,19 +68,50 @@ def load_tensors(tensors: dict[str, Any], folder: Path) -> None:
 
 def _tensors(engine: TrainEngine[Any]) -> dict[str, Any]:
     assert engine.optimizer is not None
-    return {
-        "model": get_model_state_dict(engine.module),
-        "optimizer": get_optimizer_state_dict(engine.module, engine.optimizer),
-    }
+    model = get_model_state_dict(engine.module)
+    if engine.adapters is not None:
+        trained = {name for name, p in engine.module.named_parameters() if p.requires_grad}
+        model = {name: tensor for name, tensor in model.items() if name in trained}
+    return {"model": model, "optimizer": get_optimizer_state_dict(engine.module, engine.optimizer)}
+
+
+def _check_fits(state: dict[str, Any], folder: Path) -> None:
+    """Raises ValueError unless the checkpoint holds exactly the tensors of `state`, in these shapes."""
+    entries = dcp.FileSystemReader(folder / "dcp").read_metadata().state_dict_metadata
+    saved = {name: tuple(entry.size) for name, entry in entries.items() if hasattr(entry, "size")}
+    expected = dict(_shapes(state))
+    differing = sorted(
+        name for name in saved.keys() | expected.keys() if saved.get(name) != expected.get(name)
+    )
+    if differing:
+        first = differing[0]
+        raise ValueError(
+            f"Checkpoint {folder} doesn't fit this run in {len(differing)} tensors, the first of them "
+            f"{first}: found {saved.get(first, 'none')}, expected {expected.get(first, 'none')}. Go on with "
+            "the model.path, lora_rank, target_modules and optim.name that it was made with."
+        )
+
+
+def _shapes(state: Any, name: str = "") -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name as in a checkpoint, shape) of each tensor in nested dictionaries."""
+    if isinstance(state, torch.Tensor):
+        yield name, tuple(state.shape)
+    elif isinstance(state, dict):
+        for key, value in state.items():
+            yield from _shapes(value, f"{name}.{key}" if name else str(key))
 
 
 def save_checkpoint(engine: TrainEngine[Any], path: str | Path) -> None:
-    """Writes everything that the next update depends on into a folder, which is made."""
+    """Writes everything that the next update depends on into a folder, which is made; LoRA adapters also as
+    a PEFT folder, `<folder>/adapter`.
+    """
     assert engine.scheduler is not None
     folder, rank = Path(path), _rank(engine)
     folder.mkdir(parents=True, exist_ok=True)
-    with engine.loaded(optimizer=True), _quiet():
-        dcp.save(_tensors(engine), checkpoint_id=folder / "dcp", no_dist=engine.world_size == 1)
+    with engine.loaded(optimizer=True):
+        save_tensors(_tensors(engine), folder / "dcp")
+        if engine.adapters is not None:
+            save_adapter(engine.adapters, folder / ADAPTER_FOLDER, writes=rank == 0)
     rng = {"cpu": torch.get_rng_state()}
     if engine.device.type == "cuda":
         rng["cuda"] = torch.cuda.get_rng_state(engine.device)
@@ -94,14 +131,19 @@ def load_checkpoint(engine: TrainEngine[Any], path: str | Path) -> None:
         raise ValueError(
             f"Checkpoint {folder} has no {' and no '.join(missing)}; expected a folder that a run saved."
         )
+    groups = engine.optimizer.param_groups
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     with engine.loaded(optimizer=True):
         state = _tensors(engine)
-        with _quiet():
-            dcp.load(state, checkpoint_id=folder / "dcp", no_dist=engine.world_size == 1)
-        set_model_state_dict(engine.module, state["model"])
+        _check_fits(state, folder)
+        load_tensors(state, folder / "dcp")
+        options = StateDictOptions(strict=engine.adapters is None)  # with LoRA the base is not in it
+        set_model_state_dict(engine.module, state["model"], options=options)
         set_optimizer_state_dict(engine.module, engine.optimizer, state["optimizer"])
+    for group, settings_of_group in zip(engine.optimizer.param_groups, settings, strict=True):
+        group.update(settings_of_group)
     schedule = torch.load(folder / "schedule.pt", weights_only=True)
-    engine.scheduler.load_state_dict(schedule["scheduler"])
+    resume_schedule(engine.scheduler, schedule["scheduler"])
     engine.weights_version = schedule["weights_version"]
     rng_file = folder / f"rng_rank{_rank(engine)}.pt"
     if rng_file.is_file():  # a rank that the saving run did not have keeps its own
@@ -116,20 +158,18 @@ def save_hf(
     engine: TrainEngine[Any], path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path
 ) -> None:
     """Writes a Hugging Face folder: config, safetensors under plain names and in the weights' dtype,
-    tokenizer.
+    tokenizer. LoRA adapters are merged: it is a plain model.
 
     `base` is the folder that the model came from; files of COPIED_FILES found there come along.
     """
     folder = Path(path)
     model = engine.module.model
     with engine.loaded():
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(engine.module, options=options) if engine.world_size > 1 else None
+        state = None
+        if engine.world_size > 1 or engine.adapters is not None:
+            buffers = {name: t for name, t in model.named_buffers() if name in model.state_dict()}
+            state = {n: t.cpu() for n, t in chain(engine.weights(), buffers.items()) if _rank(engine) == 0}
         if _rank(engine) == 0:
-            if state is not None:
-                state = {
-                    name.removeprefix("model."): t for name, t in state.items() if name.startswith("model.")
-                }
             model.save_pretrained(folder, state_dict=state)
     if _rank(engine) == 0:
         if tokenizer is not None:

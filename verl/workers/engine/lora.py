@@ -187,6 +187,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str) -> Ada
             inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=on_meta)
         except ValueError as error:
             raise ValueError(f"LoRA on {source}: {error} {_advice(model)}") from error
+    config.base_model_name_or_path = source
     adapters = Adapters(model, config)
     _check_layers(model, adapters, wanted, source)
     for parameter in adapters.parameters().values():
@@ -217,14 +218,13 @@ def load_adapter(adapters: Adapters, path: str | Path) -> None:
             parameter.copy_(saved[name])
 
 
-def save_adapter(adapters: Adapters, folder: Path, base: str, writes: bool) -> None:
-    """Writes a PEFT folder, by the rank that `writes`; all ranks gather together. base: the model's path."""
+def save_adapter(adapters: Adapters, folder: Path, writes: bool) -> None:
+    """Writes a PEFT folder, by the rank that `writes`; all ranks gather together."""
     tensors = {
         f"{_PEFT_PREFIX}{name}": whole(p.detach()).cpu().contiguous()
         for name, p in adapters.parameters().items()
     }
     if writes:
-        adapters.config.base_model_name_or_path = base
         adapters.config.save_pretrained(str(folder))
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 

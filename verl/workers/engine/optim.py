@@ -63,6 +63,16 @@ def lr_factor(step: int, num_warmup: int, num_total: int, style: str, min_ratio:
     return min_ratio + (1.0 - min_ratio) * remaining
 
 
+def resume_schedule(scheduler: LambdaLR, state: Mapping[str, Any]) -> None:
+    """Goes to the step of another schedule's `state_dict`, with the learning rates of this one."""
+    scheduler.load_state_dict({**state, "base_lrs": scheduler.base_lrs})
+    factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+    rates = [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates  # what get_last_lr says
+
+
 def build_scheduler(optimizer: torch.optim.Optimizer, optim: Mapping[str, Any]) -> LambdaLR:
     """The schedule of the block: `warmup_style`, `lr_warmup_steps` or `_ratio`, `min_lr_ratio`,
     `total_training_steps`.

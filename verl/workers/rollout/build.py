@@ -47,7 +47,7 @@ class Request:
         max_model_len: most tokens of a session, prompt and observations included.
         num_rows: sessions that are wanted at once; an engine has room for `max_num_seqs` of them at most.
         copies_weights: whether the engine needs memory of its own for weights (those it gets have another
-            dtype, or are gathered for it).
+            dtype, or are gathered or merged for it).
     """
 
     device: torch.device
@@ -115,6 +115,7 @@ def local_engine(
         block_size=rollout.block_size,
         enforce_eager=rollout.enforce_eager,
         compile=rollout.compile,
+        copies_weights=request.copies_weights,
     )
 
 

@@ -281,6 +281,7 @@ class NativeEngine(SessionEngine):
         block_size: int = 32,
         enforce_eager: bool = False,
         compile: bool = False,
+        copies_weights: bool = False,
     ) -> None:
         """
         Args:
@@ -293,8 +294,12 @@ class NativeEngine(SessionEngine):
             block_size: positions of one KV block.
             enforce_eager: on CUDA, run decode steps without CUDA graphs.
             compile: on CUDA, torch.compile the decoder.
+            copies_weights: on CUDA, the weights given to `update_weights` are made for that update, so copies
+                are kept; otherwise they are used where they are.
         """
-        runner = PagedRunner(model_config, dtype, device, block_size, max_model_len, enforce_eager, compile)
+        runner = PagedRunner(
+            model_config, dtype, device, block_size, max_model_len, enforce_eager, compile, copies_weights
+        )
         super().__init__(runner, max_num_seqs, max_model_len, kv_budget_bytes, max_prefill_tokens)
         self.device = runner.device
 

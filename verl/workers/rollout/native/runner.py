@@ -74,12 +74,14 @@ class PagedRunner:
         max_model_len: int = 2048,
         enforce_eager: bool = False,
         compile: bool = False,
+        copies_weights: bool = False,
     ) -> None:
         """ValueError for an architecture that it does not run.
 
         Args:
             max_model_len: positions 0 to one less.
-            enforce_eager: on CUDA, no graphs; compile: on CUDA, torch.compile the decoder.
+            enforce_eager: on CUDA, no graphs; compile: on CUDA, torch.compile the decoder; copies_weights:
+                on CUDA, the weights that it gets are made for each update (see `WeightStore`).
         """
         self.device = torch.empty(0, device=device).device  # "cuda" -> "cuda:0", as tensors name it
         self.spec = ModelSpec.from_config(model_config)
@@ -104,7 +106,8 @@ class PagedRunner:
             logger.warning("rollouts in %s on %s take the general path, which is slow", dtype, self.device)
             backend = TorchAttention(block_size, self.device)
             self._model = TorchModel(self.spec, tables, dtype, self.device, backend)
-        self._store = WeightStore(self.spec, dtype, self.device)
+        copies = copies_weights and self._cuda is not None  # on CPU they are packed into copies anyway
+        self._store = WeightStore(self.spec, dtype, self.device, copies)
         self._has_weights = False
         self._own_bytes = 0  # of weights, beyond the owner's
         self._said_bytes = False

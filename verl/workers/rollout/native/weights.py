@@ -58,10 +58,17 @@ class ModelWeights:
 
 
 class WeightStore:
-    """One tensor per parameter name; casts into storage of its own only where dtype or device differ."""
+    """One tensor per parameter name; casts into storage of its own only where dtype or device differ.
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    With `copies` every tensor goes into storage of its own: those given are made for each update (gathered,
+    merged), and a CUDA graph must find the weights where they were.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, copies: bool = False
+    ) -> None:
         self._spec = spec
+        self._copies = copies
         self._dtype = dtype
         self._device = device
         self._shapes = spec.parameter_shapes()
@@ -102,7 +109,7 @@ class WeightStore:
         self._own = {}
 
     def _take(self, name: str, tensor: Tensor) -> Tensor:
-        if tensor.dtype == self._dtype and tensor.device == self._device:
+        if tensor.dtype == self._dtype and tensor.device == self._device and not self._copies:
             self._own.pop(name, None)
             return tensor
         if name not in self._own:
