@@ -1,0 +1,153 @@
+"""The rules that hold for every policy loss, aggregation, KL estimator and term, through the real actor."""
+
+import math
+from itertools import cycle
+
+import pytest
+import torch
+from algorithm_cases import SPLITS, ActorFactory, full_batch, reordered, with_other_masked_values
+from tiny_training import assert_same_gradients
+
+from verl.trainer.ppo.core_algos import (
+    KL_PENALTIES,
+    LOSS_AGG_MODES,
+    POLICY_LOSSES,
+    vanishes_with_advantage,
+)
+from verl.workers.actor import dp_actor
+
+# So that losses which choose tokens choose a few of some 40, and every term of a loss is there.
+SELECTIVE = {
+    "policy_loss__clip_cov_ratio": 0.2,
+    "policy_loss__clip_cov_lb": -1.0,
+    "policy_loss__kl_cov_ratio": 0.2,
+    "policy_loss__ipo_kl_tau": 0.1,
+}
+LOSSES = {
+    f"{loss}, {mode}": {"policy_loss__loss_mode": loss, "loss_agg_mode": mode, **SELECTIVE}
+    for loss in POLICY_LOSSES
+    for mode in LOSS_AGG_MODES
+}
+TERMS = {
+    **{
+        f"KL {name}": {"use_kl_loss": True, "kl_loss_coef": 0.5, "kl_loss_type": name}
+        for name in KL_PENALTIES
+    },
+    "echo": {"echo_coeff": 0.3},
+    "no entropy bonus": {"entropy_coeff": 0.0},
+    "adaptive entropy": {"entropy_ctrl__type": "adaptive", "entropy_ctrl__target_entropy": 0.1},
+    "scale factor": {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 3.0},
+    "dual clip": {"clip_ratio_c": 1.5},
+}
+CASES = LOSSES | TERMS
+
+
+@pytest.fixture(scope="module")
+def factory(model_path):
+    return ActorFactory(model_path)
+
+
+@pytest.fixture(scope="module")
+def whole(factory):
+    """case -> (metrics, gradient) of the whole mini-batch in one pass, made once."""
+    made = {}
+
+    def update(case):
+        if case not in made:
+            made[case] = factory.update(full_batch(), **CASES[case])
+        return made[case]
+
+    return update
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rule_3_what_was_not_sampled_has_no_influence_bit_by_bit(factory, whole, case):
+    """Its ids neither, if nothing sampled comes after them (echo learns from them)."""
+    dirty = with_other_masked_values(full_batch(), keep_observations="echo" in case)
+    metrics, gradient = factory.update(dirty, **CASES[case])
+    expected_metrics, expected = whole(case)
+    for name, want in expected.items():
+        assert torch.equal(gradient[name], want), name
+    assert metrics == expected_metrics and all(map(math.isfinite, metrics.values()))
+    assert sum(want.abs().sum() for want in expected.values()) > 0
+
+
+# Each case is split in one way, neighbouring cases in others.
+@pytest.mark.parametrize(
+    ("case", "split"), list(zip(CASES, cycle(["rows of 3, padded", "60 tokens"]), strict=False))
+)
+def test_rule_5_every_split_gives_the_same_loss_and_gradient(factory, whole, case, split):
+    metrics, gradient = factory.update(reordered(full_batch()), SPLITS[split], **CASES[case])
+    expected_metrics, expected = whole(case)
+    assert_same_gradients(gradient, expected, tolerance=2e-6)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("case", [case for case in CASES if "token-mean" in case or case in TERMS][::5])
+def test_rule_5_a_case_of_each_kind_in_every_split(factory, whole, case, split):
+    metrics, gradient = factory.update(full_batch(), SPLITS[split], **CASES[case])
+    assert_same_gradients(gradient, whole(case)[1], tolerance=2e-6)
+    assert metrics == pytest.approx(whole(case)[0], rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("loss", list(POLICY_LOSSES))
+def test_rule_4_the_first_on_policy_ratio_is_1_for_every_loss(factory, loss):
+    """Whatever old_log_probs say: they are those of these weights, and are not read."""
+    settings = {"policy_loss__loss_mode": loss, **SELECTIVE}
+    batch, other = full_batch(), full_batch()
+    other.batch["old_log_probs"] -= 1.0
+    for data in (batch, other):
+        data.meta_info["bypass_mode"] = False
+    (metrics, gradient), (_, other_gradient) = (factory.update(data, **settings) for data in (batch, other))
+    assert metrics["actor/ratio/min"] == metrics["actor/ratio/max"] == 1.0
+    assert metrics.get("actor/ppo_kl", 0.0) == 0.0
+    assert all(torch.equal(gradient[name], other_gradient[name]) for name in gradient)
+
+
+@pytest.mark.parametrize("loss", [loss for loss in POLICY_LOSSES if vanishes_with_advantage(loss)])
+def test_rows_without_an_advantage_cost_no_backward_pass_and_change_nothing(factory, monkeypatch, loss):
+    settings = {"policy_loss__loss_mode": loss, "entropy_coeff": 0.0, **SELECTIVE}
+    batch, limits = full_batch(), SPLITS["rows of 3, padded"]
+    backward, num_backward = factory.engine.backward, []
+    monkeypatch.setattr(
+        factory.engine, "backward", lambda *a, **k: num_backward.append(1) or backward(*a, **k)
+    )
+    metrics, gradient = factory.update(batch, limits, **settings)
+    assert len(num_backward) == 2  # of 7 rows one sampled nothing, two have no advantage
+    monkeypatch.setattr(dp_actor, "rows_without_gradient", lambda *_: [])
+    expected_metrics, expected = factory.update(batch, limits, **settings)
+    assert len(num_backward) == 2 + 2
+    assert_same_gradients(gradient, expected, tolerance=1e-6)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize("loss", [loss for loss in POLICY_LOSSES if not vanishes_with_advantage(loss)])
+def test_rows_without_an_advantage_take_part_in_losses_that_need_none(factory, loss):
+    batch = full_batch()
+    batch.batch["advantages"].zero_()
+    settings = {"policy_loss__loss_mode": loss, "entropy_coeff": 0.0, **SELECTIVE}
+    assert sum(g.abs().sum() for g in factory.update(batch, **settings)[1].values()) > 0
+
+
+@pytest.mark.parametrize("loss", list(POLICY_LOSSES))
+def test_rollout_weights_of_2_make_the_policy_loss_twice_as_large(factory, loss):
+    if loss == "sft":  # no importance ratio, nothing to correct
+        return
+    batch, settings = full_batch(), {"policy_loss__loss_mode": loss, "entropy_coeff": 0.0, **SELECTIVE}
+    batch.batch["rollout_is_weights"] = batch.batch["response_mask"].float()
+    _, gradient = factory.update(batch, **settings)
+    batch.batch["rollout_is_weights"] *= 2
+    _, doubled = factory.update(batch, **settings)
+    assert_same_gradients(doubled, {name: 2 * g for name, g in gradient.items()}, tolerance=1e-5)
+
+
+def test_the_update_of_a_batch_is_of_its_rows_alone(factory):
+    """The check of the checks: a sampled token's id, advantage, weight do have an influence."""
+    expected = factory.update(full_batch())[1]
+    for key in ("input_ids", "advantages", "old_log_probs", "rollout_is_weights"):
+        batch = full_batch()
+        row, column = batch.batch["response_mask"].nonzero()[5].tolist()
+        values = batch.batch[key]
+        values[row, column - batch.batch["response_mask"].shape[1]] += 1
+        assert any(not torch.equal(g, expected[name]) for name, g in factory.update(batch)[1].items()), key
