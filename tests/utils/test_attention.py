@@ -75,7 +75,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
 
 
 def test_runs_of_equal_lengths_are_attended_together():
-    assert Packing.of((4, 4, 2, 2, 2, 4), "cpu").runs == [(2, 4), (3, 2), (1, 4)]
+    assert Packing.of((4, 4, 2, 2, 2, 4), "cpu").runs == [(2, 4, 4), (3, 2, 2), (1, 4, 4)]
 
 
 def test_what_packed_attention_cannot_do_is_refused():

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.utils.packing import pack_rows, plan_micro_batches
+from verl.utils.packing import pack_rows, plan_padded
 
 
 def example(pad=0):
@@ -26,9 +26,30 @@ def test_the_worked_example_packs_as_its_docstring_says():
     assert packed.packing.seq_lens == (6,) and packed.packing.cu_seqlens.tolist() == [0, 6]
     assert packed.predicted_from.tolist() == [1, 2, 4]
     assert packed.labels.tolist() == [7, 8, 2]
+    assert packed.packing.key_index is None and packed.distinct is None
     assert packed.cells.tolist() == [0, 1, 3] and packed.sampled.tolist() == [True] * 3
     assert packed.shape == (1, 5)
     assert packed.mask.tolist() == [[True, True, False, True, False]]
+
+
+def test_a_second_row_adds_only_what_the_first_has_not():
+    """The worked example's second part: [5, 6, 7, 8, 9, 2] and [5, 6, 7, 8, 9, 3]."""
+    batch = {key: value[[0, 0]] for key, value in example().items()}
+    batch["input_ids"][1, 6] = 3
+    packed = pack_rows(batch, [0, 1], "cpu")
+    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9, 2, 3]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 5]]
+    assert packed.packing.seq_lens == (6, 1) and packed.packing.key_lens == (6, 6)
+    assert packed.packing.key_index.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 6]
+    assert packed.predicted_from.tolist() == [1, 2, 4, 4] and packed.labels.tolist() == [7, 8, 2, 3]
+    assert packed.cells.tolist() == [0, 1, 3, 5, 6, 8] and packed.distinct.tolist() == [0, 1, 2, 0, 1, 3]
+    assert packed.unpack(torch.tensor([1.0, 2, 3, 4])).tolist() == [[1, 2, 0, 3, 0], [1, 2, 0, 4, 0]]
+
+
+def test_equal_tokens_at_other_positions_are_not_shared():
+    batch = {key: value[[0, 0]] for key, value in example().items()}
+    batch["position_ids"][1] += 1
+    assert pack_rows(batch, [0, 1], "cpu").packing.key_index is None
 
 
 def test_tokens_of_the_extra_loss_mask_become_loss_tokens_that_were_not_sampled():
@@ -96,18 +117,16 @@ def test_unpack_passes_gradients_to_loss_tokens():
     st.lists(st.integers(1, 50), max_size=30),
     st.none() | st.integers(1, 9),
     st.none() | st.integers(1, 120),
-    st.booleans(),
 )
-def test_a_plan_has_every_row_once_and_keeps_its_limits(lengths, max_rows, max_tokens, padded):
-    plan = plan_micro_batches(lengths, max_rows, max_tokens, padded)
+def test_a_padded_plan_has_every_row_once_and_keeps_its_limits(lengths, max_rows, max_tokens):
+    plan = plan_padded(lengths, max_rows, max_tokens)
     assert sorted(row for part in plan for row in part) == list(range(len(lengths)))
     for part in plan:
         sizes = [lengths[row] for row in part]
-        tokens = max(sizes) * len(sizes) if padded else sum(sizes)
         assert max_rows is None or len(part) <= max_rows
-        assert max_tokens is None or tokens <= max_tokens or len(part) == 1
+        assert max_tokens is None or max(sizes) * len(sizes) <= max_tokens or len(part) == 1
 
 
-def test_plans_by_rows_hold_rows_of_like_length():
-    assert plan_micro_batches([3, 9, 4, 8, 2], max_rows=2) == [[1, 3], [2, 0], [4]]
-    assert plan_micro_batches([3, 9, 4, 8, 2], max_tokens=12) == [[1, 0], [3, 2], [4]]
+def test_padded_plans_hold_rows_of_like_length():
+    assert plan_padded([3, 9, 4, 8, 2], max_rows=2) == [[1, 3], [2, 0], [4]]
+    assert plan_padded([3, 9, 4, 8, 2], max_tokens=12) == [[1], [3], [2, 0, 4]]

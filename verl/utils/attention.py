@@ -1,10 +1,11 @@
 """Attention over packed sequences, as an attention implementation that any Hugging Face decoder can use.
 
 A model built with `attn_implementation="packed"` gets one row of T tokens (several sequences end to end) and
-the keyword `packing`, a `Packing`, which travels through the model's forward to every layer. On CPU the
+the keyword `packing`, a `Packing`, which travels through the model's forward to every layer. A sequence may
+have its beginning in common with others (`Packing.key_index`): its keys are gathered then. On CPU the
 sequences are attended one by one (neighbours of equal length together), which beats any mask; on CUDA with
-16-bit floats torch's variable-length flash kernel takes the pack at once, where torch and the GPU have it. No
-mask is built, but for sliding windows on the first way.
+16-bit floats torch's variable-length flash kernel takes the pack at once, where torch and the GPU have it. On
+the first way there are masks for sliding windows, and for sequences that share more than half of their keys.
 """
 
 from __future__ import annotations
@@ -26,68 +27,100 @@ PACKED_ATTENTION = "packed"
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the sequences of a pack begin and end.
+    """Where the sequences of a pack begin and end, and what they attend to.
 
-    seq_lens: length of each sequence, in order, on the host. cu_seqlens [B + 1] int32: their running sum
-    from 0, on the model's device.
+    seq_lens: length of each sequence in the pack, in order, on the host. cu_seqlens [B + 1] int32: their
+    running sum from 0, on the model's device. A sequence attends to itself, causally, and to what it has in
+    common with sequences before it: key_lens are the lengths with it, cu_key_lens their running sum,
+    key_index [sum of key_lens] the tokens' places in the pack, or None if nothing is shared.
     """
 
     seq_lens: tuple[int, ...]
     cu_seqlens: Tensor
+    key_lens: tuple[int, ...]
+    cu_key_lens: Tensor
+    key_index: Tensor | None
 
     @classmethod
-    def of(cls, seq_lens: Sequence[int], device: torch.device | str) -> Packing:
-        sums = torch.tensor([0, *seq_lens]).cumsum(0)
-        return cls(tuple(seq_lens), sums.to(device=device, dtype=torch.int32))
+    def of(
+        cls,
+        seq_lens: Sequence[int],
+        device: torch.device | str,
+        key_lens: Sequence[int] | None = None,
+        key_index: Tensor | None = None,
+    ) -> Packing:
+        """Without key_lens and key_index each sequence attends to itself alone."""
+        cu_seqlens = _running_sum(seq_lens, device)
+        if key_lens is None or key_index is None:
+            return cls(tuple(seq_lens), cu_seqlens, tuple(seq_lens), cu_seqlens, None)
+        cu_key_lens = _running_sum(key_lens, device)
+        return cls(tuple(seq_lens), cu_seqlens, tuple(key_lens), cu_key_lens, key_index.to(device))
 
     @property
-    def runs(self) -> list[tuple[int, int]]:
-        """(count, length) of each run of neighbouring sequences of equal length."""
-        return [(len(list(group)), length) for length, group in groupby(self.seq_lens)]
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(count, length, length with what is shared) of each run of neighbours with equal lengths."""
+        lengths = zip(self.seq_lens, self.key_lens, strict=True)
+        return [(len(list(group)), *pair) for pair, group in groupby(lengths)]
+
+
+def _running_sum(lengths: Sequence[int], device: torch.device | str) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+
+
+def _mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """[num_queries, num_keys] bool: what the last num_queries tokens of a sequence may attend to."""
+    at = torch.arange(num_keys, device=device)
+    distance = at[num_keys - num_queries :, None] - at[None, :]
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 def _one_by_one(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None
 ) -> Tensor:
-    """Causal attention of each sequence with itself by SDPA. q [1, H, T, D], k and v [1, G, T, D] -> [1,
-    T, H, D].
+    """Attention of each sequence by SDPA. q [1, H, T, D], k and v [1, G, K, D] (K: keys of all sequences) ->
+    [1, T, H, D].
     """
     runs = packing.runs
-    sizes = [count * length for count, length in runs]
+    query_sizes = [count * length for count, length, _ in runs]
+    key_sizes = [count * length for count, _, length in runs]
     grouped = query.shape[1] != key.shape[1]
     outputs = []
     # split, not slices: its backward is one concatenation, where each slice's would be a full tensor of zeros
-    for (count, length), *parts in zip(
-        runs, *(x[0].split(sizes, dim=1) for x in (query, key, value)), strict=True
-    ):
-        q, k, v = (x.view(x.shape[0], count, length, x.shape[-1]).transpose(0, 1) for x in parts)
+    split = (query[0].split(query_sizes, 1), key[0].split(key_sizes, 1), value[0].split(key_sizes, 1))
+    for (count, num_queries, num_keys), *parts in zip(runs, *split, strict=True):
+        q, k, v = (x.view(x.shape[0], count, -1, x.shape[-1]).transpose(0, 1) for x in parts)
+        missing = num_keys - num_queries
         mask = None
-        if window is not None and length > window:
-            at = torch.arange(length, device=q.device)
-            distance = at[:, None] - at[None, :]
-            mask = (distance >= 0) & (distance < window)
+        if window is not None and num_keys > window or 2 * num_queries < num_keys:
+            mask = _mask(num_queries, num_keys, window, q.device)
+        elif missing:  # no mask needed for queries of nothing in front: what they cost is less than half
+            q = F.pad(q, (0, 0, missing, 0))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
         )
-        outputs.append(out.transpose(1, 2).reshape(count * length, query.shape[1], v.shape[-1]))
+        out = out if mask is not None else out[:, :, missing:]
+        outputs.append(out.transpose(1, 2).reshape(count * num_queries, query.shape[1], v.shape[-1]))
     return torch.cat(outputs).unsqueeze(0)
 
 
 def _flash_varlen(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None
 ) -> Tensor:
-    """The same by torch's variable-length flash attention (CUDA, 16-bit floats)."""
+    """The same by torch's variable-length flash attention (CUDA, 16-bit floats).
+
+    Where a sequence has fewer queries than keys, its queries are the last ones: causality is aligned at the
+    end, as flash attention does since 2.1.
+    """
     kernel = _varlen_kernel()
     assert kernel is not None
-    longest = max(packing.seq_lens)
     out = kernel(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         packing.cu_seqlens,
-        packing.cu_seqlens,
-        longest,
-        longest,
+        packing.cu_key_lens,
+        max(packing.seq_lens),
+        max(packing.key_lens),
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
@@ -166,6 +199,8 @@ def packed_attention_forward(
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = _in_autocast_type(query, key, value)
+    if packing.key_index is not None:
+        key, value = (x.index_select(2, packing.key_index) for x in (key, value))
     attend = _flash_varlen if _takes_flash(query) else _one_by_one
     return attend(query, key, value, packing, scale, sliding_window), None
 

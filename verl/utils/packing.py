@@ -1,11 +1,14 @@
 """From padded batches to packed micro-batches, and from results per loss token back to [N, R].
 
-    DataProto rows --plan_micro_batches--> lists of rows --pack_rows--> PackedMicroBatch --model--> [L]
-    [L] per loss token --unpack--> [B, R] matrix, 0 where the policy sampled nothing
+    DataProto rows --plan--> lists of rows --pack_rows--> PackedMicroBatch --model--> [U]
+    [U] per distinct loss token --unpack--> [B, R] matrix, 0 where there is no loss token
 
 Legend: N rows of the batch, B rows of a micro-batch, P prompt and R response width, T tokens of a pack, L
-loss tokens (those that the policy sampled, and those that a loss asks for besides). Padding is known from
-`attention_mask` alone, never from token ids.
+loss tokens (those that the policy sampled, and those that a loss asks for besides), U distinct ones among
+them. Padding is known from `attention_mask` alone, never from token ids.
+
+What rows have in common from their beginning on is in a pack once (verl.utils.shared_prefixes): equal tokens
+after equal tokens have equal hidden states, so nothing is computed twice, and the gradient is the same.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from verl.utils.attention import Packing
+from verl.utils.shared_prefixes import prefix_order
 
 CPU_TOKENS_PER_PACK = 2048  # on CPU larger packs only leave the caches; a GPU wants all it may have
 
@@ -25,16 +30,19 @@ CPU_TOKENS_PER_PACK = 2048  # on CPU larger packs only leave the caches; a GPU w
 class PackedMicroBatch:
     """Sequences end to end, without padding (or each padded on the right to the longest, if asked for).
 
-    input_ids, position_ids [1, T] int64; packing: where the sequences lie. For the L loss tokens, in
-    row-major order: predicted_from [L] index into T of the position whose hidden state predicts the token
-    (the one before it), labels [L] the token itself, cells [L] where it stands in the flattened [B, R]
-    response matrix, sampled [L] bool whether the policy sampled it (else it is a loss token because
+    input_ids, position_ids [1, T] int64; packing: where the sequences lie, and what each attends to. For the
+    U distinct loss tokens: predicted_from [U] index into T of the position whose hidden state predicts the
+    token (the one before it), labels [U] the token itself. For all L of them, in row-major order: cells [L]
+    where it stands in the flattened [B, R] response matrix, distinct [L] which of the U it is (None: L = U,
+    each is its own), sampled [L] bool whether the policy sampled it (else it is a loss token because
     `extra_loss_mask` asked for it). rows [B]: which rows of the batch these are; shape: (B, R).
 
     Worked example, one row: prompt [0, 5, 6] (the 0 is padding), responses [7, 8, 9, 2, 0], response_mask
     [1, 1, 0, 1, 0]. Then input_ids [[5, 6, 7, 8, 9, 2]], position_ids [[0, 1, 2, 3, 4, 5]], seq_lens (6,),
     predicted_from [1, 2, 4], labels [7, 8, 2], cells [0, 1, 3], sampled [True, True, True], shape (1, 5).
     With an extra_loss_mask [0, 0, 1, 0, 0] predicted_from is [1, 2, 3, 4], sampled [True, True, False, True].
+    A second row that differs in its last token alone, 3 instead of 2, adds [3] to input_ids and [5] to
+    position_ids, and one distinct loss token: predicted_from 4, label 3.
     """
 
     input_ids: Tensor
@@ -43,6 +51,7 @@ class PackedMicroBatch:
     predicted_from: Tensor
     labels: Tensor
     cells: Tensor
+    distinct: Tensor | None
     sampled: Tensor
     rows: Tensor
     shape: tuple[int, int]
@@ -63,7 +72,9 @@ class PackedMicroBatch:
         return flat.view(self.shape)
 
     def unpack(self, per_token: Tensor) -> Tensor:
-        """[L] floats -> [B, R], 0 where there is no loss token. Differentiable."""
+        """[U] floats -> [B, R], 0 where there is no loss token. Differentiable."""
+        if self.distinct is not None:
+            per_token = per_token.index_select(0, self.distinct)
         return (
             per_token.new_zeros(self.shape[0] * self.shape[1])
             .index_put((self.cells,), per_token)
@@ -78,75 +89,125 @@ def pack_rows(
     and, if there is one, extra_loss_mask [N, R]: tokens (observations) that become loss tokens as well.
 
     Padding for `pad_to_longest` repeats a sequence's last token on the right, where causal attention lets
-    no real token see it. Raises ValueError if a loss token has no token before it.
+    no real token see it; such a pack shares nothing. Raises ValueError if a loss token has no token before
+    it.
     """
     index = torch.as_tensor(rows, dtype=torch.int64)
     attention = batch["attention_mask"][index].bool()
     response_mask = batch["response_mask"][index].bool()
     extra = batch.get("extra_loss_mask")
     loss_mask = response_mask if extra is None else response_mask | extra[index].bool()
-    num_rows, response_width = response_mask.shape
     in_loss = torch.zeros_like(attention)
-    in_loss[:, -response_width:] = loss_mask
-    lengths = attention.sum(dim=1)
+    in_loss[:, -response_mask.shape[1] :] = loss_mask
     place = attention.cumsum(dim=1) - 1  # of each token in its own sequence
     if bool((in_loss & (~attention | (place == 0))).any()):
         raise ValueError(
             "response_mask or extra_loss_mask marks a token that attention_mask calls padding or that has no "
             "token before it; every trajectory needs a prompt of at least one token."
         )
-    stride = lengths.new_full((num_rows,), int(lengths.max())) if pad_to_longest else lengths
-    starts = stride.cumsum(0) - stride
+    ids, positions = (batch[key][index][attention] for key in ("input_ids", "position_ids"))
+    lengths = attention.sum(dim=1)
+    starts = lengths.cumsum(0) - lengths
     if pad_to_longest:
-        columns = torch.arange(int(lengths.max())).clamp(max=(lengths - 1)[:, None])
-        order = attention.long().argsort(dim=1, descending=True, stable=True).gather(1, columns)
-        input_ids, position_ids = (
-            batch[key][index].gather(1, order).view(-1) for key in ("input_ids", "position_ids")
-        )
+        layout = _padded(lengths)
     else:
-        input_ids, position_ids = (batch[key][index][attention] for key in ("input_ids", "position_ids"))
-    at = (place + starts[:, None])[in_loss]
+        layout = _shared(torch.stack([ids, positions], dim=1), lengths.tolist())
+    at = (place + starts[:, None])[in_loss]  # of each loss token among the rows' own, end to end
+    predicted_from, labels, distinct = layout.where[at - 1], ids[at], None
+    if layout.key_index is not None:
+        pairs, distinct = torch.stack([predicted_from, labels], dim=1).unique(dim=0, return_inverse=True)
+        predicted_from, labels, distinct = (
+            pairs[:, 0].contiguous(),
+            pairs[:, 1].contiguous(),
+            distinct.to(device),
+        )
     cells = loss_mask.view(-1).nonzero().squeeze(1)
     return PackedMicroBatch(
-        input_ids=input_ids.unsqueeze(0).to(device),
-        position_ids=position_ids.unsqueeze(0).to(device),
-        packing=Packing.of(stride.tolist(), device),
-        predicted_from=(at - 1).to(device),
-        labels=input_ids[at].to(device),
+        input_ids=ids[layout.source].unsqueeze(0).to(device),
+        position_ids=positions[layout.source].unsqueeze(0).to(device),
+        packing=Packing.of(layout.seq_lens, device, layout.key_lens, layout.key_index),
+        predicted_from=predicted_from.to(device),
+        labels=labels.to(device),
         cells=cells.to(device),
+        distinct=distinct,
         sampled=response_mask.view(-1)[cells].to(device),
         rows=index,
-        shape=(num_rows, response_width),
+        shape=(response_mask.shape[0], response_mask.shape[1]),
     )
 
 
-def plan_micro_batches(
-    lengths: Sequence[int],
-    max_rows: int | None = None,
-    max_tokens: int | None = None,
-    padded: bool = False,
-) -> list[list[int]]:
-    """Splits rows into micro-batches of at most `max_rows` rows and `max_tokens` tokens; longest rows first.
+@dataclass(frozen=True)
+class _Layout:
+    """How S tokens of B rows, end to end, become T tokens of a pack.
 
-    First-fit over the rows sorted by length: micro-batches without padding are full, padded ones hold rows of
-    like length. With `padded`, the tokens of a micro-batch are rows times its longest. A row that is
-    longer than max_tokens stands alone. Returns lists of indices into `lengths`; the same input always
-    gives the same lists.
+    source [T]: which of the S each is; where [S]: which of the T stands for it. seq_lens: tokens of each row
+    in the pack; key_lens: tokens that it attends to, which are those of the pack at key_index (None: its
+    own).
+    """
+
+    source: Tensor
+    where: Tensor
+    seq_lens: Sequence[int]
+    key_lens: Sequence[int] | None = None
+    key_index: Tensor | None = None
+
+
+def _padded(lengths: Tensor) -> _Layout:
+    """Each row padded on the right to the longest."""
+    longest, starts = int(lengths.max()), lengths.cumsum(0) - lengths
+    columns = torch.arange(longest)
+    source = (starts[:, None] + columns.clamp(max=(lengths - 1)[:, None])).view(-1)
+    where = (columns + longest * torch.arange(len(lengths))[:, None])[columns < lengths[:, None]]
+    return _Layout(source, where, [longest] * len(lengths))
+
+
+def _shared(tokens: Tensor, lengths: Sequence[int]) -> _Layout:
+    """Rows end to end, what a row has in common with another from the beginning on left out. tokens [S,
+    ...]
+    """
+    found = prefix_order([part.numpy() for part in tokens.split(list(lengths))])
+    if not any(found.shared):
+        every = torch.arange(len(tokens))
+        return _Layout(every, every, lengths)
+    starts = np.cumsum([0, *lengths])
+    where = np.empty(len(tokens), dtype=np.int64)
+    source, keys, seq_lens, key_lens = [], [], [], []
+    before, used = slice(0, 0), 0
+    for row, shared in zip(found.order, found.shared, strict=True):
+        start, own = starts[row], lengths[row] - shared
+        where[start : start + shared] = where[before][:shared]
+        where[start + shared : start + lengths[row]] = np.arange(used, used + own)
+        before, used = slice(start, start + lengths[row]), used + own
+        if own:
+            source.append(np.arange(start + shared, start + lengths[row]))
+            keys.append(where[before])
+            seq_lens.append(own)
+            key_lens.append(lengths[row])
+    return _Layout(
+        torch.from_numpy(np.concatenate(source)),
+        torch.from_numpy(where),
+        seq_lens,
+        key_lens,
+        torch.from_numpy(np.concatenate(keys)),
+    )
+
+
+def plan_padded(
+    lengths: Sequence[int], max_rows: int | None = None, max_tokens: int | None = None
+) -> list[list[int]]:
+    """Splits rows into padded micro-batches of at most `max_rows` rows and `max_tokens` tokens, padding
+    included; longest rows first, so that those of a micro-batch are of like length.
+
+    A row that is longer than max_tokens stands alone. Returns lists of indices into `lengths`; the same
+    input always gives the same lists.
     """
     plan: list[list[int]] = []
-    used: list[int] = []
-    first_open = 0
     for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        for k in range(first_open, len(plan)):
-            cost = lengths[plan[k][0]] if padded else lengths[row]
-            room_in_rows = max_rows is None or len(plan[k]) < max_rows
-            if room_in_rows and (max_tokens is None or used[k] + cost <= max_tokens):
-                plan[k].append(row)
-                used[k] += cost
-                break
-        else:
-            plan.append([row])
-            used.append(lengths[row])
-        while first_open < len(plan) and max_rows is not None and len(plan[first_open]) >= max_rows:
-            first_open += 1
+        full = plan and (
+            (max_rows is not None and len(plan[-1]) >= max_rows)
+            or (max_tokens is not None and (len(plan[-1]) + 1) * lengths[plan[-1][0]] > max_tokens)
+        )
+        if not plan or full:
+            plan.append([])
+        plan[-1].append(row)
     return plan

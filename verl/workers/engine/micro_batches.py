@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
-from verl.utils.packing import CPU_TOKENS_PER_PACK, PackedMicroBatch, pack_rows, plan_micro_batches
+from verl.utils.packing import CPU_TOKENS_PER_PACK, PackedMicroBatch, pack_rows, plan_padded
+from verl.utils.shared_prefixes import plan_by_prefix
 from verl.workers.engine.engine import TrainEngine
 
 PACKING_KEYS = ("input_ids", "attention_mask", "position_ids", "response_mask")
@@ -86,8 +87,13 @@ def micro_batches(
     masks = [tensors[key] for key in LOSS_MASKS if key in tensors]
     index = torch.as_tensor(rows, dtype=torch.int64)
     index = index[torch.stack([mask[index].any(dim=1) for mask in masks]).any(dim=0)]
-    lengths = tensors["attention_mask"][index].sum(dim=1).tolist()
-    plan = plan_micro_batches(lengths, limits.max_rows, limits.max_tokens, limits.padded)
+    attention = tensors["attention_mask"][index].bool()
+    lengths = attention.sum(dim=1).tolist()
+    if limits.padded:
+        plan = plan_padded(lengths, limits.max_rows, limits.max_tokens)
+    else:
+        sequences = [x.numpy() for x in tensors["input_ids"][index][attention].split(lengths)]
+        plan = plan_by_prefix(sequences, limits.max_rows, limits.max_tokens)
     count = int(engine.reduce([len(plan)], "max")[0])
 
     def build() -> Iterator[PackedMicroBatch]:
