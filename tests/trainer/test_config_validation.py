@@ -173,14 +173,6 @@ def test_arguments_of_vllm_are_open(good):
     assert rollout.vllm.engine_args == {"swap_space": 2}
 
 
-def test_rloo_needs_a_group(good):
-    with pytest.raises(ValueError, match="group of 1"):
-        check(
-            [*good, "algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n_agent=1"]
-            + ["actor_rollout_ref.actor.ppo_mini_batch_size=32"]
-        )
-
-
 def test_the_local_backend_has_one_process(good):
     check([*good, "trainer.backend=local"])
     with pytest.raises(ValueError, match="expected trainer.backend=ray"):

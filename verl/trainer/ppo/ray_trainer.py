@@ -24,6 +24,7 @@ from verl.trainer.ppo.advantage_inputs import advantage_inputs
 from verl.trainer.ppo.algos.aggregation import PROMPT_MEAN
 from verl.trainer.ppo.batching import arrange_for_workers, mini_batch_rows
 from verl.trainer.ppo.collection import TrajectoryCollector
+from verl.trainer.ppo.health import HealthMonitor
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.roles import ResourcePoolManager, Role, actor_role
 from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped
@@ -76,6 +77,7 @@ class RayPPOTrainer:
 
         self.passes = Passes.of(config)
         self.kl_controller = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
+        self.health = HealthMonitor()
         self.running_baseline = core_algos.RunningBaseline(config.algorithm.rae_decay)
         self.sampler = self._prompt_sampler()
         self.total_steps = (
@@ -201,7 +203,8 @@ class RayPPOTrainer:
                     metrics |= report.metrics()
             metrics = metric_utils.step_metrics(batch, timer, self.passes.values) | metrics
             self.state.add_step(metrics, timer.seconds, time.perf_counter() - started)
-            self.recorder.log_step(self.state, metrics, batch, self.tokenizer)
+            warnings = self.health.check(self.state.step, metrics)
+            self.recorder.log_step(self.state, metrics, batch, self.tokenizer, warnings)
             self._check_updates(metrics, skipped_update)
             checkpoint_seconds = {}
             if last or (trainer.save_freq > 0 and self.state.step % trainer.save_freq == 0):
@@ -375,6 +378,7 @@ class RayPPOTrainer:
         self.state.sampler = self.sampler.state_dict()
         self.state.kl_controller = self.kl_controller.state_dict()
         self.state.running_baseline = self.running_baseline.state_dict()
+        self.state.health = self.health.state_dict()
         with self.checkpoints.writing(self.state.step) as folder:
             self.actor_rollout_wg.save_checkpoint(str(folder / "actor"))
             if self.passes.values:
@@ -399,6 +403,7 @@ class RayPPOTrainer:
                 raise RunStopped(f"{folder}: {error}") from error
             self.kl_controller.load_state_dict(self.state.kl_controller)
             self.running_baseline.load_state_dict(self.state.running_baseline)
+            self.health.load_state_dict(self.state.health)
             self.actor_rollout_wg.load_checkpoint(str(folder / "actor"))
             if self.passes.values:
                 self.critic_wg.load_checkpoint(str(folder / "critic"))

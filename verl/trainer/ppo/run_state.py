@@ -41,6 +41,7 @@ class RunState:
         sampler: data position (`PromptSampler.state_dict`).
         kl_controller: state of the KL coefficient's controller.
         running_baseline: state of the running mean of scores (`rae`).
+        health: state of the watch for signs of collapse.
         wall_seconds: seconds from the start of the run up to the last finished step, pauses left out.
         seconds_by_phase: seconds spent in each phase of the steps (`timing_s/*` added up).
         generated_tokens, trained_tokens: tokens that the policy sampled for training; tokens (prompt and
@@ -52,6 +53,7 @@ class RunState:
     sampler: dict[str, Any] = field(default_factory=dict)
     kl_controller: dict[str, float] = field(default_factory=dict)
     running_baseline: dict[str, Any] = field(default_factory=dict)
+    health: dict[str, Any] = field(default_factory=dict)
     wall_seconds: float = 0.0
     seconds_by_phase: dict[str, float] = field(default_factory=dict)
     generated_tokens: int = 0

@@ -9,6 +9,7 @@ run hold what those of an undisturbed one hold.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,14 @@ class RunRecorder:
         if resumed_from is not None:
             self.display.say(f"resumed from {resumed_from}")
 
-    def log_step(self, state: RunState, metrics: dict[str, float], batch: DataProto, tokenizer: Any) -> None:
+    def log_step(
+        self,
+        state: RunState,
+        metrics: dict[str, float],
+        batch: DataProto,
+        tokenizer: Any,
+        warnings: Sequence[str] = (),
+    ) -> None:
         """Record one training step.
 
         Args:
@@ -82,6 +90,7 @@ class RunRecorder:
             metrics: of the step; `train/em` and `train/searches` are made from the batch if not there.
             batch: the step's trajectories with token_level_scores [N, R] and, per row, em and trajectory.
             tokenizer: the policy's, to show tokens as text.
+            warnings: lines that are shown, and kept as `warnings` in the step's line of `metrics.jsonl`.
         """
         fields = batch.non_tensor_batch
         metrics = {
@@ -89,9 +98,11 @@ class RunRecorder:
             "train/searches": float(np.mean([t["num_searches"] for t in fields["trajectory"]])),
             **metrics,
         }
-        self._write(state.step, metrics)
+        self._write(state.step, metrics, {"warnings": list(warnings)} if warnings else {})
         self._keep_trajectories(batch, state.step, "train", tokenizer)
         self.display.step(state.step, metrics)
+        for line in warnings:
+            self.display.say(f"warning, step {state.step}: {line}")
 
     def log_validation(self, state: RunState, report: ValidationReport, tokenizer: Any) -> None:
         """Record a validation. Its metrics are part of the step's own line; before step 1 they are a line."""
@@ -124,9 +135,9 @@ class RunRecorder:
         if self.tracking is not None:
             self.tracking.finish()
 
-    def _write(self, step: int, metrics: dict[str, float]) -> None:
+    def _write(self, step: int, metrics: dict[str, float], texts: Mapping[str, Any] | None = None) -> None:
         assert self.tracking is not None, "start() comes first"
-        self.metrics.append(step, metrics)
+        self.metrics.append(step, metrics | dict(texts or {}))
         self.tracking.log(metrics, step)
 
     def _keep_trajectories(self, batch: DataProto, step: int, split: str, tokenizer: Any) -> None:

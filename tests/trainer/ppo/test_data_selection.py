@@ -1,0 +1,115 @@
+"""Which rows are learnt from, how many prompts are asked again, and what nearing the limit costs."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from selection_batches import batch_of, record, turn
+
+from verl.trainer.ppo.data_selection import (
+    add_to_outcome,
+    count_groups,
+    informative_rows,
+    overlong_penalty,
+    prompts_to_draw,
+    room_left,
+    solve_rates,
+    usable_rows,
+)
+
+
+def test_rows_without_a_sampled_token_are_not_usable():
+    for compares_group in (True, False):
+        assert usable_rows(batch_of("abc", [3, 0, 1]), compares_group).tolist() == [True, False, True]
+
+
+def test_the_last_one_that_is_left_of_a_group_has_nothing_to_be_compared_with():
+    batch = batch_of("aabbbc", [3, 0, 2, 2, 0, 5])
+    assert usable_rows(batch, True).tolist() == [False, False, True, True, False, True]
+    assert usable_rows(batch, False).tolist() == [True, False, True, True, False, True]
+
+
+def test_trajectories_that_a_limit_has_cut_take_no_part_with_the_overlong_filter():
+    records = [record(reason) for reason in ("answer", "length", "eos", "length", "max_turns", "answer")]
+    batch = batch_of("aabbbb", [2] * 6, records)
+    assert usable_rows(batch, True).all()
+    assert usable_rows(batch, True, overlong_filter=True).tolist() == [False, False, True, False, True, True]
+    assert usable_rows(batch, False, overlong_filter=True).tolist() == [True, False, True, False, True, True]
+
+
+def test_only_groups_whose_members_differ_are_informative():
+    scores, uids = np.array([1.0, 1, 0, 1, 0, 0, 7]), np.array(list("aabbccd"), dtype=object)
+    usable = np.ones(7, dtype=bool)
+    chosen = informative_rows(scores, uids, usable)
+    assert chosen.tolist() == [False, False, True, True, False, False, False]
+    assert count_groups(uids, chosen) == 1 and count_groups(uids, usable) == 4
+
+
+def test_a_row_that_is_not_usable_makes_no_group_informative():
+    scores = np.array([1.0, np.nan, 1, 0, 1, np.nan])
+    usable = np.array([True, False, True, True, True, False])
+    uids = np.array(list("aaabbb"), dtype=object)
+    assert informative_rows(scores, uids, usable).tolist() == [False] * 3 + [True, True, False]
+
+
+def test_with_several_rewards_one_that_differs_is_enough():
+    values = np.array([[1.0, 0], [1, 1], [0, 0], [0, 0]])
+    uids = np.array(list("aabb"), dtype=object)
+    chosen = informative_rows(values, uids, np.ones(4, dtype=bool))
+    assert chosen.tolist() == [True, True, False, False]
+
+
+@settings(deadline=None, derandomize=True, max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2), st.booleans()), min_size=1, max_size=20))
+def test_informative_rows_are_those_of_a_slow_search(rows):
+    uids = np.array([f"g{group}" for group, _, _ in rows], dtype=object)
+    scores, usable = np.array([float(s) for _, s, _ in rows]), np.array([u for _, _, u in rows])
+    expected = [u and any(v and other == group and t != s for other, t, v in rows) for group, s, u in rows]
+    assert informative_rows(scores, uids, usable).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "wanted, found, drawn, count",
+    [(32, 16, 32, 32), (32, 24, 32, 11), (32, 31, 32, 2), (32, 0, 32, 32), (32, 30, 90, 6), (4, 3, 4, 2)],
+)
+def test_as_many_prompts_are_asked_as_the_share_so_far_says(wanted, found, drawn, count):
+    assert prompts_to_draw(wanted, found, drawn) == count
+
+
+def test_the_room_ends_at_the_context_or_in_the_last_turn_at_the_turns_limit():
+    records = [
+        record("answer", [turn(0, 6)]),  # 2 + 6 of 20: 12 left; not yet the last turn
+        record("answer", [turn(0, 1), turn(2, 3), turn(3, 8)]),  # the last turn has 5 of 9
+        record("length", [turn(0, 3)]),  # an observation did not fit
+        record("eos", [turn(0, 2), turn(3, 4), turn(5, 17)]),  # context and turn are over their limits
+    ]
+    room = room_left(batch_of("abcd", [6, 8, 3, 19], records), max_context=20, max_turn=9, max_turns=2)
+    assert room.tolist() == [12, 4, 0, 0]
+
+
+def test_the_soft_overlong_penalty_is_that_of_dapos_equation_13():
+    longest, cache = 50, 16
+
+    def equation_13(length: int) -> float:
+        if length <= longest - cache:
+            return 0.0
+        return ((longest - cache) - length) / cache if length <= longest else -1.0
+
+    lengths = np.arange(60)
+    expected = [2.5 * equation_13(length) for length in lengths]
+    room = np.maximum(longest - lengths, 0)
+    assert overlong_penalty(room, cache, 2.5) == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_penalty_stands_on_the_last_sampled_token_and_rows_without_one_get_none():
+    mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
+    scores = torch.tensor([[0, 0, 1.0, 0], [0, 0, 0, 0], [0, 0, 0, 0.5]])
+    added = add_to_outcome(scores, mask, np.array([-0.25, -1.0, 0.0]))
+    assert added.tolist() == [[0, 0, 0.75, 0], [0, 0, 0, 0], [0, 0, 0, 0.5]]
+
+
+def test_a_solve_rate_is_the_mean_over_usable_trajectories_by_row_of_the_data_set():
+    batch = batch_of("aacc", [1] * 4)
+    usable = np.array([True, True, True, False])
+    assert solve_rates(batch, np.array([1.0, 0.0, 1.0, 0.0]), usable) == {0: 0.5, 2: 1.0}

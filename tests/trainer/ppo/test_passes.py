@@ -1,0 +1,77 @@
+"""Nothing is computed whose result is not used, and nothing is missing that is."""
+
+import pytest
+
+from verl.trainer.config import load_config
+from verl.trainer.ppo.passes import Passes
+from verl.trainer.ppo.roles import Role, actor_role
+
+NO_KL = "algorithm.kl_ctrl.kl_coef=0"
+KL_LOSS = "actor_rollout_ref.actor.use_kl_loss=true"
+CORRECTION = "algorithm.rollout_correction"
+CRITIC, REFERENCE, GREEDY, TEACHER = "critic", "reference", "greedy", "teacher"
+ONE, SEVERAL = "old: one update", "old: several updates"
+
+# settings -> the passes of a step, beside generation and update
+TABLE = [
+    ("grpo", [NO_KL], {SEVERAL}),
+    ("grpo", [], {REFERENCE, ONE, SEVERAL}),  # KL in the reward, by default
+    ("grpo", [KL_LOSS], {REFERENCE, SEVERAL}),
+    ("grpo", [KL_LOSS, "actor_rollout_ref.actor.kl_loss_coef=0"], {SEVERAL}),
+    ("gae", [NO_KL], {CRITIC, SEVERAL}),
+    ("gae", [], {CRITIC, REFERENCE, ONE, SEVERAL}),
+    ("rloo", [NO_KL], {SEVERAL}),
+    ("reinforce_plus_plus", [NO_KL], {SEVERAL}),
+    ("reinforce_plus_plus_baseline", [NO_KL], {SEVERAL}),
+    ("grpo_passk", [NO_KL], {SEVERAL}),
+    ("opo", [NO_KL], {SEVERAL}),
+    ("gpg", [NO_KL], {SEVERAL}),
+    ("maxrl", [NO_KL], {SEVERAL}),
+    ("rae", [NO_KL], {SEVERAL}),
+    ("gdpo", [NO_KL, "algorithm.gdpo_reward_keys=[score]"], {SEVERAL}),
+    ("remax", [NO_KL], {GREEDY, SEVERAL}),
+    ("remax", [], {GREEDY, REFERENCE, ONE, SEVERAL}),
+    ("optimal_token_baseline", [NO_KL], {ONE, SEVERAL}),
+    ("tir_optimal_token_baseline", [NO_KL, f"{CORRECTION}.bypass_mode=true"], {ONE, SEVERAL}),
+    ("grpo", [NO_KL, f"{CORRECTION}.rollout_is=token"], {ONE, SEVERAL}),
+    ("grpo", [NO_KL, f"{CORRECTION}.rollout_rs=token"], {ONE, SEVERAL}),
+    ("grpo", [NO_KL, f"{CORRECTION}.bypass_mode=true"], set()),
+    ("grpo", [f"{CORRECTION}.bypass_mode=true"], {REFERENCE}),
+    ("grpo", [NO_KL, "actor_rollout_ref.actor.policy_loss.loss_mode=distillation"], {TEACHER, SEVERAL}),
+    ("grpo", [NO_KL, "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"], {SEVERAL}),
+    ("grpo", [NO_KL, "algorithm.turn_credit=0.5"], {SEVERAL}),
+]
+
+
+@pytest.mark.parametrize(("estimator", "settings", "expected"), TABLE)
+def test_a_configuration_makes_these_passes_and_no_other(estimator, settings, expected):
+    passes = Passes.of(load_config([f"algorithm.adv_estimator={estimator}", *settings]))
+    made = {
+        CRITIC: passes.values,
+        REFERENCE: passes.reference_log_probs(updates_actor=True),
+        GREEDY: passes.greedy_rollouts,
+        TEACHER: passes.teacher,
+        ONE: passes.old_log_probs(updates_actor=True, num_updates=1),
+        SEVERAL: passes.old_log_probs(updates_actor=True, num_updates=2),
+    }
+    assert {name for name, is_made in made.items() if is_made} == expected
+
+
+def test_while_the_critic_warms_up_only_what_the_reward_takes_is_computed():
+    with_kl, without = (Passes.of(load_config(["algorithm.adv_estimator=gae", *s])) for s in ([], [KL_LOSS]))
+    assert with_kl.old_log_probs(False, 4) and with_kl.reference_log_probs(False)
+    assert not without.old_log_probs(False, 4) and not without.reference_log_probs(False)
+
+
+def test_a_reference_model_is_loaded_only_for_a_kl():
+    assert actor_role(Passes.of(load_config([NO_KL])).reference) is Role.ActorRollout
+    assert actor_role(Passes.of(load_config([])).reference) is Role.ActorRolloutRef
+
+
+def compares_answers(token_level_rewards, response_mask, index, values):
+    raise NotImplementedError
+
+
+def test_an_estimator_of_the_users_own_gets_what_it_names():
+    passes = Passes.of(load_config([f"algorithm.adv_estimator={__name__}:compares_answers", NO_KL]))
+    assert passes.values and passes.compares_group and not passes.greedy_rollouts
