@@ -112,7 +112,7 @@ class LossDenominator:
         """The same denominator for some of the rows, in that order."""
         if self.tokens_of_prompt is None:
             return self
-        index = torch.as_tensor(rows, device=self.tokens_of_prompt.device)
+        index = torch.as_tensor(rows, dtype=torch.long, device=self.tokens_of_prompt.device)
         return replace(self, tokens_of_prompt=self.tokens_of_prompt[index])
 
 
