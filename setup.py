@@ -64,7 +64,7 @@ setup(
         "verl.trainer.config": ["*.yaml"],
         "verl.utils.records": ["*.html"],
         "search_r1.search": ["*.html"],
-        "data_prep": ["base_model/*"],
+        "data_prep": ["base_model/*", "base_model_plain/*"],
     },
     install_requires=["numpy", "httpx"],
     extras_require={

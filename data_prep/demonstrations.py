@@ -192,8 +192,11 @@ class Demonstrator:
     def trace(self) -> Sample:
         """A rollout as a poor student would do it; see the top of this file."""
         question = self.question(self.rng.choices((1, 2, 3), (0.45, 0.47, 0.08))[0])
+        return self.search(question, right=self.rng.random() < RIGHT_TRACE)
+
+    def search(self, question: Question, right: bool) -> Sample:
+        """A rollout for a question: right throughout (each search names the next of the chain), or poor."""
         sample: Sample = [(fill_prompt(MICROWORLD_PROMPT, question.text), False)]
-        right = self.rng.random() < RIGHT_TRACE
         count = len(question.path) if right else self.rng.choices(*zip(*NUM_SEARCHES.items(), strict=True))[0]
         seen: dict[str, Entity] = {}
         for turn in range(count):
