@@ -73,6 +73,18 @@ def reordered(batch: DataProto) -> DataProto:
     return batch.select_idxs(list(reversed(range(len(batch)))))
 
 
+class Steep(torch.autograd.Function):
+    """The identity, with an infinite derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * math.inf
+
+
 class ActorFactory:
     """Actors of any configuration on one engine, whose weights never move."""
 

@@ -1,0 +1,78 @@
+"""What one rank does in `test_algorithms_sharded.py`; child processes import it."""
+
+import math
+
+import torch
+from algorithm_cases import SPLITS, ActorFactory, Steep, full_batch
+
+from verl.trainer.ppo.batching import arrange_for_workers
+from verl.workers.actor.policy_objective import PolicyObjective
+from verl.workers.engine.update_loop import Share
+
+NUM_ROWS = 11  # not even: one rank gets a copy that takes part in nothing
+CASES = {
+    "gspo": {"policy_loss__loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean"},
+    "kl_cov": {"policy_loss__loss_mode": "kl_cov", "policy_loss__kl_cov_ratio": 0.2},
+    "clip_cov": {
+        "policy_loss__loss_mode": "clip_cov",
+        "policy_loss__clip_cov_ratio": 0.2,
+        "policy_loss__clip_cov_lb": -1.0,
+    },
+    "prompt-mean": {"loss_agg_mode": "prompt-mean"},
+    "echo": {"echo_coeff": 0.5},
+    "distillation, KL": {
+        "policy_loss__loss_mode": "distillation",
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.1,
+        "kl_loss_type": "k3+",
+    },
+    "rows without an advantage": {"entropy_coeff": 0.0},
+    "no advantage at all": {"entropy_coeff": 0.0},
+}
+
+
+def rows_of(rank, world_size, case=""):
+    """This rank's rows, as the trainer deals them out."""
+    batch = full_batch(NUM_ROWS)
+    if case == "no advantage at all":
+        batch.batch["advantages"].zero_()
+    arranged, _ = arrange_for_workers(batch, world_size, NUM_ROWS)
+    arranged.meta_info["mini_batch_rows"] = -(-NUM_ROWS // world_size)
+    return arranged.chunk(world_size)[rank]
+
+
+def updates(model_path, rank=0, world_size=1):
+    """case -> (metrics, gradient)."""
+    factory = ActorFactory(model_path, world_size)
+    limits = SPLITS["rows of 3, padded"]
+    return {
+        case: factory.update(rows_of(rank, world_size, case), limits, **settings)
+        for case, settings in CASES.items()
+    }
+
+
+def spoilt_updates(model_path, rank, world_size):
+    """(skips in a row, the explanation) of two updates that are not finite on the last rank alone: for an
+    advantage that is NaN, and for the gradient.
+    """
+    factory, data = ActorFactory(model_path, world_size), rows_of(rank, world_size)
+    actor, is_last = factory.actor(), rank == world_size - 1
+    data.batch["advantages"][1, 0] = math.nan if is_last else 0.0
+    metrics = actor.update_policy(data)
+    seen = [(metrics["actor/num_skipped_in_a_row"], actor.loop.skipped_update)]
+    actor, share = factory.actor(), PolicyObjective.share
+
+    def steep(self, part):
+        loss, figures = share(self, part)
+        return Share(Steep.apply(loss) if is_last and 1 in part.rows.tolist() else loss, figures)
+
+    PolicyObjective.share = steep
+    metrics = actor.update_policy(rows_of(rank, world_size))
+    PolicyObjective.share = share
+    return [*seen, (metrics["actor/num_skipped_in_a_row"], actor.loop.skipped_update)]
+
+
+def rank_main(rank, world_size, model_path, out):
+    results = {"updates": updates(model_path, rank, world_size)}
+    results["spoilt"] = spoilt_updates(model_path, rank, world_size)
+    torch.save(results, out / f"rank{rank}.pt")
