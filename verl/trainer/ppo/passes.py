@@ -72,7 +72,7 @@ class Passes:
             corrects=corrects(algorithm.rollout_correction),
             bypass=algorithm.rollout_correction.bypass_mode,
             sum_pi_squared="sum_pi_squared" in inputs,
-            reward_keys=tuple(algorithm.gdpo_reward_keys) if "reward_components" in inputs else (),
+            reward_keys=tuple(algorithm.gdpo_reward_keys or ()) if "reward_components" in inputs else (),
             turn_credit=algorithm.turn_credit,
         )
 
