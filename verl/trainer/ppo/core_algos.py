@@ -76,6 +76,7 @@ from verl.trainer.ppo.algos.importance_losses import (
 )
 from verl.trainer.ppo.algos.kl import (
     KL_PENALTIES,
+    KL_VALUES,
     AdaptiveKLController,
     FixedKLController,
     apply_kl_penalty,
@@ -113,6 +114,7 @@ from verl.trainer.ppo.algos.value_loss import compute_value_loss
 __all__ = [
     "ADV_ESTIMATORS",
     "KL_PENALTIES",
+    "KL_VALUES",
     "LOSS_AGG_MODES",
     "POLICY_LOSSES",
     "AdaptiveEntropyController",

@@ -19,7 +19,8 @@ QUIET_STEPS = 50  # steps before the same sign is told again
 ENTROPY_FLOOR = 0.02  # nats per token; runs that learned the microworld to 0.9 went down to 0.04
 ENTROPY_FALL = 0.1  # of the entropy at the start, while the score has not risen
 ENTROPY_RISE = 3.0  # times the entropy at the start
-REFERENCE_KL = 0.5  # nats per token to the reference; runs with a KL term stay below 0.1
+STRANGE_TEXT = 2.0  # times the entropy at the start, plus STRANGE_FLOOR: nats per token under the reference
+STRANGE_FLOOR = 0.3  # for references that are all but deterministic
 STEP_KL = 0.1  # nats per token between the policies before and after the updates of a step
 CLIPPED_SHARE = 0.3  # of tokens whose gradient the clip takes; a few per cent are usual
 RATIO_EXTREME = 100.0  # new to old probability of some token, or old to new
@@ -86,13 +87,18 @@ def _entropy_rises(seen: _Seen) -> str | None:
 
 
 def _far_from_reference(seen: _Seen) -> str | None:
-    kl = seen.value("actor/ref_kl", "critic/kl")
-    if kl is None or kl <= REFERENCE_KL:
+    """Compares what the policy's text costs the reference, entropy + KL, with what its own text cost it: a
+    KL alone means little, as a policy that has only become surer of itself has a large one too.
+    """
+    kl, entropy = seen.value("actor/ref_kl", "critic/kl"), seen.both("actor/entropy")
+    if kl is None or entropy is None or _entropy_rises(seen):
+        return None
+    if kl + entropy[0] <= STRANGE_TEXT * entropy[1] + STRANGE_FLOOR:
         return None
     return (
-        f"the KL to the reference is {kl:.2g} nats per token: the policy has left the model that it came "
-        "from, often to exploit the reward. Read some trajectories; try a larger KL coefficient or a "
-        "smaller learning rate."
+        f"to the reference a token of the policy is worth {kl + entropy[0]:.2g} nats, one of its own "
+        f"{entropy[1]:.2g}: the policy writes what the model that it came from never would, often to "
+        "exploit the reward. Read some trajectories; try a larger KL coefficient or a smaller learning rate."
     )
 
 

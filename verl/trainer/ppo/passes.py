@@ -88,7 +88,7 @@ class Passes:
         if self.bypass:
             return False
         in_advantages = self.kl_in_reward or "old_log_probs" in self.estimator_inputs
-        return in_advantages or (updates_actor and (self.corrects or num_updates > 1))
+        return in_advantages or self.corrects or (updates_actor and num_updates > 1)
 
     def reference_log_probs(self, updates_actor: bool) -> bool:
         """Whether a step makes the reference's pass: in the critic's warm-up only for KL in the reward."""

@@ -191,6 +191,10 @@ class PolicyObjective:
             reference = self._rows("ref_log_prob", part)
             kl_loss = compute_kl_loss(log_prob, reference, mask, config["kl_loss_type"], mode, denominator)
             terms.append(("actor/kl_loss", config["kl_loss_coef"], kl_loss))
+            kl = compute_kl_loss(
+                log_prob.detach(), reference, mask, config["kl_loss_type"], "token-mean", denominator
+            )
+            terms.append(("actor/ref_kl", 0.0, kl))
         if config["echo_coeff"]:
             echo = echo_loss(log_prob, part.extra_mask, self.echo_denominator)
             terms.append(("actor/echo_loss", config["echo_coeff"], echo))

@@ -87,8 +87,9 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         any with `+`    of that name     of that one  d s, k2's        grad KL(p||q)
 
     So in a loss k2 or a name with `+` (verl's straight-through form) pulls by the KL that is meant; k3 pulls
-    by the KL with its sides exchanged; k1 does not pull at all. In a reward nothing is differentiated and k1
-    is the unbiased one.
+    by the KL with its sides exchanged; k1 does not pull at all. All of these see the KL of each token after
+    its prefix, not what a token does to the KL of those after it. In a reward nothing is differentiated, k1
+    is the unbiased one, and its gradient is that of the whole trajectory's KL.
 
     k3 is limited to [-10, 10], as in verl, with d limited to [-20, 20] before the exponential: where d < -2.6
     its gradient is 0; `k3+` has k2's there.

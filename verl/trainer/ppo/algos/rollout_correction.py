@@ -81,8 +81,6 @@ def apply_rollout_correction(batch: DataProto, config: Mapping[str, Any]) -> dic
     agreement.add(rollout, old, mask, torch.arange(len(batch)))
     warn_of_worst(agreement.worst(), tensors["responses"], batch.non_tensor_batch.get("uid"))
     metrics = agreement.metrics(lambda values, op: list(values))
-    if not mask.any():
-        return metrics
     rejected = torch.zeros_like(mask)
     if config["rollout_rs"] is not None:
         rejected, figures = rejection_mask(
@@ -174,6 +172,8 @@ def importance_weights(
 
 
 def _weight_metrics(raw: Tensor, weights: Tensor, threshold: float) -> dict[str, float]:
+    if not len(raw):
+        return {}
     mean = weights.mean()
     figures = {
         "mean": mean,
@@ -217,6 +217,8 @@ def rejection_mask(
     lower = -upper if threshold_lower is None else math.log(threshold_lower) if threshold_lower else -math.inf
     rejected = ((ratios < lower) | (ratios > upper)).expand(mask.shape) & mask
     rows = mask.any(dim=1)
+    if not rows.any():
+        return rejected, {}
     return rejected, {
         "rollout_corr/rollout_rs_masked_fraction": float(rejected[mask].double().mean()),
         "rollout_corr/rollout_rs_seq_masked_fraction": float(rejected.any(dim=1)[rows].double().mean()),

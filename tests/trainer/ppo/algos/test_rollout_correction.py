@@ -1,0 +1,247 @@
+"""Rollout correction: weights and rejection of every kind against float64 loops, and what the batch holds
+afterwards."""
+
+import pytest
+import slow_corrections as slow
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ragged_batches import ragged_batches
+
+from verl.protocol import DataProto
+from verl.trainer.ppo import core_algos as algos
+
+some_examples = settings(deadline=None, derandomize=True, max_examples=25)
+levels = pytest.mark.parametrize("level", ["token", "sequence"])
+bounds = pytest.mark.parametrize("level", ["token", "geometric", "sequence"])
+OFF = {
+    "rollout_is": None,
+    "rollout_is_threshold": 2.0,
+    "rollout_is_batch_normalize": False,
+    "rollout_rs": None,
+    "rollout_rs_threshold": None,
+    "rollout_rs_threshold_lower": None,
+    "bypass_mode": False,
+}
+
+
+def log_probs_of(batch, distance=0.6):
+    """(trainer's, rollout engine's) [N, R] float32"""
+    rollout = batch.log_probs("rollout")
+    return rollout + distance * batch.randn("distance"), rollout
+
+
+def as_lists(*tensors):
+    return [x.double().tolist() for x in tensors]
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual.double(), torch.tensor(expected).double(), rtol=1e-6, atol=1e-7)
+
+
+def named(figures):
+    return {
+        f"rollout_corr/{name}": pytest.approx(value, rel=1e-6, abs=1e-9) for name, value in figures.items()
+    }
+
+
+@levels
+@some_examples
+@given(batch=ragged_batches(), threshold=st.sampled_from([1.0, 1.2, 2.0, 5.0]))
+def test_weights_and_their_figures_equal_a_float64_loop(level, batch, threshold):
+    mask = batch.response_mask
+    weights, metrics = algos.importance_weights(*log_probs_of(batch), mask, level, threshold)
+    lists = as_lists(*log_probs_of(batch), mask)
+    close(weights, slow.weights(*lists, level, threshold))
+    assert weights.dtype == torch.float32 and not weights.requires_grad
+    assert metrics == (named(slow.weight_figures(*lists, level, threshold)) if mask.any() else {})
+
+
+@levels
+@some_examples
+@given(batch=ragged_batches())
+def test_normalised_weights_have_mean_1_over_what_is_kept(level, batch):
+    mask = batch.response_mask.bool()
+    kept = mask & (batch.rand("kept") < 0.7)
+    weights, metrics = algos.importance_weights(*log_probs_of(batch), mask, level, 1.5, normalize_over=kept)
+    close(weights, slow.weights(*as_lists(*log_probs_of(batch), mask), level, 1.5, kept.tolist()))
+    if kept.any():
+        units = weights[kept] if level == "token" else weights.amax(dim=1)[kept.any(dim=1)]
+        assert units.mean().item() == pytest.approx(1, rel=1e-5)
+    else:
+        assert not mask.any() or metrics["rollout_corr/rollout_is_batch_norm_factor"] == 1
+
+
+@bounds
+@some_examples
+@given(
+    batch=ragged_batches(),
+    threshold=st.sampled_from([1.05, 1.5, 3.0]),
+    lower=st.sampled_from([None, 0.0, 0.5, 0.99]),
+)
+def test_rejection_equals_a_float64_loop(level, batch, threshold, lower):
+    mask = batch.response_mask
+    rejected, metrics = algos.rejection_mask(*log_probs_of(batch), mask, level, threshold, lower)
+    expected = slow.rejected(*as_lists(*log_probs_of(batch), mask), level, threshold, lower)
+    assert rejected.tolist() == expected
+    if not mask.any():
+        assert metrics == {}
+        return
+    rows = [row for row, kept in zip(expected, mask.tolist(), strict=True) if any(kept)]
+    share = {"rollout_rs_masked_fraction": slow.token_mean(expected, mask.tolist())}
+    assert metrics == named(share | {"rollout_rs_seq_masked_fraction": slow.mean(map(any, rows))})
+
+
+@pytest.mark.parametrize("rollout_is", [None, "token", "sequence"])
+@pytest.mark.parametrize("rollout_rs", [None, "token", "geometric", "sequence"])
+@some_examples
+@given(batch=ragged_batches(), normalize=st.booleans())
+def test_rule_3_nothing_under_the_mask_reaches_any_correction(rollout_is, rollout_rs, batch, normalize):
+    config = OFF | {"rollout_is": rollout_is, "rollout_rs": rollout_rs, "rollout_rs_threshold": 1.3}
+    config["rollout_is_batch_normalize"] = normalize
+    runs = []
+    for soil in (lambda x: x, batch.with_garbage):
+        data = data_of(batch, soil)
+        metrics = algos.apply_rollout_correction(data, config)
+        algos.take_out_rejected(data)
+        runs.append((metrics, data))
+    assert runs[0][0] == runs[1][0]
+    for name in ("rollout_is_weights", "response_mask", "sampled_mask"):
+        assert (name in runs[0][1].tensors) == (name in runs[1][1].tensors)
+        if name in runs[0][1].tensors:
+            assert torch.equal(runs[0][1].tensors[name], runs[1][1].tensors[name])
+
+
+def data_of(batch, soil=lambda x: x):
+    old, rollout = log_probs_of(batch)
+    tensors = {"old_log_probs": soil(old), "rollout_log_probs": soil(rollout)}
+    tensors |= {
+        "response_mask": batch.response_mask.clone(),
+        "responses": torch.ones_like(batch.response_mask),
+    }
+    return DataProto.from_dict(tensors, {"uid": batch.uids})
+
+
+@some_examples
+@given(batch=ragged_batches())
+def test_with_both_remedies_the_weights_mean_is_1_over_what_is_not_rejected(batch):
+    data = data_of(batch)
+    config = OFF | {"rollout_is": "token", "rollout_is_batch_normalize": True}
+    config |= {"rollout_rs": "token", "rollout_rs_threshold": 1.5}
+    algos.apply_rollout_correction(data, config)
+    algos.take_out_rejected(data)
+    kept = data.tensors["response_mask"].bool()
+    if kept.any():
+        assert data.tensors["rollout_is_weights"][kept].mean().item() == pytest.approx(1, rel=1e-5)
+
+
+@some_examples
+@given(batch=ragged_batches())
+def test_a_rejected_token_leaves_the_mask_after_the_advantages_and_what_was_sampled_is_kept(batch):
+    data, sampled = data_of(batch), batch.response_mask
+    config = OFF | {"rollout_rs": "token", "rollout_rs_threshold": 1.3}
+    algos.apply_rollout_correction(data, config)
+    assert torch.equal(data.tensors["response_mask"], sampled)  # advantages still see every sampled token
+    rejected = data.tensors["rejected_mask"]
+    algos.take_out_rejected(data)
+    assert "rejected_mask" not in data.tensors
+    assert torch.equal(data.tensors["sampled_mask"], sampled)
+    assert torch.equal(data.tensors["response_mask"], sampled * ~rejected)
+    assert data.tensors["response_mask"].dtype == sampled.dtype
+    algos.take_out_rejected(data)  # nothing is left to take out
+    assert torch.equal(data.tensors["sampled_mask"], sampled)
+
+
+def two_rows(**columns):
+    """Row 0 agrees; row 1 has one token 3 times as likely and one 2 times less likely with the trainer."""
+    d = torch.tensor([[0.0, 0.0, 0.0], [1.0986123, 0.0, -0.6931472]])
+    tensors = {
+        "rollout_log_probs": torch.full((2, 3), -1.0),
+        "response_mask": torch.tensor([[1, 1, 1], [1, 0, 1]]),
+    }
+    tensors |= {"responses": torch.ones(2, 3, dtype=torch.int64), "old_log_probs": d - 1.0} | columns
+    return DataProto.from_dict(tensors, {"uid": ["a", "b"]})
+
+
+@pytest.mark.parametrize(
+    ("settings_", "weights", "mask"),
+    [
+        ({}, None, [[1, 1, 1], [1, 0, 1]]),
+        ({"rollout_is": "token"}, [[1, 1, 1], [2, 0, 0.5]], [[1, 1, 1], [1, 0, 1]]),
+        ({"rollout_is": "sequence"}, [[1, 1, 1], [1.5, 0, 1.5]], [[1, 1, 1], [1, 0, 1]]),
+        (
+            {"rollout_is": "token", "rollout_is_batch_normalize": True},
+            [[1 / 1.1, 1 / 1.1, 1 / 1.1], [2 / 1.1, 0, 0.5 / 1.1]],
+            [[1, 1, 1], [1, 0, 1]],
+        ),
+        (
+            {"rollout_is": "sequence", "rollout_is_batch_normalize": True},
+            [[0.8, 0.8, 0.8], [1.2, 0, 1.2]],
+            [[1, 1, 1], [1, 0, 1]],
+        ),
+        ({"rollout_rs": "token", "rollout_rs_threshold": 2.5}, None, [[1, 1, 1], [0, 0, 1]]),
+        (
+            {"rollout_rs": "token", "rollout_rs_threshold": 4.0, "rollout_rs_threshold_lower": 0.6},
+            None,
+            [[1, 1, 1], [1, 0, 0]],
+        ),
+        ({"rollout_rs": "geometric", "rollout_rs_threshold": 1.2}, None, [[1, 1, 1], [0, 0, 0]]),
+        ({"rollout_rs": "geometric", "rollout_rs_threshold": 1.3}, None, [[1, 1, 1], [1, 0, 1]]),
+        ({"rollout_rs": "sequence", "rollout_rs_threshold": 1.4}, None, [[1, 1, 1], [0, 0, 0]]),
+    ],
+)
+def test_worked_example(settings_, weights, mask):
+    data = two_rows()
+    algos.apply_rollout_correction(data, OFF | settings_)
+    algos.take_out_rejected(data)
+    assert ("rollout_is_weights" in data.tensors) == (weights is not None)
+    if weights is not None:
+        torch.testing.assert_close(
+            data.tensors["rollout_is_weights"], torch.tensor(weights), rtol=1e-6, atol=0
+        )
+    assert data.tensors["response_mask"].tolist() == mask
+
+
+def test_without_correction_the_agreement_is_still_measured_over_all_that_was_sampled():
+    data = two_rows()
+    metrics = algos.apply_rollout_correction(data, OFF)
+    assert metrics["rollout_corr/log_prob_diff_max"] == pytest.approx(1.0986123)
+    assert metrics["rollout_corr/kl"] == pytest.approx(-(1.0986123 - 0.6931472) / 5)
+    assert not any("rollout_is" in name or "rollout_rs" in name for name in metrics)
+
+
+def test_rejection_does_not_flatter_the_agreement():
+    config = OFF | {"rollout_rs": "token", "rollout_rs_threshold": 1.5}
+    with_rejection, without = (algos.apply_rollout_correction(two_rows(), c) for c in (config, OFF))
+    assert without.items() <= with_rejection.items()
+
+
+def test_bypass_mode_takes_the_engines_log_probs_as_the_old_ones():
+    data = two_rows()
+    del data.tensors["old_log_probs"]
+    assert algos.apply_rollout_correction(data, OFF | {"bypass_mode": True}) == {}
+    assert torch.equal(data.tensors["old_log_probs"], data.tensors["rollout_log_probs"])
+
+
+def test_extreme_ratios_stay_finite():
+    far = torch.tensor([[-1.0, -1.0, -1.0], [-900.0, -1.0, 700.0]])
+    data = two_rows(old_log_probs=far)
+    for level in ("token", "sequence"):
+        metrics = algos.apply_rollout_correction(data, OFF | {"rollout_is": level})
+        assert data.tensors["rollout_is_weights"].isfinite().all()
+        figures = [value for name, value in metrics.items() if "rollout_is" in name]
+        assert torch.tensor(figures).isfinite().all()
+
+
+def test_a_batch_that_lacks_what_the_correction_needs_is_an_error_that_says_so():
+    for config in ({"rollout_is": "token"}, {"bypass_mode": True}):
+        data = two_rows()
+        del data.tensors["rollout_log_probs"]
+        with pytest.raises(ValueError, match="needs rollout_log_probs"):
+            algos.apply_rollout_correction(data, OFF | config)
+        assert algos.apply_rollout_correction(data, OFF) == {}
+    data = two_rows()
+    del data.tensors["old_log_probs"]
+    with pytest.raises(ValueError, match="needs old_log_probs"):
+        algos.apply_rollout_correction(data, OFF | {"rollout_rs": "token", "rollout_rs_threshold": 2.0})
+    assert algos.apply_rollout_correction(data, OFF) == {}
