@@ -104,8 +104,10 @@ class LossDenominator:
         scale_factor: float | None = None,
         tokens_of_prompt: Tensor | None = None,
     ) -> LossDenominator:
-        """From `denominator_counts` summed over ranks; at least 1 each."""
-        tokens, sequences, prompts = (max(float(count), 1.0) for count in counts)
+        """From `denominator_counts` summed over ranks; at least 1 each. The sum of fractions that counts the
+        prompts is rounded, to be the same for every distribution of the rows.
+        """
+        tokens, sequences, prompts = (max(float(round(count)), 1.0) for count in counts)
         return cls(tokens, sequences, scale_factor, prompts, tokens_of_prompt)
 
     def of_rows(self, rows: Sequence[int] | Tensor) -> LossDenominator:
