@@ -1,10 +1,13 @@
-# The body of train_grpo.sh and train_ppo.sh: environment, data, retrieval server, run. Source it, then call
+# The body of train_sft.sh, train_grpo.sh and train_ppo.sh: environment, data, retrieval server, run. Source it,
+# then call
 #
-#     run_training grpo|ppo "$@"
+#     run_training sft|grpo|ppo "$@"
 #
 # What it reads from the environment (all optional):
-#   BASE_MODEL     a Hugging Face folder or hub name; default: the tiny model that is shipped, data_prep/base_model
-#   DATA_DIR       a folder with train.parquet and test.parquet (and corpus.jsonl, which is then served);
+#   BASE_MODEL     a Hugging Face folder or hub name; default: a tiny model that is shipped, data_prep/base_model
+#                  (sft: data_prep/base_model_plain). Models with weights below 64 MB get the tiny models' settings.
+#   DATA_DIR       a folder with train.parquet and test.parquet (and corpus.jsonl, which is then served), for sft
+#                  with sft_train.parquet (and sft_val.parquet, if there is one);
 #                  default: the microworld of the seed, made on the spot
 #   SEED           seed of the world and of the run; default 0
 #   RETRIEVER_URL  a retrieval server that already runs (or several: a,b); default: one is started on DATA_DIR's
@@ -82,6 +85,10 @@ TINY_GRPO=(
     actor_rollout_ref.actor.optim.lr=8e-4 actor_rollout_ref.actor.optim.warmup_style=cosine
     actor_rollout_ref.actor.optim.min_lr_ratio=0.05
 )
+TINY_SFT=(
+    data.train_batch_size=32 data.max_length=768 optim.lr=2e-3 optim.weight_decay=0
+    trainer.total_epochs=2 trainer.test_freq=50 trainer.save_freq=50
+)
 TINY_PPO=(
     data.train_batch_size=128 actor_rollout_ref.rollout.n_agent=1 trainer.total_training_steps=100
     actor_rollout_ref.actor.optim.lr=1e-3 trainer.critic_warmup=5
@@ -99,6 +106,10 @@ MODEL_SETTINGS=(
     retriever.topk=3 max_turns=2 trainer.total_epochs=15 trainer.total_training_steps=1005
     trainer.test_freq=50 trainer.save_freq=100
 )
+MODEL_SFT=(
+    data.train_batch_size=128 data.max_length=4096 optim.lr=1e-5
+    model.enable_gradient_checkpointing=true trainer.total_epochs=2 trainer.test_freq=50 trainer.save_freq=100
+)
 MODEL_GRPO=(
     actor_rollout_ref.rollout.n_agent=5 actor_rollout_ref.actor.use_kl_loss=true
     actor_rollout_ref.actor.kl_loss_coef=0.001 actor_rollout_ref.actor.kl_loss_type=low_var_kl
@@ -109,72 +120,125 @@ MODEL_PPO=(
     algorithm.kl_ctrl.kl_coef=0.001
 )
 
-run_training() {
-    local algorithm="$1" url_given=false argument
-    shift
-    for argument in "$@"; do
-        [[ "$argument" == *retriever.url=* || "$argument" == *do_search=[Ff]alse ]] && url_given=true
+is_tiny() {    # a model folder whose weights take less than 64 MB
+    [ -f "$1/model.safetensors" ] && [ "$(wc -c <"$1/model.safetensors")" -lt 64000000 ]
+}
+
+model_label() {    # what a run of this model is called after: its folder, or the run that the folder is of
+    local path="$1"
+    while [[ "$(basename "$path")" =~ ^(huggingface|actor|worker|global_step_[0-9]+)$ ]]; do
+        path="$(dirname "$path")"
     done
-    [ -n "${RETRIEVER_URL:-}" ] && url_given=true
+    basename "$path"
+}
 
-    local model=data_prep/base_model name
-    [ -n "${BASE_MODEL:-}" ] && model="$(absolute "$BASE_MODEL")"
-    [ -n "${DATA_DIR:-}" ] && DATA_DIR="$(absolute "$DATA_DIR")"
-    cd "$REPO_ROOT"
-    setup_environment train,retrieval
-    export TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 PYTHONUNBUFFERED=1
-
-    local seed="${SEED:-0}"
-    if [ -z "${DATA_DIR:-}" ]; then
-        DATA_DIR="data/microworld/seed$seed"
-        if [ ! -f "$DATA_DIR/corpus.jsonl" ] || [ ! -f "$DATA_DIR/test_3hop.parquet" ]; then
-            "$PYTHON" -m data_prep.microworld --seed "$seed" --out "$DATA_DIR"
-        fi
+make_world() {    # seed, sft|grpo|ppo -> DATA_DIR with what that needs
+    DATA_DIR="data/microworld/seed$1"
+    if [ "$2" = sft ]; then
+        [ -f "$DATA_DIR/sft_train.parquet" ] || "$PYTHON" -m data_prep.sft_rows --seed "$1" --out "$DATA_DIR"
+    elif [ ! -f "$DATA_DIR/corpus.jsonl" ] || [ ! -f "$DATA_DIR/test_3hop.parquet" ]; then
+        "$PYTHON" -m data_prep.microworld --seed "$1" --out "$DATA_DIR"
     fi
-    for argument in train.parquet test.parquet; do
-        if [ ! -f "$DATA_DIR/$argument" ]; then
-            echo "error: DATA_DIR=$DATA_DIR holds no $argument. Make one with data_prep/squad.py, or unset DATA_DIR" \
-                "to train on the microworld." >&2
+}
+
+check_rows() {    # names of files that DATA_DIR must hold
+    local file
+    for file in "$@"; do
+        if [ ! -f "$DATA_DIR/$file" ]; then
+            echo "error: DATA_DIR=$DATA_DIR holds no $file. Make one with data_prep/squad.py (sft_train.parquet:" \
+                "like data_prep/sft_rows.py), or unset DATA_DIR to train on the microworld." >&2
             return 1
         fi
     done
+}
 
-    name="${EXPERIMENT_NAME:-$(basename "$(dirname "$DATA_DIR")")-$(basename "$DATA_DIR")-$(basename "$model")-$algorithm-seed$seed}"
+start_search() {    # run folder -> RETRIEVER_URL of a server on DATA_DIR's corpus
+    if [ ! -f "$DATA_DIR/corpus.jsonl" ]; then
+        echo "error: DATA_DIR=$DATA_DIR holds no corpus.jsonl to search. Put one there, or give a running server:" \
+            "RETRIEVER_URL=http://host:port/retrieve" >&2
+        return 1
+    fi
+    start_server "$DATA_DIR/corpus.jsonl" "$1/retrieval_server.log"
+}
+
+sft_overrides() {    # model -> overrides, one a line
+    quoted data.train_files "$DATA_DIR/sft_train.parquet" && echo
+    [ ! -f "$DATA_DIR/sft_val.parquet" ] || { quoted data.val_files "$DATA_DIR/sft_val.parquet" && echo; }
+    quoted model.partial_pretrain "$1" && echo
+    echo data.segments_key=segments
+}
+
+rl_overrides() {    # model, grpo|ppo -> overrides, one a line
+    quoted data.train_files "$DATA_DIR/train.parquet" && echo
+    quoted data.val_files "$DATA_DIR/test.parquet" && echo
+    [ ! -f "$DATA_DIR/test_3hop.parquet" ] || { quoted data.extra_val_files "$DATA_DIR/test_3hop.parquet" && echo; }
+    quoted actor_rollout_ref.model.path "$1" && echo
+    quoted critic.model.path "$1" && echo
+    if [ "$2" = ppo ]; then echo algorithm.adv_estimator=gae; else echo algorithm.adv_estimator=grpo; fi
+}
+
+settings_for() {    # tiny|model, sft|grpo|ppo -> overrides, one a line
+    case "$1-$2" in
+        tiny-sft) printf '%s\n' "${TINY_SFT[@]}" ;;
+        tiny-ppo) printf '%s\n' "${TINY_SETTINGS[@]}" "${TINY_PPO[@]}" ;;
+        tiny-grpo) printf '%s\n' "${TINY_SETTINGS[@]}" "${TINY_GRPO[@]}" ;;
+        model-sft) printf '%s\n' "${MODEL_SFT[@]}" ;;
+        model-ppo) printf '%s\n' "${MODEL_SETTINGS[@]}" "${MODEL_PPO[@]}" ;;
+        model-grpo) printf '%s\n' "${MODEL_SETTINGS[@]}" "${MODEL_GRPO[@]}" ;;
+    esac
+}
+
+run_training() {
+    local kind="$1" needs_server=true argument program=verl.trainer.main_ppo extras=train,retrieval
+    shift
+    for argument in "$@"; do
+        [[ "$argument" == *retriever.url=* || "$argument" == *do_search=[Ff]alse ]] && needs_server=false
+    done
+    [ -z "${RETRIEVER_URL:-}" ] || needs_server=false
+
+    local model=data_prep/base_model
+    if [ "$kind" = sft ]; then
+        model=data_prep/base_model_plain program=verl.trainer.fsdp_sft_trainer needs_server=false extras=train
+    fi
+    [ -n "${BASE_MODEL:-}" ] && model="$(absolute "$BASE_MODEL")"
+    [ -n "${DATA_DIR:-}" ] && DATA_DIR="$(absolute "$DATA_DIR")"
+    cd "$REPO_ROOT"
+    setup_environment "$extras"
+    export TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 PYTHONUNBUFFERED=1
+
+    local seed="${SEED:-0}"
+    [ -n "${DATA_DIR:-}" ] || make_world "$seed" "$kind"
+    if [ "$kind" = sft ]; then check_rows sft_train.parquet; else check_rows train.parquet test.parquet; fi
+
+    local data name size=model
+    data="$(basename "$(dirname "$DATA_DIR")")-$(basename "$DATA_DIR")"
+    name="$(model_label "$model")"
+    name="${EXPERIMENT_NAME:-$data-${name#"$data"-}-$kind-seed$seed}"
     local run_dir="verl_checkpoints/$name"
     mkdir -p "$run_dir"
+    if [ -z "${BASE_MODEL:-}" ] || is_tiny "$model"; then
+        size=tiny
+        echo "settings: those of the tiny models"
+    fi
 
     local overrides=(
-        "$(quoted data.train_files "$DATA_DIR/train.parquet")" "$(quoted data.val_files "$DATA_DIR/test.parquet")"
-        "$(quoted actor_rollout_ref.model.path "$model")" "$(quoted critic.model.path "$model")"
         "trainer.seed=$seed" "trainer.project_name=search-r1" "$(quoted trainer.experiment_name "$name")"
         "$(quoted trainer.default_local_dir "$run_dir")"
     )
-    [ -f "$DATA_DIR/test_3hop.parquet" ] && overrides+=("$(quoted data.extra_val_files "$DATA_DIR/test_3hop.parquet")")
-    [ "$algorithm" = ppo ] && overrides+=(algorithm.adv_estimator=gae) || overrides+=(algorithm.adv_estimator=grpo)
-    if [ -z "${BASE_MODEL:-}" ]; then
-        overrides+=("${TINY_SETTINGS[@]}")
-        [ "$algorithm" = ppo ] && overrides+=("${TINY_PPO[@]}") || overrides+=("${TINY_GRPO[@]}")
-    else
-        overrides+=("${MODEL_SETTINGS[@]}")
-        [ "$algorithm" = ppo ] && overrides+=("${MODEL_PPO[@]}") || overrides+=("${MODEL_GRPO[@]}")
-    fi
+    while IFS= read -r argument; do
+        overrides+=("$argument")
+    done < <(if [ "$kind" = sft ]; then sft_overrides "$model"; else rl_overrides "$model" "$kind"; fi
+        settings_for "$size" "$kind")
 
     trap stop_all EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM
     trap 'exit 129' HUP
-    if ! $url_given; then
-        if [ ! -f "$DATA_DIR/corpus.jsonl" ]; then
-            echo "error: DATA_DIR=$DATA_DIR holds no corpus.jsonl to search. Put one there, or give a running server:" \
-                "RETRIEVER_URL=http://host:port/retrieve" >&2
-            return 1
-        fi
-        start_server "$DATA_DIR/corpus.jsonl" "$run_dir/retrieval_server.log"
-    fi
-    [ -n "${RETRIEVER_URL:-}" ] && overrides+=("$(quoted retriever.url "$RETRIEVER_URL")")
+    ! $needs_server || start_search "$run_dir"
+    [ "$kind" = sft ] || [ -z "${RETRIEVER_URL:-}" ] || overrides+=("$(quoted retriever.url "$RETRIEVER_URL")")
 
     # In the background, so that a signal to this script is handled at once and not after the run.
-    "$PYTHON" -m verl.trainer.main_ppo "${overrides[@]}" "$@" &
+    "$PYTHON" -m "$program" "${overrides[@]}" "$@" &
     TRAINER_PID=$!
     local status=0
     wait "$TRAINER_PID" || status=$?

@@ -46,7 +46,7 @@ def repository(tmp_path) -> Path:
     (repository / "bin").mkdir(parents=True)
     (repository / "notes").mkdir()
     shutil.copytree(ROOT / "scripts", repository / "scripts")
-    for name in ("train_grpo.sh", "train_ppo.sh"):
+    for name in ("train_sft.sh", "train_grpo.sh", "train_ppo.sh"):
         shutil.copy(ROOT / name, repository)
     (repository / "bin" / "stand_in.py").write_text(STAND_IN)
     python = repository / "bin" / "python"

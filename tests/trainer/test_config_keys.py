@@ -5,35 +5,16 @@ is refused with the reason; or (a few that Search-R1's scripts set) it has no me
 down.
 """
 
-import ast
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
+from config_places import is_read
 from omegaconf import OmegaConf
 
 from verl.trainer.config.keys import FIXED, NO_EFFECT, READ_IN
 from verl.trainer.config.limits import CHOICES, NULLABLE, RANGES
 from verl.trainer.config.loading import CONFIG_DIR, known_keys, load_config
-
-ROOT = CONFIG_DIR.parents[2]
-
-
-@cache
-def function_source(place: str) -> str:
-    """Source of "file:function" or "file:Class.method"; fails if there is no such thing."""
-    file, _, name = place.partition(":")
-    text = (ROOT / file).read_text(encoding="utf-8")
-    scope: list[ast.stmt] = ast.parse(text).body
-    node: ast.stmt | None = None
-    for part in name.split("."):
-        found = [n for n in scope if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == part]
-        assert found, f"{file} has no {name}"
-        node = found[-1]
-        scope = node.body
-    assert node is not None
-    return ast.get_source_segment(text, node) or ""
 
 
 def test_rule_12_every_key_is_in_exactly_one_table():
@@ -49,12 +30,7 @@ TABLES = {"READ_IN": READ_IN, "FIXED": FIXED, "NO_EFFECT": NO_EFFECT}
 
 @pytest.mark.parametrize("key", READ_IN)
 def test_rule_12_a_key_is_read_where_the_table_says(key):
-    leaf = key.split(".")[-1]
-    # Groups of like-named keys are read as f"{prefix}_micro_batch_size" and so on.
-    generic = re.sub(r"^(ppo|log_prob|forward)_", "{prefix}_", leaf)
-    source = function_source(READ_IN[key])
-    reads = rf"\.{leaf}\b|[\[(]\"{leaf}\"|\"{leaf}\"\)"
-    assert re.search(reads, source) or f'"{generic}"' in source or f'"{leaf}"' in source, READ_IN[key]
+    assert is_read(key, READ_IN[key]), READ_IN[key]
 
 
 def test_few_keys_have_no_effect_and_each_says_why():

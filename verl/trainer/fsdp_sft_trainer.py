@@ -192,17 +192,24 @@ class FSDPSFTTrainer:
     # ----------------------------------------------------------------------------------------------- on disk
 
     def _resume(self) -> None:
-        if self.config.trainer.resume_mode == "none":
-            aside = self.checkpoints.set_aside()
-            if aside is not None:
-                self.recorder.display.say(f"an earlier run's folder is now {aside}")
+        """Take up the checkpoint that `trainer.resume_mode` asks for; cut the records back to its step."""
+        folder = self.resume_folder
+        aside = self.checkpoints.set_aside() if self.config.trainer.resume_mode == "none" else None
+        if aside is not None:
+            self.checkpoints.lock()
         self.checkpoints.remove_incomplete()
-        if self.resume_folder is not None:
-            self.state = SFTState.load(self.resume_folder)
-            self.sampler.load_state_dict(self.state.sampler)
-            self.workers.load_checkpoint(str(self.resume_folder / WORKER))
-            self.checkpoints.set_aside_after(self.state.step)
-        self.recorder.start(self.state.step, self.resume_folder)
+        if folder is not None:
+            try:
+                self.state = SFTState.load(folder)
+                self.sampler.load_state_dict(self.state.sampler)
+                self.workers.load_checkpoint(str(folder / WORKER))
+            except (ValueError, TypeError) as error:  # TypeError: the state of another program's run
+                raise RunStopped(f"{folder}: {error}") from error
+            for left_behind in self.checkpoints.set_aside_after(self.state.step):
+                print(f"a checkpoint of a later step is now {left_behind}")
+        self.recorder.start(self.state.step, folder)
+        if aside is not None:
+            print(f"an earlier run stood in {self.checkpoints.run_dir}; it is now {aside}")
 
     def _save(self) -> None:
         self.state.sampler = self.sampler.state_dict()
