@@ -3,10 +3,14 @@
     rollout_log_probs, the trainer's [B, R] --add, per micro-batch--> sums --over ranks--> `rollout_corr/*`
 
 The trainer learns from tokens as if it had sampled them itself. What the engine says of them differs by
-rounding, by older weights, or by a mistake such as weights that never arrived; these figures show it. Names
-and definitions are those of verl's rollout correction, whose background is Liu, Li et al. 2025, "When Speed
-Kills Stability"; `log_prob_diff_mean` and `_max` (absolute, per token) are ours. `kl` and `k3_kl` estimate
-KL(rollout || trainer) by k1 and k3 of Schulman 2020, "Approximating KL Divergence".
+rounding, by older weights, or by a mistake such as weights that never arrived; these figures show it. They
+are taken once a step: by the driver from old log-probs (`apply_rollout_correction`, which can also mend what
+they show), or by the actor in its first pass where there are none.
+
+Names and definitions are those of verl's rollout correction; `log_prob_diff_mean` and `_max` (absolute, per
+token) are ours. `kl` and `k3_kl` estimate KL(rollout || trainer) by k1 and k3 of Schulman 2020,
+"Approximating KL Divergence". Log-ratios that are squared are limited to [-20, 20], so that chi2_* stay
+finite.
 
 With top-p, top-k or min-p the engine's log-probs are those of the truncated distribution and the trainer's
 are not: the figures then hold that gap too.
@@ -22,9 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.trainer.ppo.algos.aggregation import LOG_RATIO_LIMIT
+
 logger = logging.getLogger(__name__)
 
-MAX_LOG_RATIO = 20.0  # bound on log-ratios that are squared, as in verl: chi2_* stay finite
 WORST_DIFFERENCE = 1.0  # nats: rounding in bfloat16 stays well below, weights that did not arrive well above
 
 _PER_TOKEN = ("log_prob_diff_mean", "kl", "k3_kl", "chi2_token")
@@ -85,7 +90,7 @@ class RolloutAgreement:
                 log_ratio.abs(),
                 -log_ratio,
                 log_ratio.expm1() - log_ratio,
-                log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).mul(2).expm1(),
+                log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).mul(2).expm1(),
             ]
         )
         per_sequence = torch.stack(
@@ -98,7 +103,7 @@ class RolloutAgreement:
                 log_ppl_diff,
                 log_ppl_diff.abs(),
                 log_ppl_diff.exp(),
-                log_ratio.sum(dim=1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).mul(2).expm1(),
+                log_ratio.sum(dim=1).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).mul(2).expm1(),
             ]
         )
         self._sums.append(torch.cat([per_token.sum(dim=(1, 2)), (per_sequence * has_tokens).sum(dim=1)]))
