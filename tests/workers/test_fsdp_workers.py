@@ -5,7 +5,8 @@ one process.
 import pytest
 import torch
 from one_turn_agent import OneTurnAgent, gen_batch
-from tiny_training import make_batch, make_config
+from tiny_training import make_batch, make_config, write_model
+from transformers import AutoTokenizer
 
 from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 from verl.workers.rollout.engine import SamplingParams
@@ -106,6 +107,70 @@ def test_the_reference_stays_where_training_started(make_group, model_path):
     group.update_actor(batch)
     assert torch.equal(group.compute_ref_log_prob(batch).batch["ref_log_prob"], before)
     assert not torch.equal(group.compute_log_prob(batch).batch["old_log_probs"], before)
+
+
+def test_the_teacher_is_a_frozen_model_of_its_own_that_distillation_learns_from(
+    make_group, model_path, tmp_path
+):
+    teacher_path = write_model(tmp_path / "teacher", tied=False)
+    overrides = (
+        f"actor_rollout_ref.teacher.path={teacher_path}",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=distillation",
+    )
+    group, batch = actor_group(make_group, model_path, "actor", *overrides), make_batch()
+    expected = actor_group(make_group, teacher_path, "actor").compute_log_prob(batch).batch["old_log_probs"]
+    teacher = group.compute_teacher_log_prob(batch).batch["teacher_log_prob"]
+    assert torch.equal(teacher, expected)
+    batch.batch["teacher_log_prob"] = teacher
+    policy = group.compute_log_prob(batch).batch["old_log_probs"]
+    metrics = group.update_actor(batch).meta_info["metrics"]
+    distance = (policy - teacher)[batch.batch["response_mask"].bool()].mean().item()
+    assert metrics["actor/distillation_kl"] == pytest.approx(distance, rel=1e-4)
+    assert not torch.equal(group.compute_log_prob(batch).batch["old_log_probs"], policy)
+    assert torch.equal(group.compute_teacher_log_prob(batch).batch["teacher_log_prob"], teacher)
+    assert not hasattr(actor_group(make_group, model_path, "actor")._worker, "teacher_engine")
+
+
+def test_a_teacher_with_other_tokens_is_refused(make_group, model_path, tmp_path):
+    teacher_path = write_model(tmp_path / "teacher")
+    tokenizer = AutoTokenizer.from_pretrained(teacher_path)
+    tokenizer.add_tokens(["more"])
+    tokenizer.save_pretrained(teacher_path)
+    with pytest.raises(ValueError, match="has another vocabulary than"):
+        actor_group(make_group, model_path, "actor", f"actor_rollout_ref.teacher.path={teacher_path}")
+
+
+def test_log_probs_come_with_entropies_and_squared_probabilities_only_where_asked(make_group, model_path):
+    group, batch = actor_group(make_group, model_path, "actor"), make_batch()
+    plain = group.compute_log_prob(batch).batch
+    batch.meta_info |= {"calculate_entropy": True, "calculate_sum_pi_squared": True}
+    full = group.compute_log_prob(batch).batch
+    assert set(plain.keys()) == {"old_log_probs"}
+    assert set(full.keys()) == {"old_log_probs", "entropys", "sum_pi_squared"}
+    assert torch.equal(plain["old_log_probs"], full["old_log_probs"])
+    mask = batch.batch["response_mask"].bool()
+    assert (full["entropys"][mask] > 0).all() and (full["sum_pi_squared"][mask] > 1 / 40).all()
+
+
+def test_why_an_update_was_skipped_goes_to_the_driver_and_its_count_into_checkpoints(
+    make_group, model_path, tmp_path
+):
+    config = make_config(model_path)
+    pairs = [
+        (actor_group(make_group, model_path, "actor"), "update_actor", "advantages"),
+        (make_group(CriticWorker, config.critic), "update_critic", "returns"),
+    ]
+    for group, method, key in pairs:
+        batch = make_batch()
+        batch.batch[key][0, 0] = float("nan")
+        said = getattr(group, method)(batch).meta_info
+        name = method.removeprefix("update_")
+        assert said["metrics"][f"{name}/num_skipped_in_a_row"] == 1
+        assert "nan at place 0 of the response of row 0" in said["skipped_update"]
+        group.save_checkpoint(str(tmp_path / name))
+        getattr(group, method)(make_batch())
+        group.load_checkpoint(str(tmp_path / name))
+        assert getattr(group, method)(batch).meta_info["metrics"][f"{name}/num_skipped_in_a_row"] == 2
 
 
 def test_rule_10_a_loaded_checkpoint_samples_and_trains_as_the_saved_run_did(

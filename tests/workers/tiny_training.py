@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from verl.protocol import DataProto
 from verl.trainer.config.loading import load_config
@@ -134,6 +134,27 @@ def make_critic(config: DictConfig, world_size=1) -> DataParallelPPOCritic:
         for prefix in ("ppo", "forward")
     ]
     return DataParallelPPOCritic(block, engine, limits[0], limits[1])
+
+
+def reference_log_probs(model_path, batch, temperature=1.0):
+    """Log-probs and entropies [N, R] by Hugging Face's eager attention, row by row, through the full
+    logits.
+    """
+    model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="eager")
+    mask = batch.batch["response_mask"]
+    log_probs, entropies = [], []
+    for ids, attention in zip(batch.batch["input_ids"], batch.batch["attention_mask"], strict=True):
+        sequence = ids[attention.bool()]
+        log_p = (model(sequence[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        log_prob = log_p.gather(1, sequence[1:, None])[:, 0]
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        response = int(attention[-mask.shape[1] :].sum())
+        for rows, values in ((log_probs, log_prob), (entropies, entropy)):
+            rows.append(
+                torch.nn.functional.pad(values[-response:], (0, mask.shape[1] - response))
+                * mask[0].new_ones(())
+            )
+    return model, torch.stack(log_probs) * mask, torch.stack(entropies) * mask
 
 
 def gradients_of(engine, update):

@@ -4,8 +4,15 @@ import math
 
 import pytest
 import torch
-from tiny_training import CPU, assert_same_gradients, gradients_of, make_actor, make_batch, make_config
-from transformers import AutoModelForCausalLM
+from tiny_training import (
+    CPU,
+    assert_same_gradients,
+    gradients_of,
+    make_actor,
+    make_batch,
+    make_config,
+    reference_log_probs,
+)
 
 from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
 from verl.workers.actor.dp_actor import compute_log_prob
@@ -18,27 +25,6 @@ def update(model_path, batch, *overrides, epochs=1):
     """(metrics, gradients of each optimizer step) of update_policy on a fresh actor that is not stepped."""
     actor = make_actor(make_config(model_path, f"actor_rollout_ref.actor.ppo_epochs={epochs}", *overrides))
     return gradients_of(actor.engine, lambda: actor.update_policy(batch))
-
-
-def reference_log_probs(model_path, batch, temperature=1.0):
-    """Log-probs and entropies [N, R] by Hugging Face's eager attention, row by row, through the full
-    logits.
-    """
-    model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="eager")
-    mask = batch.batch["response_mask"]
-    log_probs, entropies = [], []
-    for ids, attention in zip(batch.batch["input_ids"], batch.batch["attention_mask"], strict=True):
-        sequence = ids[attention.bool()]
-        log_p = (model(sequence[None]).logits[0, :-1] / temperature).log_softmax(-1)
-        log_prob = log_p.gather(1, sequence[1:, None])[:, 0]
-        entropy = -(log_p.exp() * log_p).sum(-1)
-        response = int(attention[-mask.shape[1] :].sum())
-        for rows, values in ((log_probs, log_prob), (entropies, entropy)):
-            rows.append(
-                torch.nn.functional.pad(values[-response:], (0, mask.shape[1] - response))
-                * mask[0].new_ones(())
-            )
-    return model, torch.stack(log_probs) * mask, torch.stack(entropies) * mask
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
