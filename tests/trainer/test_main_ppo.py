@@ -51,29 +51,6 @@ def test_a_run_leaves_its_records_and_a_second_start_goes_on(world, url, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("estimator", ["gae", "rloo", "reinforce_plus_plus"])
-def test_every_estimator_trains_with_kl_in_the_reward_and_several_mini_batches(
-    world, url, tmp_path, estimator
-):
-    line = arguments(
-        world,
-        url,
-        tmp_path,
-        algorithm__adv_estimator=estimator,
-        algorithm__kl_ctrl__kl_coef=0.01,
-        actor_rollout_ref__actor__ppo_mini_batch_size=8,
-        trainer__total_training_steps=1,
-        trainer__val_before_train="false",
-        trainer__save_freq=-1,
-    )
-    assert run(line) == 0
-    (row,) = metrics(tmp_path)
-    assert row["critic/kl"] == pytest.approx(0, abs=1e-4)  # the policy still is the reference
-    assert row["actor/grad_norm"] > 0
-    assert ("critic/vf_loss" in row) == (estimator == "gae")
-
-
-@pytest.mark.slow
 @pytest.mark.ray
 def test_rule_5_local_and_ray_with_one_and_two_processes_take_the_same_step(world, url, tmp_path):
     rows = {}

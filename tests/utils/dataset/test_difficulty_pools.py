@@ -56,6 +56,13 @@ def test_what_a_pool_lacks_comes_from_the_others(num_easy, num_hard, expected):
     assert tuple(np.bincount(drawn, minlength=3)) == expected
 
 
+def test_rows_that_a_step_has_asked_are_not_asked_again_while_there_are_others():
+    pools = measured({0: 1.0}, easy_share=0.5)
+    assert 0 in pools.take(2) and 0 not in pools.take(2, skip=[0])
+    small = make(num_rows=8)
+    assert sorted(small.take(8, skip=[1])) == list(range(8))
+
+
 def test_a_row_moves_when_its_solve_rate_does():
     pools = measured({5: 0.0}, hard_share=0.0)
     assert all(5 not in pools.take(8) for _ in range(6))

@@ -88,8 +88,7 @@ class TrajectoryCollector:
         wanted = count = self.config.data.train_batch_size
         rounds: list[DataProto] = []
         while True:
-            batch = self._round(step, len(rounds), count, is_last, timer)
-            rounds.append(batch)
+            rounds.append(self._round(step, len(rounds), self._next_rows(count, rounds), is_last, timer))
             batch = DataProto.concat(rounds)
             usable = usable_rows(batch, self.passes.compares_group, self.config.algorithm.overlong_filter)
             chosen = self._informative(batch, usable)
@@ -130,13 +129,20 @@ class TrajectoryCollector:
 
     # -------------------------------------------------------------------------------------------- generation
 
-    def _round(self, step: int, number: int, num_prompts: int, is_last: bool, timer: Timer) -> DataProto:
-        """Asks the next prompts, and goes on with the groups that were kept; scores what is complete.
+    def _next_rows(self, count: int, rounds: list[DataProto]) -> list[int]:
+        """The next `count` rows of the data set, not those that a round of this step has asked already."""
+        if self.pools is None:
+            return self.sampler.take(count)
+        asked = {int(row) for batch in rounds for row in batch.non_tensor_batch["index"]}
+        return self.pools.take(count, sorted(asked))
 
-        Returns whole groups, with what was generated as meta_info `metrics`.
+    def _round(self, step: int, number: int, indices: list[int], is_last: bool, timer: Timer) -> DataProto:
+        """Asks these prompts, and goes on with the groups that were kept; scores what is complete.
+
+        Returns whole groups, with figures of the generation as meta_info `metrics`.
         """
         rollout = self.config.actor_rollout_ref.rollout
-        rows = [self.dataset[i] for i in self.sampler.take(num_prompts)]
+        rows = [self.dataset[i] for i in indices]
         name = f"step{step}" if number == 0 else f"step{step}.{number}"
         prompts = prompt_batch(rows, name).repeat(rollout.n_agent * rollout.n, interleave=True)
         prompts, continuation = self.partial_groups.join(prompts)

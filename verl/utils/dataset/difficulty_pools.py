@@ -52,15 +52,18 @@ class DifficultyPools(PromptSampler):
         pools[self.solve_rates <= self.config["hard_threshold"]] = HARD
         return pools
 
-    def take(self, count: int) -> list[int]:
-        """The next `count` row numbers, no row twice.
+    def take(self, count: int, skip: Sequence[int] = ()) -> list[int]:
+        """The next `count` row numbers, no row twice, and none of `skip` (while there are others).
 
         A share is rounded to whole prompts. What a pool does not have comes from the normal one; what that
         does not have, from the hard one, then from the easy one.
         """
         assert count <= self.batch_size
         pools = self.pools()
-        members = [np.flatnonzero(pools == pool) for pool in (EASY, NORMAL, HARD)]
+        may_be_taken = np.ones(self.num_rows, dtype=bool)
+        if self.num_rows - len(set(skip)) >= count:
+            may_be_taken[list(skip)] = False
+        members = [np.flatnonzero((pools == pool) & may_be_taken) for pool in (EASY, NORMAL, HARD)]
         easy = min(int(count * self.config["easy_share"] + 0.5), len(members[EASY]))
         hard = min(int(count * self.config["hard_share"] + 0.5), len(members[HARD]), count - easy)
         normal = min(count - easy - hard, len(members[NORMAL]))

@@ -1,0 +1,241 @@
+"""A step's batch: which rounds are generated, what is chosen, what goes on in the next step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from verl.protocol import DataProto, object_array
+from verl.trainer.config import load_config
+from verl.trainer.ppo.collection import TrajectoryCollector
+from verl.trainer.ppo.metric_utils import Timer
+from verl.trainer.ppo.passes import Passes
+from verl.trainer.ppo.run_state import RunStopped
+from verl.utils.dataset.difficulty_pools import DifficultyPools
+from verl.utils.dataset.rl_dataset import PromptSampler
+
+FILTER = "algorithm.filter_groups.enable=true"
+MIXED, SOLVED, FAILED = [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]
+
+
+class World:
+    """Prompt i is the token i; the members of its group score `scores[i]`, in order.
+
+    `reasons[i]`: how their trajectories end, in order; "answer" where nothing is said. A "kept" one answers
+    when it goes on.
+    """
+
+    def __init__(
+        self, scores: list[list[float]], *settings: str, reasons: dict[int, list[str]] | None = None
+    ):
+        self.scores, self.reasons = scores, reasons or {}
+        self.config = load_config(
+            ["algorithm.adv_estimator=grpo", "data.train_batch_size=4", "actor_rollout_ref.rollout.n_agent=2"]
+            + ["data.shuffle_train_dataloader=false", *settings]
+        )
+        order = (len(scores), 4, False, 0)
+        pools = self.config.data.difficulty_pools
+        self.sampler = DifficultyPools(*order, pools) if pools.enable else PromptSampler(*order)
+        self.said: list[str] = []
+        self.asked: list[DataProto] = []
+        self.collector = TrajectoryCollector(
+            self.config,
+            Passes.of(self.config),
+            self.generate,
+            self.reward,  # type: ignore[arg-type]
+            lambda records: {},
+            [self.row(i) for i in range(len(scores))],  # type: ignore[arg-type]
+            self.sampler,
+            self.said.append,
+        )
+
+    def row(self, i: int) -> dict[str, Any]:
+        return {"raw_prompt_ids": [i], "index": i, "data_source": "nq", "reward_model": {}, "extra_info": {}}
+
+    def collect(self, step: int = 1) -> tuple[DataProto, dict[str, float]]:
+        self.asked = []
+        return self.collector.collect(step, False, Timer())
+
+    def prompts_asked(self) -> list[list[int]]:
+        """Of each generation, its prompts without repeats."""
+        batches = [asked.non_tensor_batch["raw_prompt_ids"].tolist() for asked in self.asked]
+        return [list(dict.fromkeys(ids[0] for ids in batch)) for batch in batches]
+
+    def generate(self, gen_batch: DataProto) -> DataProto:
+        self.asked.append(gen_batch)
+        uids, num_rows = gen_batch.non_tensor_batch["uid"], len(gen_batch)
+        member: dict[str, int] = defaultdict(int)
+        records, mask = [], torch.ones(num_rows, 3, dtype=torch.long)
+        states = gen_batch.non_tensor_batch.get("continuation", [None] * num_rows)
+        for row, (uid, ids, state) in enumerate(
+            zip(uids, gen_batch.non_tensor_batch["raw_prompt_ids"], states, strict=True)
+        ):
+            reasons = self.reasons.get(ids[0], []) if state is None else []
+            reason = reasons[member[uid]] if member[uid] < len(reasons) else "answer"
+            if reason == "search_failed":
+                mask[row] = 0
+            records.append(
+                {"finish_reason": reason, "turns": [], "num_searches": 0, "member": member[uid]}
+                | {"version_first": 0, "version_last": 0, "num_begun": 0}
+            )
+            member[uid] += 1
+        real = torch.tensor([[0, 1, 1, 1, 1, 0]] * num_rows)  # a column of padding on both sides
+        tensors = {
+            "prompts": torch.zeros(num_rows, 2, dtype=torch.long),
+            "responses": torch.ones(num_rows, 4, dtype=torch.long),
+            "input_ids": torch.ones(num_rows, 6, dtype=torch.long),
+            "attention_mask": real,
+            "response_mask": torch.cat([mask, torch.zeros(num_rows, 1, dtype=torch.long)], dim=1),
+            "rollout_log_probs": torch.zeros(num_rows, 4),
+        }
+        columns = {"trajectory": object_array(records)}
+        return DataProto.from_dict(tensors, columns, meta_info={"metrics": {"rollout/seconds": 1.0}})
+
+    def reward(self, data: DataProto, return_dict: bool) -> dict[str, Any]:
+        fields = data.non_tensor_batch
+        found = [
+            self.scores[ids[0]][record["member"]]
+            for ids, record in zip(fields["raw_prompt_ids"], fields["trajectory"], strict=True)
+        ]
+        tensor = torch.zeros(len(data), 4)
+        tensor[:, 2] = torch.tensor(found)
+        return {"reward_tensor": tensor, "score": found, "em": found, "answer": ["x"] * len(found)}
+
+
+def prompts_of(batch: DataProto) -> list[int]:
+    return [int(index) for index in batch.non_tensor_batch["index"][::2]]
+
+
+def test_without_a_filter_a_step_is_one_batch_of_prompts_as_it_is():
+    world = World([SOLVED, MIXED, FAILED, MIXED] * 2)
+    batch, metrics = world.collect()
+    assert prompts_of(batch) == [0, 1, 2, 3] and world.prompts_asked() == [[0, 1, 2, 3]]
+    assert batch.tensors["responses"].shape == (8, 3) and batch.tensors["attention_mask"].shape == (8, 4)
+    assert metrics["train/em"] == 0.5 and metrics["perf/generated_tokens"] == 24
+    assert not any(name.startswith(("filter/", "pools/")) for name in metrics)
+
+
+def test_without_refill_groups_with_equal_rewards_are_left_out_and_counted():
+    world = World([SOLVED, MIXED, FAILED, MIXED] * 2, FILTER, "algorithm.filter_groups.refill=false")
+    batch, metrics = world.collect()
+    assert prompts_of(batch) == [1, 3] and len(world.asked) == 1
+    assert (metrics["filter/groups"], metrics["filter/groups_left_out"]) == (4, 2)
+    assert metrics["train/em"] == 0.5 and metrics["perf/generated_tokens"] == 24  # of all that was generated
+    assert world.collect(2)[1]["train/score"] == 0.5 and world.sampler.position == 8
+
+
+def test_with_refill_prompts_are_asked_until_enough_groups_teach_and_none_of_these_is_lost():
+    world = World([MIXED, SOLVED, FAILED, MIXED, SOLVED, MIXED, MIXED, MIXED] + [MIXED] * 8, FILTER)
+    batch, metrics = world.collect()
+    assert world.prompts_asked() == [[0, 1, 2, 3], [4, 5, 6, 7]]  # half of them taught, 2 are missing
+    assert prompts_of(batch) == [0, 3, 5, 6, 7]  # one more than asked for
+    assert metrics["filter/num_gen_batches"] == 2 and metrics["filter/groups"] == 8
+    assert world.said == []
+    seeds = [asked.tensors["sampling_seeds"] for asked in world.asked]
+    assert not torch.isin(seeds[0], seeds[1]).any()
+    assert len(set(batch.non_tensor_batch["uid"])) == 5
+    assert world.collect(2)[0].non_tensor_batch["index"][0] == 8  # the next step begins behind them
+
+
+def test_when_the_rounds_are_used_up_the_step_goes_on_with_a_line():
+    world = World([MIXED] + [SOLVED] * 15, FILTER, "algorithm.filter_groups.max_num_gen_batches=3")
+    batch, _ = world.collect()
+    assert prompts_of(batch) == [0] and len(world.asked) == 3
+    (line,) = world.said
+    assert "step 1: 1 of 4 groups teach something after 3 rounds" in line
+
+
+def test_a_step_in_which_no_group_teaches_keeps_its_rows_for_the_rest_of_the_loss():
+    world = World([SOLVED] * 8, FILTER, "algorithm.filter_groups.refill=false")
+    batch, metrics = world.collect()
+    assert prompts_of(batch) == [0, 1, 2, 3] and metrics["filter/groups_left_out"] == 4
+
+
+def test_the_metric_of_the_filter_can_be_a_number_of_the_reward_function():
+    world = World([MIXED] * 4, FILTER, "algorithm.filter_groups.metric=acc")
+    assert len(world.collect()[0]) == 8
+    with pytest.raises(RunStopped, match="algorithm.filter_groups.metric asks for 'style'"):
+        World([MIXED] * 4, FILTER, "algorithm.filter_groups.metric=style").collect()
+
+
+def test_rows_whose_search_failed_are_left_out_before_groups_are_looked_at():
+    world = World([MIXED] * 8, FILTER, reasons={0: ["search_failed"], 1: ["answer", "search_failed"]})
+    batch, metrics = world.collect()
+    assert metrics["env/left_out"] == 4  # each of the two leaves one alone in its group
+    assert prompts_of(batch) == [2, 3, 4, 5, 6, 7]  # half of them taught, so 4 were asked for the 2
+
+
+def test_the_overlong_filter_leaves_out_what_a_limit_has_cut():
+    world = World([MIXED] * 4, "algorithm.overlong_filter=true", reasons={2: ["length"]})
+    batch, metrics = world.collect()
+    assert prompts_of(batch) == [0, 1, 3] and metrics["filter/overlong"] == 1
+
+
+PARTIAL = ["actor_rollout_ref.rollout.straggler_factor=2", "actor_rollout_ref.rollout.keep_partial=true"]
+
+
+def test_a_group_that_a_round_did_not_wait_for_goes_on_in_the_next_round():
+    world = World([MIXED, SOLVED, MIXED, MIXED] + [MIXED] * 8, FILTER, *PARTIAL, reasons={0: ["kept"]})
+    batch, metrics = world.collect()
+    assert world.prompts_asked() == [[0, 1, 2, 3], [0, 4, 5, 6]]
+    assert sorted(prompts_of(batch)) == [0, 2, 3, 4, 5, 6] and metrics["env/kept_groups"] == 0
+
+
+def test_a_group_that_the_last_round_did_not_wait_for_goes_on_in_the_next_step(tmp_path):
+    world = World([MIXED] * 12, FILTER, *PARTIAL, reasons={1: ["kept"], 4: ["kept"]})
+    batch, metrics = world.collect()
+    assert world.prompts_asked() == [[0, 1, 2, 3], [1, 4]]
+    assert prompts_of(batch) == [0, 2, 3, 1] and metrics["env/kept_groups"] == 1
+    world.collector.save(tmp_path)
+    resumed = World([MIXED] * 12, FILTER, *PARTIAL)
+    resumed.collector.load(tmp_path)
+    resumed.sampler.load_state_dict(world.sampler.state_dict())
+    for one in (world, resumed):
+        batch, _ = one.collect(2)
+        assert prompts_of(batch)[0] == 4 and one.prompts_asked()[0][0] == 4
+
+
+def test_remax_compares_with_one_greedy_answer_for_each_prompt():
+    world = World([[1.0, 0.0], [0.5, 0.0], MIXED, MIXED], "algorithm.adv_estimator=remax")
+    batch, metrics = world.collect()
+    sampled, greedy = world.asked
+    assert not greedy.meta_info["do_sample"] and sampled.meta_info["do_sample"]
+    assert len(sampled) == 8 and len(greedy) == 4
+    assert batch.tensors["reward_baselines"].tolist() == [1, 1, 0.5, 0.5, 1, 1, 1, 1]
+    assert metrics["remax/baseline"] == 0.875 and metrics["remax/left_out"] == 0
+
+
+def test_a_prompt_whose_greedy_answer_failed_is_left_out():
+    world = World([MIXED] * 4, "algorithm.adv_estimator=remax")
+    generate = world.generate
+
+    def failing(gen_batch: DataProto) -> DataProto:
+        made = generate(gen_batch)
+        if not gen_batch.meta_info["do_sample"]:
+            made.tensors["response_mask"][1] = 0
+        return made
+
+    world.collector.generate = failing
+    batch, metrics = world.collect()
+    assert prompts_of(batch) == [0, 2, 3] and metrics["remax/left_out"] == 2
+
+
+def test_rule_10_pools_hear_of_every_round_and_survive_a_restart(tmp_path):
+    settings = [FILTER, "data.difficulty_pools.enable=true", "data.difficulty_pools.easy_share=0.25"]
+    scores = [SOLVED, MIXED, FAILED, MIXED, SOLVED, FAILED, MIXED, MIXED] * 2
+    world = World(scores, *settings)
+    _, metrics = world.collect()
+    rates = world.sampler.solve_rates  # type: ignore[attr-defined]
+    assert rates[:8].tolist() == [1, 0.5, 0, 0.5, 1, 0, 0.5, 0.5] and np.isnan(rates[8:]).all()
+    assert metrics["pools/easy"] == metrics["pools/hard"] == 0.25
+    world.collector.save(tmp_path)
+    resumed = World(scores, *settings)
+    resumed.sampler.load_state_dict(world.sampler.state_dict())
+    resumed.collector.load(tmp_path)
+    for step in (2, 3, 4):
+        assert prompts_of(world.collect(step)[0]) == prompts_of(resumed.collect(step)[0])
+        assert world.prompts_asked() == resumed.prompts_asked()
