@@ -10,7 +10,7 @@ from slow_losses import aggregate
 from verl.trainer.config.limits import CHOICES
 from verl.trainer.ppo import core_algos as algos
 
-thorough = settings(deadline=None, derandomize=True, max_examples=25)
+thorough = settings(deadline=None, derandomize=True, max_examples=12)
 
 
 def sampled(values, mask):

@@ -11,7 +11,7 @@ from slow_losses import candidates_of_clip_cov, covariances
 from verl.trainer.ppo import core_algos as algos
 
 LOSSES = ("clip_cov", "kl_cov")
-thorough = settings(deadline=None, derandomize=True, max_examples=25)
+thorough = settings(deadline=None, derandomize=True, max_examples=12)
 CONFIG = actor_config(
     policy_loss__clip_cov_ratio=0.2,
     policy_loss__clip_cov_lb=0.1,

@@ -106,7 +106,7 @@ def compute_policy_loss_aipo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """AIPO (LlamaRL, arXiv:2505.24034): the ratio is cut from above alone.
 
-    loss = -sg[min(r, rho)] A log pi with rho = policy_loss.aipo_max_ratio (the paper: 2 to 10).
+    loss = -sg[min(r, rho)] A log pi with rho = policy_loss.aipo_max_ratio.
     `actor/pg_clipfrac` is the share of tokens whose ratio was cut.
     """
     mask = response_mask.bool()
