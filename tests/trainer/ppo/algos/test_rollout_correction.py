@@ -245,3 +245,43 @@ def test_a_batch_that_lacks_what_the_correction_needs_is_an_error_that_says_so()
     with pytest.raises(ValueError, match="needs old_log_probs"):
         algos.apply_rollout_correction(data, OFF | {"rollout_rs": "token", "rollout_rs_threshold": 2.0})
     assert algos.apply_rollout_correction(data, OFF) == {}
+
+
+# ---- exact expectations: every trajectory of two tokens over 3 words, weighted by the engine's probability
+
+
+def two_token_log_probs(seed):
+    """(logits [4, 3], log-probs [9, 2] of every trajectory); the second token depends on the first."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(4, 3, generator=generator, dtype=torch.float64).requires_grad_()
+    first, second = logits[0].log_softmax(-1), logits[1:].log_softmax(-1)
+    return logits, torch.stack([first.repeat_interleave(3), second.flatten()], dim=1)
+
+
+def expected_gradient(level, threshold, engine, logits, log_probs, scores):
+    """The mean over what the engine samples of the weighted REINFORCE gradient, exactly."""
+    mask = torch.ones(9, 2)
+    weights, _ = algos.importance_weights(log_probs.detach(), engine, mask, level, threshold)
+    losses = weights.double() * scores.unsqueeze(1) * log_probs
+    mean = (engine.sum(dim=1).exp() * losses.sum(dim=1)).sum()
+    return torch.autograd.grad(mean, logits, retain_graph=True)[0]
+
+
+def test_whole_row_weights_give_the_policys_own_gradient_and_token_weights_come_near_to_it():
+    logits, log_probs = two_token_log_probs(1)
+    engine = (log_probs + 0.3 * two_token_log_probs(2)[1]).detach()
+    engine[:, 0] -= engine[::3, 0].logsumexp(0)
+    engine[:, 1] -= engine[:, 1].view(3, 3).logsumexp(1).repeat_interleave(3)
+    scores = torch.randn(9, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    mean_score = (log_probs.sum(dim=1).exp() * scores).sum()
+    true = torch.autograd.grad(mean_score, logits, retain_graph=True)[0]
+    unweighted = engine.sum(dim=1).exp() @ (scores.unsqueeze(1) * log_probs).sum(dim=1)
+    uncorrected = torch.autograd.grad(unweighted, logits, retain_graph=True)[0]
+
+    def distance(level, threshold):
+        found = expected_gradient(level, threshold, engine, logits, log_probs, scores)
+        return float((found - true).norm() / true.norm())
+
+    assert distance("sequence", 1e6) < 1e-6
+    assert distance("sequence", 1.05) > 1e-3  # the price of truncation
+    assert 1e-3 < distance("token", 1e6) < float((uncorrected - true).norm() / true.norm())
