@@ -85,6 +85,12 @@ class Steep(torch.autograd.Function):
         return gradient * math.inf
 
 
+def own_loss(log_prob, advantages, response_mask, denominator):
+    """A user's loss: REINFORCE on the sum of each row's tokens."""
+    losses = -log_prob * advantages.masked_fill(~response_mask.bool(), 0.0)
+    return losses.sum() / denominator.num_sequences, {"actor/own": losses.detach().sum()}
+
+
 class ActorFactory:
     """Actors of any configuration on one engine, whose weights never move."""
 

@@ -146,3 +146,10 @@ def test_a_loss_without_its_teacher_says_so(factory):
     del batch.batch["teacher_log_prob"]
     with pytest.raises(ValueError, match="'distillation' needs teacher_log_prob"):
         factory.update(batch, policy_loss__loss_mode="distillation")
+
+
+def test_the_metrics_that_users_know_by_name_are_there(factory):
+    names = ("entropy_loss", "pg_loss", "pg_clipfrac", "ppo_kl", "grad_norm", "kl_loss", "kl_coef", "lr")
+    metrics, _ = factory.update(full_batch(), use_kl_loss=True)
+    assert {f"actor/{name}" for name in names} <= set(metrics)
+    assert "actor/kl_loss" not in factory.update(full_batch())[0]

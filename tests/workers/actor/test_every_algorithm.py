@@ -33,6 +33,7 @@ TERMS = {
         f"KL {name}": {"use_kl_loss": True, "kl_loss_coef": 0.5, "kl_loss_type": name}
         for name in KL_PENALTIES
     },
+    "own loss": {"policy_loss__loss_mode": "algorithm_cases:own_loss"},
     "echo": {"echo_coeff": 0.3},
     "no entropy bonus": {"entropy_coeff": 0.0},
     "adaptive entropy": {"entropy_ctrl__type": "adaptive", "entropy_ctrl__target_entropy": 0.1},

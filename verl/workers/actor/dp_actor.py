@@ -16,7 +16,12 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import get_entropy_controller
-from verl.workers.actor.policy_objective import PolicyObjective, loss_columns, rows_without_gradient
+from verl.workers.actor.policy_objective import (
+    PolicyObjective,
+    loss_columns,
+    rows_without_gradient,
+    uses_kl_loss,
+)
 from verl.workers.actor.rollout_agreement import RolloutAgreement, warn_of_worst
 from verl.workers.engine.engine import TrainEngine
 from verl.workers.engine.loading import PolicyModel
@@ -119,6 +124,8 @@ class DataParallelPPOActor:
 
         metrics = self.loop.run(data, batch, objective_of)
         metrics["actor/entropy_coeff"] = entropy_coeff
+        if uses_kl_loss(self.config):
+            metrics["actor/kl_coef"] = self.config["kl_loss_coef"]
         if "actor/entropy" in metrics:
             self.entropy_controller.update(metrics["actor/entropy"])
         if first_log_probs is not None:
