@@ -1,4 +1,4 @@
-"""Supervised training's configuration: each key is read or refused, and mistakes are found before anything."""
+"""Supervised training's configuration: each key is read or refused, and mistakes are found at the start."""
 
 import json
 import re
@@ -64,18 +64,23 @@ def test_every_line_that_sets_a_key_says_what_it_is():
 
 
 def test_the_keys_of_verls_own_file_are_all_there():
-    names = """data.train_batch_size data.micro_batch_size data.micro_batch_size_per_gpu data.train_files
-        data.val_files data.prompt_key data.response_key data.prompt_dict_keys data.response_dict_keys
-        data.multiturn.enable data.multiturn.messages_key data.max_length data.truncation data.balance_dp_token
-        data.chat_template data.custom_cls.path data.custom_cls.name model.partial_pretrain
-        model.fsdp_config.model_dtype model.fsdp_config.wrap_policy.min_num_params model.fsdp_config.cpu_offload
-        model.fsdp_config.offload_params model.external_lib model.enable_gradient_checkpointing
-        model.trust_remote_code model.lora_rank model.lora_alpha model.target_modules model.use_liger optim.lr
-        optim.betas optim.weight_decay optim.warmup_steps_ratio optim.clip_grad optim.lr_scheduler
-        ulysses_sequence_parallel_size use_remove_padding trainer.default_local_dir trainer.default_hdfs_dir
-        trainer.resume_path trainer.project_name trainer.experiment_name trainer.total_epochs
-        trainer.total_training_steps trainer.logger trainer.seed trainer.save_freq trainer.test_freq
-        trainer.nnodes trainer.n_gpus_per_node trainer.max_ckpt_to_keep model.strategy"""
+    names = """
+        data.train_batch_size data.micro_batch_size data.micro_batch_size_per_gpu data.train_files
+        data.val_files data.prompt_key data.response_key data.prompt_dict_keys
+        data.response_dict_keys data.multiturn.enable data.multiturn.messages_key
+        data.max_length data.truncation data.balance_dp_token data.chat_template
+        data.custom_cls.path data.custom_cls.name model.partial_pretrain
+        model.fsdp_config.model_dtype model.fsdp_config.wrap_policy.min_num_params
+        model.fsdp_config.cpu_offload model.fsdp_config.offload_params model.external_lib
+        model.enable_gradient_checkpointing model.trust_remote_code model.lora_rank
+        model.lora_alpha model.target_modules model.use_liger optim.lr optim.betas
+        optim.weight_decay optim.warmup_steps_ratio optim.clip_grad optim.lr_scheduler
+        ulysses_sequence_parallel_size use_remove_padding trainer.default_local_dir
+        trainer.default_hdfs_dir trainer.resume_path trainer.project_name
+        trainer.experiment_name trainer.total_epochs trainer.total_training_steps trainer.logger
+        trainer.seed trainer.save_freq trainer.test_freq trainer.nnodes trainer.n_gpus_per_node
+        trainer.max_ckpt_to_keep model.strategy
+    """
     assert set(names.split()) <= set(KEYS)
 
 
