@@ -26,6 +26,7 @@ from verl.trainer.config.checks import (
 from verl.trainer.config.keys import ACTOR, FIXED, NO_EFFECT, ROLLOUT
 from verl.trainer.config.limits import CHOICES, IMPORTABLE, NULLABLE, RANGES, TYPES
 from verl.trainer.config.loading import flat, load_config
+from verl.trainer.config.loss_settings import unread_settings, unusual_aggregation
 from verl.trainer.ppo.passes import Passes
 
 FORMAT_SCORES = ("structure_format_score", "final_format_score", "retrieval_score")
@@ -62,13 +63,15 @@ def validate(config: DictConfig, *, format_reward: bool = False) -> None:
 
 
 def settings_without_effect(config: DictConfig) -> list[str]:
-    """A line for each key that is set to something else than its default and has no meaning here."""
-    more = {}
+    """A line for each key that is set to something else than its default and has no meaning here, and for an
+    aggregation that the loss is not meant for.
+    """
+    more = unread_settings(config)
     if config.actor_rollout_ref.rollout.placement == "colocated":
         more[f"{ROLLOUT}.tensor_model_parallel_size"] = (
             f"each process has an engine with the whole model; {ROLLOUT}.placement=apart splits it."
         )
-    return TABLES.without_effect(config, more)
+    return [*TABLES.without_effect(config, more), *unusual_aggregation(config)]
 
 
 # Keys whose default is another key's value, among those that may not be changed alone.
