@@ -17,12 +17,12 @@ from verl.trainer.main_ppo import run
 
 
 def format_score(config: DictConfig) -> Callable[..., Any]:
-    """The structure reward with the weights of this run."""
+    """The structure reward with the weights of this run, and the signs that it looks at (for `gdpo`)."""
     from verl.utils.reward_score import qa_em_format
 
     weights = config.reward_model
     return functools.partial(
-        qa_em_format.compute_score_em,
+        qa_em_format.compute_score_with_parts,
         structure_format_score=weights.structure_format_score,
         final_format_score=weights.final_format_score,
         retrieval_score=weights.retrieval_score,

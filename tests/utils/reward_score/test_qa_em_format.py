@@ -5,6 +5,7 @@ import pytest
 from verl.utils.reward_score.qa_em_format import (
     Segment,
     compute_score_em,
+    compute_score_with_parts,
     is_retrieval_correct,
     is_valid_sequence,
 )
@@ -91,3 +92,13 @@ def test_rule_8_an_answer_inside_a_document_is_not_an_answer():
 def test_a_hit_must_be_in_an_observation():
     assert is_retrieval_correct(trajectory(SEARCH, HIT), ["the Beijing"])
     assert not is_retrieval_correct(trajectory("<information>Beijing</information>", MISS), ["Beijing"])
+
+
+def test_the_signs_that_the_reward_is_made_of_are_there_one_by_one():
+    segments = trajectory(SEARCH, HIT, END.format("Paris"))
+    fields = ("nq", "<answer>Paris</answer>", TARGET, {"segments": segments})
+    assert compute_score_with_parts(*fields, **SCORES) == {
+        "score": pytest.approx(0.3),
+        "well_formed": 1.0,
+        "retrieved": 1.0,
+    }

@@ -37,7 +37,7 @@ from verl.trainer.ppo.metric_utils import Timer
 from verl.trainer.ppo.partial_groups import PartialGroups, newest_version, staleness, straggler_metrics
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
-from verl.trainer.ppo.scoring import score, values_named
+from verl.trainer.ppo.scoring import reward_means, score, values_named
 from verl.utils.dataset.difficulty_pools import DifficultyPools
 from verl.utils.dataset.rl_dataset import PromptSampler, RLHFDataset
 from verl.workers.reward_manager import RewardManager
@@ -259,11 +259,12 @@ class TrajectoryCollector:
                 "filter/groups": float(groups),
                 "filter/groups_left_out": float(groups - kept),
                 "filter/num_gen_batches": float(num_rounds),
+                "groups/effective_share": kept / max(groups, 1),
             }
         if self.pools is not None:
             metrics |= self.pools.metrics()
         if usable.any():
-            metrics |= {
+            metrics |= reward_means(batch, usable) | {
                 "train/em": float(columns["em"][usable].astype(float).mean()),
                 "train/score": float(batch.tensors["token_level_scores"].sum(-1).numpy()[usable].mean()),
                 "train/searches": float(np.mean([record["num_searches"] for record in records[usable]])),

@@ -203,7 +203,9 @@ class RayPPOTrainer:
                     metrics |= report.metrics()
             metrics = metric_utils.step_metrics(batch, timer, self.passes.values) | metrics
             self.state.add_step(metrics, timer.seconds, time.perf_counter() - started)
-            warnings = self.health.check(self.state.step, metrics)
+            # the score of all trajectories: that of those chosen to be trained says little
+            seen = metrics | {"critic/score/mean": metrics["train/score"]}
+            warnings = self.health.check(self.state.step, seen)
             self.recorder.log_step(self.state, metrics, batch, self.tokenizer, warnings)
             self._check_updates(metrics, skipped_update)
             checkpoint_seconds = {}
@@ -240,20 +242,20 @@ class RayPPOTrainer:
     def _log_probs_and_values(self, batch: DataProto, timer: metric_utils.Timer) -> DataProto:
         """Add what the advantages and the update need: nothing is computed that is not used."""
         passes, updates_actor = self.passes, self._updates_actor()
+        columns = batch.select(non_tensor_batch_keys=["uid"])  # records are not shipped to the workers
         if passes.old_log_probs(updates_actor, self._num_updates(len(batch))):
             with timer("old_log_prob"):
-                asked = batch.select()
-                asked.meta_info = {"calculate_sum_pi_squared": passes.sum_pi_squared}
-                batch = batch.union(self.actor_rollout_wg.compute_log_prob(asked))
+                columns.meta_info = {"calculate_sum_pi_squared": passes.sum_pi_squared}
+                batch = batch.union(self.actor_rollout_wg.compute_log_prob(columns))
         if passes.reference_log_probs(updates_actor):
             with timer("ref"):
-                batch = batch.union(self.actor_rollout_wg.compute_ref_log_prob(batch))
+                batch = batch.union(self.actor_rollout_wg.compute_ref_log_prob(columns))
         if passes.teacher and updates_actor:
             with timer("teacher"):
-                batch = batch.union(self.actor_rollout_wg.compute_teacher_log_prob(batch))
+                batch = batch.union(self.actor_rollout_wg.compute_teacher_log_prob(columns))
         if passes.values:
             with timer("values"):
-                batch = batch.union(self.critic_wg.compute_values(batch))
+                batch = batch.union(self.critic_wg.compute_values(columns))
         return batch
 
     def _num_updates(self, num_rows: int) -> int:
@@ -336,7 +338,7 @@ class RayPPOTrainer:
         if block is self.config.actor_rollout_ref.actor and block.echo_coeff:
             batch.tensors["observation_mask"] = observation_mask(batch)
         arranged, tokens = arrange_for_workers(batch, world_size, size)
-        arranged = arranged.select()  # its meta_info is not the batch's
+        arranged = arranged.select(non_tensor_batch_keys=["uid"])  # its meta_info is not the batch's
         arranged.meta_info["mini_batch_rows"] = -(-size // world_size)
         return arranged, tokens
 

@@ -64,3 +64,14 @@ def values_named(batch: DataProto, name: str, key: str) -> np.ndarray:
                 f"dictionary with {name!r}, or change {key}."
             )
     return values
+
+
+def reward_means(batch: DataProto, usable: np.ndarray) -> dict[str, float]:
+    """`reward/<name>`: means over usable rows of what a reward function returned beside its score."""
+    rows = batch.non_tensor_batch["reward_extra"][usable]
+    numbers = [name for name, value in rows[0].items() if isinstance(value, int | float)]
+    return {
+        f"reward/{name}": float(np.mean([row[name] for row in rows]))
+        for name in numbers
+        if name not in ("score", "em") and all(row.get(name) is not None for row in rows)
+    }

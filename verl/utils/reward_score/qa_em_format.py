@@ -104,6 +104,25 @@ def compute_score_em(
     return final_format_score if answer is not None else 0.0
 
 
+def compute_score_with_parts(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Mapping[str, Any],
+    extra_info: Mapping[str, Any],
+    **scores: float,
+) -> dict[str, float]:
+    """`compute_score_em` as `score`, and the two signs that it looks at beside exact match, each 0 or 1.
+
+    `well_formed`: the structure is right; `retrieved`: a document holds a golden answer.
+    """
+    segments: Sequence[Segment] = extra_info["segments"]
+    return {
+        "score": compute_score_em(data_source, solution_str, ground_truth, extra_info, **scores),
+        "well_formed": float(is_valid_sequence(segments)[0]),
+        "retrieved": float(is_retrieval_correct(segments, golden_answers(ground_truth))),
+    }
+
+
 def _pieces(segment: Segment) -> list[str]:
     """Tags and the texts between them; an observation is one piece."""
     if segment.sampled:
