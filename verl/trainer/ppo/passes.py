@@ -15,7 +15,6 @@ pass.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 
 from omegaconf import DictConfig
@@ -60,7 +59,7 @@ class Passes:
         inputs = core_algos.estimator_inputs(algorithm.adv_estimator)
         with_turns = core_algos.estimator_inputs(algorithm.adv_estimator, algorithm.turn_credit)
         kl_in_reward = not actor.use_kl_loss and algorithm.kl_ctrl.kl_coef > 0
-        loss = core_algos.get_policy_loss_fn(actor.policy_loss.loss_mode)
+        loss_inputs = core_algos.policy_loss_inputs(actor.policy_loss.loss_mode)
         return cls(
             estimator_inputs=frozenset(with_turns),
             values="values" in inputs,
@@ -68,7 +67,7 @@ class Passes:
             greedy_rollouts="reward_baselines" in inputs,
             reference=kl_in_reward or (actor.use_kl_loss and actor.kl_loss_coef > 0),
             kl_in_reward=kl_in_reward,
-            teacher="teacher_log_prob" in inspect.signature(loss).parameters,
+            teacher="teacher_log_prob" in loss_inputs,
             corrects=corrects(algorithm.rollout_correction),
             bypass=algorithm.rollout_correction.bypass_mode,
             sum_pi_squared="sum_pi_squared" in inputs,
