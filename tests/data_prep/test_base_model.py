@@ -1,4 +1,4 @@
-"""The shipped base model: small, made by the script beside it, a reader that can't search well yet."""
+"""The shipped base models: small, made by the script beside them; readers that search poorly, or not at all."""
 
 from pathlib import Path
 
@@ -12,18 +12,25 @@ from data_prep.pretrain_base import Settings, build_model
 from data_prep.tiny_tokenizer import train_tokenizer
 
 FOLDER = Path(data_prep.__file__).parent / "base_model"
+PLAIN = FOLDER.with_name("base_model_plain")
 
 
-def test_folder_is_at_most_12_megabytes():
-    assert sum(file.stat().st_size for file in FOLDER.iterdir()) <= 12_000_000
+@pytest.mark.parametrize("folder", [FOLDER, PLAIN])
+def test_folder_is_at_most_12_megabytes(folder):
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 12_000_000
 
 
-def test_shapes_and_tokenizer_are_what_the_script_makes():
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    made = train_tokenizer()
+@pytest.fixture(scope="module")
+def made():
+    return train_tokenizer()
+
+
+@pytest.mark.parametrize("folder", [FOLDER, PLAIN])
+def test_shapes_and_tokenizer_are_what_the_script_makes(folder, made):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.get_vocab() == made.get_vocab()
     assert tokenizer.chat_template is None
-    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     fresh = build_model(Settings(), made)
     # state_dict names the head of a tied model too; the shipped one has a head of its own
     assert {n: p.shape for n, p in model.state_dict().items()} == {
@@ -41,3 +48,11 @@ def test_it_reads_but_searches_poorly():
     assert figures["val/sampled/em"] <= 0.30
     assert figures["val/sampled/first_query_right"] < 0.7
     assert figures["val/sampled/all_queries_right"] < 0.5
+
+
+@pytest.mark.slow
+def test_the_plain_one_reads_and_knows_nothing_of_the_protocol():
+    figures = evaluate(PLAIN, count=60, tagged=False)
+    assert min(figures["read1"], figures["read2"], figures["bridge"]) >= 0.8
+    for mode in ("sampled", "greedy"):
+        assert figures[f"val/{mode}/em"] == figures[f"val/{mode}/searches"] == 0

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from verl.trainer.config.loading import load_config
+from verl.trainer.config.sft_keys import load_sft_config
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = """
@@ -27,6 +28,11 @@ if program.endswith("microworld"):
     folder = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
     folder.mkdir(parents=True)
     for name in ("corpus.jsonl", "train.parquet", "test.parquet", "test_3hop.parquet"):
+        (folder / name).touch()
+if program.endswith("sft_rows"):
+    folder = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+    folder.mkdir(parents=True)
+    for name in ("sft_train.parquet", "sft_val.parquet"):
         (folder / name).touch()
 if program.endswith("server"):
     if "bad" in os.environ.get("STUB", ""):
@@ -130,6 +136,41 @@ def test_folders_may_have_any_name_and_are_relative_to_the_caller(repository, tm
     assert config.data.val_files == f"{data}/test.parquet"
     assert config.actor_rollout_ref.model.path == config.critic.model.path == str(model)
     assert config.data.max_start_length == 2048  # another model than ours: Search-R1's settings
+
+
+def test_supervised_training_makes_demonstrations_and_starts_no_server(repository):
+    assert run(repository, "trainer.save_freq=7", SEED="4", script="train_sft.sh") == (0, "")
+    config = load_sft_config(note(repository, "fsdp_sft_trainer")[1])
+    assert config.data.train_files == "data/microworld/seed4/sft_train.parquet"
+    assert config.data.val_files == "data/microworld/seed4/sft_val.parquet"
+    assert config.model.partial_pretrain == "data_prep/base_model_plain"
+    assert (config.trainer.seed, config.trainer.save_freq, config.data.segments_key) == (4, 7, "segments")
+    run_dir = "verl_checkpoints/microworld-seed4-base_model_plain-sft-seed4"
+    assert config.trainer.default_local_dir == run_dir
+    assert note(repository, "server") is None and note(repository, "main_ppo") is None
+
+
+def test_supervised_training_on_rows_of_ones_own(repository, tmp_path):
+    status, errors = run(repository, DATA_DIR=str(tmp_path), script="train_sft.sh")
+    assert (status, errors.count("\n")) == (1, 1) and "holds no sft_train.parquet" in errors
+    (tmp_path / "sft_train.parquet").touch()
+    variables = {"DATA_DIR": str(tmp_path), "BASE_MODEL": "Qwen/Qwen2.5-3B"}
+    assert run(repository, script="train_sft.sh", **variables) == (0, "")
+    config = load_sft_config(note(repository, "fsdp_sft_trainer")[1])
+    assert config.data.val_files is None and config.model.partial_pretrain == "Qwen/Qwen2.5-3B"
+    assert config.data.max_length == 4096 and config.model.enable_gradient_checkpointing
+
+
+def test_a_small_models_folder_gets_the_tiny_models_settings_and_its_runs_name(repository):
+    model = repository / "verl_checkpoints" / "microworld-seed4-base_model_plain-sft-seed4" / "huggingface"
+    model.mkdir(parents=True)
+    for size, max_start_length in ((5_000_000, 64), (64_000_000, 2048)):
+        with (model / "model.safetensors").open("wb") as file:
+            file.truncate(size)
+        assert run(repository, SEED="4", BASE_MODEL=str(model)) == (0, "")
+        config = settings(repository)
+        assert config.data.max_start_length == max_start_length
+        assert config.trainer.experiment_name == "microworld-seed4-base_model_plain-sft-seed4-grpo-seed4"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,60 @@
+"""Demonstrations for supervised training: the protocol over training questions, nothing of the test part."""
+
+import pandas as pd
+import pytest
+
+from data_prep.microworld import evaluation_world
+from data_prep.sft_rows import demonstrations, names_any, write_rows
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return list(demonstrations(5, 300, right_share=0.3))
+
+
+def trained(row):
+    return [piece["text"] for piece in row["segments"] if piece["trained"]]
+
+
+def test_the_same_seed_gives_the_same_rows_and_each_question_once(rows):
+    assert list(demonstrations(5, 300, right_share=0.3)) == rows
+    assert len({row["question"] for row in rows}) == len(rows)
+    assert [row["question"] for row in demonstrations(6, 3, 0.3)] != [row["question"] for row in rows[:3]]
+
+
+def test_a_row_is_a_rollout_from_the_prompt_to_the_answer(rows):
+    for row in rows:
+        first, *middle, last = row["segments"]
+        assert first == {"text": f"Question: {row['question']}\n", "trained": False}
+        assert last["trained"] and last["text"].startswith("<answer> ") and last["text"].endswith("</answer>")
+        for search, observation in zip(middle[::2], middle[1::2], strict=True):
+            assert search["trained"] and search["text"].endswith("</search>")
+            assert not observation["trained"] and observation["text"].startswith("\n\n<information>")
+
+
+def test_questions_and_trained_text_are_of_the_training_part_alone(rows):
+    train_part, test_part = evaluation_world(5)
+    for row in rows:
+        text = [(piece, True) for piece in [row["question"], *trained(row)]]
+        assert not names_any(text, test_part)
+        assert names_any(text[:1], train_part)
+
+
+def test_the_share_that_is_right_throughout_is_and_most_others_are_not(rows):
+    right = [row for row in rows if row["right"]]
+    assert 0.2 < len(right) / len(rows) < 0.4
+    for row in right:
+        assert trained(row)[-1] == f"<answer> {row['answer']}</answer>"
+        assert len(trained(row)) == row["hops"] + 1
+    others = [row for row in rows if not row["right"]]
+    wrong = [row for row in others if trained(row)[-1] != f"<answer> {row['answer']}</answer>"]
+    assert len(wrong) > 0.6 * len(others)
+
+
+def test_files_hold_other_rows_and_numbers_are_checked(tmp_path):
+    assert write_rows(5, tmp_path, 20, 5, 0.3) == {"sft_train.parquet": 20, "sft_val.parquet": 5}
+    train, val = (pd.read_parquet(tmp_path / f"sft_{name}.parquet") for name in ("train", "val"))
+    assert not set(train.question) & set(val.question)
+    for arguments, words in (((0, 5, 0.3), "--num-train 0"), ((5, 5, 1.5), "--right-share 1.5")):
+        with pytest.raises(ValueError, match=words):
+            write_rows(5, tmp_path, *arguments)
