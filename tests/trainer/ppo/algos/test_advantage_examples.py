@@ -57,6 +57,10 @@ def test_gpg_makes_up_for_groups_that_are_all_right_or_all_wrong(other_score):
     assert got.tolist() == [1.0, -1.0, 0.0, 0.0]
 
 
+def test_gpg_counts_a_row_that_is_its_groups_mean_among_those_that_learn():
+    assert of_scores("gpg", [1.0, 0.5, 0.0], ["a"] * 3).tolist() == [0.5, 0.0, -0.5]
+
+
 def test_gdpo_keeps_apart_what_grpo_makes_equal():
     """Figure 2 of arXiv:2601.05242: two binary rewards, two rows; one row has one reward more, or two."""
     uids = ["one", "one", "two", "two"]
@@ -155,6 +159,29 @@ def test_token_baselines_meet_rows_by_column_or_by_sampled_token():
     )
     assert_close(by_count, torch.tensor([[0.5, 0, 0, 0.5], [-0.5, -0.5, 0, 0]]), 1e-6)
     assert_close(returns, torch.tensor([[1.0, 0, 0, 1.0], [0, 0, 0, 0]]), 0)
+
+
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_token_baselines_of_equal_returns_are_those_returns_and_stay_between_the_returns(name):
+    generator = torch.Generator().manual_seed(1)
+    rewards, ones = torch.zeros(5, 9), torch.ones(5, 9)
+    rewards[:, -1] = 0.7
+    inputs = {
+        "index": ["a"] * 5,
+        "old_log_probs": -torch.rand(5, 9, generator=generator),
+        "sum_pi_squared": 1 + torch.rand(5, 9, generator=generator),
+    }
+    advantages, _ = algos.compute_advantage(name, rewards, ones, **inputs)
+    assert torch.equal(advantages, torch.zeros(5, 9))
+    nearly_certain = {
+        "index": ["a"] * 2,
+        "old_log_probs": torch.zeros(2, 1),
+        "sum_pi_squared": torch.tensor([[1 - 6e-8], [1 + 1.2e-7]]),  # rounding: one energy is negative
+    }
+    advantages, _ = algos.compute_advantage(
+        name, torch.tensor([[1.0], [0.0]]), torch.ones(2, 1), **nearly_certain
+    )
+    assert advantages.abs().max() <= 1
 
 
 def test_a_token_baseline_of_a_policy_that_was_certain_is_the_plain_mean():

@@ -19,7 +19,7 @@ def steps_of(batch):
     return batch.rewards, batch.response_mask, keys
 
 
-@settings(deadline=None, derandomize=True, max_examples=25)
+@settings(deadline=None, derandomize=True, max_examples=15)
 @given(batches=st.lists(ragged_batches(), min_size=1, max_size=3), decay=st.sampled_from([0.0, 0.5, 0.95]))
 def test_the_running_mean_takes_in_each_score_as_the_mean_of_its_step(batches, decay):
     baseline, wanted = algos.RunningBaseline(decay), {}

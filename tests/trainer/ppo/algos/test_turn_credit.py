@@ -12,7 +12,7 @@ from verl.trainer.ppo import core_algos as algos
 from verl.trainer.ppo.algos.advantages import TOKEN_WISE
 
 NAN = float("nan")
-some = settings(deadline=None, derandomize=True, max_examples=15)
+some = settings(deadline=None, derandomize=True, max_examples=10)
 
 
 def turn_arguments(batch, name, by_std=True, num_turns=5):

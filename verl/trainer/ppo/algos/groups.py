@@ -203,10 +203,10 @@ def compute_gdpo_outcome_advantage(
     groups = Groups.of(index, mask.any(dim=-1))
     total = torch.zeros(len(mask), dtype=torch.float64, device=mask.device)
     for name, component in reward_components.items():
-        scores = torch.where(groups.taken, component.double(), 0.0)
-        advantages = groups.centred(scores)
+        component = component.double()
+        advantages = groups.centred(component)
         if norm_adv_by_std_in_grpo:
-            advantages = advantages / (groups.std(scores) + epsilon)
+            advantages = advantages / (groups.std(component) + epsilon)
         total = total + weights.get(name, 1.0) * advantages
     batch = Groups(torch.zeros_like(groups.ids), groups.taken)
     mean, std = batch.mean(total), batch.std(total)

@@ -100,7 +100,6 @@ def turn_advantages(
     advantages = flat - same_turn.mean(flat)
     if normalise:
         advantages = advantages / (same_turn.std(flat) + epsilon)
-    compared = same_turn.taken & (same_turn.count() > 1)
-    by_turn = torch.where(compared, advantages, 0.0).view(len(mask), num_turns)
+    by_turn = torch.where(same_turn.taken, advantages, 0.0).view(len(mask), num_turns)
     no_turn = by_turn.new_zeros(len(mask), 1)
     return torch.cat([no_turn, by_turn], dim=1).gather(1, turns + 1)
