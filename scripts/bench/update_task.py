@@ -3,8 +3,8 @@
     parent -> folder with task.json and batch.pt -> a contender's process -> Measured (JSON, last line)
 
 Only torch besides the standard library, so that a contender with an environment of its own can import it. A
-contender makes optimizer steps on the same trajectories: a warm-up, whose loss and gradient are kept for
-comparison, then steps that are timed. Memory is the growth of the largest resident set over the steps.
+contender makes optimizer steps on the same trajectories; loss and gradient of the first are kept for
+comparison. Memory is the growth of the largest resident set over the steps.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ class UpdateTask:
     micro_batch: int
     sorts_by_length: bool  # micro-batches of rows of like length, each padded to its own longest
     num_steps: int
+    keeps_gradient: bool = True  # of the first step, in gradient.pt
     learning_rate: float = 1e-5
     grad_clip: float = 1.0
 
 
 @dataclass(frozen=True)
 class Measured:
-    """CPU seconds of each timed step; resident MB before the steps, and at most during them."""
+    """CPU seconds of each step; resident MB before the steps, and at most during them."""
 
     cpu_s: list[float]
     wall_s: list[float]
@@ -132,19 +133,17 @@ def run_contender(make: Any) -> None:
     batch = torch.load(folder / "batch.pt", weights_only=True)
     contender = make(task, batch)
     before = reset_peak()
-    loss = contender.accumulate()
-    names = {name.removeprefix("module."): p.grad for name, p in contender.model.named_parameters()}
-    kept = {name: grad.to(torch.bfloat16) if grad.numel() > 2**24 else grad for name, grad in names.items()}
-    if task.num_steps:  # without timing only memory counts, and files of gigabytes are of no use
-        torch.save(kept, folder / "gradient.pt")
-    del kept, names
-    contender.apply()
-    cpu, wall = [], []
-    for _ in range(task.num_steps):
+    cpu, wall, losses = [], [], []
+    for number in range(task.num_steps):
         started, started_wall = time.process_time(), time.perf_counter()
-        contender.accumulate()
-        contender.apply()
+        losses.append(contender.accumulate())
         cpu.append(time.process_time() - started)
         wall.append(time.perf_counter() - started_wall)
-    measured = Measured(cpu, wall, before, _memory_mb("VmHWM"), loss, contender.processed_tokens)
+        if number == 0 and task.keeps_gradient:
+            torch.save({n: p.grad for n, p in contender.model.named_parameters()}, folder / "gradient.pt")
+        started, started_wall = time.process_time(), time.perf_counter()
+        contender.apply()
+        cpu[-1] += time.process_time() - started
+        wall[-1] += time.perf_counter() - started_wall
+    measured = Measured(cpu, wall, before, _memory_mb("VmHWM"), losses[0], contender.processed_tokens)
     print(json.dumps(asdict(measured)))

@@ -2,8 +2,8 @@
 
 `GRPOTrainer.compute_loss` on inputs as its own `_generate_and_score_completions` prepares them: prompts
 padded on the left, completions on the right, retrieved tokens 0 in `tool_mask`, every micro-batch as wide as
-the longest trajectory of the step. With `sorts_by_length`, which TRL has not, rows of like length stand together
-and each micro-batch is cut to its own longest.
+the longest trajectory of the step. With `sorts_by_length`, which TRL has not, rows of like length stand
+together and each micro-batch is cut to its own longest.
 """
 
 from __future__ import annotations

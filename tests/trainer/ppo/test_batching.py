@@ -19,7 +19,12 @@ def make_batch(lengths: list[int], prompt: int = 4) -> DataProto:
     response = (torch.arange(width)[None, :] < torch.tensor(lengths)[:, None]).long()
     attention = torch.cat([torch.ones(len(lengths), prompt, dtype=torch.long), response], dim=1)
     return DataProto.from_dict(
-        tensors={"response_mask": response, "attention_mask": attention, "row": torch.arange(len(lengths))},
+        tensors={
+            "input_ids": torch.arange(attention.numel()).view_as(attention),
+            "response_mask": response,
+            "attention_mask": attention,
+            "row": torch.arange(len(lengths)),
+        },
         non_tensors={"uid": np.array([f"u{i}" for i in range(len(lengths))], dtype=object)},
     )
 

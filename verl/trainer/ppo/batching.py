@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto
+from verl.trainer.ppo.balancing import balanced_parts
 
 TRAIN_STREAM, VALIDATION_STREAM = 0, 1
 
@@ -69,29 +70,29 @@ def mini_batch_rows(num_rows: int, num_planned: int, size: int) -> int:
 
 
 def arrange_for_workers(
-    batch: DataProto, world_size: int, mini_batch_size: int
+    batch: DataProto, world_size: int, mini_batch_size: int, attention_length: float = 4096.0
 ) -> tuple[DataProto, list[int]]:
     """Order rows so that contiguous chunks, one a rank, are balanced and mini-batches stay the same sets.
 
     Mini-batch k of the whole world is the set of rows [k*m, (k+1)*m), whatever `world_size` is; of it, each
-    rank gets the same number of rows and about the same cost, taken as length + length^2 / 4096 (the linear
-    part of a transformer and its attention). Rows that are needed to fill up are copies with an empty
-    response_mask, which take part in nothing.
+    rank gets the same number of rows and about the same cost (see `balancing`, also for `attention_length`).
+    Rows that are needed to fill up are copies with an empty response_mask, which take part in nothing.
 
     Returns:
         the batch, and per rank its number of tokens (for the `global_seqlen/*` metrics).
     """
-    lengths = batch.tensors["attention_mask"].sum(-1)
+    attention = batch.tensors["attention_mask"].bool()
+    lengths = attention.sum(-1)
     if world_size == 1:
         return batch, [int(lengths.sum())]
-    cost = (lengths + lengths.double().pow(2) / 4096).tolist()
+    sequences = [part.numpy() for part in batch.tensors["input_ids"][attention].split(lengths.tolist())]
     order: list[list[int]] = [[] for _ in range(world_size)]
     fill: list[list[bool]] = [[] for _ in range(world_size)]
     for start in range(0, len(batch), mini_batch_size):
         rows = list(range(start, min(start + mini_batch_size, len(batch))))
         share = -(-len(rows) // world_size)
-        parts = _equal_parts(rows, cost, world_size, share)
-        for rank, part in enumerate(parts):
+        parts = balanced_parts(sequences[start : start + len(rows)], world_size, attention_length)
+        for rank, part in enumerate([start + i for i in part] for part in parts):
             missing = share - len(part)
             order[rank] += part + [rows[0]] * missing
             fill[rank] += [False] * len(part) + [True] * missing
@@ -99,14 +100,3 @@ def arrange_for_workers(
     is_fill = torch.tensor([flag for part in fill for flag in part])
     arranged.tensors["response_mask"] = arranged.tensors["response_mask"] * (~is_fill).long()[:, None]
     return arranged, [int(lengths[part].sum()) for part in order]
-
-
-def _equal_parts(rows: list[int], cost: list[float], num_parts: int, share: int) -> list[list[int]]:
-    """Greedy: the dearest row goes to the cheapest part that still has room."""
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    totals = [0.0] * num_parts
-    for row in sorted(rows, key=lambda i: (-cost[i], i)):
-        rank = min((r for r in range(num_parts) if len(parts[r]) < share), key=lambda r: (totals[r], r))
-        parts[rank].append(row)
-        totals[rank] += cost[row]
-    return [sorted(part) for part in parts]

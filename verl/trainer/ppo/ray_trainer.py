@@ -22,6 +22,7 @@ from verl.single_controller.factory import build_worker_groups
 from verl.trainer.ppo import core_algos, metric_utils
 from verl.trainer.ppo.advantage_inputs import advantage_inputs
 from verl.trainer.ppo.algos.aggregation import PROMPT_MEAN
+from verl.trainer.ppo.balancing import attention_length
 from verl.trainer.ppo.batching import arrange_for_workers, mini_batch_rows
 from verl.trainer.ppo.collection import TrajectoryCollector
 from verl.trainer.ppo.health import HealthMonitor
@@ -337,7 +338,8 @@ class RayPPOTrainer:
             add_prompt_counts(batch, size)
         if block is self.config.actor_rollout_ref.actor and block.echo_coeff:
             batch.tensors["observation_mask"] = observation_mask(batch)
-        arranged, tokens = arrange_for_workers(batch, world_size, size)
+        cost_scale = 1.0 if world_size == 1 else attention_length(self.config.actor_rollout_ref.model)
+        arranged, tokens = arrange_for_workers(batch, world_size, size, cost_scale)
         arranged = arranged.select(non_tensor_batch_keys=["uid"])  # its meta_info is not the batch's
         arranged.meta_info["mini_batch_rows"] = -(-size // world_size)
         return arranged, tokens

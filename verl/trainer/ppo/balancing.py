@@ -1,0 +1,105 @@
+"""Which process computes which rows of a mini-batch: an equal number each, at about the same cost.
+
+The cost of a sequence is its length n plus n^2 / a. a (`attention_length`) is the length at which attention
+costs as much as everything else of the model. Tokens that sequences of one process have in common from their
+beginning on are computed once there (verl.utils.shared_prefixes) and are counted once, so it can pay to leave
+the trajectories of a prompt together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from transformers import PretrainedConfig
+
+from verl.utils.shared_prefixes import PrefixOrder, prefix_order
+from verl.workers.engine.loading import load_hf_config
+
+KEPT_TOGETHER = 4  # a row that shares at least one part in this many with its neighbour
+
+
+def attention_length(model_config: Mapping[str, Any]) -> float:
+    """`attention_length_of` the model that a `model` block of the configuration names."""
+    return attention_length_of(load_hf_config(model_config))
+
+
+def attention_length_of(config: PretrainedConfig) -> float:
+    """The length, in tokens, of a sequence whose causal attention takes as many operations as its layers'
+    matrices.
+
+    Per token and layer the matrices of weights take 2 w operations (w: their elements), causal attention over
+    n tokens 2 n h d (h heads of width d; half of 4 n h d): so n = w / (h d). Without embedding and head,
+    which see every token and only loss tokens.
+    """
+    text = config.get_text_config()
+    width, heads = text.hidden_size, text.num_attention_heads
+    head_width = getattr(text, "head_dim", None) or width // heads
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    attention = 2 * width * heads * head_width + 2 * width * key_heads * head_width
+    return (attention + 3 * width * text.intermediate_size) / (heads * head_width)
+
+
+def balanced_parts(
+    sequences: Sequence[np.ndarray], num_parts: int, attention_length: float
+) -> list[list[int]]:
+    """Splits rows into parts of equal number (rounded up) and about equal cost; returns indices, sorted.
+
+    Tried are rows one by one, and rows that begin alike together; taken is what makes the dearest part
+    cheaper. The same input always gives the same parts.
+    """
+    room = -(-len(sequences) // num_parts)
+    found = prefix_order(sequences)
+    single = [[row] for row in range(len(sequences))]
+    plans = [
+        _fill(units, sequences, num_parts, room, attention_length)
+        for units in (single, _alike(found, sequences, room))
+    ]
+    plan = min(plans, key=lambda parts: max(_cost_of(part, sequences, attention_length) for part in parts))
+    return [sorted(part) for part in plan]
+
+
+def _alike(found: PrefixOrder, sequences: Sequence[np.ndarray], room: int) -> list[list[int]]:
+    """Runs of at most `room` rows in prefix order of which each shares much with the one before."""
+    units: list[list[int]] = []
+    for row, shared in zip(found.order, found.shared, strict=True):
+        if units and len(units[-1]) < room and shared * KEPT_TOGETHER >= len(sequences[row]):
+            units[-1].append(row)
+        else:
+            units.append([row])
+    return units
+
+
+def _cost_of(rows: Sequence[int], sequences: Sequence[np.ndarray], attention_length: float) -> float:
+    found = prefix_order([sequences[row] for row in rows])
+    lengths = [len(sequences[rows[place]]) for place in found.order]
+    return sum(
+        length - shared + (length**2 - shared**2) / attention_length
+        for length, shared in zip(lengths, found.shared, strict=True)
+    )
+
+
+def _fill(
+    units: Sequence[list[int]],
+    sequences: Sequence[np.ndarray],
+    num_parts: int,
+    room: int,
+    attention_length: float,
+) -> list[list[int]]:
+    """Greedy: the dearest unit goes to the cheapest part that has room for it, else in pieces to several."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    totals = [0.0] * num_parts
+    costs = [_cost_of(unit, sequences, attention_length) for unit in units]
+    for index in sorted(range(len(units)), key=lambda i: (-costs[i], units[i])):
+        rows = units[index]
+        while rows:
+            free = [room - len(part) for part in parts]
+            fits = [k for k in range(num_parts) if free[k] >= len(rows)] or [
+                k for k in range(num_parts) if free[k]
+            ]
+            best = min(fits, key=lambda k: (totals[k], k))
+            piece, rows = rows[: free[best]], rows[free[best] :]
+            parts[best] += piece
+            totals[best] += _cost_of(piece, sequences, attention_length)
+    return parts
