@@ -1,4 +1,4 @@
-"""The shipped base models: small, made by the script beside them; readers that search poorly, or not at all."""
+"""The shipped base models: small, made by the script beside them; readers that search poorly or not."""
 
 from pathlib import Path
 
