@@ -54,6 +54,11 @@ def test_a_policy_that_writes_one_phrase_over_and_over_repeats_almost_all_its_ng
     assert repeated_ngrams(circles[:, :300], mask & False) == 0
 
 
+def test_an_ngram_does_not_go_on_in_the_next_row():
+    mask = torch.tensor([[1, 0, 0, 0], [0, 1, 1, 1]]).bool()
+    assert repeated_ngrams(torch.zeros(2, 4, dtype=torch.int64), mask, length=2) == 0.5
+
+
 @some_examples
 @given(
     rows=rows_of(3, st.sampled_from([-1.0, 0.0, 0.0, 0.0, None])),
