@@ -77,6 +77,16 @@ def test_gdpo_keeps_apart_what_grpo_makes_equal():
     assert_close(weighted, torch.tensor([-1.0, 1.0, -1.0, 1.0]) * math.sqrt(0.75), 1e-5)
 
 
+def test_rounding_in_other_groups_does_not_reach_a_group_of_equal_rewards_in_gdpo():
+    for seed in range(10):
+        components = torch.rand(2, 12, generator=torch.Generator().manual_seed(seed))
+        components[:, :7] = 0.7
+        advantages = of_scores(
+            "gdpo", [0.0] * 12, ["same"] * 7 + ["mixed"] * 5, reward_components=dict(enumerate(components))
+        )
+        assert not advantages[:7].any() and advantages[7:].all()
+
+
 def test_remax_takes_the_greedy_answers_score_off_each_reward_to_go():
     rewards, mask = torch.tensor([[0.5, 9.0, 1.0]]), torch.tensor([[1, 0, 1]])
     advantages, returns = algos.compute_remax_outcome_advantage(rewards, torch.tensor([1.0]), mask)
