@@ -4,9 +4,9 @@
 
     training questions of the world -> searches over its whole corpus -> sft_train.parquet, sft_val.parquet
 
-Most are imperfect on purpose: a poor student's (`data_prep.demonstrations`), who often asks for the wrong
-thing and answers wrongly, so that a model learns the protocol here and the searching by reinforcement
-learning. `--right-share` of them are right throughout. Questions are about the training part of the world
+`--right-share` of them (half) are right throughout. The others are imperfect on purpose: a poor student's
+(`data_prep.demonstrations`), who often asks for the wrong thing and answers wrongly, so that a model learns
+the protocol here and searching well by reinforcement learning. Questions are about the training part of the world
 alone, and no name of its test part is in any trained text (documents may hold some: they are not trained).
 
 A row: segments [{text, trained}, ...] from the prompt to the answer; question, answer, hops, and whether the
@@ -26,7 +26,7 @@ from data_prep.files import write_parquet
 from data_prep.microworld import Question, draw_questions, evaluation_world
 from data_prep.tiny_tokenizer import END_TOKEN
 
-RIGHT_SHARE = 0.2
+RIGHT_SHARE = 0.5
 SHARE_OF_2_HOPS = 0.5
 
 

@@ -86,8 +86,8 @@ TINY_GRPO=(
     actor_rollout_ref.actor.optim.min_lr_ratio=0.05
 )
 TINY_SFT=(
-    data.train_batch_size=32 data.max_length=768 optim.lr=2e-3 optim.weight_decay=0
-    trainer.total_epochs=2 trainer.test_freq=50 trainer.save_freq=50
+    data.train_batch_size=8 data.max_length=768 optim.lr=3e-3 optim.weight_decay=0
+    trainer.total_epochs=1 trainer.test_freq=100 trainer.save_freq=100
 )
 TINY_PPO=(
     data.train_batch_size=128 actor_rollout_ref.rollout.n_agent=1 trainer.total_training_steps=100
