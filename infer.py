@@ -98,6 +98,11 @@ def find_model(model: str | None) -> str:
     folder = Path(model).expanduser()
     if (folder / "config.json").is_file():
         return str(folder)
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"--model: {folder} holds a LoRA adapter, not a model; give the folder huggingface beside it: "
+            "the model with the adapter merged in"
+        )
     if folder.is_dir():
         newest = newest_checkpoint([folder])
         if newest is None:

@@ -8,11 +8,13 @@ from transformers import AutoTokenizer
 
 from verl.workers.actor.dp_actor import compute_log_prob
 from verl.workers.engine.checkpoint import load_checkpoint, save_checkpoint, save_hf
+from verl.workers.engine.host_gradients import HostGradients
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 LORA = [f"{MODEL}.lora_rank=4"]
 MUON = [f"{ACTOR}.optim.name=muon"]
 KEEP = [f"{ACTOR}.fsdp_config.reshard_after_forward=false"]
+BF16 = [f"{ACTOR}.fsdp_config.model_dtype=bf16", f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=bf16"]
 KINDS = {
     "lora": LORA,
     "lora, checkpointing": [*LORA, f"{MODEL}.enable_gradient_checkpointing=true"],
@@ -20,6 +22,7 @@ KINDS = {
     "lora, muon": [*LORA, *MUON],
     "muon": MUON,
     "muon, kept": [*MUON, *KEEP],
+    "gradients on the host": [],
 }
 
 
@@ -31,6 +34,8 @@ def make(model_path, kind, world_size=1):
         with torch.no_grad():
             for number, parameter in enumerate(actor.engine.adapters.parameters().values()):
                 parameter.fill_(0.01 * (number % 5 + 1))
+    if kind == "gradients on the host":  # by hand: the key acts on CUDA
+        actor.engine.host_gradients = HostGradients(actor.engine.module.parameters())
     return actor
 
 
@@ -58,6 +63,8 @@ def first_run(rank, world_size, model_path, out):
         resumed = make(model_path, kind, world_size)
         load_checkpoint(resumed.engine, out / kind)
         results[kind, "resumed"] = go_on(resumed, rank, world_size)
+    low = make_actor(make_config(model_path, *LORA, *BF16), world_size)
+    results["bf16"] = go_on(low, rank, world_size)[0]
     results["gathered"] = _gathered_after_passes(model_path, rank, world_size)
     torch.save(results, out / f"rank{rank}.pt")
 

@@ -46,7 +46,8 @@ class SFTWorker(Worker):
     def init_model(self) -> None:
         """Loads the model. Raises ValueError for a folder that is missing or does not fit."""
         config = self.config
-        fsdp_config = {**config.model.fsdp_config, "param_offload": False, "optimizer_offload": False}
+        offloads = dict.fromkeys(("param_offload", "grad_offload", "optimizer_offload"), False)
+        fsdp_config = {**config.model.fsdp_config, **offloads}
         precision = Precision.from_config(fsdp_config, self.device)
         optim = {
             **config.optim,

@@ -63,6 +63,12 @@ def test_the_merged_folder_of_two_ranks_has_the_log_probs_of_their_adapters(two,
         torch.testing.assert_close(result["lora"][0], log_probs, rtol=1e-4, atol=2e-5)
 
 
+def test_adapters_of_a_bf16_base_are_trained_over_two_processes(two):
+    metrics = [result["bf16"] for result in two[1]]
+    assert metrics[0] == metrics[1] and metrics[0]["actor/num_skipped_updates"] == 0
+    assert metrics[0]["actor/grad_norm"] > 0
+
+
 def test_weights_that_are_kept_stay_gathered_to_the_last_micro_batch_and_no_longer(two):
     for result in two[1]:
         seen, at_the_end = result["gathered"]

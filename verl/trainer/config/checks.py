@@ -157,7 +157,11 @@ def check_model(key: str, path: str | None) -> None:
     looks_like_hub_name = path.count("/") == 1 and path[0] not in "./" and not folder.parent.is_dir()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ValueError(f"Found {key}={path} without a config.json; expected a Hugging Face folder.")
+            is_adapter = (folder / "adapter_config.json").is_file()
+            hint = " A LoRA adapter goes into model.lora_adapter_path." if is_adapter else ""
+            raise ValueError(
+                f"Found {key}={path} without a config.json; expected a Hugging Face folder.{hint}"
+            )
     elif not looks_like_hub_name:
         raise ValueError(
             f"Found no folder at {key}={path}; expected a Hugging Face model folder, or a model's name "

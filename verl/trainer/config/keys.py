@@ -9,7 +9,6 @@ source really reads it.
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
 _NEURAL = "Neural reward models are not in this version; give a function with custom_reward_function.path."
 _SEQUENCE_PARALLEL = "Sequence parallelism is not in this version; use more processes or param_offload."
-_GRADIENTS = "Gradients exist during an update only; between updates there are none to keep anywhere."
 _WRAP = "FSDP2 shards each decoder layer on its own; there is nothing to choose."
 
 # key -> why it may only keep its default
@@ -66,8 +65,6 @@ FIXED: dict[str, str] = {
 NO_EFFECT: dict[str, str] = {
     f"{ACTOR}.strategy": "fsdp and fsdp2 both mean FSDP2.",
     "critic.strategy": "fsdp and fsdp2 both mean FSDP2.",
-    f"{ACTOR}.fsdp_config.grad_offload": _GRADIENTS,
-    "critic.model.fsdp_config.grad_offload": _GRADIENTS,
     f"{ROLLOUT}.load_format": "Every engine takes the trainer's weights; none loads a file of its own.",
 }
 
@@ -116,7 +113,12 @@ _OPTIM_READERS: dict[str, tuple[str, ...]] = {
     ),
 }
 _FSDP_READERS: dict[str, tuple[str, ...]] = {
-    f"{_ENGINE}:TrainEngine.__init__": ("param_offload", "optimizer_offload", "reshard_after_forward"),
+    f"{_ENGINE}:TrainEngine.__init__": (
+        "param_offload",
+        "grad_offload",
+        "optimizer_offload",
+        "reshard_after_forward",
+    ),
     f"{_ENGINE}:Precision.from_config": (
         "model_dtype",
         "mixed_precision.param_dtype",

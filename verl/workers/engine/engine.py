@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from verl.workers.engine.host_gradients import HostGradients
 from verl.workers.engine.loading import PolicyModel, ValueModel, parse_dtype
 from verl.workers.engine.lora import Adapters, plain_parameters
 from verl.workers.engine.muon import hidden_matrices
@@ -62,8 +63,8 @@ class TrainEngine(Generic[Module]):
 
     Args:
         module: on CPU, of dtype precision.model, the same on every rank.
-        fsdp_config: `param_offload`, `optimizer_offload`: on CUDA, keep them in CPU memory between uses.
-            `reshard_after_forward`: see `backward`.
+        fsdp_config: `param_offload`, `optimizer_offload`: on CUDA, keep them in CPU memory between uses;
+            `grad_offload`: see `HostGradients`. `reshard_after_forward`: see `backward`.
         world_size: number of processes; more than 1 needs torch.distributed to be initialised.
         optim: the configuration's `optim` block. grad_clip: largest norm of the gradient over all ranks.
     """
@@ -87,6 +88,8 @@ class TrainEngine(Generic[Module]):
         if optim is None:
             module.requires_grad_(False)
         self.reshards = bool(fsdp_config["reshard_after_forward"])
+        stored = {p.dtype for p in module.parameters()}  # LoRA adapters are float32 in any model
+        self._casts = stored != {precision.compute}
         self.module: Module = self._shard(module) if world_size > 1 else module.to(device)
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: LambdaLR | None = None
@@ -100,13 +103,16 @@ class TrainEngine(Generic[Module]):
         self._offloads_optimizer = (
             on_cuda and self.optimizer is not None and bool(fsdp_config["optimizer_offload"])
         )
+        self.host_gradients: HostGradients | None = None
+        if on_cuda and optim is not None and fsdp_config["grad_offload"]:
+            self.host_gradients = HostGradients(self.module.parameters())
         self._params_needed = self._optimizer_needed = 0  # blocks of `loaded` that are open
         self._offload(params=self.offloads_params, optimizer=self._offloads_optimizer)
 
     def _shard(self, module: Module) -> Module:
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         policy = MixedPrecisionPolicy(
-            param_dtype=self.precision.compute if self.precision.compute != self.precision.model else None,
+            param_dtype=self.precision.compute if self._casts else None,
             reduce_dtype=self.precision.reduce,
             cast_forward_inputs=False,
         )
@@ -127,8 +133,7 @@ class TrainEngine(Generic[Module]):
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
         low = self.precision.compute in (torch.bfloat16, torch.float16)
-        stored = {p.dtype for p in self.module.parameters()}  # adapters are float32 in any model
-        mixed = low and self.world_size == 1 and stored != {self.precision.compute}
+        mixed = low and self.world_size == 1 and self._casts
         return torch.autocast(self.device.type, self.precision.compute) if mixed else nullcontext()
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
@@ -143,7 +148,11 @@ class TrainEngine(Generic[Module]):
             self.module.set_reshard_after_backward(is_last or self.reshards)
             self.module.set_is_last_backward(is_last)
             loss = loss * self.world_size  # FSDP averages over ranks
+        if self.host_gradients is not None:
+            self.host_gradients.before_backward(is_last)
         loss.backward()
+        if self.host_gradients is not None:
+            self.host_gradients.after_backward()
 
     def step(self, discard: bool = False) -> tuple[float, bool]:
         """Clips and applies the gradient, and clears it. Returns (its norm before, whether it was applied).
@@ -152,11 +161,7 @@ class TrainEngine(Generic[Module]):
         `discard` (which must be the same on all ranks).
         """
         assert self.optimizer is not None
-        trained = [p for p in self.module.parameters() if p.requires_grad]
-        if all(p.grad is None for p in trained):  # no row had one: a step of gradient 0, as for any other 0
-            for parameter in trained:
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [p.grad for p in trained if p.grad is not None]
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         total = torch.nn.utils.get_total_norm(gradients)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         applied = norm < float("inf") and not discard  # false for NaN too
