@@ -5,8 +5,10 @@ import torch
 
 from verl.trainer.config import load_config, settings_without_effect
 from verl.trainer.config.keys import ACTOR
-from verl.trainer.config.limits import CHOICES
+from verl.trainer.config.limits import CHOICES, IMPORTABLE
+from verl.trainer.config.loading import flat
 from verl.trainer.config.loss_settings import MEANT_FOR, READ_BY
+from verl.trainer.config.validation import TABLES
 from verl.trainer.ppo import core_algos as algos
 
 
@@ -70,3 +72,16 @@ def test_an_aggregation_that_a_loss_is_not_meant_for_is_noted():
     assert f"gspo is meant for {ACTOR}.loss_agg_mode=seq-mean-token-mean" in note
     assert set(MEANT_FOR) <= set(CHOICES[f"{ACTOR}.policy_loss.loss_mode"])
     assert set(MEANT_FOR.values()) <= set(CHOICES[f"{ACTOR}.loss_agg_mode"])
+
+
+@pytest.mark.parametrize("key", IMPORTABLE)
+def test_a_function_of_the_users_own_may_be_named_if_its_module_is_there(key, tmp_path, monkeypatch):
+    (tmp_path / "my_own_functions.py").write_text("def mine(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    values = flat(load_config([f"{key}=my_own_functions:mine"]))
+    TABLES.check(values)
+    for wrong in ("no_such_module_here:mine", "my_own_functions:", "my_own_functions:not a name", ":mine"):
+        with pytest.raises(ValueError, match=f"Found {key}={wrong}; expected package.module:function"):
+            TABLES.check(values | {key: wrong})
+    with pytest.raises(ValueError, match="or your own as package.module:function"):
+        TABLES.check(values | {key: "nonsense"})

@@ -86,9 +86,10 @@ def test_rule_3_masked_entries_have_no_influence(case, batch, garbage):
         lambda x: x | (batch.response_mask == 0) if x.dtype == torch.bool else batch.with_garbage(x, garbage)
     )
     mode = a_mode(batch)
-    (loss, metrics, gradient), (dirty_loss, dirty_metrics, dirty_gradient) = (
-        inputs.loss(case, mode, whole(inputs, batch)) for inputs in (clean, dirty)
-    )
+    with torch.autograd.set_detect_anomaly(True):  # no NaN in between either
+        (loss, metrics, gradient), (dirty_loss, dirty_metrics, dirty_gradient) = (
+            inputs.loss(case, mode, whole(inputs, batch)) for inputs in (clean, dirty)
+        )
     assert torch.equal(loss, dirty_loss) and torch.equal(gradient, dirty_gradient)
     assert all(torch.equal(metrics[name], dirty_metrics[name]) for name in metrics)
     assert torch.equal(gradient[clean.mask == 0], torch.zeros(int((clean.mask == 0).sum())))
