@@ -11,6 +11,7 @@ from ragged_batches import ragged_batches
 from verl.trainer.ppo import core_algos as algos
 
 some_examples = settings(deadline=None, derandomize=True, max_examples=25)
+few_examples = settings(some_examples, max_examples=10)  # for each of 14 estimators
 estimators = pytest.mark.parametrize("name", algos.KL_PENALTIES)
 
 
@@ -21,7 +22,7 @@ def log_probs_of(batch):
 
 
 @estimators
-@some_examples
+@few_examples
 @given(batch=ragged_batches())
 def test_value_and_gradient_of_every_estimator_equal_a_float64_loop(name, batch):
     policy, reference = log_probs_of(batch)
@@ -43,7 +44,7 @@ def test_value_and_gradient_of_every_estimator_equal_a_float64_loop(name, batch)
 
 
 @estimators
-@some_examples
+@few_examples
 @given(batch=ragged_batches())
 def test_rule_3_nothing_under_the_mask_reaches_the_kl_loss_or_its_gradient(name, batch):
     policy, reference = log_probs_of(batch)
@@ -202,7 +203,7 @@ class Batch:
 
 
 @pytest.mark.parametrize("name", algos.KL_VALUES)
-@some_examples
+@few_examples
 @given(batch=ragged_batches())
 def test_kl_in_the_reward_equals_a_float64_loop_and_sees_sampled_tokens_only(name, batch):
     policy, reference = log_probs_of(batch)
