@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from small_runs import arguments, metrics
+from small_runs import BASE_MODEL, arguments, metrics
 
 from verl.trainer.main_ppo import run
 
@@ -65,26 +65,30 @@ def test_rule_10_with_refill_and_pools_a_killed_run_makes_the_same_next_step(wor
             "actor_rollout_ref.ref.reset_every": 1,
             "algorithm.adv_estimator": "rae",
         },
+        {
+            "actor_rollout_ref.actor.policy_loss.loss_mode": "distillation",
+            "actor_rollout_ref.teacher.path": BASE_MODEL,
+        },
     ],
-    ids=["correction", "bypass"],
+    ids=["correction", "bypass", "teacher"],
 )
 def test_what_a_step_can_have_besides_works_together(world, url, tmp_path, settings):
     line = arguments(world, url, tmp_path / "run", **QUICK, **settings)
     assert run(line) == 0
     rows = metrics(tmp_path / "run")
     assert all(row["actor/grad_norm"] > 0 for row in rows)
-    if "actor_rollout_ref.ref.reset_every" in settings:  # the reference was the policy before each first update
+    if "actor_rollout_ref.ref.reset_every" in settings:  # it was the policy before each first update
         assert [row["timing_s/old_log_prob"] for row in rows if "timing_s/old_log_prob" in row] == []
         assert all(row["actor/kl_loss"] < 1e-3 for row in rows)
+    elif "actor_rollout_ref.teacher.path" in settings:
+        assert all("timing_s/teacher" in row for row in rows)
     else:
         assert all(0.99 < row["rollout_corr/rollout_is_mean"] < 1.01 for row in rows)
         assert all("actor/echo_loss" in row for row in rows)
 
 
 @pytest.mark.slow
-def test_updates_that_are_skipped_again_and_again_stop_the_run_with_a_diagnosis(
-    world, url, tmp_path, capsys
-):
+def test_updates_that_are_skipped_again_and_again_stop_the_run_with_a_diagnosis(world, url, tmp_path, capsys):
     (tmp_path / "reward.py").write_text("def compute_score(**fields): return float('nan')\n")
     line = arguments(
         world,

@@ -5,7 +5,8 @@
         +---- too few groups that teach something -----+   (algorithm.filter_groups with refill)
 
 A step's rounds of generation use one policy. Surplus groups of the last round are trained as well, so that
-nothing that teaches is thrown away: a step has `data.train_batch_size` groups or a few more.
+nothing that teaches is thrown away: a step has `data.train_batch_size` groups or a few more. A group that a
+round did not wait for (`rollout.keep_partial`) goes on in the next round, the last round's in the next step.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from verl.trainer.ppo.partial_groups import PartialGroups, newest_version, stale
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
 from verl.trainer.ppo.scoring import reward_means, score, values_named
+from verl.utils.dataset.difficulty_pools import FILE_NAME as POOLS_FILE
 from verl.utils.dataset.difficulty_pools import DifficultyPools
 from verl.utils.dataset.rl_dataset import PromptSampler, RLHFDataset
 from verl.workers.reward_manager import RewardManager
@@ -122,10 +124,15 @@ class TrajectoryCollector:
             self.pools.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Takes what `save` wrote. ValueError if it was written with other pools."""
+        """Takes what `save` wrote. ValueError if it was written with pools and there are none now, or so."""
         self.partial_groups.load(folder)
         if self.pools is not None:
             self.pools.load(folder)
+        elif (folder / POOLS_FILE).exists():
+            raise ValueError(
+                f"Found {POOLS_FILE} with data.difficulty_pools.enable=false; a run keeps the data order it "
+                "began with. Set it to true, or trainer.resume_mode=none."
+            )
 
     # -------------------------------------------------------------------------------------------- generation
 

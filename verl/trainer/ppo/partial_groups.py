@@ -5,10 +5,11 @@
     step k+1   fresh prompts  -> PartialGroups.join -> the kept rows, then the fresh ones -> generation
     checkpoint PartialGroups.save, load
 
-A row goes on with its token ids, log-probs and turns; one that had ended stays as it was. The seeds are new,
-so no random number is used twice. A group is kept once: in its second step it is waited for or cut like the
-others, so no token that is trained is older than one step. Groups are known by uid alone, wherever their rows
-were generated.
+A step that generates several times (`algorithm.filter_groups`) takes and joins each time: what one of its
+rounds keeps goes on in the next. A row goes on with its token ids, log-probs and turns; one that had ended
+stays as it was. The seeds are new, so no random number is used twice. A group is kept once: in its second
+generation it is waited for or cut like the others, so no token that is trained is older than one step. Groups
+are known by uid alone, wherever their rows were generated.
 """
 
 from __future__ import annotations

@@ -283,9 +283,12 @@ class RayPPOTrainer:
         else:
             tensors["token_level_rewards"] = tensors["token_level_scores"]
         inputs = advantage_inputs(batch, algorithm, self.passes, self.running_baseline)
-        tensors["advantages"], tensors["returns"] = core_algos.compute_advantage(
-            algorithm.adv_estimator, **inputs
-        )
+        try:
+            tensors["advantages"], tensors["returns"] = core_algos.compute_advantage(
+                algorithm.adv_estimator, **inputs
+            )
+        except ValueError as error:  # rewards that the estimator can't take
+            raise RunStopped(f"step {self.state.step + 1}: {error}") from error
         if "baseline_keys" in inputs:
             rewards = tensors["token_level_rewards"]
             self.running_baseline.update(rewards, tensors["response_mask"], inputs["baseline_keys"])
