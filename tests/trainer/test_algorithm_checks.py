@@ -1,8 +1,8 @@
 """Contradictions between estimator, data selection and the rest are refused, with what to do."""
 
 import pytest
+from quick_config import config_with
 
-from verl.trainer.config import load_config
 from verl.trainer.config.algorithm_checks import DEFAULT_ROUNDS, check_algorithm
 from verl.trainer.ppo.passes import Passes
 
@@ -15,7 +15,7 @@ NO_KL = "algorithm.kl_ctrl.kl_coef=0"
 
 
 def check(estimator: str, *settings: str) -> None:
-    config = load_config([f"algorithm.adv_estimator={estimator}", f"{GROUP}=4", *settings])
+    config = config_with(f"algorithm.adv_estimator={estimator}", f"{GROUP}=4", *settings)
     check_algorithm(config, Passes.of(config))
 
 
@@ -81,4 +81,4 @@ def test_a_contradiction_says_what_was_found_and_what_to_do(settings, words):
 
 
 def test_the_number_of_rounds_is_the_default_of_the_configuration():
-    assert load_config([]).algorithm.filter_groups.max_num_gen_batches == DEFAULT_ROUNDS
+    assert config_with().algorithm.filter_groups.max_num_gen_batches == DEFAULT_ROUNDS

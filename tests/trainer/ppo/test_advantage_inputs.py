@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from quick_config import config_with
 from selection_batches import batch_of, record, turn
 
-from verl.trainer.config import load_config
 from verl.trainer.ppo.advantage_inputs import advantage_inputs, turn_ids, turn_rewards
 from verl.trainer.ppo.core_algos import RunningBaseline, compute_advantage, estimator_inputs
 from verl.trainer.ppo.passes import Passes
@@ -54,7 +54,7 @@ def test_a_number_that_the_reward_function_does_not_return_is_named():
 
 
 def config_of(estimator: str, *more: str):
-    return load_config([f"algorithm.adv_estimator={estimator}", "algorithm.kl_ctrl.kl_coef=0", *more])
+    return config_with(f"algorithm.adv_estimator={estimator}", "algorithm.kl_ctrl.kl_coef=0", *more)
 
 
 ESTIMATORS = ["gae", "grpo", "grpo_passk", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]

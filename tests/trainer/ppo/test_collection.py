@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from quick_config import config_with
 
 from verl.protocol import DataProto, object_array
-from verl.trainer.config import load_config
 from verl.trainer.ppo.collection import TrajectoryCollector
 from verl.trainer.ppo.metric_utils import Timer
 from verl.trainer.ppo.passes import Passes
@@ -33,9 +33,12 @@ class World:
         self, scores: list[list[float]], *settings: str, reasons: dict[int, list[str]] | None = None
     ):
         self.scores, self.reasons = scores, reasons or {}
-        self.config = load_config(
-            ["algorithm.adv_estimator=grpo", "data.train_batch_size=4", "actor_rollout_ref.rollout.n_agent=2"]
-            + ["data.shuffle_train_dataloader=false", *settings]
+        self.config = config_with(
+            "algorithm.adv_estimator=grpo",
+            "data.train_batch_size=4",
+            "actor_rollout_ref.rollout.n_agent=2",
+            "data.shuffle_train_dataloader=false",
+            *settings,
         )
         order = (len(scores), 4, False, 0)
         pools = self.config.data.difficulty_pools

@@ -1,8 +1,8 @@
 """Nothing is computed whose result is not used, and nothing is missing that is."""
 
 import pytest
+from quick_config import config_with
 
-from verl.trainer.config import load_config
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.roles import Role, actor_role
 
@@ -45,7 +45,7 @@ TABLE = [
 
 @pytest.mark.parametrize(("estimator", "settings", "expected"), TABLE)
 def test_a_configuration_makes_these_passes_and_no_other(estimator, settings, expected):
-    passes = Passes.of(load_config([f"algorithm.adv_estimator={estimator}", *settings]))
+    passes = Passes.of(config_with(f"algorithm.adv_estimator={estimator}", *settings))
     made = {
         CRITIC: passes.values,
         REFERENCE: passes.reference_log_probs(updates_actor=True),
@@ -58,14 +58,14 @@ def test_a_configuration_makes_these_passes_and_no_other(estimator, settings, ex
 
 
 def test_while_the_critic_warms_up_only_what_the_reward_takes_is_computed():
-    with_kl, without = (Passes.of(load_config(["algorithm.adv_estimator=gae", *s])) for s in ([], [KL_LOSS]))
+    with_kl, without = (Passes.of(config_with("algorithm.adv_estimator=gae", *s)) for s in ([], [KL_LOSS]))
     assert with_kl.old_log_probs(False, 4) and with_kl.reference_log_probs(False)
     assert not without.old_log_probs(False, 4) and not without.reference_log_probs(False)
 
 
 def test_a_reference_model_is_loaded_only_for_a_kl():
-    assert actor_role(Passes.of(load_config([NO_KL])).reference) is Role.ActorRollout
-    assert actor_role(Passes.of(load_config([])).reference) is Role.ActorRolloutRef
+    assert actor_role(Passes.of(config_with(NO_KL)).reference) is Role.ActorRollout
+    assert actor_role(Passes.of(config_with()).reference) is Role.ActorRolloutRef
 
 
 def compares_answers(token_level_rewards, response_mask, index, values):
@@ -73,5 +73,5 @@ def compares_answers(token_level_rewards, response_mask, index, values):
 
 
 def test_an_estimator_of_the_users_own_gets_what_it_names():
-    passes = Passes.of(load_config([f"algorithm.adv_estimator={__name__}:compares_answers", NO_KL]))
+    passes = Passes.of(config_with(f"algorithm.adv_estimator={__name__}:compares_answers", NO_KL))
     assert passes.values and passes.compares_group and not passes.greedy_rollouts

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from quick_config import config_with
 from selection_batches import batch_of, record, turn
 
-from verl.trainer.config import load_config
 from verl.trainer.ppo.scoring import reward_means, score
 
 OVERLONG = "reward_model.overlong_buffer"
@@ -20,7 +20,7 @@ def scored(batch, scores: list[float], *settings: str):
             tensor[row, int(data.tensors["response_mask"][row].nonzero()[-1])] = value
         return {"reward_tensor": tensor, "score": scores, "em": scores, "style": [0.5] * len(scores)}
 
-    return score(batch, reward_fn, load_config([*LENGTHS, *settings]))
+    return score(batch, reward_fn, config_with(*LENGTHS, *settings))
 
 
 def test_scores_stand_as_they_are_with_what_was_returned_beside_them():
