@@ -126,11 +126,11 @@ class NegativeLogLikelihood:
 
     def token_values(self, part: PackedMicroBatch) -> dict[str, Tensor]:
         """Per token [B, R], 0 where nothing is trained."""
-        return {"log-probability": part.unpack(_log_probs(self.engine, part))}
+        return {"log-probability": _log_probs(self.engine, part)}
 
 
 def _log_probs(engine: TrainEngine[Any], part: PackedMicroBatch) -> Tensor:
+    """[B, R], 0 where nothing is trained."""
     with engine.autocast():
-        log_probs, *_ = engine.module(part, 1.0, False)
-    assert isinstance(log_probs, Tensor)
-    return log_probs
+        per_token, *_ = engine.module(part, 1.0, False)
+    return part.unpack(per_token)
