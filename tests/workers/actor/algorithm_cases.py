@@ -92,10 +92,10 @@ def own_loss(log_prob, advantages, response_mask, denominator):
 
 
 class ActorFactory:
-    """Actors of any configuration on one engine, whose weights never move."""
+    """Actors of any configuration on one engine."""
 
-    def __init__(self, model_path, world_size=1):
-        config = make_config(model_path)
+    def __init__(self, model_path, world_size=1, *overrides):
+        config = make_config(model_path, *overrides)
         self.engine = make_actor(config, world_size).engine
         self.block = OmegaConf.to_container(config.actor_rollout_ref.actor)
 

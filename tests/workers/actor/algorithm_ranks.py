@@ -72,7 +72,20 @@ def spoilt_updates(model_path, rank, world_size):
     return [*seen, (metrics["actor/num_skipped_in_a_row"], actor.loop.skipped_update)]
 
 
+def two_steps(model_path, rank=0, world_size=1):
+    """Whole weights after two optimizer steps with rows that have no advantage, where gathered weights are
+    kept from pass to pass.
+    """
+    kept = "actor_rollout_ref.actor.fsdp_config.reshard_after_forward=false"
+    factory = ActorFactory(model_path, world_size, kept)
+    factory.actor(SPLITS["rows of 1"], entropy_coeff=0.0, ppo_epochs=2).update_policy(
+        rows_of(rank, world_size)
+    )
+    return {name: tensor.clone() for name, tensor in factory.engine.weights()}
+
+
 def rank_main(rank, world_size, model_path, out):
     results = {"updates": updates(model_path, rank, world_size)}
+    results["two steps"] = two_steps(model_path, rank, world_size)
     results["spoilt"] = spoilt_updates(model_path, rank, world_size)
     torch.save(results, out / f"rank{rank}.pt")

@@ -41,3 +41,10 @@ def test_all_ranks_skip_an_update_that_is_not_finite_on_one_and_say_why(two):
     assert token.startswith("advantage nan at place 0 of the response of row 1 of rank 1 (step1-")
     assert gradient.startswith("only the gradient is not finite, that of row ")
     assert " or row " in gradient and "row 1 of rank 1 (step1-" in gradient  # one row of each rank
+
+
+def test_passes_without_a_gradient_see_the_weights_of_the_step_before(two, model_path):
+    expected = algorithm_ranks.two_steps(model_path)
+    for results in two:
+        for name, tensor in results["two steps"].items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=2e-4)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Generic, NamedTuple, Protocol
 
 import numpy as np
@@ -177,23 +178,34 @@ class UpdateLoop(Generic[Module]):
     ) -> dict[str, float]:
         """Gradient of one mini-batch, left in the parameters. Returns figures, the same on every rank.
 
-        Idle rows add their figures alone: no backward pass.
+        Idle rows add their figures alone, without a backward pass; but one of their micro-batches has it if
+        there is nothing else: the optimizer steps (momentum, decay) on zeros too. They come first, so that
+        the last pass is a backward one, after which sharded weights are given back.
         """
         engine, figures = self.engine, _Figures()
-        idle = set(objective.idle_rows)
-        active = [row for row in mini_batch.rows if row not in idle]
-        count, parts = micro_batches(batch, active, engine, self.limits)
-        for number, part in enumerate(parts):
-            share = objective.share(part)
-            engine.backward(share.loss, is_last=number == count - 1)
-            figures.add(share)
-        if not count:
-            _set_zero_gradients(engine)
-        if any(engine.reduce([float(len(idle))], "sum")):
-            with torch.no_grad():
-                for part in micro_batches(batch, sorted(idle), engine, self.limits)[1]:
+        idle = sorted(objective.idle_rows)
+        active = [row for row in mini_batch.rows if row not in set(idle)]
+        num_idle, idle_parts = self._micro_batches(batch, idle)
+        num_active, active_parts = self._micro_batches(batch, active)
+        num_passes = num_idle + num_active
+        first_backward = num_idle if num_active else num_idle - 1
+        for number, part in enumerate(chain(idle_parts, active_parts)):
+            if number < first_backward:
+                with torch.no_grad():
                     figures.add(objective.share(part))
+            else:
+                share = objective.share(part)
+                engine.backward(share.loss, is_last=number == num_passes - 1)
+                figures.add(share)
         return figures.over_ranks(engine)
+
+    def _micro_batches(
+        self, batch: Mapping[str, Tensor], rows: list[int]
+    ) -> tuple[int, Iterable[PackedMicroBatch]]:
+        """`micro_batches`; none where no rank has such rows."""
+        if not any(self.engine.reduce([float(len(rows))], "sum")):
+            return 0, ()
+        return micro_batches(batch, rows, self.engine, self.limits)
 
     def _skipped(
         self,
@@ -238,10 +250,3 @@ class _Figures:
 def _op(name: str) -> str:
     ending = name.rsplit("/", 1)[-1]
     return ending if ending in ("min", "max") else "sum"
-
-
-def _set_zero_gradients(engine: TrainEngine[Any]) -> None:
-    """No row has a gradient: the optimizer steps all the same (momentum, decay), as it does on zeros."""
-    for parameter in engine.module.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
