@@ -159,8 +159,8 @@ def difference(
     """The engine's log-probs in `batch` against the trainer's."""
     tensors = batch.tensors
     expected = compute_log_prob(trainer, batch, LIMITS, sampling.trainer_temperature)
-    agreement, mask = RolloutAgreement(), tensors["response_mask"].bool()
-    agreement.add(tensors["rollout_log_probs"], expected, mask, torch.arange(len(batch)))
+    mask = tensors["response_mask"].bool()
+    agreement = RolloutAgreement(tensors["rollout_log_probs"], expected, mask)
     figures, worst = agreement.metrics(trainer.reduce), agreement.worst()
     assert worst is not None
     return Difference(

@@ -1,4 +1,4 @@
-"""`rollout_corr/*`: against a plain loop, for any split, in both ways that the trainer's log-probs come."""
+"""`rollout_corr/*`: against a plain loop, over ranks, and where the actor measures them."""
 
 import logging
 import math
@@ -66,24 +66,16 @@ def random_log_probs(num_rows=9, width=7, noise=0.3):
     return *(x.masked_fill(~mask, math.nan) for x in (rollout, trainer)), mask
 
 
-def agreement_of(rollout, trainer, mask, rows_per_part):
-    agreement = RolloutAgreement()
-    for rows in torch.arange(len(mask)).split(rows_per_part):
-        agreement.add(rollout[rows], trainer[rows], mask[rows], rows)
-    return agreement
-
-
-@pytest.mark.parametrize("rows_per_part", [1, 4, 9])
-def test_the_figures_equal_a_plain_loop_for_every_split(rows_per_part):
+def test_the_figures_equal_a_plain_loop():
     data = random_log_probs()
     expected = {f"rollout_corr/{name}": value for name, value in plain_loop(*data).items()}
-    assert agreement_of(*data, rows_per_part).metrics(alone) == pytest.approx(expected, rel=1e-12)
+    assert RolloutAgreement(*data).metrics(alone) == pytest.approx(expected, rel=1e-12)
 
 
 def test_ranks_together_have_the_figures_of_one_and_one_may_be_empty():
     rollout, trainer, mask = random_log_probs()
-    parts = [agreement_of(rollout[a:b], trainer[a:b], mask[a:b], 9) for a, b in ((0, 4), (4, 5), (5, 9))] + [
-        RolloutAgreement()
+    parts = [
+        RolloutAgreement(rollout[a:b], trainer[a:b], mask[a:b]) for a, b in ((0, 4), (4, 5), (5, 9), (9, 9))
     ]
     sent: dict[str, list[list[float]]] = {"sum": [], "max": []}
     for part in parts:
@@ -92,28 +84,26 @@ def test_ranks_together_have_the_figures_of_one_and_one_may_be_empty():
         "sum": [sum(column) for column in zip(*sent["sum"], strict=True)],
         "max": [max(column) for column in zip(*sent["max"], strict=True)],
     }
-    expected = agreement_of(rollout, trainer, mask, 9).metrics(alone)
+    expected = RolloutAgreement(rollout, trainer, mask).metrics(alone)
     for part in parts:  # each rank gets the same, the one without tokens too
         assert part.metrics(lambda values, op: together[op]) == pytest.approx(expected, rel=1e-12)
 
 
 def test_without_sampled_tokens_there_are_no_figures():
     rollout, trainer, mask = random_log_probs()
-    agreement = agreement_of(rollout, trainer, torch.zeros_like(mask), 3)
-    assert agreement.metrics(alone) == RolloutAgreement().metrics(alone) == {}
-    assert agreement.worst() is RolloutAgreement().worst() is None
+    agreement = RolloutAgreement(rollout, trainer, torch.zeros_like(mask))
+    assert agreement.metrics(alone) == {} and agreement.worst() is None
 
 
-@pytest.mark.parametrize("rows_per_part", [1, 5, 9])
-def test_the_worst_token_is_found_and_said_only_when_it_is_far_off(rows_per_part, caplog):
+def test_the_worst_token_is_found_and_said_only_when_it_is_far_off(caplog):
     rollout, trainer, mask = random_log_probs(noise=0.01)
     row, column = mask.nonzero()[11].tolist()
     token_ids, names = torch.arange(mask.numel()).view(mask.shape), [f"question {i}" for i in range(9)]
     with caplog.at_level(logging.WARNING):
-        warn_of_worst(agreement_of(rollout, trainer, mask, rows_per_part).worst(), token_ids, names)
+        warn_of_worst(RolloutAgreement(rollout, trainer, mask).worst(), token_ids, names)
         assert not caplog.records
         rollout[row, column], trainer[row, column] = -0.5, -3.75
-        worst = agreement_of(rollout, trainer, mask, rows_per_part).worst()
+        worst = RolloutAgreement(rollout, trainer, mask).worst()
         warn_of_worst(worst, token_ids, names)
     assert worst == WorstToken(row, column, -0.5, -3.75)
     assert f"-0.500 and -3.750 of token {token_ids[row, column]}" in caplog.text
@@ -123,7 +113,7 @@ def test_the_worst_token_is_found_and_said_only_when_it_is_far_off(rows_per_part
 def test_differences_without_bound_stay_finite():
     rollout, trainer, mask = torch.tensor([[0.0]]), torch.tensor([[-300.0]]), torch.tensor([[True]])
     for data in ((rollout, trainer, mask), (trainer, rollout, mask)):
-        figures = agreement_of(*data, 1).metrics(alone)
+        figures = RolloutAgreement(*data).metrics(alone)
         assert math.isfinite(figures["rollout_corr/chi2_token"]) and figures["rollout_corr/kl"] in (300, -300)
 
 

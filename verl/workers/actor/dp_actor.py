@@ -153,9 +153,8 @@ class DataParallelPPOActor:
 
     def _agreement(self, data: DataProto, batch: Mapping[str, Tensor], log_probs: Tensor) -> dict[str, float]:
         """Compares the rollout's log-probs with those of the first mini-batch's own pass."""
-        agreement = RolloutAgreement()
         seen = batch["response_mask"].bool() & ~log_probs.isnan()
-        agreement.add(batch["rollout_log_probs"], log_probs, seen, torch.arange(len(data)))
+        agreement = RolloutAgreement(batch["rollout_log_probs"], log_probs, seen)
         responses = batch["input_ids"][:, -log_probs.shape[1] :]
         warn_of_worst(agreement.worst(), responses, data.non_tensor_batch.get("uid"))
         return agreement.metrics(self.engine.reduce)

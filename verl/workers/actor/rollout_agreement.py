@@ -1,6 +1,6 @@
 """Whether the rollout engine and the trainer give the sampled tokens the same log-probabilities.
 
-    rollout_log_probs, the trainer's [B, R] --add, per micro-batch--> sums --over ranks--> `rollout_corr/*`
+    rollout_log_probs, the trainer's [N, R] --RolloutAgreement--> sums --over ranks--> `rollout_corr/*`
 
 The trainer learns from tokens as if it had sampled them itself. What the engine says of them differs by
 rounding, by older weights, or by a mistake such as weights that never arrived; these figures show it. They
@@ -32,19 +32,6 @@ logger = logging.getLogger(__name__)
 
 WORST_DIFFERENCE = 1.0  # nats: rounding in bfloat16 stays well below, weights that did not arrive well above
 
-_PER_TOKEN = ("log_prob_diff_mean", "kl", "k3_kl", "chi2_token")
-_PER_SEQUENCE = (
-    "training_ppl",
-    "training_log_ppl",
-    "rollout_ppl",
-    "rollout_log_ppl",
-    "log_ppl_diff",
-    "log_ppl_abs_diff",
-    "ppl_ratio",
-    "chi2_seq",
-)
-_GREATEST = ("log_prob_diff_max", "log_ppl_diff_max", "log_ppl_diff_min")  # the last with its sign turned
-
 Reduce = Callable[[Sequence[float], str], list[float]]
 
 
@@ -58,79 +45,33 @@ class WorstToken(NamedTuple):
 
 
 class RolloutAgreement:
-    """Sums over the tokens that the policy sampled; the same for every way of splitting the trajectories.
+    """The figures of some trajectories; every rank has its own, and `metrics` puts them together.
+
+    Args:
+        rollout, trainer: [N, R] log-probs (nats) of the sampled tokens.
+        mask: [N, R] bool, where the policy sampled; nothing else is looked at.
 
     Example, one trajectory of two tokens, the engine's log-probs [-1.0, -2.0], the trainer's [-1.1, -2.0]: kl
     0.05, log_prob_diff_max 0.1, rollout_log_ppl 1.5, training_log_ppl 1.55, ppl_ratio exp(0.05).
     """
 
-    def __init__(self) -> None:
-        self._sums: list[Tensor] = []  # float64 [2 + _PER_TOKEN + _PER_SEQUENCE], tokens and sequences first
-        self._greatest: list[Tensor] = []  # float64 [3]
-        self._worst: list[tuple[Tensor, Tensor]] = []  # rows [B]; float64 [3]: flat index, both log-probs
-        self._width = 1
-
-    def add(self, rollout: Tensor, trainer: Tensor, mask: Tensor, rows: Tensor) -> None:
-        """Count the tokens of some whole trajectories. Nothing is copied to the host.
-
-        Args:
-            rollout, trainer: [B, R] log-probs (nats) of the sampled tokens.
-            mask: [B, R] bool, where the policy sampled; nothing else is looked at. rows: [B] int64, which
-                rows of the batch these are.
-        """
-        rollout, trainer = (x.detach().double().masked_fill(~mask, 0.0) for x in (rollout, trainer))
-        log_ratio = trainer - rollout
-        lengths = mask.sum(dim=1)
-        sampled, has_tokens = mask.double(), (lengths > 0).double()
-        rollout_log_ppl, training_log_ppl = (-x.sum(dim=1) / lengths.clamp(min=1) for x in (rollout, trainer))
-        log_ppl_diff = training_log_ppl - rollout_log_ppl
-        per_token = torch.stack(
-            [
-                sampled,
-                log_ratio.abs(),
-                -log_ratio,
-                log_ratio.expm1() - log_ratio,
-                log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).mul(2).expm1(),
-            ]
+    def __init__(self, rollout: Tensor, trainer: Tensor, mask: Tensor) -> None:
+        rows = mask.any(dim=1)
+        self._mask = mask[rows]
+        self._rows = rows.nonzero().flatten()
+        self._rollout, self._trainer = (
+            x.detach()[rows].double().masked_fill(~self._mask, 0.0) for x in (rollout, trainer)
         )
-        per_sequence = torch.stack(
-            [
-                has_tokens,
-                training_log_ppl.exp(),
-                training_log_ppl,
-                rollout_log_ppl.exp(),
-                rollout_log_ppl,
-                log_ppl_diff,
-                log_ppl_diff.abs(),
-                log_ppl_diff.exp(),
-                log_ratio.sum(dim=1).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).mul(2).expm1(),
-            ]
-        )
-        self._sums.append(torch.cat([per_token.sum(dim=(1, 2)), (per_sequence * has_tokens).sum(dim=1)]))
-        difference = log_ratio.abs().masked_fill(~mask, -torch.inf)
-        no_row = lengths == 0
-        self._greatest.append(
-            torch.stack(
-                [
-                    difference.max(),
-                    log_ppl_diff.masked_fill(no_row, -torch.inf).max(),
-                    (-log_ppl_diff).masked_fill(no_row, -torch.inf).max(),
-                ]
-            )
-        )
-        worst = difference.argmax()
-        both = [worst.double(), rollout.flatten()[worst], trainer.flatten()[worst]]
-        self._worst.append((rows, torch.stack(both)))
-        self._width = mask.shape[1]
+        self._log_ratio = self._trainer - self._rollout
 
     def worst(self) -> WorstToken | None:
         """The token with the greatest difference on this rank; None if nothing was sampled."""
-        if not self._sums or not any(float(part[0]) for part in self._sums):
+        if not len(self._rows):
             return None
-        part = int(torch.stack([greatest[0] for greatest in self._greatest]).argmax())
-        rows, (index, rollout, trainer) = self._worst[part][0], self._worst[part][1].tolist()
-        row, column = divmod(int(index), self._width)
-        return WorstToken(int(rows[row]), column, rollout, trainer)
+        index = int(self._log_ratio.abs().masked_fill(~self._mask, -torch.inf).argmax())
+        row, column = divmod(index, self._mask.shape[1])
+        rollout, trainer = (float(x[row, column]) for x in (self._rollout, self._trainer))
+        return WorstToken(int(self._rows[row]), column, rollout, trainer)
 
     def metrics(self, reduce: Reduce) -> dict[str, float]:
         """`rollout_corr/*`; nothing if no rank sampled anything.
@@ -138,23 +79,52 @@ class RolloutAgreement:
         Args:
             reduce: `TrainEngine.reduce`, (values, "sum" or "max") -> the same over all ranks.
         """
-        num_sums = 2 + len(_PER_TOKEN) + len(_PER_SEQUENCE)
-        sums = torch.stack(self._sums).sum(dim=0).tolist() if self._sums else [0.0] * num_sums
-        greatest = (
-            torch.stack(self._greatest).amax(dim=0).tolist()
-            if self._greatest
-            else [-torch.inf] * len(_GREATEST)
-        )
-        sums, greatest = reduce(sums, "sum"), reduce(greatest, "max")
-        if not sums[0]:
+        per_token, per_sequence, greatest = self._figures()
+        counts = [float(self._mask.sum()), float(len(self._rows))]
+        sums = [float(values.sum()) for values in (*per_token.values(), *per_sequence.values())]
+        most = [float(values.max()) if len(values) else -torch.inf for values in greatest.values()]
+        (num_tokens, num_sequences, *sums), most = reduce([*counts, *sums], "sum"), reduce(most, "max")
+        if not num_tokens:
             return {}
-        first = 1 + len(_PER_TOKEN)
-        means = [total / sums[0] for total in sums[1:first]]
-        means += [total / sums[first] for total in sums[first + 1 :]]
-        figures = dict(zip((*_PER_TOKEN, *_PER_SEQUENCE), means, strict=True))
-        figures |= dict(zip(_GREATEST, greatest, strict=True))
+        divisors = [num_tokens] * len(per_token) + [num_sequences] * len(per_sequence)
+        means = [total / divisor for total, divisor in zip(sums, divisors, strict=True)]
+        figures = dict(zip((*per_token, *per_sequence, *greatest), [*means, *most], strict=True))
         figures["log_ppl_diff_min"] *= -1
         return {f"rollout_corr/{name}": value for name, value in figures.items()}
+
+    def _figures(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """name -> values of which it is the mean over tokens, the mean over sequences, the greatest."""
+        log_ratio = self._log_ratio  # 0 where nothing was sampled, as are the values made of it
+        lengths = self._mask.sum(dim=1)
+        rollout_log_ppl, training_log_ppl = (-x.sum(dim=1) / lengths for x in (self._rollout, self._trainer))
+        log_ppl_diff = training_log_ppl - rollout_log_ppl
+        per_token = {
+            "log_prob_diff_mean": log_ratio.abs(),
+            "kl": -log_ratio,
+            "k3_kl": log_ratio.expm1() - log_ratio,
+            "chi2_token": _chi2(log_ratio),
+        }
+        per_sequence = {
+            "training_ppl": training_log_ppl.exp(),
+            "training_log_ppl": training_log_ppl,
+            "rollout_ppl": rollout_log_ppl.exp(),
+            "rollout_log_ppl": rollout_log_ppl,
+            "log_ppl_diff": log_ppl_diff,
+            "log_ppl_abs_diff": log_ppl_diff.abs(),
+            "ppl_ratio": log_ppl_diff.exp(),
+            "chi2_seq": _chi2(log_ratio.sum(dim=1)),
+        }
+        greatest = {
+            "log_prob_diff_max": log_ratio.abs().flatten(),
+            "log_ppl_diff_max": log_ppl_diff,
+            "log_ppl_diff_min": -log_ppl_diff,
+        }
+        return per_token, per_sequence, greatest
+
+
+def _chi2(log_ratio: Tensor) -> Tensor:
+    """ratio^2 - 1"""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).mul(2).expm1()
 
 
 def warn_of_worst(worst: WorstToken | None, token_ids: Tensor, names: np.ndarray | None) -> None:

@@ -77,8 +77,7 @@ def apply_rollout_correction(batch: DataProto, config: Mapping[str, Any]) -> dic
             )
         return {}
     old = tensors["old_log_probs"]
-    agreement = RolloutAgreement()
-    agreement.add(rollout, old, mask, torch.arange(len(batch)))
+    agreement = RolloutAgreement(rollout, old, mask)
     warn_of_worst(agreement.worst(), tensors["responses"], batch.non_tensor_batch.get("uid"))
     metrics = agreement.metrics(lambda values, op: list(values))
     rejected = torch.zeros_like(mask)
