@@ -149,7 +149,13 @@ def test_when_the_rounds_are_used_up_the_step_goes_on_with_a_line():
     batch, _ = world.collect()
     assert prompts_of(batch) == [0] and len(world.asked) == 3
     (line,) = world.said
-    assert "step 1: 1 of 4 groups teach something after 3 rounds" in line
+    assert "step 1: 1 of 4 groups teach something after 3 rounds of generation and 12 prompts" in line
+
+
+def test_without_a_limit_of_rounds_a_step_ends_when_every_row_was_asked():
+    world = World([MIXED] + [SOLVED] * 7, FILTER, "algorithm.filter_groups.max_num_gen_batches=0")
+    assert prompts_of(world.collect()[0]) == [0]
+    assert world.prompts_asked() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_a_step_in_which_no_group_teaches_keeps_its_rows_for_the_rest_of_the_loss():

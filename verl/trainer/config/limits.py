@@ -285,7 +285,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     },
     "algorithm.rae_decay": (0, 1 - 1e-9, "a number from 0 to below 1"),
     "algorithm.turn_credit": _NOT_NEGATIVE,
-    "algorithm.filter_groups.max_num_gen_batches": (0, inf, "a number of rounds, or 0 for no limit"),
+    "algorithm.filter_groups.max_num_gen_batches": (0, inf, "a number of rounds, or 0"),
     "retriever.topk": _POSITIVE,
     "retriever.timeout": _ABOVE_ZERO,
     "retriever.max_failed_share": _SHARE,

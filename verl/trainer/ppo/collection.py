@@ -72,12 +72,8 @@ class TrajectoryCollector:
         say: Callable[[str], None],
     ) -> None:
         self.config, self.passes, self.generate, self.reward_fn = config, passes, generate, reward_fn
-        self.trajectory_metrics, self.dataset, self.sampler, self.say = (
-            trajectory_metrics,
-            dataset,
-            sampler,
-            say,
-        )
+        self.trajectory_metrics, self.say = trajectory_metrics, say
+        self.dataset, self.sampler = dataset, sampler
         self.pools = sampler if isinstance(sampler, DifficultyPools) else None
         self.partial_groups = PartialGroups()
 
@@ -95,13 +91,15 @@ class TrajectoryCollector:
             usable = usable_rows(batch, self.passes.compares_group, self.config.algorithm.overlong_filter)
             chosen = self._informative(batch, usable)
             found = count_groups(batch.non_tensor_batch["uid"], chosen)
-            if found >= wanted or not self._may_go_on(len(rounds)):
+            num_asked = len(set(batch.non_tensor_batch["uid"]))
+            if found >= wanted or not self._may_go_on(len(rounds), num_asked):
                 break
-            count = prompts_to_draw(wanted, found, len(set(batch.non_tensor_batch["uid"])))
+            count = prompts_to_draw(wanted, found, num_asked)
         if self._refills and found < wanted:
             self.say(
                 f"step {step}: {found} of {wanted} groups teach something after {len(rounds)} rounds of "
-                "generation (algorithm.filter_groups.max_num_gen_batches); the step goes on with these"
+                f"generation and {num_asked} prompts (algorithm.filter_groups.max_num_gen_batches); the step "
+                "goes on with these"
             )
         metrics = self._figures(batch, usable, chosen, len(rounds), timer)
         if not usable.any():
@@ -124,7 +122,7 @@ class TrajectoryCollector:
             self.pools.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Takes what `save` wrote. ValueError if it was written with pools and there are none now, or so."""
+        """Takes what `save` wrote. ValueError if there were pools then and are none now, or the other way."""
         self.partial_groups.load(folder)
         if self.pools is not None:
             self.pools.load(folder)
@@ -227,9 +225,10 @@ class TrajectoryCollector:
     def _refills(self) -> bool:
         return self.config.algorithm.filter_groups.enable and self.config.algorithm.filter_groups.refill
 
-    def _may_go_on(self, num_rounds: int) -> bool:
-        limit = self.config.algorithm.filter_groups.max_num_gen_batches
-        return self._refills and (limit <= 0 or num_rounds < limit)
+    def _may_go_on(self, num_rounds: int, num_asked: int) -> bool:
+        """Whether a step that lacks groups asks more: within its rounds, and not more than there are rows."""
+        limit = self.config.algorithm.filter_groups.max_num_gen_batches or num_rounds + 1
+        return self._refills and num_rounds < limit and num_asked < len(self.dataset)
 
     def _informative(self, batch: DataProto, usable: np.ndarray) -> np.ndarray:
         if not self.config.algorithm.filter_groups.enable:
