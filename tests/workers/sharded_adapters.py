@@ -2,7 +2,7 @@
 
 import torch
 from sharded_ranks import go_on, my_rows
-from tiny_training import gradients_of, make_actor, make_config
+from tiny_training import gradients_of, make_actor, make_config, make_critic
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer
 
@@ -50,6 +50,11 @@ def updates(model_path, rank=0, world_size=1):
     return results
 
 
+def critic_update(model_path, rank=0, world_size=1):
+    critic = make_critic(make_config(model_path, "critic.model.lora_rank=4"), world_size)
+    return gradients_of(critic.engine, lambda: critic.update_critic(my_rows(rank, world_size)))
+
+
 def first_run(rank, world_size, model_path, out):
     """Every kind's updates; then checkpoints of two kinds, from which another run goes on."""
     results = {"updates": updates(model_path, rank, world_size)}
@@ -65,6 +70,7 @@ def first_run(rank, world_size, model_path, out):
         results[kind, "resumed"] = go_on(resumed, rank, world_size)
     low = make_actor(make_config(model_path, *LORA, *BF16), world_size)
     results["bf16"] = go_on(low, rank, world_size)[0]
+    results["critic"] = critic_update(model_path, rank, world_size)
     results["gathered"] = _gathered_after_passes(model_path, rank, world_size)
     torch.save(results, out / f"rank{rank}.pt")
 

@@ -2,7 +2,9 @@
 processes.
 """
 
+import copy
 import warnings
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -49,6 +51,11 @@ def write_model(folder, tied=True):
 
 def make_config(model_path, *overrides) -> DictConfig:
     """The run's configuration with small batches: 8 rows a mini-batch, 8 a micro-batch, packed."""
+    return copy.deepcopy(_loaded(model_path, overrides))
+
+
+@cache  # reading takes a tenth of a second, and most tests want the same few
+def _loaded(model_path, overrides):
     return load_config(
         [
             f"actor_rollout_ref.model.path={model_path}",

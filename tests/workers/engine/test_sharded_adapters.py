@@ -4,7 +4,7 @@ import pytest
 import sharded_adapters
 import sharded_ranks
 import torch
-from tiny_training import assert_same_gradients
+from tiny_training import assert_same_gradients, make_actor, make_config
 from transformers import AutoModelForCausalLM
 
 from verl.workers.actor.dp_actor import compute_log_prob
@@ -61,6 +61,23 @@ def test_the_merged_folder_of_two_ranks_has_the_log_probs_of_their_adapters(two,
     for rank, result in enumerate(results):
         log_probs = compute_log_prob(actor.engine, sharded_ranks.my_rows(rank, 2), actor.limits, 1.0)
         torch.testing.assert_close(result["lora"][0], log_probs, rtol=1e-4, atol=2e-5)
+
+
+def test_the_adapter_folder_of_two_ranks_is_whole(two, model_path):
+    out, results = two
+    path = f"actor_rollout_ref.model.lora_adapter_path={out / 'lora' / 'adapter'}"
+    actor = make_actor(make_config(model_path, path))
+    for rank, result in enumerate(results):
+        log_probs = compute_log_prob(actor.engine, sharded_ranks.my_rows(rank, 2), actor.limits, 1.0)
+        torch.testing.assert_close(result["lora"][0], log_probs, rtol=1e-5, atol=1e-6)
+
+
+def test_rule_5_a_critics_adapters_and_head_have_the_gradient_of_one_process(two, model_path):
+    metrics, (gradients,) = sharded_adapters.critic_update(model_path)
+    for result in two[1]:
+        rank_metrics, (rank_gradients,) = result["critic"]
+        assert rank_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+        assert_same_gradients(rank_gradients, gradients, tolerance=1e-4)
 
 
 def test_adapters_of_a_bf16_base_are_trained_over_two_processes(two):

@@ -124,15 +124,11 @@ def adapter_config(model_config: Mapping[str, Any]) -> LoraConfig:
 
     rank, path = model_config.get("lora_rank", 0), model_config.get("lora_adapter_path")
     if path is None:
-        targets, excluded = (
-            model_config.get("target_modules", "all-linear"),
-            model_config.get("exclude_modules"),
-        )
         return LoraConfig(
             r=rank,
             lora_alpha=model_config.get("lora_alpha", 16),
-            target_modules=targets if isinstance(targets, str) else list(targets),
-            exclude_modules=excluded if excluded is None or isinstance(excluded, str) else list(excluded),
+            target_modules=_module_names(model_config.get("target_modules", "all-linear")),
+            exclude_modules=_module_names(model_config.get("exclude_modules")),
             task_type="CAUSAL_LM",
         )
     folder = Path(path).expanduser()
@@ -150,6 +146,13 @@ def adapter_config(model_config: Mapping[str, Any]) -> LoraConfig:
         )
     config.inference_mode, config.lora_dropout = False, 0.0  # chance must not enter a token's probability
     return config
+
+
+def _module_names(value: Any) -> Any:
+    """As PEFT takes them: "all-linear", a list of names, or a regular expression of whole paths."""
+    if value is None or (isinstance(value, str) and not value.isidentifier()):
+        return value
+    return [value] if isinstance(value, str) else list(value)
 
 
 def check_adapter_folder(key: str, folder: Path) -> None:
