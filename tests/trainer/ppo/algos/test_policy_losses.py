@@ -19,8 +19,8 @@ from verl.trainer.ppo import core_algos as algos
 WITHOUT_ADVANTAGE = {"sft", "distillation"}
 POLICY_GRADIENTS = [case for case in CASES if case not in WITHOUT_ADVANTAGE]
 SCALE = 7.0
-thorough = settings(deadline=None, derandomize=True, max_examples=10)
-quick = settings(deadline=None, derandomize=True, max_examples=6)
+thorough = settings(deadline=None, derandomize=True, max_examples=8)
+quick = settings(deadline=None, derandomize=True, max_examples=5)
 
 
 def whole(inputs, batch):
