@@ -23,8 +23,9 @@ Table of batch keys (N rows, P prompt width, R response width)
       token_level_scores  [N, R]   float32  the reward, on the last sampled token
       token_level_rewards [N, R]   float32  scores less the KL penalty, if it is put into the reward
       advantages, returns [N, R]   float32
-      rollout_is_weights  [N, R]   float32  weights of the policy loss (rollout correction); 0 where not sampled
-      rejected_mask       [N, R]   bool     out of response_mask after the advantages, which becomes sampled_mask
+      rollout_is_weights  [N, R]   float32  weights of the policy loss (rollout correction)
+      rejected_mask       [N, R]   bool     what leaves response_mask after the advantages; then
+      sampled_mask        [N, R]   int64    is what response_mask was
     non_tensor_batch, one object per row
       raw_prompt_ids list[int] (input of generation) | uid str | data_source str | reward_model dict |
       extra_info dict | trajectory dict (turns, searches, how it ended) |
