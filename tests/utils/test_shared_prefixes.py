@@ -59,6 +59,13 @@ def test_a_plan_has_every_row_once_and_counts_shared_tokens_once(sequences, max_
         assert max_tokens is None or tokens <= max_tokens or len(part) == 1
 
 
+def test_a_beginning_that_is_hardly_anything_of_the_sequence_is_not_shared():
+    alike, longer = np.arange(16), np.concatenate([[0], np.arange(50, 66)])
+    assert prefix_order([alike, alike[:8]]).shared == [0, 8]
+    assert prefix_order([longer, alike]).shared in ([0, 1], [0, 0])
+    assert prefix_order([np.array([0, 1]), longer]).shared == [0, 0]
+
+
 def test_rows_of_a_group_stand_together_in_a_plan():
     sequences = arrays([[1, 2, 3, 4], [9, 8, 7, 6], [1, 2, 3, 5], [9, 8, 7, 5], [1, 2, 2, 2]])
     assert plan_by_prefix(sequences, max_tokens=8) == [[4, 0, 2], [3, 1]]

@@ -15,13 +15,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+WORTH_SHARING = 16  # a beginning is shared if it is at least one part in this many of the sequence
+
 
 @dataclass(frozen=True)
 class PrefixOrder:
     """Sequences in the order in which neighbours share most.
 
     order: indices of the sequences. shared: how many tokens of each, in that order, it has in common with the
-    one before it (0 for the first).
+    one before it (0 for the first, and where it is so little that fetching its keys costs more than it
+    saves).
     """
 
     order: list[int]
@@ -37,7 +40,9 @@ def prefix_order(sequences: Sequence[np.ndarray]) -> PrefixOrder:
     order = sorted(range(len(keys)), key=keys.__getitem__)
     shared = [0] * len(order)
     for place in range(1, len(order)):
-        shared[place] = common_prefix(sequences[order[place - 1]], sequences[order[place]])
+        common = common_prefix(sequences[order[place - 1]], sequences[order[place]])
+        if common * WORTH_SHARING >= len(sequences[order[place]]):
+            shared[place] = common
     return PrefixOrder(order, shared)
 
 
