@@ -183,9 +183,9 @@ class UpdateLoop(Generic[Module]):
         the last pass is a backward one, after which sharded weights are given back.
         """
         engine, figures = self.engine, _Figures()
-        idle = sorted(objective.idle_rows)
-        active = [row for row in mini_batch.rows if row not in set(idle)]
-        num_idle, idle_parts = self._micro_batches(batch, idle)
+        idle = set(objective.idle_rows)
+        active = [row for row in mini_batch.rows if row not in idle]
+        num_idle, idle_parts = self._micro_batches(batch, sorted(idle))
         num_active, active_parts = self._micro_batches(batch, active)
         num_passes = num_idle + num_active
         first_backward = num_idle if num_active else num_idle - 1
