@@ -171,6 +171,9 @@ def test_why_an_update_was_skipped_goes_to_the_driver_and_its_count_into_checkpo
         getattr(group, method)(make_batch())
         group.load_checkpoint(str(tmp_path / name))
         assert getattr(group, method)(batch).meta_info["metrics"][f"{name}/num_skipped_in_a_row"] == 2
+        (tmp_path / name / "update.json").unlink()
+        with pytest.raises(ValueError, match="has no update.json; expected a folder that a run saved"):
+            group.load_checkpoint(str(tmp_path / name))
 
 
 def test_rule_10_a_loaded_checkpoint_samples_and_trains_as_the_saved_run_did(

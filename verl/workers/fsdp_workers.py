@@ -59,7 +59,10 @@ def _save_state(path: str, state: dict[str, Any], rank: int) -> None:
 
 
 def _read_state(path: str) -> dict[str, Any]:
-    return json.loads((Path(path) / STATE_FILE).read_text())
+    file = Path(path) / STATE_FILE
+    if not file.is_file():
+        raise ValueError(f"Checkpoint {path} has no {STATE_FILE}; expected a folder that a run saved.")
+    return json.loads(file.read_text())
 
 
 class ActorRolloutRefWorker(Worker):
