@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 from verl.workers.actor.dp_actor import compute_log_prob
 from verl.workers.engine.checkpoint import load_checkpoint, save_checkpoint, save_hf
 from verl.workers.engine.host_gradients import HostGradients
+from verl.workers.engine.reference import Reference
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 LORA = [f"{MODEL}.lora_rank=4"]
@@ -50,6 +51,30 @@ def updates(model_path, rank=0, world_size=1):
     return results
 
 
+def reset_references(model_path, kind, rank, world_size, out):
+    """Log-probs: the policy's at a reset, its reference's after another update, and those of the reference
+    that another process loads.
+    """
+    actor, other = (make(model_path, kind, world_size) for _ in range(2))
+    own = make(model_path, "muon", world_size).engine if kind == "muon" else None
+    others_own = make(model_path, "muon", world_size).engine if kind == "muon" else None
+
+    def log_probs(engine):
+        return compute_log_prob(engine, my_rows(rank, world_size), actor.limits, 1.0)
+
+    reference, loaded = Reference(actor.engine, own), Reference(other.engine, others_own)
+    actor.update_policy(my_rows(rank, world_size))
+    results = [log_probs(actor.engine)]
+    reference.reset()
+    actor.update_policy(my_rows(rank, world_size))
+    reference.save(out / kind)
+    loaded.load(out / kind)
+    for each in (reference, loaded):
+        with each.active() as engine:
+            results.append(log_probs(engine))
+    return [*results, log_probs(actor.engine)]
+
+
 def critic_update(model_path, rank=0, world_size=1):
     critic = make_critic(make_config(model_path, "critic.model.lora_rank=4"), world_size)
     return gradients_of(critic.engine, lambda: critic.update_critic(my_rows(rank, world_size)))
@@ -70,6 +95,8 @@ def first_run(rank, world_size, model_path, out):
         results[kind, "resumed"] = go_on(resumed, rank, world_size)
     low = make_actor(make_config(model_path, *LORA, *BF16), world_size)
     results["bf16"] = go_on(low, rank, world_size)[0]
+    for kind in ("lora", "muon"):
+        results[kind, "reference"] = reset_references(model_path, kind, rank, world_size, out)
     results["critic"] = critic_update(model_path, rank, world_size)
     results["gathered"] = _gathered_after_passes(model_path, rank, world_size)
     torch.save(results, out / f"rank{rank}.pt")

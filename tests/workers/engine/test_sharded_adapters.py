@@ -80,6 +80,14 @@ def test_rule_5_a_critics_adapters_and_head_have_the_gradient_of_one_process(two
         assert_same_gradients(rank_gradients, gradients, tolerance=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["lora", "muon"])
+def test_a_reset_reference_over_two_processes_is_the_policy_of_that_moment_saved_or_not(two, kind):
+    for result in two[1]:
+        then, reference, loaded, now = result[kind, "reference"]
+        assert torch.equal(reference, then) and torch.equal(loaded, then)
+        assert not torch.equal(now, then)
+
+
 def test_adapters_of_a_bf16_base_are_trained_over_two_processes(two):
     metrics = [result["bf16"] for result in two[1]]
     assert metrics[0] == metrics[1] and metrics[0]["actor/num_skipped_updates"] == 0
