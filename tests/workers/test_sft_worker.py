@@ -35,13 +35,18 @@ def make_worker(model_path):
 
 
 def make_rows(seed=0, num_rows=7, width=20):
-    """Rows of several turns: runs of trained tokens with others between them and behind them."""
+    """Rows of several turns: runs of trained tokens with others between them and behind them.
+
+    Three rows begin alike, trained tokens among that: a pack holds those once, but each row's count.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(6, width + 1, (num_rows,), generator=generator)
     columns = torch.arange(width)
     attention = (columns < lengths[:, None]).long()
     trained = (torch.rand(num_rows, width, generator=generator) < 0.5) & (columns > 1) & (columns < 17)
     ids = torch.randint(2, VOCABULARY, (num_rows, width), generator=generator)
+    ids[1:3, :6] = ids[0, :6]
+    trained[:3, 2:5] = True
     return DataProto.from_dict(
         {
             "input_ids": ids * attention,
