@@ -268,6 +268,12 @@ def test_a_hub_name_is_left_to_the_hub_but_a_path_is_not(tmp_path, monkeypatch):
             infer.find_model(path)
 
 
+def test_an_adapter_is_no_model(tmp_path):
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(ValueError, match="holds a LoRA adapter, not a model; give the folder huggingface"):
+        infer.find_model(str(tmp_path))
+
+
 def test_the_runs_settings_hold_unless_a_flag_says_otherwise(run_dir, tmp_path):
     model = infer.find_model(str(run_dir))
     assert infer.find_settings(model, None, None) == infer.Settings(2, 1, 60, 400, 40, 150)

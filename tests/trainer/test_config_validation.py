@@ -111,6 +111,8 @@ def test_a_key_that_may_not_change_says_why(key, config):
         ("data.train_files=null", "Set data.train_files="),
         ("actor_rollout_ref.model.path=/nowhere/model", "Found no folder"),
         ("actor_rollout_ref.model.path=null", "Hugging Face model folder"),
+        ("actor_rollout_ref.model.lora_adapter_path=/nowhere/adapter", "Found no adapter_config.json"),
+        ("actor_rollout_ref.model.target_modules=3", r"expected text or a list \[a,b\]"),
         ("custom_reward_function.path=/nowhere/reward.py", "expected a python file"),
         ("trainer.resume_from_path=/somewhere", "expected resume_mode=from_path"),
         ("trainer.resume_mode=from_path", "not a folder"),
@@ -125,6 +127,13 @@ def test_a_key_that_may_not_change_says_why(key, config):
 def test_a_mistake_says_what_was_found_and_what_to_do(override, words, good):
     with pytest.raises(ValueError, match=words):
         check([*good, override])
+
+
+def test_a_reference_that_nothing_asks_for_is_not_reset(good):
+    reset = "actor_rollout_ref.ref.reset_every=5"
+    check([*good, reset, "algorithm.kl_ctrl.kl_coef=0.01"])
+    with pytest.raises(ValueError, match="no KL to a reference is asked for; expected null"):
+        check([*good, reset, "algorithm.kl_ctrl.kl_coef=0"])
 
 
 APART = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.placement=apart"]
