@@ -106,7 +106,9 @@ class World:
         ]
         tensor = torch.zeros(len(data), 4)
         tensor[:, 2] = torch.tensor(found)
-        return {"reward_tensor": tensor, "score": found, "em": found, "answer": ["x"] * len(found)}
+        members = [float(record["member"]) for record in fields["trajectory"]]
+        named = {"score": found, "em": found, "place": members, "answer": ["x"] * len(found)}
+        return {"reward_tensor": tensor, **named}
 
 
 def prompts_of(batch: DataProto) -> list[int]:
@@ -169,6 +171,13 @@ def test_the_metric_of_the_filter_can_be_a_number_of_the_reward_function():
     assert len(world.collect()[0]) == 8
     with pytest.raises(RunStopped, match="algorithm.filter_groups.metric asks for 'style'"):
         World([MIXED] * 4, FILTER, "algorithm.filter_groups.metric=style").collect()
+
+
+@pytest.mark.parametrize(("keys", "num_groups"), [("[score,place]", 4), ("[score,em]", 1)])
+def test_with_several_rewards_a_group_teaches_if_one_of_them_differs(keys, num_groups):
+    gdpo = ["algorithm.adv_estimator=gdpo", f"algorithm.gdpo_reward_keys={keys}"]
+    world = World([SOLVED, MIXED, FAILED, SOLVED], FILTER, "algorithm.filter_groups.refill=false", *gdpo)
+    assert len(prompts_of(world.collect()[0])) == num_groups
 
 
 def test_rows_whose_search_failed_are_left_out_before_groups_are_looked_at():
