@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -78,7 +79,9 @@ def _tensors(engine: TrainEngine[Any]) -> dict[str, Any]:
 def _check_fits(state: dict[str, Any], folder: Path) -> None:
     """Raises ValueError unless the checkpoint holds exactly the tensors of `state`, in these shapes."""
     entries = dcp.FileSystemReader(folder / "dcp").read_metadata().state_dict_metadata
-    saved = {name: tuple(entry.size) for name, entry in entries.items() if hasattr(entry, "size")}
+    saved = {
+        name: tuple(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
+    }
     expected = dict(_shapes(state))
     differing = sorted(
         name for name in saved.keys() | expected.keys() if saved.get(name) != expected.get(name)
