@@ -4,7 +4,7 @@
 
     training questions of the world -> searches over its whole corpus -> sft_train.parquet, sft_val.parquet
 
-`--right-share` of them (half) are right throughout. The others are imperfect on purpose: a poor student's
+`--right-share` of them (0.8) are right throughout. The others are imperfect on purpose: a poor student's
 (`data_prep.demonstrations`), who often asks for the wrong thing and answers wrongly, so that a model learns
 the protocol here and searching well by reinforcement learning. Questions are about the training part of the world
 alone, and no name of its test part is in any trained text (documents may hold some: they are not trained).
@@ -26,7 +26,7 @@ from data_prep.files import write_parquet
 from data_prep.microworld import Question, draw_questions, evaluation_world
 from data_prep.tiny_tokenizer import END_TOKEN
 
-RIGHT_SHARE = 0.5
+RIGHT_SHARE = 0.8
 SHARE_OF_2_HOPS = 0.5
 
 
