@@ -76,7 +76,8 @@ def reset_references(model_path, kind, rank, world_size, out):
 
 
 def critic_update(model_path, rank=0, world_size=1):
-    critic = make_critic(make_config(model_path, "critic.model.lora_rank=4"), world_size)
+    size = f"{ACTOR}.ppo_mini_batch_size=6"  # the critic's follows it
+    critic = make_critic(make_config(model_path, "critic.model.lora_rank=4", size), world_size)
     return gradients_of(critic.engine, lambda: critic.update_critic(my_rows(rank, world_size)))
 
 
