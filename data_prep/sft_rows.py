@@ -6,8 +6,9 @@
 
 `--right-share` of them (0.8) are right throughout. The others are imperfect on purpose: a poor student's
 (`data_prep.demonstrations`), who often asks for the wrong thing and answers wrongly, so that a model learns
-the protocol here and searching well by reinforcement learning. Questions are about the training part of the world
-alone, and no name of its test part is in any trained text (documents may hold some: they are not trained).
+the protocol here and searching well by reinforcement learning. Questions are about the training part of the
+world alone, and no name of its test part is in any trained text (documents may hold some: they are not
+trained).
 
 A row: segments [{text, trained}, ...] from the prompt to the answer; question, answer, hops, and whether the
 demonstration is right throughout.
