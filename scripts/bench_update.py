@@ -2,6 +2,7 @@
 
     python scripts/bench_update.py --trl-python ENV/bin/python [--sizes tiny 5M 36M] [--json FILE]
     python scripts/bench_update.py --trl-python ENV/bin/python --memory
+    python scripts/bench_update.py --alike 0 0.15 0.5 0.8 --lengths 200 200 --sizes tiny
 
 The same model, the same trajectories (lengths 50 to 1500, 60 % of their tokens retrieved text that is not
 trained, groups of 8 with one prompt), the same loss (clipped, mean over the sampled tokens, on-policy),
@@ -13,6 +14,8 @@ float32, one thread, one step of AdamW. Each run is a process of its own; the co
     TRL, sorted     the same, rows of like length together, each micro-batch cut to its longest
     padded          Hugging Face model, full logits, all rows padded to the longest of the step
     padded, sorted  the same, rows of like length together, ..           .../update_padded.py
+
+With `--alike` ours alone is timed on groups whose trajectories begin alike, with such shares of their tokens.
 
 TRL has an environment of its own: `pip install trl==1.16.0 transformers==5.23.0 torch==2.13.0`.
 """
@@ -184,6 +187,28 @@ def table(runs: list[Run], contenders: list[str], speed: bool) -> str:
     return "\n".join(lines)
 
 
+def alike_table(options: argparse.Namespace) -> str:
+    """Our step on groups whose trajectories have a beginning in common, Markdown; medians over the rounds."""
+    lines = ["| model | tokens in common | CPU s per step | less than with none |", "|---|---|---|---|"]
+    for size in options.sizes:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            task = UpdateTask(write_model(folder / "model", size), 1, False, options.steps, False)
+            seconds: dict[float, list[float]] = {share: [] for share in options.alike}
+            for share in [share for _ in range(options.rounds) for share in options.alike]:
+                vocabulary, groups = SIZES[size][3:]
+                batch = draw_trajectories(
+                    groups, options.group, *options.lengths, 0.6, vocabulary, seed=0, alike=share
+                )
+                torch.save(batch, folder / "batch.pt")
+                measured = run_once(OURS, None, folder, task)
+                seconds[share].append(median(measured.cpu_s[1:] or measured.cpu_s))
+        first = median(seconds[options.alike[0]])
+        for share, found in seconds.items():
+            lines.append(f"| {size} | {share:.0%} | {median(found):.2f} | {first / median(found):.2f} x |")
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -196,8 +221,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--micro-batch", type=int, default=4, help="rows, of the padded contenders and TRL")
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--lengths", type=int, nargs=2, default=[50, 1500])
+    parser.add_argument("--alike", type=float, nargs="+", help="shares of a trajectory; times ours alone")
     parser.add_argument("--json", type=Path, help="also write every run here")
     options = parser.parse_args(arguments)
+    if options.alike:
+        print(alike_table(options))
+        return 0
     contenders = [OURS, *([TRL, TRL_SORTED] if options.trl_python else []), PADDED, PADDED_SORTED]
     if options.memory:
         contenders.remove(PADDED)

@@ -62,14 +62,21 @@ class Contender(Protocol):
 
 
 def draw_trajectories(
-    num_groups: int, group: int, shortest: int, longest: int, observed: float, vocabulary: int, seed: int
+    num_groups: int,
+    group: int,
+    shortest: int,
+    longest: int,
+    observed: float,
+    vocabulary: int,
+    seed: int,
+    alike: float = 0.0,
 ) -> dict[str, Tensor]:
     """Random trajectories: prompt, turn, observation, turn, observation, turn.
 
     Returns input_ids, attention_mask, response_mask (all [N, W], right-padded; response_mask 1 where the
     policy sampled), prompt_lengths [N], advantages [N]. Lengths are uniform; a share `observed` of each
     trajectory's tokens is retrieved text; its prompt, which its group shares, is an eighth of the shortest
-    of the group, at least 4.
+    of the group, at least 4. A group has that share `alike` of its shortest trajectory in common besides.
     """
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     num = num_groups * group
@@ -81,7 +88,8 @@ def draw_trajectories(
     attention = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
     for start in range(0, num, group):
         prompt = max(4, min(lengths[start : start + group]) // 8)
-        ids[start : start + group, :prompt] = ids[start, :prompt]
+        common = max(prompt, round(alike * min(lengths[start : start + group])))
+        ids[start : start + group, :common] = ids[start, :common]
         prompt_lengths[start : start + group] = prompt
         for row in range(start, start + group):
             documents = round(lengths[row] * observed) // 2

@@ -28,6 +28,12 @@ def test_trajectories_have_the_lengths_and_the_share_of_retrieved_text_that_were
         assert (group[:, :4] == group[0, :4]).all()
 
 
+def test_groups_can_begin_alike() -> None:
+    batch = draw_trajectories(2, 4, 40, 40, 0.5, 1000, seed=0, alike=0.75)
+    for group in batch["input_ids"].split(4):
+        assert (group[:, :30] == group[0, :30]).all() and (group[1:, 30:] != group[0, 30:]).any()
+
+
 def test_sorted_micro_batches_hold_rows_of_like_length() -> None:
     batch = {"attention_mask": torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 0]])}
     task = UpdateTask("", micro_batch=2, sorts_by_length=True, num_steps=1)
