@@ -9,6 +9,7 @@ from verl.trainer.ppo.roles import Role, actor_role
 NO_KL = "algorithm.kl_ctrl.kl_coef=0"
 KL_LOSS = "actor_rollout_ref.actor.use_kl_loss=true"
 CORRECTION = "algorithm.rollout_correction"
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 CRITIC, REFERENCE, GREEDY, TEACHER = "critic", "reference", "greedy", "teacher"
 ONE, SEVERAL = "old: one update", "old: several updates"
 
@@ -37,9 +38,13 @@ TABLE = [
     ("grpo", [NO_KL, f"{CORRECTION}.rollout_rs=token"], {ONE, SEVERAL}),
     ("grpo", [NO_KL, f"{CORRECTION}.bypass_mode=true"], set()),
     ("grpo", [f"{CORRECTION}.bypass_mode=true"], {REFERENCE}),
-    ("grpo", [NO_KL, "actor_rollout_ref.actor.policy_loss.loss_mode=distillation"], {TEACHER, SEVERAL}),
-    ("grpo", [NO_KL, "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"], {SEVERAL}),
+    ("grpo", [NO_KL, f"{LOSS}=distillation"], {TEACHER, SEVERAL}),
+    ("grpo", [NO_KL, f"{LOSS}=gspo"], {SEVERAL}),
     ("grpo", [NO_KL, "algorithm.turn_credit=0.5"], {SEVERAL}),
+    ("gpg", [NO_KL, f"{LOSS}=gpg"], set()),
+    ("grpo", [KL_LOSS, f"{LOSS}=sft"], {REFERENCE}),
+    ("grpo", [f"{LOSS}=gpg"], {REFERENCE, ONE, SEVERAL}),
+    ("grpo", [NO_KL, f"{LOSS}=gpg", f"{CORRECTION}.rollout_is=token"], {ONE, SEVERAL}),
 ]
 
 

@@ -149,6 +149,21 @@ def test_mini_batches_epochs_and_shuffle_make_the_steps_they_name(model_path):
         update(model_path, batch, *plain, epochs=2)
 
 
+@pytest.mark.parametrize("loss_mode", ["gpg", "sft"])
+def test_a_loss_without_a_ratio_takes_several_steps_without_old_log_probs_and_shows_no_ratio(
+    model_path, loss_mode
+):
+    settings = f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode}"
+    _, recorded = update(model_path, make_batch(), settings, epochs=2)
+    batch = make_batch()
+    del batch.batch["old_log_probs"]
+    metrics, without = update(model_path, batch, settings, epochs=2)
+    for got, want in zip(without, recorded, strict=True):
+        assert all(torch.equal(got[name], want[name]) for name in want)
+    assert not {"actor/ppo_kl", "actor/ratio/min", "actor/ratio/max"} & set(metrics)
+    assert {"actor/ratio/min", "actor/ratio/max"} <= set(update(model_path, batch, settings)[0])
+
+
 def test_the_batch_may_say_how_many_rows_a_mini_batch_has(model_path):
     """Rows kept from the step before join the planned mini-batches instead of making one of their own."""
     plain = ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=2"]

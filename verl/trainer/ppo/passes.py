@@ -5,9 +5,10 @@
     estimator takes reward_baselines                         -> a greedy rollout of each prompt
     KL in the loss or in the reward, its coefficient above 0 -> the reference's log-probs
     policy loss takes teacher_log_prob                       -> the teacher's log-probs
-    several updates in a step; KL in the reward; weights or  -> old log-probs
-      rejection of rollout_correction; estimator takes
-      old_log_probs or sum_pi_squared
+    policy loss takes old_log_prob (not gpg, sft) and there  -> old log-probs
+      are several updates in a step; KL in the reward;
+      weights or rejection of rollout_correction; estimator
+      takes old_log_probs or sum_pi_squared
 
 In `bypass_mode` the rollout engine's log-probs are the old ones, so only sum_pi_squared still asks for the
 pass.
@@ -35,6 +36,7 @@ class Passes:
         teacher: log-probs of `actor_rollout_ref.teacher`.
         corrects: rollout correction by weights or rejection. bypass: old log-probs are the rollout engine's.
         sum_pi_squared: the old-log-prob pass gives this too.
+        has_ratio: the policy loss can't do without old log-probs.
         reward_keys: components of the reward that are looked at one by one (gdpo).
         turn_credit: weight of the rewards of single turns.
     """
@@ -49,6 +51,7 @@ class Passes:
     corrects: bool
     bypass: bool
     sum_pi_squared: bool
+    has_ratio: bool
     reward_keys: tuple[str, ...]
     turn_credit: float
 
@@ -71,6 +74,7 @@ class Passes:
             corrects=corrects(algorithm.rollout_correction),
             bypass=algorithm.rollout_correction.bypass_mode,
             sum_pi_squared="sum_pi_squared" in inputs,
+            has_ratio="old_log_prob" in loss_inputs,
             reward_keys=tuple(algorithm.gdpo_reward_keys or ()) if "reward_components" in inputs else (),
             turn_credit=algorithm.turn_credit,
         )
@@ -87,7 +91,7 @@ class Passes:
         if self.bypass:
             return False
         in_advantages = self.kl_in_reward or "old_log_probs" in self.estimator_inputs
-        return in_advantages or self.corrects or (updates_actor and num_updates > 1)
+        return in_advantages or self.corrects or (self.has_ratio and updates_actor and num_updates > 1)
 
     def reference_log_probs(self, updates_actor: bool) -> bool:
         """Whether a step makes the reference's pass: in the critic's warm-up only for KL in the reward."""

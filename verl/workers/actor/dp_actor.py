@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.core_algos import get_entropy_controller
+from verl.trainer.ppo.core_algos import get_entropy_controller, policy_loss_inputs
 from verl.workers.actor.policy_objective import (
     PolicyObjective,
     loss_columns,
@@ -97,7 +97,8 @@ class DataParallelPPOActor:
         Reads input_ids, attention_mask, position_ids, response_mask, and the columns of `loss_columns`. In
         the first mini-batch the policy is the one that old_log_probs are of, so its ratio is taken as 1 and
         they are not read; but they are with meta_info `bypass_mode`, where they are the rollout engine's.
-        They may be missing if there is only one optimizer step.
+        They may be missing if there is only one optimizer step, or if the policy loss does without them: with
+        several steps there are no figures of the ratio then.
         """
         batch = self._batch(data)
         bypass = bool(data.meta_info.get("bypass_mode", False))
@@ -105,6 +106,7 @@ class DataParallelPPOActor:
         if "rollout_log_probs" in batch and (bypass or "old_log_probs" not in batch):
             first_log_probs = torch.full(batch["response_mask"].shape, torch.nan)
         entropy_coeff = self.entropy_controller.value
+        has_ratio = "old_log_probs" in batch or self.loop.num_steps(data) == 1
 
         def objective_of(mini_batch: MiniBatch) -> PolicyObjective:
             is_first = mini_batch.number == 0
@@ -114,7 +116,7 @@ class DataParallelPPOActor:
                 temperature=self.temperature,
                 batch=batch,
                 mini_batch=mini_batch,
-                on_policy=is_first and not bypass,
+                on_policy=is_first and has_ratio and not bypass,
                 entropy_coeff=entropy_coeff,
                 idle_rows=rows_without_gradient(self.config, entropy_coeff, batch, mini_batch.rows),
                 limits=self.limits,
@@ -144,7 +146,8 @@ class DataParallelPPOActor:
             has_tokens = batch["response_mask"].bool().any(dim=1, keepdim=True)
             batch["extra_loss_mask"] = batch["observation_mask"].bool() & has_tokens
         num_steps = self.loop.num_steps(data)
-        if "old_log_probs" not in batch and num_steps > 1:
+        needs_old = "old_log_prob" in policy_loss_inputs(self.config["policy_loss"]["loss_mode"])
+        if needs_old and "old_log_probs" not in batch and num_steps > 1:
             raise ValueError(
                 f"update_policy takes {num_steps} optimizer steps on {len(data)} rows, but the batch has no "
                 "old_log_probs; call compute_log_prob before the update."

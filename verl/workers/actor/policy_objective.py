@@ -78,8 +78,9 @@ class PolicyObjective:
 
     config: the `actor` block. temperature: the one that was sampled with. batch: this rank's columns, [N, R]
     where they are per token. on_policy: the weights are those of old_log_probs, so that the ratio is 1, and
-    old_log_probs are not read. limits, seed: for a loss that chooses tokens out of the mini-batch, see
-    `token_selection.py`. first_log_probs: [N, R], is filled with this pass's log-probs, if given.
+    old_log_probs are not read. (If it is False and they are missing, the loss must do without.) limits, seed:
+    for a loss that chooses tokens out of the mini-batch, see `token_selection.py`. first_log_probs: [N, R],
+    is filled with this pass's log-probs, if given.
     """
 
     config: Mapping[str, Any]
@@ -126,7 +127,8 @@ class PolicyObjective:
         for name, weight, term in self._other_terms(part, log_prob, entropy):
             figures[name] = term
             loss = loss + weight * term if weight else loss
-        figures |= _ratio_extremes(log_prob.detach() - old_log_prob, part.mask)
+        if old_log_prob is not None:
+            figures |= _ratio_extremes(log_prob.detach() - old_log_prob, part.mask)
         return Share(loss, {name: figure.detach() for name, figure in figures.items()})
 
     def token_values(self, part: PackedMicroBatch) -> dict[str, Tensor]:
@@ -141,7 +143,9 @@ class PolicyObjective:
         }
         values = {name: self._rows(key, part) for name, key in columns.items() if key in self.batch}
         values["log-prob"] = log_prob
-        values["ratio"] = (log_prob - self._old_log_prob(part, log_prob)).exp()
+        old_log_prob = self._old_log_prob(part, log_prob)
+        if old_log_prob is not None:
+            values["ratio"] = (log_prob - old_log_prob).exp()
         return {
             name: value.masked_fill(~(part.mask | part.extra_mask if name == "log-prob" else part.mask), 0.0)
             for name, value in values.items()
@@ -200,8 +204,8 @@ class PolicyObjective:
             terms.append(("actor/echo_loss", config["echo_coeff"], echo))
         return terms
 
-    def _old_log_prob(self, part: PackedMicroBatch, log_prob: Tensor) -> Tensor:
-        return log_prob.detach() if self.on_policy else self._rows("old_log_probs", part)
+    def _old_log_prob(self, part: PackedMicroBatch, log_prob: Tensor) -> Tensor | None:
+        return log_prob.detach() if self.on_policy else self._rows_if_there("old_log_probs", part)
 
     def _rows(self, key: str, part: PackedMicroBatch) -> Tensor:
         return self.batch[key][part.rows].to(self.engine.device)

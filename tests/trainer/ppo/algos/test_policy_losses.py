@@ -173,7 +173,7 @@ def test_what_is_not_needed_need_not_be_computed():
     common = {"log_prob", "response_mask", "loss_agg_mode"}
     assert algos.policy_loss_inputs("sft") == common
     assert algos.policy_loss_inputs("gpg") == common | {"advantages"}
-    assert algos.policy_loss_inputs("distillation") == common | {"teacher_log_prob"}
+    assert algos.policy_loss_inputs("distillation") == common | {"old_log_prob", "teacher_log_prob"}
     vanilla = common | {"advantages", "old_log_prob", "config"}
     assert algos.policy_loss_inputs("vanilla") == vanilla
     assert algos.policy_loss_inputs("clip_cov") == vanilla | {"selection"}
@@ -197,13 +197,13 @@ def test_what_a_loss_needs_must_be_there(case, missing, name):
         replace(inputs, **{missing: None}).loss(case)
 
 
-def test_old_log_probs_are_only_a_metric_of_gpg_and_a_ratio_of_1_in_distillation():
-    inputs = LossBatch(*(torch.ones(1, 3) for _ in range(4)), None, torch.zeros(1, 3), None)
-    without = replace(inputs, old=None)
-    for case in ("gpg", "distillation"):
-        with_old, alone = inputs.loss(case), without.loss(case)
-        assert torch.equal(with_old[0], alone[0]) and torch.equal(with_old[2], alone[2])
-    assert "actor/ppo_kl" in inputs.loss("gpg")[1] and "actor/ppo_kl" not in without.loss("gpg")[1]
+def test_old_log_probs_are_only_a_metric_of_gpg():
+    generator = torch.Generator().manual_seed(4)
+    log_prob, old, advantages = torch.randn(3, 1, 5, generator=generator)
+    inputs = LossBatch(torch.ones(1, 5), log_prob, old, advantages, None, None, None)
+    with_old, alone = inputs.loss("gpg"), replace(inputs, old=None).loss("gpg")
+    assert torch.equal(with_old[0], alone[0]) and torch.equal(with_old[2], alone[2])
+    assert set(with_old[1]) - set(alone[1]) == {"actor/ppo_kl"} and with_old[1]["actor/ppo_kl"] != 0
 
 
 def test_unknown_names_are_errors_that_list_the_known_ones():
@@ -236,6 +236,8 @@ def test_a_users_own_loss_is_taken_by_its_import_path(tmp_path, monkeypatch):
     (tmp_path / "my_own_losses.py").write_text(
         "def squares(log_prob, response_mask, denominator):\n"
         "    return log_prob.square().sum() / denominator.num_tokens, {'actor/mine': log_prob.sum()}\n"
+        "def by_keyword(log_prob, *, teacher_log_prob, old_log_prob=None, **rest):\n"
+        "    raise NotImplementedError\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     path = "my_own_losses:squares"
@@ -250,4 +252,5 @@ def test_a_users_own_loss_is_taken_by_its_import_path(tmp_path, monkeypatch):
     )
     assert loss == 9 and metrics == {"actor/mine": torch.tensor(-12.0)}
     assert algos.policy_loss_inputs(path) == {"log_prob", "response_mask", "denominator"}
+    assert algos.policy_loss_inputs("my_own_losses:by_keyword") == {"log_prob", "teacher_log_prob"}
     assert algos.get_selection_fn(path) is None and not algos.vanishes_with_advantage(path)

@@ -20,7 +20,7 @@ def distillation_gradient(logits, teacher, sampler=None):
         "distillation",
         log_prob=log_probs,
         teacher_log_prob=teacher.log_softmax(-1).unsqueeze(0),
-        old_log_prob=None if sampler is None else probs.log(),
+        old_log_prob=probs.log(),
         response_mask=mask,
         loss_agg_mode="token-sum",
         config={},

@@ -49,7 +49,7 @@ def compute_policy_loss_gpg(
     """Group policy gradient (Chu et al. 2025, arXiv:2504.02546): loss = -A log pi, no ratio.
 
     The paper's factor for groups of equal rewards belongs to the advantages (adv_estimator gpg).
-    old_log_prob is used for the metric alone.
+    old_log_prob is used for the metric `actor/ppo_kl` alone, which is left out without it.
     """
     mask = response_mask.bool()
     log_prob = log_prob.masked_fill(~mask, 0.0)

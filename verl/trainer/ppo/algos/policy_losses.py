@@ -85,9 +85,14 @@ def vanishes_with_advantage(loss_mode: str) -> bool:
 
 
 def policy_loss_inputs(loss_mode: str) -> set[str]:
-    """Names of those arguments of `policy_loss` that the loss can't do without: what must be computed."""
+    """Names of those arguments of `policy_loss` that the loss can't do without: what must be computed. A
+    loss with a `select` function can't do without what that one takes.
+    """
     parameters = inspect.signature(get_policy_loss_fn(loss_mode)).parameters.values()
-    return {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    named = {
+        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
+    return named if get_selection_fn(loss_mode) is None else named | {"old_log_prob", "advantages"}
 
 
 def policy_loss(
@@ -109,6 +114,8 @@ def policy_loss(
 
     Args:
         log_prob, old_log_prob, advantages: [B, R] float32; response_mask: [B, R], 1 where the policy sampled.
+            old_log_prob is computed for losses that can't do without it (no default value); others get it
+            where it is there.
         config: the `actor_rollout_ref.actor` block. denominator: counts of the whole mini-batch.
         rollout_is_weights: [B, R] detached importance weights of `algorithm.rollout_correction`, if it is on.
         rollout_log_prob: [B, R], the rollout engine's own. teacher_log_prob: [B, R], for distillation.

@@ -28,11 +28,11 @@ def compute_policy_loss_sft(
 
 @register_policy_loss("distillation")
 def compute_policy_loss_distillation(
+    old_log_prob: Tensor,
     log_prob: Tensor,
     teacher_log_prob: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    old_log_prob: Tensor | None = None,
     rollout_is_weights: Tensor | None = None,
     denominator: LossDenominator | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -40,7 +40,7 @@ def compute_policy_loss_distillation(
     arXiv:2306.13649; Gu et al. 2023, arXiv:2306.08543).
 
     d = log pi - log teacher of the sampled token; loss = r sg[d]: importance sampling with the advantage -d.
-    sg: no gradient; r = pi / pi_old, 1 without old_log_prob. Its value is an unbiased estimate of each
+    sg: no gradient; r = pi / pi_old. Its value is an unbiased estimate of each
     token's KL in nats (k1), and its gradient r d grad log pi an unbiased one of the gradient of that KL,
     because sum pi d grad log pi = grad sum pi d (sum grad pi is 0). The estimators that are often put into a
     loss are not: the derivative of k1 itself is grad log pi, whose mean is 0, that of k3 is the gradient of
@@ -50,8 +50,7 @@ def compute_policy_loss_distillation(
     """
     mask = response_mask.bool()
     log_prob = log_prob.masked_fill(~mask, 0.0)
-    old = log_prob.detach() if old_log_prob is None else old_log_prob.masked_fill(~mask, 0.0)
-    log_ratio = limited(log_prob - old)
+    log_ratio = limited(log_prob - old_log_prob.masked_fill(~mask, 0.0))
     difference = log_prob.detach() - teacher_log_prob.masked_fill(~mask, 0.0)
     return loss_and_metrics(
         difference * log_ratio.exp(),
