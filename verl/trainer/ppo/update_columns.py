@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
+from verl.trainer.ppo.core_algos import prompt_counts
 
 
 def add_prompt_counts(batch: DataProto, mini_batch_size: int) -> None:
@@ -14,18 +15,11 @@ def add_prompt_counts(batch: DataProto, mini_batch_size: int) -> None:
     Counted within mini-batch k, the rows [k*m, (k+1)*m) for m = `mini_batch_size`: what prompt-mean divides
     by.
     """
-    tokens = batch.tensors["response_mask"].sum(-1)
-    totals = torch.zeros_like(tokens)
-    rows = torch.zeros_like(tokens)
-    uids = batch.non_tensor_batch["uid"]
-    for start in range(0, len(batch), mini_batch_size):
-        members: dict[str, list[int]] = {}
-        for row in range(start, min(start + mini_batch_size, len(batch))):
-            members.setdefault(uids[row], []).append(row)
-        for same in members.values():
-            totals[same] = tokens[same].sum()
-            rows[same] = (tokens[same] > 0).sum()
-    batch.tensors["prompt_tokens"], batch.tensors["prompt_rows"] = totals, rows
+    mask, uids = batch.tensors["response_mask"], batch.non_tensor_batch["uid"]
+    mini_batches = [slice(start, start + mini_batch_size) for start in range(0, len(batch), mini_batch_size)]
+    counts = [prompt_counts(mask[part], uids[part]) for part in mini_batches]
+    tokens, rows = (torch.cat(count) for count in zip(*counts, strict=True))
+    batch.tensors["prompt_tokens"], batch.tensors["prompt_rows"] = tokens, rows
 
 
 def observation_mask(batch: DataProto) -> Tensor:
