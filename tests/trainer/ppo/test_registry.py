@@ -1,4 +1,5 @@
 import pytest
+
 from verl.trainer.ppo import core_algos as algos
 from verl.trainer.ppo.algos.registry import Registry, call_with
 
