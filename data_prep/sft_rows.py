@@ -2,13 +2,13 @@
 
     python -m data_prep.sft_rows --seed 0 --out data/microworld/seed0
 
-    training questions of the world -> searches over its whole corpus -> sft_train.parquet, sft_val.parquet
+    seed -> many small worlds -> questions and searches in each -> sft_train.parquet, sft_val.parquet
 
 `--right-share` of them (0.8) are right throughout. The others are imperfect on purpose: a poor student's
 (`data_prep.demonstrations`), who often asks for the wrong thing and answers wrongly, so that a model learns
-the protocol here and searching well by reinforcement learning. Questions are about the training part of the
-world alone, and no name of its test part is in any trained text (documents may hold some: they are not
-trained).
+the protocol here and searching well by reinforcement learning. Each world gives a few rows only: from many
+rows about one world a tiny model learns its names by heart and forgets how to copy others. The worlds are of
+the kind that pretraining uses: no name in them is one that test questions are about.
 
 A row: segments [{text, trained}, ...] from the prompt to the answer; question, answer, hops, and whether the
 demonstration is right throughout.
@@ -22,37 +22,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data_prep.demonstrations import Demonstrator, Retriever, Sample
+from data_prep.demonstrations import Demonstrator, Sample
 from data_prep.files import write_parquet
-from data_prep.microworld import Question, draw_questions, evaluation_world
+from data_prep.microworld import Question, pretraining_world
 from data_prep.tiny_tokenizer import END_TOKEN
 
+FIRST_SEED = 500_000_000  # of the worlds: none that pretraining has seen
+ROWS_PER_WORLD = 10
 RIGHT_SHARE = 0.8
 SHARE_OF_2_HOPS = 0.5
 
 
 def demonstrations(seed: int, count: int, right_share: float) -> Iterator[dict[str, Any]]:
-    """`count` rows over questions of the world's training part, each question once; the same for a seed."""
-    train_part, test_part = evaluation_world(seed)
+    """`count` rows, the same for a seed."""
     rng = random.Random(f"demonstrations {seed}")
-    num_2_hops = round(count * SHARE_OF_2_HOPS)
-    questions = draw_questions(rng, train_part, 1, count - num_2_hops)
-    questions += draw_questions(rng, train_part, 2, num_2_hops)
-    rng.shuffle(questions)
-    student = Demonstrator(train_part, rng)
-    student.retriever = Retriever(train_part | test_part)
-    for question in questions:
+    for number in range(count):
+        if number % ROWS_PER_WORLD == 0:
+            world = pretraining_world(FIRST_SEED + seed * 1_000_000 + number)
+            student = Demonstrator(world, rng)
+        question = student.question(2 if rng.random() < SHARE_OF_2_HOPS else 1)
         right = rng.random() < right_share
-        sample = student.search(question, right)
-        while names_any(sample, test_part):  # a poor student may go on from a document of the other part
-            sample = student.search(question, right)
-        yield make_demonstration(question, sample, right)
-
-
-def names_any(sample: Sample, world: dict[str, Any]) -> bool:
-    """Whether the trained text of a sample has a name of this world in it."""
-    text = " ".join(piece for piece, trained in sample if trained)
-    return any(name in text for name in world)
+        yield make_demonstration(question, student.search(question, right), right)
 
 
 def make_demonstration(question: Question, sample: Sample, right: bool) -> dict[str, Any]:
@@ -79,8 +69,8 @@ def write_rows(seed: int, out: Path, num_train: int, num_val: int, right_share: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Demonstrations of searching in a microworld.")
-    parser.add_argument("--seed", type=int, default=0, help="which world, 0 to 999 (default 0)")
+    parser = argparse.ArgumentParser(description="Demonstrations of searching in microworlds.")
+    parser.add_argument("--seed", type=int, default=0, help="of everything random (default 0)")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--num-train", type=int, default=3000, help="rows to train on (default 3000)")
     parser.add_argument("--num-val", type=int, default=200, help="rows for the validation loss (default 200)")

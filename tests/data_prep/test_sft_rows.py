@@ -1,10 +1,12 @@
-"""Demonstrations for supervised training: the protocol over training questions, nothing of the test part."""
+"""Demonstrations for supervised training: the protocol in many small worlds, nothing of any test part."""
+
+import re
 
 import pandas as pd
 import pytest
 
 from data_prep.microworld import evaluation_world
-from data_prep.sft_rows import demonstrations, names_any, write_rows
+from data_prep.sft_rows import demonstrations, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -16,9 +18,9 @@ def trained(row):
     return [piece["text"] for piece in row["segments"] if piece["trained"]]
 
 
-def test_the_same_seed_gives_the_same_rows_and_each_question_once(rows):
+def test_the_same_seed_gives_the_same_rows_and_another_others(rows):
     assert list(demonstrations(5, 300, right_share=0.3)) == rows
-    assert len({row["question"] for row in rows}) == len(rows)
+    assert len({row["question"] for row in rows}) > 0.98 * len(rows)
     assert [row["question"] for row in demonstrations(6, 3, 0.3)] != [row["question"] for row in rows[:3]]
 
 
@@ -32,12 +34,15 @@ def test_a_row_is_a_rollout_from_the_prompt_to_the_answer(rows):
             assert not observation["trained"] and observation["text"].startswith("\n\n<information>")
 
 
-def test_questions_and_trained_text_are_of_the_training_part_alone(rows):
-    train_part, test_part = evaluation_world(5)
-    for row in rows:
-        text = [(piece, True) for piece in [row["question"], *trained(row)]]
-        assert not names_any(text, test_part)
-        assert names_any(text[:1], train_part)
+def test_no_article_is_about_a_name_that_is_held_out_for_tests(rows):
+    titles = {
+        title
+        for row in rows
+        for piece in row["segments"]
+        for title in re.findall(r'\(Title: "(.*?)"\)', piece["text"])
+    }
+    assert len(titles) > 300
+    assert not titles & {name for seed in range(5) for name in evaluation_world(seed)[1]}
 
 
 def test_the_share_that_is_right_throughout_is_and_most_others_are_not(rows):
