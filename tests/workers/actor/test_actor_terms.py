@@ -70,6 +70,25 @@ def test_the_optimizer_steps_on_zeros_when_no_row_has_an_advantage(model_path, m
     assert all(torch.equal(p, q) for p, q in zip(*weights, strict=True))
 
 
+@pytest.mark.parametrize("loss_mode", ["vanilla", "kl_cov"])
+def test_passes_that_a_rank_makes_only_because_others_need_more_leave_nothing_behind(
+    factory, monkeypatch, loss_mode
+):
+    batch = full_batch()
+    batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"]
+    settings = {"policy_loss__loss_mode": loss_mode, "policy_loss__kl_cov_ratio": 0.2}
+    metrics, gradient = factory.update(batch, SPLITS["rows of 1"], **settings)
+
+    def one_more(values, op):
+        """Numbers of micro-batches are whole, what else is reduced is not."""
+        return [v + 1 if isinstance(v, int) and op == "max" else v for v in values]
+
+    monkeypatch.setattr(factory.engine, "reduce", one_more)
+    more_metrics, more_gradient = factory.update(batch, SPLITS["rows of 1"], **settings)
+    assert more_metrics == pytest.approx(metrics) and "rollout_corr/kl" in metrics
+    assert all(torch.equal(more_gradient[name], gradient[name]) for name in gradient)
+
+
 @pytest.mark.parametrize(
     "setting",
     [

@@ -106,7 +106,7 @@ class PolicyObjective:
     def share(self, part: PackedMicroBatch) -> Share:
         """The micro-batch's share of the loss and of the metrics."""
         log_prob, entropy = self._forward(part)
-        if self.first_log_probs is not None:
+        if self.first_log_probs is not None and len(part.cells):
             self.first_log_probs[part.rows] = log_prob.detach().cpu()
         old_log_prob = self._old_log_prob(part, log_prob)
         loss, figures = policy_loss(
@@ -157,7 +157,9 @@ class PolicyObjective:
         batch, rows = self.batch, self.mini_batch.rows
         log_prob = torch.zeros(batch["response_mask"].shape)
         for part in micro_batches(batch, rows, self.engine, self.limits)[1]:
-            log_prob[part.rows] = self._forward(part)[0].cpu()
+            of_part = self._forward(part)[0].cpu()
+            if len(part.cells):  # else the pass is for other ranks, and the row is any
+                log_prob[part.rows] = of_part
         old_log_prob = log_prob if self.on_policy else batch["old_log_probs"]
         selection = torch.zeros(log_prob.shape, dtype=torch.bool)
         selection[rows] = select_over_ranks(
