@@ -63,8 +63,8 @@ def main(task: GrpoTask) -> None:
         steps = Steps(task)
         log_step = trainer.recorder.log_step
 
-        def note_step(state: Any, metrics: dict[str, float], batch: Any, tokenizer: Any) -> None:
-            log_step(state, metrics, batch, tokenizer)
+        def note_step(state: Any, metrics: dict[str, float], batch: Any, *others: Any) -> None:
+            log_step(state, metrics, batch, *others)
             tokens = batch.tensors["attention_mask"].sum() / len(batch)
             em = float(np.mean(batch.non_tensor_batch["em"].astype(float)))
             steps.add(em, metrics["response_length/mean"], float(tokens))
