@@ -64,9 +64,11 @@ def baseline_keys(batch: DataProto) -> list[str]:
 
 
 def reward_components(batch: DataProto, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """name -> [N] float32, numbers that the reward function returned (`algorithm.gdpo_reward_keys`)."""
+    """name -> [N] float32, numbers that the reward function returned (`algorithm.gdpo_reward_keys`); NaN for
+    rows without a token, which no estimator looks at.
+    """
     columns = {name: values_named(batch, name, "algorithm.gdpo_reward_keys") for name in names}
-    return {name: torch.from_numpy(values).float().nan_to_num() for name, values in columns.items()}
+    return {name: torch.from_numpy(values).float() for name, values in columns.items()}
 
 
 def turn_ids(batch: DataProto) -> Tensor:
