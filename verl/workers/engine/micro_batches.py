@@ -123,24 +123,3 @@ def shuffled(num_rows: int, seed: int, training_step: int, epoch: int) -> list[i
     """A permutation that depends on nothing but the arguments, so that a resumed run draws it again."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + training_step) * 1_009 + epoch)
     return torch.randperm(num_rows, generator=generator).tolist()
-
-
-class Averages:
-    """Means, minima and maxima of figures over the updates of a training step."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, list[float]] = {}
-
-    def add(self, figures: Mapping[str, float]) -> None:
-        for name, value in figures.items():
-            self._values.setdefault(name, []).append(value)
-
-    def result(self) -> dict[str, float]:
-        """`*/min` is the least, `*/max` the greatest, anything else the mean of what was added."""
-        reducers = {"min": min, "max": max}
-        return {
-            name: reducers[name.rsplit("/", 1)[-1]](values)
-            if name.rsplit("/", 1)[-1] in reducers
-            else sum(values) / len(values)
-            for name, values in self._values.items()
-        }

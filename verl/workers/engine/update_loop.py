@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from statistics import fmean
 from typing import Any, Generic, NamedTuple, Protocol
 
 import numpy as np
@@ -27,7 +28,6 @@ from verl.trainer.ppo.algos.aggregation import LossDenominator, denominator_coun
 from verl.utils.packing import PackedMicroBatch
 from verl.workers.engine.engine import Module, TrainEngine
 from verl.workers.engine.micro_batches import (
-    Averages,
     MicroBatchLimits,
     micro_batches,
     mini_batches,
@@ -124,7 +124,7 @@ class UpdateLoop(Generic[Module]):
             data: this rank's rows; meta_info `mini_batch_rows` says how many make a mini-batch (else as
                 configured), and `uid` names them in the log. batch: its tensors.
         """
-        engine, averages, num_skipped = self.engine, Averages(), 0
+        engine, averages, num_skipped = self.engine, _Averages(), 0
         with engine.loaded(optimizer=True):
             for mini_batch in self._mini_batches(batch, self._rows_of_mini_batch(data)):
                 objective = objective_of(mini_batch)
@@ -245,6 +245,22 @@ class _Figures:
             reduced = [float(getattr(torch.stack(self._shares[name]), op)()) for name in names]
             totals |= dict(zip(names, engine.reduce(reduced, op), strict=True))
         return totals
+
+
+class _Averages:
+    """Figures of a training step, from those of its optimizer steps."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = {}
+
+    def add(self, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._values.setdefault(name, []).append(value)
+
+    def result(self) -> dict[str, float]:
+        """`*/min` is the least, `*/max` the greatest, anything else the mean of what was added."""
+        over_steps: dict[str, Callable[[list[float]], float]] = {"min": min, "max": max, "sum": fmean}
+        return {name: over_steps[_op(name)](values) for name, values in self._values.items()}
 
 
 def _op(name: str) -> str:
