@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from verl.utils.packing import PackedMicroBatch
 from verl.workers.engine.engine import TrainEngine
@@ -80,7 +81,7 @@ def _first_gradient(
 
 
 def _is_finite(gradient: torch.Tensor) -> bool:
-    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     return bool(local.isfinite().all())
 
 

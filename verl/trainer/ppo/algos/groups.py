@@ -5,7 +5,8 @@ advantage, and the returns are the same numbers. Three rules hold for all of the
 
 - rows without a sampled token count nowhere;
 - a group whose scores are all equal has advantages of exactly 0 (before a normalisation over the batch);
-- a row that is alone in its group has nothing to be compared with: its score is its advantage, as in verl.
+- a row that is alone in its group has nothing to be compared with: its score is its advantage, as in verl
+  (whose grpo_passk refuses such a group).
 """
 
 from __future__ import annotations
