@@ -34,7 +34,7 @@ stop_all() {    # what this script has started; the run first, which still searc
 
 wait_for_server() {    # log -> RETRIEVER_URL, when the server is ready; fails when it has ended
     while kill -0 "$SERVER_PID" 2>/dev/null; do
-        RETRIEVER_URL="$(sed -n 's/^retrieval server on //p' "$1")"
+        RETRIEVER_URL="$(sed -n 's/^retrieval server on //p' "$1" 2>/dev/null)"    # at first there is no log
         [ -n "$RETRIEVER_URL" ] && "$PYTHON" - "${RETRIEVER_URL%/retrieve}/health" <<'PY' && return 0
 import json, sys, urllib.request
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -87,7 +87,7 @@ TINY_GRPO=(
 )
 TINY_SFT=(
     data.train_batch_size=8 data.max_length=768 optim.lr=3e-3 optim.weight_decay=0
-    trainer.total_epochs=1 trainer.test_freq=100 trainer.save_freq=100
+    trainer.total_epochs=1 trainer.save_freq=100
 )
 TINY_PPO=(
     data.train_batch_size=128 actor_rollout_ref.rollout.n_agent=1 trainer.total_training_steps=100
@@ -108,7 +108,7 @@ MODEL_SETTINGS=(
 )
 MODEL_SFT=(
     data.train_batch_size=128 data.max_length=4096 optim.lr=1e-5
-    model.enable_gradient_checkpointing=true trainer.total_epochs=2 trainer.test_freq=50 trainer.save_freq=100
+    model.enable_gradient_checkpointing=true trainer.total_epochs=2 trainer.save_freq=100
 )
 MODEL_GRPO=(
     actor_rollout_ref.rollout.n_agent=5 actor_rollout_ref.actor.use_kl_loss=true
@@ -163,7 +163,10 @@ start_search() {    # run folder -> RETRIEVER_URL of a server on DATA_DIR's corp
 
 sft_overrides() {    # model -> overrides, one a line
     quoted data.train_files "$DATA_DIR/sft_train.parquet" && echo
-    [ ! -f "$DATA_DIR/sft_val.parquet" ] || { quoted data.val_files "$DATA_DIR/sft_val.parquet" && echo; }
+    if [ -f "$DATA_DIR/sft_val.parquet" ]; then
+        quoted data.val_files "$DATA_DIR/sft_val.parquet" && echo
+        echo trainer.test_freq=100
+    fi
     quoted model.partial_pretrain "$1" && echo
     echo data.segments_key=segments
 }

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from verl.trainer.config.loading import load_config
-from verl.trainer.config.sft_keys import load_sft_config
+from verl.trainer.config.sft_keys import load_sft_config, validate_sft
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = """
@@ -143,6 +143,7 @@ def test_supervised_training_makes_demonstrations_and_starts_no_server(repositor
     config = load_sft_config(note(repository, "fsdp_sft_trainer")[1])
     assert config.data.train_files == "data/microworld/seed4/sft_train.parquet"
     assert config.data.val_files == "data/microworld/seed4/sft_val.parquet"
+    assert config.trainer.test_freq > 0
     assert config.model.partial_pretrain == "data_prep/base_model_plain"
     assert (config.trainer.seed, config.trainer.save_freq, config.data.segments_key) == (4, 7, "segments")
     run_dir = "verl_checkpoints/microworld-seed4-base_model_plain-sft-seed4"
@@ -157,6 +158,7 @@ def test_supervised_training_on_rows_of_ones_own(repository, tmp_path):
     variables = {"DATA_DIR": str(tmp_path), "BASE_MODEL": "Qwen/Qwen2.5-3B"}
     assert run(repository, script="train_sft.sh", **variables) == (0, "")
     config = load_sft_config(note(repository, "fsdp_sft_trainer")[1])
+    validate_sft(config)
     assert config.data.val_files is None and config.model.partial_pretrain == "Qwen/Qwen2.5-3B"
     assert config.data.max_length == 4096 and config.model.enable_gradient_checkpointing
 
