@@ -54,7 +54,9 @@ class PolicyModel(nn.Module):
         with_entropy: bool,
         with_sum_pi_squared: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(log_probs, entropy, sum_pi_squared), all [L] float32; see `linear_log_prob`."""
+        """(log_probs, entropy, sum_pi_squared), all [U] float32, one for each distinct loss token; see
+        `linear_log_prob`.
+        """
         hidden = _hidden_states(self.model.base_model, micro_batch)
         weight = self.model.get_output_embeddings().weight
         labels = micro_batch.labels
@@ -77,14 +79,14 @@ class ValueModel(nn.Module):
             self.value_head.weight.copy_(initial)
 
     def forward(self, micro_batch: PackedMicroBatch) -> Tensor:
-        """values [L] float32."""
+        """values [U] float32, one for each distinct loss token."""
         hidden = _hidden_states(self.model, micro_batch)
         values = self.value_head(hidden.to(self.value_head.weight.dtype))
         return values.squeeze(-1).float().clone()  # no view: FSDP2 hooks on to what is returned
 
 
 def _hidden_states(backbone: nn.Module, micro_batch: PackedMicroBatch) -> Tensor:
-    """Hidden states [L, D] that predict the loss tokens."""
+    """Hidden states [U, D] that predict the distinct loss tokens."""
     output = backbone(
         input_ids=micro_batch.input_ids,
         position_ids=micro_batch.position_ids,

@@ -61,7 +61,7 @@ class LossDenominator:
     Attributes:
         num_tokens: sampled tokens. num_sequences: rows with at least one.
         scale_factor: constant that seq-mean-token-sum-norm divides by (`actor.loss_scale_factor`); None: the
-            width R of the losses.
+            width R of the losses, that of the step's longest response (verl pads all steps to one width).
         num_prompts: uids with a sampled token; tokens_of_prompt: [B], for each row the sampled tokens of all
             rows of the mini-batch with its uid. Both for prompt-mean only.
 
