@@ -50,6 +50,21 @@ def test_values_and_gradients_equal_the_full_logits_ones(problem, chunk_rows, te
         torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
 
 
+def test_a_frozen_head_changes_no_gradient_and_costs_none(problem, monkeypatch):
+    hidden, weight, labels, _ = (x.float() if x.is_floating_point() else x for x in problem)
+    hidden_gradients, made = [], []
+    zeros_like = torch.zeros_like
+    for trained in (True, False):
+        leaf, head = hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained)
+        log_probs, entropy, _ = linear_log_prob(leaf, head, labels, chunk_rows=4)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "zeros_like", lambda x, **kw: made.append(x.shape) or zeros_like(x, **kw))
+            (log_probs + entropy).sum().backward()
+        hidden_gradients.append(leaf.grad)
+        assert made == [weight.shape]  # by the first pass alone
+    assert torch.equal(*hidden_gradients)
+
+
 def test_chunks_do_not_change_the_values(problem):
     hidden, weight, labels, _ = (x.float() if x.is_floating_point() else x for x in problem)
     whole = linear_log_prob(hidden, weight, labels, chunk_rows=L)

@@ -67,7 +67,7 @@ class _LinearLogProb(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         hidden, weight, labels, entropy, kept = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for part in _chunks(len(hidden), ctx.rows):
             log_p = _log_softmax(hidden[part], weight, ctx.temperature) if kept is None else kept
             p = log_p.exp()
@@ -83,11 +83,14 @@ class _LinearLogProb(torch.autograd.Function):
                 grad_logits.mul_(1.0 / ctx.temperature)
             grad_logits = grad_logits.to(weight.dtype)
             grad_hidden[part] = grad_logits @ weight
+            if grad_weight is None:  # a frozen head, beside LoRA adapters
+                continue
             if grad_weight.dtype == weight.dtype:
                 grad_weight.addmm_(grad_logits.t(), hidden[part])
             else:
                 grad_weight += grad_logits.t() @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _chunks(num_rows: int, rows: int) -> Iterator[slice]:
