@@ -11,14 +11,13 @@ The model in the end is a Hugging Face folder, ready for reinforcement learning:
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from verl.trainer.config.loading import parse_arguments
 from verl.trainer.config.sft_keys import CONFIG_NAME, TABLES, resolve, validate_sft
 from verl.trainer.placement import place, start_ray
 from verl.trainer.ppo.batching import arrange_for_workers
-from verl.trainer.ppo.run_state import STATE_FILE, CheckpointStore, RunStopped
+from verl.trainer.ppo.run_state import CheckpointStore, RunStopped, load_state, save_state
 from verl.utils.dataset.rl_dataset import PromptSampler
 from verl.utils.dataset.sft_dataset import SFTDataset
 from verl.utils.records.loss_recorder import LossRecorder
@@ -57,13 +56,6 @@ class SFTState:
     trained_tokens: int = 0
     tokens: int = 0
     losses: dict[str, float] = field(default_factory=dict)
-
-    def save(self, folder: Path) -> None:
-        (folder / STATE_FILE).write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
-
-    @classmethod
-    def load(cls, folder: Path) -> SFTState:
-        return cls(**json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
 
 
 class FSDPSFTTrainer:
@@ -200,10 +192,10 @@ class FSDPSFTTrainer:
         self.checkpoints.remove_incomplete()
         if folder is not None:
             try:
-                self.state = SFTState.load(folder)
+                self.state = load_state(SFTState, folder)
                 self.sampler.load_state_dict(self.state.sampler)
                 self.workers.load_checkpoint(str(folder / WORKER))
-            except (ValueError, TypeError) as error:  # TypeError: the state of another program's run
+            except ValueError as error:
                 raise RunStopped(f"{folder}: {error}") from error
             for left_behind in self.checkpoints.set_aside_after(self.state.step):
                 print(f"a checkpoint of a later step is now {left_behind}")
@@ -215,7 +207,7 @@ class FSDPSFTTrainer:
         self.state.sampler = self.sampler.state_dict()
         with self.checkpoints.writing(self.state.step) as folder:
             self.workers.save_checkpoint(str(folder / WORKER))
-            self.state.save(folder)
+            save_state(self.state, folder)
 
     def _export(self) -> Path:
         """`<run folder>/huggingface`: the last checkpoint's model, the same files under a second name."""

@@ -2,7 +2,8 @@
 
 import pytest
 
-from verl.trainer.ppo.run_state import CheckpointStore, RunState
+from verl.trainer.fsdp_sft_trainer import SFTState
+from verl.trainer.ppo.run_state import CheckpointStore, RunState, load_state, save_state
 
 
 def write(store: CheckpointStore, step: int) -> None:
@@ -50,6 +51,13 @@ def test_the_state_comes_back_as_it_was(tmp_path):
     state.validation["before"] = {"greedy": {"em": 0.1}}
     state.save(tmp_path)
     assert RunState.load(tmp_path) == state
+
+
+def test_the_state_of_another_programs_run_is_refused_in_words(tmp_path):
+    save_state(SFTState(step=7), tmp_path)
+    with pytest.raises(ValueError, match="run_state.json holds losses, .*another program .* huggingface"):
+        RunState.load(tmp_path)
+    assert load_state(SFTState, tmp_path).step == 7
 
 
 def test_resume_modes(tmp_path):

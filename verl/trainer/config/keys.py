@@ -180,8 +180,8 @@ READ_IN: dict[str, str] = {
     **_under(
         "actor_rollout_ref.model",
         {
-            f"{_LOADING}:_load": ("external_lib", "enable_gradient_checkpointing"),
-            f"{_LOADING}:load_hf_config": ("override_config", "trust_remote_code"),
+            f"{_LOADING}:_load": ("enable_gradient_checkpointing",),
+            f"{_LOADING}:load_hf_config": ("external_lib", "override_config", "trust_remote_code"),
             f"{_WORKERS}:ActorRolloutRefWorker.init_model": ("path",),
             f"{_WORKERS}:ActorRolloutRefWorker._limits": ("use_remove_padding",),
             f"{_LORA}:adapter_config": (*_LORA_KEYS, "lora_adapter_path"),
@@ -269,8 +269,12 @@ READ_IN: dict[str, str] = {
             f"{_VALUE_OBJECTIVE}.share": ("cliprange_value", "loss_agg_mode"),
             f"{_WORKERS}:CriticWorker.init_model": ("grad_clip", "model.use_remove_padding"),
             f"{_LOADING}:_source": ("model.path",),
-            f"{_LOADING}:_load": ("model.external_lib", "model.enable_gradient_checkpointing"),
-            f"{_LOADING}:load_hf_config": ("model.override_config", "model.trust_remote_code"),
+            f"{_LOADING}:_load": ("model.enable_gradient_checkpointing",),
+            f"{_LOADING}:load_hf_config": (
+                "model.external_lib",
+                "model.override_config",
+                "model.trust_remote_code",
+            ),
         },
     ),
     **_under("critic.model", {f"{_LORA}:adapter_config": _LORA_KEYS}),

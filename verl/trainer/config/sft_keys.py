@@ -114,8 +114,8 @@ _READERS: dict[str, tuple[str, ...]] = {
         "optim.warmup_steps_ratio",
         "trainer.resume_path",
     ),
-    f"{_LOADING}:_load": ("model.external_lib", "model.enable_gradient_checkpointing"),
-    f"{_LOADING}:load_hf_config": ("model.override_config", "model.trust_remote_code"),
+    f"{_LOADING}:_load": ("model.enable_gradient_checkpointing",),
+    f"{_LOADING}:load_hf_config": ("model.external_lib", "model.override_config", "model.trust_remote_code"),
     _LORA: (
         "model.lora_rank",
         "model.lora_alpha",

@@ -31,14 +31,16 @@ def attention_length_of(config: PretrainedConfig) -> float:
 
     Per token and layer the matrices of weights take 2 w operations (w: their elements), causal attention over
     n tokens 2 n h d (h heads of width d; half of 4 n h d): so n = w / (h d). Without embedding and head,
-    which see every token and only loss tokens.
+    which see every token and only loss tokens. A configuration that does not name the width of its layers'
+    inner matrices is taken to have the usual 4 times its own.
     """
     text = config.get_text_config()
     width, heads = text.hidden_size, text.num_attention_heads
     head_width = getattr(text, "head_dim", None) or width // heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
+    inner_width = getattr(text, "intermediate_size", None) or 4 * width
     attention = 2 * width * heads * head_width + 2 * width * key_heads * head_width
-    return (attention + 3 * width * text.intermediate_size) / (heads * head_width)
+    return (attention + 3 * width * inner_width) / (heads * head_width)
 
 
 def balanced_parts(

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -320,7 +322,7 @@ class RayPPOTrainer:
         limit = self.config.trainer.max_skipped_updates
         for name in ("actor", "critic"):
             count = metrics.get(f"{name}/num_skipped_in_a_row", 0)
-            if limit is not None and count >= limit:
+            if count >= limit:
                 raise RunStopped(
                     f"step {self.state.step}: {count:g} updates of the {name} in a row were skipped "
                     f"(trainer.max_skipped_updates={limit}), as loss or gradient was not finite. {reason}"
@@ -341,11 +343,15 @@ class RayPPOTrainer:
             add_prompt_counts(batch, size)
         if block is self.config.actor_rollout_ref.actor and block.echo_coeff:
             batch.tensors["observation_mask"] = observation_mask(batch)
-        cost_scale = 1.0 if world_size == 1 else attention_length(self.config.actor_rollout_ref.model)
-        arranged, tokens = arrange_for_workers(batch, world_size, size, cost_scale)
+        arranged, tokens = arrange_for_workers(batch, world_size, size, self._attention_length)
         arranged = arranged.select(non_tensor_batch_keys=["uid"])  # its meta_info is not the batch's
         arranged.meta_info["mini_batch_rows"] = -(-size // world_size)
         return arranged, tokens
+
+    @cached_property
+    def _attention_length(self) -> float:
+        """See `balancing`. Read once, as the model's configuration may be on another machine."""
+        return attention_length(self.config.actor_rollout_ref.model)
 
     # ----------------------------------------------------------------- measuring
 
@@ -394,6 +400,18 @@ class RayPPOTrainer:
             self.state.save(folder)
         return {"save_checkpoint": time.perf_counter() - started}
 
+    def _load_checkpoint(self, folder: Path) -> None:
+        """Put everything where the checkpoint in `folder` left it. ValueError if it is of another run."""
+        self.state = RunState.load(folder)
+        self.sampler.load_state_dict(self.state.sampler)
+        self.collector.load(folder)
+        self.kl_controller.load_state_dict(self.state.kl_controller)
+        self.running_baseline.load_state_dict(self.state.running_baseline)
+        self.health.load_state_dict(self.state.health)
+        self.actor_rollout_wg.load_checkpoint(str(folder / "actor"))
+        if self.passes.values:
+            self.critic_wg.load_checkpoint(str(folder / "critic"))
+
     def _resume(self) -> None:
         """Take up the checkpoint that `trainer.resume_mode` asks for; cut the records back to its step."""
         folder = self.resume_folder
@@ -402,18 +420,10 @@ class RayPPOTrainer:
             self.checkpoints.lock()
         self.checkpoints.remove_incomplete()
         if folder is not None:
-            self.state = RunState.load(folder)
             try:
-                self.sampler.load_state_dict(self.state.sampler)
-                self.collector.load(folder)
+                self._load_checkpoint(folder)
             except ValueError as error:
                 raise RunStopped(f"{folder}: {error}") from error
-            self.kl_controller.load_state_dict(self.state.kl_controller)
-            self.running_baseline.load_state_dict(self.state.running_baseline)
-            self.health.load_state_dict(self.state.health)
-            self.actor_rollout_wg.load_checkpoint(str(folder / "actor"))
-            if self.passes.values:
-                self.critic_wg.load_checkpoint(str(folder / "critic"))
             for left_behind in self.checkpoints.set_aside_after(self.state.step):
                 print(f"a checkpoint of a later step is now {left_behind}")
         self.recorder.start(self.state, resumed_from=folder)

@@ -20,9 +20,14 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+State = TypeVar("State", bound="DataclassInstance")
 
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
 STATE_FILE = "run_state.json"
@@ -71,11 +76,29 @@ class RunState:
             self.seconds_by_phase[phase] = self.seconds_by_phase.get(phase, 0.0) + seconds
 
     def save(self, folder: Path) -> None:
-        (folder / STATE_FILE).write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        save_state(self, folder)
 
     @classmethod
     def load(cls, folder: Path) -> RunState:
-        return cls(**json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
+        return load_state(cls, folder)
+
+
+def save_state(state: DataclassInstance, folder: Path) -> None:
+    """Writes a run's position and totals into a checkpoint's folder."""
+    (folder / STATE_FILE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
+
+
+def load_state(kind: type[State], folder: Path) -> State:
+    """What `save_state` wrote. ValueError if it is of another program's run, or of another version's."""
+    found = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    names = {field.name for field in fields(kind)}
+    if found.keys() != names:
+        raise ValueError(
+            f"{STATE_FILE} holds {', '.join(sorted(found))}; expected {', '.join(sorted(names))}. The "
+            "checkpoint is of another program (supervised or reinforcement learning) or of another version; "
+            "start from its model instead: the folder huggingface inside of it."
+        )
+    return kind(**found)
 
 
 class CheckpointStore:

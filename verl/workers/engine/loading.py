@@ -126,7 +126,12 @@ def load_value_model(model_config: Mapping[str, Any], dtype: torch.dtype) -> Val
 
 
 def load_hf_config(model_config: Mapping[str, Any]) -> PretrainedConfig:
-    """The model's configuration with `override_config` on top; clear errors for a bad folder or key."""
+    """The model's configuration with `override_config` on top; clear errors for a bad folder or key.
+
+    `external_lib` is imported first: it may be what registers the configuration's class.
+    """
+    if model_config.get("external_lib"):
+        importlib.import_module(model_config["external_lib"])
     source = _source(model_config)
     try:
         config = AutoConfig.from_pretrained(
@@ -168,8 +173,6 @@ def _source(model_config: Mapping[str, Any]) -> str:
 def _load(
     model_config: Mapping[str, Any], auto_class: Any, dtype: torch.dtype, with_adapters: bool = True
 ) -> tuple[PreTrainedModel, Adapters | None]:
-    if model_config.get("external_lib"):
-        importlib.import_module(model_config["external_lib"])
     config = load_hf_config(model_config)
     with_adapters = with_adapters and wants_adapters(model_config)
     if with_adapters:
