@@ -104,6 +104,22 @@ def test_of_a_few_tokens_one_is_chosen_and_of_none_none(loss_mode):
 
 
 @pytest.mark.parametrize("loss_mode", LOSSES)
+def test_of_equal_tokens_in_one_column_the_shortest_rows_comes_first_wherever_it_stands(loss_mode):
+    """Rows that begin alike and end with the same score: their tokens differ in nothing but the row."""
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]])
+    log_prob = torch.tensor([[-3.0, -1.0, -1.0, -1.0]]).expand(4, 4).clone()
+    advantages = torch.tensor([[-1.0], [-1.0], [-1.0], [2.0]]).expand(4, 4).clone()
+    config = actor_config(policy_loss__kl_cov_ratio=0.1, policy_loss__clip_cov_ratio=0.1)
+    inputs = LossBatch(mask, log_prob, log_prob, advantages, None, log_prob, mask.bool())
+    wanted = select(loss_mode, inputs, config=config)
+    assert wanted.sum() == 1
+    if loss_mode == "kl_cov":
+        assert wanted[1, 0]
+    for order in ([3, 2, 1, 0], [1, 0, 3, 2], [2, 3, 0, 1]):
+        assert torch.equal(select(loss_mode, inputs.rows(order), config=config), wanted[order])
+
+
+@pytest.mark.parametrize("loss_mode", LOSSES)
 def test_equal_tokens_are_told_apart_by_their_column(loss_mode):
     log_prob = torch.tensor([[-1.0, -1.0, -9.0, -9.0], [-1.0, -1.0, -9.0, -9.0]])
     mask = torch.ones(2, 4)

@@ -4,7 +4,9 @@ are held back (Cui et al. 2025, arXiv:2505.22617). Which tokens is a matter of t
     all rows of the mini-batch --select_*--> bool [N, R] --its rows, as `selection`--> loss of a micro-batch
 
 cov = (A - mean A) (log pi - mean log pi), both means over all sampled tokens of the mini-batch, in float64.
-Tokens are told apart by cov, then by column: where the rows stand has no influence.
+Tokens are told apart by cov, then by column, then by the length of their row: where the rows stand has no
+influence. (Rows of a prompt that begin alike have equal tokens there; in the loss they differ at most by the
+weight that their row's length gives them.)
 """
 
 from __future__ import annotations
@@ -30,9 +32,13 @@ def _covariances(log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     return (spread[0] * spread[1]).masked_fill(~mask, -math.inf)
 
 
-def _by_covariance(candidates: Tensor, covariances: Tensor) -> Tensor:
-    """Flat indices of the candidates [N, R], greatest covariance first, then leftmost column."""
-    columns, rows = candidates.T.nonzero(as_tuple=True)
+def _by_covariance(candidates: Tensor, covariances: Tensor, mask: Tensor) -> Tensor:
+    """Flat indices of the candidates [N, R], greatest covariance first, then leftmost column, then the row
+    with the fewest sampled tokens.
+    """
+    by_length = mask.sum(dim=-1).argsort(stable=True)
+    columns, places = candidates[by_length].T.nonzero(as_tuple=True)
+    rows = by_length[places]
     order = covariances[rows, columns].argsort(descending=True, stable=True)
     return (rows * candidates.shape[1] + columns)[order]
 
@@ -66,7 +72,7 @@ def select_clip_cov(
     )
     covariances = _covariances(log_prob, advantages, mask)
     within = (covariances > settings["clip_cov_lb"]) & (covariances < settings["clip_cov_ub"])
-    indices = _by_covariance(within & mask & ~is_clipped, covariances)
+    indices = _by_covariance(within & mask & ~is_clipped, covariances, mask)
     drawn = torch.randperm(len(indices), generator=torch.Generator().manual_seed(seed))
     drawn = drawn[: _count(settings["clip_cov_ratio"], mask)]
     return _at(indices[drawn.to(indices.device)], mask)
@@ -84,7 +90,7 @@ def select_kl_cov(
     `SelectFn`.
     """
     mask = response_mask.bool()
-    indices = _by_covariance(mask, _covariances(log_prob, advantages, mask))
+    indices = _by_covariance(mask, _covariances(log_prob, advantages, mask), mask)
     return _at(indices[: _count(config["policy_loss"]["kl_cov_ratio"], mask)], mask)
 
 
