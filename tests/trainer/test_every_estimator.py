@@ -22,7 +22,7 @@ CASES = {
     "reinforce_plus_plus_baseline": KL_IN_REWARD,
     "remax": KL_IN_REWARD,
     "opo": KL_IN_REWARD,
-    "gpg": KL_IN_REWARD,
+    "gpg": {"actor_rollout_ref__actor__policy_loss__loss_mode": "gpg"},  # nothing reads old log-probs
     "gdpo": {"algorithm__gdpo_reward_keys": "[short,searched]"},
     "maxrl": {},
     "rae": KL_IN_REWARD,
@@ -58,5 +58,7 @@ def test_two_steps_with_several_mini_batches(world, url, tmp_path, estimator):
         assert ("critic/vf_loss" in row) == (estimator == "gae")
         assert ("critic/kl" in row) == ("algorithm__kl_ctrl__kl_coef" in CASES[estimator])
         assert ("remax/baseline" in row) == (estimator == "remax")
+        has_ratio = estimator != "gpg"
+        assert ("timing_s/old_log_prob" in row) == ("actor/ratio/max" in row) == has_ratio
     if "critic/kl" in rows[0]:
         assert rows[0]["critic/kl"] == pytest.approx(0, abs=1e-4)  # the policy still is the reference
