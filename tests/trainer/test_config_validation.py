@@ -188,6 +188,12 @@ def test_the_local_backend_has_one_process(good):
         check([*good, "trainer.backend=local", "trainer.n_gpus_per_node=2"])
 
 
+def test_a_teacher_is_a_model(good):
+    distillation = [*good, "actor_rollout_ref.actor.policy_loss.loss_mode=distillation"]
+    with pytest.raises(ValueError, match="no folder at actor_rollout_ref.teacher.path=/nope/teacher"):
+        check([*distillation, "actor_rollout_ref.teacher.path=/nope/teacher"])
+
+
 def test_validation_alone_looks_at_no_training_batch(good):
     check([*good, "+trainer.val_only=true", "data.train_batch_size=1"])
 

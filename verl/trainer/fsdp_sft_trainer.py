@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
 from verl.single_controller.factory import build_worker_groups
-from verl.trainer.config.loading import parse_arguments
+from verl.trainer.config.loading import absolute_folders, parse_arguments
 from verl.trainer.config.sft_keys import CONFIG_NAME, TABLES, resolve, validate_sft
 from verl.trainer.placement import place, start_ray
 from verl.trainer.ppo.batching import arrange_for_workers
@@ -245,8 +245,7 @@ def _link(source: str, target: str) -> None:
 def build_trainer(config: DictConfig) -> FSDPSFTTrainer:
     """Read and check all rows; no process is started and no model loaded yet. Raises ValueError."""
     model, data = config.model, config.data
-    if Path(model.partial_pretrain).is_dir():
-        model.partial_pretrain = str(Path(model.partial_pretrain).absolute())  # workers may be elsewhere
+    absolute_folders(config, ("model.partial_pretrain", "model.lora_adapter_path"))
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             model.partial_pretrain, trust_remote_code=model.trust_remote_code

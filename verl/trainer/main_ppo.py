@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from omegaconf import DictConfig
 from transformers import AutoTokenizer
@@ -22,6 +21,7 @@ from search_r1.llm_agent.trajectory import env_metrics
 from search_r1.search.client import API_KEY_VARIABLE, SearchError
 from verl.single_controller.base import ClassWithInitArgs
 from verl.trainer.config import parse_arguments, settings_without_effect, validate
+from verl.trainer.config.loading import absolute_folders
 from verl.trainer.placement import place, start_ray
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -45,9 +45,8 @@ def build_trainer(config: DictConfig, train_score: RewardFunction | None = None)
         The trainer: call `init_workers()`, `fit()`, and `shutdown()` whatever happens.
     """
     model = config.actor_rollout_ref.model
-    for block in (model, config.critic.model):
-        if block.path is not None and Path(block.path).is_dir():
-            block.path = str(Path(block.path).absolute())  # workers may have another working directory
+    folders = ("model.path", "model.lora_adapter_path", "teacher.path")
+    absolute_folders(config, [*(f"actor_rollout_ref.{key}" for key in folders), "critic.model.path"])
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except OSError as error:

@@ -80,3 +80,8 @@ def compares_answers(token_level_rewards, response_mask, index, values):
 def test_an_estimator_of_the_users_own_gets_what_it_names():
     passes = Passes.of(config_with(f"algorithm.adv_estimator={__name__}:compares_answers", NO_KL))
     assert passes.values and passes.compares_group and not passes.greedy_rollouts
+
+
+def test_a_run_that_only_validates_has_neither_critic_nor_reference():
+    passes = Passes.of(config_with("algorithm.adv_estimator=gae", "trainer.val_only=true"))
+    assert not passes.values and not passes.reference

@@ -112,6 +112,7 @@ def resolve(config: DictConfig) -> None:
             "data.extra_val_files",
             "actor_rollout_ref.model.path",
             "actor_rollout_ref.model.lora_adapter_path",
+            "actor_rollout_ref.teacher.path",
             "actor_rollout_ref.rollout.vllm.python",
             "critic.model.path",
             "critic.model.tokenizer_path",
@@ -227,6 +228,15 @@ def expand_paths(config: DictConfig, keys: Sequence[str]) -> None:
     """Fill in, in place, the home folder for `~` in the paths of these keys."""
     for key in keys:
         OmegaConf.update(config, key, _expand(OmegaConf.select(config, key)))
+
+
+def absolute_folders(config: DictConfig, keys: Sequence[str]) -> None:
+    """Make the folders of these keys absolute, in place: workers may have another working directory. What is
+    no folder here (null, a name on the hub) stays."""
+    for key in keys:
+        value = OmegaConf.select(config, key)
+        if value is not None and Path(value).is_dir():
+            OmegaConf.update(config, key, str(Path(value).absolute()))
 
 
 def _expand(value):

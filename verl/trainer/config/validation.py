@@ -316,8 +316,10 @@ def _check_files(config: DictConfig, passes: Passes) -> None:
     for key in file_keys:
         check_parquet(config, key)
     model_keys = ["actor_rollout_ref.model.path"]
-    if passes.values and not config.trainer.val_only:
+    if passes.values:
         model_keys.append("critic.model.path")
+    if passes.teacher:
+        model_keys.append("actor_rollout_ref.teacher.path")
     for key in model_keys:
         check_model(key, OmegaConf.select(config, key))
     path = config.custom_reward_function.path

@@ -10,8 +10,8 @@
       weights or rejection of rollout_correction; estimator
       takes old_log_probs or sum_pi_squared
 
-In `bypass_mode` the rollout engine's log-probs are the old ones, so only sum_pi_squared still asks for the
-pass.
+A run that only validates (`trainer.val_only`) has no critic and no reference. In `bypass_mode` the rollout
+engine's log-probs are the old ones, so only sum_pi_squared still asks for the pass.
 """
 
 from __future__ import annotations
@@ -63,12 +63,13 @@ class Passes:
         with_turns = core_algos.estimator_inputs(algorithm.adv_estimator, algorithm.turn_credit)
         kl_in_reward = not actor.use_kl_loss and algorithm.kl_ctrl.kl_coef > 0
         loss_inputs = core_algos.policy_loss_inputs(actor.policy_loss.loss_mode)
+        trains = not config.trainer.val_only
         return cls(
             estimator_inputs=frozenset(with_turns),
-            values="values" in inputs,
+            values=trains and "values" in inputs,
             compares_group="index" in inputs,
             greedy_rollouts="reward_baselines" in inputs,
-            reference=kl_in_reward or (actor.use_kl_loss and actor.kl_loss_coef > 0),
+            reference=trains and (kl_in_reward or (actor.use_kl_loss and actor.kl_loss_coef > 0)),
             kl_in_reward=kl_in_reward,
             teacher="teacher_log_prob" in loss_inputs,
             corrects=corrects(algorithm.rollout_correction),
