@@ -23,12 +23,19 @@ Table of batch keys (N rows, P prompt width, R response width)
       token_level_scores  [N, R]   float32  the reward, on the last sampled token
       token_level_rewards [N, R]   float32  scores less the KL penalty, if it is put into the reward
       advantages, returns [N, R]   float32
+      teacher_log_prob    [N, R]   float32  (nats) the teacher (distillation)
+      sum_pi_squared      [N, R]   float32  sum over the vocabulary of the squared probabilities (old policy)
+      reward_baselines    [N]      float32  score of the greedy trajectory of the row's prompt (remax)
       rollout_is_weights  [N, R]   float32  weights of the policy loss (rollout correction)
       rejected_mask       [N, R]   bool     what leaves response_mask after the advantages; then
       sampled_mask        [N, R]   int64    is what response_mask was
+      observation_mask    [N, R]   int64    1 = a token of the response that the policy read (echo)
+      prompt_tokens       [N]      int64    sampled tokens, and rows with one, of the row's uid in its
+      prompt_rows         [N]      int64    mini-batch (prompt-mean)
     non_tensor_batch, one object per row
       raw_prompt_ids list[int] (input of generation) | uid str | data_source str | reward_model dict |
-      extra_info dict | trajectory dict (turns, searches, how it ended) |
+      extra_info dict | index int (row of the data set) | trajectory dict (turns, searches, how it ended) |
+      em float (exact match) | reward_extra dict (all that the reward function returned) |
       continuation dict or None (input of generation: what a trajectory kept from the step before has)
 
 Worked example: the prompt is [5, 6], the policy writes [7, 8], the search engine's answer is [9], the policy
@@ -54,6 +61,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from verl.utils.columns import from_array, joined_column, merged_meta_info, same, to_array
+
 __all__ = [
     "DataProto",
     "DataProtoFuture",
@@ -78,26 +87,6 @@ def object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:
     for row, value in enumerate(values.tolist() if isinstance(values, np.ndarray) else values):
         array[row] = value
     return array
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Deep equality that understands arrays, tensors and containers of them; NaN equals NaN."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return False
-        exact = not a.is_floating_point()
-        return torch.equal(a, b) if exact else torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
-    if isinstance(a, np.ndarray):
-        return a.shape == b.shape and all(map(_same, a.ravel().tolist(), b.ravel().tolist()))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return bool(a == b or (a != a and b != b))
 
 
 def _choose(columns: dict[str, Any], keys: Sequence[str] | None, what: str) -> dict[str, Any]:
@@ -291,7 +280,7 @@ class DataProto:
             ("meta_info entry", self.meta_info, other.meta_info),
         ):
             for key in a.keys() & b.keys():
-                if not _same(a[key], b[key]):
+                if not same(a[key], b[key]):
                     raise ValueError(f"{what} {key!r} differs in the two batches; rename or pop one of them")
         if theirs:
             self.batch = TensorDict({**mine, **theirs}, batch_size=[len(other)])
@@ -337,10 +326,10 @@ class DataProto:
             for i, part in enumerate(columns):
                 if part.keys() != columns[0].keys():
                     raise ValueError(f"part 0 has columns {sorted(columns[0])}, part {i} has {sorted(part)}")
-        joined = {key: _cat(key, [part[key] for part in tensors]) for key in tensors[0]}
+        joined = {key: joined_column(key, [part[key] for part in tensors]) for key in tensors[0]}
         batch = TensorDict(joined, batch_size=[sum(map(len, data))]) if data[0].batch is not None else None
         arrays = {key: np.concatenate([part[key] for part in objects]) for key in objects[0]}
-        return DataProto(batch, arrays, _merge_meta_info([part.meta_info for part in data]))
+        return DataProto(batch, arrays, merged_meta_info([part.meta_info for part in data]))
 
     def reorder(self, indices: torch.Tensor) -> None:
         """Puts the rows in the order `indices` [N] int64, in place."""
@@ -389,64 +378,17 @@ class DataProto:
         """Tensors as numpy arrays, which pickle protocol 5 hands to Ray's object store without copying."""
         tensors = None
         if self.batch is not None:
-            tensors = {key: _to_array(key, value) for key, value in self.batch.items()}
+            tensors = {key: to_array(key, value) for key, value in self.batch.items()}
         columns = {"non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
         return {"tensors": tensors, "num_rows": len(self), **columns}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.batch = None
         if state["tensors"] is not None:
-            tensors = {key: _from_array(*stored) for key, stored in state["tensors"].items()}
+            tensors = {key: from_array(*stored) for key, stored in state["tensors"].items()}
             self.batch = TensorDict(tensors, batch_size=[state["num_rows"]])
         self.non_tensor_batch = state["non_tensor_batch"]
         self.meta_info = state["meta_info"]
-
-
-def _to_array(key: str, tensor: Any) -> tuple[np.ndarray, torch.dtype]:
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(
-            f"batch[{key!r}] is a {type(tensor).__name__}; only flat tensor columns can be shipped"
-        )
-    tensor = tensor.detach().cpu().contiguous()
-    if tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):  # numpy has no such types
-        bits = torch.int16 if tensor.dtype == torch.bfloat16 else torch.uint8
-        return tensor.view(bits).numpy(), tensor.dtype
-    return tensor.numpy(), tensor.dtype
-
-
-def _from_array(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """Copies arrays that are read-only views of Ray's shared memory, so that tensors are writable."""
-    return torch.from_numpy(array if array.flags.writeable else array.copy()).view(dtype)
-
-
-def _cat(key: str, parts: list[torch.Tensor]) -> torch.Tensor:
-    shapes = [tuple(part.shape) for part in parts]
-    if len({shape[1:] for shape in shapes}) > 1:
-        raise ValueError(f"tensor {key!r} has shapes {shapes}; all but the first dimension must agree")
-    return torch.cat(parts, dim=0)
-
-
-def _merge_meta_info(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for part in parts:
-        for key, value in part.items():
-            if key != "metrics" and key in merged and not _same(merged[key], value):
-                raise ValueError(
-                    f"meta_info[{key!r}] differs between the parts: {merged[key]!r} and {value!r}; "
-                    'put figures of single parts into meta_info["metrics"]'
-                )
-            merged[key] = value
-    metrics = [part["metrics"] for part in parts if "metrics" in part]
-    names = {name: None for figures in metrics for name in figures}  # in the order they were first met
-    if len(metrics) > 1:
-        merged["metrics"] = {name: _merge_figures([m[name] for m in metrics if name in m]) for name in names}
-    return merged
-
-
-def _merge_figures(figures: list[Any]) -> Any:
-    if all(isinstance(figure, list) for figure in figures):
-        return [entry for figure in figures for entry in figure]
-    return sum(figures) / len(figures)
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
