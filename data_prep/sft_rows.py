@@ -64,7 +64,8 @@ def write_rows(seed: int, out: Path, num_train: int, num_val: int, right_share: 
     if not 0 <= right_share <= 1:
         raise ValueError(f"--right-share {right_share}: give a number from 0 to 1")
     rows = list(demonstrations(seed, num_train + num_val, right_share))
-    parts = {"sft_train.parquet": rows[:num_train], "sft_val.parquet": rows[num_train:]}
+    # train_sft.sh takes the file that is written last for a sign that both are there
+    parts = {"sft_val.parquet": rows[num_train:], "sft_train.parquet": rows[:num_train]}
     return {name: write_parquet(out / name, part) for name, part in parts.items()}
 
 

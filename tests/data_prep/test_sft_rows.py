@@ -57,7 +57,9 @@ def test_the_share_that_is_right_throughout_is_and_most_others_are_not(rows):
 
 
 def test_files_hold_other_rows_and_numbers_are_checked(tmp_path):
-    assert write_rows(5, tmp_path, 20, 5, 0.3) == {"sft_train.parquet": 20, "sft_val.parquet": 5}
+    counts = write_rows(5, tmp_path, 20, 5, 0.3)
+    assert counts == {"sft_train.parquet": 20, "sft_val.parquet": 5}
+    assert list(counts)[-1] == "sft_train.parquet"  # train_sft.sh looks for this one
     train, val = (pd.read_parquet(tmp_path / f"sft_{name}.parquet") for name in ("train", "val"))
     assert not set(train.question) & set(val.question)
     for arguments, words in (((0, 5, 0.3), "--num-train 0"), ((5, 5, 1.5), "--right-share 1.5")):

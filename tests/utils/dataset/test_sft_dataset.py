@@ -155,6 +155,8 @@ def test_long_rows_are_refused_or_cut_and_the_first_token_kept_is_not_trained(tm
     right = dataset(tmp_path, tokenizer, rows, "data.max_length=12", "data.truncation=right")
     assert pieces(right, tokenizer) == [("0123456789", False), ("ab", True)]
     assert (len(right), right.num_cut_away) == (1, 1)  # of the second row nothing to train is left
+    with pytest.raises(ValueError, match="no rows that data.max_length=2 leaves anything to train of"):
+        dataset(tmp_path, tokenizer, rows, "data.max_length=2", "data.truncation=right")
 
 
 def test_a_batch_is_padded_on_the_right_and_names_its_rows(tmp_path, tokenizer):

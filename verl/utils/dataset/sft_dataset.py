@@ -223,7 +223,8 @@ class SFTDataset:
                 f"Found {len(bad)} of {total} rows that can't be trained on: " + "; ".join(bad[:_SHOWN]) + "."
             )
         if not self.names:
-            raise ValueError(f"Found no rows in {', '.join(map(str, paths))}; expected at least one.")
+            cut = f" that data.max_length={self.max_length} leaves anything to train of" if total else ""
+            raise ValueError(f"Found no rows{cut} in {', '.join(map(str, paths))}; expected at least one.")
 
     def __len__(self) -> int:
         return len(self.names)
