@@ -126,6 +126,7 @@ def test_an_unknown_key_names_near_ones(typed, meant):
         ("data.val_files=null trainer.test_freq=5", "without data.val_files"),
         ("data.segments_key=segments data.multiturn.enable=true", "two forms of rows"),
         ("model.partial_pretrain=/nowhere/at/all", "Found no folder"),
+        ("model.lora_adapter_path=/nowhere/adapter", "no adapter_config.json at model.lora_adapter_path"),
         ("data.train_files=/nowhere.parquet", "Found no file"),
         ("trainer.resume_path=/nowhere", "not a folder"),
         ("trainer.logger=[paper]", "expected any of: console"),

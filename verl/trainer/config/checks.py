@@ -169,6 +169,21 @@ def check_model(key: str, path: str | None) -> None:
         )
 
 
+def check_adapters(key: str, model: DictConfig) -> None:
+    """LoRA in the model block `key`: its package is installed, and an adapter to go on from is there."""
+    path = model.get("lora_adapter_path")
+    if path is not None and not (Path(path) / "adapter_config.json").is_file():
+        raise ValueError(
+            f"Found no adapter_config.json at {key}.lora_adapter_path={path}; expected the folder of a PEFT "
+            "adapter, such as <default_local_dir>/global_step_100/actor/adapter."
+        )
+    if (path is not None or model.lora_rank > 0) and importlib.util.find_spec("peft") is None:
+        raise ValueError(
+            f"Found {key}.lora_rank or lora_adapter_path, but the package peft is not installed; run "
+            "`pip install peft`, or set lora_rank=0."
+        )
+
+
 def check_resume(trainer: DictConfig) -> None:
     """`trainer.resume_mode` and `trainer.resume_from_path` fit together."""
     if trainer.resume_mode != "from_path" and trainer.resume_from_path is not None:

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl.trainer.config.checks import (
     KeyTables,
+    check_adapters,
     check_betas,
     check_loggers,
     check_model,
@@ -267,6 +268,7 @@ def validate_sft(config: DictConfig) -> None:
             "none."
         )
     check_model("model.partial_pretrain", config.model.partial_pretrain)
+    check_adapters("model", config.model)
     if config.data.multiturn.enable and config.data.segments_key is not None:
         raise ValueError(
             f"Found data.multiturn.enable=true and data.segments_key={config.data.segments_key}, two forms "

@@ -16,6 +16,7 @@ from verl.trainer.config.algorithm_checks import check_algorithm
 from verl.trainer.config.checks import (
     KeyTables,
     as_list,
+    check_adapters,
     check_betas,
     check_loggers,
     check_model,
@@ -50,7 +51,8 @@ def validate(config: DictConfig, *, format_reward: bool = False) -> None:
     _check_rollout(config)
     check_algorithm(config, passes)
     _check_algorithm(config)
-    _check_adapters(config)
+    check_adapters("actor_rollout_ref.model", config.actor_rollout_ref.model)
+    check_adapters("critic.model", config.critic.model)
     _check_reference(config)
     _check_kl_and_entropy(config)
     _check_rollout_correction(config)
@@ -198,22 +200,6 @@ def _check_vllm_is_there(rollout: DictConfig) -> None:
                 f"Found {ROLLOUT}.vllm.python={python}, but vLLM is not installed there; run {_INSTALL_VLLM} "
                 "with that interpreter's pip."
             )
-
-
-def _check_adapters(config: DictConfig) -> None:
-    model = config.actor_rollout_ref.model
-    path, key = model.lora_adapter_path, "actor_rollout_ref.model.lora_adapter_path"
-    if path is not None and not (Path(path) / "adapter_config.json").is_file():
-        raise ValueError(
-            f"Found no adapter_config.json at {key}={path}; expected the folder of a PEFT adapter, such as "
-            "<default_local_dir>/global_step_100/actor/adapter."
-        )
-    uses = path is not None or model.lora_rank > 0 or config.critic.model.lora_rank > 0
-    if uses and importlib.util.find_spec("peft") is None:
-        raise ValueError(
-            "Found model.lora_rank or lora_adapter_path, but the package peft is not installed; run "
-            "`pip install peft`, or set lora_rank=0."
-        )
 
 
 def _check_reference(config: DictConfig) -> None:
