@@ -5,7 +5,9 @@ the keyword `packing`, a `Packing`, which travels through the model's forward to
 have its beginning in common with others (`Packing.key_index`): its keys are gathered then. On CPU the
 sequences are attended one by one (neighbours of equal length together), which beats any mask; on CUDA with
 16-bit floats torch's variable-length flash kernel takes the pack at once, where torch and the GPU have it. On
-the first way there are masks for sliding windows, and for sequences that share more than half of their keys.
+the first way long sequences go to `causal_attention.py` and others to SDPA, with masks for sliding windows,
+and for sequences that share more than half of their keys. A layer of which only some tokens' outputs are
+wanted (`Packing.wanted`) attends from those alone.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from verl.utils.causal_attention import causal_attention, is_worth_it
+
 PACKED_ATTENTION = "packed"
 
 
@@ -32,7 +36,8 @@ class Packing:
     seq_lens: length of each sequence in the pack, in order, on the host. cu_seqlens [B + 1] int32: their
     running sum from 0, on the model's device. A sequence attends to itself, causally, and to what it has in
     common with sequences before it: key_lens are the lengths with it, cu_key_lens their running sum,
-    key_index [sum of key_lens] the tokens' places in the pack, or None if nothing is shared.
+    key_index [sum of key_lens] the tokens' places in the pack, or None if nothing is shared. wanted: places
+    in the pack, ascending, of the tokens whose output is asked for (None: all); others' may be 0.
     """
 
     seq_lens: tuple[int, ...]
@@ -40,6 +45,7 @@ class Packing:
     key_lens: tuple[int, ...]
     cu_key_lens: Tensor
     key_index: Tensor | None
+    wanted: Tensor | None = None
 
     @classmethod
     def of(
@@ -67,40 +73,81 @@ def _running_sum(lengths: Sequence[int], device: torch.device | str) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
 
 
-def _mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """[num_queries, num_keys] bool: what the last num_queries tokens of a sequence may attend to."""
-    at = torch.arange(num_keys, device=device)
-    distance = at[num_keys - num_queries :, None] - at[None, :]
+def _mask(places: Tensor, num_keys: int, window: int | None) -> Tensor:
+    """[N, num_keys] bool: what the queries at `places` [N] may attend to."""
+    distance = places[:, None] - torch.arange(num_keys, device=places.device)
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 def _one_by_one(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None
 ) -> Tensor:
-    """Attention of each sequence by SDPA. q [1, H, T, D], k and v [1, G, K, D] (K: keys of all sequences) ->
-    [1, T, H, D].
+    """Attention of each sequence. q [1, H, T, D], k and v [1, G, K, D] (K: keys of all sequences) -> [1, T,
+    H, D].
     """
     runs = packing.runs
     query_sizes = [count * length for count, length, _ in runs]
     key_sizes = [count * length for count, _, length in runs]
-    grouped = query.shape[1] != key.shape[1]
     outputs = []
     # split, not slices: its backward is one concatenation, where each slice's would be a full tensor of zeros
     split = (query[0].split(query_sizes, 1), key[0].split(key_sizes, 1), value[0].split(key_sizes, 1))
-    for (count, num_queries, num_keys), *parts in zip(runs, *split, strict=True):
-        q, k, v = (x.view(x.shape[0], count, -1, x.shape[-1]).transpose(0, 1) for x in parts)
-        missing = num_keys - num_queries
-        mask = None
-        if window is not None and num_keys > window or 2 * num_queries < num_keys:
-            mask = _mask(num_queries, num_keys, window, q.device)
-        elif missing:  # no mask needed for queries of nothing in front: what they cost is less than half
-            q = F.pad(q, (0, 0, missing, 0))
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-        )
-        out = out if mask is not None else out[:, :, missing:]
-        outputs.append(out.transpose(1, 2).reshape(count * num_queries, query.shape[1], v.shape[-1]))
+    for (count, num_queries, num_keys), q, k, v in zip(runs, *split, strict=True):
+        if count == 1 and is_worth_it(q, num_keys):
+            places = torch.arange(num_keys - num_queries, num_keys)
+            out = causal_attention(q, k, v, places, scale, window).transpose(0, 1)
+        else:
+            q, k, v = (x.view(x.shape[0], count, -1, x.shape[-1]).transpose(0, 1) for x in (q, k, v))
+            out = _by_sdpa(q, k, v, scale, window).transpose(1, 2).flatten(0, 1)
+        outputs.append(out)
     return torch.cat(outputs).unsqueeze(0)
+
+
+def _by_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """Attention of sequences of equal lengths: q [B, H, N, D], k and v [B, G, K, D] -> [B, H, N, D]; the
+    queries are the last ones.
+    """
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    missing, mask = num_keys - num_queries, None
+    if window is not None and num_keys > window or 2 * num_queries < num_keys:
+        mask = _mask(torch.arange(missing, num_keys, device=q.device), num_keys, window)
+    elif missing:  # no mask needed for queries of nothing in front: what they cost is less than half
+        q = F.pad(q, (0, 0, missing, 0))
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+    return out if mask is not None else out[:, :, missing:]
+
+
+def _wanted_one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None
+) -> Tensor:
+    """As `_one_by_one`, of the tokens at `packing.wanted` alone; the others' output is 0."""
+    wanted = packing.wanted
+    assert wanted is not None
+    starts = packing.cu_seqlens.to(wanted.dtype)
+    counts = torch.searchsorted(wanted, starts).diff().tolist()
+    # of each wanted token, its place among the keys of its sequence
+    in_sequence = torch.searchsorted(starts, wanted, right=True) - 1
+    shift = starts[1:] - packing.cu_key_lens[1:].to(wanted.dtype)  # both end at a sequence's last token
+    key_starts = packing.cu_key_lens[:-1].to(wanted.dtype)
+    places = (wanted - shift[in_sequence] - key_starts[in_sequence]).split(counts)
+    queries = query[0].index_select(1, wanted).split(counts, 1)
+    keys, values = (x[0].split(list(packing.key_lens), 1) for x in (key, value))
+    outputs = []
+    for q, k, v, at in zip(queries, keys, values, places, strict=True):
+        if not len(at):
+            continue
+        if is_worth_it(q, k.shape[1]):
+            out = causal_attention(q, k, v, at, scale, window)
+        else:
+            mask, grouped = _mask(at, k.shape[1], window), len(q) != len(k)
+            out = F.scaled_dot_product_attention(
+                q[None], k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=grouped
+            )[0]
+        outputs.append(out.transpose(0, 1))
+    full = query.new_zeros(query.shape[2], query.shape[1], value.shape[-1])
+    return full.index_copy(0, wanted, torch.cat(outputs)).unsqueeze(0)
 
 
 def _flash_varlen(
@@ -201,7 +248,9 @@ def packed_attention_forward(
     query, key, value = _in_autocast_type(query, key, value)
     if packing.key_index is not None:
         key, value = (x.index_select(2, packing.key_index) for x in (key, value))
-    attend = _flash_varlen if _takes_flash(query) else _one_by_one
+    attend = _one_by_one if packing.wanted is None else _wanted_one_by_one
+    if _takes_flash(query):
+        attend = _flash_varlen
     return attend(query, key, value, packing, scale, sliding_window), None
 
 

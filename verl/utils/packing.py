@@ -32,7 +32,8 @@ class PackedMicroBatch:
 
     input_ids, position_ids [1, T] int64; packing: where the sequences lie, and what each attends to. For the
     U distinct loss tokens: predicted_from [U] index into T of the position whose hidden state predicts the
-    token (the one before it), labels [U] the token itself. For all L of them, in row-major order: cells [L]
+    token (the one before it), labels [U] the token itself; predicting: these positions once each, ascending
+    (one, of no meaning, if there are no loss tokens). For all L of them, in row-major order: cells [L]
     where it stands in the flattened [B, R] response matrix, distinct [L] which of the U it is (None: L = U,
     each is its own), sampled [L] bool whether the policy sampled it (else it is a loss token because
     `extra_loss_mask` asked for it). rows [B]: which rows of the batch these are; shape: (B, R).
@@ -49,6 +50,7 @@ class PackedMicroBatch:
     position_ids: Tensor
     packing: Packing
     predicted_from: Tensor
+    predicting: Tensor
     labels: Tensor
     cells: Tensor
     distinct: Tensor | None
@@ -127,6 +129,7 @@ def pack_rows(
         position_ids=positions[layout.source].unsqueeze(0).to(device),
         packing=Packing.of(layout.seq_lens, device, layout.key_lens, layout.key_index),
         predicted_from=predicted_from.to(device),
+        predicting=(predicted_from.unique() if len(predicted_from) else torch.tensor([0])).to(device),
         labels=labels.to(device),
         cells=cells.to(device),
         distinct=distinct,

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from verl.utils.attention import PACKED_ATTENTION
 from verl.utils.linear_logprob import linear_log_prob
 from verl.utils.packing import PackedMicroBatch
+from verl.workers.engine.last_layer import shorten_last_layer
 from verl.workers.engine.lora import Adapters, adapter_config, add_adapters, load_adapter, wants_adapters
 
 DTYPES = {
@@ -46,6 +47,7 @@ class PolicyModel(nn.Module):
     def __init__(self, model: PreTrainedModel, adapters: Adapters | None = None):
         super().__init__()
         self.model, self.adapters = model, adapters
+        self.is_short = shorten_last_layer(model.base_model)
 
     def forward(
         self,
@@ -57,7 +59,7 @@ class PolicyModel(nn.Module):
         """(log_probs, entropy, sum_pi_squared), all [U] float32, one for each distinct loss token; see
         `linear_log_prob`.
         """
-        hidden = _hidden_states(self.model.base_model, micro_batch)
+        hidden = _hidden_states(self.model.base_model, micro_batch, self.is_short)
         weight = self.model.get_output_embeddings().weight
         labels = micro_batch.labels
         return linear_log_prob(hidden, weight, labels, temperature, with_entropy, with_sum_pi_squared)
@@ -69,6 +71,7 @@ class ValueModel(nn.Module):
     def __init__(self, model: PreTrainedModel, adapters: Adapters | None = None):
         super().__init__()
         self.model, self.adapters = model, adapters
+        self.is_short = shorten_last_layer(model)
         width = model.config.get_text_config().hidden_size
         dtype = torch.float32 if adapters else next(model.parameters()).dtype
         self.value_head = nn.Linear(width, 1, dtype=dtype)
@@ -80,20 +83,24 @@ class ValueModel(nn.Module):
 
     def forward(self, micro_batch: PackedMicroBatch) -> Tensor:
         """values [U] float32, one for each distinct loss token."""
-        hidden = _hidden_states(self.model, micro_batch)
+        hidden = _hidden_states(self.model, micro_batch, self.is_short)
         values = self.value_head(hidden.to(self.value_head.weight.dtype))
         return values.squeeze(-1).float().clone()  # no view: FSDP2 hooks on to what is returned
 
 
-def _hidden_states(backbone: nn.Module, micro_batch: PackedMicroBatch) -> Tensor:
-    """Hidden states [U, D] that predict the distinct loss tokens."""
+def _hidden_states(backbone: nn.Module, micro_batch: PackedMicroBatch, is_short: bool) -> Tensor:
+    """Hidden states [U, D] that predict the distinct loss tokens. is_short: see `shorten_last_layer`."""
     output = backbone(
         input_ids=micro_batch.input_ids,
         position_ids=micro_batch.position_ids,
         use_cache=False,
         packing=micro_batch.packing,
+        **({"wanted": micro_batch.predicting} if is_short else {}),
     )
-    return output.last_hidden_state[0].index_select(0, micro_batch.predicted_from)
+    rows = micro_batch.predicted_from
+    if is_short:
+        rows = torch.searchsorted(micro_batch.predicting, rows)
+    return output.last_hidden_state[0].index_select(0, rows)
 
 
 def load_policy(
