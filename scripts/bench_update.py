@@ -7,13 +7,14 @@
 The same model, the same trajectories (lengths 50 to 1500, 60 % of their tokens retrieved text that is not
 trained, groups of 8 with one prompt), the same loss (clipped, mean over the sampled tokens, on-policy),
 float32, one thread, one step of AdamW. Each run is a process of its own; the contenders take turns,
-`--rounds` times. Trained tokens are the sampled ones. Losses and gradients are compared.
+`--rounds` times; a run that is interrupted prints what it has. Trained tokens are the sampled ones. Losses
+and gradients are compared.
 
     ours            DataParallelPPOActor.update_policy                   scripts/bench/update_ours.py
     TRL             GRPOTrainer.compute_loss, padded as TRL pads         .../update_trl.py
-    TRL, sorted     the same, rows of like length together, each micro-batch cut to its longest
+    TRL, sorted     the same, rows of like length together, each micro-batch cut to its longest (--sorted)
     padded          Hugging Face model, full logits, all rows padded to the longest of the step
-    padded, sorted  the same, rows of like length together, ..           .../update_padded.py
+    padded, sorted  the same, rows of like length together (--sorted)    .../update_padded.py
 
 With `--alike` ours alone is timed on groups whose trajectories begin alike, with such shares of their tokens.
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,8 +47,8 @@ OURS, TRL, TRL_SORTED, PADDED, PADDED_SORTED = "ours", "TRL", "TRL, sorted", "pa
 SCRIPTS = {OURS: "ours", TRL: "trl", TRL_SORTED: "trl", PADDED: "padded", PADDED_SORTED: "padded"}
 # hidden width, layers, feed-forward width, vocabulary, groups of trajectories
 SIZES = {
-    "tiny": (128, 3, 384, 2560, 2),
-    "5M": (256, 4, 1024, 4096, 1),
+    "tiny": (128, 3, 384, 2560, 4),
+    "5M": (256, 4, 1024, 4096, 2),
     "36M": (512, 6, 1536, 32_000, 1),
     "152k": (128, 2, 384, 151_936, 1),
     "test": (32, 1, 64, 200, 1),
@@ -133,14 +135,18 @@ def difference(folder: Path, reference: dict[str, torch.Tensor]) -> float:
 
 
 def measure_size(
-    size: str, contenders: list[str], options: argparse.Namespace, task: UpdateTask, folder: Path
-) -> list[Run]:
-    """All rounds of all contenders at one size; compares gradients in the first round."""
+    size: str,
+    contenders: list[str],
+    options: argparse.Namespace,
+    task: UpdateTask,
+    folder: Path,
+    runs: list[Run],
+) -> None:
+    """All rounds of all contenders at one size, added to `runs`; compares loss and gradient of each."""
     vocabulary, groups = SIZES[size][3:]
     batch = draw_trajectories(groups, options.group, *options.lengths, 0.6, vocabulary, seed=0)
     torch.save(batch, folder / "batch.pt")
     trained = int(batch["response_mask"].sum())
-    runs: list[Run] = []
     losses: dict[str, float] = {}
     reference: dict[str, torch.Tensor] = {}
     for number in range(options.rounds):
@@ -159,21 +165,19 @@ def measure_size(
                 if off > 1e-4 or abs(measured.loss - losses[contenders[0]]) > 1e-4:
                     raise RuntimeError(f"{contender} computes another loss or gradient: {text}")
             print(text, file=sys.stderr, flush=True)
-    return runs
 
 
 def table(runs: list[Run], contenders: list[str], speed: bool) -> str:
-    """Medians over the rounds, Markdown; a ratio is ours against the contender's."""
+    """Medians over the rounds, Markdown, of what was measured; a ratio is ours against the contender's."""
     head = ["model", "step", "trained tokens per CPU second", "ours is", "CPU s per step", "tokens computed"]
     if not speed:
         head = ["model", "step", "micro-batch", "peak memory of a step, MB", "ours is"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for size in dict.fromkeys(run.size for run in runs):
         rounds = {c: [run for run in runs if (run.size, run.contender) == (size, c)] for c in contenders}
-        figure = {
-            c: median(run.per_cpu_s if speed else run.memory_mb for run in rounds[c]) for c in contenders
-        }
-        for contender in contenders:
+        rounds = {c: found for c, found in rounds.items() if found}
+        figure = {c: median(r.per_cpu_s if speed else r.memory_mb for r in rounds[c]) for c in rounds}
+        for contender in rounds:
             ratio = figure[OURS] / figure[contender]
             first = rounds[contender][0]
             if speed:
@@ -215,6 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--trl-python", help="interpreter with TRL; without it TRL is left out")
     parser.add_argument("--sizes", nargs="+", choices=[s for s in SIZES if s != "152k"], default=["tiny"])
+    parser.add_argument("--sorted", action="store_true", help="also the contenders sorted by length")
     parser.add_argument("--memory", action="store_true", help="memory with a vocabulary of 152k, no timing")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="in a run; the first of several warms up")
@@ -231,18 +236,26 @@ def main(arguments: list[str] | None = None) -> int:
     if options.memory:
         contenders.remove(PADDED)
         options.sizes, options.steps, options.rounds = ["152k"], 1, 1
+    elif not options.sorted:
+        contenders = [contender for contender in contenders if not contender.endswith("sorted")]
     runs: list[Run] = []
-    for size in options.sizes:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            model = write_model(folder / "model", size)
-            task = UpdateTask(model, options.micro_batch, False, options.steps, not options.memory)
-            runs += measure_size(size, contenders, options, task, folder)
+    is_whole = False
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for size in options.sizes:
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name)
+                model = write_model(folder / "model", size)
+                task = UpdateTask(model, options.micro_batch, False, options.steps, not options.memory)
+                measure_size(size, contenders, options, task, folder, runs)
+        is_whole = True
+    except KeyboardInterrupt:
+        print("interrupted; what was measured:", file=sys.stderr)
     if options.json:
         rows = [asdict(run) for run in runs]
         options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     print(table(runs, contenders, speed=not options.memory))
-    return 0
+    return 0 if is_whole else 130
 
 
 if __name__ == "__main__":

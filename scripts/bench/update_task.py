@@ -74,13 +74,16 @@ def draw_trajectories(
     """Random trajectories: prompt, turn, observation, turn, observation, turn.
 
     Returns input_ids, attention_mask, response_mask (all [N, W], right-padded; response_mask 1 where the
-    policy sampled), prompt_lengths [N], advantages [N]. Lengths are uniform; a share `observed` of each
+    policy sampled), prompt_lengths [N], advantages [N]. Lengths are uniform, one from each of N equal parts
+    of the range, so that a small step has the mean and the padding of a large one; a share `observed` of each
     trajectory's tokens is retrieved text; its prompt, which its group shares, is an eighth of the shortest
     of the group, at least 4. A group has that share `alike` of its shortest trajectory in common besides.
     """
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     num = num_groups * group
-    lengths = [rng.randint(shortest, longest) for _ in range(num)]
+    part = (longest - shortest) / num
+    lengths = [round(shortest + part * (row + rng.random())) for row in range(num)]
+    rng.shuffle(lengths)
     width = max(lengths)
     ids = torch.randint(3, vocabulary, (num, width), generator=generator)
     prompt_lengths = torch.zeros(num, dtype=torch.int64)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from scripts import bench_update, bench_update_gpu  # noqa: E402
-from scripts.bench.update_task import UpdateTask, draw_trajectories, micro_batch_rows  # noqa: E402
+from scripts.bench.update_task import Measured, UpdateTask, draw_trajectories, micro_batch_rows  # noqa: E402
 
 
 def test_trajectories_have_the_lengths_and_the_share_of_retrieved_text_that_were_asked_for() -> None:
@@ -41,12 +41,34 @@ def test_sorted_micro_batches_hold_rows_of_like_length() -> None:
     assert micro_batch_rows(UpdateTask("", 2, False, 1), batch) == [[0, 1], [2]]
 
 
+def test_a_small_step_has_the_lengths_of_a_large_one() -> None:
+    lengths = draw_trajectories(1, 8, 50, 1500, 0.6, 1000, seed=3)["attention_mask"].sum(1).sort().values
+    parts = 50 + 1450 / 8 * torch.arange(9)
+    assert ((lengths >= parts[:-1] - 1) & (lengths <= parts[1:] + 1)).all()
+
+
+def test_an_interrupted_run_prints_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_once(contender: str, *_: object) -> Measured:
+        if contender == "padded":
+            raise KeyboardInterrupt
+        return Measured([2.0], [2.0], 100.0, 150.0, 0.1, 1000)
+
+    monkeypatch.setattr(bench_update, "run_once", run_once)
+    monkeypatch.setattr(bench_update, "difference", lambda *_: 0.0)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: {"a": torch.zeros(1)})
+    assert bench_update.main(["--sizes", "test", "--lengths", "20", "60"]) == 130
+    out = capsys.readouterr().out
+    assert "| test | ours |" in out and "padded" not in out
+
+
 @pytest.mark.slow
 def test_a_tiny_run_compares_gradients_and_prints_every_contender(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "runs.json"
-    arguments = ["--sizes", "test", "--rounds", "1", "--steps", "1", "--lengths", "20", "60"]
+    arguments = ["--sizes", "test", "--rounds", "1", "--steps", "1", "--lengths", "20", "60", "--sorted"]
     assert bench_update.main([*arguments, "--json", str(file)]) == 0
     runs = json.loads(file.read_text())
     assert [run["contender"] for run in runs] == ["ours", "padded", "padded, sorted"]
