@@ -8,6 +8,7 @@ from sample_workers import sample_batch
 
 from verl.protocol import DataProto
 from verl.single_controller import (
+    DataPosition,
     Dispatch,
     Execute,
     ResourcePool,
@@ -17,7 +18,7 @@ from verl.single_controller import (
 )
 from verl.single_controller.base.decorator import (
     Dispatched,
-    get_dispatch_function,
+    get_dispatch_mode,
     register_dispatch_mode,
     registered_methods,
 )
@@ -26,7 +27,7 @@ from verl.single_controller.base.worker_group import ClassWithInitArgs
 
 
 def dispatch(mode: Dispatch, world_size: int, *args, **kwargs) -> Dispatched:
-    return get_dispatch_function(mode.value)(world_size, args, kwargs)
+    return get_dispatch_mode(mode.value).dispatch(DataPosition.of_ranks(world_size), args, kwargs)
 
 
 @pytest.mark.parametrize(("num_rows", "world_size"), [(1, 3), (5, 2), (6, 3), (7, 4)])
@@ -35,6 +36,21 @@ def test_chunks_are_equal_and_their_padding_is_taken_off_again(num_rows, world_s
     parts = [args[0] for args, _ in dispatched.calls]
     assert len(parts) == world_size and len({len(part) for part in parts}) == 1
     assert dispatched.collect(parts).batch["x"].tolist() == list(range(num_rows))
+
+
+def test_processes_of_one_replica_get_the_same_rows_and_its_leader_answers():
+    mode = get_dispatch_mode(Dispatch.MEGATRON_COMPUTE_PROTO.value)
+    assert mode.by_replica
+    positions = [DataPosition(replica, 2, leads) for replica, leads in [(0, 0), (1, 1), (0, 1), (1, 0)]]
+    dispatched = mode.dispatch(positions, (sample_batch(5), "all"), {})
+    rows = [args[0].batch["x"].tolist() for args, _ in dispatched.calls]
+    assert rows[0] == rows[2] == [0, 1, 2] and rows[1] == rows[3] and rows[1][:2] == [3, 4]
+    assert {args[1] for args, _ in dispatched.calls} == {"all"}
+    outputs = [
+        args[0] if position.leads else None
+        for (args, _), position in zip(dispatched.calls, positions, strict=True)
+    ]
+    assert dispatched.collect(outputs).batch["x"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_padding_rows_weigh_nothing():
@@ -100,7 +116,7 @@ def test_register_refuses_what_cannot_work():
     with pytest.raises(ValueError, match="RANK_ZERO goes with"):
         register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, execute_mode=Execute.RANK_ZERO)
     with pytest.raises(ValueError, match="already is"):
-        register_dispatch_mode("one_to_all", get_dispatch_function("one_to_all"))
+        register_dispatch_mode("one_to_all", get_dispatch_mode("one_to_all").dispatch)
 
 
 def test_registered_methods_are_inherited_and_plain_ones_are_not_offered():
@@ -114,7 +130,7 @@ def test_registered_methods_are_inherited_and_plain_ones_are_not_offered():
         @register(blocking=False)
         def more(self) -> None: ...
 
-    assert sorted(registered_methods(Derived)) == ["more", "offered"]
+    assert sorted(registered_methods(Derived)) == ["data_position", "more", "offered"]
     assert not registered_methods(Derived)["more"].blocking
 
 

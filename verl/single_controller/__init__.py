@@ -2,6 +2,7 @@
 
 from verl.single_controller.base import (
     ClassWithInitArgs,
+    DataPosition,
     Dispatch,
     Execute,
     ResourcePool,
@@ -14,6 +15,7 @@ from verl.single_controller.factory import build_worker_groups
 
 __all__ = [
     "ClassWithInitArgs",
+    "DataPosition",
     "Dispatch",
     "Execute",
     "ResourcePool",

@@ -1,12 +1,13 @@
 """What both backends share: workers, the register table, groups and pools."""
 
 from verl.single_controller.base.colocate import create_colocated_worker_cls
-from verl.single_controller.base.decorator import Dispatch, Execute, register
+from verl.single_controller.base.decorator import DataPosition, Dispatch, Execute, register
 from verl.single_controller.base.worker import Worker
 from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool, WorkerGroup
 
 __all__ = [
     "ClassWithInitArgs",
+    "DataPosition",
     "Dispatch",
     "Execute",
     "ResourcePool",

@@ -7,19 +7,22 @@
 the mode's dispatch function makes one (args, kwargs) for each rank, the ranks run the method, the mode's
 collect function joins what they return.
 
-| mode             | each rank gets                                | the driver gets                      |
-|------------------|-----------------------------------------------|--------------------------------------|
-| ONE_TO_ALL       | all arguments                                 | list with one result per rank        |
-| ALL_TO_ALL       | entry `rank` of each argument, a list         | list with one result per rank        |
-| DP_COMPUTE_PROTO | its chunk of each DataProto, all else whole   | one DataProto, rows in their order   |
+| mode                   | each rank gets                            | the driver gets                    |
+|------------------------|-------------------------------------------|------------------------------------|
+| ONE_TO_ALL             | all arguments                             | list with one result per rank      |
+| ALL_TO_ALL             | entry `rank` of each argument, a list     | list with one result per rank      |
+| DP_COMPUTE_PROTO       | its chunk of each DataProto, else whole   | one DataProto, rows in their order |
+| MEGATRON_COMPUTE_PROTO | its replica's chunk of each DataProto     | the same, of each replica's leader |
 
+Several processes may hold one replica of a model together: each worker says by `data_position()` which
+replica it belongs to, and whether it leads it. Modes registered with `by_replica` are given these positions.
 With `execute_mode=Execute.RANK_ZERO` only rank 0 runs and its result comes back bare. With `blocking=False`
 the driver gets a DataProtoFuture at once, whose `get()` gives the above. `register_dispatch_mode` adds modes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -37,6 +40,7 @@ class Dispatch(str, Enum):
     ONE_TO_ALL = "one_to_all"
     ALL_TO_ALL = "all_to_all"
     DP_COMPUTE_PROTO = "dp_compute_proto"
+    MEGATRON_COMPUTE_PROTO = "megatron_compute_proto"
 
 
 class Execute(str, Enum):
@@ -44,6 +48,25 @@ class Execute(str, Enum):
 
     ALL = "all"
     RANK_ZERO = "rank_zero"
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """Which share of the rows a process works on.
+
+    Attributes:
+        rank: number of the model's replica that the process is a part of; `size`: number of replicas.
+        leads: its result is the replica's; true for one process of each replica.
+    """
+
+    rank: int
+    size: int
+    leads: bool = True
+
+    @classmethod
+    def of_ranks(cls, world_size: int) -> list[DataPosition]:
+        """The positions of processes that each hold a replica (or a shard of it, but rows of their own)."""
+        return [cls(rank, world_size) for rank in range(world_size)]
 
 
 @dataclass
@@ -54,8 +77,16 @@ class Dispatched:
     collect: Callable[[list[Any]], Any]
 
 
-DispatchFn = Callable[[int, tuple[Any, ...], dict[str, Any]], Dispatched]
-"""(world size, args, kwargs) -> Dispatched. `collect` must be picklable: a future carries it."""
+DispatchFn = Callable[[Sequence[DataPosition], tuple[Any, ...], dict[str, Any]], Dispatched]
+"""(position of each rank, args, kwargs) -> Dispatched. `collect` must be picklable: a future carries it."""
+
+
+@dataclass(frozen=True)
+class DispatchMode:
+    """A dispatch function; by_replica: it wants the workers' own positions, not one replica for each rank."""
+
+    dispatch: DispatchFn
+    by_replica: bool
 
 
 @dataclass(frozen=True)
@@ -68,19 +99,19 @@ class Registration:
 
 
 REGISTRATION_ATTRIBUTE = "_worker_group_registration"
-_DISPATCH_FUNCTIONS: dict[str, DispatchFn] = {}
+_DISPATCH_MODES: dict[str, DispatchMode] = {}
 
 
-def register_dispatch_mode(name: str, dispatch: DispatchFn) -> None:
+def register_dispatch_mode(name: str, dispatch: DispatchFn, by_replica: bool = False) -> None:
     """Adds a dispatch mode; its name can then be given to `register`."""
-    if name in _DISPATCH_FUNCTIONS:
+    if name in _DISPATCH_MODES:
         raise ValueError(f"there already is a dispatch mode {name!r}")
-    _DISPATCH_FUNCTIONS[name] = dispatch
+    _DISPATCH_MODES[name] = DispatchMode(dispatch, by_replica)
 
 
-def get_dispatch_function(name: str) -> DispatchFn:
-    """The dispatch function of a mode."""
-    return _DISPATCH_FUNCTIONS[name]
+def get_dispatch_mode(name: str) -> DispatchMode:
+    """The dispatch mode of a name."""
+    return _DISPATCH_MODES[name]
 
 
 def register(
@@ -90,8 +121,8 @@ def register(
 ) -> Callable[[Method], Method]:
     """Marks a Worker's method as callable through its WorkerGroup; see the module's docstring."""
     mode = dispatch_mode.value if isinstance(dispatch_mode, Dispatch) else dispatch_mode
-    if mode not in _DISPATCH_FUNCTIONS:
-        raise ValueError(f"no dispatch mode {mode!r}; there are {sorted(_DISPATCH_FUNCTIONS)}")
+    if mode not in _DISPATCH_MODES:
+        raise ValueError(f"no dispatch mode {mode!r}; there are {sorted(_DISPATCH_MODES)}")
     if execute_mode is Execute.RANK_ZERO and mode != Dispatch.ONE_TO_ALL.value:
         raise ValueError(f"Execute.RANK_ZERO goes with Dispatch.ONE_TO_ALL, not with {mode!r}")
 
@@ -114,11 +145,16 @@ def _as_list(outputs: list[Any]) -> list[Any]:
     return outputs
 
 
-def _dispatch_one_to_all(world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
-    return Dispatched([(args, kwargs)] * world_size, _as_list)
+def _dispatch_one_to_all(
+    positions: Sequence[DataPosition], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Dispatched:
+    return Dispatched([(args, kwargs)] * len(positions), _as_list)
 
 
-def _dispatch_all_to_all(world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
+def _dispatch_all_to_all(
+    positions: Sequence[DataPosition], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Dispatched:
+    world_size = len(positions)
     for argument in (*args, *kwargs.values()):
         if not isinstance(argument, list | tuple) or len(argument) != world_size:
             found = (
@@ -134,8 +170,14 @@ def _dispatch_all_to_all(world_size: int, args: tuple[Any, ...], kwargs: dict[st
     return Dispatched(calls, _as_list)
 
 
-def _dispatch_dp_proto(world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
-    """Chunks each DataProto, padded to a multiple of the world size; a future is chunked on the ranks."""
+def _dispatch_dp_proto(
+    positions: Sequence[DataPosition], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Dispatched:
+    """Chunks each DataProto, padded to a multiple of the number of replicas; a future is chunked on the
+    ranks.
+    """
+    num_replicas = positions[0].size
+    leaders = {position.rank: rank for rank, position in enumerate(positions) if position.leads}
     values = [*args, *kwargs.values()]
     num_rows = {len(value) for value in values if isinstance(value, DataProto)}
     if len(num_rows) > 1:
@@ -144,30 +186,35 @@ def _dispatch_dp_proto(world_size: int, args: tuple[Any, ...], kwargs: dict[str,
         raise ValueError(
             f"DP_COMPUTE_PROTO needs a DataProto argument, got {[type(v).__name__ for v in values]}"
         )
-    num_padding = -next(iter(num_rows), 0) % world_size
-    spread = [_spread(value, world_size) for value in values]
+    num_padding = -next(iter(num_rows), 0) % num_replicas
+    spread = [_spread(value, num_replicas) for value in values]
     calls: list[Call] = []
-    for rank in range(world_size):
-        own = [per_rank[rank] for per_rank in spread]
+    for position in positions:
+        own = [per_replica[position.rank] for per_replica in spread]
         calls.append((tuple(own[: len(args)]), dict(zip(kwargs, own[len(args) :], strict=True))))
-    return Dispatched(
-        calls, partial(_collect_dp_proto, num_rows=next(iter(num_rows), 0), num_padding=num_padding)
+    collect = partial(
+        _collect_dp_proto,
+        leaders=[leaders[replica] for replica in range(num_replicas)],
+        num_rows=next(iter(num_rows), 0),
+        num_padding=num_padding,
     )
+    return Dispatched(calls, collect)
 
 
-def _spread(value: Any, world_size: int) -> list[Any]:
-    """What each rank gets. A single rank gets the same tensors in containers of its own."""
+def _spread(value: Any, num_replicas: int) -> list[Any]:
+    """What each replica gets. A single one gets the same tensors in containers of its own."""
     if isinstance(value, DataProtoFuture):
-        return value.chunk(world_size) if world_size > 1 else [value]
+        return value.chunk(num_replicas) if num_replicas > 1 else [value]
     if not isinstance(value, DataProto):
-        return [value] * world_size
-    if world_size == 1:
+        return [value] * num_replicas
+    if num_replicas == 1:
         return [value.select()]
-    return pad_dataproto_to_divisor(value, world_size)[0].chunk(world_size)
+    return pad_dataproto_to_divisor(value, num_replicas)[0].chunk(num_replicas)
 
 
-def _collect_dp_proto(outputs: list[Any], num_rows: int, num_padding: int) -> DataProto:
-    """The rows of all ranks without the padding. Outputs without rows (metrics only) are just joined."""
+def _collect_dp_proto(outputs: list[Any], leaders: list[int], num_rows: int, num_padding: int) -> DataProto:
+    """The rows of all replicas without the padding. Outputs without rows (metrics only) are just joined."""
+    outputs = [outputs[rank] for rank in leaders]
     wrong = {type(output).__name__ for output in outputs if not isinstance(output, DataProto)}
     if wrong:
         raise TypeError(f"a DP_COMPUTE_PROTO method must return a DataProto, it returned {sorted(wrong)}")
@@ -185,3 +232,4 @@ def _collect_dp_proto(outputs: list[Any], num_rows: int, num_padding: int) -> Da
 register_dispatch_mode(Dispatch.ONE_TO_ALL.value, _dispatch_one_to_all)
 register_dispatch_mode(Dispatch.ALL_TO_ALL.value, _dispatch_all_to_all)
 register_dispatch_mode(Dispatch.DP_COMPUTE_PROTO.value, _dispatch_dp_proto)
+register_dispatch_mode(Dispatch.MEGATRON_COMPUTE_PROTO.value, _dispatch_dp_proto, by_replica=True)

@@ -16,6 +16,8 @@ from typing import ClassVar
 
 import torch
 
+from verl.single_controller.base.decorator import DataPosition, register
+
 
 class Worker:
     """One rank of a distributed job. Subclasses call `super().__init__()` first.
@@ -31,6 +33,13 @@ class Worker:
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"RANK={self.rank} must be at least 0 and below WORLD_SIZE={self.world_size}")
+
+    @register()
+    def data_position(self) -> DataPosition:
+        """Which share of the rows this process works on; here a share of its own. To be overridden by workers
+        of which several hold one replica of a model.
+        """
+        return DataPosition(self.rank, self.world_size)
 
     def get_device(self, kind: str) -> torch.device:
         """This rank's device of a kind, "cpu" or "cuda"."""

@@ -9,14 +9,16 @@ A backend (local/, ray/) says in `_start` how a rank runs a call and in `_resolv
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from verl.protocol import DataProtoFuture
 from verl.single_controller.base.decorator import (
     Call,
+    DataPosition,
     Execute,
     Registration,
-    get_dispatch_function,
+    get_dispatch_mode,
     registered_methods,
 )
 from verl.single_controller.base.worker import Worker
@@ -86,11 +88,13 @@ class WorkerGroup:
             self._method_names.append(name)
 
     def _bound(self, method: str, registration: Registration) -> Callable[..., Any]:
-        dispatch = get_dispatch_function(registration.dispatch_mode)
+        mode = get_dispatch_mode(registration.dispatch_mode)
         rank_zero = registration.execute_mode is Execute.RANK_ZERO
+        every_rank = DataPosition.of_ranks(self.world_size)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            dispatched = dispatch(self.world_size, args, kwargs)
+            positions = self.data_positions if mode.by_replica else every_rank
+            dispatched = mode.dispatch(positions, args, kwargs)
             calls, collect = dispatched.calls, dispatched.collect
             if rank_zero:
                 calls, collect = calls[:1], _only
@@ -99,6 +103,17 @@ class WorkerGroup:
 
         call.__name__ = method
         return call
+
+    @cached_property
+    def data_positions(self) -> list[DataPosition]:
+        """Where each rank stands among the replicas of the model; asked once, when it is first needed."""
+        positions: list[DataPosition] = self.data_position()
+        return positions
+
+    @property
+    def dp_size(self) -> int:
+        """Replicas of the model, each of which works on rows of its own."""
+        return self.data_positions[0].size
 
     def _start(self, method: str, calls: list[Call]) -> list[Any]:
         """Starts call i on rank i; returns one handle per call."""
