@@ -7,7 +7,8 @@ sequences are attended one by one (neighbours of equal length together), which b
 16-bit floats torch's variable-length flash kernel takes the pack at once, where torch and the GPU have it. On
 the first way long sequences go to `causal_attention.py` and others to SDPA, with masks for sliding windows,
 and for sequences that share more than half of their keys. A layer of which only some tokens' outputs are
-wanted (`Packing.wanted`) attends from those alone.
+wanted (`Packing.wanted`) attends from those alone. Where several processes have a share of the pack each
+(`Packing.share`), the model's row is this process's tokens, and attention exchanges them for heads.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from verl.utils.causal_attention import causal_attention, is_worth_it
+from verl.utils.ulysses import TokenShare
 
 PACKED_ATTENTION = "packed"
 
@@ -37,7 +39,8 @@ class Packing:
     running sum from 0, on the model's device. A sequence attends to itself, causally, and to what it has in
     common with sequences before it: key_lens are the lengths with it, cu_key_lens their running sum,
     key_index [sum of key_lens] the tokens' places in the pack, or None if nothing is shared. wanted: places
-    in the pack, ascending, of the tokens whose output is asked for (None: all); others' may be 0.
+    in the pack, ascending, of the tokens whose output is asked for (None: all); others' may be 0. share:
+    which of the pack's tokens each process of a group has (None: this one has them all).
     """
 
     seq_lens: tuple[int, ...]
@@ -46,6 +49,7 @@ class Packing:
     cu_key_lens: Tensor
     key_index: Tensor | None
     wanted: Tensor | None = None
+    share: TokenShare | None = None
 
     @classmethod
     def of(
@@ -67,6 +71,10 @@ class Packing:
         """(count, length, length with what is shared) of each run of neighbours with equal lengths."""
         lengths = zip(self.seq_lens, self.key_lens, strict=True)
         return [(len(list(group)), *pair) for pair, group in groupby(lengths)]
+
+    def own(self, places: Tensor) -> Tensor:
+        """Places in the pack as places among the tokens that this process has, of those that it has."""
+        return places if self.share is None else self.share.own(places)
 
 
 def _running_sum(lengths: Sequence[int], device: torch.device | str) -> Tensor:
@@ -229,7 +237,7 @@ def packed_attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention function in transformers' sense: q [1, H, T, D], k and v [1, G, T, D] -> ([1, T, H, D],
-    None).
+    None). With `packing.share` T are the tokens of this process, before and after.
 
     `dropout` is not applied: the probability of a sampled token must not depend on chance. A window of w
     tokens (itself among them) is kept where a layer has one.
@@ -246,12 +254,18 @@ def packed_attention_forward(
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = _in_autocast_type(query, key, value)
+    if packing.share is not None:
+        own = (x[0].transpose(0, 1) for x in (query, key, value))
+        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in packing.share.to_heads(*own))
     if packing.key_index is not None:
         key, value = (x.index_select(2, packing.key_index) for x in (key, value))
     attend = _one_by_one if packing.wanted is None else _wanted_one_by_one
     if _takes_flash(query):
         attend = _flash_varlen
-    return attend(query, key, value, packing, scale, sliding_window), None
+    out = attend(query, key, value, packing, scale, sliding_window)
+    if packing.share is not None:
+        out = packing.share.to_tokens(out[0]).unsqueeze(0)
+    return out, None
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention_forward)

@@ -31,12 +31,12 @@ class PackedMicroBatch:
     """Sequences end to end, without padding (or each padded on the right to the longest, if asked for).
 
     input_ids, position_ids [1, T] int64; packing: where the sequences lie, and what each attends to. For the
-    U distinct loss tokens: predicted_from [U] index into T of the position whose hidden state predicts the
-    token (the one before it), labels [U] the token itself; predicting: these positions once each, ascending
-    (one, of no meaning, if there are no loss tokens). For all L of them, in row-major order: cells [L]
-    where it stands in the flattened [B, R] response matrix, distinct [L] which of the U it is (None: L = U,
-    each is its own), sampled [L] bool whether the policy sampled it (else it is a loss token because
-    `extra_loss_mask` asked for it). rows [B]: which rows of the batch these are; shape: (B, R).
+    U distinct loss tokens: predicted_from [U], ascending, index into T of the position whose hidden state
+    predicts the token (the one before it), labels [U] the token itself; predicting: these positions once
+    each, ascending (one, of no meaning, if there are no loss tokens). For all L of them, in row-major order:
+    cells [L] where it stands in the flattened [B, R] response matrix, distinct [L] which of the U it is
+    (None: L = U, each is its own), sampled [L] bool whether the policy sampled it (else it is a loss token
+    because `extra_loss_mask` asked for it). rows [B]: which rows of the batch these are; shape: (B, R).
 
     Worked example, one row: prompt [0, 5, 6] (the 0 is padding), responses [7, 8, 9, 2, 0], response_mask
     [1, 1, 0, 1, 0]. Then input_ids [[5, 6, 7, 8, 9, 2]], position_ids [[0, 1, 2, 3, 4, 5]], seq_lens (6,),

@@ -24,7 +24,8 @@ PLAIN_LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3
 
 def shorten_last_layer(backbone: nn.Module) -> bool:
     """Lets the last layer answer for `wanted` tokens alone (a keyword of the backbone's forward: their places
-    in the pack, ascending), so that the backbone returns hidden states [1, Q, D] instead of [1, T, D].
+    in the pack, ascending), so that the backbone returns hidden states [1, Q, D] instead of [1, T, D]: those
+    of the Q wanted tokens that this process has.
 
     Returns False, and changes nothing, where the layer is not one of PLAIN_LAYERS.
     """
@@ -44,6 +45,7 @@ def _forward(
         return whole
     normed = self.input_layernorm(hidden_states)
     attended, _ = self.self_attn(hidden_states=normed, packing=replace(packing, wanted=wanted), **kwargs)
-    rows = hidden_states.index_select(1, wanted) + attended.index_select(1, wanted)
+    own = packing.own(wanted)
+    rows = hidden_states.index_select(1, own) + attended.index_select(1, own)
     out: Tensor = rows + self.mlp(self.post_attention_layernorm(rows))
     return out
