@@ -133,7 +133,7 @@ def check_manifest(
             f"{index_path} is an index for {manifest.backend}, expected one for {expected_backend}: "
             "give another --index_path, or the --retriever_name that it was built for"
         )
-    _check_files(index_path, manifest)
+    check_files(index_path, manifest)
     found = corpus.fingerprint()
     if any(manifest.corpus.get(name) != found[name] for name in COMPARED):
         raise ValueError(_another_corpus(index_path, manifest, corpus, found))
@@ -147,7 +147,8 @@ def check_manifest(
     return manifest
 
 
-def _check_files(index_path: Path, manifest: Manifest) -> None:
+def check_files(index_path: Path, manifest: Manifest) -> None:
+    """Raises ValueError when a file of the index is missing or has another size than was written."""
     folder = index_path if index_path.is_dir() else index_path.parent
     for name, size in manifest.built.get("files", {}).items():
         path = folder / name

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from search_r1.search.corpus import file_identity
 from search_r1.search.retriever import Retriever
 from search_r1.search.serving.batching import Batcher, BatchSettings
 from search_r1.search.serving.metrics import Metrics
@@ -22,6 +23,14 @@ def package_version() -> str:
         return importlib.metadata.version("search-r1-verl")
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
+
+
+def _identity(corpus_path: str | None) -> dict[str, Any] | None:
+    """By what clients tell this corpus from another; None: there is no file (an online engine)."""
+    try:
+        return None if corpus_path is None else file_identity(corpus_path)
+    except OSError:
+        return None
 
 
 class RetrievalService:
@@ -49,6 +58,7 @@ class RetrievalService:
         self.progress = "starting"
         self._started = time.monotonic()
         self._loaded: dict[str, Any] | None = None
+        self._corpus: dict[str, Any] | None = None
         self._loader: threading.Thread | None = None
 
     def start_loading(
@@ -60,6 +70,7 @@ class RetrievalService:
             try:
                 retriever = self._load()
                 self._loaded = retriever.describe()
+                self._corpus = _identity(self.corpus_path)
             except BaseException as error:  # the thread's only way to tell; the main thread prints it
                 self.error = error
                 on_error()
@@ -89,6 +100,7 @@ class RetrievalService:
             "progress": self.progress,
             "backend": self.backend,
             "corpus_path": self.corpus_path,
+            "corpus": self._corpus,
             "num_documents": None if retriever is None else retriever.num_documents,
             "loaded": self._loaded,
             "uptime_s": round(time.monotonic() - self._started, 1),
