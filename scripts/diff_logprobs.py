@@ -39,9 +39,10 @@ from verl.trainer.config import load_config
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.workers.actor.dp_actor import compute_log_prob
 from verl.workers.actor.rollout_agreement import RolloutAgreement
-from verl.workers.engine.engine import Precision, TrainEngine
+from verl.workers.engine.engine import TrainEngine
 from verl.workers.engine.loading import DTYPES, PolicyModel, load_hf_config, load_policy
 from verl.workers.engine.micro_batches import MicroBatchLimits
+from verl.workers.engine.precision import Precision
 from verl.workers.rollout.build import Request, build_engine
 from verl.workers.rollout.engine import EngineUnavailable, RolloutEngine, SamplingParams
 from verl.workers.rollout.transformers_engine import TransformersEngine

@@ -15,9 +15,10 @@ from scripts.bench.update_task import UpdateTask, run_contender  # noqa: E402
 from verl.protocol import DataProto  # noqa: E402
 from verl.trainer.config.loading import load_config  # noqa: E402
 from verl.workers.actor.dp_actor import DataParallelPPOActor  # noqa: E402
-from verl.workers.engine.engine import Precision, TrainEngine  # noqa: E402
+from verl.workers.engine.engine import TrainEngine  # noqa: E402
 from verl.workers.engine.loading import load_policy  # noqa: E402
 from verl.workers.engine.micro_batches import MicroBatchLimits  # noqa: E402
+from verl.workers.engine.precision import Precision  # noqa: E402
 
 
 class OurStep:

@@ -16,9 +16,10 @@ from verl.protocol import DataProto
 from verl.trainer.config.loading import load_config
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.critic.dp_critic import DataParallelPPOCritic
-from verl.workers.engine.engine import Precision, TrainEngine
+from verl.workers.engine.engine import TrainEngine
 from verl.workers.engine.loading import load_policy, load_value_model
 from verl.workers.engine.micro_batches import MicroBatchLimits
+from verl.workers.engine.precision import Precision
 
 VOCABULARY = 40
 CPU = torch.device("cpu")

@@ -20,13 +20,13 @@ from omegaconf import DictConfig
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from verl.protocol import DataProto
-from verl.single_controller.base import Dispatch, Worker, register
+from verl.single_controller.base import DataPosition, Dispatch, Worker, register
 from verl.workers.actor.dp_actor import DataParallelPPOActor, compute_log_prob, token_statistics
 from verl.workers.critic.dp_critic import DataParallelPPOCritic
-from verl.workers.engine.checkpoint import load_checkpoint, save_checkpoint, save_hf
-from verl.workers.engine.engine import Precision, TrainEngine
+from verl.workers.engine.engine import TrainEngine
 from verl.workers.engine.loading import PolicyModel, load_policy, load_value_model, parse_dtype
 from verl.workers.engine.micro_batches import MicroBatchLimits
+from verl.workers.engine.precision import Precision
 from verl.workers.engine.reference import Reference
 from verl.workers.rollout.build import Request, build_engine
 from verl.workers.rollout.engine import RolloutEngine
@@ -96,6 +96,13 @@ class ActorRolloutRefWorker(Worker):
         self.agent: Agent | None = None
         self.rollout_engine: RolloutEngine | None = None
         self._rollout_weights_stale = False
+
+    @register()
+    def data_position(self) -> DataPosition:
+        """Of the policy's engine, or the reference's where there is no other; known from init_model on."""
+        engine = self.engine if self.has_actor or self.has_rollout else self.reference.own
+        assert engine is not None
+        return engine.data
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -248,7 +255,7 @@ class ActorRolloutRefWorker(Worker):
 
     # ------------------------------------------------------------------------------- log-probs and the update
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """old_log_probs [N, R] of the present policy; with meta_info `calculate_entropy` entropys [N, R], and
         with `calculate_sum_pi_squared` sum_pi_squared [N, R] besides; see `token_statistics`.
@@ -258,7 +265,7 @@ class ActorRolloutRefWorker(Worker):
         results = token_statistics(self.engine, data, limits, self.config.rollout.temperature, *asked)
         return DataProto.from_dict({"old_log_probs": results.pop("log_probs"), **results})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """ref_log_prob [N, R] of the frozen model that training started from, or of the policy at the last
         reset_reference. With LoRA it is the policy's own engine without its adapters.
@@ -273,14 +280,14 @@ class ActorRolloutRefWorker(Worker):
         """From now on the reference is the present policy; part of checkpoints from then on."""
         self.reference.reset()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
         """teacher_log_prob [N, R] of the model at teacher.path."""
         limits = self._limits(self.config.ref, "ref", "log_prob")
         log_probs = compute_log_prob(self.teacher_engine, data, limits, self.config.rollout.temperature)
         return DataProto.from_dict({"teacher_log_prob": log_probs})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def update_actor(self, data: DataProto) -> DataProto:
         """One training step; see `DataParallelPPOActor.update_policy`. The metrics are the same on every
         rank. meta_info `skipped_update` says why an update was skipped last ("" if none was).
@@ -295,7 +302,7 @@ class ActorRolloutRefWorker(Worker):
         """All that training goes on from, in `path`; the weights as a Hugging Face folder in
         `path`/huggingface.
         """
-        save_checkpoint(self.engine, path)
+        self.engine.save(path)
         _save_state(path, self.actor.state_dict(), self.rank)
         if self.has_ref:
             self.reference.save(Path(path))
@@ -304,7 +311,7 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         """Goes on from a folder of save_checkpoint, made with any number of processes."""
-        load_checkpoint(self.engine, path)
+        self.engine.load(path)
         self.actor.load_state_dict(_read_state(path))
         if self.has_ref:
             self.reference.load(Path(path))
@@ -313,7 +320,7 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_hf(self, path: str) -> None:
         """The policy as a Hugging Face folder with its tokenizer, in the dtype that it is trained in."""
-        save_hf(self.engine, path, self.tokenizer, self.config.model.path)
+        self.engine.save_hf(path, self.tokenizer, self.config.model.path)
 
 
 class CriticWorker(Worker):
@@ -325,6 +332,11 @@ class CriticWorker(Worker):
         super().__init__()
         self.config, self.rollout_n, self.seed = config, rollout_n, seed
         self.device = self.init_process_group(_device_kind(device))
+
+    @register()
+    def data_position(self) -> DataPosition:
+        """Of the critic's engine; known from init_model on."""
+        return self.engine.data
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -350,12 +362,12 @@ class CriticWorker(Worker):
             config, self.engine, limits, forward_limits, self.rollout_n, self.seed
         )
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:
         """values [N, R]."""
         return DataProto.from_dict({"values": self.critic.compute_values(data)})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def update_critic(self, data: DataProto) -> DataProto:
         """One training step; see `DataParallelPPOCritic.update_critic`. The metrics are the same on every
         rank. meta_info `skipped_update`: as for the actor.
@@ -366,11 +378,11 @@ class CriticWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
         """All that training goes on from, in `path`."""
-        save_checkpoint(self.engine, path)
+        self.engine.save(path)
         _save_state(path, self.critic.state_dict(), self.rank)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         """Goes on from a folder of save_checkpoint, made with any number of processes."""
-        load_checkpoint(self.engine, path)
+        self.engine.load(path)
         self.critic.load_state_dict(_read_state(path))

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -21,11 +20,14 @@ from transformers import PreTrainedTokenizerBase
 from verl.protocol import DataProto
 from verl.single_controller.base import Dispatch, Worker, register
 from verl.utils.packing import CPU_TOKENS_PER_PACK, PackedMicroBatch
-from verl.workers.engine.checkpoint import load_checkpoint, save_checkpoint, save_hf
-from verl.workers.engine.engine import Precision, TrainEngine
-from verl.workers.engine.loading import PolicyModel, load_policy
+from verl.workers.engine.base import Outputs, Share
+from verl.workers.engine.engine import TrainEngine
+from verl.workers.engine.loading import load_policy
 from verl.workers.engine.micro_batches import MicroBatchLimits, micro_batches, tensors_of
-from verl.workers.engine.update_loop import MiniBatch, Share, UpdateLoop
+from verl.workers.engine.precision import Precision
+from verl.workers.engine.update_loop import MiniBatch, UpdateLoop
+
+ASKED = {"temperature": 1.0, "with_entropy": False}
 
 
 class SFTWorker(Worker):
@@ -78,21 +80,19 @@ class SFTWorker(Worker):
         """One optimizer step on these rows of all ranks. meta_info `metrics`: train/loss (nats per trained
         token), train/grad_norm, train/lr and the count of skipped steps, the same on every rank.
         """
-        metrics = self.loop.run(
-            data, tensors_of(data), lambda mini_batch: NegativeLogLikelihood(self.engine, mini_batch)
-        )
+        metrics = self.loop.run(data, tensors_of(data), lambda mini_batch: NegativeLogLikelihood(mini_batch))
         return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    @torch.no_grad()
     def evaluate(self, data: DataProto) -> DataProto:
         """meta_info `metrics`: the summed negative log-likelihood of the rows of all ranks, and their trained
         tokens.
         """
         batch, total = tensors_of(data), 0.0
         with self.engine.loaded():
-            for part in micro_batches(batch, range(len(data)), self.engine, self.limits)[1]:
-                total -= float(_log_probs(self.engine, part).double().sum())
+            _, parts = micro_batches(batch, range(len(data)), self.engine, self.limits)
+            for part, outputs in self.engine.infer(parts, **ASKED):
+                total -= float(part.unpack(outputs[0]).double().sum())
         sums = self.engine.reduce([total, float(batch["response_mask"].sum())], "sum")
         return DataProto(meta_info={"metrics": dict(zip(("nll", "tokens"), sums, strict=True))})
 
@@ -101,36 +101,31 @@ class SFTWorker(Worker):
         """All that training goes on from, in `path`; the weights as a Hugging Face folder in
         `path`/huggingface.
         """
-        save_checkpoint(self.engine, path)
-        base = self.config.model.partial_pretrain
-        save_hf(self.engine, str(Path(path) / "huggingface"), self.tokenizer, base)
+        self.engine.save(path)
+        self.engine.save_hf(Path(path) / "huggingface", self.tokenizer, self.config.model.partial_pretrain)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         """Goes on from a folder of save_checkpoint, made with any number of processes."""
-        load_checkpoint(self.engine, path)
+        self.engine.load(path)
 
 
 @dataclass
 class NegativeLogLikelihood:
     """The loss of one optimizer step; an `Objective` of the update loop."""
 
-    engine: TrainEngine[PolicyModel]
     mini_batch: MiniBatch
     idle_rows: Sequence[int] = ()
 
-    def share(self, part: PackedMicroBatch) -> Share:
+    @property
+    def asked(self) -> dict[str, Any]:
+        return ASKED
+
+    def share(self, part: PackedMicroBatch, outputs: Outputs) -> Share:
         """The micro-batch's share of the loss."""
-        loss = -_log_probs(self.engine, part).sum() / self.mini_batch.denominator.num_tokens
+        loss = -part.unpack(outputs[0]).sum() / self.mini_batch.denominator.num_tokens
         return Share(loss, {"train/loss": loss.detach()})
 
-    def token_values(self, part: PackedMicroBatch) -> dict[str, Tensor]:
+    def token_values(self, part: PackedMicroBatch, outputs: Outputs) -> dict[str, Tensor]:
         """Per token [B, R], 0 where nothing is trained."""
-        return {"log-probability": _log_probs(self.engine, part)}
-
-
-def _log_probs(engine: TrainEngine[Any], part: PackedMicroBatch) -> Tensor:
-    """[B, R], 0 where nothing is trained."""
-    with engine.autocast():
-        per_token, *_ = engine.module(part, 1.0, False)
-    return part.unpack(per_token)
+        return {"log-probability": part.unpack(outputs[0])}

@@ -7,7 +7,7 @@ from algorithm_cases import SPLITS, ActorFactory, Steep, full_batch
 
 from verl.trainer.ppo.batching import arrange_for_workers
 from verl.workers.actor.policy_objective import PolicyObjective
-from verl.workers.engine.update_loop import Share
+from verl.workers.engine.base import Share
 
 NUM_ROWS = 11  # not even: one rank gets a copy that takes part in nothing
 CASES = {
@@ -62,8 +62,8 @@ def spoilt_updates(model_path, rank, world_size):
     seen = [(metrics["actor/num_skipped_in_a_row"], actor.loop.skipped_update)]
     actor, share = factory.actor(), PolicyObjective.share
 
-    def steep(self, part):
-        loss, figures = share(self, part)
+    def steep(self, part, outputs):
+        loss, figures = share(self, part, outputs)
         return Share(Steep.apply(loss) if is_last and 1 in part.rows.tolist() else loss, figures)
 
     PolicyObjective.share = steep

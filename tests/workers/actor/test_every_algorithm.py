@@ -110,9 +110,9 @@ def test_rule_4_the_first_on_policy_ratio_is_1_for_every_loss(factory, loss):
 def test_rows_without_an_advantage_cost_no_backward_pass_and_change_nothing(factory, monkeypatch, loss):
     settings = {"policy_loss__loss_mode": loss, "entropy_coeff": 0.0, **SELECTIVE}
     batch, limits = full_batch(), SPLITS["rows of 3, padded"]
-    backward, num_backward = factory.engine.backward, []
+    backward, num_backward = factory.engine._backward, []
     monkeypatch.setattr(
-        factory.engine, "backward", lambda *a, **k: num_backward.append(1) or backward(*a, **k)
+        factory.engine, "_backward", lambda *a, **k: num_backward.append(1) or backward(*a, **k)
     )
     metrics, gradient = factory.update(batch, limits, **settings)
     assert len(num_backward) == 2  # of 7 rows one sampled nothing, two have no advantage

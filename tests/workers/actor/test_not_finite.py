@@ -11,7 +11,7 @@ from tiny_training import make_actor, make_batch, make_config, make_critic
 
 from verl.protocol import object_array
 from verl.workers.actor.policy_objective import PolicyObjective
-from verl.workers.engine.update_loop import Share
+from verl.workers.engine.base import Share
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +71,8 @@ def test_if_only_the_gradient_is_not_finite_its_row_is_named(model_path, monkeyp
     batch.non_tensor_batch["uid"] = object_array([f"step7-{row}" for row in range(8)])
     share = PolicyObjective.share
 
-    def steep_in_row_4(self, part):
-        loss, figures = share(self, part)
+    def steep_in_row_4(self, part, outputs):
+        loss, figures = share(self, part, outputs)
         return Share(Steep.apply(loss) if 4 in part.rows.tolist() else loss, figures)
 
     monkeypatch.setattr(PolicyObjective, "share", steep_in_row_4)

@@ -32,13 +32,13 @@ def test_gradients_that_add_up_on_the_host_are_the_same(model_path):
 def test_between_micro_batches_the_device_holds_no_gradient(model_path):
     actor = with_host_gradients(model_path, ROWS_OF_ONE)
     parameters = list(actor.engine.module.parameters())
-    backward, seen = actor.engine.backward, []
+    backward, seen = actor.engine._backward, []
 
     def watched(loss, is_last):
         backward(loss, is_last)
         seen.append((is_last, sum(p.grad is not None for p in parameters)))
 
-    actor.engine.backward = watched
+    actor.engine._backward = watched
     actor.update_policy(make_batch())
     assert len(seen) == 7  # one of the eight rows sampled nothing
     assert seen == [(False, 0)] * 6 + [(True, len(parameters))]

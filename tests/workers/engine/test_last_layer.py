@@ -58,7 +58,7 @@ def micro_batch(share=True):
 
 def loss_of(module, part):
     if isinstance(module, ValueModel):
-        return (module(part) - 1).square().sum()
+        return (module(part)[0] - 1).square().sum()
     log_probs, entropy, _ = module(part, 1.0, True)
     return (log_probs * torch.arange(1.0, 1 + len(log_probs))).sum() + entropy.sum()
 

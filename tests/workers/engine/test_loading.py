@@ -7,8 +7,8 @@ import torch
 from tiny_training import CPU, make_config, write_model
 from transformers import Cohere2Config, Cohere2ForCausalLM
 
-from verl.workers.engine.engine import Precision
 from verl.workers.engine.loading import load_policy, load_value_model
+from verl.workers.engine.precision import Precision
 
 
 def load(path, **changes):

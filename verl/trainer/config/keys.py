@@ -10,6 +10,11 @@ ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", 
 _NEURAL = "Neural reward models are not in this version; give a function with custom_reward_function.path."
 _SEQUENCE_PARALLEL = "Sequence parallelism is not in this version; use more processes or param_offload."
 _WRAP = "FSDP2 shards each decoder layer on its own; there is nothing to choose."
+_MEGATRON_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+)
 
 # key -> why it may only keep its default
 FIXED: dict[str, str] = {
@@ -21,6 +26,11 @@ FIXED: dict[str, str] = {
     f"{REF}.ulysses_sequence_parallel_size": _SEQUENCE_PARALLEL,
     "critic.ulysses_sequence_parallel_size": _SEQUENCE_PARALLEL,
     f"{REF}.fsdp_config.mixed_precision.reduce_dtype": "The reference has no gradients to reduce.",
+    **{
+        f"{block}.megatron.{size}": "Models that share processes are cut alike; set the actor's."
+        for block in (REF, "critic")
+        for size in _MEGATRON_SIZES
+    },
     f"{ROLLOUT}.prompt_length": "It follows data.max_prompt_length; set that.",
     f"{ROLLOUT}.response_length": "It follows data.max_response_length; set that.",
     "critic.model.tokenizer_path": "The critic reads the policy's token ids.",
@@ -63,8 +73,10 @@ FIXED: dict[str, str] = {
 
 # key -> why any (valid) value of it changes nothing
 NO_EFFECT: dict[str, str] = {
-    f"{ACTOR}.strategy": "fsdp and fsdp2 both mean FSDP2.",
-    "critic.strategy": "fsdp and fsdp2 both mean FSDP2.",
+    **{
+        f"{block}.megatron.seed": "weights come from the model's folder, and no layer draws at random."
+        for block in (ACTOR, REF, "critic")
+    },
     f"{ROLLOUT}.load_format": "Every engine takes the trainer's weights; none loads a file of its own.",
 }
 
@@ -79,7 +91,9 @@ _ADVANTAGE_INPUTS = "verl/trainer/ppo/advantage_inputs.py"
 _POOLS = "verl/utils/dataset/difficulty_pools.py:DifficultyPools"
 _ALGOS = "verl/trainer/ppo/algos"
 _WORKERS = "verl/workers/fsdp_workers.py"
+_MEGATRON = "verl/workers/megatron_workers.py"
 _ENGINE = "verl/workers/engine/engine.py"
+_PRECISION = "verl/workers/engine/precision.py"
 _BUILD = "verl/workers/rollout/build.py"
 _OPTIM = "verl/workers/engine/optim.py"
 _LOADING = "verl/workers/engine/loading.py"
@@ -119,12 +133,13 @@ _FSDP_READERS: dict[str, tuple[str, ...]] = {
         "optimizer_offload",
         "reshard_after_forward",
     ),
-    f"{_ENGINE}:Precision.from_config": (
+    f"{_PRECISION}:Precision.from_config": (
         "model_dtype",
         "mixed_precision.param_dtype",
         "mixed_precision.reduce_dtype",
     ),
 }
+_MEGATRON_LAYOUT = ("num_layers_per_virtual_pipeline_stage", "sequence_parallel")
 _LORA_KEYS = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
 _POLICY_LOSS_READERS = {
     f"{_ALGOS}/covariance_losses.py:select_clip_cov": (
@@ -214,6 +229,14 @@ READ_IN: dict[str, str] = {
             f"{_WORKERS}:ActorRolloutRefWorker._engine": ("grad_clip",),
         },
     ),
+    f"{ACTOR}.strategy": f"{_MAIN}:worker_classes",
+    "critic.strategy": "verl/trainer/config/megatron_checks.py:check_megatron",
+    **_under(
+        f"{ACTOR}.megatron",
+        {f"{_MEGATRON}:layout_of": (*_MEGATRON_SIZES, *_MEGATRON_LAYOUT)},
+    ),
+    **_under(f"{REF}.megatron", {f"{_MEGATRON}:layout_of": _MEGATRON_LAYOUT}),
+    **_under("critic.megatron", {f"{_MEGATRON}:layout_of": _MEGATRON_LAYOUT}),
     **_under(f"{ACTOR}.optim", _OPTIM_READERS),
     **_under(f"{ACTOR}.fsdp_config", _FSDP_READERS),
     **_under(REF, {_LIMITS: _LOG_PROB_KEYS, _RESOLVE: ("log_prob_micro_batch_size",)}),
@@ -223,7 +246,7 @@ READ_IN: dict[str, str] = {
         f"{REF}.fsdp_config",
         {
             f"{_ENGINE}:TrainEngine.__init__": ("param_offload", "reshard_after_forward"),
-            f"{_ENGINE}:Precision.from_config": ("model_dtype", "mixed_precision.param_dtype"),
+            f"{_PRECISION}:Precision.from_config": ("model_dtype", "mixed_precision.param_dtype"),
         },
     ),
     **_under(

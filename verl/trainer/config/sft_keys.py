@@ -53,6 +53,7 @@ _DATASET = "verl/utils/dataset/sft_dataset.py"
 _LOADING = "verl/workers/engine/loading.py"
 _LORA = "verl/workers/engine/lora.py:adapter_config"
 _ENGINE = "verl/workers/engine/engine.py"
+_PRECISION = "verl/workers/engine/precision.py"
 _OPTIM = "verl/workers/engine/optim.py"
 _RESOLVE = "verl/trainer/config/sft_keys.py:resolve"
 
@@ -125,7 +126,7 @@ _READERS: dict[str, tuple[str, ...]] = {
         "model.lora_adapter_path",
     ),
     f"{_ENGINE}:TrainEngine.__init__": ("model.fsdp_config.reshard_after_forward",),
-    f"{_ENGINE}:Precision.from_config": (
+    f"{_PRECISION}:Precision.from_config": (
         "model.fsdp_config.model_dtype",
         "model.fsdp_config.mixed_precision.param_dtype",
         "model.fsdp_config.mixed_precision.reduce_dtype",

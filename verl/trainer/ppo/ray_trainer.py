@@ -333,19 +333,21 @@ class RayPPOTrainer:
 
         They are shuffled here, not by the processes: so a mini-batch is the same set for any number of them.
         """
+        is_actor = block is self.config.actor_rollout_ref.actor
         if block.shuffle:
             order = shuffled(len(batch), self.config.trainer.seed, self.state.step, epoch=0)
             batch = batch.select_idxs(order)
         else:
             batch = batch.select()
-        world_size, size = self.actor_rollout_wg.world_size, self._mini_batch_rows(len(batch), block)
+        group = self.actor_rollout_wg if is_actor else self.critic_wg
+        num_replicas, size = group.dp_size, self._mini_batch_rows(len(batch), block)
         if block.loss_agg_mode == PROMPT_MEAN:
             add_prompt_counts(batch, size)
-        if block is self.config.actor_rollout_ref.actor and block.echo_coeff:
+        if is_actor and block.echo_coeff:
             batch.tensors["observation_mask"] = observation_mask(batch)
-        arranged, tokens = arrange_for_workers(batch, world_size, size, self._attention_length)
+        arranged, tokens = arrange_for_workers(batch, num_replicas, size, self._attention_length)
         arranged = arranged.select(non_tensor_batch_keys=["uid"])  # its meta_info is not the batch's
-        arranged.meta_info["mini_batch_rows"] = -(-size // world_size)
+        arranged.meta_info["mini_batch_rows"] = -(-size // num_replicas)
         return arranged, tokens
 
     @cached_property

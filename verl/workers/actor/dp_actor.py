@@ -23,14 +23,13 @@ from verl.workers.actor.policy_objective import (
     uses_kl_loss,
 )
 from verl.workers.actor.rollout_agreement import RolloutAgreement, warn_of_worst
-from verl.workers.engine.engine import TrainEngine
-from verl.workers.engine.loading import PolicyModel
+from verl.workers.engine.base import Engine
 from verl.workers.engine.micro_batches import MicroBatchLimits, micro_batches, tensors_of
 from verl.workers.engine.update_loop import MiniBatch, UpdateLoop
 
 
 def compute_log_prob(
-    engine: TrainEngine[PolicyModel],
+    engine: Engine,
     data: DataProto,
     limits: MicroBatchLimits,
     temperature: float,
@@ -41,7 +40,7 @@ def compute_log_prob(
 
 @torch.no_grad()
 def token_statistics(
-    engine: TrainEngine[PolicyModel],
+    engine: Engine,
     data: DataProto,
     limits: MicroBatchLimits,
     temperature: float,
@@ -52,13 +51,16 @@ def token_statistics(
     drawn from), each [N, R] float32 on CPU, 0 where the policy sampled nothing.
     """
     batch = tensors_of(data)
+    asked = {
+        "temperature": temperature,
+        "with_entropy": with_entropy,
+        "with_sum_pi_squared": with_sum_pi_squared,
+    }
     wanted = {"log_probs": True, "entropys": with_entropy, "sum_pi_squared": with_sum_pi_squared}
     results = {name: torch.zeros(batch["response_mask"].shape) for name, is_on in wanted.items() if is_on}
     with engine.loaded():
         _, parts = micro_batches(batch, range(len(data)), engine, limits)
-        for part in parts:
-            with engine.autocast():
-                outputs = engine.module(part, temperature, with_entropy, with_sum_pi_squared)
+        for part, outputs in engine.infer(parts, **asked):
             for name, per_token in zip(wanted, outputs, strict=True):
                 if name in results and len(part.cells):
                     results[name][part.rows] = part.unpack(per_token).cpu()
@@ -78,7 +80,7 @@ class DataParallelPPOActor:
     def __init__(
         self,
         config: Mapping[str, Any],
-        engine: TrainEngine[PolicyModel],
+        engine: Engine,
         limits: MicroBatchLimits,
         temperature: float,
         rollout_n: int = 1,

@@ -30,10 +30,9 @@ from verl.trainer.ppo.core_algos import (
 )
 from verl.utils.packing import PackedMicroBatch
 from verl.workers.actor.token_selection import select_over_ranks
-from verl.workers.engine.engine import TrainEngine
-from verl.workers.engine.loading import PolicyModel
+from verl.workers.engine.base import Engine, Outputs, Share
 from verl.workers.engine.micro_batches import EXTRA_LOSS_KEY, MicroBatchLimits, micro_batches
-from verl.workers.engine.update_loop import MiniBatch, Share
+from verl.workers.engine.update_loop import MiniBatch
 
 
 def uses_kl_loss(config: Mapping[str, Any]) -> bool:
@@ -84,7 +83,7 @@ class PolicyObjective:
     """
 
     config: Mapping[str, Any]
-    engine: TrainEngine[PolicyModel]
+    engine: Engine
     temperature: float
     batch: Mapping[str, Tensor]
     mini_batch: MiniBatch
@@ -103,9 +102,13 @@ class PolicyObjective:
             count = self.engine.reduce([float(extra[self.mini_batch.rows].sum())], "sum")[0]
             self.echo_denominator = LossDenominator(max(count, 1.0), 1.0)
 
-    def share(self, part: PackedMicroBatch) -> Share:
+    @property
+    def asked(self) -> dict[str, Any]:
+        return {"temperature": self.temperature, "with_entropy": True}
+
+    def share(self, part: PackedMicroBatch, outputs: Outputs) -> Share:
         """The micro-batch's share of the loss and of the metrics."""
-        log_prob, entropy = self._forward(part)
+        log_prob, entropy = part.unpack(outputs[0]), part.unpack(outputs[1])
         if self.first_log_probs is not None and len(part.cells):
             self.first_log_probs[part.rows] = log_prob.detach().cpu()
         old_log_prob = self._old_log_prob(part, log_prob)
@@ -131,9 +134,9 @@ class PolicyObjective:
             figures |= _ratio_extremes(log_prob.detach() - old_log_prob, part.mask)
         return Share(loss, {name: figure.detach() for name, figure in figures.items()})
 
-    def token_values(self, part: PackedMicroBatch) -> dict[str, Tensor]:
+    def token_values(self, part: PackedMicroBatch, outputs: Outputs) -> dict[str, Tensor]:
         """Per token [B, R], 0 where it takes part in nothing."""
-        log_prob, _ = self._forward(part)
+        log_prob = part.unpack(outputs[0])
         columns = {
             "advantage": "advantages",
             "old log-prob": "old_log_probs",
@@ -151,15 +154,14 @@ class PolicyObjective:
             for name, value in values.items()
         }
 
-    @torch.no_grad()
     def _selected(self, select: SelectFn) -> Tensor:
         """[N, R] bool: what the loss chooses out of the mini-batch's rows of all ranks."""
         batch, rows = self.batch, self.mini_batch.rows
         log_prob = torch.zeros(batch["response_mask"].shape)
-        for part in micro_batches(batch, rows, self.engine, self.limits)[1]:
-            of_part = self._forward(part)[0].cpu()
-            if len(part.cells):  # else the pass is for other ranks, and the row is any
-                log_prob[part.rows] = of_part
+        parts = micro_batches(batch, rows, self.engine, self.limits)[1]
+        for part, outputs in self.engine.infer(parts, **self.asked):
+            if len(part.cells):  # else the pass is for other replicas, and the row is any
+                log_prob[part.rows] = part.unpack(outputs[0]).cpu()
         old_log_prob = log_prob if self.on_policy else batch["old_log_probs"]
         selection = torch.zeros(log_prob.shape, dtype=torch.bool)
         selection[rows] = select_over_ranks(
@@ -173,12 +175,6 @@ class PolicyObjective:
             self.seed,
         )
         return selection
-
-    def _forward(self, part: PackedMicroBatch) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies) [B, R] of the loss tokens, 0 elsewhere."""
-        with self.engine.autocast():
-            log_prob, entropy, _ = self.engine.module(part, self.temperature, True)
-        return part.unpack(log_prob), part.unpack(entropy)
 
     def _other_terms(
         self, part: PackedMicroBatch, log_prob: Tensor, entropy: Tensor

@@ -11,16 +11,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from verl.trainer.ppo.algos.policy_losses import SelectFn
-from verl.workers.engine.engine import TrainEngine
+from verl.workers.engine.base import Engine
 
 
 def select_over_ranks(
     select: SelectFn,
-    engine: TrainEngine[Any],
+    engine: Engine,
     log_prob: Tensor,
     old_log_prob: Tensor,
     advantages: Tensor,
@@ -40,11 +39,8 @@ def select_over_ranks(
     mask = response_mask.bool()
     numbers = [x.float().masked_fill(~mask, 0.0) for x in (log_prob, old_log_prob, advantages)]
     columns = torch.stack([*numbers, mask.float()]).to(engine.device)
-    num_rows, first = len(mask), 0
-    if engine.world_size > 1:
-        gathered = [torch.empty_like(columns) for _ in range(engine.world_size)]
-        dist.all_gather(gathered, columns)
-        columns, first = torch.cat(gathered, dim=1), dist.get_rank() * num_rows
+    num_rows, first = len(mask), engine.data.rank * len(mask)
+    columns = torch.cat(engine.gather(columns), dim=1)
     log_prob, old_log_prob, advantages, mask = columns
     chosen = select(log_prob, old_log_prob, advantages, mask.bool(), config, seed)
     return chosen[first : first + num_rows].cpu()

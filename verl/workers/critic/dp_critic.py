@@ -14,10 +14,9 @@ from torch import Tensor
 from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import agg_loss, compute_value_loss
 from verl.utils.packing import PackedMicroBatch
-from verl.workers.engine.engine import TrainEngine
-from verl.workers.engine.loading import ValueModel
+from verl.workers.engine.base import Engine, Outputs, Share
 from verl.workers.engine.micro_batches import MicroBatchLimits, micro_batches, tensors_of
-from verl.workers.engine.update_loop import MiniBatch, Share, UpdateLoop
+from verl.workers.engine.update_loop import MiniBatch, UpdateLoop
 
 
 class DataParallelPPOCritic:
@@ -32,7 +31,7 @@ class DataParallelPPOCritic:
     def __init__(
         self,
         config: Mapping[str, Any],
-        engine: TrainEngine[ValueModel],
+        engine: Engine,
         limits: MicroBatchLimits,
         forward_limits: MicroBatchLimits,
         rollout_n: int = 1,
@@ -50,11 +49,9 @@ class DataParallelPPOCritic:
         values = torch.zeros(batch["response_mask"].shape)
         with self.engine.loaded():
             _, parts = micro_batches(batch, range(len(data)), self.engine, self.forward_limits)
-            for part in parts:
-                with self.engine.autocast():
-                    value = self.engine.module(part)
+            for part, outputs in self.engine.infer(parts):
                 if len(part.cells):
-                    values[part.rows] = part.unpack(value).cpu()
+                    values[part.rows] = part.unpack(outputs[0]).cpu()
         return values
 
     def update_critic(self, data: DataProto) -> dict[str, float]:
@@ -79,14 +76,18 @@ class ValueObjective:
     """The critic's loss of one mini-batch; an `Objective` of the update loop. config: the `critic` block."""
 
     config: Mapping[str, Any]
-    engine: TrainEngine[ValueModel]
+    engine: Engine
     batch: Mapping[str, Tensor]
     mini_batch: MiniBatch
     idle_rows: Sequence[int] = ()
 
-    def share(self, part: PackedMicroBatch) -> Share:
+    @property
+    def asked(self) -> dict[str, Any]:
+        return {}
+
+    def share(self, part: PackedMicroBatch, outputs: Outputs) -> Share:
         """The micro-batch's share of the loss and of the metrics."""
-        vpreds, denominator = self._values(part), self.mini_batch.denominator
+        vpreds, denominator = part.unpack(outputs[0]), self.mini_batch.denominator
         loss, clip_fraction = compute_value_loss(
             vpreds,
             self._rows("returns", part),
@@ -103,19 +104,14 @@ class ValueObjective:
         }
         return Share(loss, figures)
 
-    def token_values(self, part: PackedMicroBatch) -> dict[str, Tensor]:
+    def token_values(self, part: PackedMicroBatch, outputs: Outputs) -> dict[str, Tensor]:
         """Per token [B, R], 0 where it takes part in nothing."""
         values = {
             "return": self._rows("returns", part),
             "old value": self._rows("values", part),
-            "value": self._values(part),
+            "value": part.unpack(outputs[0]),
         }
         return {name: value.masked_fill(~part.mask, 0.0) for name, value in values.items()}
-
-    def _values(self, part: PackedMicroBatch) -> Tensor:
-        with self.engine.autocast():
-            value = self.engine.module(part)
-        return part.unpack(value)
 
     def _rows(self, key: str, part: PackedMicroBatch) -> Tensor:
         return self.batch[key][part.rows].to(self.engine.device)

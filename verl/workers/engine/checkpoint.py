@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import PreTrainedTokenizerBase
 
-from verl.workers.engine.engine import TrainEngine
 from verl.workers.engine.lora import save_adapter
 from verl.workers.engine.optim import resume_schedule
+
+if TYPE_CHECKING:
+    from verl.workers.engine.engine import TrainEngine
 
 COPIED_FILES = ("prompt_template.txt",)
 ADAPTER_FOLDER = "adapter"

@@ -1,8 +1,5 @@
 """A module that is trained: sharded over processes or not, with optimizer, schedule, checkpoints and a
-weight stream.
-
-    for micro-batch: with engine.autocast(): loss = ...;  engine.backward(loss, last)     gradients add up
-    engine.step()     clip, skip if not finite, update;    engine.next_lr()     once per training step
+weight stream; the `Engine` (base.py) over FSDP2.
 
 With one process the module stays plain. With several it is sharded by FSDP2 (`fully_shard`): each decoder
 layer is a unit, the rest is the root. Losses are sums divided by the whole world's counts, so gradients
@@ -11,9 +8,10 @@ are summed over processes, not averaged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -23,48 +21,29 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedTokenizerBase
 
+from verl.single_controller.base import DataPosition
+from verl.utils.packing import PackedMicroBatch
+from verl.workers.engine import checkpoint
+from verl.workers.engine.base import Engine, Outputs, Share, ShareOf
 from verl.workers.engine.host_gradients import HostGradients
-from verl.workers.engine.loading import PolicyModel, ValueModel, parse_dtype
+from verl.workers.engine.loading import PolicyModel, ValueModel
 from verl.workers.engine.lora import Adapters, plain_parameters
 from verl.workers.engine.muon import hidden_matrices
 from verl.workers.engine.optim import build_optimizer, build_scheduler
+from verl.workers.engine.precision import Precision
 
 Module = TypeVar("Module", PolicyModel, ValueModel)
 
 
-@dataclass(frozen=True)
-class Precision:
-    """dtypes of the stored weights, of the computation, and of gradients on their way between processes."""
-
-    model: torch.dtype
-    compute: torch.dtype
-    reduce: torch.dtype
-
-    @classmethod
-    def from_config(
-        cls, fsdp_config: Mapping[str, Any], device: torch.device, trained: bool = True
-    ) -> Precision:
-        """Null means: computation in bf16 on CUDA and fp32 on CPU; weights fp32 if trained, else like
-        computation.
-        """
-        default = torch.bfloat16 if device.type == "cuda" else torch.float32
-        mixed = fsdp_config["mixed_precision"]
-        compute = parse_dtype(mixed["param_dtype"], default, "fsdp_config.mixed_precision.param_dtype")
-        model = parse_dtype(
-            fsdp_config["model_dtype"], torch.float32 if trained else compute, "fsdp_config.model_dtype"
-        )
-        reduce = parse_dtype(mixed["reduce_dtype"], torch.float32, "fsdp_config.mixed_precision.reduce_dtype")
-        return cls(model, compute, reduce)
-
-
-class TrainEngine(Generic[Module]):
+class TrainEngine(Engine, Generic[Module]):
     """Owns a PolicyModel or ValueModel on this rank. `optim=None` makes it frozen (a reference model).
 
     Args:
         module: on CPU, of dtype precision.model, the same on every rank.
         fsdp_config: `param_offload`, `optimizer_offload`: on CUDA, keep them in CPU memory between uses;
-            `grad_offload`: see `HostGradients`. `reshard_after_forward`: see `backward`.
+            `grad_offload`: see `HostGradients`. `reshard_after_forward`: see `_backward`.
         world_size: number of processes; more than 1 needs torch.distributed to be initialised.
         optim: the configuration's `optim` block. grad_clip: largest norm of the gradient over all ranks.
     """
@@ -85,6 +64,7 @@ class TrainEngine(Generic[Module]):
             precision,
             grad_clip,
         )
+        self.data = DataPosition(dist.get_rank() if world_size > 1 else 0, world_size)
         if optim is None:
             module.requires_grad_(False)
         self.reshards = bool(fsdp_config["reshard_after_forward"])
@@ -125,18 +105,39 @@ class TrainEngine(Generic[Module]):
 
     @property
     def adapters(self) -> Adapters | None:
-        """The LoRA adapters, if the module has any; then nothing else of its model is trained."""
         return self.module.adapters
 
     # ------------------------------------------------------------------------------------------ computing
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    @torch.no_grad()
+    def infer(
+        self, parts: Iterable[PackedMicroBatch], **asked: Any
+    ) -> Iterator[tuple[PackedMicroBatch, Outputs]]:
+        for part in parts:
+            yield part, self._forward(part, asked)
+
+    def forward_backward(
+        self, parts: Iterable[PackedMicroBatch], count: int, share_of: ShareOf, **asked: Any
+    ) -> list[Share]:
+        shares = []
+        for number, part in enumerate(islice(parts, count)):
+            share = share_of(part, self._forward(part, asked))
+            self._backward(share.loss, is_last=number == count - 1)
+            shares.append(share.detach())
+        return shares
+
+    def _forward(self, part: PackedMicroBatch, asked: Mapping[str, Any]) -> Outputs:
+        with self._autocast():
+            outputs: Outputs = self.module(part, **asked)
+        return outputs
+
+    def _autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
         low = self.precision.compute in (torch.bfloat16, torch.float16)
         mixed = low and self.world_size == 1 and self._casts
         return torch.autocast(self.device.type, self.precision.compute) if mixed else nullcontext()
 
-    def backward(self, loss: Tensor, is_last: bool) -> None:
+    def _backward(self, loss: Tensor, is_last: bool) -> None:
         """Adds the gradient of a micro-batch's share of the loss.
 
         With `reshard_after_forward` ranks exchange gradients in every micro-batch, so that none holds more
@@ -155,11 +156,6 @@ class TrainEngine(Generic[Module]):
             self.host_gradients.after_backward()
 
     def step(self, discard: bool = False) -> tuple[float, bool]:
-        """Clips and applies the gradient, and clears it. Returns (its norm before, whether it was applied).
-
-        A gradient with an infinity or NaN in it, on any rank, is thrown away on all of them; so is any with
-        `discard` (which must be the same on all ranks).
-        """
         assert self.optimizer is not None
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         total = torch.nn.utils.get_total_norm(gradients)
@@ -175,23 +171,19 @@ class TrainEngine(Generic[Module]):
 
     @property
     def lr(self) -> float:
-        """Learning rate of the coming update."""
         assert self.scheduler is not None
         return float(self.scheduler.get_last_lr()[0])
 
     @property
     def num_training_steps(self) -> int:
-        """Training steps done so far (calls of next_lr), over restarts."""
         assert self.scheduler is not None
         return int(self.scheduler.last_epoch)
 
     def next_lr(self) -> None:
-        """Ends a training step for the schedule."""
         assert self.scheduler is not None
         self.scheduler.step()
 
     def reduce(self, values: Sequence[float], op: str) -> list[float]:
-        """Element-wise `sum`, `min` or `max` over the ranks, in float64."""
         if self.world_size == 1 or not values:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -200,13 +192,17 @@ class TrainEngine(Generic[Module]):
         )
         return tensor.tolist()
 
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        if self.world_size == 1:
+            return [tensor]
+        gathered = [torch.empty_like(tensor) for _ in range(self.data.size)]
+        dist.all_gather(gathered, tensor)
+        return gathered
+
     # ------------------------------------------------------------------------------------------- memory
 
     @contextmanager
     def loaded(self, optimizer: bool = False) -> Iterator[None]:
-        """Weights (and the optimizer's state) are on the device inside of the block, wherever they live
-        otherwise. Blocks may be nested.
-        """
         params = self.offloads_params and not self._params_needed
         state = optimizer and self._offloads_optimizer and not self._optimizer_needed
         if params:
@@ -254,6 +250,15 @@ class TrainEngine(Generic[Module]):
         through the stream together.
         """
         yield from plain_parameters(self.module.model, self.adapters)
+
+    def save(self, path: str | Path) -> None:
+        checkpoint.save_checkpoint(self, path)
+
+    def load(self, path: str | Path) -> None:
+        checkpoint.load_checkpoint(self, path)
+
+    def save_hf(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path) -> None:
+        checkpoint.save_hf(self, path, tokenizer, base)
 
 
 def num_parameters(module: nn.Module) -> int:

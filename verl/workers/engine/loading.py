@@ -81,11 +81,11 @@ class ValueModel(nn.Module):
             initial = torch.randn(1, width, generator=generator) * (0.01 / width**0.5)
             self.value_head.weight.copy_(initial)
 
-    def forward(self, micro_batch: PackedMicroBatch) -> Tensor:
-        """values [U] float32, one for each distinct loss token."""
+    def forward(self, micro_batch: PackedMicroBatch) -> tuple[Tensor]:
+        """(values,), [U] float32, one for each distinct loss token."""
         hidden = _hidden_states(self.model, micro_batch, self.is_short)
         values = self.value_head(hidden.to(self.value_head.weight.dtype))
-        return values.squeeze(-1).float().clone()  # no view: FSDP2 hooks on to what is returned
+        return (values.squeeze(-1).float().clone(),)  # no view: FSDP2 hooks on to what is returned
 
 
 def _hidden_states(backbone: nn.Module, micro_batch: PackedMicroBatch, is_short: bool) -> Tensor:
@@ -99,7 +99,7 @@ def _hidden_states(backbone: nn.Module, micro_batch: PackedMicroBatch, is_short:
     )
     rows = micro_batch.predicted_from
     if is_short:
-        rows = torch.searchsorted(micro_batch.predicting, rows)
+        rows = torch.searchsorted(micro_batch.packing.own(micro_batch.predicting), rows)
     return output.last_hidden_state[0].index_select(0, rows)
 
 

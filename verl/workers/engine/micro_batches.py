@@ -12,7 +12,7 @@ from torch import Tensor
 from verl.protocol import DataProto
 from verl.utils.packing import CPU_TOKENS_PER_PACK, PackedMicroBatch, pack_rows, plan_padded
 from verl.utils.shared_prefixes import plan_by_prefix
-from verl.workers.engine.engine import TrainEngine
+from verl.workers.engine.base import Engine
 
 PACKING_KEYS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 EXTRA_LOSS_KEY = "extra_loss_mask"
@@ -74,7 +74,7 @@ class MicroBatchLimits:
 
 
 def micro_batches(
-    batch: Mapping[str, Tensor], rows: Sequence[int], engine: TrainEngine[Any], limits: MicroBatchLimits
+    batch: Mapping[str, Tensor], rows: Sequence[int], engine: Engine, limits: MicroBatchLimits
 ) -> tuple[int, Iterator[PackedMicroBatch]]:
     """Packs some rows of a batch, those with at least one loss token. Returns (count, micro-batches).
 

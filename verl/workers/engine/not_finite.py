@@ -8,23 +8,22 @@ into the loss is finite, a backward pass for each row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from verl.utils.packing import PackedMicroBatch
-from verl.workers.engine.engine import TrainEngine
+from verl.workers.engine.base import Engine
 
 if TYPE_CHECKING:
     from verl.workers.engine.update_loop import Objective
 
 
 def first_not_finite(
-    engine: TrainEngine[Any],
+    engine: Engine,
     single_rows: Callable[[], Iterator[PackedMicroBatch]],
     objective: Objective,
     names: np.ndarray | None,
@@ -34,7 +33,7 @@ def first_not_finite(
     Args:
         single_rows: the mini-batch in micro-batches of one row each. names: uid of each row of this rank.
     """
-    found = _over_ranks(engine, _first_token(single_rows(), objective, names))
+    found = _over_ranks(engine, _first_token(engine, single_rows(), objective, names))
     found = found or _first_gradient(engine, single_rows(), objective, names)
     return found or "the loss or gradient is not finite, though that of each trajectory alone is"
 
@@ -44,12 +43,13 @@ def _row_name(row: int, names: np.ndarray | None) -> str:
     return f"row {row}{rank}" + ("" if names is None else f" ({names[row]})")
 
 
-@torch.no_grad()
-def _first_token(parts: Iterator[PackedMicroBatch], objective: Objective, names: np.ndarray | None) -> str:
+def _first_token(
+    engine: Engine, parts: Iterator[PackedMicroBatch], objective: Objective, names: np.ndarray | None
+) -> str:
     """The first token of this rank's rows with a number that is not finite; "" if there is none."""
     first: tuple[int, int, str, float] | None = None
-    for part in parts:  # all of them: each pass is one of all ranks
-        for name, values in objective.token_values(part).items():
+    for part, outputs in engine.infer(parts, **objective.asked):
+        for name, values in objective.token_values(part, outputs).items():
             places = (~values.isfinite())[0].nonzero().flatten().tolist()
             if not places:
                 continue
@@ -63,33 +63,26 @@ def _first_token(parts: Iterator[PackedMicroBatch], objective: Objective, names:
 
 
 def _first_gradient(
-    engine: TrainEngine[Any],
+    engine: Engine,
     parts: Iterator[PackedMicroBatch],
     objective: Objective,
     names: np.ndarray | None,
 ) -> str:
     """The first row whose own gradient is not finite. With several ranks: the rows of that pass."""
-    assert engine.optimizer is not None
     for part in parts:
-        engine.backward(objective.share(part).loss, is_last=True)
-        finite = all(_is_finite(p.grad) for p in engine.module.parameters() if p.grad is not None)
-        engine.optimizer.zero_grad(set_to_none=True)
-        if any(engine.reduce([float(not finite)], "max")):
+        engine.forward_backward([part], 1, objective.share, **objective.asked)
+        norm, _ = engine.step(discard=True)
+        if not math.isfinite(norm):
             row = _row_name(int(part.rows[0]), names) if len(part.cells) else ""
             return f"only the gradient is not finite, that of {_over_ranks(engine, row, every=True)}"
     return ""
 
 
-def _is_finite(gradient: torch.Tensor) -> bool:
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return bool(local.isfinite().all())
-
-
-def _over_ranks(engine: TrainEngine[Any], text: str, every: bool = False) -> str:
+def _over_ranks(engine: Engine, text: str, every: bool = False) -> str:
     """The first rank's text that is not empty, or all of them."""
     if engine.world_size == 1:
         return text
     texts: list[str] = [""] * engine.world_size
-    dist.all_gather_object(texts, text)
+    dist.all_gather_object(texts, text if engine.data.leads else "")
     present = [found for found in texts if found]
     return " or ".join(present if every else present[:1])

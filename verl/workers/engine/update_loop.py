@@ -14,9 +14,9 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from statistics import fmean
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 from verl.protocol import DataProto
 from verl.trainer.ppo.algos.aggregation import LossDenominator, denominator_counts
 from verl.utils.packing import PackedMicroBatch
-from verl.workers.engine.engine import Module, TrainEngine
+from verl.workers.engine.base import Engine, Outputs, Share
 from verl.workers.engine.micro_batches import (
     MicroBatchLimits,
     micro_batches,
@@ -39,17 +39,6 @@ from verl.workers.engine.not_finite import first_not_finite
 logger = logging.getLogger(__name__)
 
 BLOCKS = {"actor": "actor_rollout_ref.actor", "critic": "critic", "train": "data"}
-
-
-class Share(NamedTuple):
-    """What a micro-batch adds to its mini-batch.
-
-    loss: scalar, with gradient. figures: name -> scalar without; those of the micro-batches are summed, but
-    of `*/min` the least is taken and of `*/max` the greatest (so no token means inf and -inf).
-    """
-
-    loss: Tensor
-    figures: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -71,14 +60,19 @@ class Objective(Protocol):
         """Rows that are known to have no gradient."""
         ...
 
-    def share(self, part: PackedMicroBatch) -> Share: ...
+    @property
+    def asked(self) -> Mapping[str, Any]:
+        """What the model is asked for; see `Engine.infer`."""
+        ...
 
-    def token_values(self, part: PackedMicroBatch) -> dict[str, Tensor]:
+    def share(self, part: PackedMicroBatch, outputs: Outputs) -> Share: ...
+
+    def token_values(self, part: PackedMicroBatch, outputs: Outputs) -> dict[str, Tensor]:
         """name -> [B, R]: what the loss is made of, each thing before what follows from it."""
         ...
 
 
-class UpdateLoop(Generic[Module]):
+class UpdateLoop:
     """Makes the optimizer steps of a training step.
 
     Args:
@@ -93,17 +87,17 @@ class UpdateLoop(Generic[Module]):
         self,
         name: str,
         config: Mapping[str, Any],
-        engine: TrainEngine[Module],
+        engine: Engine,
         limits: MicroBatchLimits,
         rollout_n: int,
         seed: int,
         loss_scale_factor: float | None = None,
     ):
-        self.engine: TrainEngine[Module] = engine
+        self.engine = engine
         self.name, self.config, self.limits, self.seed = name, config, limits, seed
         self.loss_scale_factor = loss_scale_factor
         self.mini_batch_rows = rows_per_rank(
-            config["ppo_mini_batch_size"], rollout_n, engine.world_size, BLOCKS[name]
+            config["ppo_mini_batch_size"], rollout_n, engine.data.size, BLOCKS[name]
         )
         self.num_skipped_in_a_row = 0
         self.skipped_update = ""  # why, in words, of the last time that one was skipped
@@ -187,16 +181,12 @@ class UpdateLoop(Generic[Module]):
         active = [row for row in mini_batch.rows if row not in idle]
         num_idle, idle_parts = self._micro_batches(batch, sorted(idle))
         num_active, active_parts = self._micro_batches(batch, active)
-        num_passes = num_idle + num_active
-        first_backward = num_idle if num_active else num_idle - 1
-        for number, part in enumerate(chain(idle_parts, active_parts)):
-            if number < first_backward:
-                with torch.no_grad():
-                    figures.add(objective.share(part))
-            else:
-                share = objective.share(part)
-                engine.backward(share.loss, is_last=number == num_passes - 1)
-                figures.add(share)
+        parts, asked = chain(idle_parts, active_parts), objective.asked
+        num_backward = num_active or 1
+        for part, outputs in engine.infer(islice(parts, num_idle + num_active - num_backward), **asked):
+            figures.add(objective.share(part, outputs))
+        for share in engine.forward_backward(parts, num_backward, objective.share, **asked):
+            figures.add(share)
         return figures.over_ranks(engine)
 
     def _micro_batches(
@@ -237,7 +227,7 @@ class _Figures:
         for name, figure in (*share.figures.items(), ("loss", share.loss)):
             self._shares.setdefault(name, []).append(figure.detach())
 
-    def over_ranks(self, engine: TrainEngine[Any]) -> dict[str, float]:
+    def over_ranks(self, engine: Engine) -> dict[str, float]:
         """Every rank has seen the same names: each of them makes as many passes."""
         totals: dict[str, float] = {}
         for op in ("sum", "min", "max"):

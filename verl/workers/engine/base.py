@@ -1,0 +1,161 @@
+"""What training needs of a model, however its weights are spread over processes.
+
+    parts --infer--> outputs                                        log-probs, values: no gradient
+    parts --forward_backward(share_of)--> shares; gradients add up in the engine
+          --step--> weights of the next version                     next_lr() once per training step
+
+The actor, the critic and the update loop know nothing else of an engine. `TrainEngine` (engine.py) is one
+over FSDP2, `MegatronEngine` (verl/workers/megatron) one over megatron-core.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from verl.single_controller.base import DataPosition
+from verl.utils.packing import PackedMicroBatch
+from verl.workers.engine.lora import Adapters
+from verl.workers.engine.precision import Precision
+
+Outputs = tuple[Tensor, ...]
+"""Of a policy (log_probs, entropy, sum_pi_squared), of a critic (values,): each [U] float32, one number for
+each distinct loss token of a micro-batch (`PackedMicroBatch.unpack` makes rows of them)."""
+
+
+class Share(NamedTuple):
+    """What a micro-batch adds to its mini-batch.
+
+    loss: scalar, with gradient. figures: name -> scalar without; those of the micro-batches are summed, but
+    of `*/min` the least is taken and of `*/max` the greatest (so no token means inf and -inf).
+    """
+
+    loss: Tensor
+    figures: Mapping[str, Tensor]
+
+    def detach(self) -> Share:
+        """The same numbers without gradient."""
+        return Share(self.loss.detach(), {name: figure.detach() for name, figure in self.figures.items()})
+
+
+ShareOf = Callable[[PackedMicroBatch, Outputs], Share]
+
+
+class Engine(ABC):
+    """One process's part of a model, with optimizer and schedule if it is trained.
+
+    All processes call each method together. The processes of a replica give it the same micro-batches; those
+    of different replicas the same number of them. Losses are sums divided by counts of all replicas, so
+    gradients are summed over replicas, not averaged.
+
+    Attributes:
+        device: of this process. precision: dtypes. world_size: number of processes.
+        data: which replica this process is a part of.
+        weights_version: number of updates that have been applied.
+        adapters: the LoRA adapters, if the module has any; then nothing else of its model is trained.
+        offloads_params: whether the weights are in CPU memory outside of `loaded`.
+    """
+
+    device: torch.device
+    precision: Precision
+    world_size: int
+    data: DataPosition
+    weights_version: int
+    offloads_params: bool
+
+    @property
+    @abstractmethod
+    def adapters(self) -> Adapters | None: ...
+
+    # ------------------------------------------------------------------------------------------- computing
+
+    @abstractmethod
+    def infer(
+        self, parts: Iterable[PackedMicroBatch], **asked: Any
+    ) -> Iterator[tuple[PackedMicroBatch, Outputs]]:
+        """Each micro-batch with its outputs, without gradient, the same on every process of the replica.
+
+        asked: what a policy is asked for (`temperature`, `with_entropy`, `with_sum_pi_squared`); nothing for
+        a critic. The iterator must be read to its end.
+        """
+
+    @abstractmethod
+    def forward_backward(
+        self, parts: Iterable[PackedMicroBatch], count: int, share_of: ShareOf, **asked: Any
+    ) -> list[Share]:
+        """Adds the gradient of the `count` micro-batches that come next from `parts`.
+
+        share_of: called with each micro-batch and its outputs, in some process of the replica at least.
+        Returns the shares without gradient, the same on every process of the replica.
+        """
+
+    @abstractmethod
+    def step(self, discard: bool = False) -> tuple[float, bool]:
+        """Clips and applies the gradient, and clears it. Returns (its norm before, whether it was applied).
+
+        A gradient with an infinity or NaN in it, in any process, is thrown away in all of them; so is any
+        with `discard` (which must be the same in all processes).
+        """
+
+    @property
+    @abstractmethod
+    def lr(self) -> float:
+        """Learning rate of the coming update."""
+
+    @property
+    @abstractmethod
+    def num_training_steps(self) -> int:
+        """Training steps done so far (calls of next_lr), over restarts."""
+
+    @abstractmethod
+    def next_lr(self) -> None:
+        """Ends a training step for the schedule."""
+
+    # -------------------------------------------------------------------------------------- over replicas
+
+    @abstractmethod
+    def reduce(self, values: Sequence[float], op: str) -> list[float]:
+        """Element-wise "sum", "min" or "max" over the replicas, in float64; the same in every process."""
+
+    @abstractmethod
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The replicas' tensors, of one shape and dtype on the engine's device, in the replicas' order."""
+
+    # --------------------------------------------------------------------------------------------- weights
+
+    @abstractmethod
+    def loaded(self, optimizer: bool = False) -> AbstractContextManager[None]:
+        """Weights (and the optimizer's state) are on the device inside of the block, wherever they live
+        otherwise. Blocks may be nested.
+        """
+
+    @abstractmethod
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) of every parameter, tied ones once, in a fixed order; each is
+        gathered when it is asked for. Adapters are merged.
+        """
+
+    @abstractmethod
+    def save(self, path: str | Path) -> None:
+        """Writes everything that the next update depends on into a folder, which is made."""
+
+    @abstractmethod
+    def load(self, path: str | Path) -> None:
+        """Puts the engine where `save` left one, of any kind and with any number of processes.
+
+        Raises:
+            ValueError: it is not such a folder, or one of another model or optimizer.
+        """
+
+    @abstractmethod
+    def save_hf(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path) -> None:
+        """Writes a Hugging Face folder: config, safetensors in the weights' dtype, tokenizer; adapters are
+        merged. `base` is the folder that the model came from.
+        """
