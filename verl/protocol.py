@@ -25,6 +25,10 @@ Table of batch keys (N rows, P prompt width, R response width)
       advantages, returns [N, R]   float32
       teacher_log_prob    [N, R]   float32  (nats) the teacher (distillation)
       sum_pi_squared      [N, R]   float32  sum over the vocabulary of the squared probabilities (old policy)
+      num_sampled         [N]      int64    tokens that the policy sampled
+      prompt_length       [N]      int64    real tokens of the prompt
+      response_length     [N]      int64    real tokens of the response, observations too
+      outcome             [N]      float32  the row's score: token_level_scores summed
       reward_baselines    [N]      float32  score of the greedy trajectory of the row's prompt (remax)
       rollout_is_weights  [N, R]   float32  weights of the policy loss (rollout correction)
       rejected_mask       [N, R]   bool     what leaves response_mask after the advantages; then
@@ -45,13 +49,17 @@ ends with [2]; P = 3 and R = 5.
     attention_mask [[0, 1, 1, 1, 1, 1, 1, 0]]
     position_ids   [[0, 0, 1, 2, 3, 4, 5, 6]]   (whatever stands on padding is never read)
     response_mask  [[1, 1, 0, 1, 0]]        token_level_scores [[0, 0, 0, 1.0, 0]]
+
+With worker processes the columns [N, ...] over tokens stay in the object store, where the workers fetch their
+rows; the driver's batch has them as `stored` (verl/utils/stored_columns.py). Selecting, joining and dispatch
+work on both alike.
 """
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -62,6 +70,7 @@ import torch
 from tensordict import TensorDict
 
 from verl.utils.columns import from_array, joined_column, merged_meta_info, same, to_array
+from verl.utils.stored_columns import StoredColumns
 
 __all__ = [
     "DataProto",
@@ -115,6 +124,7 @@ class DataProtoItem:
 class DataProto:
     """Rows of tensors and objects plus `meta_info`; see the table of keys above.
 
+    `stored` are tensors that lie elsewhere (None: there are none), of which only the places are known here.
     `batch` has one batch dimension, the rows. Every array in `non_tensor_batch` is a 1-D object array with as
     many entries; lists and other arrays are turned into one. Different lengths are a ValueError.
     Operations give new containers over the same tensors where torch can (slices and selections of keys are
@@ -125,6 +135,7 @@ class DataProto:
     batch: TensorDict | None = None
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
+    stored: StoredColumns | None = None
 
     def __post_init__(self) -> None:
         if self.batch is not None and len(self.batch.batch_size) != 1:
@@ -137,6 +148,8 @@ class DataProto:
         lengths = {key: len(value) for key, value in self.non_tensor_batch.items()}
         if self.batch is not None:
             lengths["batch"] = self.batch.batch_size[0]
+        if self.stored is not None:
+            lengths["stored"] = len(self.stored)
         if len(set(lengths.values())) > 1:
             raise ValueError(f"columns differ in their number of rows: {lengths}")
 
@@ -146,6 +159,21 @@ class DataProto:
         if self.batch is None:
             raise ValueError(f"this batch has no tensors, only the columns {sorted(self.non_tensor_batch)}")
         return self.batch
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """W of each tensor [N, W, ...], here or stored."""
+        here = {key: int(value.shape[1]) for key, value in self._tensors().items() if value.dim() > 1}
+        return here | (self.stored.widths if self.stored is not None else {})
+
+    def narrowed(self, windows: Mapping[str, tuple[int, int]]) -> DataProto:
+        """The named tensors cut to the positions (start, stop) of their second dimension."""
+        columns = self._tensors()
+        cut = {key: columns[key][:, slice(*window)] for key, window in windows.items() if key in columns}
+        batch = None if self.batch is None else TensorDict(columns | cut, batch_size=[len(self)])
+        elsewhere = {key: window for key, window in windows.items() if key not in cut}
+        stored = None if self.stored is None else self.stored.narrowed(elsewhere)
+        return DataProto(batch, self.non_tensor_batch, dict(self.meta_info), stored)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         columns: dict[str, Any] = {} if self.batch is None else dict(self.batch.items())
@@ -183,6 +211,8 @@ class DataProto:
     def __len__(self) -> int:
         if self.batch is not None:
             return int(self.batch.batch_size[0])
+        if self.stored is not None:
+            return len(self.stored)
         return next((len(value) for value in self.non_tensor_batch.values()), 0)
 
     def __getitem__(self, index: int | Index) -> Any:
@@ -195,7 +225,8 @@ class DataProto:
         if isinstance(index, slice):
             batch = None if self.batch is None else self.batch[index]
             objects = {key: value[index] for key, value in self.non_tensor_batch.items()}
-            return DataProto(batch, objects, dict(self.meta_info))
+            stored = None if self.stored is None else self.stored.take(index)
+            return DataProto(batch, objects, dict(self.meta_info), stored)
         return self.select_idxs(index)
 
     def select_idxs(self, idxs: Index) -> DataProto:
@@ -214,7 +245,8 @@ class DataProto:
             columns = {key: value[where.to(value.device)] for key, value in self._tensors().items()}
             batch = TensorDict(columns, batch_size=[len(where)])
         objects = {key: value[where.numpy()] for key, value in self.non_tensor_batch.items()}
-        return DataProto(batch, objects, dict(self.meta_info))
+        stored = None if self.stored is None else self.stored.take(where.numpy())
+        return DataProto(batch, objects, dict(self.meta_info), stored)
 
     # ---- choosing columns
 
@@ -226,13 +258,20 @@ class DataProto:
         deepcopy: bool = False,
     ) -> DataProto:
         """A new DataProto with the named columns (None: all of that kind), sharing them unless `deepcopy`."""
-        tensors = _choose(self._tensors(), batch_keys, "tensor")
+        tensors, stored = self._tensors(), self.stored
+        if batch_keys is not None:
+            elsewhere = [] if stored is None else list(stored.columns)
+            _require(batch_keys, [*tensors, *elsewhere], "tensor")
+            tensors = {key: tensors[key] for key in batch_keys if key in tensors}
+            stored = (
+                None if stored is None else stored.choose([key for key in batch_keys if key in elsewhere])
+            )
         objects = _choose(self.non_tensor_batch, non_tensor_batch_keys, "non-tensor column")
         meta_info = _choose(self.meta_info, meta_info_keys, "meta_info entry")
         if deepcopy:
             tensors, objects, meta_info = copy.deepcopy((tensors, objects, meta_info))
         batch = None if self.batch is None else TensorDict(tensors, batch_size=[len(self)])
-        return DataProto(batch, objects, meta_info)
+        return DataProto(batch, objects, meta_info, stored)
 
     def pop(
         self,
@@ -245,6 +284,8 @@ class DataProto:
         if self.batch is not None:
             kept = {key: value for key, value in self._tensors().items() if key not in set(batch_keys)}
             self.batch = TensorDict(kept, batch_size=self.batch.batch_size)
+        if self.stored is not None:
+            self.stored = self.stored.choose([key for key in self.stored.columns if key not in batch_keys])
         for key in non_tensor_batch_keys:
             del self.non_tensor_batch[key]
         for key in meta_info_keys:
@@ -282,8 +323,12 @@ class DataProto:
             for key in a.keys() & b.keys():
                 if not same(a[key], b[key]):
                     raise ValueError(f"{what} {key!r} differs in the two batches; rename or pop one of them")
+        stored = self.stored if other.stored is None else other.stored
+        if self.stored is not None and other.stored is not None:
+            stored = self.stored.union(other.stored)
         if theirs:
             self.batch = TensorDict({**mine, **theirs}, batch_size=[len(other)])
+        self.stored = stored
         self.non_tensor_batch = {**self.non_tensor_batch, **other.non_tensor_batch}
         self.meta_info = {**self.meta_info, **other.meta_info}
         self.check_consistency()
@@ -329,12 +374,16 @@ class DataProto:
         joined = {key: joined_column(key, [part[key] for part in tensors]) for key in tensors[0]}
         batch = TensorDict(joined, batch_size=[sum(map(len, data))]) if data[0].batch is not None else None
         arrays = {key: np.concatenate([part[key] for part in objects]) for key in objects[0]}
-        return DataProto(batch, arrays, merged_meta_info([part.meta_info for part in data]))
+        places = [part.stored for part in data if part.stored is not None]
+        if places and len(places) < len(data):
+            raise ValueError(f"{len(places)} of {len(data)} parts have stored columns; all of them must")
+        stored = StoredColumns.concat(places) if places else None
+        return DataProto(batch, arrays, merged_meta_info([part.meta_info for part in data]), stored)
 
     def reorder(self, indices: torch.Tensor) -> None:
         """Puts the rows in the order `indices` [N] int64, in place."""
         moved = self.select_idxs(indices)
-        self.batch, self.non_tensor_batch = moved.batch, moved.non_tensor_batch
+        self.batch, self.non_tensor_batch, self.stored = moved.batch, moved.non_tensor_batch, moved.stored
 
     def to(self, device: torch.device | str) -> DataProto:
         """Moves the tensors, in place; returns self."""
@@ -380,7 +429,7 @@ class DataProto:
         if self.batch is not None:
             tensors = {key: to_array(key, value) for key, value in self.batch.items()}
         columns = {"non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
-        return {"tensors": tensors, "num_rows": len(self), **columns}
+        return {"tensors": tensors, "num_rows": len(self), "stored": self.stored, **columns}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.batch = None
@@ -389,6 +438,7 @@ class DataProto:
             self.batch = TensorDict(tensors, batch_size=[state["num_rows"]])
         self.non_tensor_batch = state["non_tensor_batch"]
         self.meta_info = state["meta_info"]
+        self.stored = state.get("stored")  # files of older versions have none
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
@@ -405,6 +455,8 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
     padded = data.select_idxs(torch.arange(len(data) + num_padding) % len(data))
     if padded.batch is not None and "response_mask" in padded.batch:
         padded.batch["response_mask"][len(data) :] = 0
+    if padded.stored is not None:
+        padded.stored = padded.stored.filled_up(np.arange(len(padded)) >= len(data))
     return padded, num_padding
 
 
