@@ -1,14 +1,10 @@
 """The Ray backend. Importing it imports ray."""
 
 from verl.single_controller.base.colocate import create_colocated_worker_cls
+from verl.single_controller.base.errors import WorkerDiedError, WorkerFailedError
 from verl.single_controller.ray.resource_pool import RayResourcePool
 from verl.single_controller.ray.session import RaySession, init_ray
-from verl.single_controller.ray.worker_group import (
-    RayClassWithInitArgs,
-    RayWorkerGroup,
-    WorkerDiedError,
-    WorkerFailedError,
-)
+from verl.single_controller.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
 
 __all__ = [
     "RayClassWithInitArgs",

@@ -5,38 +5,40 @@
                         <-- result i --
 
 A call that fails raises the worker's own exception here, caused by a WorkerFailedError with the rank and the
-remote traceback. A process that died raises WorkerDiedError; nothing is tried again, since a new process
-would have lost its state: shut the group down and build it anew.
+remote traceback. A process that died raises WorkerDiedError, which names it (deaths.py); nothing is tried
+again, since a new process would have lost its state: shut the group down and build it anew
+(verl/trainer/restarts.py).
+
+With `columns_stay` the columns over tokens of a result stay in the object store (see `object_store`).
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.single_controller.base.decorator import Call
 from verl.single_controller.base.worker import Worker, get_free_port
 from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool, WorkerGroup, materialize
+from verl.single_controller.ray import object_store
+from verl.single_controller.ray.deaths import RankPlace
+from verl.single_controller.ray.environment import (
+    DRIVER_ONLY,
+    carried_variables,
+    collective_variables,
+    secret_variables,
+)
+from verl.single_controller.ray.resolve import resolve_refs
 from verl.single_controller.ray.resource_pool import RayResourcePool
 
-_SECONDS_FOR_OTHER_RANKS = 3.0  # after a first error: the death of a rank explains the errors of the others
 _SECONDS_TO_CLOSE = 5.0
-
-
-class WorkerFailedError(RuntimeError):
-    """Which rank raised, and its traceback; the cause of the exception that is raised."""
-
-
-class WorkerDiedError(RuntimeError):
-    """The process of a rank ended in the middle of a call, or before it."""
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -57,26 +59,42 @@ class RankProcess:
     def __init__(self) -> None:
         self.worker: Worker | None = None
 
-    def find_rendezvous(self) -> tuple[str, int]:
-        return ray.util.get_node_ip_address(), get_free_port()
+    def locate(self) -> RankPlace:
+        return RankPlace.here()
 
-    def make_worker(self, cls_with_init: ClassWithInitArgs, variables: dict[str, str]) -> None:
+    def find_port(self) -> int:
+        return get_free_port()
+
+    def make_worker(
+        self, cls_with_init: ClassWithInitArgs, variables: dict[str, str], several_nodes: bool
+    ) -> None:
+        for name in DRIVER_ONLY:
+            os.environ.pop(name, None)
         os.environ.update(variables)
+        if several_nodes:
+            os.environ.update(collective_variables(ray.util.get_node_ip_address()))
         self.worker = cls_with_init()
 
-    def run(self, method: str, call: Call) -> Any:
-        args, kwargs = materialize(call)
+    def run(self, method: str, call: Call, *contents: Any) -> Any:
+        args, kwargs = object_store.attach(materialize(call), contents)
         return getattr(self.worker, method)(*args, **kwargs)
+
+    def run_apart(self, method: str, call: Call, *contents: Any) -> tuple[Any, Any]:
+        return object_store.split(self.run(method, call, *contents))
 
 
 class RayWorkerGroup(WorkerGroup):
     """A worker class on every process of a pool."""
 
-    def __init__(self, resource_pool: ResourcePool, ray_cls_with_init: ClassWithInitArgs) -> None:
+    def __init__(
+        self, resource_pool: ResourcePool, ray_cls_with_init: ClassWithInitArgs, columns_stay: bool = False
+    ) -> None:
         super().__init__(resource_pool.world_size, ray_cls_with_init.cls)
         if not isinstance(resource_pool, RayResourcePool):
             resource_pool = RayResourcePool(resource_pool.process_on_nodes, resource_pool.use_gpu)
+        self._columns_stay = columns_stay
         self._actors: list[Any] = []
+        self._rank_places: list[RankPlace] = []
         place = resource_pool.create_placement_group()
         self._placement_group: PlacementGroup | None = place
         try:
@@ -96,36 +114,42 @@ class RayWorkerGroup(WorkerGroup):
                 max_restarts=0,
                 max_task_retries=0,
                 scheduling_strategy=strategy,
-                runtime_env={"env_vars": {"PYTHONPATH": _import_path()} | _thread_settings(pool)},
+                runtime_env={
+                    "env_vars": {"PYTHONPATH": _import_path()} | carried_variables() | _thread_settings(pool)
+                },
             )
             actors.append(actor_cls.remote())
         return actors
 
     def _make_workers(self, pool: RayResourcePool, cls_with_init: ClassWithInitArgs) -> None:
-        address, port = self._resolve_all([self._actors[0].find_rendezvous.remote()], "its start")[0]
+        self._rank_places = self._resolve_all([actor.locate.remote() for actor in self._actors], "its start")
+        (port,) = self._resolve_all([self._actors[0].find_port.remote()], "its start")
+        several_nodes = len({place.node for place in self._rank_places}) > 1
         refs = []
         for rank, (actor, (node, local_rank)) in enumerate(zip(self._actors, pool.places, strict=True)):
-            variables = {
+            variables = secret_variables() | {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(pool.world_size),
                 "LOCAL_RANK": str(local_rank),
                 "LOCAL_WORLD_SIZE": str(pool.process_on_nodes[node]),
-                "MASTER_ADDR": address,
+                "MASTER_ADDR": self._rank_places[0].address,
                 "MASTER_PORT": str(port),
             }
-            refs.append(actor.make_worker.remote(cls_with_init, variables))
+            refs.append(actor.make_worker.remote(cls_with_init, variables, several_nodes))
         self._resolve_all(refs, "__init__")
 
     def _resolve_all(self, refs: list[Any], method: str) -> list[Any]:
-        return resolve_refs(refs, self.name, method)
+        return resolve_refs(refs, self.name, method, self._rank_places)
 
     def _start(self, method: str, calls: list[Call]) -> list[Any]:
         if not self._actors:
             raise RuntimeError(f"worker group {self.name!r} was shut down; {method} cannot run")
-        return [actor.run.remote(method, call) for actor, call in zip(self._actors, calls, strict=False)]
+        run = object_store.start_apart if self._columns_stay else object_store.start
+        return [run(actor, method, call) for actor, call in zip(self._actors, calls, strict=False)]
 
     def _resolver(self, method: str) -> Callable[[list[Any]], list[Any]]:
-        return partial(resolve_refs, group=self.name, method=method)
+        resolve = partial(resolve_refs, group=self.name, method=method, places=self._rank_places)
+        return partial(object_store.resolve_apart, resolve=resolve) if self._columns_stay else resolve
 
     def shutdown(self) -> None:
         """Lets each worker close (a few seconds at most), then ends the processes and frees their places."""
@@ -156,38 +180,9 @@ def _import_path() -> str:
     return os.pathsep.join(os.path.abspath(folder) for folder in sys.path if not folder.startswith(own))
 
 
-def resolve_refs(refs: list[Any], group: str, method: str) -> list[Any]:
-    """The values of one call's object references, one per rank; raises at the first error of any rank."""
-    pending = list(refs)
-    values: dict[Any, Any] = {}
-    errors: dict[Any, Exception] = {}
-    while pending and not errors:
-        ready, pending = ray.wait(pending, num_returns=1)
-        _fetch(ready, values, errors)
-    if errors:
-        if pending:
-            ready, _ = ray.wait(pending, num_returns=len(pending), timeout=_SECONDS_FOR_OTHER_RANKS)
-            _fetch(ready, values, errors)
-        rank = min((refs.index(ref) for ref in errors), key=lambda r: not _is_death(errors[refs[r]]))
-        _raise_error(errors[refs[rank]], f"rank {rank} of worker group {group!r}", method)
-    return [values[ref] for ref in refs]
-
-
-def _fetch(ready: list[Any], values: dict[Any, Any], errors: dict[Any, Exception]) -> None:
-    for ref in ready:
-        try:
-            values[ref] = ray.get(ref)
-        except Exception as error:  # whatever a worker's method may raise; raised again by the caller
-            errors[ref] = error
-
-
-def _is_death(error: Exception) -> bool:
-    return isinstance(error, RayActorError | WorkerCrashedError | OutOfMemoryError | WorkerDiedError)
-
-
-def _raise_error(error: Exception, where: str, method: str) -> None:
-    if _is_death(error) and not isinstance(error, WorkerDiedError):
-        raise WorkerDiedError(f"{where} died during {method}: {error}") from error
-    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
-        raise error.cause from WorkerFailedError(f"{where} failed in {method}:\n{error}")
-    raise error
+def resolve_apart(
+    handles: list[object_store.StoredResult], group: str, method: str, places: Sequence[RankPlace]
+) -> list[Any]:
+    """As `resolve_refs`, for results whose columns over tokens stay in the object store."""
+    small = resolve_refs([handle[0] for handle in handles], group, method, places)
+    return [object_store.joined(value, columns) for value, (_, columns) in zip(small, handles, strict=True)]

@@ -1,0 +1,112 @@
+"""Which environment variables a worker gets, and from where.
+
+    driver's environment --(CARRIED)------> runtime environment of each actor, set before its Python starts
+                         --(SECRETS)------> the call that makes the worker: in no log of Ray's
+                         --(DRIVER_ONLY)--> nowhere, also where a worker would inherit it
+    node's environment   -----------------> whatever the driver has not set
+    node's address       -----------------> GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, unless set
+
+A worker inherits from the process that was started on its node (`ray start`), not from the driver. What a run
+depends on is therefore carried by name. CUDA_VISIBLE_DEVICES is Ray's to set.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+import struct
+
+# Ray's own behaviour, in the driver and on nodes that scripts/ray_node.sh starts. What the user set stays.
+RAY_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # no reports to the outside
+    "RAY_AUTH_MODE": "disabled",  # otherwise Ray writes a token into the home directory
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # actors run in the driver's environment, not in one that uv makes
+}
+
+CARRIED = (
+    # models and data sets from the hub
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_ENDPOINT",
+    "HF_HUB_OFFLINE",
+    "HF_DATASETS_OFFLINE",
+    "TRANSFORMERS_OFFLINE",
+    # proxies, and the certificates that they sign with; both spellings are read by someone
+    "NO_PROXY",
+    "no_proxy",
+    "HTTP_PROXY",
+    "http_proxy",
+    "HTTPS_PROXY",
+    "https_proxy",
+    "ALL_PROXY",
+    "all_proxy",
+    "SSL_CERT_FILE",
+    "REQUESTS_CA_BUNDLE",
+    # collectives; TORCH_NCCL_* and NCCL_* by the pattern below
+    "GLOO_SOCKET_IFNAME",
+    "TP_SOCKET_IFNAME",
+    # CUDA
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_MODULE_LOADING",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    # threads and libraries
+    "TOKENIZERS_PARALLELISM",
+    "PYTHONUNBUFFERED",
+)
+CARRIED_PATTERN = re.compile(r"(TORCH_)?NCCL_\w+|VLLM_\w+")
+# Ray logs runtime environments, so these go another way; so do proxies, whose address may hold a password.
+SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "VLLM_API_KEY")
+DRIVER_ONLY = ("WANDB_API_KEY",)
+
+_PROXY = re.compile(r"(http|https|all)_proxy", re.IGNORECASE)
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+
+
+def is_secret(name: str) -> bool:
+    """Whether the variable's value must stay out of logs."""
+    return name in SECRETS or _PROXY.fullmatch(name) is not None
+
+
+def carried_variables() -> dict[str, str]:
+    """What the driver has set of the above, without secrets."""
+    return {name: value for name, value in os.environ.items() if _is_carried(name) and not is_secret(name)}
+
+
+def secret_variables() -> dict[str, str]:
+    """What the driver has set of the secrets that workers need."""
+    return {name: value for name, value in os.environ.items() if is_secret(name)}
+
+
+def _is_carried(name: str) -> bool:
+    return name in CARRIED or CARRIED_PATTERN.fullmatch(name) is not None
+
+
+def card_of_address(address: str) -> str | None:
+    """Name of this machine's network card that has an IPv4 address, e.g. "eth0"; None if none has it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, card in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", card.encode()))
+            except OSError:  # a card without an address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return card
+    return None
+
+
+def collective_variables(address: str) -> dict[str, str]:
+    """Makes gloo and NCCL meet on the card that Ray uses on this node; what is set already stays.
+
+    Left alone, gloo takes the card that the host's name resolves to (on many systems the loopback), and NCCL
+    any that is up.
+    """
+    card = card_of_address(address)
+    if card is None or card == "lo":
+        return {}
+    wanted = {"GLOO_SOCKET_IFNAME": card, "NCCL_SOCKET_IFNAME": f"={card}"}  # "=": this name exactly
+    return {name: value for name, value in wanted.items() if not os.environ.get(name)}

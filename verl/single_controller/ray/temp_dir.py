@@ -1,0 +1,100 @@
+"""Where Ray keeps its sockets, logs and spilled objects: a local file system, by a short path.
+
+Sockets and file locks fail or hang on a network file system, and a Unix socket's path has at most 107 bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+NETWORK_FILE_SYSTEMS = frozenset(
+    [
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "smbfs",
+        "lustre",
+        "gpfs",
+        "beegfs",
+        "ceph",
+        "glusterfs",
+        "fuse.glusterfs",
+        "panfs",
+        "wekafs",
+        "afs",
+        "9p",
+        "pvfs2",
+        "fuse.sshfs",
+        "fuse.ceph",
+        "fuse.s3fs",
+        "fuse.gcsfuse",
+    ]
+)
+LOCAL_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+_LONGEST_SOCKET_PATH = 107
+# What Ray appends: ray/<session of date, microseconds and process>/sockets/plasma_store.<number>
+_LONGEST_END = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.99"
+LONGEST_FOLDER = _LONGEST_SOCKET_PATH - len(_LONGEST_END)
+
+
+def file_system_of(path: str, mounts: Sequence[str] | None = None) -> str:
+    """Type of the file system that `path` is (or would be) on, as /proc/mounts names it; "" if unknown."""
+    if mounts is None:
+        try:
+            mounts = Path("/proc/mounts").read_text().splitlines()
+        except OSError:  # not Linux
+            return ""
+    real, best, found = os.path.realpath(path), "", ""
+    for line in mounts:
+        _, point, kind = line.split(" ")[:3]
+        point = point.replace("\\040", " ")
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best) and kind != "autofs":
+            best, found = point, kind
+    return found
+
+
+def trouble_with(folder: str, mounts: Sequence[str] | None = None) -> str | None:
+    """Why Ray can't work below `folder`; None if it can."""
+    kind = file_system_of(folder, mounts)
+    if kind in NETWORK_FILE_SYSTEMS:
+        return f"is on a network file system ({kind}), where Ray's sockets and locks don't work"
+    if len(os.fsencode(os.path.abspath(folder))) > LONGEST_FOLDER:
+        return (
+            f"has a path of more than {LONGEST_FOLDER} bytes, and a socket's path below it would have more "
+            f"than {_LONGEST_SOCKET_PATH}"
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return "can't be written" if os.path.isdir(folder) else "does not exist"
+    return None
+
+
+def choose_temp_dir(mounts: Sequence[str] | None = None) -> tuple[str, str | None]:
+    """Ray's own folder on this machine, and a line to say if it is not where TMPDIR points.
+
+    RAY_TMPDIR is the user's word; TMPDIR is used if Ray can work there, else /tmp, /var/tmp or /dev/shm.
+
+    Raises:
+        ValueError: RAY_TMPDIR can't be used, or nothing can.
+    """
+    if asked := os.environ.get("RAY_TMPDIR"):
+        if why := trouble_with(asked, mounts):
+            raise ValueError(
+                f"RAY_TMPDIR={asked} {why}. Set RAY_TMPDIR to a folder on a local disk with a short path, "
+                "such as /tmp, or unset it."
+            )
+        return os.path.join(asked, "ray"), None
+    usual = os.environ.get("TMPDIR") or LOCAL_FOLDERS[0]
+    why = trouble_with(usual, mounts)
+    if why is None:
+        return os.path.join(usual, "ray"), None
+    for folder in LOCAL_FOLDERS:
+        if trouble_with(folder, mounts) is None:
+            return os.path.join(folder, "ray"), f"Ray works in {folder}/ray: {usual} {why}"
+    raise ValueError(
+        f"{usual} {why}, and {', '.join(LOCAL_FOLDERS)} can't be used either. Set RAY_TMPDIR to a folder on "
+        "a local disk with a short path."
+    )
