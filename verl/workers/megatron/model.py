@@ -1,0 +1,309 @@
+"""Policies and critics on Megatron: a process's chunks of one, and what comes out of them.
+
+    Hugging Face folder --build_model--> BuiltModel(chunks, weights)
+    PackedMicroBatch --chunk(part, **asked)--> hidden states for the next stage, or outputs of the last one
+
+Every chunk is called with the same micro-batch; the first embeds its tokens, others take what Megatron's
+schedule gives them (`set_input_tensor`). With context parallelism each process takes its share of the tokens,
+with sequence parallelism each tensor rank keeps a part of those between its matrices; packs are padded so
+that they divide. The last stage's outputs are those of `verl.workers.engine.loading`, for all distinct loss
+tokens of the micro-batch and the same on each of its processes: (log_probs, entropy, sum_pi_squared) [U] of a
+policy, (values,) [U] of a critic.
+
+Gradients: a loss is computed by each process of the last stage from these outputs. What a process finds for
+a weight is to be summed over its context and data groups; weights with `sequence_parallel`, and those of
+the norms of queries and keys, over its tensor group as well. Megatron's `finalize_model_grads` does both,
+without a division: the configuration says `calculate_per_token_loss`, so the schedule's loss function returns
+(loss, torch.tensor(0), figures), where 0 tokens mean that nothing is divided by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from verl.utils.packing import PackedMicroBatch
+from verl.utils.ulysses import ShardedMicroBatch, shard_micro_batch
+from verl.workers.engine.loading import load_hf_config
+from verl.workers.engine.lora import wants_adapters
+from verl.workers.megatron import cpu_support, parallel_state
+from verl.workers.megatron.attention import PackedTokens, RotaryEmbedding
+from verl.workers.megatron.layers import RMSNorm, layer_spec, transformer_config
+from verl.workers.megatron.log_prob import vocab_parallel_log_prob
+from verl.workers.megatron.settings import ModelShape, ParallelSizes, StageLayout
+from verl.workers.megatron.weights import Piece, WeightMap, read_folder
+
+
+class _Chunk(GPTModel):
+    """Some consecutive layers of a decoder, with the embedding if they are the first.
+
+    Args:
+        number: which of this process's chunks it is (Megatron's `vp_stage`).
+        keeps_head: the last chunk has Megatron's output matrix, tied to the embedding if the model's is.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        shape: ModelShape,
+        layout: StageLayout,
+        number: int,
+        rotary: RotaryEmbedding,
+        keeps_head: bool,
+    ):
+        stage = mpu.get_pipeline_model_parallel_rank()
+        layers = TransformerBlockSubmodules(
+            layer_specs=[layer_spec(shape)] * layout.layers, layer_norm=RMSNorm
+        )
+        super().__init__(
+            config=config,
+            transformer_layer_spec=layers,
+            vocab_size=shape.padded_vocabulary(config.tensor_model_parallel_size),
+            max_sequence_length=0,  # positions have no table here
+            pre_process=(stage, number) == layout.first,
+            post_process=(stage, number) == layout.last,
+            share_embeddings_and_output_weights=shape.tied and keeps_head,
+            position_embedding_type="none",
+            vp_stage=number if layout.chunks > 1 else None,
+        )
+        self.shape, self.rotary = shape, rotary
+
+    def _hidden_states(self, part: PackedMicroBatch, sharded: ShardedMicroBatch | None) -> Tensor:
+        """[t, 1, D] after this chunk's layers; t tokens of this process, with sequence parallelism of this
+        tensor rank.
+        """
+        own = part if sharded is None else sharded.own
+        cos, sin = self.rotary(own.position_ids[0], self.config.params_dtype)
+        embedded = self.embedding(own.input_ids, own.position_ids) if self.pre_process else None
+        hidden: Tensor = self.decoder(
+            hidden_states=embedded,
+            attention_mask=None,
+            packed_seq_params=PackedTokens(packing=own.packing, cos=cos, sin=sin),
+        )
+        return hidden
+
+    def _shared(self, part: PackedMicroBatch) -> tuple[PackedMicroBatch, ShardedMicroBatch | None]:
+        """The micro-batch, padded so that it can be cut, and this process's share with context
+        parallelism.
+        """
+        parallel = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        part = padded(part, parallel * self.config.context_parallel_size)
+        if self.config.context_parallel_size == 1:
+            return part, None
+        return part, shard_micro_batch(part, mpu.get_context_parallel_group())
+
+
+class PolicyModel(_Chunk):
+    """A chunk of a causal language model."""
+
+    def forward(
+        self,
+        micro_batch: PackedMicroBatch,
+        temperature: float,
+        with_entropy: bool,
+        with_sum_pi_squared: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """Hidden states [t, 1, D]; of the last chunk (log_probs, entropy, sum_pi_squared), all [U] float32,
+        one for each distinct loss token; see `vocab_parallel_log_prob`.
+        """
+        part, sharded = self._shared(micro_batch)
+        hidden = self._hidden_states(part, sharded)
+        if not self.post_process:
+            return hidden
+        own = part if sharded is None else sharded.own
+        group = mpu.get_tensor_model_parallel_group()
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)
+            rows = hidden[:, 0].index_select(0, own.predicted_from)
+        else:
+            rows = hidden[:, 0].index_select(0, own.predicted_from)
+            rows = copy_to_tensor_model_parallel_region(rows)
+        weight = self.output_layer.weight
+        if weight is None:
+            weight = self.shared_embedding_or_output_weight()
+        outputs = vocab_parallel_log_prob(
+            rows,
+            weight,
+            own.labels,
+            self.shape.vocabulary,
+            group,
+            temperature,
+            with_entropy,
+            with_sum_pi_squared,
+        )
+        log_probs, entropy, sum_pi_squared = outputs if sharded is None else sharded.gather(outputs)
+        return log_probs, entropy, sum_pi_squared
+
+
+class ValueModel(_Chunk):
+    """A chunk of a backbone with a scalar head."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.post_process:
+            del self.output_layer
+            weight = self.decoder.final_layernorm.weight
+            self.value_head = nn.utils.skip_init(
+                nn.Linear, self.shape.hidden, 1, device=weight.device, dtype=weight.dtype
+            )
+
+    def forward(self, micro_batch: PackedMicroBatch) -> Tensor | tuple[Tensor, ...]:
+        """Hidden states [t, 1, D]; of the last chunk (values,), [U] float32, one for each distinct
+        loss token.
+        """
+        part, sharded = self._shared(micro_batch)
+        hidden = self._hidden_states(part, sharded)
+        if not self.post_process:
+            return hidden
+        own = part if sharded is None else sharded.own
+        if self.config.sequence_parallel:  # every tensor rank computes all values: each its own gradient
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        rows = hidden[:, 0].index_select(0, own.predicted_from)
+        values = self.value_head(rows).squeeze(-1).float()
+        return (values,) if sharded is None else sharded.gather([values])
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """What a process has of a model.
+
+    chunks: its chunks, in order (one, unless stages are virtual). weights: the whole model's parameters and
+    their names; it speaks of `chunks[c]`'s `named_parameters()`. config: Megatron's, one for all chunks; an
+    engine may set its own hooks in it. shape, hugging_face: the model's sizes and config.json.
+    """
+
+    chunks: list[PolicyModel] | list[ValueModel]
+    weights: WeightMap
+    config: TransformerConfig
+    shape: ModelShape
+    hugging_face: PretrainedConfig
+
+    def parameter(self, chunk: int, name: str) -> Tensor:
+        """A parameter, as `WeightMap` asks for it."""
+        return self.chunks[chunk].get_parameter(name)
+
+
+def build_model(
+    model_config: Mapping[str, Any],
+    sizes: ParallelSizes,
+    device: torch.device,
+    dtype: torch.dtype,
+    is_policy: bool = True,
+    sequence_parallel: bool = False,
+    layers_per_virtual_stage: int | None = None,
+) -> BuiltModel:
+    """This process's part of the model that an `actor_rollout_ref.model` or `critic.model` block describes,
+    filled from its folder: each process reads its own slices. All processes call it together; the groups
+    are made if they are not there yet (`parallel_state.initialize`).
+
+    Args:
+        device, dtype: of parameters and computation.
+        is_policy: `PolicyModel`s, else `ValueModel`s, whose head is the same for every run and cut.
+        sequence_parallel: deals tokens out between a layer's matrices (no effect with one tensor rank).
+        layers_per_virtual_stage: `num_layers_per_virtual_pipeline_stage`; None: one stage per process.
+
+    Raises:
+        ValueError: the folder, the architecture, a setting of it or a size does not fit; nothing was read.
+    """
+    shape, layout, hugging_face = check_model(model_config, sizes, layers_per_virtual_stage)
+    parallel_state.initialize(sizes, device)
+    recompute = bool(model_config.get("enable_gradient_checkpointing"))
+    config = transformer_config(shape, sizes, layout, device, dtype, sequence_parallel, recompute)
+    rotary = RotaryEmbedding(hugging_face, device)
+    kind: Any = PolicyModel if is_policy else ValueModel
+    with cpu_support.cuda_names(device):
+        chunks = [
+            kind(config, shape, layout, number, rotary, keeps_head=is_policy)
+            for number in range(layout.chunks)
+        ]
+    weights = WeightMap(shape, sizes, layout, has_head=is_policy)
+    built = BuiltModel([chunk.to(device) for chunk in chunks], weights, config, shape, hugging_face)
+    _mark_cut(built)
+    in_folder = read_folder(model_folder(model_config))
+    value_head = {} if is_policy else initial_value_head(shape.hidden)
+
+    def read(piece: Piece, part: tuple[slice, ...]) -> Tensor:
+        return value_head[piece.name][part] if piece.name in value_head else in_folder(piece, part)
+
+    weights.fill(built.parameter, read)
+    return built
+
+
+def check_model(
+    model_config: Mapping[str, Any], sizes: ParallelSizes, layers_per_virtual_stage: int | None = None
+) -> tuple[ModelShape, StageLayout, PretrainedConfig]:
+    """Raises ValueError, reading no weights, if the model that the block describes can't be cut so."""
+    if wants_adapters(model_config):
+        raise ValueError(
+            "strategy=megatron trains no LoRA adapters; set model.lora_rank=0 or use strategy=fsdp."
+        )
+    hugging_face = load_hf_config(model_config)
+    shape = ModelShape.of(hugging_face)
+    shape.check(sizes, layers_per_virtual_stage)
+    layout = StageLayout.of(shape.num_layers, sizes.pipeline, layers_per_virtual_stage)
+    return shape, layout, hugging_face
+
+
+def model_folder(model_config: Mapping[str, Any]) -> Path:
+    """The local folder of `model.path`; one of the hub's comes from its cache or is fetched."""
+    folder = Path(model_config["path"]).expanduser()
+    if folder.is_dir():
+        return folder
+    return Path(snapshot_download(model_config["path"], allow_patterns=["*.safetensors*", "*.json"]))
+
+
+def initial_value_head(width: int) -> dict[str, Tensor]:
+    """What a critic's head begins with: values near 0, the same for every process and run."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(1, width, generator=generator) * (0.01 / width**0.5)
+    return {"value_head.weight": weight, "value_head.bias": torch.zeros(1)}
+
+
+def padded(part: PackedMicroBatch, multiple: int) -> PackedMicroBatch:
+    """The micro-batch with so many tokens that `multiple` divides them: a sequence of its own at the end,
+    which nobody attends to and which predicts nothing.
+    """
+    num_tokens = part.input_ids.shape[1]
+    missing = -num_tokens % multiple
+    if not missing:
+        return part
+    zeros, packing = part.input_ids.new_zeros(1, missing), part.packing
+    key_index = packing.key_index
+    if key_index is not None:
+        own = torch.arange(num_tokens, num_tokens + missing, device=key_index.device)
+        key_index = torch.cat([key_index, own])
+    longer = type(packing).of(
+        [*packing.seq_lens, missing], zeros.device, [*packing.key_lens, missing], key_index
+    )
+    return replace(
+        part,
+        input_ids=torch.cat([part.input_ids, zeros], dim=1),
+        position_ids=torch.cat([part.position_ids, zeros], dim=1),
+        packing=longer,
+    )
+
+
+def _mark_cut(built: BuiltModel) -> None:
+    """Tells Megatron's gradient norm which parameters are cut over tensor ranks, and which are copies: it
+    marks them when it draws initial weights, which is not done here.
+    """
+    for parameter in built.weights.here:
+        tensor, cut = built.parameter(parameter.chunk, parameter.name), parameter.pieces[0].cut
+        if cut is not None and not hasattr(tensor, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(tensor, True, cut, 1)

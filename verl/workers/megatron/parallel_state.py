@@ -1,0 +1,63 @@
+"""Which process holds which part of a model: tensor, context, data and pipeline groups.
+
+    torch.distributed's ranks --initialize(sizes)--> Megatron's groups, one set per process
+
+Megatron's groups are global in a process, so actor, reference and critic of one process have the same sizes:
+the first to come makes the groups, others take them, and other sizes are refused. Neighbouring ranks are
+those of a tensor group, then of a context group, then of data, then of the pipeline.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+from verl.single_controller.base import DataPosition
+from verl.workers.megatron import cpu_support
+from verl.workers.megatron.settings import ParallelSizes
+
+_made: ParallelSizes | None = None
+
+
+def initialize(sizes: ParallelSizes, device: torch.device) -> None:
+    """Makes the groups, once in a process; all processes call it together, torch.distributed being up.
+
+    Raises ValueError if the processes can't be dealt out, or if the groups were made with other sizes.
+    """
+    global _made
+    if _made is not None:
+        if _made != sizes:
+            raise ValueError(
+                f"Actor, reference and critic of one process share Megatron's groups: found {sizes.words} "
+                f"after {_made.words}; give them the same sizes."
+            )
+        return
+    sizes.check(dist.get_world_size())
+    cpu_support.install(device)
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        context_parallel_size=sizes.context,
+        create_gloo_process_groups=False,
+    )
+    initialize_rng_tracker(inference_rng_tracker=True)  # without states: no layer here draws at random
+    _made = sizes
+
+
+def destroy() -> None:
+    """Forgets the groups, so that the process may make others."""
+    global _made
+    mpu.destroy_model_parallel()
+    _made = None
+
+
+def data_position() -> DataPosition:
+    """Of this process. Of each replica the first rank of its last pipeline stage leads."""
+    leads = (
+        mpu.get_tensor_model_parallel_rank() == 0
+        and mpu.get_context_parallel_rank() == 0
+        and mpu.get_pipeline_model_parallel_rank() == mpu.get_pipeline_model_parallel_world_size() - 1
+    )
+    return DataPosition(mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size(), leads)

@@ -1,0 +1,262 @@
+"""Parameters of a model cut over processes, under Hugging Face's names.
+
+    safetensors --read_folder--> each rank its own slices --fill--> parameters
+    parameters (or tensors like them) --whole_tensors--> (Hugging Face name, whole tensor), one at a time
+
+A `WeightMap` says for each parameter of Megatron which tensors of Hugging Face are in it and how they are
+cut: q, k and v lie in one matrix, a key head after the query heads that belong to it; gate and up in another.
+Nothing is computed, so both ways are exact. It serves every tensor of a parameter's shape: gradients and the
+optimizer's averages as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from safetensors import safe_open
+from torch import Tensor
+
+from verl.workers.megatron.settings import ModelShape, ParallelSizes, StageLayout
+
+LocalTensors = Callable[[int, str], Tensor]
+"""(chunk, parameter's name in it) -> this process's tensor for that parameter, of the parameter's shape."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of Hugging Face. shape: whole; cut: dimension that is dealt out to tensor ranks, or None."""
+
+    name: str
+    shape: tuple[int, ...]
+    cut: int | None = None
+
+    def part(self, rank: int, size: int) -> tuple[slice, ...]:
+        """Which part tensor rank `rank` of `size` has. Where `size` does not divide, the last has less."""
+        index = [slice(None)] * len(self.shape)
+        if self.cut is not None:
+            count = self.local(size)[self.cut]
+            index[self.cut] = slice(rank * count, min((rank + 1) * count, self.shape[self.cut]))
+        return tuple(index)
+
+    def local(self, size: int) -> tuple[int, ...]:
+        """Shape of a rank's part, padded where `size` does not divide."""
+        return tuple(-(-n // size) if dim == self.cut else n for dim, n in enumerate(self.shape))
+
+
+Read = Callable[[Piece, tuple[slice, ...]], Tensor]
+"""(tensor of Hugging Face, which part of it) -> that part."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of Megatron. chunk: of those on pipeline rank `stage`; name: within the chunk.
+
+    pieces: the tensors that it is made of, along dimension 0 in `groups` groups on each rank: first group of
+    the first, first group of the second, ..., second group of the first, ... copied: it is the last stage's
+    copy of the embedding, which has no name of its own.
+    """
+
+    stage: int
+    chunk: int
+    name: str
+    pieces: tuple[Piece, ...]
+    groups: int = 1
+    copied: bool = False
+
+    def fuse(self, parts: list[Tensor]) -> Tensor:
+        """A rank's parts of the pieces -> its tensor."""
+        if len(parts) == 1:
+            return parts[0]
+        rest = parts[0].shape[1:]
+        return torch.cat([x.reshape(self.groups, -1, *rest) for x in parts], dim=1).reshape(-1, *rest)
+
+    def unfuse(self, tensor: Tensor, size: int) -> list[Tensor]:
+        """A rank's tensor -> its parts of the pieces. size: number of tensor ranks."""
+        if len(self.pieces) == 1:
+            return [tensor]
+        rest = tensor.shape[1:]
+        counts = [piece.local(size)[0] // self.groups for piece in self.pieces]
+        split = tensor.view(self.groups, -1, *rest).split(counts, dim=1)
+        return [part.reshape(-1, *rest) for part in split]
+
+
+class WeightMap:
+    """The parameters of a model, in Hugging Face's order, and where each lies.
+
+    Args:
+        has_head: a policy, whose output matrix is `lm_head.weight` (unless tied); else a value model, whose
+            scalar head is `value_head.weight` and `value_head.bias`.
+
+    Attributes:
+        parameters: of all processes. here: of this one (copies too).
+    """
+
+    def __init__(self, shape: ModelShape, sizes: ParallelSizes, layout: StageLayout, has_head: bool):
+        self.shape, self.sizes, self.layout, self.has_head = shape, sizes, layout, has_head
+        self.parameters = [*self._embedding(), *self._layers(), *self._head()]
+        stage = mpu.get_pipeline_model_parallel_rank()
+        self.here = [parameter for parameter in self.parameters if parameter.stage == stage]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name -> shape of the whole tensor, in the order of `whole_tensors`."""
+        return {p.name: p.shape for owner in self.parameters if not owner.copied for p in owner.pieces}
+
+    def local(self, parameter: Parameter, read: Read) -> Tensor:
+        """This tensor rank's tensor of a parameter, from whole tensors or files of them; padding is 0."""
+        rank, size = mpu.get_tensor_model_parallel_rank(), self.sizes.tensor
+        parts = []
+        for piece in parameter.pieces:
+            part = read(piece, piece.part(rank, size))
+            if part.shape != piece.local(size):
+                assert piece.cut == 0
+                padding = part.new_zeros(piece.local(size)[0] - len(part), *part.shape[1:])
+                part = torch.cat([part, padding])
+            parts.append(part)
+        return parameter.fuse(parts)
+
+    @torch.no_grad()
+    def fill(self, tensors: LocalTensors, read: Read) -> None:
+        """Copies into this process's tensors what `read` gives; dtypes and devices may differ."""
+        for parameter in self.here:
+            tensors(parameter.chunk, parameter.name).copy_(self.local(parameter, read))
+
+    @torch.no_grad()
+    def whole_tensors(
+        self, tensors: LocalTensors, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) of everything, in a fixed order; tied embeddings once.
+
+        All processes of a replica go through it together, and each gets every tensor; one is gathered at a
+        time. dtype, device: of the tensors that `tensors` gives.
+        """
+        stage = mpu.get_pipeline_model_parallel_rank()
+        for parameter in self.parameters:
+            if parameter.copied:
+                continue
+            mine: list[Tensor] | None = None
+            if parameter.stage == stage:
+                tensor = tensors(parameter.chunk, parameter.name).detach()
+                mine = parameter.unfuse(tensor, self.sizes.tensor)
+            for number, piece in enumerate(parameter.pieces):
+                if mine is None:
+                    part = torch.empty(piece.local(self.sizes.tensor), dtype=dtype, device=device)
+                else:
+                    part = mine[number].contiguous()
+                yield piece.name, self._gather(piece, part, parameter.stage)
+
+    def _gather(self, piece: Piece, part: Tensor, stage: int) -> Tensor:
+        """The whole tensor, from this rank's part of it on pipeline rank `stage`."""
+        if self.sizes.pipeline > 1:
+            pipeline = mpu.get_pipeline_model_parallel_group()
+            dist.broadcast(part, dist.get_global_rank(pipeline, stage), group=pipeline)
+        if piece.cut is None or self.sizes.tensor == 1:
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.sizes.tensor)]
+        dist.all_gather(parts, part, group=mpu.get_tensor_model_parallel_group())
+        whole = torch.cat(parts, dim=piece.cut)
+        return whole.narrow(piece.cut, 0, piece.shape[piece.cut])
+
+    def _embedding(self) -> Iterator[Parameter]:
+        shape = self.shape
+        words = Piece("model.embed_tokens.weight", (shape.vocabulary, shape.hidden), cut=0)
+        yield Parameter(*self.layout.first, "embedding.word_embeddings.weight", (words,))
+        if self.has_head and shape.tied and self.layout.first != self.layout.last:
+            yield Parameter(*self.layout.last, "output_layer.weight", (words,), copied=True)
+
+    def _layers(self) -> Iterator[Parameter]:
+        for layer in range(self.shape.num_layers):
+            stage, chunk, number = self.layout.place(layer)
+            for name, pieces, groups in self._layer(f"model.layers.{layer}"):
+                yield Parameter(stage, chunk, f"decoder.layers.{number}.{name}", tuple(pieces), groups)
+
+    def _layer(self, prefix: str) -> Iterator[tuple[str, list[Piece], int]]:
+        """(Megatron's name within the layer, pieces, groups) of a layer's parameters."""
+        shape, hidden = self.shape, self.shape.hidden
+        widths = {
+            "q": shape.num_heads * shape.head_width,
+            "k": shape.num_key_heads * shape.head_width,
+            "v": shape.num_key_heads * shape.head_width,
+        }
+        groups = shape.num_key_heads // self.sizes.tensor
+        attention, feed_forward = f"{prefix}.self_attn", f"{prefix}.mlp"
+
+        def qkv(kind: str, *rest: int) -> list[Piece]:
+            return [Piece(f"{attention}.{x}_proj.{kind}", (n, *rest), cut=0) for x, n in widths.items()]
+
+        yield "input_layernorm.weight", [Piece(f"{prefix}.input_layernorm.weight", (hidden,))], 1
+        yield "self_attention.linear_qkv.weight", qkv("weight", hidden), groups
+        if shape.biased_qkv:
+            yield "self_attention.linear_qkv.bias", qkv("bias"), groups
+        if shape.normed_qk:
+            for x in "qk":
+                norm = Piece(f"{attention}.{x}_norm.weight", (shape.head_width,))
+                yield f"self_attention.{x}_layernorm.weight", [norm], 1
+        out = Piece(f"{attention}.o_proj.weight", (hidden, widths["q"]), cut=1)
+        yield "self_attention.linear_proj.weight", [out], 1
+        norm = Piece(f"{prefix}.post_attention_layernorm.weight", (hidden,))
+        yield "pre_mlp_layernorm.weight", [norm], 1
+        gate_up = [
+            Piece(f"{feed_forward}.{x}_proj.weight", (shape.feed_forward, hidden), cut=0)
+            for x in ("gate", "up")
+        ]
+        yield "mlp.linear_fc1.weight", gate_up, 1
+        down = Piece(f"{feed_forward}.down_proj.weight", (hidden, shape.feed_forward), cut=1)
+        yield "mlp.linear_fc2.weight", [down], 1
+
+    def _head(self) -> Iterator[Parameter]:
+        shape, last = self.shape, self.layout.last
+        norm = Piece("model.norm.weight", (shape.hidden,))
+        yield Parameter(*last, "decoder.final_layernorm.weight", (norm,))
+        if not self.has_head:
+            for kind, size in (("weight", (1, shape.hidden)), ("bias", (1,))):
+                yield Parameter(*last, f"value_head.{kind}", (Piece(f"value_head.{kind}", size),))
+        elif not shape.tied:
+            head = Piece("lm_head.weight", (shape.vocabulary, shape.hidden), cut=0)
+            yield Parameter(*last, "output_layer.weight", (head,))
+
+
+def read_folder(folder: str | Path) -> Read:
+    """Reads parts of tensors from a Hugging Face folder's safetensors files.
+
+    Raises ValueError if there are none. What is given raises ValueError for a tensor that is not there.
+    """
+    root = Path(folder)
+    index = root / "model.safetensors.index.json"
+    if index.is_file():
+        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    elif (root / "model.safetensors").is_file():
+        with safe_open(root / "model.safetensors", "pt") as file:
+            files = dict.fromkeys(file.keys(), "model.safetensors")
+    else:
+        raise ValueError(
+            f"Model folder {root} has no model.safetensors and no model.safetensors.index.json; "
+            "strategy=megatron reads safetensors alone."
+        )
+    opened: dict[str, Any] = {}
+
+    def read(piece: Piece, part: tuple[slice, ...]) -> Tensor:
+        # a folder of a backbone alone has names without the first word
+        name = piece.name if piece.name in files else piece.name.removeprefix("model.")
+        if name not in files:
+            raise ValueError(
+                f"Model folder {root} has no tensor {piece.name!r}; it doesn't fit its config.json."
+            )
+        if files[name] not in opened:
+            opened[files[name]] = safe_open(root / files[name], "pt")
+        found = opened[files[name]].get_slice(name)
+        if tuple(found.get_shape()) != piece.shape:
+            raise ValueError(
+                f"Model folder {root}: found {name!r} of shape {tuple(found.get_shape())}, but config.json "
+                f"with override_config says {piece.shape}."
+            )
+        tensor: Tensor = found[part]
+        return tensor
+
+    return read
