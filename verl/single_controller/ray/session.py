@@ -70,26 +70,32 @@ def init_ray(num_cpus: int | None = None, log_to_driver: bool = True) -> RaySess
         return RaySession(owned=False)
     for name, value in RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
-    shared = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
     if os.environ.get("RAY_ADDRESS"):
-        _connect(shared)
+        _connect(log_to_driver)
     else:
         temp_dir, note = choose_temp_dir()
         if note is not None:
             print(f"note: {note}", file=sys.stderr)
-        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, _temp_dir=temp_dir, **shared)
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            log_to_driver=log_to_driver,
+            logging_level=logging.WARNING,
+            _temp_dir=temp_dir,
+        )
     if log_to_driver:
         _keep_last_lines()
     return RaySession(owned=True)
 
 
-def _connect(arguments: dict[str, Any]) -> None:
+def _connect(log_to_driver: bool) -> None:
     address = os.environ["RAY_ADDRESS"]
     if address != "auto":
         check_address(address)
         _check_own_node(address)
     try:
-        ray.init(address=address, **arguments)
+        ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:  # no cluster found, or of another version
         raise ValueError(f"RAY_ADDRESS={address}: {' '.join(str(error).split())} {_ADVICE}.") from error
 
@@ -121,7 +127,8 @@ def check_address(address: str) -> None:
 
 def _check_own_node(address: str) -> None:
     """The driver's machine must be in the cluster; Ray itself would look for a minute and say less."""
-    from ray._raylet import GcsClient  # the client that `ray status` uses; there is no public one
+    # the client that `ray status` uses; there is no public one
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
     try:
         nodes = GcsClient(address=address).get_all_node_info(timeout=_SECONDS_TO_ANSWER).values()

@@ -1,0 +1,143 @@
+"""One node of a Ray cluster, in the foreground: `bash scripts/ray_node.sh head|worker`.
+
+    head:    ray start --head --block      once; ends with the cluster
+    worker:  ray start --block             again and again: wait for the head, join, work, and when the node
+                                           was cut off or its Ray processes died, join anew
+    SIGTERM, SIGINT -> the Ray processes of this node end, then this one
+
+A node that was cut off for longer than the health check allows is dead for the cluster: its Ray processes end
+as soon as they hear so, with the workers on them. Only a new start brings it back, with nothing left on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import FrameType
+
+from verl.single_controller.ray.environment import RAY_SETTINGS
+from verl.single_controller.ray.session import check_address
+from verl.single_controller.ray.temp_dir import choose_temp_dir
+
+# The head asks each node every second and takes one for lost after 5 failed answers of at most 2 seconds each
+# (Ray's own: every 3 s, 5 answers, 10 s each).
+HEALTH_CHECK = {
+    "RAY_health_check_initial_delay_ms": "5000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "5",
+}
+# A node that is told to end does not wait for the work on it: the driver restarts it elsewhere, or is gone.
+_NODE_SETTINGS = RAY_SETTINGS | HEALTH_CHECK | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "3"}
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_SECONDS_BETWEEN_TRIES = 2.0
+_SECONDS_TO_END = 20.0
+
+
+class Stopped(Exception):
+    """A signal asked this node to end."""
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    for other in _SIGNALS:  # once is enough: what ends the node's processes must not be interrupted
+        signal.signal(other, signal.SIG_IGN)
+    raise Stopped(signal.Signals(number).name)
+
+
+def ray_command(options: argparse.Namespace, more: list[str]) -> list[str]:
+    """The `ray start` of this node; `more` are arguments of the user's, which come last and win."""
+    temp_dir, note = choose_temp_dir()
+    if note is not None:
+        print(f"note: {note}", file=sys.stderr)
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    command.append(f"--temp-dir={temp_dir}")
+    if options.address is not None:
+        command.append(f"--node-ip-address={options.address}")
+    if options.kind == "head":
+        command += ["--head", f"--port={options.port}", "--include-dashboard=false"]
+    else:
+        command.append(f"--address={options.head}")
+    return command + more
+
+
+def run_node(command: list[str]) -> int:
+    """The node's Ray processes, until they end; ends them when a signal comes. Returns their exit status."""
+    node = subprocess.Popen(command, start_new_session=True)  # signals come to us, and we end it
+    try:
+        return node.wait()
+    finally:
+        if node.poll() is None:
+            node.terminate()
+            try:
+                node.wait(_SECONDS_TO_END)
+            except subprocess.TimeoutExpired:
+                os.killpg(node.pid, signal.SIGKILL)
+                node.wait()
+
+
+def wait_for_head(head: str) -> None:
+    """Until a head node answers there. ValueError only for an address that can't be one."""
+    said = False
+    while True:
+        try:
+            return check_address(head)
+        except ValueError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+            if not said:
+                print(f"waiting for the head node at {head}: {error.__cause__}", flush=True)
+                said = True
+        time.sleep(_SECONDS_BETWEEN_TRIES)
+
+
+def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="ray_node.sh",
+        description="A node of a Ray cluster, in the foreground. What is not known here goes to `ray start` "
+        "(--num-cpus=8, --num-gpus=4, --include-dashboard=true for `ray job submit`, ...).",
+        allow_abbrev=False,
+    )
+    parser.add_argument("kind", choices=["head", "worker"])
+    parser.add_argument("--address", help="this node's address, if it has several network cards")
+    parser.add_argument("--port", type=int, default=6379, help="head: where it listens")
+    parser.add_argument(
+        "--head",
+        default=os.environ.get("RAY_ADDRESS"),
+        help="worker: host:port of the head node; default: RAY_ADDRESS",
+    )
+    options, more = parser.parse_known_args(argv)
+    if options.kind == "worker" and not options.head:
+        parser.error("a worker needs --head host:port, or RAY_ADDRESS")
+    return options, more
+
+
+def main(argv: list[str]) -> int:
+    options, more = _arguments(argv)
+    for name, value in _NODE_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    for number in _SIGNALS:
+        signal.signal(number, _stop)
+    try:
+        command = ray_command(options, more)
+        if options.kind == "head":
+            os.environ.pop("RAY_ADDRESS", None)  # `ray start --head` refuses to start with it
+            return run_node(command)
+        while True:
+            wait_for_head(options.head)
+            status = run_node(command)
+            print(f"this node's Ray processes ended (status {status}); joining again", flush=True)
+            time.sleep(_SECONDS_BETWEEN_TRIES)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Stopped as error:
+        print(f"stopped by {error}", flush=True)
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
