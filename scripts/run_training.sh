@@ -2,7 +2,9 @@
 # The body of train_sft.sh, train_grpo.sh and train_ppo.sh: environment, data, retrieval server, run. Source it,
 # then call
 #
-#     run_training sft|grpo|ppo "$@"
+#     run_training sft|grpo|ppo [--doctor] "$@"
+#
+# With --doctor the run is only checked (python -m verl.doctor), with the settings that it would have.
 #
 # What it reads from the environment (all optional):
 #   BASE_MODEL     a Hugging Face folder or hub name; default: a tiny model that is shipped, data_prep/base_model
@@ -193,16 +195,21 @@ settings_for() {    # tiny|model, sft|grpo|ppo -> overrides, one a line
 }
 
 run_training() {
-    local kind="$1" needs_server=true argument program=verl.trainer.main_ppo extras=train,retrieval
+    local kind="$1" needs_server=true dry_run=false argument program=verl.trainer.main_ppo extras=train,retrieval
     shift
     for argument in "$@"; do
         [[ "$argument" == *retriever.url=* || "$argument" == *do_search=[Ff]alse ]] && needs_server=false
+        [[ "$argument" == *trainer.dry_run=[Tt]rue ]] && dry_run=true needs_server=false    # a plan, without data
     done
     [ -z "${RETRIEVER_URL:-}" ] || needs_server=false
 
     local model=data_prep/base_model
     if [ "$kind" = sft ]; then
         model=data_prep/base_model_plain program=verl.trainer.fsdp_sft_trainer needs_server=false extras=train
+    fi
+    if [ "${1:-}" = --doctor ]; then
+        program=verl.doctor
+        shift
     fi
     [ -n "${BASE_MODEL:-}" ] && model="$(absolute "$BASE_MODEL")"
     [ -n "${DATA_DIR:-}" ] && DATA_DIR="$(absolute "$DATA_DIR")"
@@ -211,15 +218,19 @@ run_training() {
     export TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 PYTHONUNBUFFERED=1
 
     local seed="${SEED:-0}"
-    [ -n "${DATA_DIR:-}" ] || make_world "$seed" "$kind"
-    if [ "$kind" = sft ]; then check_rows sft_train.parquet; else check_rows train.parquet test.parquet; fi
+    if $dry_run; then
+        DATA_DIR="${DATA_DIR:-data/microworld/seed$seed}"
+    else
+        [ -n "${DATA_DIR:-}" ] || make_world "$seed" "$kind"
+        if [ "$kind" = sft ]; then check_rows sft_train.parquet; else check_rows train.parquet test.parquet; fi
+    fi
 
     local data name size=model
     data="$(basename "$(dirname "$DATA_DIR")")-$(basename "$DATA_DIR")"
     name="$(model_label "$model")"
     name="${EXPERIMENT_NAME:-$data-${name#"$data"-}-$kind-seed$seed}"
     local run_dir="verl_checkpoints/$name"
-    mkdir -p "$run_dir"
+    $dry_run || mkdir -p "$run_dir"
     if [ -z "${BASE_MODEL:-}" ] || is_tiny "$model"; then
         size=tiny
         echo "settings: those of the tiny models"

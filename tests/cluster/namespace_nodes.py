@@ -190,15 +190,19 @@ class NamespaceNodes:
         names: host names, in the order of their addresses; a number makes node1, node2, ...
         folder: where logs, /tmp of each node (`folder/<name>/tmp`) and /etc/hosts are kept. All nodes see it
             at the same path, as they see the repository and everything else outside of /tmp.
+        shared: more folders below /tmp that all nodes see.
         shm: size of each node's /dev/shm, as mount takes it.
 
     Raises:
         RuntimeError: a node could not be made.
     """
 
-    def __init__(self, names: Sequence[str] | int, folder: Path, shm: str = "2g") -> None:
+    def __init__(
+        self, names: Sequence[str] | int, folder: Path, shared: Sequence[Path] = (), shm: str = "2g"
+    ) -> None:
         self._names = [f"node{i + 1}" for i in range(names)] if isinstance(names, int) else list(names)
         self._folder, self._shm = folder.resolve(), shm
+        self._shared = [self._folder, REPOSITORY, Path(sys.prefix), *shared]
         self._holders: list[subprocess.Popen] = []
         self._nodes: dict[str, NamespaceNode] = {}
 
@@ -258,7 +262,7 @@ class NamespaceNodes:
 
     def _shared_below_tmp(self) -> list[str]:
         """Folders that a /tmp of its own would hide from a node."""
-        wanted = {str(path) for path in (self._folder, REPOSITORY.resolve(), Path(sys.prefix).resolve())}
+        wanted = {str(path.resolve()) for path in self._shared}
         below = sorted(path for path in wanted if path.startswith("/tmp/"))
         return [path for path in below if not any(path.startswith(f"{other}/") for other in below)]
 
