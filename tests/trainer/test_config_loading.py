@@ -142,7 +142,7 @@ def test_reading_a_key_that_does_not_exist_raises():
 
 def test_an_unknown_configuration_names_the_known_ones():
     with pytest.raises(ValueError, match="ppo_trainer"):
-        load_config([], "ppo_megatron_trainer")
+        load_config([], "ppo_deepspeed_trainer")
 
 
 def test_help_prints_every_key(capsys):

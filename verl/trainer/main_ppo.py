@@ -19,9 +19,11 @@ from transformers import AutoTokenizer
 from search_r1.llm_agent.generation import build_agent, build_search_client
 from search_r1.llm_agent.trajectory import env_metrics
 from search_r1.search.client import API_KEY_VARIABLE, SearchError
-from verl.single_controller.base import ClassWithInitArgs
+from verl.single_controller.base import ClassWithInitArgs, Worker
 from verl.trainer.config import parse_arguments, settings_without_effect, validate
-from verl.trainer.config.loading import absolute_folders
+from verl.trainer.config.loading import absolute_folders, take_config_name
+from verl.trainer.config.validation import TABLES_OF
+from verl.trainer.dry_run import dry_run
 from verl.trainer.placement import place, start_ray
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -29,9 +31,16 @@ from verl.trainer.ppo.roles import ResourcePoolManager, Role, actor_role
 from verl.trainer.ppo.run_state import RunStopped
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.reward_score import RewardFunction, load_reward_function
-from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
+from verl.workers import fsdp_workers, megatron_workers
 from verl.workers.reward_manager import RewardManager
 from verl.workers.rollout.engine import EngineUnavailable
+
+
+def worker_classes(config: DictConfig) -> tuple[type[Worker], type[Worker]]:
+    """The actor's class and the critic's: over FSDP2 or over megatron-core, both alike."""
+    over_megatron = config.actor_rollout_ref.actor.strategy == "megatron"
+    workers = megatron_workers if over_megatron else fsdp_workers
+    return workers.ActorRolloutRefWorker, workers.CriticWorker
 
 
 def build_trainer(config: DictConfig, train_score: RewardFunction | None = None) -> RayPPOTrainer:
@@ -63,9 +72,10 @@ def build_trainer(config: DictConfig, train_score: RewardFunction | None = None)
     pools.create_resource_pool()
     passes = Passes.of(config)
     role = actor_role(passes.reference)
+    actor_class, critic_class = worker_classes(config)
     workers = {
         role: ClassWithInitArgs(
-            ActorRolloutRefWorker,
+            actor_class,
             config=config.actor_rollout_ref,
             role=role.value,
             agent_factory=functools.partial(
@@ -77,7 +87,7 @@ def build_trainer(config: DictConfig, train_score: RewardFunction | None = None)
     }
     if passes.values:
         workers[Role.Critic] = ClassWithInitArgs(
-            CriticWorker,
+            critic_class,
             config=config.critic,
             rollout_n=config.actor_rollout_ref.rollout.n,
             device=config.trainer.device,
@@ -119,6 +129,12 @@ def check_retriever(config: DictConfig) -> None:
         client.close()
 
 
+def _known(config_name: str) -> str:
+    if config_name not in TABLES_OF:
+        raise ValueError(f"Found --config-name {config_name}; expected one of: {', '.join(TABLES_OF)}.")
+    return config_name
+
+
 def run(argv: list[str], train_score_factory: Callable[[DictConfig], RewardFunction] | None = None) -> int:
     """The program: parse, check, train. Returns the exit status.
 
@@ -129,10 +145,13 @@ def run(argv: list[str], train_score_factory: Callable[[DictConfig], RewardFunct
     session = trainer = None
     try:
         try:
-            config = parse_arguments(argv)
-            validate(config, format_reward=train_score_factory is not None)
-            for line in settings_without_effect(config):
+            name, argv = take_config_name(argv)
+            config = parse_arguments(argv, _known(name))
+            validate(config, format_reward=train_score_factory is not None, config_name=name)
+            for line in settings_without_effect(config, name):
                 print(f"note: {line}")
+            if config.trainer.dry_run:
+                return dry_run(config)
             if config.do_search:
                 check_retriever(config)
             session = start_ray(config)

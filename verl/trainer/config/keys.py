@@ -362,7 +362,16 @@ READ_IN: dict[str, str] = {
     **_under(
         "trainer",
         {
-            f"{_PLACEMENT}:place": ("nnodes", "n_gpus_per_node", "backend", "device"),
+            f"{_PLACEMENT}:pools_of": (
+                "nnodes",
+                "n_gpus_per_node",
+                "rollout_pool.nnodes",
+                "rollout_pool.n_gpus_per_node",
+            ),
+            f"{_PLACEMENT}:place": ("backend", "device"),
+            f"{_MAIN}:build_trainer": ("cpus_per_process",),
+            f"{_MAIN}:run": ("dry_run",),
+            "verl/trainer/dry_run/run.py:dry_run": ("dry_run_gpu_memory_gb", "dry_run_gpus_per_node"),
             f"{_TRAINER}.__init__": (
                 "total_epochs",
                 "total_training_steps",

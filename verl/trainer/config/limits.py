@@ -34,6 +34,7 @@ NULLABLE: dict[str, tuple[type, ...]] = {
         for key in ("mixed_precision.param_dtype", "wrap_policy.transformer_layer_cls_to_wrap")
     },
     f"{REF}.fsdp_config.model_dtype": (str,),
+    **{f"{block}.megatron.num_layers_per_virtual_pipeline_stage": (int,) for block in (ACTOR, REF, "critic")},
     **{
         f"{block}.{key}{ending}": (int,)
         for block, key in (
@@ -79,6 +80,8 @@ NULLABLE: dict[str, tuple[type, ...]] = {
     "trainer.default_hdfs_dir": (str,),
     "trainer.resume_from_path": (str,),
     "trainer.max_ckpt_to_keep": (int,),
+    "trainer.rollout_pool.n_gpus_per_node": (int,),
+    "trainer.dry_run_gpu_memory_gb": (float,),
 }
 
 # Keys that may be of more types than their default's.
@@ -87,7 +90,7 @@ TYPES: dict[str, tuple[type, ...]] = {
     "critic.model.target_modules": (str, list),
 }
 
-_STRATEGIES = ("fsdp", "fsdp2")
+_STRATEGIES = ("fsdp", "fsdp2", "megatron")
 _DTYPES = ("fp32", "bf16")
 _LOSS_AGG_MODES = (
     "token-mean",
@@ -244,6 +247,18 @@ RANGES: dict[str, tuple[float, float, str]] = {
     },
     f"{REF}.reset_every": _POSITIVE,
     **{
+        f"{ACTOR}.megatron.{key}": _POSITIVE
+        for key in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+        )
+    },
+    **{
+        f"{block}.megatron.num_layers_per_virtual_pipeline_stage": _POSITIVE
+        for block in (ACTOR, REF, "critic")
+    },
+    **{
         f"{block}.{key}": _POSITIVE
         for block in (REF, ROLLOUT)
         for key in (
@@ -305,6 +320,11 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "trainer.total_training_steps": _POSITIVE,
     "trainer.nnodes": _POSITIVE,
     "trainer.n_gpus_per_node": _POSITIVE,
+    "trainer.rollout_pool.nnodes": _POSITIVE,
+    "trainer.rollout_pool.n_gpus_per_node": _POSITIVE,
+    "trainer.cpus_per_process": (0, inf, "a number of at least 0"),
+    "trainer.dry_run_gpu_memory_gb": _ABOVE_ZERO,
+    "trainer.dry_run_gpus_per_node": _POSITIVE,
     "trainer.save_freq": (-1, inf, "-1 (only the last) or a number of steps"),
     "trainer.test_freq": (-1, inf, "-1 (only the first and the last) or a number of steps"),
     "trainer.critic_warmup": _NOT_NEGATIVE,

@@ -138,13 +138,34 @@ def parse_arguments(
         SystemExit: with code 0 after `--help` or `--print`.
     """
     if "--help" in argv or "-h" in argv:
-        print((CONFIG_DIR / f"{config_name}.yaml").read_text(encoding="utf-8"))
+        for name in _layers(config_name):
+            print((CONFIG_DIR / f"{name}.yaml").read_text(encoding="utf-8"))
         sys.exit(0)
     config = load_config([a for a in argv if a != "--print"], config_name, resolve_with)
     if "--print" in argv:
         print(OmegaConf.to_yaml(config))
         sys.exit(0)
     return config
+
+
+def take_config_name(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """(name of the yaml file, the other arguments) of `--config-name NAME` or `--config-name=NAME`; without
+    it: CONFIG_NAME. The last one counts.
+
+    Raises:
+        ValueError: no name follows.
+    """
+    name, rest, arguments = CONFIG_NAME, [], list(argv)
+    while arguments:
+        argument = arguments.pop(0)
+        option, equals, value = argument.partition("=")
+        if option != "--config-name":
+            rest.append(argument)
+            continue
+        if not equals and not arguments:
+            raise ValueError(f"Found --config-name without a name; expected for example {CONFIG_NAME}.")
+        name = (value if equals else arguments.pop(0)).removesuffix(".yaml")
+    return name, rest
 
 
 def nearest_keys(key: str, known: Sequence[str], count: int = 3) -> list[str]:
@@ -161,6 +182,21 @@ def nearest_keys(key: str, known: Sequence[str], count: int = 3) -> list[str]:
 
 
 def _read_yaml(config_name: str) -> DictConfig:
+    """A file beside this module, with what it is laid over."""
+    merged = OmegaConf.create()
+    for name in reversed(_layers(config_name)):
+        merged.merge_with(_read_layer(name))
+    merged.pop("defaults", None)
+    return merged
+
+
+def _layers(config_name: str) -> list[str]:
+    """The file's name, and the one that it is laid over (the first of its `defaults`), if there is one."""
+    defaults = _read_layer(config_name).get("defaults")
+    return [config_name] if defaults is None else [config_name, defaults[0]]
+
+
+def _read_layer(config_name: str) -> DictConfig:
     path = CONFIG_DIR / f"{config_name}.yaml"
     if not path.is_file():
         names = ", ".join(sorted(p.stem for p in CONFIG_DIR.glob("*.yaml")))

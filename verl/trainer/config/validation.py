@@ -26,25 +26,29 @@ from verl.trainer.config.checks import (
 )
 from verl.trainer.config.keys import ACTOR, FIXED, NO_EFFECT, ROLLOUT
 from verl.trainer.config.limits import CHOICES, IMPORTABLE, NULLABLE, RANGES, TYPES
-from verl.trainer.config.loading import flat, load_config
+from verl.trainer.config.loading import CONFIG_NAME, flat, load_config
 from verl.trainer.config.loss_settings import unread_settings, unusual_aggregation
+from verl.trainer.config.megatron_checks import check_megatron
+from verl.trainer.config.megatron_keys import CONFIG_NAME as MEGATRON_CONFIG_NAME
+from verl.trainer.config.megatron_keys import megatron_tables
 from verl.trainer.ppo.passes import Passes
 
 FORMAT_SCORES = ("structure_format_score", "final_format_score", "retrieval_score")
 VAL_MODES = ("greedy", "sampled")
 
 
-def validate(config: DictConfig, *, format_reward: bool = False) -> None:
+def validate(config: DictConfig, *, format_reward: bool = False, config_name: str = CONFIG_NAME) -> None:
     """Check a configuration made by `load_config`; returns silently when it can run.
 
     Args:
         config: a resolved configuration.
         format_reward: the program is `main_ppo_format`, which reads the format scores.
+        config_name: the file that the configuration is of, one of those in `TABLES_OF`.
 
     Raises:
         ValueError: the first mistake found.
     """
-    TABLES.check(flat(config))
+    TABLES_OF[config_name].check(flat(config))
     passes = Passes.of(config)
     _check_lengths(config)
     _check_batches(config, passes)
@@ -61,10 +65,12 @@ def validate(config: DictConfig, *, format_reward: bool = False) -> None:
     _check_files(config, passes)
     check_resume(config.trainer)
     check_processes(config.trainer)
+    _check_rollout_pool(config)
+    check_megatron(config, passes)
     _check_vllm_is_there(config.actor_rollout_ref.rollout)
 
 
-def settings_without_effect(config: DictConfig) -> list[str]:
+def settings_without_effect(config: DictConfig, config_name: str = CONFIG_NAME) -> list[str]:
     """A line for each key that is set to something else than its default and has no meaning here, and for an
     aggregation that the loss is not meant for.
     """
@@ -73,7 +79,7 @@ def settings_without_effect(config: DictConfig) -> list[str]:
         more[f"{ROLLOUT}.tensor_model_parallel_size"] = (
             f"each process has an engine with the whole model; {ROLLOUT}.placement=apart splits it."
         )
-    return [*TABLES.without_effect(config, more), *unusual_aggregation(config)]
+    return [*TABLES_OF[config_name].without_effect(config, more), *unusual_aggregation(config)]
 
 
 # Keys whose default is another key's value, among those that may not be changed alone.
@@ -81,6 +87,11 @@ FOLLOWS = {
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size": (
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
     ),
+    **{
+        f"{block}.megatron.{size}": f"{ACTOR}.megatron.{size}"
+        for block in ("actor_rollout_ref.ref", "critic")
+        for size in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    },
     "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length",
     "actor_rollout_ref.rollout.response_length": "data.max_response_length",
     "critic.model.tokenizer_path": "actor_rollout_ref.model.path",
@@ -90,6 +101,7 @@ FOLLOWS = {
     "reward_model.forward_max_token_len_per_gpu": "critic.forward_max_token_len_per_gpu",
 }
 TABLES = KeyTables(load_config, NULLABLE, CHOICES, RANGES, FIXED, NO_EFFECT, FOLLOWS, TYPES, IMPORTABLE)
+TABLES_OF = {CONFIG_NAME: TABLES, MEGATRON_CONFIG_NAME: megatron_tables(FOLLOWS)}
 
 
 def _check_lengths(config: DictConfig) -> None:
@@ -171,6 +183,34 @@ def _check_rollout(config: DictConfig) -> None:
         raise ValueError(
             f"Found {ROLLOUT}.keep_partial=true without {ROLLOUT}.straggler_factor, so no group is ever cut; "
             f"expected both. Set for example {ROLLOUT}.straggler_factor=4."
+        )
+
+
+def _check_rollout_pool(config: DictConfig) -> None:
+    """Processes of their own for the rollout: what else that asks for."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    pool = trainer.rollout_pool
+    if pool.n_gpus_per_node is None:
+        if pool.nnodes != 1:
+            raise ValueError(
+                f"Found trainer.rollout_pool.nnodes={pool.nnodes} without n_gpus_per_node, the processes on "
+                "each of these machines; expected both. Set for example trainer.rollout_pool.n_gpus_per_node=8."
+            )
+        return
+    if rollout.placement == "apart":
+        raise ValueError(
+            f"Found trainer.rollout_pool with {ROLLOUT}.placement=apart: vLLM's servers are processes of their "
+            f"own already; expected {ROLLOUT}.placement=colocated (with the pool's processes), or "
+            "trainer.rollout_pool.n_gpus_per_node=null."
+        )
+    if trainer.backend == "local":
+        raise ValueError(
+            "Found trainer.backend=local with trainer.rollout_pool; expected trainer.backend=ray or auto."
+        )
+    if trainer.val_only is True:
+        raise ValueError(
+            "Found trainer.val_only=true with trainer.rollout_pool: nothing is trained beside the rollout; "
+            "expected trainer.rollout_pool.n_gpus_per_node=null."
         )
 
 
@@ -299,6 +339,8 @@ def _check_files(config: DictConfig, passes: Passes) -> None:
     file_keys = ["data.train_files", "data.val_files"]
     if config.data.extra_val_files is not None:
         file_keys.append("data.extra_val_files")
+    if config.trainer.dry_run:  # for another machine, perhaps, where the data is
+        file_keys = []
     for key in file_keys:
         check_parquet(config, key)
     model_keys = ["actor_rollout_ref.model.path"]

@@ -1,0 +1,47 @@
+"""Tensors whose memory on the device can be given back for a while; all views of them stay views."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class ParkedStorage:
+    """The memory behind some tensors: here, or away (in CPU memory, or nowhere).
+
+    Args:
+        tensors: any views; of each memory that they lie in the whole is meant. keeps: whether what is in it
+            is wanted again; else it is zeros after `bring`.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], keeps: bool = True):
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.numel()}
+        self._storages, self.keeps = list(storages.values()), keeps
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        self._kept: list[torch.UntypedStorage] = []
+        self.is_here = True
+
+    def give_back(self) -> None:
+        """Frees the memory. Until `bring`, nobody may look into the tensors."""
+        if not self.is_here:
+            return
+        for storage in self._storages:
+            if self.keeps:
+                self._kept.append(torch.UntypedStorage(storage.nbytes()).copy_(storage))
+            storage.resize_(0)
+        self.is_here = False
+
+    def bring(self) -> None:
+        """Takes memory again, and fills it with what was there."""
+        if self.is_here:
+            return
+        for number, (storage, size) in enumerate(zip(self._storages, self._sizes, strict=True)):
+            storage.resize_(size)
+            if self.keeps:
+                storage.copy_(self._kept[number])
+            else:
+                storage.fill_(0)
+        self._kept.clear()
+        self.is_here = True
