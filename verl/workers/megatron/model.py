@@ -47,7 +47,7 @@ from verl.workers.megatron.attention import PackedTokens, RotaryEmbedding
 from verl.workers.megatron.layers import RMSNorm, layer_spec, transformer_config
 from verl.workers.megatron.log_prob import vocab_parallel_log_prob
 from verl.workers.megatron.settings import ModelShape, ParallelSizes, StageLayout
-from verl.workers.megatron.weights import Piece, WeightMap, read_folder
+from verl.workers.megatron.weights import Piece, Read, WeightMap, read_folder
 
 
 class _Chunk(GPTModel):
@@ -235,14 +235,19 @@ def build_model(
     weights = WeightMap(shape, sizes, layout, has_head=is_policy)
     built = BuiltModel([chunk.to(device) for chunk in chunks], weights, config, shape, hugging_face)
     _mark_cut(built)
+    weights.fill(built.parameter, initial_weights(model_config, built))
+    return built
+
+
+def initial_weights(model_config: Mapping[str, Any], built: BuiltModel) -> Read:
+    """Reads what a model begins with, in the dtypes of its folder: for `WeightMap.fill` and `local`."""
     in_folder = read_folder(model_folder(model_config))
-    value_head = {} if is_policy else initial_value_head(shape.hidden)
+    value_head = {} if built.weights.has_head else initial_value_head(built.shape.hidden)
 
     def read(piece: Piece, part: tuple[slice, ...]) -> Tensor:
         return value_head[piece.name][part] if piece.name in value_head else in_folder(piece, part)
 
-    weights.fill(built.parameter, read)
-    return built
+    return read
 
 
 def check_model(
