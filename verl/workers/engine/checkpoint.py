@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase
 
 from verl.workers.engine.lora import save_adapter
@@ -78,13 +79,12 @@ def _tensors(engine: TrainEngine[Any]) -> dict[str, Any]:
     return {"model": model, "optimizer": get_optimizer_state_dict(engine.module, engine.optimizer)}
 
 
-def _check_fits(state: dict[str, Any], folder: Path) -> None:
-    """Raises ValueError unless the checkpoint holds exactly the tensors of `state`, in these shapes."""
+def check_fits(expected: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """Raises ValueError unless the checkpoint holds exactly these tensors, in these shapes."""
     entries = dcp.FileSystemReader(folder / "dcp").read_metadata().state_dict_metadata
     saved = {
         name: tuple(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
     }
-    expected = dict(_shapes(state))
     differing = sorted(
         name for name in saved.keys() | expected.keys() if saved.get(name) != expected.get(name)
     )
@@ -117,45 +117,64 @@ def save_checkpoint(engine: TrainEngine[Any], path: str | Path) -> None:
         save_tensors(_tensors(engine), folder / "dcp")
         if engine.adapters is not None:
             save_adapter(engine.adapters, folder / ADAPTER_FOLDER, writes=rank == 0)
+    save_progress(folder, engine.scheduler, engine.weights_version, engine.device, rank)
+    _barrier(engine)
+
+
+def save_progress(
+    folder: Path, scheduler: LambdaLR, weights_version: int, device: torch.device, rank: int
+) -> None:
+    """Writes what an engine depends on besides its tensors: schedule and version, and this rank's random
+    state.
+    """
     rng = {"cpu": torch.get_rng_state()}
-    if engine.device.type == "cuda":
-        rng["cuda"] = torch.cuda.get_rng_state(engine.device)
+    if device.type == "cuda":
+        rng["cuda"] = torch.cuda.get_rng_state(device)
     torch.save(rng, folder / f"rng_rank{rank}.pt")
     if rank == 0:
-        schedule = {"scheduler": engine.scheduler.state_dict(), "weights_version": engine.weights_version}
+        schedule = {"scheduler": scheduler.state_dict(), "weights_version": weights_version}
         torch.save(schedule, folder / "schedule.pt")
-    _barrier(engine)
+
+
+def load_progress(folder: Path, scheduler: LambdaLR, device: torch.device, rank: int) -> int:
+    """Puts schedule and random state where `save_progress` left others; returns the weights' version."""
+    schedule = torch.load(folder / "schedule.pt", weights_only=True)
+    resume_schedule(scheduler, schedule["scheduler"])
+    rng_file = folder / f"rng_rank{rank}.pt"
+    if rng_file.is_file():  # a rank that the saving run did not have keeps its own
+        rng = torch.load(rng_file, weights_only=True)
+        torch.set_rng_state(rng["cpu"])
+        if device.type == "cuda" and "cuda" in rng:
+            torch.cuda.set_rng_state(rng["cuda"], device)
+    return int(schedule["weights_version"])
+
+
+def check_complete(folder: Path) -> None:
+    """Raises ValueError for a folder that is no checkpoint of an engine."""
+    missing = [name for name in ("dcp/.metadata", "schedule.pt") if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"Checkpoint {folder} has no {' and no '.join(missing)}; expected a folder that a run saved."
+        )
 
 
 def load_checkpoint(engine: TrainEngine[Any], path: str | Path) -> None:
     """Puts the engine where `save_checkpoint` left another one, on this or any other number of ranks."""
     assert engine.scheduler is not None and engine.optimizer is not None
     folder = Path(path)
-    missing = [name for name in ("dcp/.metadata", "schedule.pt") if not (folder / name).is_file()]
-    if missing:
-        raise ValueError(
-            f"Checkpoint {folder} has no {' and no '.join(missing)}; expected a folder that a run saved."
-        )
+    check_complete(folder)
     groups = engine.optimizer.param_groups
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     with engine.loaded(optimizer=True):
         state = _tensors(engine)
-        _check_fits(state, folder)
+        check_fits(dict(_shapes(state)), folder)
         load_tensors(state, folder / "dcp")
         options = StateDictOptions(strict=engine.adapters is None)  # with LoRA the base is not in it
         set_model_state_dict(engine.module, state["model"], options=options)
         set_optimizer_state_dict(engine.module, engine.optimizer, state["optimizer"])
     for group, settings_of_group in zip(engine.optimizer.param_groups, settings, strict=True):
         group.update(settings_of_group)
-    schedule = torch.load(folder / "schedule.pt", weights_only=True)
-    resume_schedule(engine.scheduler, schedule["scheduler"])
-    engine.weights_version = schedule["weights_version"]
-    rng_file = folder / f"rng_rank{_rank(engine)}.pt"
-    if rng_file.is_file():  # a rank that the saving run did not have keeps its own
-        rng = torch.load(rng_file, weights_only=True)
-        torch.set_rng_state(rng["cpu"])
-        if engine.device.type == "cuda" and "cuda" in rng:
-            torch.cuda.set_rng_state(rng["cuda"], engine.device)
+    engine.weights_version = load_progress(folder, engine.scheduler, engine.device, _rank(engine))
     _barrier(engine)
 
 
@@ -177,9 +196,14 @@ def save_hf(
         if _rank(engine) == 0:
             model.save_pretrained(folder, state_dict=state)
     if _rank(engine) == 0:
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        for name in COPIED_FILES:
-            if (Path(base).expanduser() / name).is_file():
-                shutil.copyfile(Path(base).expanduser() / name, folder / name)
+        save_beside(folder, tokenizer, base)
     _barrier(engine)
+
+
+def save_beside(folder: Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path) -> None:
+    """Writes what a Hugging Face folder has besides the model."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    for name in COPIED_FILES:
+        if (Path(base).expanduser() / name).is_file():
+            shutil.copyfile(Path(base).expanduser() / name, folder / name)

@@ -42,10 +42,16 @@ def build_optimizer(
             betas=betas,
             weight_decay=decay,
         )
-    optimizer = torch.optim.AdamW(trained, lr=lr, betas=betas, weight_decay=decay, fused=True)
+    optimizer = adamw(trained, optim)
     for p in trained:
         optimizer.state[p] = adamw_state(p)
     return optimizer
+
+
+def adamw(parameters: Iterable[nn.Parameter], optim: Mapping[str, Any]) -> torch.optim.AdamW:
+    """AdamW of an `optim` block, without any state yet."""
+    lr, betas, decay = optim["lr"], (optim["betas"][0], optim["betas"][1]), optim["weight_decay"]
+    return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=decay, fused=True)
 
 
 def lr_factor(step: int, num_warmup: int, num_total: int, style: str, min_ratio: float) -> float:
