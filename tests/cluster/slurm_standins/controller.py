@@ -1,7 +1,7 @@
-"""What stands behind the stand-ins of sbatch, srun and scontrol: a job on namespaces as nodes.
+"""What stands behind the stand-ins of SLURM's commands: a job on namespaces as nodes.
 
     sbatch -> Job.run -> batch script on node1 -> srun --(socket)--> Job -> step on a node
-                                               -> scontrol requeue --(socket)--> Job
+                                               -> scontrol requeue, scancel --(socket)--> Job
 
 A step's output goes to srun's own stdout and stderr, which come over the socket as descriptors. A step whose
 srun is gone is killed, as are all steps when the batch script ends.
@@ -76,6 +76,7 @@ class Job:
     signal_name: str
     signal_before: int
     job_id: int = 1
+    _batch: Step | None = None
     _steps: set[Step] = field(default_factory=set)
     _requeued: bool = False
 
@@ -113,8 +114,9 @@ class Job:
             listener.listen()
             threading.Thread(target=self._serve, args=(listener, nodes, broken), daemon=True).start()
             command = ["bash", str(batch_script), *self.arguments]
-            batch = Step(nodes["node1"], command, os.getcwd(), environment, log.fileno(), log.fileno())
-            status = self._wait_for(batch)
+            outputs = (log.fileno(), log.fileno())
+            self._batch = Step(nodes["node1"], command, os.getcwd(), environment, *outputs)
+            status = self._wait_for(self._batch)
         for step in list(self._steps):
             step.signal(signal.SIGKILL)
         return status
@@ -149,13 +151,17 @@ class Job:
             threading.Thread(target=self._answer, args=(connection, nodes, broken), daemon=True).start()
 
     def _answer(self, connection: socket.socket, nodes: NamespaceNodes, broken: list[str]) -> None:
-        """One srun or scontrol."""
+        """One srun, scontrol or scancel."""
         _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
         lines = connection.makefile()
         request = json.loads(lines.readline())
         if "requeue" in request:
             self._requeued = True
             answer: dict[str, object] = {}
+        elif "signal_batch" in request:
+            assert self._batch is not None
+            self._batch.signal(request["signal_batch"], group=False)
+            answer = {}
         elif request["node"] in broken:
             answer = {"error": f"Task launch for StepId={self.job_id}.0 failed on node {request['node']}"}
         else:
