@@ -11,14 +11,19 @@ from verl.single_controller.base import ResourcePool
 class Role(Enum):
     """What a worker is for. The value is the name of its worker group."""
 
+    Actor = "actor"
+    ActorRef = "actor_ref"
     ActorRollout = "actor_rollout"
     ActorRolloutRef = "actor_rollout_ref"
+    Rollout = "rollout"
     Critic = "critic"
 
 
-def actor_role(with_reference: bool) -> Role:
-    """The role of the actor's workers: with or without a reference model beside it."""
-    return Role.ActorRolloutRef if with_reference else Role.ActorRollout
+def actor_role(with_reference: bool, with_rollout: bool = True) -> Role:
+    """The role of the actor's workers: with or without a reference model and a rollout engine beside it."""
+    if with_rollout:
+        return Role.ActorRolloutRef if with_reference else Role.ActorRollout
+    return Role.ActorRef if with_reference else Role.Actor
 
 
 @dataclass

@@ -69,7 +69,7 @@ def build_engine(rollout: DictConfig, model: DictConfig, request: Request) -> Ro
         ValueError: the engine can't run this model, or not within its memory.
         EngineUnavailable: servers did not start, or don't answer.
     """
-    max_num_seqs = min(rollout.max_num_seqs, max(MIN_SEQUENCES, request.num_rows))
+    max_num_seqs = sequences_at_once(rollout.max_num_seqs, request.num_rows)
     model_config = load_hf_config(model)
     if rollout.name == "native":
         return local_engine(model_config, request, max_num_seqs, model.trust_remote_code, rollout)
@@ -121,13 +121,11 @@ def local_engine(
 
 def _kv_bytes(rollout: DictConfig, spec: ModelSpec, request: Request, max_num_seqs: int) -> int:
     """What the native engine's KV cache takes: enough for all sequences, within what it may take at most."""
-    position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * request.dtype.itemsize
-    sequence = -(-request.max_model_len // rollout.block_size) * rollout.block_size * position
+    sequence = sequence_bytes(spec, request.dtype, request.max_model_len, rollout.block_size)
     if request.device.type == "cuda":
         most, remedy = _most_on_cuda(rollout.gpu_memory_utilization, spec, request)
     else:
-        most = MAX_DEFAULT_KV_BYTES if rollout.kv_cache_gb is None else int(rollout.kv_cache_gb * (1 << 30))
-        remedy = "raise rollout.kv_cache_gb"
+        most, remedy = most_on_cpu(rollout.kv_cache_gb), "raise rollout.kv_cache_gb"
     if most < sequence:
         raise ValueError(
             f"the KV cache may take {_gib(most)} GiB, but one trajectory of {request.max_model_len} tokens "
@@ -136,16 +134,37 @@ def _kv_bytes(rollout: DictConfig, spec: ModelSpec, request: Request, max_num_se
     return min(most, max_num_seqs * sequence)
 
 
+def sequence_bytes(spec: ModelSpec, dtype: torch.dtype, max_model_len: int, block_size: int) -> int:
+    """Bytes of the native engine's KV state for one trajectory of the greatest length, in whole blocks."""
+    position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    return -(-max_model_len // block_size) * block_size * position
+
+
+def most_on_cpu(kv_cache_gb: float | None) -> int:
+    """Bytes that the KV cache may take on CPU."""
+    return MAX_DEFAULT_KV_BYTES if kv_cache_gb is None else int(kv_cache_gb * (1 << 30))
+
+
+def sequences_at_once(max_num_seqs: int, num_rows: int) -> int:
+    """Sessions that an engine has room for. max_num_seqs: `rollout.max_num_seqs`; num_rows: those wanted."""
+    return min(max_num_seqs, max(MIN_SEQUENCES, num_rows))
+
+
+def own_weights_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Bytes of the native engine's copy of the weights on CUDA, where it has one."""
+    shapes = spec.parameter_shapes()
+    if spec.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    return sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+
+
 def _most_on_cuda(share: float, spec: ModelSpec, request: Request) -> tuple[int, str]:
     """Bytes that the KV cache may take, and how there may be more."""
     left, total = torch.cuda.mem_get_info(request.device)
     left += torch.cuda.memory_reserved(request.device) - torch.cuda.memory_allocated(request.device)
     left -= CUDA_RESERVE_BYTES
     if request.copies_weights:  # they come after the engine is made, and before its first step
-        shapes = spec.parameter_shapes()
-        if spec.tie_word_embeddings:
-            del shapes["lm_head.weight"]
-        left -= sum(math.prod(shape) for shape in shapes.values()) * request.dtype.itemsize
+        left -= own_weights_bytes(spec, request.dtype)
     most = int(share * total)
     if left < most:
         return max(left, 0), "free GPU memory, for example by offloading the trainer's"
