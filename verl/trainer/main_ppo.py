@@ -29,6 +29,7 @@ from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.roles import ResourcePoolManager, Role, actor_role
 from verl.trainer.ppo.run_state import RunStopped
+from verl.trainer.restarts import RECOVERABLE, RestartingRun
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.reward_score import RewardFunction, load_reward_function
 from verl.workers import fsdp_workers, megatron_workers
@@ -142,7 +143,7 @@ def run(argv: list[str], train_score_factory: Callable[[DictConfig], RewardFunct
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` runs
-    session = trainer = None
+    session = training = None
     try:
         try:
             name, argv = take_config_name(argv)
@@ -156,19 +157,20 @@ def run(argv: list[str], train_score_factory: Callable[[DictConfig], RewardFunct
                 check_retriever(config)
             session = start_ray(config)
             place(config)
-            trainer = build_trainer(config, train_score_factory(config) if train_score_factory else None)
-            trainer.init_workers()
+            score = train_score_factory(config) if train_score_factory else None
+            training = RestartingRun(config, functools.partial(build_trainer, train_score=score))
+            training.start()
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        trainer.fit()
-    except (RunStopped, EngineUnavailable) as error:
+        training.fit()
+    except (RunStopped, *RECOVERABLE) as error:
         print(f"error: {error}", file=sys.stderr)
         return 3
     finally:
         try:
-            if trainer is not None:
-                trainer.shutdown()
+            if training is not None:
+                training.shutdown()
         finally:
             if session is not None:
                 session.shutdown()

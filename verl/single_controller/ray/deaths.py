@@ -165,8 +165,10 @@ def cause_of_death(error: BaseException, last_lines: list[str], num_oom_kills: i
         return f"killed by {signal_name}" if signal_name.startswith("SIG") else f"fatal error: {name}"
     if num_oom_kills > 0:
         return "killed by the kernel's OOM killer (SIGKILL): the node's memory was used up"
-    if "INTENDED" in text or "exit code" in text.lower():
-        return _first_sentences(error)
+    if "receives a SIGTERM" in text:
+        return "killed by SIGTERM"
+    if exit_code := re.search(r"with an? exit code (\d+)", text):
+        return f"it ended itself with exit code {exit_code[1]}"
     return "it ended without a word: SIGKILL from outside (kill -9), or os._exit"
 
 

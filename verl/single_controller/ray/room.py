@@ -70,25 +70,24 @@ def nodes_alive() -> list[Mapping[str, float]]:
 
 
 def wait_for_room(
-    pools: Sequence[list[Needs]], timeout_seconds: float, say: Callable[[str], None], setting: str
-) -> bool:
-    """Waits until the cluster has the nodes that the pools need. False if it has not in time.
+    pools: Sequence[list[Needs]], timeout_seconds: float, say: Callable[[str], None], why: str
+) -> str | None:
+    """Waits until the cluster has the nodes that the pools need; returns what it lacks still at the end.
 
     Args:
         pools: as for `missing_room`.
         timeout_seconds: how long to wait.
-        say: called with one line when there is something to wait for, and with another when what is missing
-            changes.
-        setting: what the user sets the time by.
+        say: called with one line when there is something to wait for, and when what is missing changes.
+        why: ends that line, e.g. the setting that gives the time.
     """
     end = time.monotonic() + timeout_seconds
     said = None
     while (missing := missing_room(pools, nodes_alive())) is not None:
         left = end - time.monotonic()
         if left <= 0:
-            return False
+            return missing
         if missing != said:
-            say(f"the Ray cluster lacks {missing}; waiting up to {left:.0f} s for it ({setting})")
+            say(f"the Ray cluster lacks {missing}; waiting up to {left:.0f} s for it ({why})")
             said = missing
         time.sleep(min(_SECONDS_BETWEEN_LOOKS, left))
-    return True
+    return None

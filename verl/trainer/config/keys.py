@@ -380,6 +380,7 @@ READ_IN: dict[str, str] = {
                 "resume_from_path",
                 "max_ckpt_to_keep",
             ),
+            "verl/trainer/restarts.py:RestartingRun": ("max_restarts", "restart_timeout"),
             f"{_TRAINER}.fit": ("save_freq", "test_freq", "val_before_train", "val_only"),
             f"{_TRAINER}._validate": ("val_modes",),
             f"{_TRAINER}._prompt_sampler": ("seed",),

@@ -331,6 +331,8 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "trainer.seed": _NOT_NEGATIVE,
     "trainer.max_ckpt_to_keep": _POSITIVE,
     "trainer.max_skipped_updates": _POSITIVE,
+    "trainer.max_restarts": _NOT_NEGATIVE,
+    "trainer.restart_timeout": _NOT_NEGATIVE,
     "trainer.num_trajectories_logged": _NOT_NEGATIVE,
     "max_turns": _NOT_NEGATIVE,
 }

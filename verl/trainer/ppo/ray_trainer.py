@@ -90,6 +90,7 @@ class RayPPOTrainer:
             if optim.total_training_steps <= 0:
                 optim.total_training_steps = self.total_steps
         self.state = RunState()
+        self.num_restarts = 0  # of this run so far (`verl/trainer/restarts.py`)
         self.checkpoints = CheckpointStore(config.trainer.default_local_dir, config.trainer.max_ckpt_to_keep)
         trainer = config.trainer
         self.resume_folder = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
@@ -205,6 +206,8 @@ class RayPPOTrainer:
                     self._record_validation(report, "after" if last else "during")
                     metrics |= report.metrics()
             metrics = metric_utils.step_metrics(batch, timer, self.passes.values) | metrics
+            if trainer.max_restarts:
+                metrics["trainer/num_restarts"] = self.num_restarts
             self.state.add_step(metrics, timer.seconds, time.perf_counter() - started)
             # the score of all trajectories: that of those chosen to be trained says little
             seen = metrics | {"critic/score/mean": metrics["train/score"]}

@@ -1,0 +1,182 @@
+"""A run that goes on by itself when a worker, its node or its engine is gone (`trainer.max_restarts`).
+
+    start: build, load the models                  a user's mistake ends the run here, with its line
+    fit:   train ---> done
+             | WorkerDiedError, EngineUnavailable
+             v
+           end all workers -> wait for the cluster to have room again -> build anew -> train from the last
+           checkpoint, as after a restart by hand: records cut back, same next step
+
+Each restart is a line in `<run folder>/restarts.jsonl`; `trainer/num_restarts` counts them in the metrics.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from verl.single_controller.base.errors import WorkerDiedError
+from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped
+from verl.workers.rollout.engine import EngineUnavailable
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+RECOVERABLE = (WorkerDiedError, EngineUnavailable)
+MOST_FAILURES_FROM_ONE_STEP = 3  # what fails so often without a new checkpoint in between fails for ever
+RESTARTS_FILE = "restarts.jsonl"
+_SECONDS_FOR_NODES_TO_JOIN = 60.0  # at the start of a run in a cluster that may still be coming up
+
+
+class RestartingRun:
+    """A trainer, and those that take its place.
+
+    Args:
+        config: validated, its `trainer.backend` decided. It is not changed.
+        build: makes a trainer from a configuration of its own, with no process started.
+    """
+
+    def __init__(self, config: DictConfig, build: Callable[[DictConfig], RayPPOTrainer]) -> None:
+        self.config, self._build = config, build
+        trainer = config.trainer
+        self.max_restarts = trainer.max_restarts if trainer.backend == "ray" else 0
+        self.num_restarts = 0
+        self.trainer: RayPPOTrainer | None = None
+        self._failures: list[int] = []  # the step that each attempt would have gone on from
+        if trainer.max_restarts and trainer.backend != "ray":
+            print(
+                f"note: trainer.max_restarts={trainer.max_restarts} has no effect in this process "
+                "(trainer.backend=local): what ends the worker ends the run. Set trainer.backend=ray."
+            )
+
+    def start(self) -> None:
+        """Build the trainer and load the models.
+
+        Raises:
+            ValueError: the user's mistake, e.g. more processes than the cluster has room for.
+        """
+        self._start(self.config)
+
+    def fit(self) -> None:
+        """Train to the end, over as many restarts as that takes and `trainer.max_restarts` allows.
+
+        Raises:
+            RunStopped: it can't go on.
+        """
+        while True:
+            try:
+                if self.trainer is None:
+                    self._start_again()
+                assert self.trainer is not None
+                self.trainer.fit()
+                return
+            except RECOVERABLE as error:
+                self._after(error)
+
+    def shutdown(self) -> None:
+        """End the workers. Safe to call twice."""
+        trainer, self.trainer = self.trainer, None
+        if trainer is not None:
+            trainer.shutdown()
+
+    def _start(self, config: DictConfig) -> None:
+        self.trainer = self._build(copy.deepcopy(config))
+        self.trainer.num_restarts = self.num_restarts
+        if config.trainer.backend == "ray":
+            joining = _SECONDS_FOR_NODES_TO_JOIN if os.environ.get("RAY_ADDRESS") else 0.0
+            if (missing := _wait_for_room(self.trainer, joining, "nodes may still join")) is not None:
+                raise ValueError(
+                    f"the run asks for more than the Ray cluster has; it lacks {missing}. Lower "
+                    "trainer.n_gpus_per_node or trainer.nnodes, or let more join (scripts/ray_node.sh worker)."
+                )
+        self.trainer.init_workers()
+
+    def _start_again(self) -> None:
+        config = copy.deepcopy(self.config)
+        store = CheckpointStore(config.trainer.default_local_dir, config.trainer.max_ckpt_to_keep)
+        set_resume(config.trainer, store)
+        try:
+            self._start(config)
+        except ValueError as error:  # what was right at the start: the cluster or a disk is another one now
+            raise RunStopped(f"the run could not be started again: {error}") from error
+
+    def _after(self, error: Exception) -> None:
+        """Ends what is left; returns when the run can be built anew. RunStopped if it can't."""
+        trainer = self.trainer
+        assert trainer is not None
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        self.shutdown()
+        steps = trainer.checkpoints.steps()
+        last = steps[-1] if steps else 0
+        self._failures.append(last)
+        self._check_allowed(last)
+        self.num_restarts += 1
+        started = time.monotonic()
+        setting = f"trainer.restart_timeout={self.config.trainer.restart_timeout:g}"
+        missing = _wait_for_room(trainer, self.config.trainer.restart_timeout, setting)
+        if missing is not None:
+            raise RunStopped(
+                f"the Ray cluster still lacks {missing} after {setting} seconds. When it is there, run the "
+                f"same command again: the run goes on from step {last}."
+            )
+        waited = time.monotonic() - started
+        print(
+            f"restart {self.num_restarts} of {self.max_restarts} (trainer.max_restarts), after waiting "
+            f"{waited:.0f} s: the run goes on from step {last}",
+            flush=True,
+        )
+        record = {
+            "restart": self.num_restarts,
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "from_step": last,
+            "waited_seconds": round(waited, 1),
+            "reason": str(error),
+        }
+        with (trainer.checkpoints.run_dir / RESTARTS_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+    def _check_allowed(self, last: int) -> None:
+        again = f"Run the same command again: the run goes on from step {last}."
+        if self.max_restarts == 0:
+            raise RunStopped(f"{again} With trainer.max_restarts=3 (and Ray) it does so by itself.")
+        if self.num_restarts >= self.max_restarts:
+            raise RunStopped(f"trainer.max_restarts={self.max_restarts} restarts are used up. {again}")
+        failures = self._failures[-MOST_FAILURES_FROM_ONE_STEP:]
+        if len(failures) == MOST_FAILURES_FROM_ONE_STEP and set(failures) == {last}:
+            raise RunStopped(
+                f"the run failed {len(failures)} times in a row without getting from step {last} to another "
+                "checkpoint: it would fail again. The causes are above; a smaller trainer.save_freq helps if "
+                "they only come often."
+            )
+
+
+def set_resume(trainer: DictConfig, store: CheckpointStore) -> None:
+    """Makes a configuration go on from what its own run has saved, however the run was started.
+
+    A run that was started from a checkpoint elsewhere starts from there again until it has saved a later one.
+    """
+    if trainer.resume_mode == "from_path":
+        started_from = store.find_resume("from_path", trainer.resume_from_path)
+        assert started_from is not None
+        steps = store.steps()
+        if not steps or steps[-1] <= RunState.load(started_from).step:
+            return
+    trainer.resume_mode, trainer.resume_from_path = "auto", None
+
+
+def _wait_for_room(trainer: RayPPOTrainer, seconds: float, why: str) -> str | None:
+    """Waits until the cluster has room for a trainer's pools; returns what it lacks still, if it does."""
+    from verl.single_controller.ray.resource_pool import RayResourcePool
+    from verl.single_controller.ray.room import needs_of, wait_for_room
+
+    pools = trainer.resource_pool_manager.resource_pool_dict.values()
+    needs = [needs_of(pool) for pool in pools if isinstance(pool, RayResourcePool)]
+    return wait_for_room(needs, seconds, lambda line: print(line, flush=True), why)
