@@ -16,9 +16,10 @@ from collections.abc import Callable
 from omegaconf import DictConfig
 from transformers import AutoTokenizer
 
-from search_r1.llm_agent.generation import build_agent, build_search_client
+from search_r1.llm_agent.generation import build_agent
 from search_r1.llm_agent.trajectory import env_metrics
-from search_r1.search.client import API_KEY_VARIABLE, SearchError
+from search_r1.search.client import API_KEY_VARIABLE
+from verl.doctor.start import start_is_sound
 from verl.single_controller.base import ClassWithInitArgs, Worker
 from verl.trainer.config import parse_arguments, settings_without_effect, validate
 from verl.trainer.config.loading import absolute_folders, take_config_name
@@ -112,24 +113,6 @@ def build_trainer(config: DictConfig, train_score: RewardFunction | None = None)
     )
 
 
-def check_retriever(config: DictConfig) -> None:
-    """Ask the retrieval server one question.
-
-    Raises:
-        ValueError: it does not answer, or not in Search-R1's format.
-    """
-    client = build_search_client(config.retriever, timeout=min(10.0, config.retriever.timeout))
-    try:
-        client.batch_search(["is anybody there?"], topk=1)
-    except SearchError as error:
-        raise ValueError(
-            f"retriever.url={config.retriever.url} does not answer searches: {error}. Start a server with "
-            "`bash retrieval_launch.sh`, or set do_search=false to train without one."
-        ) from error
-    finally:
-        client.close()
-
-
 def _known(config_name: str) -> str:
     if config_name not in TABLES_OF:
         raise ValueError(f"Found --config-name {config_name}; expected one of: {', '.join(TABLES_OF)}.")
@@ -153,8 +136,8 @@ def run(argv: list[str], train_score_factory: Callable[[DictConfig], RewardFunct
                 print(f"note: {line}")
             if config.trainer.dry_run:
                 return dry_run(config)
-            if config.do_search:
-                check_retriever(config)
+            if not start_is_sound(config, name):
+                return 2
             session = start_ray(config)
             place(config)
             score = train_score_factory(config) if train_score_factory else None

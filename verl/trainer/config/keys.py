@@ -320,6 +320,7 @@ READ_IN: dict[str, str] = {
         "retriever",
         {
             _SEARCH_CLIENT: ("url", "topk", "timeout", "use_proxy"),
+            "verl/doctor/collect.py:collect": ("corpus_path",),
             f"{_TRAINER}._check_searches": ("max_failed_share",),
         },
     ),
@@ -386,6 +387,7 @@ READ_IN: dict[str, str] = {
             f"{_TRAINER}._prompt_sampler": ("seed",),
             f"{_TRAINER}._updates_actor": ("critic_warmup",),
             f"{_TRAINER}._check_updates": ("max_skipped_updates",),
+            "verl/doctor/start.py:start_is_sound": ("doctor_skip",),
             f"{_RECORDER}.start": ("project_name", "experiment_name", "logger", "progress"),
             f"{_RECORDER}._keep_trajectories": ("num_trajectories_logged",),
         },

@@ -61,6 +61,7 @@ NULLABLE: dict[str, tuple[type, ...]] = {
     "reward_model.max_length": (int,),
     "custom_reward_function.path": (str,),
     "retriever.url": (str, list),
+    "retriever.corpus_path": (str,),
     "algorithm.gdpo_reward_keys": (list,),
     "algorithm.gdpo_reward_weights": (list,),
     "algorithm.filter_groups.metric": (str,),

@@ -117,6 +117,7 @@ def resolve(config: DictConfig) -> None:
             "critic.model.path",
             "critic.model.tokenizer_path",
             "custom_reward_function.path",
+            "retriever.corpus_path",
             "trainer.default_local_dir",
             "trainer.resume_from_path",
         ),
