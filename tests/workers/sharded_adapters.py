@@ -47,7 +47,7 @@ def updates(model_path, rank=0, world_size=1):
         actor = make(model_path, kind, world_size)
         data = my_rows(rank, world_size)
         held = gradients_of(actor.engine, lambda actor=actor, data=data: actor.update_policy(data))
-        results[kind] = held, go_on(make(model_path, kind, world_size), rank, world_size)
+        results[kind] = held, go_on(make(model_path, kind, world_size))
     return results
 
 
@@ -90,12 +90,12 @@ def first_run(rank, world_size, model_path, out):
         save_checkpoint(actor.engine, out / kind)
         save_hf(actor.engine, out / f"{kind}-hf", AutoTokenizer.from_pretrained(model_path), model_path)
         log_probs = compute_log_prob(actor.engine, my_rows(rank, world_size), actor.limits, 1.0)
-        results[kind] = log_probs, go_on(actor, rank, world_size)
+        results[kind] = log_probs, go_on(actor)
         resumed = make(model_path, kind, world_size)
         load_checkpoint(resumed.engine, out / kind)
-        results[kind, "resumed"] = go_on(resumed, rank, world_size)
+        results[kind, "resumed"] = go_on(resumed)
     low = make_actor(make_config(model_path, *LORA, *BF16), world_size)
-    results["bf16"] = go_on(low, rank, world_size)[0]
+    results["bf16"] = go_on(low)[0]
     for kind in ("lora", "muon"):
         results[kind, "reference"] = reset_references(model_path, kind, rank, world_size, out)
     results["critic"] = critic_update(model_path, rank, world_size)
@@ -107,13 +107,13 @@ def _gathered_after_passes(model_path, rank, world_size):
     """(in the middle of an update, at its end): whether a layer's weights are whole on this rank."""
     actor = make(model_path, "muon, kept", world_size)
     layer = next(m for m in actor.engine.module.model.modules() if isinstance(m, FSDPModule))
-    seen, backward = [], actor.engine.backward
+    seen, backward = [], actor.engine._backward
 
     def watched(loss, is_last):
         backward(loss, is_last)
         seen.append((is_last, _is_whole(layer)))
 
-    actor.engine.backward = watched
+    actor.engine._backward = watched
     actor.update_policy(my_rows(rank, world_size))
     return seen, _is_whole(layer)
 

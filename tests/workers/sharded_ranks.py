@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from verl.single_controller.base.worker import get_free_port
 from verl.trainer.ppo.batching import arrange_for_workers
 from verl.workers.actor.dp_actor import compute_log_prob
-from verl.workers.engine.checkpoint import load_checkpoint, save_checkpoint, save_hf
+from verl.workers.engine.checkpoint import save_checkpoint, save_hf
 from verl.workers.rollout.build import Request, build_engine
 from verl.workers.rollout.engine import EngineUnavailable
 
@@ -29,6 +29,7 @@ VARIANTS = {
     ],
     "padded": ["actor_rollout_ref.model.use_remove_padding=false", "critic.model.use_remove_padding=false"],
 }
+NUM_STEPS = 5  # before the checkpoint
 COMMON = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.ppo_mini_batch_size=6"]
 
 
@@ -36,9 +37,9 @@ def settings(model_path, variant):
     return make_config(model_path, *COMMON, *VARIANTS[variant])
 
 
-def my_rows(rank, world_size):
+def my_rows(rank, world_size, seed=0, mini_batch=6):
     """This rank's rows of the batch, as the trainer deals them out (mini-batches of 6 rows)."""
-    arranged, _ = arrange_for_workers(make_batch(NUM_ROWS), world_size, 6)
+    arranged, _ = arrange_for_workers(make_batch(NUM_ROWS, seed), world_size, mini_batch)
     return arranged.chunk(world_size)[rank]
 
 
@@ -55,35 +56,27 @@ def updates(model_path, rank=0, world_size=1):
     return results
 
 
-def go_on(actor, rank, world_size):
+def go_on(actor):
     """One more update; returns (metrics, whole weights after it)."""
-    metrics = actor.update_policy(my_rows(rank, world_size))
+    metrics = actor.update_policy(my_rows(actor.engine.data.rank, actor.engine.data.size))
     return metrics, {name: tensor.clone() for name, tensor in actor.engine.weights()}
 
 
 def first_run(rank, world_size, model_path, out):
-    """Updates of every variant; then one real update, a checkpoint, a Hugging Face folder, log-probs,
+    """Updates of every variant; then NUM_STEPS real ones, a checkpoint, a Hugging Face folder, log-probs,
     another update.
     """
     results = {"updates": updates(model_path, rank, world_size)}
     actor = make_actor(settings(model_path, "packed"), world_size)
-    actor.update_policy(my_rows(rank, world_size))
+    for seed in range(NUM_STEPS):
+        actor.update_policy(my_rows(rank, world_size, seed))
     save_checkpoint(actor.engine, out / "checkpoint")
     save_hf(actor.engine, out / "hf", AutoTokenizer.from_pretrained(model_path), model_path)
     results["weights"] = {name: tensor.clone() for name, tensor in actor.engine.weights()}
     log_probs = compute_log_prob(actor.engine, my_rows(rank, world_size), actor.limits, 1.0)
     results["log_probs"] = log_probs
-    results["next"] = go_on(actor, rank, world_size)
+    results["next"] = go_on(actor)
     torch.save(results, out / f"rank{rank}.pt")
-
-
-def resumed_run(rank, world_size, model_path, out):
-    """Loads the checkpoint that another number of ranks wrote, and makes the next update."""
-    actor = make_actor(settings(model_path, "packed"), world_size)
-    load_checkpoint(actor.engine, out / "checkpoint")
-    result = go_on(actor, rank, world_size)
-    if rank == 0:
-        torch.save(result, out / f"resumed_on_{world_size}.pt")
 
 
 def without_servers(rank, world_size, model_path, out):

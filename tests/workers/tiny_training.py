@@ -120,8 +120,16 @@ def make_actor(config: DictConfig, world_size=1) -> DataParallelPPOActor:
         world_size,
         block.actor.optim,
         block.actor.grad_clip,
+        block.actor.ulysses_sequence_parallel_size,
     )
-    limits = MicroBatchLimits.from_config(block.actor, "actor", "ppo", CPU, block.model.use_remove_padding)
+    limits = MicroBatchLimits.from_config(
+        block.actor,
+        "actor",
+        "ppo",
+        CPU,
+        block.model.use_remove_padding,
+        block.actor.ulysses_sequence_parallel_size,
+    )
     return DataParallelPPOActor(block.actor, engine, limits, block.rollout.temperature, block.rollout.n)
 
 
@@ -136,9 +144,17 @@ def make_critic(config: DictConfig, world_size=1) -> DataParallelPPOCritic:
         world_size,
         block.optim,
         block.grad_clip,
+        block.ulysses_sequence_parallel_size,
     )
     limits = [
-        MicroBatchLimits.from_config(block, "critic", prefix, CPU, block.model.use_remove_padding)
+        MicroBatchLimits.from_config(
+            block,
+            "critic",
+            prefix,
+            CPU,
+            block.model.use_remove_padding,
+            block.ulysses_sequence_parallel_size,
+        )
         for prefix in ("ppo", "forward")
     ]
     return DataParallelPPOCritic(block, engine, limits[0], limits[1])
@@ -173,7 +189,7 @@ def gradients_of(engine, update):
 
     def hold(discard=False):
         recorded.append(
-            {n: _whole(p.grad).clone() for n, p in engine.module.named_parameters() if p.requires_grad}
+            {n: whole(p.grad).clone() for n, p in engine.module.named_parameters() if p.requires_grad}
         )
         engine.optimizer.zero_grad(set_to_none=True)
         return 1.0, not discard
@@ -187,7 +203,7 @@ def gradients_of(engine, update):
         engine.step = kept
 
 
-def _whole(tensor):
+def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 

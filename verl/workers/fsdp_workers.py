@@ -24,7 +24,13 @@ from verl.single_controller.base import DataPosition, Dispatch, Worker, register
 from verl.workers.actor.dp_actor import DataParallelPPOActor, compute_log_prob, token_statistics
 from verl.workers.critic.dp_critic import DataParallelPPOCritic
 from verl.workers.engine.engine import TrainEngine
-from verl.workers.engine.loading import PolicyModel, load_policy, load_value_model, parse_dtype
+from verl.workers.engine.loading import (
+    PolicyModel,
+    check_heads,
+    load_policy,
+    load_value_model,
+    parse_dtype,
+)
 from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.engine.precision import Precision
 from verl.workers.engine.reference import Reference
@@ -93,6 +99,8 @@ class ActorRolloutRefWorker(Worker):
             part in role for part in ("actor", "rollout", "ref")
         )
         self.device = self.init_process_group(_device_kind(device))
+        # a process that only rolls out has rows of its own
+        self.num_sharing = config.actor.ulysses_sequence_parallel_size if role != "rollout" else 1
         self.agent: Agent | None = None
         self.rollout_engine: RolloutEngine | None = None
         self._rollout_weights_stale = False
@@ -110,6 +118,7 @@ class ActorRolloutRefWorker(Worker):
         fit.
         """
         config = self.config
+        check_heads(config.model, self.num_sharing)
         self.tokenizer = AutoTokenizer.from_pretrained(
             str(Path(config.model.path).expanduser()), trust_remote_code=config.model.trust_remote_code
         )
@@ -145,6 +154,7 @@ class ActorRolloutRefWorker(Worker):
             self.world_size,
             actor.optim if trained else None,
             actor.grad_clip,
+            self.num_sharing,
         )
 
     def _load_teacher(self) -> TrainEngine[PolicyModel]:
@@ -166,8 +176,15 @@ class ActorRolloutRefWorker(Worker):
             "external_lib": model.external_lib,
             "trust_remote_code": model.trust_remote_code,
         }
-        teacher = load_policy(source, precision.model)
-        return TrainEngine(teacher, precision, self.config.ref.fsdp_config, self.device, self.world_size)
+        check_heads(source, self.num_sharing)
+        return TrainEngine(
+            load_policy(source, precision.model),
+            precision,
+            self.config.ref.fsdp_config,
+            self.device,
+            self.world_size,
+            sequence_parallel_size=self.num_sharing,
+        )
 
     def _limits(self, block: DictConfig, name: str, prefix: str) -> MicroBatchLimits:
         return MicroBatchLimits.from_config(
@@ -176,6 +193,7 @@ class ActorRolloutRefWorker(Worker):
             prefix,
             self.device,
             self.config.model.use_remove_padding,
+            self.num_sharing,
         )
 
     # --------------------------------------------------------------------------------------------- rollout
@@ -341,7 +359,8 @@ class CriticWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the backbone and makes the head."""
-        config = self.config
+        config, num_sharing = self.config, self.config.ulysses_sequence_parallel_size
+        check_heads(config.model, num_sharing)
         precision = Precision.from_config(config.model.fsdp_config, self.device)
         self.engine = TrainEngine(
             load_value_model(config.model, precision.model),
@@ -351,10 +370,11 @@ class CriticWorker(Worker):
             self.world_size,
             config.optim,
             config.grad_clip,
+            num_sharing,
         )
         limits, forward_limits = (
             MicroBatchLimits.from_config(
-                config, "critic", prefix, self.device, config.model.use_remove_padding
+                config, "critic", prefix, self.device, config.model.use_remove_padding, num_sharing
             )
             for prefix in ("ppo", "forward")
         )

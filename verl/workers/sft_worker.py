@@ -49,7 +49,7 @@ class SFTWorker(Worker):
         """Loads the model. Raises ValueError for a folder that is missing or does not fit."""
         config = self.config
         offloads = dict.fromkeys(("param_offload", "grad_offload", "optimizer_offload"), False)
-        fsdp_config = {**config.model.fsdp_config, **offloads}
+        fsdp_config = {**config.model.fsdp_config, **offloads, "fsdp_size": -1}
         precision = Precision.from_config(fsdp_config, self.device)
         optim = {
             **config.optim,

@@ -1,5 +1,6 @@
-"""Two processes under FSDP2 against one plain process: loss, gradient, weights, checkpoints."""
+"""Two processes under FSDP2, and four in every layout, against one: loss, gradient, weights, checkpoints."""
 
+import layout_ranks
 import pytest
 import sharded_ranks
 import torch
@@ -46,21 +47,62 @@ def test_log_probs_of_ranks_are_those_of_one_process(two, model_path):
         torch.testing.assert_close(results["log_probs"], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_checkpoint_of_two_ranks_loads_on_one_and_three_and_goes_on_alike(two, model_path):
+def test_rule_10_a_checkpoint_of_five_steps_on_two_ranks_goes_on_alike_on_one(two, model_path):
     out, results = two
     actor = make_actor(sharded_ranks.settings(model_path, "packed"))
     load_checkpoint(actor.engine, out / "checkpoint")
     for name, tensor in actor.engine.weights():
         assert torch.equal(tensor, results[0]["weights"][name])
-    sharded_ranks.run_ranks(sharded_ranks.resumed_run, 3, model_path, out)
-    metrics, weights = results[0]["next"]
-    for resumed in (
-        sharded_ranks.go_on(actor, 0, 1),
-        torch.load(out / "resumed_on_3.pt", weights_only=False),
-    ):
-        assert resumed[0] == pytest.approx(metrics, rel=1e-4, abs=1e-6)
-        for name, tensor in resumed[1].items():
+    assert_goes_on_alike(sharded_ranks.go_on(actor), results[0]["next"])
+
+
+def assert_goes_on_alike(got, want):
+    """(metrics, weights) after the next step of two runs that differ in their processes."""
+    assert got[0] == pytest.approx(want[0], rel=1e-5, abs=1e-7)
+    for name, tensor in got[1].items():
+        torch.testing.assert_close(tensor, want[1][name], rtol=1e-3, atol=2e-4)
+
+
+@pytest.fixture(scope="module")
+def four(two, model_path):
+    """What four ranks did, in every layout; they have gone on from the two ranks' checkpoint."""
+    sharded_ranks.run_ranks(layout_ranks.run, 4, model_path, two[0])
+    return [torch.load(two[0] / f"rank{rank}_of_4.pt", weights_only=False) for rank in range(4)]
+
+
+@pytest.fixture(scope="module")
+def one_of_each(model_path):
+    return layout_ranks.results_of(model_path)
+
+
+@pytest.mark.parametrize("case", [*layout_ranks.CASES, ("both", "critic")], ids=": ".join)
+def test_rule_5_every_layout_has_the_loss_gradient_and_weights_of_one_process(four, one_of_each, case):
+    metrics, gradients, weights = one_of_each[case]
+    for results in four:
+        got_metrics, got_gradients, got_weights = results["cases"][case]
+        assert got_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-7)
+        assert_same_gradients(got_gradients, gradients)
+        for name, tensor in got_weights.items():
             torch.testing.assert_close(tensor, weights[name], rtol=1e-3, atol=2e-4)
+
+
+def test_rule_10_a_checkpoint_of_two_ranks_goes_on_alike_on_four_that_share_tokens_and_replicate(two, four):
+    for results in four:
+        assert_goes_on_alike(results["next"], two[1][0]["next"])
+        assert results["next, again"][0] == results["next"][0]
+
+
+def test_the_processes_of_a_replica_have_the_same_log_probs(four, model_path):
+    positions = [results["log_probs"][0] for results in four]
+    assert [(p.rank, p.size, p.leads) for p in positions] == [
+        (0, 2, True),
+        (0, 2, False),
+        (1, 2, True),
+        (1, 2, False),
+    ]
+    log_probs = [results["log_probs"][1] for results in four]
+    assert torch.equal(log_probs[0], log_probs[1]) and torch.equal(log_probs[2], log_probs[3])
+    assert log_probs[0].any() and not torch.equal(log_probs[0], log_probs[2])
 
 
 def test_the_hugging_face_folder_of_two_ranks_holds_the_whole_weights(two):

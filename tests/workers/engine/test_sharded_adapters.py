@@ -48,7 +48,7 @@ def test_rule_10_the_checkpoint_of_two_ranks_goes_on_bitwise_on_two_and_alike_on
         assert all(torch.equal(t, weights[name]) for name, t in result[kind, "resumed"][1].items())
     actor = sharded_adapters.make(model_path, kind)
     load_checkpoint(actor.engine, out / kind)
-    metrics, weights = sharded_ranks.go_on(actor, 0, 1)
+    metrics, weights = sharded_ranks.go_on(actor)
     assert metrics == pytest.approx(results[0][kind][1][0], rel=1e-3, abs=1e-5)
     for name, tensor in results[0][kind][1][1].items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=2e-4)

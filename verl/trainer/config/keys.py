@@ -8,7 +8,6 @@ source really reads it.
 
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
 _NEURAL = "Neural reward models are not in this version; give a function with custom_reward_function.path."
-_SEQUENCE_PARALLEL = "Sequence parallelism is not in this version; use more processes or param_offload."
 _WRAP = "FSDP2 shards each decoder layer on its own; there is nothing to choose."
 _MEGATRON_SIZES = (
     "tensor_model_parallel_size",
@@ -22,9 +21,7 @@ FIXED: dict[str, str] = {
     "data.return_raw_input_ids": "The raw prompt ids are always in the batch, as raw_prompt_ids.",
     "actor_rollout_ref.hybrid_engine": "Actor, rollout and reference always share their processes.",
     f"{ACTOR}.state_masking": "Only tokens that the policy sampled are trained; this cannot be off.",
-    f"{ACTOR}.ulysses_sequence_parallel_size": _SEQUENCE_PARALLEL,
-    f"{REF}.ulysses_sequence_parallel_size": _SEQUENCE_PARALLEL,
-    "critic.ulysses_sequence_parallel_size": _SEQUENCE_PARALLEL,
+    f"{REF}.ulysses_sequence_parallel_size": "It shares the actor's processes and rows; set the actor's.",
     f"{REF}.fsdp_config.mixed_precision.reduce_dtype": "The reference has no gradients to reduce.",
     **{
         f"{block}.megatron.{size}": "Models that share processes are cut alike; set the actor's."
@@ -38,7 +35,6 @@ FIXED: dict[str, str] = {
         f"{block}.{key}": reason
         for block in (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.model.fsdp_config")
         for key, reason in (
-            ("fsdp_size", "Weights are sharded over all processes."),
             ("mixed_precision.buffer_dtype", "Buffers such as rotary tables keep their own type."),
             ("wrap_policy.min_num_params", _WRAP),
             ("wrap_policy.transformer_layer_cls_to_wrap", _WRAP),
@@ -132,6 +128,7 @@ _FSDP_READERS: dict[str, tuple[str, ...]] = {
         "grad_offload",
         "optimizer_offload",
         "reshard_after_forward",
+        "fsdp_size",
     ),
     f"{_PRECISION}:Precision.from_config": (
         "model_dtype",
@@ -227,6 +224,7 @@ READ_IN: dict[str, str] = {
                 "entropy_ctrl.max_coeff",
             ),
             f"{_WORKERS}:ActorRolloutRefWorker._engine": ("grad_clip",),
+            f"{_WORKERS}:ActorRolloutRefWorker.__init__": ("ulysses_sequence_parallel_size",),
         },
     ),
     f"{ACTOR}.strategy": f"{_MAIN}:worker_classes",
@@ -245,7 +243,7 @@ READ_IN: dict[str, str] = {
     **_under(
         f"{REF}.fsdp_config",
         {
-            f"{_ENGINE}:TrainEngine.__init__": ("param_offload", "reshard_after_forward"),
+            f"{_ENGINE}:TrainEngine.__init__": ("param_offload", "reshard_after_forward", "fsdp_size"),
             f"{_PRECISION}:Precision.from_config": ("model_dtype", "mixed_precision.param_dtype"),
         },
     ),
@@ -290,7 +288,11 @@ READ_IN: dict[str, str] = {
             f"{_UPDATE_LOOP}._mini_batches": ("ppo_epochs",),
             f"{_TRAINER}._arranged": ("shuffle",),
             f"{_VALUE_OBJECTIVE}.share": ("cliprange_value", "loss_agg_mode"),
-            f"{_WORKERS}:CriticWorker.init_model": ("grad_clip", "model.use_remove_padding"),
+            f"{_WORKERS}:CriticWorker.init_model": (
+                "grad_clip",
+                "model.use_remove_padding",
+                "ulysses_sequence_parallel_size",
+            ),
             f"{_LOADING}:_source": ("model.path",),
             f"{_LOADING}:_load": ("model.enable_gradient_checkpointing",),
             f"{_LOADING}:load_hf_config": (

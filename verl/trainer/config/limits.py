@@ -207,6 +207,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
             ("ppo_micro_batch_size_per_gpu", _POSITIVE),
             ("ppo_max_token_len_per_gpu", _POSITIVE),
             ("ppo_epochs", _POSITIVE),
+            ("ulysses_sequence_parallel_size", _POSITIVE),
             ("grad_clip", _ABOVE_ZERO),
             ("optim.lr", _NOT_NEGATIVE),
             ("optim.lr_warmup_steps", (-1, inf, "-1 or more")),
@@ -247,6 +248,10 @@ RANGES: dict[str, tuple[float, float, str]] = {
         for key, limits in (("lora_rank", _NOT_NEGATIVE), ("lora_alpha", _POSITIVE))
     },
     f"{REF}.reset_every": _POSITIVE,
+    **{
+        f"{block}.fsdp_config.fsdp_size": (-1, inf, "-1 or a number of processes")
+        for block in (ACTOR, REF, "critic.model")
+    },
     **{
         f"{ACTOR}.megatron.{key}": _POSITIVE
         for key in (

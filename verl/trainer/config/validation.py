@@ -25,6 +25,7 @@ from verl.trainer.config.checks import (
     check_resume,
 )
 from verl.trainer.config.keys import ACTOR, FIXED, NO_EFFECT, ROLLOUT
+from verl.trainer.config.layout_checks import check_layout
 from verl.trainer.config.limits import CHOICES, IMPORTABLE, NULLABLE, RANGES, TYPES
 from verl.trainer.config.loading import CONFIG_NAME, flat, load_config
 from verl.trainer.config.loss_settings import unread_settings, unusual_aggregation
@@ -66,6 +67,7 @@ def validate(config: DictConfig, *, format_reward: bool = False, config_name: st
     check_resume(config.trainer)
     check_processes(config.trainer)
     _check_rollout_pool(config)
+    check_layout(config, passes)
     check_megatron(config, passes)
     _check_vllm_is_there(config.actor_rollout_ref.rollout)
 

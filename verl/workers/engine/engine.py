@@ -2,8 +2,10 @@
 weight stream; the `Engine` (base.py) over FSDP2.
 
 With one process the module stays plain. With several it is sharded by FSDP2 (`fully_shard`): each decoder
-layer is a unit, the rest is the root. Losses are sums divided by the whole world's counts, so gradients
-are summed over processes, not averaged.
+layer is a unit, the rest is the root; `layout.py` says over which of them. Losses are sums divided by the
+whole world's counts, so gradients are summed over processes, not averaged. With sequence parallelism a
+process computes its share of each micro-batch's tokens (`verl/utils/ulysses.py`), and gradients are summed
+all the same.
 """
 
 from __future__ import annotations
@@ -17,17 +19,18 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase
 
-from verl.single_controller.base import DataPosition
 from verl.utils.packing import PackedMicroBatch
+from verl.utils.ulysses import shard_micro_batch
 from verl.workers.engine import checkpoint
 from verl.workers.engine.base import Engine, Outputs, Share, ShareOf
 from verl.workers.engine.host_gradients import HostGradients
+from verl.workers.engine.layout import Layout
 from verl.workers.engine.loading import PolicyModel, ValueModel
 from verl.workers.engine.lora import Adapters, plain_parameters
 from verl.workers.engine.muon import hidden_matrices
@@ -43,9 +46,11 @@ class TrainEngine(Engine, Generic[Module]):
     Args:
         module: on CPU, of dtype precision.model, the same on every rank.
         fsdp_config: `param_offload`, `optimizer_offload`: on CUDA, keep them in CPU memory between uses;
-            `grad_offload`: see `HostGradients`. `reshard_after_forward`: see `_backward`.
+            `grad_offload`: see `HostGradients`. `reshard_after_forward`: see `_backward`. `fsdp_size`: see
+            `Layout`.
         world_size: number of processes; more than 1 needs torch.distributed to be initialised.
         optim: the configuration's `optim` block. grad_clip: largest norm of the gradient over all ranks.
+        sequence_parallel_size: processes that share each micro-batch's tokens.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class TrainEngine(Engine, Generic[Module]):
         world_size: int = 1,
         optim: Mapping[str, Any] | None = None,
         grad_clip: float = 1.0,
+        sequence_parallel_size: int = 1,
     ):
         self.device, self.world_size, self.precision, self.grad_clip = (
             device,
@@ -64,13 +70,15 @@ class TrainEngine(Engine, Generic[Module]):
             precision,
             grad_clip,
         )
-        self.data = DataPosition(dist.get_rank() if world_size > 1 else 0, world_size)
+        self.layout = Layout.build(device, world_size, fsdp_config["fsdp_size"], sequence_parallel_size)
+        self.data = self.layout.data
         if optim is None:
             module.requires_grad_(False)
         self.reshards = bool(fsdp_config["reshard_after_forward"])
         stored = {p.dtype for p in module.parameters()}  # LoRA adapters are float32 in any model
         self._casts = stored != {precision.compute}
-        self.module: Module = self._shard(module) if world_size > 1 else module.to(device)
+        mesh = self.layout.mesh
+        self.module: Module = module.to(device) if mesh is None else self._shard(module, mesh)
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: LambdaLR | None = None
         if optim is not None:
@@ -89,8 +97,7 @@ class TrainEngine(Engine, Generic[Module]):
         self._params_needed = self._optimizer_needed = 0  # blocks of `loaded` that are open
         self._offload(params=self.offloads_params, optimizer=self._offloads_optimizer)
 
-    def _shard(self, module: Module) -> Module:
-        mesh = init_device_mesh(self.device.type, (self.world_size,))
+    def _shard(self, module: Module, mesh: DeviceMesh) -> Module:
         policy = MixedPrecisionPolicy(
             param_dtype=self.precision.compute if self._casts else None,
             reduce_dtype=self.precision.reduce,
@@ -127,9 +134,11 @@ class TrainEngine(Engine, Generic[Module]):
         return shares
 
     def _forward(self, part: PackedMicroBatch, asked: Mapping[str, Any]) -> Outputs:
+        group = self.layout.sequence
+        sharded = None if group is None else shard_micro_batch(part, group)
         with self._autocast():
-            outputs: Outputs = self.module(part, **asked)
-        return outputs
+            outputs: Outputs = self.module(part if sharded is None else sharded.own, **asked)
+        return outputs if sharded is None else sharded.gather(outputs)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
@@ -141,10 +150,12 @@ class TrainEngine(Engine, Generic[Module]):
         """Adds the gradient of a micro-batch's share of the loss.
 
         With `reshard_after_forward` ranks exchange gradients in every micro-batch, so that none holds more
-        than its shard of them. Without, weights stay gathered from the first micro-batch to the last, and
-        gradients are exchanged in the last one only. Gradients of adapters are small, so they wait as well.
+        than its shard of them; groups that hold the same shards (hybrid sharding) add theirs up in the last
+        one. Without, weights stay gathered from the first micro-batch to the last, and gradients are
+        exchanged in the last one only. Gradients of adapters are small, so they wait as well.
         """
         if isinstance(self.module, FSDPModule):
+            self.module.set_requires_all_reduce(is_last or self.host_gradients is not None)
             self.module.set_requires_gradient_sync(is_last or (self.reshards and self.adapters is None))
             self.module.set_reshard_after_backward(is_last or self.reshards)
             self.module.set_is_last_backward(is_last)
@@ -184,19 +195,21 @@ class TrainEngine(Engine, Generic[Module]):
         self.scheduler.step()
 
     def reduce(self, values: Sequence[float], op: str) -> list[float]:
-        if self.world_size == 1 or not values:
+        if self.data.size == 1 or not values:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(
-            tensor, {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[op]
+            tensor,
+            {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[op],
+            group=self.layout.peers,
         )
         return tensor.tolist()
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        if self.world_size == 1:
+        if self.data.size == 1:
             return [tensor]
         gathered = [torch.empty_like(tensor) for _ in range(self.data.size)]
-        dist.all_gather(gathered, tensor)
+        dist.all_gather(gathered, tensor, group=self.layout.peers)
         return gathered
 
     # ------------------------------------------------------------------------------------------- memory

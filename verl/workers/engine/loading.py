@@ -156,6 +156,22 @@ def load_hf_config(model_config: Mapping[str, Any]) -> PretrainedConfig:
     return config
 
 
+def check_heads(model_config: Mapping[str, Any], num_sharing: int) -> None:
+    """Raises ValueError if so many processes can't share the model's attention heads (sequence parallelism).
+
+    Reads the model's configuration only.
+    """
+    if num_sharing == 1:
+        return
+    num_heads = load_hf_config(model_config).get_text_config().num_attention_heads
+    if num_heads % num_sharing:
+        good = [size for size in range(2, num_heads + 1) if num_heads % size == 0]
+        raise ValueError(
+            f"Found ulysses_sequence_parallel_size={num_sharing}, but {model_config['path']} has {num_heads} "
+            f"attention heads; expected a number that divides them: {', '.join(map(str, good))}."
+        )
+
+
 def _source(model_config: Mapping[str, Any]) -> str:
     """The local folder, or the name on the Hugging Face hub, that `model.path` stands for."""
     path = model_config.get("path")

@@ -49,21 +49,24 @@ class MicroBatchLimits:
         prefix: str,
         device: torch.device,
         packed: bool,
+        num_sharing: int = 1,
     ) -> MicroBatchLimits:
         """Reads the keys of `block` (called `name` in error messages) that start with `prefix`.
 
         `<prefix>_micro_batch_size_per_gpu` rows or, with dynamic batch sizes,
         `<prefix>_max_token_len_per_gpu` tokens. On CPU a pass has at most CPU_TOKENS_PER_PACK tokens besides:
-        smaller passes are faster there, and the loss is the same.
+        smaller passes are faster there, and the loss is the same. num_sharing: processes that share a pass's
+        tokens; numbers of tokens are for each of them.
         """
         dynamic = block["log_prob_use_dynamic_bsz" if prefix == "log_prob" else "use_dynamic_bsz"]
-        pack_limit = CPU_TOKENS_PER_PACK if device.type == "cpu" else None
+        pack_limit = CPU_TOKENS_PER_PACK * num_sharing if device.type == "cpu" else None
         if dynamic:
             budget = block[f"{prefix}_max_token_len_per_gpu"]
             if not budget or budget < 1:
                 raise ValueError(
                     f"{name}.{prefix}_max_token_len_per_gpu: found {budget}, expected at least 1."
                 )
+            budget *= num_sharing
             return cls(None, min(budget, pack_limit) if pack_limit else budget, not packed)
         per_rank = block[f"{prefix}_micro_batch_size_per_gpu"]
         if per_rank is None or per_rank < 1:

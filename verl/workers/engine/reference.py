@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl.workers.engine.checkpoint import load_tensors, save_tensors
 from verl.workers.engine.engine import TrainEngine
@@ -96,10 +96,18 @@ class Reference:
 
 @torch.no_grad()
 def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-    """Each rank copies its shards; dtypes and devices may differ."""
+    """Each rank copies its shards; dtypes, devices and which ranks shard may differ."""
     assert source.keys() == target.keys()
     for name, tensor in target.items():
-        _local(tensor).copy_(_local(source[name]))
+        _local(tensor).copy_(_local(_sharded_like(source[name], tensor)))
+
+
+def _sharded_like(source: Tensor, target: Tensor) -> Tensor:
+    if not (isinstance(source, DTensor) and isinstance(target, DTensor)):
+        return source
+    if source.device_mesh.shape == target.device_mesh.shape:
+        return source
+    return distribute_tensor(source.full_tensor(), target.device_mesh, target.placements, src_data_rank=None)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,0 +1,97 @@
+"""What one of four ranks does in tests of hybrid sharding and sequence parallelism; run by
+`sharded_ranks.run_ranks`.
+"""
+
+import torch
+from sharded_ranks import NUM_ROWS, VARIANTS, go_on, my_rows, settings
+from tiny_training import make_actor, make_config, make_critic, whole
+
+from verl.workers.actor.dp_actor import compute_log_prob
+from verl.workers.engine.checkpoint import load_checkpoint, save_checkpoint
+
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+SIZES = {  # (fsdp_size, sequence parallel), and the variant of `sharded_ranks`
+    "replicated": (1, 1, "packed"),
+    "hybrid": (2, 1, "rows of 1"),
+    "sharded over all": (-1, 1, "packed"),
+    "sequence parallel 2": (-1, 2, "packed"),
+    "sequence parallel 4": (4, 4, "padded"),
+    "both": (2, 2, "rows of 1"),
+}
+KINDS = {
+    "plain": [],
+    "kept gathered": [f"{ACTOR}.fsdp_config.reshard_after_forward=false"],
+    "muon": [f"{ACTOR}.optim.name=muon"],
+    "lora, checkpointing": [f"{MODEL}.lora_rank=4", f"{MODEL}.enable_gradient_checkpointing=true"],
+}
+CASES = [*((layout, "plain") for layout in SIZES), *(("both", kind) for kind in KINDS if kind != "plain")]
+
+
+def overrides(fsdp_size, sequence):
+    return [
+        f"{ACTOR}.fsdp_config.fsdp_size={fsdp_size}",
+        f"critic.model.fsdp_config.fsdp_size={fsdp_size}",
+        f"{ACTOR}.ulysses_sequence_parallel_size={sequence}",
+        f"critic.ulysses_sequence_parallel_size={sequence}",
+    ]
+
+
+def config_of(model_path, layout, kind, world_size):
+    fsdp_size, sequence, variant = SIZES[layout]
+    sizes = overrides(fsdp_size, sequence) if world_size > 1 else []
+    one_step = f"{ACTOR}.ppo_mini_batch_size={NUM_ROWS}"
+    return make_config(
+        model_path, f"{ACTOR}.use_kl_loss=true", one_step, *VARIANTS[variant], *KINDS[kind], *sizes
+    )
+
+
+def actor_of(model_path, layout, kind, world_size):
+    actor = make_actor(config_of(model_path, layout, kind, world_size), world_size)
+    if actor.engine.adapters is not None:
+        with torch.no_grad():
+            for number, parameter in enumerate(actor.engine.adapters.parameters().values()):
+                parameter.fill_(0.01 * (number % 5 + 1))
+    return actor
+
+
+def update(worker):
+    """One optimizer step: (metrics, whole gradients, whole weights after it)."""
+    engine, seen = worker.engine, {}
+    step = engine.step
+
+    def recorded(discard=False):
+        trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+        seen.update({name: whole(p.grad).clone() for name, p in trained.items()})
+        return step(discard)
+
+    engine.step = recorded
+    data = my_rows(engine.data.rank, engine.data.size, mini_batch=NUM_ROWS)
+    metrics = worker.update_policy(data) if hasattr(worker, "update_policy") else worker.update_critic(data)
+    return metrics, seen, {name: tensor.clone() for name, tensor in engine.weights()}
+
+
+def results_of(model_path, world_size=1):
+    """(layout, kind) -> what `update` gives."""
+    results = {
+        (layout, kind): update(actor_of(model_path, layout, kind, world_size)) for layout, kind in CASES
+    }
+    critic = make_critic(config_of(model_path, "both", "plain", world_size), world_size)
+    return results | {("both", "critic"): update(critic)}
+
+
+def run(rank, world_size, model_path, out):
+    """Every case; then going on from the checkpoint that two ranks wrote, and one of this layout's own."""
+    results = {"cases": results_of(model_path, world_size)}
+    config = settings(model_path, "packed")
+    config.actor_rollout_ref.actor.fsdp_config.fsdp_size = 2
+    config.actor_rollout_ref.actor.ulysses_sequence_parallel_size = 2
+    resumed, again = make_actor(config, world_size), make_actor(config, world_size)
+    load_checkpoint(resumed.engine, out / "checkpoint")
+    save_checkpoint(resumed.engine, out / "checkpoint_of_4")
+    data = resumed.engine.data
+    log_probs = compute_log_prob(resumed.engine, my_rows(data.rank, data.size), resumed.limits, 1.0)
+    results["log_probs"] = data, log_probs
+    results["next"] = go_on(resumed)
+    load_checkpoint(again.engine, out / "checkpoint_of_4")
+    results["next, again"] = go_on(again)
+    torch.save(results, out / f"rank{rank}_of_4.pt")
