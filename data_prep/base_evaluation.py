@@ -10,6 +10,7 @@ import random
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from data_prep.relations import RELATIONS
 from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
 from search_r1.search.bm25 import BM25Retriever
 from search_r1.search.corpus import Corpus
+from verl.trainer.ppo.scoring import score_answers
 from verl.trainer.ppo.validation import validate
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.workers.reward_manager import RewardManager
@@ -126,7 +128,7 @@ def evaluate(
         reports = [
             validate(
                 agent.run_llm_loop,
-                reward,
+                partial(score_answers, reward_fn=reward),
                 RLHFDataset(str(world / name), tokenizer, columns),
                 ["sampled", "greedy"],
                 None,

@@ -65,7 +65,8 @@ def main(task: GrpoTask) -> None:
 
         def note_step(state: Any, metrics: dict[str, float], batch: Any, *others: Any) -> None:
             log_step(state, metrics, batch, *others)
-            tokens = batch.tensors["attention_mask"].sum() / len(batch)
+            lengths = batch.tensors["prompt_length"] + batch.tensors["response_length"]
+            tokens = lengths.sum() / len(batch)
             em = float(np.mean(batch.non_tensor_batch["em"].astype(float)))
             steps.add(em, metrics["response_length/mean"], float(tokens))
             if steps.is_over:

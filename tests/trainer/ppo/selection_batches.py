@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto, object_array
+from verl.trainer.ppo.scoring import row_facts
 
 
 def turn(start: int, end: int, documents: list[str] | None = None) -> dict[str, Any]:
@@ -44,4 +45,6 @@ def batch_of(
         "response_mask": mask,
         "attention_mask": torch.cat([torch.ones(num_rows, prompt, dtype=torch.long), real], dim=1),
     }
-    return DataProto.from_dict(tensors, columns)
+    batch = DataProto.from_dict(tensors, columns)
+    batch.tensors.update(row_facts(batch))
+    return batch

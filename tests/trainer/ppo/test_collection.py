@@ -15,6 +15,7 @@ from verl.trainer.ppo.collection import TrajectoryCollector
 from verl.trainer.ppo.metric_utils import Timer
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
+from verl.trainer.ppo.token_worker import TokenWorker
 from verl.utils.dataset.difficulty_pools import DifficultyPools
 from verl.utils.dataset.rl_dataset import PromptSampler
 
@@ -45,11 +46,13 @@ class World:
         self.sampler = DifficultyPools(*order, pools) if pools.enable else PromptSampler(*order)
         self.said: list[str] = []
         self.asked: list[DataProto] = []
+        reward: Any = self.reward
+        self.tokens = TokenWorker(self.config, None, reward, reward)
         self.collector = TrajectoryCollector(
             self.config,
             Passes.of(self.config),
             self.generate,
-            self.reward,  # type: ignore[arg-type]
+            lambda: self.tokens,
             lambda records: {},
             [self.row(i) for i in range(len(scores))],  # type: ignore[arg-type]
             self.sampler,

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from verl.protocol import DataProto
+from verl.trainer.ppo.scoring import score_answers
 from verl.trainer.ppo.validation import ValidationReport, validate
 
 QUESTIONS = 7
@@ -51,10 +52,14 @@ class Generation:
         return DataProto.from_dict(tensors=tensors, non_tensors={"trajectory": [record] * rows})
 
 
-def score(batch, return_dict):
+def score(batch):
     """Row 0 is right."""
-    right = [float(index == 0) for index in batch.non_tensor_batch["index"]]
-    return {"reward_tensor": torch.tensor([[0.0, value] for value in right]), "em": right}
+
+    def reward_fn(batch, return_dict):
+        right = [float(index == 0) for index in batch.non_tensor_batch["index"]]
+        return {"reward_tensor": torch.tensor([[0.0, value] for value in right]), "em": right}
+
+    return score_answers(batch, reward_fn)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 7, 100])

@@ -10,8 +10,9 @@ from verl.trainer.config import load_config
 from verl.trainer.ppo.run_state import RunState
 from verl.utils.records import RunRecorder
 from verl.utils.records.files import MetricsFile, read_lines, to_json
+from verl.utils.records.trajectories import TokenTexts, trajectory_records
 
-TOKENIZER = SplitTokenizer()
+TEXTS = TokenTexts(SplitTokenizer())
 
 
 def make_config(tmp_path: Path, *overrides: str):
@@ -24,12 +25,16 @@ def run(
     config, total: int, state: RunState, resumed_from: Path | None, until: int | None = None
 ) -> RunRecorder:
     """Steps of a pretended run: what the trainer does with its recorder."""
+
+    def records(batch, split: str) -> list[dict]:
+        return trajectory_records(batch, TEXTS, state.step, split, config.trainer.num_trajectories_logged)
+
     recorder = RunRecorder(config, total)
     recorder.start(state, resumed_from)
     if state.step == 0:
         first = report(0.2, step_batch(["Ada", "Bob"]))
         state.validation["before"] = first.summary()
-        recorder.log_validation(state, first, TOKENIZER)
+        recorder.log_validation(state, first, records(first.samples, "val"))
     while state.step < (until or total):
         state.step += 1
         metrics = {
@@ -43,9 +48,10 @@ def run(
         if state.step == total:
             last = report(0.8)
             state.validation["after"] = last.summary()
-            recorder.log_validation(state, last, TOKENIZER)
+            recorder.log_validation(state, last, [])
             metrics |= last.metrics()
-        recorder.log_step(state, metrics, step_batch(["Ada", "Bob", "Ada", "Ada"]), TOKENIZER)
+        batch = step_batch(["Ada", "Bob", "Ada", "Ada"])
+        recorder.log_step(state, metrics, batch, records(batch, "train"))
     return recorder
 
 

@@ -87,7 +87,7 @@ def resolve_apart(handles: list[StoredResult], resolve: Callable[[list[ObjectRef
     results = resolve([handle[0] for handle in handles])
     for result, (_, columns) in zip(results, handles, strict=True):
         if isinstance(result, DataProto) and result.stored is not None:
-            result.stored = result.stored.with_contents(lambda content, columns=columns: columns)
+            result.stored = result.stored.with_contents({None: columns}.get)
     return results
 
 

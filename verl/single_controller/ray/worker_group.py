@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -178,11 +178,3 @@ def _import_path() -> str:
     """The folders beside Python's own from which the driver imports: actors find the same modules."""
     own = (sys.prefix, sys.base_prefix)
     return os.pathsep.join(os.path.abspath(folder) for folder in sys.path if not folder.startswith(own))
-
-
-def resolve_apart(
-    handles: list[object_store.StoredResult], group: str, method: str, places: Sequence[RankPlace]
-) -> list[Any]:
-    """As `resolve_refs`, for results whose columns over tokens stay in the object store."""
-    small = resolve_refs([handle[0] for handle in handles], group, method, places)
-    return [object_store.joined(value, columns) for value, (_, columns) in zip(small, handles, strict=True)]

@@ -82,6 +82,7 @@ _FORMAT = "verl/trainer/main_ppo_format.py:format_score"
 _TRAINER = "verl/trainer/ppo/ray_trainer.py:RayPPOTrainer"
 _COLLECTOR = "verl/trainer/ppo/collection.py:TrajectoryCollector"
 _SCORING = "verl/trainer/ppo/scoring.py"
+_TOKENS = "verl/trainer/ppo/token_worker.py:TokenWorker"
 _PASSES = "verl/trainer/ppo/passes.py:Passes"
 _ADVANTAGE_INPUTS = "verl/trainer/ppo/advantage_inputs.py"
 _POOLS = "verl/utils/dataset/difficulty_pools.py:DifficultyPools"
@@ -329,7 +330,7 @@ READ_IN: dict[str, str] = {
     **_under(
         "algorithm",
         {
-            f"{_TRAINER}._advantages": (
+            f"{_TOKENS}.advantages": (
                 "adv_estimator",
                 "kl_penalty",
             ),
@@ -391,7 +392,7 @@ READ_IN: dict[str, str] = {
             f"{_TRAINER}._check_updates": ("max_skipped_updates",),
             "verl/doctor/start.py:start_is_sound": ("doctor_skip",),
             f"{_RECORDER}.start": ("project_name", "experiment_name", "logger", "progress"),
-            f"{_RECORDER}._keep_trajectories": ("num_trajectories_logged",),
+            f"{_TRAINER}._records": ("num_trajectories_logged",),
         },
     ),
     "max_turns": _AGENT,

@@ -26,6 +26,18 @@ from verl.utils.reward_score.qa_em import documents_hold_answer, golden_answers
 COLUMNS = ("values", "old_log_probs", "sum_pi_squared", "rollout_is_weights", "reward_baselines")
 
 
+def record_columns(passes: Passes) -> list[str]:
+    """The columns of objects that `advantage_inputs` reads."""
+    wanted = passes.estimator_inputs
+    by_turn = bool(passes.turn_credit) or "turn_ids" in wanted or "turn_rewards" in wanted
+    return [
+        "uid",
+        *(["data_source"] if "running_baseline" in wanted else []),
+        *(["reward_extra"] if by_turn or "reward_components" in wanted else []),
+        *(["trajectory", "reward_model"] if by_turn else []),
+    ]
+
+
 def advantage_inputs(
     batch: DataProto, algorithm: Mapping[str, Any], passes: Passes, running_baseline: RunningBaseline
 ) -> dict[str, Any]:

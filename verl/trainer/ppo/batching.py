@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,26 +37,37 @@ def prompt_batch(rows: list[dict[str, Any]], uid_prefix: str) -> DataProto:
 def with_samples(prompts: DataProto, generated: DataProto) -> DataProto:
     """What was known of each row with what was generated for it (same rows, same order)."""
     columns = prompts.non_tensor_batch | {"trajectory": generated.non_tensor_batch["trajectory"]}
-    return DataProto(generated.batch, columns, dict(generated.meta_info))
+    return DataProto(generated.batch, columns, dict(generated.meta_info), generated.stored)
+
+
+def with_columns(batch: DataProto, made: DataProto) -> DataProto:
+    """The batch with columns that were made from it, in place of those of the same name; without the
+    meta_info of `made`.
+    """
+    kept = batch.select()
+    names = [*made.widths, *([] if made.batch is None else made.batch.keys())]
+    known = [*kept.widths, *([] if kept.batch is None else kept.batch.keys())]
+    kept.pop([name for name in known if name in names])
+    kept.non_tensor_batch |= made.non_tensor_batch
+    return kept.union(made.select(non_tensor_batch_keys=[], meta_info_keys=[]))
 
 
 def without_padding(batch: DataProto) -> DataProto:
-    """The batch without the columns that are padding in every row, on both sides of its tensors."""
-    attention = batch.tensors["attention_mask"]
-    prompt_width = batch.tensors["prompts"].shape[1]
-    used = attention.any(dim=0).nonzero().flatten()
-    first, end = int(used[0]), max(int(used[-1]) + 1, prompt_width + 1)
-    tensors: dict[str, torch.Tensor] = {}
-    for key, tensor in batch.tensors.to_dict().items():
-        if tensor.dim() == 1:
-            tensors[key] = tensor
-        elif key == "prompts":
-            tensors[key] = tensor[:, first:]
-        elif tensor.shape[1] == attention.shape[1]:
-            tensors[key] = tensor[:, first:end]
+    """The batch without the columns that are padding in every row, on both sides of its tensors. Reads
+    prompt_length and response_length.
+    """
+    widths, prompt_width = batch.widths, batch.widths["prompts"]
+    first = prompt_width - int(batch.tensors["prompt_length"].max())
+    end = prompt_width + max(int(batch.tensors["response_length"].max()), 1)
+    windows = {}
+    for key, width in widths.items():
+        if key == "prompts":
+            windows[key] = (first, prompt_width)
+        elif width == widths["attention_mask"]:
+            windows[key] = (first, end)
         else:
-            tensors[key] = tensor[:, : end - prompt_width]
-    return DataProto.from_dict(tensors, batch.non_tensor_batch, dict(batch.meta_info))
+            windows[key] = (0, end - prompt_width)
+    return batch.narrowed(windows)
 
 
 def mini_batch_rows(num_rows: int, num_planned: int, size: int) -> int:
@@ -69,22 +81,58 @@ def mini_batch_rows(num_rows: int, num_planned: int, size: int) -> int:
     return -(-num_rows // -(-num_planned // size))
 
 
+@dataclass(frozen=True)
+class Arrangement:
+    """The order in which rows go to the workers.
+
+    Attributes:
+        order: [M] rows, M a multiple of the number of workers, each of which gets a contiguous chunk; None:
+            as they stand.
+        is_fill: [M] bool, rows that are there to fill up and take part in nothing; None: there is none.
+        tokens_per_rank: tokens of each worker's rows.
+    """
+
+    order: list[int] | None
+    is_fill: np.ndarray | None
+    tokens_per_rank: list[int]
+
+    def of(self, batch: DataProto) -> DataProto:
+        """The rows in this order, with an empty response_mask where they fill up."""
+        if self.order is None:
+            return batch
+        arranged = batch.select_idxs(torch.tensor(self.order, dtype=torch.int64))
+        if self.is_fill is None or not self.is_fill.any():
+            return arranged
+        if arranged.stored is not None:
+            arranged.stored = arranged.stored.filled_up(self.is_fill)
+        else:
+            mask = arranged.tensors["response_mask"]
+            arranged.tensors["response_mask"] = mask * torch.from_numpy(~self.is_fill).long()[:, None]
+        return arranged
+
+
 def arrange_for_workers(
     batch: DataProto, world_size: int, mini_batch_size: int, attention_length: float = 4096.0
 ) -> tuple[DataProto, list[int]]:
-    """Order rows so that contiguous chunks, one a rank, are balanced and mini-batches stay the same sets.
+    """The rows in the order that `arrangement` finds, and per rank its number of tokens."""
+    found = arrangement(batch, world_size, mini_batch_size, attention_length)
+    return found.of(batch), found.tokens_per_rank
+
+
+def arrangement(
+    batch: DataProto, world_size: int, mini_batch_size: int, attention_length: float = 4096.0
+) -> Arrangement:
+    """An order of rows in which contiguous chunks, one a rank, are balanced and mini-batches stay the same
+    sets.
 
     Mini-batch k of the whole world is the set of rows [k*m, (k+1)*m), whatever `world_size` is; of it, each
     rank gets the same number of rows and about the same cost (see `balancing`, also for `attention_length`).
-    Rows that are needed to fill up are copies with an empty response_mask, which take part in nothing.
-
-    Returns:
-        the batch, and per rank its number of tokens (for the `global_seqlen/*` metrics).
+    Rows that are needed to fill up are copies. Reads input_ids and attention_mask.
     """
     attention = batch.tensors["attention_mask"].bool()
     lengths = attention.sum(-1)
     if world_size == 1:
-        return batch, [int(lengths.sum())]
+        return Arrangement(None, None, [int(lengths.sum())])
     sequences = [part.numpy() for part in batch.tensors["input_ids"][attention].split(lengths.tolist())]
     order: list[list[int]] = [[] for _ in range(world_size)]
     fill: list[list[bool]] = [[] for _ in range(world_size)]
@@ -96,7 +144,8 @@ def arrange_for_workers(
             missing = share - len(part)
             order[rank] += part + [rows[0]] * missing
             fill[rank] += [False] * len(part) + [True] * missing
-    arranged = batch.select_idxs(torch.tensor([i for part in order for i in part]))
-    is_fill = torch.tensor([flag for part in fill for flag in part])
-    arranged.tensors["response_mask"] = arranged.tensors["response_mask"] * (~is_fill).long()[:, None]
-    return arranged, [int(lengths[part].sum()) for part in order]
+    return Arrangement(
+        [i for part in order for i in part],
+        np.array([flag for part in fill for flag in part]),
+        [int(lengths[part].sum()) for part in order],
+    )

@@ -38,11 +38,11 @@ from verl.trainer.ppo.metric_utils import Timer
 from verl.trainer.ppo.partial_groups import PartialGroups, newest_version, staleness, straggler_metrics
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
-from verl.trainer.ppo.scoring import reward_means, score, values_named
+from verl.trainer.ppo.scoring import reward_means, values_named
+from verl.trainer.ppo.token_worker import TokenWork
 from verl.utils.dataset.difficulty_pools import FILE_NAME as POOLS_FILE
 from verl.utils.dataset.difficulty_pools import DifficultyPools
 from verl.utils.dataset.rl_dataset import PromptSampler, RLHFDataset
-from verl.workers.reward_manager import RewardManager
 
 
 class TrajectoryCollector:
@@ -51,7 +51,8 @@ class TrajectoryCollector:
     Args:
         config: the whole configuration. passes: what it asks for.
         generate: gen_batch -> trajectories; may raise RunStopped.
-        reward_fn: DataProto -> scores. trajectory_metrics: records of trajectories -> `env/*`.
+        tokens: gives the process that scores and looks at tokens. trajectory_metrics: records of
+            trajectories -> `env/*`.
         dataset, sampler: the training prompts and which of them come next. A `DifficultyPools` hears how
             often each was solved.
         say: takes one line for the user.
@@ -65,17 +66,19 @@ class TrajectoryCollector:
         config: DictConfig,
         passes: Passes,
         generate: Callable[[DataProto], DataProto],
-        reward_fn: RewardManager,
+        tokens: Callable[[], TokenWork],
         trajectory_metrics: Callable[[list[dict[str, Any]]], dict[str, float]],
         dataset: RLHFDataset,
         sampler: PromptSampler,
         say: Callable[[str], None],
     ) -> None:
-        self.config, self.passes, self.generate, self.reward_fn = config, passes, generate, reward_fn
+        self.config, self.passes, self.generate, self.tokens = config, passes, generate, tokens
         self.trajectory_metrics, self.say = trajectory_metrics, say
         self.dataset, self.sampler = dataset, sampler
         self.pools = sampler if isinstance(sampler, DifficultyPools) else None
-        self.partial_groups = PartialGroups()
+        self.partial_groups = PartialGroups(
+            lambda batch: tokens().continuations(batch), lambda batch: tokens().without_unfinished(batch)
+        )
 
     def collect(self, step: int, is_last: bool, timer: Timer) -> tuple[DataProto, dict[str, float]]:
         """The rows that step number `step` learns from, with their scores, and figures of all that were made.
@@ -159,7 +162,7 @@ class TrajectoryCollector:
                 gen_batch.non_tensor_batch["continuation"] = continuation
             batch = self.partial_groups.take(with_samples(prompts, self.generate(gen_batch)))
         with timer("reward"):
-            figures = score(batch, self.reward_fn, self.config)
+            figures = self._score(batch)
         batch.meta_info["metrics"] = batch.meta_info.get("metrics", {}) | figures
         if self.pools is not None:
             extra = batch.non_tensor_batch["reward_extra"]
@@ -167,6 +170,13 @@ class TrajectoryCollector:
             rates = solve_rates(batch, np.array([row["score"] for row in extra]), usable)
             self.pools.record(list(rates), list(rates.values()))
         return batch
+
+    def _score(self, batch: DataProto) -> dict[str, float]:
+        """Adds the scores to a batch; returns figures of them."""
+        scored = self.tokens().score(batch)
+        figures: dict[str, float] = scored.meta_info.pop("metrics")
+        batch.union(scored)
+        return figures
 
     def _gen_batch(
         self, prompts: DataProto, seeds: torch.Tensor, do_sample: bool, keep_partial: bool
@@ -206,9 +216,8 @@ class TrajectoryCollector:
             gen_batch.meta_info["validate"] = True  # each is alone with its prompt: none is a straggler
             greedy = with_samples(prompts, self.generate(gen_batch))
         with timer("reward"):
-            score(greedy, self.reward_fn, self.config)
-        outcomes = greedy.tensors["token_level_scores"].sum(-1)
-        complete = greedy.tensors["response_mask"].any(dim=1)
+            self._score(greedy)
+        outcomes, complete = greedy.tensors["outcome"], greedy.tensors["num_sampled"] > 0
         row_of = torch.from_numpy(np.searchsorted(names, uids.astype(str)))
         batch.tensors["reward_baselines"] = outcomes[row_of]
         kept = complete[row_of].numpy()
@@ -242,7 +251,7 @@ class TrajectoryCollector:
             columns = [values_named(batch, name, "algorithm.gdpo_reward_keys") for name in keys]
             return np.stack(columns, axis=1)
         if metric in (None, "seq_reward"):
-            return batch.tensors["token_level_scores"].sum(-1).double().numpy()
+            return batch.tensors["outcome"].double().numpy()
         if metric == "acc" and "acc" not in batch.non_tensor_batch["reward_extra"][0]:
             metric = "em"
         return values_named(batch, metric, "algorithm.filter_groups.metric")
@@ -272,10 +281,10 @@ class TrajectoryCollector:
         if usable.any():
             metrics |= reward_means(batch, usable) | {
                 "train/em": float(columns["em"][usable].astype(float).mean()),
-                "train/score": float(batch.tensors["token_level_scores"].sum(-1).numpy()[usable].mean()),
+                "train/score": float(batch.tensors["outcome"].numpy()[usable].mean()),
                 "train/searches": float(np.mean([record["num_searches"] for record in records[usable]])),
             }
-        num_sampled = float(batch.tensors["response_mask"].sum())
+        num_sampled = float(batch.tensors["num_sampled"].sum())
         return metrics | {
             "perf/generated_tokens": num_sampled,
             "perf/generated_tokens_per_second": num_sampled / max(seconds, 1e-9),

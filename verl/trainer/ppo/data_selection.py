@@ -31,7 +31,7 @@ def usable_rows(batch: DataProto, compares_group: bool, overlong_filter: bool = 
     `compares_group` (the advantage is relative to the rows of the same uid) the last one that is left of a
     group is not usable either: without others to compare it with, its advantage would be its bare score.
     """
-    usable = (batch.tensors["response_mask"].sum(-1) > 0).numpy()
+    usable = (batch.tensors["num_sampled"] > 0).numpy()
     if overlong_filter:
         records = batch.non_tensor_batch["trajectory"]
         usable &= np.array([record["finish_reason"] != LENGTH for record in records], dtype=bool)

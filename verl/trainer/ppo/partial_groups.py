@@ -14,21 +14,32 @@ are known by uid alone, wherever their rows were generated.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import torch
 
 from verl.protocol import DataProto, object_array
+from verl.trainer.ppo.batching import with_columns
 
 KEPT, CUT = "kept", "cut"  # finish reasons of trajectories that a batch did not wait for
 FILE_NAME = "partial_groups.pkl"
 
 
 class PartialGroups:
-    """The rows that wait for the next step: their prompts' columns, and `continuation` (see `_state`)."""
+    """The rows that wait for the next step: their prompts' columns, and `continuation` (see `continuations`).
 
-    def __init__(self) -> None:
+    Args:
+        states, cut: `continuations` and `without_unfinished`, run where the tokens are.
+    """
+
+    def __init__(
+        self,
+        states: Callable[[DataProto], DataProto] | None = None,
+        cut: Callable[[DataProto], DataProto] | None = None,
+    ) -> None:
+        self.states, self.cut = states or continuations, cut or without_unfinished
         self.rows: DataProto | None = None
 
     def __len__(self) -> int:
@@ -52,8 +63,8 @@ class PartialGroups:
     def take(self, batch: DataProto) -> DataProto:
         """Keeps the groups of the generated `batch` that have a "kept" member instead of those kept so far.
 
-        Returns the other rows. If there are none, nothing is kept: what is unfinished is cut (in place), so
-        that the step has something to learn from. Reads the tensors of generation and the columns `uid` and
+        Returns the other rows. If there are none, nothing is kept: what is unfinished is cut, so that the
+        step has something to learn from. Reads the tensors of generation and the columns `uid` and
         `trajectory`.
         """
         records, uids = batch.non_tensor_batch["trajectory"], batch.non_tensor_batch["uid"]
@@ -65,11 +76,10 @@ class PartialGroups:
         if not open_uids:
             return batch
         if leaves.all():
-            _cut_unfinished(batch)
-            return batch
+            return with_columns(batch, self.cut(batch))
         kept = batch.select_idxs(leaves)
         columns = {key: value for key, value in kept.non_tensor_batch.items() if key != "trajectory"}
-        columns["continuation"] = object_array([_state(kept, row) for row in range(len(kept))])
+        columns |= self.states(kept).non_tensor_batch
         self.rows = DataProto(None, columns)
         return batch.select_idxs(~leaves)
 
@@ -84,25 +94,33 @@ class PartialGroups:
         self.rows = DataProto.load_from_disk(path) if path.exists() else None
 
 
-def _state(batch: DataProto, row: int) -> dict[str, Any]:
-    """What the agent makes a trajectory from: ids, mask and log-probs without padding, and its record."""
+def continuations(batch: DataProto) -> DataProto:
+    """`continuation` of each row, what the agent makes a trajectory from: `response_ids`, `response_mask` and
+    `log_probs` without padding, and its `record`.
+    """
     tensors = batch.tensors
     width = tensors["responses"].shape[1]
-    length = int(tensors["attention_mask"][row, -width:].sum())
-    return {
-        "response_ids": tensors["responses"][row, :length].tolist(),
-        "response_mask": tensors["response_mask"][row, :length].tolist(),
-        "log_probs": tensors["rollout_log_probs"][row, :length].tolist(),
-        "record": batch.non_tensor_batch["trajectory"][row],
-    }
+    lengths = tensors["attention_mask"][:, -width:].sum(-1).tolist()
+    names = {"response_ids": "responses", "response_mask": "response_mask", "log_probs": "rollout_log_probs"}
+    states = [
+        {name: tensors[column][row, :length].tolist() for name, column in names.items()}
+        | {"record": batch.non_tensor_batch["trajectory"][row]}
+        for row, length in enumerate(lengths)
+    ]
+    return DataProto(None, {"continuation": object_array(states)})
 
 
-def _cut_unfinished(batch: DataProto) -> None:
-    for row, record in enumerate(batch.non_tensor_batch["trajectory"]):
-        if record["finish_reason"] == KEPT:
-            record["finish_reason"] = CUT
-            batch.tensors["response_mask"][row] = 0
-            batch.tensors["rollout_log_probs"][row] = 0
+def without_unfinished(batch: DataProto) -> DataProto:
+    """response_mask and rollout_log_probs with 0 in rows that were not waited for, whose records now say that
+    they are cut.
+    """
+    records = [dict(record) for record in batch.non_tensor_batch["trajectory"]]
+    unfinished = torch.tensor([record["finish_reason"] == KEPT for record in records])[:, None]
+    for record in records:
+        record["finish_reason"] = CUT if record["finish_reason"] == KEPT else record["finish_reason"]
+    names = ("response_mask", "rollout_log_probs")
+    columns = {name: batch.tensors[name].masked_fill(unfinished, 0) for name in names}
+    return DataProto.from_dict(columns, {"trajectory": object_array(records)})
 
 
 def straggler_metrics(batch: DataProto) -> dict[str, float]:

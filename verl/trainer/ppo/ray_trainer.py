@@ -3,9 +3,9 @@
     prompts -> generate (with searches) -> score -> log-probs, values -> advantages
             -> update critic, update actor -> checkpoint, validation
 
-`RayPPOTrainer.fit` reads in that order. The driver holds token ids and scores only; weights never pass
-through it. The same trainer runs with a Ray worker group (one actor a process, any number of machines) and
-with the in-process one (`trainer.backend=local`).
+`RayPPOTrainer.fit` reads in that order. The same trainer runs with a Ray worker group (one actor a process,
+any number of machines) and with the in-process one (`trainer.backend=local`). With Ray the driver holds rows,
+lengths and scores only: weights and tokens never pass through it (see `token_worker`).
 """
 
 from __future__ import annotations
@@ -22,20 +22,27 @@ from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
 from verl.single_controller.factory import build_worker_groups
 from verl.trainer.ppo import core_algos, metric_utils
-from verl.trainer.ppo.advantage_inputs import advantage_inputs
+from verl.trainer.ppo.advantage_inputs import record_columns
 from verl.trainer.ppo.algos.aggregation import PROMPT_MEAN
 from verl.trainer.ppo.balancing import attention_length
-from verl.trainer.ppo.batching import arrange_for_workers, mini_batch_rows
+from verl.trainer.ppo.batching import Arrangement, mini_batch_rows, with_columns
 from verl.trainer.ppo.collection import TrajectoryCollector
 from verl.trainer.ppo.health import HealthMonitor
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.roles import ResourcePoolManager, Role, actor_role
 from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped
-from verl.trainer.ppo.update_columns import add_prompt_counts, observation_mask
+from verl.trainer.ppo.token_worker import (
+    ADVANTAGE_COLUMNS,
+    FIGURE_COLUMNS,
+    UPDATE_COLUMNS,
+    chosen,
+    start_token_worker,
+)
 from verl.trainer.ppo.validation import ValidationReport, validate
 from verl.utils.dataset.difficulty_pools import DifficultyPools
 from verl.utils.dataset.rl_dataset import PromptSampler, RLHFDataset
 from verl.utils.records import RunRecorder
+from verl.utils.records.trajectories import spread_rows
 from verl.workers.engine.micro_batches import shuffled
 from verl.workers.reward_manager import RewardManager
 
@@ -101,7 +108,7 @@ class RayPPOTrainer:
             config,
             self.passes,
             self._generate_sequences,
-            reward_fn,
+            lambda: self.tokens,
             trajectory_metrics,
             train_dataset,
             self.sampler,
@@ -138,13 +145,27 @@ class RayPPOTrainer:
             pool = self.resource_pool_manager.get_resource_pool(role)
             pools.setdefault(id(pool), (pool, {}))[1][role.value] = worker
         for pool, workers in pools.values():
-            self.worker_groups |= build_worker_groups(self.resource_pool_manager.backend, pool, workers)
+            backend = self.resource_pool_manager.backend
+            self.worker_groups |= build_worker_groups(backend, pool, workers, columns_stay=True)
         self.actor_rollout_wg = self.worker_groups[actor_role(self.passes.reference).value]
         self.actor_rollout_wg.init_model()
         if self.passes.values:
             self.critic_wg = self.worker_groups[Role.Critic.value]
             self.critic_wg.init_model()
         self.actor_rollout_wg.start_rollout(-(-self._most_rows() // self.actor_rollout_wg.world_size))
+
+    @cached_property
+    def tokens(self) -> WorkerGroup:
+        """The process that looks at tokens, started when it is first needed; a group of one `TokenWorker`."""
+        group = start_token_worker(
+            self.resource_pool_manager.backend,
+            self.config,
+            self.tokenizer,
+            self.reward_fn,
+            self.val_reward_fn,
+        )
+        self.worker_groups["tokens"] = group
+        return group
 
     def _most_rows(self) -> int:
         """Trajectories of the largest batch that is generated, over all processes."""
@@ -158,6 +179,7 @@ class RayPPOTrainer:
     def shutdown(self) -> None:
         """End the workers that this trainer started, and close the records. Safe to call twice."""
         groups, self.worker_groups = self.worker_groups, {}
+        self.__dict__.pop("tokens", None)
         try:
             self.recorder.close()
         finally:
@@ -196,7 +218,8 @@ class RayPPOTrainer:
                 batch, metrics = self.collector.collect(self.state.step + 1, last, timer)
                 batch = self._log_probs_and_values(batch, timer)
                 with timer("adv"):
-                    metrics |= self._advantages(batch)
+                    batch, figures = self._advantages(batch)
+                metrics |= figures
                 figures, skipped_update = self._update(batch, timer)
                 metrics |= figures
                 self.state.step += 1
@@ -205,16 +228,18 @@ class RayPPOTrainer:
                         report = self._validate(complete=last)
                     self._record_validation(report, "after" if last else "during")
                     metrics |= report.metrics()
-            metrics = metric_utils.step_metrics(batch, timer, self.passes.values) | metrics
+            metrics = self._step_metrics(batch, timer) | metrics
             if trainer.max_restarts:
                 metrics["trainer/num_restarts"] = self.num_restarts
             self.state.add_step(metrics, timer.seconds, time.perf_counter() - started)
             # the score of all trajectories: that of those chosen to be trained says little
             seen = metrics | {"critic/score/mean": metrics["train/score"]}
             warnings = self.health.check(self.state.step, seen)
-            self.recorder.log_step(self.state, metrics, batch, self.tokenizer, warnings)
+            records = self._records(batch, "train")
+            self.recorder.log_step(self.state, metrics, batch, records, warnings)
             self._check_updates(metrics, skipped_update)
             checkpoint_seconds = {}
+            del batch  # its columns are freed before the next ones are made
             if last or (trainer.save_freq > 0 and self.state.step % trainer.save_freq == 0):
                 checkpoint_seconds = self._save_checkpoint()
         return self.recorder.finish(self.state, time.perf_counter() - started)
@@ -279,30 +304,21 @@ class RayPPOTrainer:
         """Whether this step trains the actor too."""
         return self.state.step >= self.config.trainer.critic_warmup
 
-    def _advantages(self, batch: DataProto) -> dict[str, float]:
-        """Rewards, advantages, returns; which tokens the update leaves out, and how it weighs the others."""
-        algorithm, tensors = self.config.algorithm, batch.tensors
-        metrics = core_algos.apply_rollout_correction(batch, algorithm.rollout_correction)
-        if self.passes.kl_in_reward:
-            metrics |= core_algos.apply_kl_penalty(batch, self.kl_controller, algorithm.kl_penalty)
-        else:
-            tensors["token_level_rewards"] = tensors["token_level_scores"]
-        inputs = advantage_inputs(batch, algorithm, self.passes, self.running_baseline)
-        try:
-            tensors["advantages"], tensors["returns"] = core_algos.compute_advantage(
-                algorithm.adv_estimator, **inputs
-            )
-        except ValueError as error:  # rewards that the estimator can't take
-            raise RunStopped(f"step {self.state.step + 1}: {error}") from error
-        if "baseline_keys" in inputs:
-            rewards = tensors["token_level_rewards"]
-            self.running_baseline.update(rewards, tensors["response_mask"], inputs["baseline_keys"])
-        core_algos.take_out_rejected(batch)
-        return metrics
+    def _step_metrics(self, batch: DataProto, timer: metric_utils.Timer) -> dict[str, float]:
+        return self.tokens.figures(chosen(batch, FIGURE_COLUMNS), timer).meta_info["metrics"]
+
+    def _advantages(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """Rewards, advantages, returns, and the tokens' weights in the update; see `TokenWorker`."""
+        columns = chosen(batch, ADVANTAGE_COLUMNS, record_columns(self.passes))
+        step, baseline = self.state.step + 1, self.running_baseline
+        done = self.tokens.advantages(columns, step, self.kl_controller, baseline)
+        self.kl_controller = done.meta_info["kl_controller"]
+        self.running_baseline = done.meta_info["running_baseline"]
+        return with_columns(batch, done), done.meta_info["metrics"]
 
     def _update(self, batch: DataProto, timer: metric_utils.Timer) -> tuple[dict[str, float], str]:
         """Train critic and actor. Returns figures, and why an update was skipped, if one was."""
-        lengths = batch.tensors["attention_mask"].sum(-1)
+        lengths = batch.tensors["prompt_length"] + batch.tensors["response_length"]
         arranged, tokens_per_rank = self._arranged(batch, self.config.actor_rollout_ref.actor)
         metrics, skipped = metric_utils.seqlen_metrics(tokens_per_rank, lengths), ""
         if self.passes.values:
@@ -344,14 +360,18 @@ class RayPPOTrainer:
             batch = batch.select()
         group = self.actor_rollout_wg if is_actor else self.critic_wg
         num_replicas, size = group.dp_size, self._mini_batch_rows(len(batch), block)
-        if block.loss_agg_mode == PROMPT_MEAN:
-            add_prompt_counts(batch, size)
-        if is_actor and block.echo_coeff:
-            batch.tensors["observation_mask"] = observation_mask(batch)
-        arranged, tokens = arrange_for_workers(batch, num_replicas, size, self._attention_length)
-        arranged = arranged.select(non_tensor_batch_keys=["uid"])  # its meta_info is not the batch's
-        arranged.meta_info["mini_batch_rows"] = -(-size // num_replicas)
-        return arranged, tokens
+        done = self.tokens.for_update(
+            chosen(batch, UPDATE_COLUMNS),
+            num_replicas,
+            size,
+            self._attention_length,
+            block.loss_agg_mode == PROMPT_MEAN,
+            is_actor and bool(block.echo_coeff),
+        )
+        found: Arrangement = done.meta_info["arrangement"]
+        arranged = found.of(with_columns(batch, done).select(non_tensor_batch_keys=["uid"]))
+        arranged.meta_info = {"mini_batch_rows": -(-size // num_replicas)}
+        return arranged, found.tokens_per_rank
 
     @cached_property
     def _attention_length(self) -> float:
@@ -371,7 +391,7 @@ class RayPPOTrainer:
         def ask(dataset: RLHFDataset) -> ValidationReport:
             return validate(
                 self._generate_sequences,
-                self.val_reward_fn,
+                self.tokens.score_answers,
                 dataset,
                 list(self.config.trainer.val_modes),
                 self.config.data.val_batch_size,
@@ -386,7 +406,13 @@ class RayPPOTrainer:
     def _record_validation(self, report: ValidationReport, when: str) -> None:
         if when != "during":
             self.state.validation[when] = report.summary()
-        self.recorder.log_validation(self.state, report, self.tokenizer)
+        records = [] if report.samples is None else self._records(report.samples, "val")
+        self.recorder.log_validation(self.state, report, records)
+
+    def _records(self, batch: DataProto, split: str) -> list[dict[str, Any]]:
+        """Those rows of a batch that are kept for the eye."""
+        rows = spread_rows(len(batch), self.config.trainer.num_trajectories_logged)
+        return self.tokens.records(batch.select_idxs(rows), self.state.step, split).meta_info["records"]
 
     # --------------------------------------------------------------- checkpoints
 

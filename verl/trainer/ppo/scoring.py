@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from omegaconf import DictConfig
 
 from verl.protocol import DataProto, object_array
@@ -20,8 +21,9 @@ from verl.workers.reward_manager import RewardManager, apply_search_cost
 def score(batch: DataProto, reward_fn: RewardManager, config: DictConfig) -> dict[str, float]:
     """Adds the scores of training to a batch; returns figures of them.
 
-    Writes token_level_scores [N, R] float32 (the outcome on the last sampled token), and per row `em` (float)
-    and `reward_extra` (dict: score, before costs and penalties, and whatever the reward function returned).
+    Writes token_level_scores [N, R] float32 (the outcome on the last sampled token), what `row_facts` says of
+    the rows, and per row `em` (float) and `reward_extra` (dict: score, before costs and penalties, and
+    whatever the reward function returned).
     """
     found = reward_fn(batch, return_dict=True)
     num_searches = [trajectory["num_searches"] for trajectory in batch.non_tensor_batch["trajectory"]]
@@ -34,11 +36,44 @@ def score(batch: DataProto, reward_fn: RewardManager, config: DictConfig) -> dic
         penalty = overlong_penalty(room, overlong.len, overlong.penalty_factor)
         scores = add_to_outcome(scores, batch.tensors["response_mask"], penalty)
         metrics["filter/overlong_penalty"] = float(penalty.mean())
-    batch.tensors["token_level_scores"] = scores
-    batch.non_tensor_batch["em"] = np.array(found["em"], dtype=object)
+    _add_scores(batch, scores, found["em"])
     extra = _rows({name: values for name, values in found.items() if name != "reward_tensor"})
     batch.non_tensor_batch["reward_extra"] = object_array(extra)
     return metrics
+
+
+def score_answers(batch: DataProto, reward_fn: RewardManager) -> DataProto:
+    """The scores of a validation, without costs and penalties: what `score` adds but for reward_extra."""
+    found = reward_fn(batch, return_dict=True)
+    scored = batch.select(non_tensor_batch_keys=[])
+    _add_scores(scored, found["reward_tensor"], found["em"])
+    return scored.select(SCORES)
+
+
+SCORES = ["token_level_scores", "outcome", "num_sampled", "prompt_length", "response_length"]
+
+
+def _add_scores(batch: DataProto, scores: torch.Tensor, em: list[float]) -> None:
+    batch.tensors["token_level_scores"] = scores
+    batch.tensors.update(row_facts(batch))
+    batch.non_tensor_batch["em"] = np.array(em, dtype=object)
+
+
+def row_facts(batch: DataProto) -> dict[str, torch.Tensor]:
+    """What the driver has to know of each row, so that it needs no token: num_sampled, prompt_length,
+    response_length [N] int64 (tokens), and outcome [N] float32 if the rows are scored.
+    """
+    tensors = batch.tensors
+    mask, attention = tensors["response_mask"], tensors["attention_mask"]
+    width = mask.shape[1]
+    facts = {
+        "num_sampled": mask.sum(-1),
+        "prompt_length": attention[:, :-width].sum(-1),
+        "response_length": attention[:, -width:].sum(-1),
+    }
+    if "token_level_scores" in tensors:
+        facts["outcome"] = tensors["token_level_scores"].sum(-1)
+    return facts
 
 
 def _rows(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
@@ -52,7 +87,7 @@ def values_named(batch: DataProto, name: str, key: str) -> np.ndarray:
         RunStopped: it returned none for a row; `key` is the configuration key that asks for them.
     """
     rows = batch.non_tensor_batch["reward_extra"]
-    has_tokens = batch.tensors["response_mask"].any(dim=1).tolist()
+    has_tokens = batch.tensors["num_sampled"].bool().tolist()
     values = np.full(len(rows), np.nan)
     for i, row in enumerate(rows):
         if row.get(name) is not None:

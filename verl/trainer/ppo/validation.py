@@ -23,7 +23,6 @@ from verl.trainer.ppo.batching import (
 )
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.reward_score.qa_em import documents_hold_answer, golden_answers
-from verl.workers.reward_manager import RewardManager
 
 SAMPLED, GREEDY = "sampled", "greedy"
 
@@ -82,7 +81,7 @@ class ValidationReport:
 
 def validate(
     generate: Callable[[DataProto], DataProto],
-    reward_fn: RewardManager,
+    score: Callable[[DataProto], DataProto],
     dataset: RLHFDataset,
     modes: list[str],
     batch_size: int | None,
@@ -92,7 +91,7 @@ def validate(
 
     Args:
         generate: gen_batch -> trajectories; `generate_sequences` of a worker group.
-        reward_fn: DataProto -> scores and per-row exact match.
+        score: the columns that `scoring.score_answers` makes.
         dataset: the questions; none is dropped, the last batch may be smaller.
         modes: of "sampled" (temperature 1, no truncation of the distribution) and "greedy".
         batch_size: questions in flight at once; None: all.
@@ -107,11 +106,10 @@ def validate(
                 [dataset[i] for i in range(start, min(start + size, len(dataset)))], f"val-{start}"
             )
             generated = generate(_generation_batch(prompts, mode, seed, start))
-            batch = without_padding(with_samples(prompts, generated))
-            scores = reward_fn(batch, return_dict=True)
-            rows += _records(batch, scores)
+            batch = with_samples(prompts, generated)
+            batch = without_padding(batch.union(score(batch)))
+            rows += _records(batch)
             if mode == modes[0]:
-                batch.tensors["token_level_scores"] = scores["reward_tensor"]
                 report.samples = batch if report.samples is None else report.samples
         report.rows[mode] = rows
     return report
@@ -133,15 +131,15 @@ def _generation_batch(prompts: DataProto, mode: str, seed: int, start: int) -> D
     return gen_batch
 
 
-def _records(batch: DataProto, scores: dict[str, Any]) -> list[dict[str, Any]]:
-    totals = scores["reward_tensor"].sum(-1).tolist()
+def _records(batch: DataProto) -> list[dict[str, Any]]:
+    totals = batch.tensors["outcome"].tolist()
     records = []
     for i, trajectory in enumerate(batch.non_tensor_batch["trajectory"]):
         extra = batch.non_tensor_batch["extra_info"][i] or {}
         records.append(
             {
                 "score": totals[i],
-                "em": float(scores["em"][i]),
+                "em": float(batch.non_tensor_batch["em"][i]),
                 "searches": trajectory["num_searches"],
                 "hops": extra.get("hops"),
                 "data_source": batch.non_tensor_batch["data_source"][i],

@@ -20,7 +20,7 @@ from verl.utils.records.console import make_display, validation_lines
 from verl.utils.records.curves import draw_curves
 from verl.utils.records.files import MetricsFile, to_json, write_text_atomically
 from verl.utils.records.summary import build_summary
-from verl.utils.records.trajectories import TokenTexts, TrajectoryFolder, trajectory_records, write_page
+from verl.utils.records.trajectories import TrajectoryFolder, write_page
 from verl.utils.tracking import Tracking
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ class RunRecorder:
         self.trajectories = TrajectoryFolder(self.run_dir / "trajectories")
         self.display = make_display("plain", total_steps, shown=False)
         self.tracking: Tracking | None = None
-        self._texts: TokenTexts | None = None
         self._drawn_at = time.monotonic()
 
     def start(self, state: RunState, resumed_from: Path | None) -> None:
@@ -80,7 +79,7 @@ class RunRecorder:
         state: RunState,
         metrics: dict[str, float],
         batch: DataProto,
-        tokenizer: Any,
+        records: list[dict[str, Any]],
         warnings: Sequence[str] = (),
     ) -> None:
         """Record one training step.
@@ -88,8 +87,8 @@ class RunRecorder:
         Args:
             state: after the step.
             metrics: of the step; `train/em` and `train/searches` are made from the batch if not there.
-            batch: the step's trajectories with token_level_scores [N, R] and, per row, em and trajectory.
-            tokenizer: the policy's, to show tokens as text.
+            batch: the step's trajectories; of each row em and trajectory are looked at.
+            records: `trajectory_records` of some of them.
             warnings: lines that are shown, and kept as `warnings` in the step's line of `metrics.jsonl`.
         """
         fields = batch.non_tensor_batch
@@ -99,18 +98,21 @@ class RunRecorder:
             **metrics,
         }
         self._write(state.step, metrics, {"warnings": list(warnings)} if warnings else {})
-        self._keep_trajectories(batch, state.step, "train", tokenizer)
+        self.trajectories.add(state.step, records)
         self.display.step(state.step, metrics)
         for line in warnings:
             self.display.say(f"warning, step {state.step}: {line}")
 
-    def log_validation(self, state: RunState, report: ValidationReport, tokenizer: Any) -> None:
-        """Record a validation. Its metrics are part of the step's own line; before step 1 they are a line."""
+    def log_validation(
+        self, state: RunState, report: ValidationReport, records: list[dict[str, Any]]
+    ) -> None:
+        """Record a validation. Its metrics are part of the step's own line; before step 1 they are a line.
+        `records`: `trajectory_records` of some of its rows.
+        """
         metrics = report.metrics()
         if state.step == 0:
             self._write(0, metrics)
-        if report.samples is not None:
-            self._keep_trajectories(report.samples, state.step, "val", tokenizer)
+        self.trajectories.add(state.step, records)
         for line in validation_lines(report.summary(), metrics):
             self.display.say(f"validation at step {state.step}: {line}")
         if time.monotonic() - self._drawn_at > _REDRAW_SECONDS:
@@ -139,12 +141,6 @@ class RunRecorder:
         assert self.tracking is not None, "start() comes first"
         self.metrics.append(step, metrics | dict(texts or {}))
         self.tracking.log(metrics, step)
-
-    def _keep_trajectories(self, batch: DataProto, step: int, split: str, tokenizer: Any) -> None:
-        if self._texts is None:
-            self._texts = TokenTexts(tokenizer)
-        count = self.config.trainer.num_trajectories_logged
-        self.trajectories.add(step, trajectory_records(batch, self._texts, step, split, count))
 
     def _draw(self) -> None:
         title = f"{self.config.trainer.project_name} / {self.config.trainer.experiment_name}"

@@ -83,7 +83,7 @@ def trajectory_records(
     tensors, fields = batch.batch, batch.non_tensor_batch
     width = tensors["responses"].shape[1]
     records = []
-    for i in _spread(len(batch), count):
+    for i in spread_rows(len(batch), count):
         length = int(tensors["attention_mask"][i, -width:].sum())
         trajectory = fields["trajectory"][i]
         extra_info = fields["extra_info"][i]
@@ -109,7 +109,7 @@ def trajectory_records(
     return records
 
 
-def _spread(length: int, count: int) -> list[int]:
+def spread_rows(length: int, count: int) -> list[int]:
     """At most `count` indices below `length`, evenly spaced."""
     return sorted(set(np.linspace(0, length - 1, min(count, length)).astype(int).tolist()))
 
@@ -164,7 +164,7 @@ class TrajectoryFolder:
             return records
         kept = [record for record in records if record["split"] != "train"][-limit // 2 :]
         train = [record for record in records if record["split"] == "train"]
-        picked = [train[i] for i in _spread(len(train), limit - len(kept))]
+        picked = [train[i] for i in spread_rows(len(train), limit - len(kept))]
         return sorted(picked + kept, key=lambda record: (record["step"], record["split"]))
 
     def _file(self, step: int) -> Path:
