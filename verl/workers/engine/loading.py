@@ -183,10 +183,6 @@ def _source(model_config: Mapping[str, Any]) -> str:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(f"Model folder {folder} has no config.json; expected a Hugging Face folder.")
-        if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-            raise ValueError(
-                f"Model folder {folder} has no weights; expected *.safetensors beside config.json."
-            )
         return str(folder)
     if str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1:
         raise ValueError(f"Model folder {folder} does not exist; expected a Hugging Face folder.")
@@ -197,6 +193,10 @@ def _load(
     model_config: Mapping[str, Any], auto_class: Any, dtype: torch.dtype, with_adapters: bool = True
 ) -> tuple[PreTrainedModel, Adapters | None]:
     config = load_hf_config(model_config)
+    source = _source(model_config)
+    folder = Path(source)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise ValueError(f"Model folder {source} has no weights; expected *.safetensors beside config.json.")
     with_adapters = with_adapters and wants_adapters(model_config)
     if with_adapters:
         with torch.device("meta"):  # mistakes are found before any weights are read
@@ -205,7 +205,7 @@ def _load(
             )
         _adapters(skeleton, model_config)
     model, report = auto_class.from_pretrained(
-        _source(model_config),
+        source,
         config=config,
         dtype=dtype,
         attn_implementation=PACKED_ATTENTION,
