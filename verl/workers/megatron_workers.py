@@ -64,7 +64,7 @@ def _build_engine(
         layout.sequence_parallel,
         layout.layers_per_virtual_stage,
     )
-    return MegatronEngine(built, precision, fsdp_config, device, optim, grad_clip, model["path"])
+    return MegatronEngine(built, model, precision, fsdp_config, device, optim, grad_clip)
 
 
 class _MegatronProcess(Worker):

@@ -1,0 +1,175 @@
+"""Gradients and AdamW on Megatron: summed over replicas, the optimizer's state spread over them.
+
+    backward passes --main gradients, added up--> finalize_model_grads (schedule.py): summed over processes
+    that hold the same parameters --step--> each updates its shard of them in fp32; they exchange weights
+
+A shard is a range of a parameter's elements. AdamW, its settings and its arithmetic are those of `optim.py`:
+every parameter decays, main weights are fp32 whatever the model computes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor, nn
+
+from verl.workers.engine.muon import adamw_state
+from verl.workers.engine.optim import adamw
+from verl.workers.megatron import cpu_support
+from verl.workers.megatron.model import BuiltModel
+from verl.workers.megatron.storage import ParkedStorage
+
+KINDS = ("param", "exp_avg", "exp_avg_sq")  # what there is of each parameter, in fp32: weights and averages
+
+
+class ShardedAdamW:
+    """Trains the parameters of a process's chunks.
+
+    Args:
+        built: the chunks; their parameters move into memory of Megatron's.
+        optim: the configuration's `optim` block. grad_clip: largest norm of the gradient.
+        reduce: dtype in which gradients add up, and are summed over processes.
+
+    Attributes:
+        models: the chunks, wrapped so that gradients add up; Megatron's schedule takes these.
+        inner: torch's optimizer of this process's shards, for a schedule of the learning rate.
+    """
+
+    def __init__(
+        self,
+        built: BuiltModel,
+        optim: Mapping[str, Any],
+        grad_clip: float,
+        reduce: torch.dtype,
+        device: torch.device,
+    ):
+        self.device, self.grad_clip = device, grad_clip
+        self._group = mpu.get_data_parallel_group(with_context_parallel=True)  # of the same parameters
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=reduce == torch.float32, use_distributed_optimizer=True
+        )
+        parameters = [p for chunk in built.chunks for p in chunk.parameters()]
+        self.inner = adamw(parameters, optim)
+        with cpu_support.cuda_names(device):
+            self.models: list[nn.Module] = [
+                DistributedDataParallel(built.config, settings, chunk, disable_bucketing=number > 0)
+                for number, chunk in enumerate(built.chunks)
+            ]
+            self._optimizer = self._sharded(built)
+        self._optimizer.tp_group = mpu.get_tensor_model_parallel_group()  # knows copies on tensor ranks by it
+        for shard in self._shards():
+            self.inner.state[shard] = adamw_state(shard)
+
+    @torch.no_grad()  # shards of fp32 weights are views of them, and are to be leaves
+    def _sharded(self, built: BuiltModel) -> DistributedOptimizer:
+        return DistributedOptimizer(
+            self.inner,
+            OptimizerConfig(
+                optimizer="adam",
+                bf16=built.config.bf16,
+                params_dtype=built.config.params_dtype,
+                use_distributed_optimizer=True,
+            ),
+            None,
+            None,
+            model_chunks=self.models,
+            per_model_buffers={number: model.buffers for number, model in enumerate(self.models)},
+            data_parallel_group=self._group,
+            data_parallel_group_gloo=None,
+            data_parallel_group_idx=0,
+            distributed_optimizer_instance_id=0,
+        )
+
+    def _shards(self) -> Iterator[Tensor]:
+        for group in self.inner.param_groups:
+            yield from group["params"]
+
+    @torch.no_grad()
+    def step(self, discard: bool) -> tuple[float, bool]:
+        """As `Engine.step`; the gradients are those of `models`, summed over processes already."""
+        with cpu_support.cuda_names(self.device):
+            self._optimizer.prepare_grads()  # each shard's part of the summed gradients
+            norm = float(get_grad_norm_fp32(self._optimizer.get_main_grads_for_grad_norm()))
+            applied = norm < float("inf") and not discard  # false for NaN too
+            if applied:
+                if norm > self.grad_clip:
+                    gradients = [shard.grad for shard in self._shards() if shard.grad is not None]
+                    torch._foreach_mul_(gradients, self.grad_clip / (norm + 1e-6))
+                self._optimizer.step_with_ready_grads()
+            self._optimizer.zero_grad(set_to_none=True)
+        self.zero_gradients()
+        return norm, applied
+
+    def zero_gradients(self) -> None:
+        """Before the first backward pass of an optimizer step, and after the last one."""
+        for model in self.models:
+            model.zero_grad_buffer()
+
+    # ----------------------------------------------------------------------------------------------- state
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps made so far."""
+        return max((int(self.inner.state[shard]["step"]) for shard in self._shards()), default=0)
+
+    @torch.no_grad()
+    def whole(self, parameter: Tensor, kind: str) -> Tensor:
+        """One of KINDS of a model's parameter, of its shape, gathered from those who hold the same
+        parameters: they call it together.
+        """
+        gathered = torch.zeros(parameter.numel(), dtype=torch.float32, device=self.device)
+        shard = self._shard_of(parameter, kind)
+        if shard is not None:
+            gathered[shard[0]] = shard[1]
+        if self._group.size() > 1:
+            dist.all_reduce(gathered, group=self._group)
+        return gathered.view(parameter.shape)
+
+    @torch.no_grad()
+    def put(self, parameter: Tensor, kind: str, value: Tensor) -> None:
+        """Sets what `whole` gives; each process takes its shard, and of weights the model's own copy too."""
+        shard = self._shard_of(parameter, kind)
+        if shard is not None:
+            shard[1].copy_(value.reshape(-1)[shard[0]])
+        if kind == "param":
+            parameter.copy_(value)
+
+    def put_num_steps(self, count: int) -> None:
+        """Sets `num_steps`."""
+        for shard in self._shards():
+            self.inner.state[shard]["step"].fill_(count)
+
+    def _shard_of(self, parameter: Tensor, kind: str) -> tuple[slice, Tensor] | None:
+        """(which of the parameter's elements this process updates, one of KINDS of them); None: none."""
+        if parameter not in self._optimizer.model_param_gbuf_map:
+            return None
+        elements = self._optimizer._get_model_param_range_map(parameter)["param"]
+        states = self._optimizer._get_main_param_and_optimizer_states(parameter)
+        return slice(elements.start, elements.end), states[kind]
+
+    # ---------------------------------------------------------------------------------------------- memory
+
+    def parameter_storage(self) -> ParkedStorage:
+        """The memory of the model's parameters."""
+        return ParkedStorage(buffer.param_data for buffer in self._buffers())
+
+    def gradient_storage(self) -> ParkedStorage:
+        """The memory of the gradients, which are zeros between optimizer steps."""
+        return ParkedStorage((buffer.grad_data for buffer in self._buffers()), keeps=False)
+
+    def state_storage(self) -> ParkedStorage:
+        """The memory of the optimizer's state, fp32 main weights included where they are no parameters."""
+        main = (shard for group in self._optimizer.shard_fp32_from_float16_groups for shard in group)
+        averages = (self.inner.state[s][kind] for s in self._shards() for kind in ("exp_avg", "exp_avg_sq"))
+        return ParkedStorage([*main, *averages])
+
+    def _buffers(self) -> Iterable[Any]:
+        return (buffer for model in self.models for buffer in model.buffers)

@@ -1,0 +1,144 @@
+"""Micro-batches through the stages of a pipeline, by Megatron's schedules (one stage is a pipeline too).
+
+    parts --forward--> outputs                 parts --forward_backward(share_of)--> shares
+
+Both are had on every stage. Only the last one has outputs: it sends them to the others, which know the
+micro-batches and so compute the same figures from them; nothing else has to travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from verl.utils.attention import Packing
+from verl.utils.packing import PackedMicroBatch
+from verl.workers.engine.base import Outputs, Share, ShareOf
+
+
+class Pipeline:
+    """Runs micro-batches through all stages of a replica.
+
+    Args:
+        models: this process's chunks, in order. config: Megatron's, which all chunks have.
+        num_outputs: tensors per micro-batch that the last stage gives.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], config: TransformerConfig, num_outputs: int):
+        self.models, self.config, self.num_outputs = list(models), config, num_outputs
+        self.num_stages = mpu.get_pipeline_model_parallel_world_size()
+        self._is_last = mpu.is_pipeline_last_stage(ignore_virtual=True)
+        self._run = get_forward_backward_func(
+            self.num_stages, len(self.models) if len(self.models) > 1 else None
+        )
+        config.finalize_model_grads_func = _finalize
+
+    @torch.no_grad()
+    def forward(self, parts: Sequence[PackedMicroBatch], asked: Mapping[str, Any]) -> list[Outputs]:
+        """The outputs of each micro-batch, the same on every process of the replica."""
+
+        def step(iterator: Iterator[PackedMicroBatch], model: nn.Module) -> tuple[Any, None]:
+            return model(next(iterator), **asked), None
+
+        collected = [as_outputs(output) for output in self._schedule(step, parts, forward_only=True)]
+        return self._spread(parts, collected[: len(parts)])
+
+    def forward_backward(
+        self, parts: Sequence[PackedMicroBatch], share_of: ShareOf, asked: Mapping[str, Any]
+    ) -> list[Share]:
+        """Adds the gradients of all micro-batches' losses, and gives their shares without gradient."""
+        collected: list[Outputs] = []
+
+        def loss(part: PackedMicroBatch, result: Any) -> tuple[Tensor, Tensor, Share | None]:
+            outputs = as_outputs(result)
+            none = torch.zeros((), dtype=torch.int)  # no number of tokens to divide by
+            if len(collected) == len(parts):  # a micro-batch that only fills the schedule
+                return torch.stack([x.sum() for x in outputs if x.requires_grad]).sum() * 0.0, none, None
+            collected.append(tuple(output.detach() for output in outputs))
+            share = share_of(part, outputs)
+            return share.loss, none, share.detach()
+
+        def step(iterator: Iterator[PackedMicroBatch], model: nn.Module) -> tuple[Any, Any]:
+            part = next(iterator)
+            return model(part, **asked), partial(loss, part)
+
+        shares = self._schedule(step, parts, forward_only=False)[: len(parts)]
+        outputs = self._spread(parts, collected)
+        if self._is_last:
+            return shares
+        with torch.no_grad():
+            return [share_of(part, out).detach() for part, out in zip(parts, outputs, strict=True)]
+
+    def _schedule(self, step: Any, parts: Sequence[PackedMicroBatch], forward_only: bool) -> list[Any]:
+        """What the last stage's loss function (or its chunk, if there is none) gave, in order."""
+        parts = [*parts, *self._fillers(parts)]
+        iterators = [iter(parts) for _ in self.models]
+        results: list[Any] = self._run(
+            forward_step_func=step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.models,
+            num_microbatches=len(parts),
+            seq_length=self.config.tensor_model_parallel_size
+            * self.config.context_parallel_size,  # any length
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return results
+
+    def _fillers(self, parts: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
+        """With several chunks in a process, micro-batches go round in groups, as many as there are stages."""
+        if len(self.models) == 1:
+            return []
+        return [_without_loss(parts[0])] * (-len(parts) % self.num_stages)
+
+    def _spread(self, parts: Sequence[PackedMicroBatch], outputs: list[Outputs]) -> list[Outputs]:
+        """The last stage's outputs, on every stage."""
+        if self.num_stages == 1:
+            return outputs
+        sizes = [len(part.labels) for part in parts]
+        if self._is_last:
+            flat = torch.cat([torch.cat(of_part).float() for of_part in outputs])
+        else:
+            flat = torch.empty(self.num_outputs * sum(sizes), device=parts[0].labels.device)
+        group = mpu.get_pipeline_model_parallel_group()
+        dist.broadcast(flat, mpu.get_pipeline_model_parallel_last_rank(), group=group)
+        by_part = flat.split([self.num_outputs * size for size in sizes])
+        return [tuple(x.view(self.num_outputs, -1)) for x in by_part]
+
+
+def as_outputs(result: Any) -> Outputs:
+    """What a last chunk gives, as `Outputs`."""
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def _finalize(models: list[nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
+    """Sums gradients over those who hold the same parameters, or copies of them; nothing is divided."""
+    finalize_model_grads(models, None, **options)
+
+
+def _without_loss(part: PackedMicroBatch) -> PackedMicroBatch:
+    """A micro-batch of one token and no loss token."""
+    device = part.input_ids.device
+    empty = part.labels[:0]
+    return PackedMicroBatch(
+        input_ids=part.input_ids[:, :1],
+        position_ids=torch.zeros_like(part.position_ids[:, :1]),
+        packing=Packing.of([1], device),
+        predicted_from=empty,
+        predicting=torch.zeros(1, dtype=torch.int64, device=device),
+        labels=empty,
+        cells=part.cells[:0],
+        distinct=None,
+        sampled=part.sampled[:0],
+        rows=part.rows[:1],
+        shape=(1, part.shape[1]),
+    )
