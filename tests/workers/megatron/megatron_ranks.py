@@ -1,5 +1,6 @@
 """What one rank does in tests of models on Megatron (gloo, CPU); run by `torch.multiprocessing.spawn`."""
 
+import multiprocessing
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -75,6 +76,18 @@ class Layout:
     recompute: bool = False
 
 
+@dataclass(frozen=True)
+class Case:
+    """A model of MODELS, cut one way."""
+
+    model: str
+    layout: Layout
+    is_policy: bool = True
+
+
+ASKED = {"temperature": 0.7, "with_entropy": True, "with_sum_pi_squared": True}  # of a policy
+
+
 def micro_batches() -> list:
     """Four packs of rows; in each two rows begin alike, so that they share."""
     batch = make_batch(12, seed=1).batch
@@ -95,7 +108,7 @@ def share_of_loss(outputs):
 
 @dataclass
 class Result:
-    """Of one layout and model, on one rank. outputs: of each micro-batch, on the last stage."""
+    """Of a case, on one rank. outputs: of each micro-batch, on the last stage."""
 
     replica: int
     outputs: list = field(default_factory=list)
@@ -103,7 +116,7 @@ class Result:
     weights: Mapping = field(default_factory=dict)
 
 
-def run_layout(model_config, layout, is_policy):
+def run_case(folder, case):
     """Forward and backward passes of all micro-batches by Megatron's own schedule and reductions; gradients
     and weights under Hugging Face's names.
     """
@@ -118,20 +131,20 @@ def run_layout(model_config, layout, is_policy):
     from verl.workers.megatron.model import build_model
     from verl.workers.megatron.settings import ParallelSizes
 
+    layout = case.layout
     sizes = ParallelSizes(layout.tensor, layout.pipeline, layout.context)
     built = build_model(
-        model_config | {"enable_gradient_checkpointing": layout.recompute},
+        {"path": folder, "enable_gradient_checkpointing": layout.recompute},
         sizes,
         torch.device("cpu"),
         torch.float32,
-        is_policy,
+        case.is_policy,
         layout.sequence,
         layout.layers_per_virtual_stage,
     )
     replica, num_replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     result = Result(replica)
     parts = micro_batches()[replica::num_replicas]
-    asked = {"temperature": 0.7, "with_entropy": True, "with_sum_pi_squared": True} if is_policy else {}
 
     def loss_of(part, outputs):
         result.outputs.append([output.detach().clone() for output in outputs])
@@ -139,7 +152,7 @@ def run_layout(model_config, layout, is_policy):
 
     def forward_step(data, model):
         part = next(data)
-        return model(part, **asked), partial(loss_of, part)
+        return model(part, **(ASKED if case.is_policy else {})), partial(loss_of, part)
 
     built.config.finalize_model_grads_func = finalize_model_grads
     chunks = [
@@ -166,23 +179,35 @@ def run_layout(model_config, layout, is_policy):
     return result
 
 
-def _rank_main(rank, port, out, cases):
+def run_ranks(function, world_size, *args):
+    """Runs function(rank, world_size, *args) in as many processes over gloo, and waits for them. They are
+    forked from a server that has imported Megatron already, which takes seconds.
+    """
+    multiprocessing.set_forkserver_preload(["verl.workers.megatron.model"])
+    torch.multiprocessing.start_processes(
+        _rank_main,
+        (function, world_size, get_free_port(), args),
+        nprocs=world_size,
+        start_method="forkserver",
+    )
+
+
+def _rank_main(rank, function, world_size, port, args):
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=4)
-    from verl.workers.megatron import parallel_state
-
-    results = {}
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
     try:
-        for name, (folder, layout, is_policy) in cases.items():
-            results[name] = run_layout({"path": folder}, layout, is_policy)
-            parallel_state.destroy()
-        torch.save(results, out / f"rank{rank}.pt")
+        function(rank, world_size, *args)
     finally:
         dist.destroy_process_group()
 
 
-def run_cases(out: Path, cases):
-    """Runs each case (folder, layout, whether a policy) on 4 processes; returns what each rank found."""
-    torch.multiprocessing.spawn(_rank_main, (get_free_port(), out, cases), nprocs=4)
-    return [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(4)]
+def run_cases(rank, world_size, out, folders, cases):
+    """Runs each case (name -> Case); writes what this rank found."""
+    from verl.workers.megatron import parallel_state
+
+    results = {}
+    for name, case in cases.items():
+        results[name] = run_case(folders[case.model], case)
+        parallel_state.destroy()
+    torch.save(results, out / f"rank{rank}.pt")

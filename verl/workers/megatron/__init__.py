@@ -18,6 +18,8 @@ INSTALL = 'pip install -c constraints.txt -e ".[megatron]"'
 # What Megatron says at import about packages that this project does not use.
 for _package in ("Transformer Engine and Apex are", "Apex is"):
     warnings.filterwarnings("ignore", message=f"{_package} not installed", category=UserWarning)
+# What torch says about the names that Megatron calls its collectives by.
+warnings.filterwarnings("ignore", message=".torch.distributed.[a-z_]*. is deprecated", category=FutureWarning)
 
 
 def check_installed() -> None:

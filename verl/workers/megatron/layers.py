@@ -94,6 +94,9 @@ def transformer_config(
         context_parallel_size=sizes.context,
         sequence_parallel=sequence_parallel and sizes.tensor > 1,
         variable_seq_lengths=True,
+        # with virtual stages a process may send both ways to the same other one: not in one batch then
+        overlap_p2p_comm=layout.chunks > 1,
+        batch_p2p_comm=layout.chunks == 1,
         moe_token_dispatcher_type="alltoall",  # there are no experts, but the default is at odds with it
         calculate_per_token_loss=True,
         cuda_graph_scope=[],
