@@ -10,7 +10,7 @@ The native one reads them where they are (one process, same dtype), so that an u
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,9 +23,9 @@ from verl.protocol import DataProto
 from verl.single_controller.base import DataPosition, Dispatch, Worker, register
 from verl.workers.actor.dp_actor import DataParallelPPOActor, compute_log_prob, token_statistics
 from verl.workers.critic.dp_critic import DataParallelPPOCritic
+from verl.workers.engine.base import Engine
 from verl.workers.engine.engine import TrainEngine
 from verl.workers.engine.loading import (
-    PolicyModel,
     check_heads,
     load_policy,
     load_value_model,
@@ -36,9 +36,10 @@ from verl.workers.engine.precision import Precision
 from verl.workers.engine.reference import Reference
 from verl.workers.rollout.build import Request, build_engine
 from verl.workers.rollout.engine import RolloutEngine
+from verl.workers.weight_channel import SendsWeights
 
 STATE_FILE = "update.json"
-ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
+ROLES = ("actor", "rollout", "ref", "actor_ref", "actor_rollout", "actor_rollout_ref")
 
 
 class Agent(Protocol):
@@ -52,7 +53,8 @@ class Agent(Protocol):
 AgentFactory = Callable[[PreTrainedTokenizerBase, RolloutEngine], Agent]
 
 
-def _device_kind(device: str) -> str:
+def device_kind(device: str) -> str:
+    """ "cpu" or "cuda" for a configured device; auto: what is there."""
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device: found {device!r}, expected auto, cpu or cuda.")
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
@@ -71,17 +73,19 @@ def _read_state(path: str) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-class ActorRolloutRefWorker(Worker):
+class ActorRolloutRefWorker(SendsWeights):
     """One rank of the policy: trains it, samples from it, and holds a frozen copy of its start as reference.
 
     Args:
         config: the `actor_rollout_ref` block.
-        role: which of the parts this worker has: "actor", "rollout", "ref", "actor_rollout",
-            "actor_rollout_ref".
+        role: which of the parts this worker has: "actor", "rollout", "ref", "actor_ref", "actor_rollout",
+            "actor_rollout_ref". (Rollout processes without a trained model are `RolloutWorker`s.)
         agent_factory: (tokenizer, rollout engine) -> agent; needed for generate_sequences.
         device: "auto" (CUDA if there is one), "cpu" or "cuda".
         seed: of the order of mini-batches with actor.shuffle.
     """
+
+    streams_parameters = True  # a single process's weight stream is of its parameters, not of copies
 
     def __init__(
         self,
@@ -98,12 +102,16 @@ class ActorRolloutRefWorker(Worker):
         self.has_actor, self.has_rollout, self.has_ref = (
             part in role for part in ("actor", "rollout", "ref")
         )
-        self.device = self.init_process_group(_device_kind(device))
-        # a process that only rolls out has rows of its own
-        self.num_sharing = config.actor.ulysses_sequence_parallel_size if role != "rollout" else 1
+        self.device = self.init_process_group(device_kind(device))
+        self.num_sharing = self._num_sharing() if role != "rollout" else 1  # that has rows of its own
         self.agent: Agent | None = None
         self.rollout_engine: RolloutEngine | None = None
         self._rollout_weights_stale = False
+
+    def _num_sharing(self) -> int:
+        """Processes that share each micro-batch's tokens."""
+        size: int = self.config.actor.ulysses_sequence_parallel_size
+        return size
 
     @register()
     def data_position(self) -> DataPosition:
@@ -118,12 +126,11 @@ class ActorRolloutRefWorker(Worker):
         fit.
         """
         config = self.config
-        check_heads(config.model, self.num_sharing)
         self.tokenizer = AutoTokenizer.from_pretrained(
             str(Path(config.model.path).expanduser()), trust_remote_code=config.model.trust_remote_code
         )
         if self.has_actor or self.has_rollout:
-            self.engine = self._engine(config.actor.fsdp_config, trained=self.has_actor)
+            self.engine = self._engine(config.actor, config.model, trained=self.has_actor)
         if self.has_actor:
             self.actor = DataParallelPPOActor(
                 config.actor,
@@ -138,18 +145,24 @@ class ActorRolloutRefWorker(Worker):
         if self.has_ref:
             policy = self.engine if self.has_actor or self.has_rollout else None
             shares_base = policy is not None and policy.adapters is not None
-            own = None if shares_base else self._engine(config.ref.fsdp_config, trained=False, adapted=False)
+            own = (
+                None if shares_base else self._engine(config.ref, config.model, trained=False, adapted=False)
+            )
             self.reference = Reference(policy, own)
 
     def _engine(
-        self, fsdp_config: DictConfig, trained: bool, adapted: bool = True
-    ) -> TrainEngine[PolicyModel]:
-        precision = Precision.from_config(fsdp_config, self.device, trained)
+        self, block: DictConfig, model: Mapping[str, Any], trained: bool, adapted: bool = True
+    ) -> Engine:
+        """An engine of a policy. block: `actor` or `ref`, whose settings it has. model: as
+        `actor_rollout_ref.model`. adapted: with the LoRA adapters that `model` asks for.
+        """
+        check_heads(model, self.num_sharing)
+        precision = Precision.from_config(block.fsdp_config, self.device, trained)
         actor = self.config.actor
         return TrainEngine(
-            load_policy(self.config.model, precision.model, with_adapters=adapted),
+            load_policy(model, precision.model, with_adapters=adapted),
             precision,
-            fsdp_config,
+            block.fsdp_config,
             self.device,
             self.world_size,
             actor.optim if trained else None,
@@ -157,7 +170,7 @@ class ActorRolloutRefWorker(Worker):
             self.num_sharing,
         )
 
-    def _load_teacher(self) -> TrainEngine[PolicyModel]:
+    def _load_teacher(self) -> Engine:
         """The frozen model that distillation learns from, on the reference's settings.
 
         Raises:
@@ -170,21 +183,12 @@ class ActorRolloutRefWorker(Worker):
                 f"actor_rollout_ref.teacher.path={path} has another vocabulary than "
                 f"actor_rollout_ref.model.path={model.path}; expected a model with the same tokenizer."
             )
-        precision = Precision.from_config(self.config.ref.fsdp_config, self.device, trained=False)
         source = {
             "path": path,
             "external_lib": model.external_lib,
             "trust_remote_code": model.trust_remote_code,
         }
-        check_heads(source, self.num_sharing)
-        return TrainEngine(
-            load_policy(source, precision.model),
-            precision,
-            self.config.ref.fsdp_config,
-            self.device,
-            self.world_size,
-            sequence_parallel_size=self.num_sharing,
-        )
+        return self._engine(self.config.ref, source, trained=False, adapted=False)
 
     def _limits(self, block: DictConfig, name: str, prefix: str) -> MicroBatchLimits:
         return MicroBatchLimits.from_config(
@@ -219,7 +223,8 @@ class ActorRolloutRefWorker(Worker):
             num_rows,
             self.rank,
             self.world_size,
-            copies_weights=self.world_size > 1
+            copies_weights=not self.streams_parameters
+            or self.world_size > 1
             or dtype != self.engine.precision.model
             or self.engine.adapters is not None,
         )
@@ -349,7 +354,7 @@ class CriticWorker(Worker):
     def __init__(self, config: DictConfig, rollout_n: int = 1, device: str = "auto", seed: int = 0):
         super().__init__()
         self.config, self.rollout_n, self.seed = config, rollout_n, seed
-        self.device = self.init_process_group(_device_kind(device))
+        self.device = self.init_process_group(device_kind(device))
 
     @register()
     def data_position(self) -> DataPosition:
@@ -359,10 +364,28 @@ class CriticWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the backbone and makes the head."""
-        config, num_sharing = self.config, self.config.ulysses_sequence_parallel_size
-        check_heads(config.model, num_sharing)
+        config = self.config
+        self.engine = self._engine()
+        limits, forward_limits = (
+            MicroBatchLimits.from_config(
+                config, "critic", prefix, self.device, config.model.use_remove_padding, self._num_sharing()
+            )
+            for prefix in ("ppo", "forward")
+        )
+        self.critic = DataParallelPPOCritic(
+            config, self.engine, limits, forward_limits, self.rollout_n, self.seed
+        )
+
+    def _num_sharing(self) -> int:
+        """Processes that share each micro-batch's tokens."""
+        size: int = self.config.ulysses_sequence_parallel_size
+        return size
+
+    def _engine(self) -> Engine:
+        config = self.config
+        check_heads(config.model, self._num_sharing())
         precision = Precision.from_config(config.model.fsdp_config, self.device)
-        self.engine = TrainEngine(
+        return TrainEngine(
             load_value_model(config.model, precision.model),
             precision,
             config.model.fsdp_config,
@@ -370,16 +393,7 @@ class CriticWorker(Worker):
             self.world_size,
             config.optim,
             config.grad_clip,
-            num_sharing,
-        )
-        limits, forward_limits = (
-            MicroBatchLimits.from_config(
-                config, "critic", prefix, self.device, config.model.use_remove_padding, num_sharing
-            )
-            for prefix in ("ppo", "forward")
-        )
-        self.critic = DataParallelPPOCritic(
-            config, self.engine, limits, forward_limits, self.rollout_n, self.seed
+            self._num_sharing(),
         )
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)

@@ -90,6 +90,10 @@ class ActorRolloutRefWorker(_MegatronProcess, fsdp_workers.ActorRolloutRefWorker
 
     streams_parameters = False
 
+    def _num_sharing(self) -> int:
+        size: int = self.config.actor.megatron.context_parallel_size
+        return size
+
     def _engine(
         self, block: DictConfig, model: Mapping[str, Any], trained: bool, adapted: bool = True
     ) -> Engine:
@@ -101,6 +105,10 @@ class ActorRolloutRefWorker(_MegatronProcess, fsdp_workers.ActorRolloutRefWorker
 
 class CriticWorker(_MegatronProcess, fsdp_workers.CriticWorker):
     """One process of the critic; arguments as in `fsdp_workers`."""
+
+    def _num_sharing(self) -> int:
+        size: int = self.config.megatron.context_parallel_size
+        return size
 
     def _engine(self) -> Engine:
         config = self.config

@@ -225,7 +225,7 @@ READ_IN: dict[str, str] = {
                 "entropy_ctrl.max_coeff",
             ),
             f"{_WORKERS}:ActorRolloutRefWorker._engine": ("grad_clip",),
-            f"{_WORKERS}:ActorRolloutRefWorker.__init__": ("ulysses_sequence_parallel_size",),
+            f"{_WORKERS}:ActorRolloutRefWorker._num_sharing": ("ulysses_sequence_parallel_size",),
         },
     ),
     f"{ACTOR}.strategy": f"{_MAIN}:worker_classes",
@@ -289,11 +289,9 @@ READ_IN: dict[str, str] = {
             f"{_UPDATE_LOOP}._mini_batches": ("ppo_epochs",),
             f"{_TRAINER}._arranged": ("shuffle",),
             f"{_VALUE_OBJECTIVE}.share": ("cliprange_value", "loss_agg_mode"),
-            f"{_WORKERS}:CriticWorker.init_model": (
-                "grad_clip",
-                "model.use_remove_padding",
-                "ulysses_sequence_parallel_size",
-            ),
+            f"{_WORKERS}:CriticWorker.init_model": ("model.use_remove_padding",),
+            f"{_WORKERS}:CriticWorker._engine": ("grad_clip",),
+            f"{_WORKERS}:CriticWorker._num_sharing": ("ulysses_sequence_parallel_size",),
             f"{_LOADING}:_source": ("model.path",),
             f"{_LOADING}:_load": ("model.enable_gradient_checkpointing",),
             f"{_LOADING}:load_hf_config": (

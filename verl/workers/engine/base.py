@@ -143,6 +143,18 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def copy_weights(self, source: Engine) -> None:
+        """Takes the weights of another engine of its kind and model; this one is frozen."""
+
+    @abstractmethod
+    def save_weights(self, folder: Path) -> None:
+        """Writes the weights alone, of a frozen engine: whole tensors, under the names of `save`."""
+
+    @abstractmethod
+    def load_weights(self, folder: Path) -> None:
+        """Takes the weights that `save_weights` wrote, of any kind of engine, into a frozen engine."""
+
+    @abstractmethod
     def save(self, path: str | Path) -> None:
         """Writes everything that the next update depends on into a folder, which is made."""
 

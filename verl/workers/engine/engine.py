@@ -29,6 +29,7 @@ from verl.utils.packing import PackedMicroBatch
 from verl.utils.ulysses import shard_micro_batch
 from verl.workers.engine import checkpoint
 from verl.workers.engine.base import Engine, Outputs, Share, ShareOf
+from verl.workers.engine.copying import copy_tensors
 from verl.workers.engine.host_gradients import HostGradients
 from verl.workers.engine.layout import Layout
 from verl.workers.engine.loading import PolicyModel, ValueModel
@@ -263,6 +264,19 @@ class TrainEngine(Engine, Generic[Module]):
         through the stream together.
         """
         yield from plain_parameters(self.module.model, self.adapters)
+
+    def copy_weights(self, source: Engine) -> None:
+        assert isinstance(source, TrainEngine)
+        copy_tensors(dict(source.module.named_parameters()), dict(self.module.named_parameters()))
+
+    def save_weights(self, folder: Path) -> None:
+        checkpoint.save_tensors(self._frozen_tensors(), folder)
+
+    def load_weights(self, folder: Path) -> None:
+        checkpoint.load_tensors(self._frozen_tensors(), folder)
+
+    def _frozen_tensors(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.module.named_parameters()}
 
     def save(self, path: str | Path) -> None:
         checkpoint.save_checkpoint(self, path)

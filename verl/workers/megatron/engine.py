@@ -213,8 +213,19 @@ class MegatronEngine(Engine):
 
         yield from self.built.weights.whole_tensors(local, torch.float32, self.device)
 
+    def copy_weights(self, source: Engine) -> None:
+        assert isinstance(source, MegatronEngine)
+        with source.loaded():
+            self._take(source.whole_tensors("param"))
+
+    def save_weights(self, folder: Path) -> None:
+        checkpoint.save_weights(self, folder)
+
+    def load_weights(self, folder: Path) -> None:
+        self._take(checkpoint.read_whole(self, folder, prefix=""))
+
     @torch.no_grad()
-    def take_weights(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+    def _take(self, stream: Iterator[tuple[str, Tensor]]) -> None:
         """Sets a frozen engine's parameters from whole tensors in the order of `weights`."""
         assert self.optimizer is None
         with self.loaded():

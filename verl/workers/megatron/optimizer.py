@@ -19,7 +19,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from verl.workers.engine.muon import adamw_state
 from verl.workers.engine.optim import adamw
@@ -59,7 +59,7 @@ class ShardedAdamW:
         parameters = [p for chunk in built.chunks for p in chunk.parameters()]
         self.inner = adamw(parameters, optim)
         with cpu_support.cuda_names(device):
-            self.models: list[nn.Module] = [
+            self.models: list[Any] = [  # DistributedDataParallel
                 DistributedDataParallel(built.config, settings, chunk, disable_bucketing=number > 0)
                 for number, chunk in enumerate(built.chunks)
             ]

@@ -42,6 +42,6 @@ class ParkedStorage:
             if self.keeps:
                 storage.copy_(self._kept[number])
             else:
-                storage.fill_(0)
+                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
         self._kept.clear()
         self.is_here = True
