@@ -25,17 +25,17 @@ from verl.trainer.config import parse_arguments, settings_without_effect, valida
 from verl.trainer.config.loading import absolute_folders, take_config_name
 from verl.trainer.config.validation import TABLES_OF
 from verl.trainer.dry_run import dry_run
-from verl.trainer.placement import place, start_ray
+from verl.trainer.placement import place, pools_of, start_ray
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.roles import ResourcePoolManager, Role, actor_role
+from verl.trainer.ppo.roles import ResourcePoolManager, Role
 from verl.trainer.ppo.run_state import RunStopped
 from verl.trainer.restarts import RECOVERABLE, RestartingRun
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.reward_score import RewardFunction, load_reward_function
 from verl.workers import fsdp_workers, megatron_workers
 from verl.workers.reward_manager import RewardManager
-from verl.workers.rollout.engine import EngineUnavailable
+from verl.workers.rollout_worker import RolloutWorker
 
 
 def worker_classes(config: DictConfig) -> tuple[type[Worker], type[Worker]]:
@@ -43,6 +43,18 @@ def worker_classes(config: DictConfig) -> tuple[type[Worker], type[Worker]]:
     over_megatron = config.actor_rollout_ref.actor.strategy == "megatron"
     workers = megatron_workers if over_megatron else fsdp_workers
     return workers.ActorRolloutRefWorker, workers.CriticWorker
+
+
+def _worker(role: Role, config: DictConfig) -> ClassWithInitArgs:
+    """The class of a role's workers, with its arguments."""
+    actor_class, critic_class = worker_classes(config)
+    block, device, seed = config.actor_rollout_ref, config.trainer.device, config.trainer.seed
+    agent_factory = functools.partial(build_agent, config, api_key=os.environ.get(API_KEY_VARIABLE, ""))
+    if role is Role.Critic:
+        return ClassWithInitArgs(critic_class, config.critic, block.rollout.n, device, seed)
+    if role is Role.Rollout:
+        return ClassWithInitArgs(RolloutWorker, block, agent_factory, device)
+    return ClassWithInitArgs(actor_class, block, role.value, agent_factory, device, seed)
 
 
 def build_trainer(config: DictConfig, train_score: RewardFunction | None = None) -> RayPPOTrainer:
@@ -64,37 +76,16 @@ def build_trainer(config: DictConfig, train_score: RewardFunction | None = None)
         raise ValueError(
             f"{model.path}: no tokenizer can be read there ({str(error).splitlines()[0]})"
         ) from error
-    pool = "global_pool"
+    plans = pools_of(config, Passes.of(config))
     pools = ResourcePoolManager(
-        resource_pool_spec={pool: [config.trainer.n_gpus_per_node] * config.trainer.nnodes},
-        mapping=dict.fromkeys(Role, pool),
+        resource_pool_spec={plan.name: list(plan.process_on_nodes) for plan in plans},
+        mapping={role: plan.name for plan in plans for role in plan.roles},
         backend=config.trainer.backend,
         use_gpu=config.trainer.device == "cuda",
+        num_cpus_per_process=config.trainer.cpus_per_process,
     )
     pools.create_resource_pool()
-    passes = Passes.of(config)
-    role = actor_role(passes.reference)
-    actor_class, critic_class = worker_classes(config)
-    workers = {
-        role: ClassWithInitArgs(
-            actor_class,
-            config=config.actor_rollout_ref,
-            role=role.value,
-            agent_factory=functools.partial(
-                build_agent, config, api_key=os.environ.get(API_KEY_VARIABLE, "")
-            ),
-            device=config.trainer.device,
-            seed=config.trainer.seed,
-        )
-    }
-    if passes.values:
-        workers[Role.Critic] = ClassWithInitArgs(
-            critic_class,
-            config=config.critic,
-            rollout_n=config.actor_rollout_ref.rollout.n,
-            device=config.trainer.device,
-            seed=config.trainer.seed,
-        )
+    workers = {role: _worker(role, config) for plan in plans for role in plan.roles}
     user_score = load_reward_function(config.custom_reward_function)
     extra = config.data.extra_val_files
     return RayPPOTrainer(

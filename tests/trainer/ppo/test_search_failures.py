@@ -70,7 +70,7 @@ def make_trainer(world: Path, run_dir: Path, num_failing: int, *settings: str):
         )
 
     trainer = build_trainer(config)
-    trainer.actor_rollout_wg = SimpleNamespace(generate_sequences=generate_sequences)
+    trainer.rollout_wg = SimpleNamespace(generate_sequences=generate_sequences)
     return trainer
 
 

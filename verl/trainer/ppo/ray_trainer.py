@@ -29,7 +29,8 @@ from verl.trainer.ppo.batching import Arrangement, mini_batch_rows, with_columns
 from verl.trainer.ppo.collection import TrajectoryCollector
 from verl.trainer.ppo.health import HealthMonitor
 from verl.trainer.ppo.passes import Passes
-from verl.trainer.ppo.roles import ResourcePoolManager, Role, actor_role
+from verl.trainer.ppo.roles import ResourcePoolManager, Role
+from verl.trainer.ppo.rollout_apart import RolloutApart
 from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped
 from verl.trainer.ppo.token_worker import (
     ADVANTAGE_COLUMNS,
@@ -147,12 +148,16 @@ class RayPPOTrainer:
         for pool, workers in pools.values():
             backend = self.resource_pool_manager.backend
             self.worker_groups |= build_worker_groups(backend, pool, workers, columns_stay=True)
-        self.actor_rollout_wg = self.worker_groups[actor_role(self.passes.reference).value]
+        actor = next(role for role in self.role_worker_mapping if role not in (Role.Critic, Role.Rollout))
+        self.actor_rollout_wg = self.worker_groups[actor.value]
         self.actor_rollout_wg.init_model()
         if self.passes.values:
             self.critic_wg = self.worker_groups[Role.Critic.value]
             self.critic_wg.init_model()
-        self.actor_rollout_wg.start_rollout(-(-self._most_rows() // self.actor_rollout_wg.world_size))
+        self.rollout_wg: WorkerGroup | RolloutApart = self.actor_rollout_wg
+        if Role.Rollout in self.role_worker_mapping:
+            self.rollout_wg = RolloutApart(self.actor_rollout_wg, self.worker_groups[Role.Rollout.value])
+        self.rollout_wg.start_rollout(-(-self._most_rows() // self.rollout_wg.world_size))
 
     @cached_property
     def tokens(self) -> WorkerGroup:
@@ -247,7 +252,7 @@ class RayPPOTrainer:
     # ----------------------------------------------------------- parts of a step
 
     def _generate_sequences(self, gen_batch: DataProto) -> DataProto:
-        generated = self.actor_rollout_wg.generate_sequences(gen_batch)
+        generated = self.rollout_wg.generate_sequences(gen_batch)
         self._check_searches(generated)
         return generated
 
@@ -440,6 +445,8 @@ class RayPPOTrainer:
         self.running_baseline.load_state_dict(self.state.running_baseline)
         self.health.load_state_dict(self.state.health)
         self.actor_rollout_wg.load_checkpoint(str(folder / "actor"))
+        if isinstance(self.rollout_wg, RolloutApart):
+            self.rollout_wg.forget_weights()
         if self.passes.values:
             self.critic_wg.load_checkpoint(str(folder / "critic"))
 

@@ -35,12 +35,14 @@ class ResourcePoolManager:
         mapping: role -> pool name. Roles of one pool share its processes.
         backend: "local" (one in-process worker) or "ray".
         use_gpu: whether a process of a pool takes a GPU.
+        num_cpus_per_process: of Ray's CPUs, reserved by each process.
     """
 
     resource_pool_spec: dict[str, list[int]]
     mapping: dict[Role, str]
     backend: str
     use_gpu: bool
+    num_cpus_per_process: float = 0.25
     resource_pool_dict: dict[str, ResourcePool] = field(default_factory=dict)
 
     def create_resource_pool(self) -> None:
@@ -49,7 +51,9 @@ class ResourcePoolManager:
             if self.backend == "ray":
                 from verl.single_controller.ray import RayResourcePool
 
-                self.resource_pool_dict[name] = RayResourcePool(process_on_nodes, use_gpu=self.use_gpu)
+                self.resource_pool_dict[name] = RayResourcePool(
+                    process_on_nodes, self.use_gpu, self.num_cpus_per_process
+                )
             else:
                 self.resource_pool_dict[name] = ResourcePool(process_on_nodes)
 
