@@ -6,6 +6,7 @@ so that proxies, keys and addresses count as in training.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from search_r1.search.manifest import check_files, read_manifest
 from search_r1.search.transport.addresses import parse_urls
 from verl.doctor.facts import Corpus, Index, Server
 from verl.doctor.facts_network import port_holder, resolve
-from verl.doctor.proxies import is_inside
+from verl.doctor.proxies import is_inside, proxy_for
 
 HEALTH_SECONDS = 2.0
 QUESTION = "is anybody there?"
@@ -64,10 +65,10 @@ def _look_at_server(url: str, question: Question) -> Server:
             client.batch_search([QUESTION])
         except SearchError as error:
             problem = str(error)
-    holder = None
-    if problem is not None and any(is_inside(address) for address in addresses):
+    holder, health = None, _health(url, question.use_proxy)
+    by_proxy = question.use_proxy and proxy_for(url, os.environ) is not None
+    if problem is not None and not by_proxy and any(is_inside(address) for address in addresses):
         holder = port_holder(urlsplit(url).port or 80)
-    health = _health(url, question.use_proxy) if problem is None or "503" in problem else {}
     return Server(url, problem, health, holder, addresses)
 
 
@@ -76,7 +77,8 @@ def _health(url: str, use_proxy: bool) -> dict[str, Any]:
     split = urlsplit(url)
     address = urlunsplit(split._replace(path=split.path.rstrip("/").rpartition("/")[0] + "/health", query=""))
     try:
-        with httpx.Client(trust_env=use_proxy, timeout=HEALTH_SECONDS) as client:
+        verify = split.scheme == "https"  # certificates take a tenth of a second to load
+        with httpx.Client(trust_env=use_proxy, timeout=HEALTH_SECONDS, verify=verify) as client:
             reply = client.get(address)
             said = reply.json() if reply.status_code == 200 else {}
     except (httpx.HTTPError, ValueError):

@@ -95,8 +95,8 @@ def find_ports_in_use(facts: Facts, machine: Machine) -> Iterator[Finding]:
         if server.problem is not None and server.holder is not None and not server.health:
             port = urlsplit(server.url).port or 80
             yield error(
-                f"port {port} of this machine is held by {server.holder}, which is no retrieval server "
-                f"({server.problem})",
+                f"port {port} of this machine is held by {server.holder}, which does not answer as a "
+                f"retrieval server ({server.problem})",
                 f"searches at {server.url} fail, and a retrieval server can't start there",
                 f"bash retrieval_launch.sh --port {port + 1} and "
                 f"retriever.url=http://127.0.0.1:{port + 1}/retrieve",
