@@ -249,14 +249,19 @@ run_training() {
     trap 'exit 130' INT
     trap 'exit 143' TERM
     trap 'exit 129' HUP
+    trap 'exit 138' USR1
     ! $needs_server || start_search "$run_dir"
     [ "$kind" = sft ] || [ -z "${RETRIEVER_URL:-}" ] || overrides+=("$(quoted retriever.url "$RETRIEVER_URL")")
 
     # In the background, so that a signal to this script is handled at once and not after the run.
     "$PYTHON" -m "$program" "${overrides[@]}" "$@" &
     TRAINER_PID=$!
-    local status=0
-    wait "$TRAINER_PID" || status=$?
+    local status interrupted=true
+    trap 'interrupted=true; kill -USR1 "$TRAINER_PID"' USR1    # it ends its step, writes a checkpoint and stops
+    while $interrupted; do
+        interrupted=false status=0
+        wait "$TRAINER_PID" || status=$?
+    done
     TRAINER_PID=    # it has ended: its number may be somebody else's by now
     return "$status"
 }

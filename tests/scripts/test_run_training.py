@@ -19,7 +19,7 @@ from verl.trainer.config.sft_keys import load_sft_config, validate_sft
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = """
-import json, os, pathlib, sys, time
+import json, os, pathlib, signal, sys, time
 program = sys.argv[2] if sys.argv[1] == "-m" else ""
 notes = pathlib.Path(os.environ["NOTES"])
 if program:
@@ -40,6 +40,11 @@ if program.endswith("server"):
     print("retrieval server on http://127.0.0.1:1234/retrieve", flush=True)
     time.sleep(300)
 if program.endswith("main_ppo"):
+    def stop(number, frame):
+        time.sleep(0.3)  # the rest of a step
+        sys.exit(3)
+    signal.signal(signal.SIGUSR1, stop)
+    (notes / "running").touch()
     time.sleep(300 if "wait" in os.environ.get("STUB", "") else 0)
     sys.exit(3 if "fail" in os.environ.get("STUB", "") else 0)
 """
@@ -207,6 +212,26 @@ def test_a_signal_ends_the_run_and_the_server(repository, number):
     assert process.returncode == 128 + number
     for program in ("server", "main_ppo"):
         assert not psutil.pid_exists(note(repository, program)[0])
+
+
+def test_usr1_is_for_the_run_which_ends_as_it_likes(repository):
+    process = start(repository, STUB="wait")
+    deadline = time.monotonic() + 30
+    while not (repository / "notes" / "running").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=30)
+    assert process.returncode == 3
+    assert not psutil.pid_exists(note(repository, "server")[0])
+
+
+def test_doctor_checks_the_run_that_would_be_started(repository):
+    assert run(repository, "--doctor", "max_turns=7", SEED="4") == (0, "")
+    assert note(repository, "main_ppo") is None
+    found = note(repository, "verl.doctor".split(".")[-1])
+    assert found is not None and "max_turns=7" in found[1] and "--doctor" not in found[1]
+    assert "data.train_files='data/microworld/seed4/train.parquet'" in found[1]
 
 
 def test_a_server_that_does_not_start_is_said_with_its_log(repository):

@@ -31,6 +31,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.roles import ResourcePoolManager, Role
 from verl.trainer.ppo.run_state import RunStopped
 from verl.trainer.restarts import RECOVERABLE, RestartingRun
+from verl.trainer.stop_request import StopRequest
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.reward_score import RewardFunction, load_reward_function
 from verl.workers import fsdp_workers, megatron_workers
@@ -57,12 +58,17 @@ def _worker(role: Role, config: DictConfig) -> ClassWithInitArgs:
     return ClassWithInitArgs(actor_class, block, role.value, agent_factory, device, seed)
 
 
-def build_trainer(config: DictConfig, train_score: RewardFunction | None = None) -> RayPPOTrainer:
+def build_trainer(
+    config: DictConfig,
+    train_score: RewardFunction | None = None,
+    stop_asked: Callable[[], bool] = lambda: False,
+) -> RayPPOTrainer:
     """Put a `RayPPOTrainer` together; no process is started and no model loaded yet.
 
     Args:
         config: validated configuration.
         train_score: scores training rows (`main_ppo_format`); validation is always exact match.
+        stop_asked: whether the run shall end after the present step.
 
     Returns:
         The trainer: call `init_workers()`, `fit()`, and `shutdown()` whatever happens.
@@ -101,6 +107,7 @@ def build_trainer(config: DictConfig, train_score: RewardFunction | None = None)
         ),
         val_dataset=RLHFDataset(config.data.val_files, tokenizer, config.data, config.data.val_data_num),
         extra_val_dataset=RLHFDataset(extra, tokenizer, config.data, None) if extra else None,
+        stop_asked=stop_asked,
     )
 
 
@@ -117,6 +124,7 @@ def run(argv: list[str], train_score_factory: Callable[[DictConfig], RewardFunct
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` runs
+    stop_asked = StopRequest().listen()
     session = training = None
     try:
         try:
@@ -132,7 +140,8 @@ def run(argv: list[str], train_score_factory: Callable[[DictConfig], RewardFunct
             session = start_ray(config)
             place(config)
             score = train_score_factory(config) if train_score_factory else None
-            training = RestartingRun(config, functools.partial(build_trainer, train_score=score))
+            build = functools.partial(build_trainer, train_score=score, stop_asked=stop_asked)
+            training = RestartingRun(config, build)
             training.start()
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)

@@ -60,6 +60,7 @@ class RayPPOTrainer:
         trajectory_metrics: trajectories of a step -> the agent's figures (`env/*`).
         train_dataset, val_dataset: rows of prompts. `extra_val_dataset` is measured at the start and at the
             end, and reported on its own.
+        stop_asked: asked after each step; True ends the run there, with a checkpoint.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class RayPPOTrainer:
         train_dataset: RLHFDataset,
         val_dataset: RLHFDataset,
         extra_val_dataset: RLHFDataset | None = None,
+        stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -85,6 +87,7 @@ class RayPPOTrainer:
         self.train_dataset = train_dataset
         self.val_dataset = val_dataset
         self.extra_val_dataset = extra_val_dataset
+        self.stop_asked = stop_asked
 
         self.passes = Passes.of(config)
         self.kl_controller = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
@@ -204,7 +207,11 @@ class RayPPOTrainer:
     # ------------------------------------------------------------------- loop
 
     def fit(self) -> dict[str, Any] | None:
-        """Run to `total_steps` from where the last checkpoint stands; returns what `summary.json` holds."""
+        """Run to `total_steps` from where the last checkpoint stands; returns what `summary.json` holds.
+
+        Raises:
+            RunStopped: it can't go on, or was asked to stop.
+        """
         self._resume()
         started = time.perf_counter() - self.state.wall_seconds
         trainer = self.config.trainer
@@ -245,8 +252,14 @@ class RayPPOTrainer:
             self._check_updates(metrics, skipped_update)
             checkpoint_seconds = {}
             del batch  # its columns are freed before the next ones are made
-            if last or (trainer.save_freq > 0 and self.state.step % trainer.save_freq == 0):
+            stop = self.stop_asked() and not last
+            if last or stop or (trainer.save_freq > 0 and self.state.step % trainer.save_freq == 0):
                 checkpoint_seconds = self._save_checkpoint()
+            if stop:
+                raise RunStopped(
+                    f"asked to stop (SIGUSR1); the checkpoint of step {self.state.step} is written, and the "
+                    "same command goes on from it."
+                )
         return self.recorder.finish(self.state, time.perf_counter() - started)
 
     # ----------------------------------------------------------- parts of a step
