@@ -75,17 +75,22 @@ class ValueModel(nn.Module):
         width = model.config.get_text_config().hidden_size
         dtype = torch.float32 if adapters else next(model.parameters()).dtype
         self.value_head = nn.Linear(width, 1, dtype=dtype)
-        nn.init.zeros_(self.value_head.bias)
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():  # values start near 0, the same for every process and run
-            initial = torch.randn(1, width, generator=generator) * (0.01 / width**0.5)
-            self.value_head.weight.copy_(initial)
+        self.value_head.load_state_dict(initial_value_head(width))
 
     def forward(self, micro_batch: PackedMicroBatch) -> tuple[Tensor]:
         """(values,), [U] float32, one for each distinct loss token."""
         hidden = _hidden_states(self.model, micro_batch, self.is_short)
         values = self.value_head(hidden.to(self.value_head.weight.dtype))
         return (values.squeeze(-1).float().clone(),)  # no view: FSDP2 hooks on to what is returned
+
+
+def initial_value_head(width: int) -> dict[str, Tensor]:
+    """weight [1, width] and bias [1] of a new critic's head: values near 0, the same for every process and
+    run.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(1, width, generator=generator) * (0.01 / width**0.5)
+    return {"weight": weight, "bias": torch.zeros(1)}
 
 
 def _hidden_states(backbone: nn.Module, micro_batch: PackedMicroBatch, is_short: bool) -> Tensor:

@@ -40,7 +40,7 @@ from transformers import PretrainedConfig
 
 from verl.utils.packing import PackedMicroBatch
 from verl.utils.ulysses import ShardedMicroBatch, shard_micro_batch
-from verl.workers.engine.loading import load_hf_config
+from verl.workers.engine.loading import initial_value_head, load_hf_config
 from verl.workers.engine.lora import wants_adapters
 from verl.workers.megatron import cpu_support, parallel_state
 from verl.workers.megatron.attention import PackedTokens, RotaryEmbedding
@@ -242,7 +242,10 @@ def build_model(
 def initial_weights(model_config: Mapping[str, Any], built: BuiltModel) -> Read:
     """Reads what a model begins with, in the dtypes of its folder: for `WeightMap.fill` and `local`."""
     in_folder = read_folder(model_folder(model_config))
-    value_head = {} if built.weights.has_head else initial_value_head(built.shape.hidden)
+    value_head: dict[str, Tensor] = {}
+    if not built.weights.has_head:
+        initial = initial_value_head(built.shape.hidden)
+        value_head = {f"value_head.{kind}": tensor for kind, tensor in initial.items()}
 
     def read(piece: Piece, part: tuple[slice, ...]) -> Tensor:
         return value_head[piece.name][part] if piece.name in value_head else in_folder(piece, part)
@@ -271,13 +274,6 @@ def model_folder(model_config: Mapping[str, Any]) -> Path:
     if folder.is_dir():
         return folder
     return Path(snapshot_download(model_config["path"], allow_patterns=["*.safetensors*", "*.json"]))
-
-
-def initial_value_head(width: int) -> dict[str, Tensor]:
-    """What a critic's head begins with: values near 0, the same for every process and run."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(1, width, generator=generator) * (0.01 / width**0.5)
-    return {"value_head.weight": weight, "value_head.bias": torch.zeros(1)}
 
 
 def padded(part: PackedMicroBatch, multiple: int) -> PackedMicroBatch:

@@ -1,0 +1,94 @@
+"""How a model may be cut, and what is refused before anything is read; without Megatron."""
+
+import importlib.util
+
+import pytest
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from verl.workers.megatron import check_installed
+from verl.workers.megatron.settings import ModelShape, ParallelSizes, StageLayout
+
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+
+
+def test_a_shape_says_what_the_architectures_differ_in():
+    qwen2, qwen3 = ModelShape.of(Qwen2Config(**SIZES)), ModelShape.of(Qwen3Config(**SIZES, head_dim=16))
+    llama = ModelShape.of(LlamaConfig(**SIZES, tie_word_embeddings=True))
+    assert (qwen2.biased_qkv, qwen2.normed_qk, qwen2.tied, qwen2.head_width) == (True, False, False, 4)
+    assert (qwen3.biased_qkv, qwen3.normed_qk, qwen3.tied, qwen3.head_width) == (False, True, False, 16)
+    assert (llama.biased_qkv, llama.normed_qk, llama.tied, llama.head_width) == (False, False, True, 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (MistralConfig(**SIZES), "found model_type 'mistral', expected one of qwen2, qwen3, llama"),
+        (Qwen2Config(**SIZES, use_sliding_window=True, max_window_layers=2), "use_sliding_window=True"),
+        (Qwen3Config(**SIZES, layer_types=["sliding_attention"] * 8), "layer_types="),
+        (Qwen3Config(**SIZES, attention_bias=True), "attention_bias=True"),
+        (LlamaConfig(**SIZES, mlp_bias=True), "mlp_bias=True"),
+        (LlamaConfig(**SIZES, hidden_act="gelu"), "hidden_act='gelu'"),
+        (
+            LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            "rope_type .dynamic. .* expected one of default, linear, llama3, yarn",
+        ),
+    ],
+)
+def test_what_is_not_built_here_is_refused_by_name(config, said):
+    with pytest.raises(ValueError, match=said):
+        ModelShape.of(config)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "per_virtual_stage", "said"),
+    [
+        (ParallelSizes(tensor=8), None, "4 key and value heads, which tensor_model_parallel_size=8"),
+        (ParallelSizes(tensor=3), None, "8 attention heads, which tensor_model_parallel_size=3"),
+        (
+            ParallelSizes(tensor=4, context=4),
+            None,
+            "2 attention heads on each tensor rank, which context_par",
+        ),
+        (ParallelSizes(pipeline=3), None, "8 layers, which pipeline_model_parallel_size=3"),
+        (
+            ParallelSizes(pipeline=2),
+            3,
+            "num_layers_per_virtual_pipeline_stage: found 3, expected a number that",
+        ),
+        (ParallelSizes(pipeline=1), 2, "each of 1 pipeline ranks"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(sizes, per_virtual_stage, said):
+    with pytest.raises(ValueError, match=said):
+        ModelShape.of(Qwen2Config(**SIZES)).check(sizes, per_virtual_stage)
+
+
+def test_a_replica_has_to_divide_the_processes():
+    ParallelSizes(2, 2, 1).check(8)
+    with pytest.raises(ValueError, match="4 processes for one replica .* but there are 6 in all"):
+        ParallelSizes(2, 2, 1).check(6)
+
+
+def test_virtual_stages_go_round_the_pipeline():
+    layout = StageLayout.of(8, 2, 2)
+    assert (layout.first, layout.last) == ((0, 0), (1, 1))
+    assert [layout.place(layer) for layer in (0, 1, 2, 4, 7)] == [
+        (0, 0, 0),
+        (0, 0, 1),
+        (1, 0, 0),
+        (0, 1, 0),
+        (1, 1, 1),
+    ]
+
+
+def test_a_missing_package_is_said_with_the_command_that_helps(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r'run `pip install -c constraints.txt -e "\.\[megatron\]"`'):
+        check_installed()
