@@ -1,4 +1,4 @@
-"""Network cards, names, and who listens on a port; from /proc and /sys, in milliseconds."""
+"""Network cards, names, and who listens on a port; from the kernel, in milliseconds."""
 
 from __future__ import annotations
 
@@ -27,30 +27,35 @@ VIRTUAL = (
     "podman",
     "lxc",
 )
-_SIOCGIFADDR = 0x8915
+_GET_FLAGS, _GET_ADDRESS, _IS_UP = 0x8913, 0x8915, 0x1  # SIOCGIFFLAGS, SIOCGIFADDR, IFF_UP
 _LISTEN = "0A"
 
 
 def look_at_cards() -> tuple[Card, ...]:
     """Cards that are up and have an address that other machines can reach; not the loopback."""
     cards = []
-    for folder in sorted(Path("/sys/class/net").glob("*")):
-        name = folder.name
-        try:
-            state = (folder / "operstate").read_text().strip()
-        except OSError:
-            continue
+    for _, name in sorted(socket.if_nameindex(), key=lambda card: card[1]):
         addresses = _addresses(name)
-        if name != "lo" and state != "down" and addresses:
+        if name != "lo" and addresses and _is_up(name):
             cards.append(Card(name, addresses, name.startswith(VIRTUAL)))
     return tuple(cards)
 
 
-def _addresses(name: str) -> tuple[str, ...]:
-    found = []
+def _is_up(name: str) -> bool:
+    flags = _ask(name, _GET_FLAGS)
+    return flags is not None and bool(struct.unpack_from("H", flags, 16)[0] & _IS_UP)
+
+
+def _ask(name: str, question: int) -> bytes | None:
+    """What the kernel answers about a card: its name in 16 bytes, then the answer."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked, contextlib.suppress(OSError):
-        answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        found.append(socket.inet_ntoa(answer[20:24]))
+        return fcntl.ioctl(asked.fileno(), question, struct.pack("256s", name.encode()[:15]))
+    return None
+
+
+def _addresses(name: str) -> tuple[str, ...]:
+    answer = _ask(name, _GET_ADDRESS)
+    found = [] if answer is None else [socket.inet_ntoa(answer[20:24])]
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, *_, card = line.split()
