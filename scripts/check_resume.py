@@ -31,6 +31,7 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 TIMES = ("timing_", "perf/", "rollout/seconds", "rollout/tokens_per_second")
 TIMES += ("retrieval/",)  # a new client has no answers in memory yet
+TIMES += ("trainer/num_restarts",)
 
 
 @contextmanager

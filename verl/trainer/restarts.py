@@ -95,7 +95,7 @@ class RestartingRun:
             if (missing := _wait_for_room(self.trainer, joining, "nodes may still join")) is not None:
                 raise ValueError(
                     f"the run asks for more than the Ray cluster has; it lacks {missing}. Lower "
-                    "trainer.n_gpus_per_node or trainer.nnodes, or let more join (scripts/ray_node.sh worker)."
+                    "trainer.n_gpus_per_node or trainer.nnodes, or let others join (scripts/ray_node.sh)."
                 )
         self.trainer.init_workers()
 

@@ -1,0 +1,228 @@
+"""A run that lost a worker goes on by itself, as far as it may; one test with Ray's own processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from verl.single_controller.base.errors import WorkerDiedError
+from verl.trainer import restarts
+from verl.trainer.ppo.roles import ResourcePoolManager
+from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped
+from verl.trainer.restarts import RestartingRun, set_resume
+from verl.workers.rollout.engine import EngineUnavailable
+
+
+def settings(run_dir, **values) -> DictConfig:
+    defaults = {
+        "backend": "ray",
+        "default_local_dir": str(run_dir),
+        "max_ckpt_to_keep": None,
+        "max_restarts": 0,
+        "restart_timeout": 30,
+        "resume_mode": "auto",
+        "resume_from_path": None,
+    }
+    return OmegaConf.create({"trainer": defaults | values})
+
+
+def save(store: CheckpointStore, step: int) -> None:
+    store.folder(step).mkdir(parents=True)
+    RunState(step=step).save(store.folder(step))
+
+
+class CountingTrainer:
+    """Counts to `steps`, saving each; `at_step(step)` may raise, as a call on a worker that died would."""
+
+    def __init__(self, config: DictConfig, at_step=lambda step: None, steps=5) -> None:
+        self.config, self.at_step, self.steps = config, at_step, steps
+        trainer = config.trainer
+        self.checkpoints = CheckpointStore(trainer.default_local_dir, trainer.max_ckpt_to_keep)
+        self.resume_folder = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
+        self.resource_pool_manager = ResourcePoolManager({}, {}, "ray", False)
+        self.num_restarts = 0
+        self.done: list[int] = []
+        self.is_up = False
+
+    def init_workers(self) -> None:
+        self.checkpoints.lock()
+        self.is_up = True
+
+    def fit(self) -> None:
+        first = 0 if self.resume_folder is None else RunState.load(self.resume_folder).step
+        for step in range(first + 1, self.steps + 1):
+            self.at_step(step)
+            self.done.append(step)
+            save(self.checkpoints, step)
+
+    def shutdown(self) -> None:
+        self.is_up = False
+        self.checkpoints.unlock()
+
+
+class Attempts:
+    """Builds CountingTrainers, of which the first ones fail at the steps given."""
+
+    def __init__(self, *fail_at: int, error: type[Exception] = WorkerDiedError) -> None:
+        self.fail_at, self.error, self.trainers = list(fail_at), error, []
+
+    def __call__(self, config: DictConfig) -> CountingTrainer:
+        assert not any(trainer.is_up for trainer in self.trainers), "the one before has ended"
+        number = len(self.trainers)
+
+        def at_step(step: int) -> None:
+            if number < len(self.fail_at) and step == self.fail_at[number]:
+                raise self.error(f"attempt {number} died")
+
+        self.trainers.append(CountingTrainer(config, at_step))
+        return self.trainers[-1]
+
+
+@pytest.fixture
+def room(monkeypatch):
+    """What the cluster lacks, one entry a look."""
+    answers: list[str | None] = []
+    monkeypatch.setattr(restarts, "_wait_for_room", lambda *_: answers.pop(0) if answers else None)
+    return answers
+
+
+@pytest.mark.parametrize("error", [WorkerDiedError, EngineUnavailable])
+def test_each_failure_is_taken_up_at_the_last_checkpoint_and_written_down(room, tmp_path, capsys, error):
+    attempts = Attempts(3, 3, 5, error=error)
+    run = RestartingRun(settings(tmp_path, max_restarts=3), attempts)
+    run.start()
+    run.fit()
+    run.shutdown()
+    assert [trainer.done for trainer in attempts.trainers] == [[1, 2], [], [3, 4], [5]]
+    assert [trainer.num_restarts for trainer in attempts.trainers] == [0, 1, 2, 3]
+    assert not any(trainer.is_up for trainer in attempts.trainers)
+    records = [json.loads(line) for line in (tmp_path / "restarts.jsonl").read_text().splitlines()]
+    assert [(record["restart"], record["from_step"]) for record in records] == [(1, 2), (2, 2), (3, 4)]
+    assert records[0]["reason"] == "attempt 0 died"
+    said = capsys.readouterr()
+    assert "error: attempt 0 died" in said.err
+    assert "restart 1 of 3 (trainer.max_restarts), after waiting 0 s: the run goes on from step 2" in said.out
+
+
+def test_without_restarts_the_run_ends_and_says_how_it_goes_on(room, tmp_path):
+    run = RestartingRun(settings(tmp_path), attempts := Attempts(3))
+    run.start()
+    with pytest.raises(RunStopped, match="same command again: the run goes on from step 2.*max_restarts=3"):
+        run.fit()
+    assert len(attempts.trainers) == 1 and not attempts.trainers[0].is_up
+
+
+def test_no_more_restarts_than_allowed(room, tmp_path):
+    run = RestartingRun(settings(tmp_path, max_restarts=1), Attempts(2, 3))
+    run.start()
+    with pytest.raises(RunStopped, match="trainer.max_restarts=1 restarts are used up.*from step 2"):
+        run.fit()
+
+
+def test_a_failure_that_comes_again_without_progress_is_not_tried_for_ever(room, tmp_path):
+    run = RestartingRun(settings(tmp_path, max_restarts=100), attempts := Attempts(*[3] * 50))
+    run.start()
+    with pytest.raises(RunStopped, match="failed 3 times in a row without getting from step 2"):
+        run.fit()
+    assert len(attempts.trainers) == 3
+
+
+def test_a_cluster_that_stays_too_small_ends_the_run_with_what_it_lacks(room, tmp_path):
+    run = RestartingRun(settings(tmp_path, max_restarts=3), Attempts(3))
+    run.start()
+    room.append("1 node with 8 GPUs free")
+    with pytest.raises(RunStopped, match="still lacks 1 node with 8 GPUs free after trainer.restart_t"):
+        run.fit()
+
+
+def test_a_run_that_asks_for_too_much_is_refused_at_its_start(room, tmp_path):
+    room.append("1 node with 8 GPUs free")
+    run = RestartingRun(settings(tmp_path), attempts := Attempts())
+    with pytest.raises(ValueError, match="more than the Ray cluster has; it lacks 1 node with 8 GPUs free"):
+        run.start()
+    assert not attempts.trainers[0].is_up
+    run.shutdown()
+
+
+def test_in_this_process_restarts_have_no_effect_and_that_is_said(tmp_path, capsys):
+    run = RestartingRun(settings(tmp_path, max_restarts=3, backend="local"), Attempts(2))
+    assert "trainer.max_restarts=3 has no effect" in capsys.readouterr().out
+    run.start()
+    with pytest.raises(RunStopped):
+        run.fit()
+
+
+def test_other_errors_are_not_hidden(room, tmp_path):
+    run = RestartingRun(settings(tmp_path, max_restarts=3), Attempts(2, error=KeyError))
+    run.start()
+    with pytest.raises(KeyError):
+        run.fit()
+
+
+def test_a_run_started_from_elsewhere_goes_on_from_its_own_checkpoint_only_if_that_is_later(tmp_path):
+    elsewhere, own = CheckpointStore(tmp_path / "elsewhere", None), CheckpointStore(tmp_path / "own", None)
+    save(elsewhere, 5)
+    trainer = settings(
+        tmp_path / "own", resume_mode="from_path", resume_from_path=str(elsewhere.folder(5))
+    ).trainer
+    set_resume(trainer, own)
+    assert trainer.resume_mode == "from_path"
+    save(own, 3)  # of a run before this one
+    set_resume(trainer, own)
+    assert trainer.resume_mode == "from_path"
+    save(own, 6)
+    set_resume(trainer, own)
+    assert (trainer.resume_mode, trainer.resume_from_path) == ("auto", None)
+
+
+def test_a_new_start_does_not_set_its_own_checkpoints_aside(tmp_path):
+    trainer = settings(tmp_path, resume_mode="none").trainer
+    set_resume(trainer, CheckpointStore(tmp_path, None))
+    assert trainer.resume_mode == "auto"
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_with_ray_a_killed_process_is_replaced_by_a_new_one(tmp_path, capfd):
+    ray_backend = pytest.importorskip("verl.single_controller.ray")
+    from verl.single_controller import ClassWithInitArgs, Worker, register
+
+    class Victim(Worker):
+        @register()
+        def work(self, dies: bool) -> int:
+            print("about to work", flush=True)
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return os.getpid()
+
+    pids: list[int] = []
+
+    class RayTrainer(CountingTrainer):
+        def init_workers(self) -> None:
+            super().init_workers()
+            pool = ray_backend.RayResourcePool([1])
+            self.resource_pool_manager.resource_pool_dict["pool"] = pool
+            self.group = ray_backend.RayWorkerGroup(pool, ClassWithInitArgs(Victim))
+            self.at_step = lambda step: pids.extend(self.group.work(step == 3 and self.num_restarts == 0))
+
+        def shutdown(self) -> None:
+            self.group.shutdown()
+            super().shutdown()
+
+    with ray_backend.init_ray(num_cpus=1):
+        run = RestartingRun(settings(tmp_path, max_restarts=1), lambda config: RayTrainer(config, steps=4))
+        run.start()
+        started = time.monotonic()
+        run.fit()
+        assert time.monotonic() - started < 60
+        run.shutdown()
+    assert len(pids) == 4 and len(set(pids[:2])) == 1 and len(set(pids[2:])) == 1 and pids[0] != pids[2]
+    said = capfd.readouterr().err
+    named = rf"rank 0 of worker group 'Victim' died during work .*pid {pids[0]}\): .*SIGKILL from outside"
+    assert re.search(named, said) and "| about to work" in said
