@@ -191,14 +191,14 @@ class NamespaceNodes:
         folder: where logs, /tmp of each node (`folder/<name>/tmp`) and /etc/hosts are kept. All nodes see it
             at the same path, as they see the repository and everything else outside of /tmp.
         shared: more folders below /tmp that all nodes see.
-        shm: size of each node's /dev/shm, as mount takes it.
+        shm: the most that each node's /dev/shm takes, as mount puts it (by default half of the memory).
 
     Raises:
         RuntimeError: a node could not be made.
     """
 
     def __init__(
-        self, names: Sequence[str] | int, folder: Path, shared: Sequence[Path] = (), shm: str = "2g"
+        self, names: Sequence[str] | int, folder: Path, shared: Sequence[Path] = (), shm: str = "50%"
     ) -> None:
         self._names = [f"node{i + 1}" for i in range(names)] if isinstance(names, int) else list(names)
         self._folder, self._shm = folder.resolve(), shm
