@@ -28,18 +28,38 @@ COMMON = [
 ]
 
 
+@dataclass(frozen=True)
+class Case:
+    """A model of `megatron_ranks.MODELS` and how it is cut; kind: actor or critic."""
+
+    model: str
+    layout: Layout
+    kind: str
+
+
 @dataclass
 class Result:
-    """What a run of updates gave, for one kind of model.
+    """What a run of updates gave.
 
-    metrics: of each update. averages: AdamW's first averages after the first update: the gradient's.
-    weights: after the last update. before: what the model says of the rows before any (log-probs or values).
+    before, after: what the model says of the replica's rows (log-probs or values) at the start and at the
+    end. metrics: of each update. averages: AdamW's first averages after the first update: the gradient's.
+    saved, weights: before and after the last update. resumed: metrics of the last update, from the other
+    kind's checkpoint. reset, reloaded: what a reference says that was reset, and one that was read again.
+    skipped: metrics of an update that is not finite.
     """
 
+    replica: int
+    num_replicas: int
     before: torch.Tensor
     metrics: list = field(default_factory=list)
     averages: dict = field(default_factory=dict)
+    saved: dict = field(default_factory=dict)
     weights: dict = field(default_factory=dict)
+    after: torch.Tensor | None = None
+    resumed: dict = field(default_factory=dict)
+    reset: torch.Tensor | None = None
+    reloaded: torch.Tensor | None = None
+    skipped: dict = field(default_factory=dict)
 
 
 def settings(folder, *overrides):
@@ -52,8 +72,8 @@ def rows_of(seed, replica, num_replicas):
     return arranged.chunk(num_replicas)[replica]
 
 
-def make_megatron(kind, config, layout: Layout):
-    """An actor or a critic over a MegatronEngine."""
+def make_megatron(kind, config, layout: Layout, trained=True):
+    """An actor or a critic over a MegatronEngine; or a frozen one."""
     from verl.workers.engine.precision import Precision
     from verl.workers.megatron.engine import MegatronEngine
     from verl.workers.megatron.model import build_model
@@ -73,7 +93,8 @@ def make_megatron(kind, config, layout: Layout):
         layout.sequence,
         layout.layers_per_virtual_stage,
     )
-    engine = MegatronEngine(built, model, precision, fsdp_config, CPU, block.optim, block.grad_clip)
+    optim = block.optim if trained else None
+    engine = MegatronEngine(built, model, precision, fsdp_config, CPU, optim, block.grad_clip)
     limits = [
         MicroBatchLimits.from_config(block, kind, prefix, CPU, model.use_remove_padding)
         for prefix in (["ppo"] if is_actor else ["ppo", "forward"])
@@ -102,32 +123,72 @@ def update(kind, worker, seed):
     return worker.update_policy(rows) if kind == "actor" else worker.update_critic(rows)
 
 
-def averages_of(engine):
-    """Hugging Face name -> AdamW's first average, whole."""
+def tensors_of(kind, engine, what):
+    """Hugging Face name -> whole tensor: "param" the weights, "exp_avg" AdamW's first averages."""
     if hasattr(engine, "whole_tensors"):
-        return {name: x.clone() for name, x in engine.whole_tensors("exp_avg")}
-    states = {name: engine.optimizer.state[p] for name, p in engine.module.named_parameters()}
-    return {name: state["exp_avg"].clone() for name, state in states.items()}
+        return {name: x.clone() for name, x in engine.whole_tensors(what)}
+    prefix = "model." if kind == "actor" else ""
+    return {
+        name.removeprefix(prefix): (p if what == "param" else engine.optimizer.state[p][what])
+        .detach()
+        .clone()
+        for name, p in engine.module.named_parameters()
+    }
 
 
-def run_updates(kind, worker) -> Result:
+def run_updates(kind, worker, folder) -> Result:
+    """All updates; a checkpoint of before the last one in `folder`."""
     engine = worker.engine
-    result = Result(look(kind, worker, rows_of(0, engine.data.rank, engine.data.size)))
+    rows = rows_of(0, engine.data.rank, engine.data.size)
+    result = Result(engine.data.rank, engine.data.size, look(kind, worker, rows))
     for seed in range(NUM_UPDATES):
+        if seed == NUM_UPDATES - 1:
+            engine.snapshot(folder).write()
+            result.saved = tensors_of(kind, engine, "param")
         result.metrics.append(update(kind, worker, seed))
         if seed == 0:
-            result.averages = averages_of(engine)
-    result.weights = {name: x.clone() for name, x in engine.weights()}
+            result.averages = tensors_of(kind, engine, "exp_avg")
+    result.weights = tensors_of(kind, engine, "param")
+    result.after = look(kind, worker, rows)
     return result
 
 
-def run_cases(rank, world_size, out: Path, cases):
-    """cases: name -> (folder, layout, kind). Writes what this rank found."""
+def load_and_update(kind, worker, folder):
+    """The last update from a checkpoint of `run_updates`; returns its metrics."""
+    worker.engine.load(folder)
+    return update(kind, worker, NUM_UPDATES - 1)
+
+
+def run_case(case: Case, model_folder, folder, other) -> Result:
+    """folder: where checkpoints go; other: a checkpoint of one process."""
+    config, kind = settings(model_folder), case.kind
+    worker = make_megatron(kind, config, case.layout)
+    result = run_updates(kind, worker, folder)
+    if kind == "actor":
+        worker.engine.save_hf(folder / "huggingface", None, model_folder)
+        late = worker.engine.snapshot_hf(folder / "before", None, model_folder, folder)
+        late.write()
+        rows = rows_of(0, result.replica, result.num_replicas)
+        reference = make_megatron(kind, config, case.layout, trained=False)
+        reference.engine.copy_weights(worker.engine)
+        reference.engine.save_weights(folder / "reference")
+        result.reset = look(kind, reference, rows)
+        reference = make_megatron(kind, config, case.layout, trained=False)
+        reference.engine.load_weights(folder / "reference")
+        result.reloaded = look(kind, reference, rows)
+        poisoned = rows_of(0, result.replica, result.num_replicas)
+        poisoned.batch["advantages"][0, 0] = torch.inf
+        result.skipped = worker.update_policy(poisoned)
+    result.resumed = load_and_update(kind, make_megatron(kind, config, case.layout), other)
+    return result
+
+
+def run_cases(rank, world_size, out: Path, cases, folders, one: Path):
+    """cases: name -> Case; folders: of models; one: with one process's checkpoints. Writes what it found."""
     from verl.workers.megatron import parallel_state
 
     results = {}
-    for name, (folder, layout, kind) in cases.items():
-        worker = make_megatron(kind, settings(folder), layout)
-        results[name] = run_updates(kind, worker)
+    for name, case in cases.items():
+        results[name] = run_case(case, folders[case.model], out / name, one / f"{case.model} {case.kind}")
         parallel_state.destroy()
     torch.save(results, out / f"rank{rank}.pt")

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from megatron.core import parallel_state as mpu
 from safetensors.torch import save_file
 from torch import Tensor
@@ -25,12 +28,14 @@ from transformers import PreTrainedTokenizerBase
 from verl.workers.engine.checkpoint import (
     check_complete,
     check_fits,
+    has_optimizer,
     load_progress,
     load_tensors,
     save_beside,
     save_progress,
     save_tensors,
 )
+from verl.workers.engine.snapshot import Snapshot
 from verl.workers.megatron.optimizer import KINDS
 from verl.workers.megatron.weights import Parameter, Piece, WeightMap
 
@@ -46,6 +51,12 @@ def saved_name(weights: WeightMap, name: str) -> str:
     there has no words `model.` of its own.
     """
     return f"model.{name}" if weights.has_head else name
+
+
+def _again(weights: WeightMap, saved: str) -> list[str]:
+    """The other name under which a checkpoint has the weights of a tied embedding."""
+    is_tied = weights.has_head and weights.shape.tied
+    return ["model.lm_head.weight"] if is_tied and saved == "model.model.embed_tokens.weight" else []
 
 
 def _owner(number: int) -> int:
@@ -74,13 +85,21 @@ def local_tensors(
 
 def save_checkpoint(engine: MegatronEngine, path: str | Path) -> None:
     """Writes everything that the next update depends on into a folder, which is made."""
-    assert engine.optimizer is not None and engine.scheduler is not None
+    take_snapshot(engine, path, None).write()
+    dist.barrier()
+
+
+def take_snapshot(engine: MegatronEngine, path: str | Path, group: dist.ProcessGroup | None) -> Snapshot:
+    """What `save_checkpoint` writes: the tensors, of which each process keeps its share by now, in the
+    snapshot, all else at once. group: of all processes, for a thread in the background.
+    """
+    assert engine.scheduler is not None
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     with engine.loaded(optimizer=True):
-        save_tensors(_collected(engine), folder / "dcp")
+        share = _collected(engine)
     save_progress(folder, engine.scheduler, engine.weights_version, engine.device, dist.get_rank())
-    dist.barrier()
+    return Snapshot(write=partial(save_tensors, share, folder / "dcp", group))
 
 
 def _collected(engine: MegatronEngine) -> dict[str, Any]:
@@ -96,14 +115,11 @@ def _collected(engine: MegatronEngine) -> dict[str, Any]:
                 continue
             name, kept = saved_name(weights, name), whole.to("cpu", copy=True)
             if kind == "param":
-                model[name] = kept
+                model |= dict.fromkeys([name, *_again(weights, name)], kept)
                 state[name] = {"step": step.clone()}
             else:
                 state[name][kind] = kept
-    settings = {key: value for key, value in optimizer.inner.param_groups[0].items() if key != "params"}
-    names = [saved_name(weights, name) for name in weights.shapes()]
-    groups = [{**settings, "params": names}]
-    return {"model": model, "optimizer": {"state": state, "param_groups": groups}}
+    return {"model": model, "optimizer": {"state": state}}
 
 
 def load_checkpoint(engine: MegatronEngine, path: str | Path) -> None:
@@ -111,20 +127,25 @@ def load_checkpoint(engine: MegatronEngine, path: str | Path) -> None:
     assert engine.optimizer is not None and engine.scheduler is not None
     folder = Path(path)
     check_complete(folder)
+    kinds = KINDS if has_optimizer(folder) else KINDS[:1]
     expected: dict[str, tuple[int, ...]] = {}
     for name, shape in engine.built.weights.shapes().items():
         name = saved_name(engine.built.weights, name)
-        expected[f"model.{name}"] = shape
-        state = f"optimizer.state.{name}"
-        expected |= {f"{state}.step": (), f"{state}.exp_avg": shape, f"{state}.exp_avg_sq": shape}
+        expected |= dict.fromkeys(
+            [f"model.{saved}" for saved in (name, *_again(engine.built.weights, name))], shape
+        )
+        if kinds == KINDS:
+            state = f"optimizer.state.{name}"
+            expected |= {f"{state}.step": (), f"{state}.exp_avg": shape, f"{state}.exp_avg_sq": shape}
     check_fits(expected, folder)
     with engine.loaded(optimizer=True):
-        for kind in KINDS:
+        for kind in kinds:
             prefix, ending = ("model.", "") if kind == "param" else ("optimizer.state.", f".{kind}")
             stream = read_whole(engine, folder / "dcp", prefix, ending)
             for parameter, local in local_tensors(engine.built.weights, stream):
                 engine.optimizer.put(engine.built.parameter(parameter.chunk, parameter.name), kind, local)
-        engine.optimizer.put_num_steps(_read_step(engine, folder))
+        if kinds == KINDS:
+            engine.optimizer.put_num_steps(_read_step(engine, folder))
     engine.weights_version = load_progress(folder, engine.scheduler, engine.device, dist.get_rank())
     dist.barrier()
 
@@ -176,32 +197,72 @@ def save_hf(
     engine: MegatronEngine, path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path
 ) -> None:
     """Writes a Hugging Face folder; of several files each process writes its own, as they fill up."""
-    folder, rank = Path(path), dist.get_rank()
-    dtype = engine.precision.model
-    files = _files(engine.built.weights.shapes(), dtype)
-    if rank == 0:
+    folder = Path(path)
+    files = _begin_hf(engine, folder, tokenizer, base)
+    with engine.loaded():
+        stream = engine.whole_tensors("param")
+        for number, (file, names) in enumerate(files.items()):
+            tensors: dict[str, Tensor] = {}
+            for _, (name, whole) in zip(names, stream, strict=False):
+                if _owner(number) == dist.get_rank():
+                    tensors[name] = whole.to("cpu", copy=True)
+            if tensors:
+                _write_file(tensors, folder / file, engine.precision.model)
+    dist.barrier()
+
+
+def hf_snapshot(
+    engine: MegatronEngine,
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    base: str | Path,
+    saved: str | Path,
+) -> Snapshot:
+    """What `save_hf` writes, of the weights that are in the checkpoint `saved` by then: none are gathered."""
+    folder, weights, dtype = Path(path), engine.built.weights, engine.precision.model
+    files = _begin_hf(engine, folder, tokenizer, base)
+    mine = {file: names for n, (file, names) in enumerate(files.items()) if _owner(n) == dist.get_rank()}
+
+    def write() -> None:
+        for file, names in mine.items():
+            shapes = weights.shapes()
+            tensors = {f"model.{saved_name(weights, name)}": torch.empty(shapes[name]) for name in names}
+            with warnings.catch_warnings():  # that one process reads alone is meant
+                warnings.filterwarnings(
+                    "ignore", message="torch.distributed is disabled", category=UserWarning
+                )
+                dcp.load(tensors, checkpoint_id=Path(saved) / "dcp", no_dist=True)
+            plain = dict(zip(names, tensors.values(), strict=True))
+            _write_file(plain, folder / file, dtype)
+
+    return Snapshot(write=write)
+
+
+def _begin_hf(
+    engine: MegatronEngine, folder: Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path
+) -> dict[str, list[str]]:
+    """Makes the folder with all but the weights; returns file name -> the names of its tensors."""
+    shapes, dtype = engine.built.weights.shapes(), engine.precision.model
+    files = _files(shapes, dtype)
+    if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         config = engine.built.hugging_face
         config.dtype = dtype
         config.save_pretrained(folder)
         if len(files) > 1:
-            _write_index(folder, files, engine.built.weights.shapes(), dtype)
+            _write_index(folder, files, shapes, dtype)
         generation = Path(base).expanduser() / GENERATION_FILE
         if generation.is_file():
             shutil.copyfile(generation, folder / GENERATION_FILE)
         save_beside(folder, tokenizer, base)
     dist.barrier()
-    with engine.loaded():
-        stream = engine.whole_tensors("param")
-        for number, (file, names) in enumerate(files.items()):
-            tensors = {}
-            for name, (streamed, whole) in zip(names, stream, strict=False):
-                assert name == streamed
-                if _owner(number) == rank:
-                    tensors[name] = whole.to("cpu", dtype, copy=True).contiguous()
-            if _owner(number) == rank:
-                save_file(tensors, folder / file, metadata={"format": "pt"})
-    dist.barrier()
+    return files
+
+
+def _write_file(tensors: Mapping[str, Tensor], file: Path, dtype: torch.dtype) -> None:
+    save_file(
+        {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}, file, {"format": "pt"}
+    )
 
 
 def _files(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, list[str]]:

@@ -26,6 +26,7 @@ from verl.utils.packing import PackedMicroBatch
 from verl.workers.engine.base import Engine, Outputs, Share, ShareOf
 from verl.workers.engine.optim import build_scheduler
 from verl.workers.engine.precision import Precision
+from verl.workers.engine.snapshot import Snapshot
 from verl.workers.megatron import checkpoint
 from verl.workers.megatron.model import BuiltModel, initial_weights
 from verl.workers.megatron.optimizer import ShardedAdamW
@@ -76,6 +77,7 @@ class MegatronEngine(Engine):
             if precision.compute != torch.float32:
                 self._fill_main_weights(model)
         self._pipeline = Pipeline(models, built.config, num_outputs=3 if built.weights.has_head else 1)
+        self._writing_group: dist.ProcessGroup | None = None  # of threads that write snapshots
         self._set_offloads(fsdp_config)
 
     def _fill_main_weights(self, model: Mapping[str, Any]) -> None:
@@ -234,6 +236,16 @@ class MegatronEngine(Engine):
 
     def save(self, path: str | Path) -> None:
         checkpoint.save_checkpoint(self, path)
+
+    def snapshot(self, path: str | Path) -> Snapshot:
+        if self._writing_group is None:
+            self._writing_group = dist.new_group(backend="gloo")
+        return checkpoint.take_snapshot(self, path, self._writing_group)
+
+    def snapshot_hf(
+        self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path, saved: str | Path
+    ) -> Snapshot:
+        return checkpoint.hf_snapshot(self, path, tokenizer, base, saved)
 
     def load(self, path: str | Path) -> None:
         checkpoint.load_checkpoint(self, path)

@@ -1,0 +1,106 @@
+"""Engines over Megatron on 4 processes against one FSDP2 process: loss, gradient, weights, checkpoints."""
+
+import engine_ranks
+import pytest
+import torch
+from engine_ranks import Case, load_and_update, look, make_plain, rows_of, run_updates, settings
+from megatron_ranks import Layout, run_ranks, write_models
+from tiny_training import assert_same_gradients
+from transformers import AutoModelForCausalLM
+
+pytestmark = [pytest.mark.slow, pytest.mark.megatron]
+
+LAYOUTS = {
+    "TP 2": Layout(tensor=2, sequence=True),
+    "PP 2": Layout(pipeline=2),
+    "TP 2 x PP 2": Layout(tensor=2, pipeline=2),
+}
+CASES = {
+    **{
+        f"actor, {name}, {model}": Case(model, layout, "actor")
+        for name, layout in LAYOUTS.items()
+        for model in ("qwen2 tied", "qwen3 untied")
+    },
+    "critic, TP 2": Case("qwen2 tied", LAYOUTS["TP 2"], "critic"),
+    "critic, TP 2 x PP 2": Case("qwen3 untied", LAYOUTS["TP 2 x PP 2"], "critic"),
+    "actor, CP 2, virtual stages": Case(
+        "qwen2 tied", Layout(pipeline=2, context=2, layers_per_virtual_stage=1), "actor"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def one(folders, tmp_path_factory):
+    """(model, kind) -> what one FSDP2 process does; its checkpoints of before the last update in a folder."""
+    out = tmp_path_factory.mktemp("one")
+    results = {}
+    for model, kind in {(case.model, case.kind) for case in CASES.values()}:
+        worker = make_plain(kind, settings(folders[model]))
+        results[model, kind] = run_updates(kind, worker, out / f"{model} {kind}")
+    return out, results
+
+
+@pytest.fixture(scope="module")
+def four(folders, one, tmp_path_factory):
+    """(folder with checkpoints, results of each rank)."""
+    out = tmp_path_factory.mktemp("four")
+    run_ranks(engine_ranks.run_cases, 4, out, CASES, folders, one[0])
+    return out, [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(4)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rule_5_processes_that_share_a_model_train_it_as_one_does(one, four, name):
+    case = CASES[name]
+    expected = one[1][case.model, case.kind]
+    for results in four[1]:
+        result = results[name]
+        for got, want in zip(result.metrics, expected.metrics, strict=True):
+            assert got == pytest.approx(want, rel=1e-4, abs=1e-6)
+        assert_same_gradients(result.averages, expected.averages, tolerance=1e-4)
+        assert_same_gradients(result.weights, expected.weights, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_goes_on_from_the_other_kinds_checkpoint_with_the_same_next_loss(one, four, folders, name):
+    case = CASES[name]
+    expected = one[1][case.model, case.kind].metrics[-1]
+    assert four[1][0][name].resumed == pytest.approx(expected, rel=1e-5, abs=1e-6)  # one -> four
+    worker = make_plain(case.kind, settings(folders[case.model]))
+    resumed = load_and_update(case.kind, worker, four[0] / name)  # four -> one
+    assert resumed == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(("folder", "moment"), [("huggingface", "weights"), ("before", "saved")])
+def test_a_hugging_face_folder_holds_the_whole_weights(four, folder, moment):
+    """Written from the engine, and from its checkpoint of before the last update."""
+    name = "actor, TP 2 x PP 2, qwen2 tied"
+    model = AutoModelForCausalLM.from_pretrained(four[0] / name / folder)
+    saved, weights = dict(model.named_parameters()), getattr(four[1][0][name], moment)
+    assert saved.keys() == weights.keys()
+    for key, tensor in weights.items():
+        assert torch.equal(saved[key], tensor)
+
+
+def test_a_reference_is_reset_and_comes_back_from_a_checkpoint_of_either_kind(four, folders):
+    name = "actor, TP 2, qwen2 tied"
+    for result in (results[name] for results in four[1] for name in results if name.startswith("actor")):
+        torch.testing.assert_close(result.reset, result.after, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(result.reloaded, result.after, rtol=1e-5, atol=1e-6)
+    frozen = make_plain("actor", settings(folders["qwen2 tied"]))
+    frozen.engine.load_weights(four[0] / name / "reference")
+    result = four[1][0][name]
+    said = look("actor", frozen, rows_of(0, result.replica, result.num_replicas))
+    torch.testing.assert_close(said, result.after, rtol=1e-4, atol=1e-5)
+
+
+def test_an_update_that_is_not_finite_is_skipped_by_every_process(four):
+    for results in four[1]:
+        for name, result in results.items():
+            if name.startswith("actor"):
+                assert result.skipped["actor/num_skipped_updates"] >= 1
+                assert result.skipped == pytest.approx(four[1][0][name].skipped, nan_ok=True)
