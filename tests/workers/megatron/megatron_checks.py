@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_ranks import ASKED, micro_batches
+from megatron_ranks import ASKED, micro_batches, share_of_loss
 
 from verl.utils.linear_logprob import linear_log_prob
 
@@ -39,6 +39,23 @@ def log_probs(rank, world_size, chunk_rows, temperature):
     unasked = vocab_parallel_log_prob(hidden, own, labels, vocabulary, dist.group.WORLD, temperature, False)
     torch.testing.assert_close(unasked[0], got[0], rtol=1e-6, atol=1e-6)
     assert not unasked[1].any() and not unasked[1].requires_grad and not unasked[2].any()
+
+
+def half_precision(rank, world_size, folder):
+    """A model in bf16, cut in two, is close to the same in fp32, and its gradients are of its own type."""
+    from verl.workers.megatron.model import build_model
+    from verl.workers.megatron.settings import ParallelSizes
+
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        built = build_model({"path": folder}, ParallelSizes(tensor=2), CPU, dtype, sequence_parallel=True)
+        outputs = [built.chunks[0](part, **ASKED) for part in micro_batches()]
+        sum(share_of_loss(of_part) for of_part in outputs).backward()
+        assert {p.grad.dtype for p in built.chunks[0].parameters()} == {dtype}
+        results.append(torch.cat([torch.stack(of_part).detach() for of_part in outputs], dim=1))
+    assert results[0].dtype == results[1].dtype == torch.float32
+    error = (results[0] - results[1]).abs().mean(dim=1) / results[0].abs().mean(dim=1)
+    assert error.max() < 0.05, error
 
 
 def own_slices(rank, world_size, folder):

@@ -35,6 +35,10 @@ def test_a_rank_reads_its_own_slices_alone_from_a_folder_of_several_files(folder
     run_ranks(checks.own_slices, 2, str(tmp_path))
 
 
+def test_a_model_in_half_precision_is_close_to_itself_in_full(folders):
+    run_ranks(checks.half_precision, 2, folders["qwen3 untied"])
+
+
 def test_sizes_and_folders_that_do_not_fit_are_refused(folders, tmp_path):
     with open(f"{folders['qwen2 tied']}/config.json") as config:
         (tmp_path / "config.json").write_text(config.read())

@@ -4,7 +4,8 @@
 
 L loss tokens, D hidden width, V vocabulary, n tensor ranks. As `verl.utils.linear_logprob`, whose definitions
 these are: logits exist for one chunk of tokens at a time, in float32, and are computed again in the backward
-pass. Ranks exchange a few numbers per token: the greatest logit, and sums over their rows.
+pass (one chunk alone is kept). Ranks exchange a few numbers per token: the greatest logit, and sums over
+their rows.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class _VocabParallelLogProb(torch.autograd.Function):
         log_sum, log_probs, entropy, sum_pi_squared = (
             hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(4)
         )
+        log_p: Tensor | None = None
         for part in _chunks(len(hidden), rows):
             logits = _logits(hidden[part], weight, temperature)
             greatest = logits.amax(1)
@@ -63,7 +65,8 @@ class _VocabParallelLogProb(torch.autograd.Function):
                 entropy[part] = log_total - summed[2] / total
             if with_sum_pi_squared:
                 sum_pi_squared[part] = summed[-1] / total.square()
-        ctx.save_for_backward(hidden, weight, labels, log_sum, entropy)
+            log_p = logits.sub_(log_total[:, None]) if len(hidden) <= rows else None
+        ctx.save_for_backward(hidden, weight, labels, log_sum, entropy, log_p)
         ctx.first_row, ctx.temperature, ctx.rows = first_row, temperature, rows
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(sum_pi_squared, *([] if with_entropy else [entropy]))
@@ -73,11 +76,13 @@ class _VocabParallelLogProb(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: None
     ) -> tuple[Any, ...]:
-        hidden, weight, labels, log_sum, entropy = ctx.saved_tensors
+        hidden, weight, labels, log_sum, entropy, kept = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for part in _chunks(len(hidden), ctx.rows):
-            log_p = _logits(hidden[part], weight, ctx.temperature).sub_(log_sum[part, None])
+            log_p = kept
+            if log_p is None:
+                log_p = _logits(hidden[part], weight, ctx.temperature).sub_(log_sum[part, None])
             grad_logits = log_p.exp()
             a = 0.0 if grad_log_probs is None else grad_log_probs[part, None]
             if grad_entropy is None:
@@ -135,9 +140,9 @@ def vocab_parallel_log_prob(
     if temperature <= 0:
         raise ValueError(f"temperature must be positive for log-probabilities, found {temperature}.")
     first_row = group.rank() * len(weight)
+    rows = chunk_rows or max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // len(weight))  # the same on every rank
     if first_row + len(weight) > vocabulary:
         weight = weight[: vocabulary - first_row]
-    rows = chunk_rows or max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // len(weight))
     return _VocabParallelLogProb.apply(
         hidden, weight, labels, first_row, group, temperature, with_entropy, with_sum_pi_squared, rows
     )
