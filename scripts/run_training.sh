@@ -196,10 +196,12 @@ settings_for() {    # tiny|model, sft|grpo|ppo -> overrides, one a line
 
 run_training() {
     local kind="$1" needs_server=true dry_run=false argument program=verl.trainer.main_ppo extras=train,retrieval
+    local megatron=
     shift
     for argument in "$@"; do
         [[ "$argument" == *retriever.url=* || "$argument" == *do_search=[Ff]alse ]] && needs_server=false
         [[ "$argument" == *trainer.dry_run=[Tt]rue ]] && dry_run=true needs_server=false    # a plan, without data
+        [[ "$argument" == *strategy=megatron || "$argument" == *ppo_megatron_trainer* ]] && megatron=,megatron
     done
     [ -z "${RETRIEVER_URL:-}" ] || needs_server=false
 
@@ -214,7 +216,7 @@ run_training() {
     [ -n "${BASE_MODEL:-}" ] && model="$(absolute "$BASE_MODEL")"
     [ -n "${DATA_DIR:-}" ] && DATA_DIR="$(absolute "$DATA_DIR")"
     cd "$REPO_ROOT" || return
-    setup_environment "$extras"
+    setup_environment "$extras$megatron"
     export TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 PYTHONUNBUFFERED=1
 
     local seed="${SEED:-0}"

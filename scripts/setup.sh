@@ -55,6 +55,7 @@ check_environment() {
     local extras="$1" modules=()
     [[ ",$extras," == *,train,* || ",$extras," == *,test,* ]] && modules+=(torch transformers tensordict ray hydra pandas)
     [[ ",$extras," == *,retrieval,* || ",$extras," == *,test,* ]] && modules+=(fastapi uvicorn httptools orjson prometheus_client numba)
+    [[ ",$extras," == *,megatron,* ]] && modules+=(megatron)
     [[ ",$extras," == *,test,* ]] && modules+=(pytest xdist hypothesis schemathesis faiss jnius ruff mypy)
     local command="$PYTHON -m pip install -c '$REPO_ROOT/constraints.txt' -e '${REPO_ROOT}[$extras]'"
     "$PYTHON" - "${modules[@]}" <<'PY' || { echo "Run: $command" >&2; return 1; }
