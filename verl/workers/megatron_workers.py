@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
-from torch import device as Device
 
 from verl.single_controller.base import Worker
 from verl.workers import fsdp_workers
@@ -41,36 +41,13 @@ def layout_of(megatron: DictConfig) -> Layout:
     return Layout(sizes, megatron.num_layers_per_virtual_pipeline_stage, megatron.sequence_parallel)
 
 
-def _build_engine(
-    model: Mapping[str, Any],
-    layout: Layout,
-    fsdp_config: DictConfig,
-    device: Device,
-    is_policy: bool,
-    optim: DictConfig | None,
-    grad_clip: float,
-) -> Engine:
-    """optim=None: a frozen model."""
-    from verl.workers.megatron.engine import MegatronEngine  # imports Megatron, which the driver does without
-    from verl.workers.megatron.model import build_model
-
-    precision = Precision.from_config(fsdp_config, device, trained=optim is not None)
-    built = build_model(
-        model,
-        layout.sizes,
-        device,
-        precision.compute,
-        is_policy,
-        layout.sequence_parallel,
-        layout.layers_per_virtual_stage,
-    )
-    return MegatronEngine(built, model, precision, fsdp_config, device, optim, grad_clip)
-
-
 class _MegatronProcess(Worker):
     """What all workers here do alike."""
 
-    def init_process_group(self, kind: str, timeout_seconds: float = 1800.0) -> Device:
+    device: torch.device
+    has_groups = False  # Megatron's, in this process
+
+    def init_process_group(self, kind: str, timeout_seconds: float = 1800.0) -> torch.device:
         """As any worker; but Megatron's groups need torch.distributed for a single process too."""
         device = super().init_process_group(kind, timeout_seconds)
         if not dist.is_initialized():
@@ -78,11 +55,42 @@ class _MegatronProcess(Worker):
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return device
 
-    def close(self) -> None:
-        from verl.workers.megatron import parallel_state  # as above
+    def build_engine(
+        self,
+        model: Mapping[str, Any],
+        megatron: DictConfig,
+        fsdp_config: DictConfig,
+        optim: DictConfig | None,
+        grad_clip: float,
+        is_policy: bool,
+    ) -> Engine:
+        """An engine of a policy or a value model. model, megatron, fsdp_config, optim: the configuration's
+        blocks; optim=None: a frozen one.
+        """
+        # these import Megatron, which the driver does without
+        from verl.workers.megatron.engine import MegatronEngine
+        from verl.workers.megatron.model import build_model
 
-        parallel_state.destroy()
+        self.has_groups = True
+        layout = layout_of(megatron)
+        precision = Precision.from_config(fsdp_config, self.device, trained=optim is not None)
+        built = build_model(
+            model,
+            layout.sizes,
+            self.device,
+            precision.compute,
+            is_policy,
+            layout.sequence_parallel,
+            layout.layers_per_virtual_stage,
+        )
+        return MegatronEngine(built, model, precision, fsdp_config, self.device, optim, grad_clip)
+
+    def close(self) -> None:
         super().close()
+        if self.has_groups:
+            from verl.workers.megatron import parallel_state
+
+            parallel_state.destroy()
 
 
 class ActorRolloutRefWorker(_MegatronProcess, fsdp_workers.ActorRolloutRefWorker):
@@ -99,8 +107,7 @@ class ActorRolloutRefWorker(_MegatronProcess, fsdp_workers.ActorRolloutRefWorker
     ) -> Engine:
         actor = self.config.actor
         optim = actor.optim if trained else None
-        layout = layout_of(block.megatron)
-        return _build_engine(model, layout, block.fsdp_config, self.device, True, optim, actor.grad_clip)
+        return self.build_engine(model, block.megatron, block.fsdp_config, optim, actor.grad_clip, True)
 
 
 class CriticWorker(_MegatronProcess, fsdp_workers.CriticWorker):
@@ -112,12 +119,11 @@ class CriticWorker(_MegatronProcess, fsdp_workers.CriticWorker):
 
     def _engine(self) -> Engine:
         config = self.config
-        return _build_engine(
+        return self.build_engine(
             config.model,
-            layout_of(config.megatron),
+            config.megatron,
             config.model.fsdp_config,
-            self.device,
-            False,
             config.optim,
             config.grad_clip,
+            is_policy=False,
         )
