@@ -31,6 +31,7 @@ from verl.trainer.config.loading import absolute_folders, parse_arguments
 from verl.trainer.config.sft_keys import CONFIG_NAME, TABLES, resolve, validate_sft
 from verl.trainer.placement import place, start_ray
 from verl.trainer.ppo.batching import arrange_for_workers
+from verl.trainer.ppo.checkpoint_writing import CheckpointWriting
 from verl.trainer.ppo.run_state import CheckpointStore, RunStopped, load_state, save_state
 from verl.utils.dataset.rl_dataset import PromptSampler
 from verl.utils.dataset.sft_dataset import SFTDataset
@@ -83,6 +84,7 @@ class FSDPSFTTrainer:
         self.total_steps = trainer.total_training_steps or len(self.sampler) * trainer.total_epochs
         self.state = SFTState()
         self.checkpoints = CheckpointStore(trainer.default_local_dir, trainer.max_ckpt_to_keep)
+        self.checkpoint_writing = CheckpointWriting(self.checkpoints, trainer.async_checkpoint)
         self.resume_folder = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
         self.recorder = LossRecorder(config, self.total_steps)
         self.groups: dict[str, WorkerGroup] = {}
@@ -116,6 +118,7 @@ class FSDPSFTTrainer:
             state.losses["before"] = self._validation_loss()
             self.recorder.log_step(0, {"val/loss": state.losses["before"]})
         for rows in self._batches():
+            self.checkpoint_writing.commit_if_written()
             step_started = time.perf_counter()
             metrics = self._update(rows)
             state.step += 1
@@ -131,6 +134,7 @@ class FSDPSFTTrainer:
             self._check_skipped(metrics)
             if last or (trainer.save_freq > 0 and state.step % trainer.save_freq == 0):
                 self._save()
+        self.checkpoint_writing.finish()
         summary = self._summary()
         self.recorder.finish(summary, self._export())
         return summary
@@ -176,6 +180,7 @@ class FSDPSFTTrainer:
     def _check_skipped(self, metrics: dict[str, float]) -> None:
         limit = self.config.trainer.max_skipped_updates
         if metrics["train/num_skipped_in_a_row"] >= limit:
+            self.checkpoint_writing.finish()
             raise RunStopped(
                 f"step {self.state.step}: the last {limit} updates were skipped, because the loss or the "
                 "gradient was not finite (the log says where first); lower optim.lr, or look at the rows."
@@ -205,9 +210,9 @@ class FSDPSFTTrainer:
 
     def _save(self) -> None:
         self.state.sampler = self.sampler.state_dict()
-        with self.checkpoints.writing(self.state.step) as folder:
-            self.workers.save_checkpoint(str(folder / WORKER))
-            save_state(self.state, folder)
+        self.checkpoint_writing.save(
+            self.state.step, {WORKER: self.workers}, lambda folder: save_state(self.state, folder)
+        )
 
     def _export(self) -> Path:
         """`<run folder>/huggingface`: the last checkpoint's model, the same files under a second name."""

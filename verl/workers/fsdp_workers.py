@@ -34,6 +34,7 @@ from verl.workers.engine.loading import (
 from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.engine.precision import Precision
 from verl.workers.engine.reference import Reference
+from verl.workers.engine.snapshot import BackgroundWriter
 from verl.workers.rollout.build import Request, build_engine
 from verl.workers.rollout.engine import RolloutEngine
 from verl.workers.weight_channel import SendsWeights
@@ -107,6 +108,7 @@ class ActorRolloutRefWorker(SendsWeights):
         self.agent: Agent | None = None
         self.rollout_engine: RolloutEngine | None = None
         self._rollout_weights_stale = False
+        self.checkpoint_writer = BackgroundWriter()
 
     def _num_sharing(self) -> int:
         """Processes that share each micro-batch's tokens."""
@@ -275,6 +277,7 @@ class ActorRolloutRefWorker(SendsWeights):
                 ends.callback(self.rollout_engine.shutdown)
             if self.agent is not None:
                 ends.callback(self.agent.close)
+            ends.callback(self.checkpoint_writer.close)
 
     # ------------------------------------------------------------------------------- log-probs and the update
 
@@ -321,21 +324,33 @@ class ActorRolloutRefWorker(SendsWeights):
     # ----------------------------------------------------------------------------------------- checkpoints
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str) -> None:
+    def save_checkpoint(self, path: str, background: bool = False) -> None:
         """All that training goes on from, in `path`; the weights as a Hugging Face folder in
-        `path`/huggingface.
+        `path`/huggingface. background: the files may be incomplete until `checkpoint_is_written`.
         """
-        self.engine.save(path)
+        hugging_face = str(Path(path) / "huggingface")
+        snapshots = [
+            self.engine.snapshot(path),
+            self.engine.snapshot_hf(hugging_face, self.tokenizer, self.config.model.path, path),
+        ]
         _save_state(path, self.actor.state_dict(), self.rank)
         if self.has_ref:
             self.reference.save(Path(path))
-        self.save_hf(str(Path(path) / "huggingface"))
+        self.checkpoint_writer.write(snapshots, Path(path), background)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_is_written(self, wait: bool) -> bool:
+        """Whether nothing of the last checkpoint is being written any more. CheckpointFailed: it could not
+        be written.
+        """
+        return self.checkpoint_writer.is_done(wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         """Goes on from a folder of save_checkpoint, made with any number of processes."""
         self.engine.load(path)
-        self.actor.load_state_dict(_read_state(path))
+        if self.engine.num_training_steps:  # else weights alone, to start with
+            self.actor.load_state_dict(_read_state(path))
         if self.has_ref:
             self.reference.load(Path(path))
         self._rollout_weights_stale = True  # even if they have the same version
@@ -355,6 +370,7 @@ class CriticWorker(Worker):
         super().__init__()
         self.config, self.rollout_n, self.seed = config, rollout_n, seed
         self.device = self.init_process_group(device_kind(device))
+        self.checkpoint_writer = BackgroundWriter()
 
     @register()
     def data_position(self) -> DataPosition:
@@ -410,13 +426,24 @@ class CriticWorker(Worker):
         return DataProto(meta_info={"metrics": metrics, "skipped_update": self.critic.loop.skipped_update})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str) -> None:
-        """All that training goes on from, in `path`."""
-        self.engine.save(path)
+    def save_checkpoint(self, path: str, background: bool = False) -> None:
+        """All that training goes on from, in `path`. background: as for the actor."""
+        snapshot = self.engine.snapshot(path)
         _save_state(path, self.critic.state_dict(), self.rank)
+        self.checkpoint_writer.write([snapshot], Path(path), background)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_is_written(self, wait: bool) -> bool:
+        """As for the actor."""
+        return self.checkpoint_writer.is_done(wait)
+
+    def close(self) -> None:
+        self.checkpoint_writer.close()
+        super().close()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         """Goes on from a folder of save_checkpoint, made with any number of processes."""
         self.engine.load(path)
-        self.critic.load_state_dict(_read_state(path))
+        if self.engine.num_training_steps:
+            self.critic.load_state_dict(_read_state(path))

@@ -25,6 +25,7 @@ from verl.workers.engine.engine import TrainEngine
 from verl.workers.engine.loading import load_policy
 from verl.workers.engine.micro_batches import MicroBatchLimits, micro_batches, tensors_of
 from verl.workers.engine.precision import Precision
+from verl.workers.engine.snapshot import BackgroundWriter
 from verl.workers.engine.update_loop import MiniBatch, UpdateLoop
 
 ASKED = {"temperature": 1.0, "with_entropy": False}
@@ -43,6 +44,7 @@ class SFTWorker(Worker):
         super().__init__()
         self.config, self.tokenizer, self.total_steps = config, tokenizer, total_steps
         self.device = self.init_process_group(config.trainer.device)
+        self.checkpoint_writer = BackgroundWriter()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -97,12 +99,27 @@ class SFTWorker(Worker):
         return DataProto(meta_info={"metrics": dict(zip(("nll", "tokens"), sums, strict=True))})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str) -> None:
+    def save_checkpoint(self, path: str, background: bool = False) -> None:
         """All that training goes on from, in `path`; the weights as a Hugging Face folder in
-        `path`/huggingface.
+        `path`/huggingface. background: the files may be incomplete until `checkpoint_is_written`.
         """
-        self.engine.save(path)
-        self.engine.save_hf(Path(path) / "huggingface", self.tokenizer, self.config.model.partial_pretrain)
+        hugging_face, base = Path(path) / "huggingface", self.config.model.partial_pretrain
+        snapshots = [
+            self.engine.snapshot(path),
+            self.engine.snapshot_hf(hugging_face, self.tokenizer, base, path),
+        ]
+        self.checkpoint_writer.write(snapshots, Path(path), background)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_is_written(self, wait: bool) -> bool:
+        """Whether nothing of the last checkpoint is being written any more. CheckpointFailed: it could not
+        be written.
+        """
+        return self.checkpoint_writer.is_done(wait)
+
+    def close(self) -> None:
+        self.checkpoint_writer.close()
+        super().close()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:

@@ -7,18 +7,17 @@ from verl.trainer.ppo.run_state import CheckpointStore, RunState, load_state, sa
 
 
 def write(store: CheckpointStore, step: int) -> None:
-    with store.writing(step) as folder:
-        (folder / "actor").mkdir()
-        (folder / "actor" / "weights").write_bytes(bytes([step]))
-        RunState(step=step).save(folder)
+    folder = store.begin(step)
+    (folder / "actor").mkdir()
+    (folder / "actor" / "weights").write_bytes(bytes([step]))
+    RunState(step=step).save(folder)
+    store.commit(step)
 
 
 def test_rule_10_a_checkpoint_bears_its_name_only_when_it_is_whole(tmp_path):
     store = CheckpointStore(tmp_path, None)
     write(store, 2)
-    with pytest.raises(KeyboardInterrupt), store.writing(4) as folder:
-        (folder / "half").write_text("")
-        raise KeyboardInterrupt
+    (store.begin(4) / "half").write_text("")
     assert store.steps() == [2]
     assert (tmp_path / "global_step_4.incomplete").exists()
     assert store.find_resume("auto", None) == tmp_path / "global_step_2"
@@ -37,8 +36,8 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
 def test_a_step_that_is_written_again_replaces_the_old_one(tmp_path):
     store = CheckpointStore(tmp_path, None)
     write(store, 3)
-    with store.writing(3) as folder:
-        RunState(step=3, wall_seconds=7.0).save(folder)
+    RunState(step=3, wall_seconds=7.0).save(store.begin(3))
+    store.commit(3)
     assert RunState.load(store.folder(3)).wall_seconds == 7.0
     assert not (store.folder(3) / "actor").exists()
 

@@ -381,6 +381,7 @@ READ_IN: dict[str, str] = {
                 "resume_mode",
                 "resume_from_path",
                 "max_ckpt_to_keep",
+                "async_checkpoint",
             ),
             "verl/trainer/restarts.py:RestartingRun": ("max_restarts", "restart_timeout"),
             f"{_TRAINER}.fit": ("save_freq", "test_freq", "val_before_train", "val_only"),

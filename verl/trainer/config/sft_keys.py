@@ -73,6 +73,7 @@ _READERS: dict[str, tuple[str, ...]] = {
         "trainer.resume_mode",
         "trainer.resume_from_path",
         "trainer.max_ckpt_to_keep",
+        "trainer.async_checkpoint",
     ),
     f"{_TRAINER}.fit": ("trainer.save_freq", "trainer.test_freq"),
     f"{_TRAINER}._check_skipped": ("trainer.max_skipped_updates",),

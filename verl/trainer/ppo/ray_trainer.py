@@ -26,6 +26,7 @@ from verl.trainer.ppo.advantage_inputs import record_columns
 from verl.trainer.ppo.algos.aggregation import PROMPT_MEAN
 from verl.trainer.ppo.balancing import attention_length
 from verl.trainer.ppo.batching import Arrangement, mini_batch_rows, with_columns
+from verl.trainer.ppo.checkpoint_writing import CheckpointWriting
 from verl.trainer.ppo.collection import TrajectoryCollector
 from verl.trainer.ppo.health import HealthMonitor
 from verl.trainer.ppo.passes import Passes
@@ -103,6 +104,7 @@ class RayPPOTrainer:
         self.state = RunState()
         self.num_restarts = 0  # of this run so far (`verl/trainer/restarts.py`)
         self.checkpoints = CheckpointStore(config.trainer.default_local_dir, config.trainer.max_ckpt_to_keep)
+        self.checkpoint_writing = CheckpointWriting(self.checkpoints, config.trainer.async_checkpoint)
         trainer = config.trainer
         self.resume_folder = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
         if trainer.val_only and self.resume_folder is not None:
@@ -224,10 +226,12 @@ class RayPPOTrainer:
 
         checkpoint_seconds: dict[str, float] = {}
         while self.state.step < self.total_steps:
+            self.checkpoint_writing.commit_if_written()
             timer = metric_utils.Timer(checkpoint_seconds)
             last = self.state.step + 1 == self.total_steps
             with timer("step"):
                 batch, metrics = self.collector.collect(self.state.step + 1, last, timer)
+                self.checkpoint_writing.commit_if_written()
                 batch = self._log_probs_and_values(batch, timer)
                 with timer("adv"):
                     batch, figures = self._advantages(batch)
@@ -256,10 +260,12 @@ class RayPPOTrainer:
             if last or stop or (trainer.save_freq > 0 and self.state.step % trainer.save_freq == 0):
                 checkpoint_seconds = self._save_checkpoint()
             if stop:
+                self.checkpoint_writing.finish()
                 raise RunStopped(
                     f"asked to stop (SIGUSR1); the checkpoint of step {self.state.step} is written, and the "
                     "same command goes on from it."
                 )
+        self.checkpoint_writing.finish()
         return self.recorder.finish(self.state, time.perf_counter() - started)
 
     # ----------------------------------------------------------- parts of a step
@@ -278,6 +284,7 @@ class RayPPOTrainer:
         share, limit = len(failures) / len(generated), self.config.retriever.max_failed_share
         if share <= limit and share < 1:
             return
+        self.checkpoint_writing.finish()
         done = self.checkpoints.steps()
         resumes = self.config.trainer.resume_mode in ("auto", "latest")
         raise RunStopped(
@@ -360,6 +367,7 @@ class RayPPOTrainer:
         for name in ("actor", "critic"):
             count = metrics.get(f"{name}/num_skipped_in_a_row", 0)
             if count >= limit:
+                self.checkpoint_writing.finish()
                 raise RunStopped(
                     f"step {self.state.step}: {count:g} updates of the {name} in a row were skipped "
                     f"(trainer.max_skipped_updates={limit}), as loss or gradient was not finite. {reason}"
@@ -441,17 +449,23 @@ class RayPPOTrainer:
         self.state.kl_controller = self.kl_controller.state_dict()
         self.state.running_baseline = self.running_baseline.state_dict()
         self.state.health = self.health.state_dict()
-        with self.checkpoints.writing(self.state.step) as folder:
-            self.actor_rollout_wg.save_checkpoint(str(folder / "actor"))
-            if self.passes.values:
-                self.critic_wg.save_checkpoint(str(folder / "critic"))
+        groups = {"actor": self.actor_rollout_wg}
+        if self.passes.values:
+            groups["critic"] = self.critic_wg
+
+        def beside(folder: Path) -> None:
             self.collector.save(folder)
             self.state.save(folder)
+
+        self.checkpoint_writing.save(self.state.step, groups, beside)
         return {"save_checkpoint": time.perf_counter() - started}
 
     def _load_checkpoint(self, folder: Path) -> None:
         """Put everything where the checkpoint in `folder` left it. ValueError if it is of another run."""
         self.state = RunState.load(folder)
+        if self.state.step == 0:  # weights alone, to start with
+            self.actor_rollout_wg.load_checkpoint(str(folder / "actor"))
+            return
         self.sampler.load_state_dict(self.state.sampler)
         self.collector.load(folder)
         self.kl_controller.load_state_dict(self.state.kl_controller)

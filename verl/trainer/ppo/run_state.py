@@ -18,11 +18,11 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
+from verl.utils.durable import sync, sync_tree
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -124,20 +124,25 @@ class CheckpointStore:
     def folder(self, step: int) -> Path:
         return self.run_dir / f"global_step_{step}"
 
-    @contextmanager
-    def writing(self, step: int) -> Iterator[Path]:
-        """Gives a folder to write the checkpoint of `step` into; on leaving it becomes the checkpoint."""
-        target = self.folder(step)
-        aside = target.with_name(target.name + ".incomplete")
+    def begin(self, step: int) -> Path:
+        """An empty folder to write the checkpoint of `step` into, until `commit`."""
+        aside = self._unfinished(step)
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        yield aside
-        _sync_tree(aside)
+        return aside
+
+    def commit(self, step: int) -> None:
+        """What was written since `begin` becomes the checkpoint of `step`."""
+        aside, target = self._unfinished(step), self.folder(step)
+        sync_tree(aside)
         if target.exists():
             _delete(target)
         os.replace(aside, target)
-        _sync(self.run_dir)
+        sync(self.run_dir)
         self._prune()
+
+    def _unfinished(self, step: int) -> Path:
+        return self.run_dir / f"global_step_{step}.incomplete"
 
     def lock(self) -> None:
         """Keep other runs out of the run folder until `unlock`, or until this process ends.
@@ -237,18 +242,3 @@ def _delete(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     os.replace(folder, doomed)
     shutil.rmtree(doomed)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_tree(root: Path) -> None:
-    for folder, _, files in os.walk(root):
-        for name in files:
-            _sync(Path(folder) / name)
-        _sync(Path(folder))

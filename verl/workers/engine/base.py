@@ -24,6 +24,7 @@ from verl.single_controller.base import DataPosition
 from verl.utils.packing import PackedMicroBatch
 from verl.workers.engine.lora import Adapters
 from verl.workers.engine.precision import Precision
+from verl.workers.engine.snapshot import Snapshot
 
 Outputs = tuple[Tensor, ...]
 """Of a policy (log_probs, entropy, sum_pi_squared), of a critic (values,): each [U] float32, one number for
@@ -158,6 +159,13 @@ class Engine(ABC):
     def save(self, path: str | Path) -> None:
         """Writes everything that the next update depends on into a folder, which is made."""
 
+    def snapshot(self, path: str | Path) -> Snapshot:
+        """What `save` writes, to be written by another thread; `step` waits until that has copied it. An
+        engine that can't writes all of it at once.
+        """
+        self.save(path)
+        return Snapshot()
+
     @abstractmethod
     def load(self, path: str | Path) -> None:
         """Puts the engine where `save` left one, of any kind and with any number of processes.
@@ -165,6 +173,15 @@ class Engine(ABC):
         Raises:
             ValueError: it is not such a folder, or one of another model or optimizer.
         """
+
+    def snapshot_hf(
+        self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path, saved: str | Path
+    ) -> Snapshot:
+        """What `save_hf` writes, to be written by another thread after the snapshot in the folder `saved`,
+        which is of the same moment. An engine that can't writes it at once.
+        """
+        self.save_hf(path, tokenizer, base)
+        return Snapshot()
 
     @abstractmethod
     def save_hf(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path) -> None:

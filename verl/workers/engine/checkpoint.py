@@ -1,18 +1,17 @@
 """A TrainEngine on disk: a distributed checkpoint to go on from, and a Hugging Face folder to use.
 
-`save_checkpoint` writes `<folder>/dcp` (torch.distributed.checkpoint: weights and optimizer, each rank its
-shard; loads on any number of ranks; with LoRA only what is trained), `<folder>/schedule.pt` and
-`<folder>/rng_rank<r>.pt`. All ranks call each function together. Writing aside and renaming is the trainer's
-business. What the configuration says (learning rate, betas, weight decay, schedule) is not taken from a
-checkpoint: a run goes on with its present settings.
+`take_snapshot` writes `<folder>/dcp` (torch.distributed.checkpoint: weights and optimizer, each rank its
+shard; loads on any number of ranks; with LoRA only what is trained), at once or in the background, and
+`<folder>/schedule.pt` and `<folder>/rng_rank<r>.pt` at once. All ranks call each function together. Writing
+aside and renaming is the trainer's business. What the configuration says (learning rate, betas, weight decay,
+schedule) is not taken from a checkpoint: a run goes on with its present settings. A folder with weights alone
+(scripts/convert_checkpoint.py makes one) is a start from step 0.
 """
 
 from __future__ import annotations
 
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,8 +30,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase
 
+from verl.workers.engine.hf_weights import write_hf_weights
 from verl.workers.engine.lora import save_adapter
 from verl.workers.engine.optim import resume_schedule
+from verl.workers.engine.snapshot import Snapshot, copied_to_cpu
 
 if TYPE_CHECKING:
     from verl.workers.engine.engine import TrainEngine
@@ -50,27 +51,21 @@ def _barrier(engine: TrainEngine[Any]) -> None:
         dist.barrier()
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's remark that a single process is not distributed."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield
+def save_tensors(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Writes tensors, of which each rank may have a shard, into a folder; all ranks together.
 
-
-def save_tensors(tensors: dict[str, Any], folder: Path) -> None:
-    """Writes tensors, of which each rank may have a shard, into a folder; all ranks together."""
-    with _quiet():
-        dcp.save(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    group: a group of all ranks of its own, for a thread in the background.
+    """
+    dcp.save(tensors, checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized())
 
 
 def load_tensors(tensors: dict[str, Any], folder: Path) -> None:
     """Fills tensors from a folder of `save_tensors`, written by any number of ranks."""
-    with _quiet():
-        dcp.load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    dcp.load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
 
 
 def _tensors(engine: TrainEngine[Any]) -> dict[str, Any]:
+    """The weights that are trained, and the optimizer with its settings (`param_groups`)."""
     assert engine.optimizer is not None
     model = get_model_state_dict(engine.module)
     if engine.adapters is not None:
@@ -107,18 +102,32 @@ def _shapes(state: Any, name: str = "") -> Iterator[tuple[str, tuple[int, ...]]]
 
 
 def save_checkpoint(engine: TrainEngine[Any], path: str | Path) -> None:
-    """Writes everything that the next update depends on into a folder, which is made; LoRA adapters also as
-    a PEFT folder, `<folder>/adapter`.
+    """Writes everything that the next update depends on into a folder, which is made."""
+    take_snapshot(engine, path, None).write()
+    _barrier(engine)
+
+
+def take_snapshot(engine: TrainEngine[Any], path: str | Path, group: dist.ProcessGroup | None) -> Snapshot:
+    """What `save_checkpoint` writes, its tensors in the snapshot and all else at once; LoRA adapters also as
+    a PEFT folder, `<folder>/adapter`. group: see `save_tensors`.
     """
     assert engine.scheduler is not None
     folder, rank = Path(path), _rank(engine)
     folder.mkdir(parents=True, exist_ok=True)
     with engine.loaded(optimizer=True):
-        save_tensors(_tensors(engine), folder / "dcp")
+        state = _tensors(engine)
         if engine.adapters is not None:
             save_adapter(engine.adapters, folder / ADAPTER_FOLDER, writes=rank == 0)
     save_progress(folder, engine.scheduler, engine.weights_version, engine.device, rank)
-    _barrier(engine)
+    held: list[Any] = [{"model": state["model"], "optimizer": {"state": state["optimizer"]["state"]}}]
+
+    def copy() -> None:
+        held.append(copied_to_cpu(held.pop()))
+
+    def write() -> None:
+        save_tensors(held.pop(), folder / "dcp", group)
+
+    return Snapshot(copy, write)
 
 
 def save_progress(
@@ -158,6 +167,12 @@ def check_complete(folder: Path) -> None:
         )
 
 
+def has_optimizer(folder: Path) -> bool:
+    """Whether a checkpoint holds an optimizer's state, or weights alone to start with."""
+    entries = dcp.FileSystemReader(folder / "dcp").read_metadata().state_dict_metadata
+    return any(name.startswith("optimizer.state.") for name in entries)
+
+
 def load_checkpoint(engine: TrainEngine[Any], path: str | Path) -> None:
     """Puts the engine where `save_checkpoint` left another one, on this or any other number of ranks."""
     assert engine.scheduler is not None and engine.optimizer is not None
@@ -167,11 +182,15 @@ def load_checkpoint(engine: TrainEngine[Any], path: str | Path) -> None:
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     with engine.loaded(optimizer=True):
         state = _tensors(engine)
-        check_fits(dict(_shapes(state)), folder)
-        load_tensors(state, folder / "dcp")
+        saved: dict[str, Any] = {"model": state["model"]}
+        if has_optimizer(folder):
+            saved["optimizer"] = {"state": state["optimizer"]["state"]}
+        check_fits(dict(_shapes(saved)), folder)
+        load_tensors(saved, folder / "dcp")
         options = StateDictOptions(strict=engine.adapters is None)  # with LoRA the base is not in it
         set_model_state_dict(engine.module, state["model"], options=options)
-        set_optimizer_state_dict(engine.module, engine.optimizer, state["optimizer"])
+        if "optimizer" in saved:
+            set_optimizer_state_dict(engine.module, engine.optimizer, state["optimizer"])
     for group, settings_of_group in zip(engine.optimizer.param_groups, settings, strict=True):
         group.update(settings_of_group)
     engine.weights_version = load_progress(folder, engine.scheduler, engine.device, _rank(engine))
@@ -187,17 +206,51 @@ def save_hf(
     `base` is the folder that the model came from; files of COPIED_FILES found there come along.
     """
     folder = Path(path)
-    model = engine.module.model
     with engine.loaded():
         state = None
         if engine.world_size > 1 or engine.adapters is not None:
-            buffers = {name: t for name, t in model.named_buffers() if name in model.state_dict()}
-            state = {n: t.cpu() for n, t in chain(engine.weights(), buffers.items()) if _rank(engine) == 0}
+            state = _whole_state(engine)
         if _rank(engine) == 0:
-            model.save_pretrained(folder, state_dict=state)
+            engine.module.model.save_pretrained(folder, state_dict=state)
     if _rank(engine) == 0:
         save_beside(folder, tokenizer, base)
     _barrier(engine)
+
+
+def _whole_state(engine: TrainEngine[Any]) -> dict[str, torch.Tensor]:
+    """Everything in a Hugging Face folder, adapters merged, in rank 0's CPU memory (empty on the others)."""
+    model = engine.module.model
+    buffers = {name: t for name, t in model.named_buffers() if name in model.state_dict()}
+    return {n: t.cpu() for n, t in chain(engine.weights(), buffers.items()) if _rank(engine) == 0}
+
+
+def hf_snapshot(
+    engine: TrainEngine[Any],
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    base: str | Path,
+    saved: str | Path,
+) -> Snapshot:
+    """What `save_hf` writes. The weights are those that are in `saved` by then, so that none are gathered;
+    but those that adapters are merged into are gathered now, as a checkpoint has the adapters alone.
+    """
+    folder, model = Path(path), engine.module.model
+    state: dict[str, torch.Tensor] = {}
+    if engine.adapters is not None:
+        with engine.loaded():
+            state = _whole_state(engine)
+    if _rank(engine) > 0:
+        return Snapshot()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_beside(folder, tokenizer, base)
+
+    def write() -> None:
+        if state:
+            model.save_pretrained(folder, state_dict=state)
+        else:
+            write_hf_weights(model, Path(saved) / "dcp", folder)
+
+    return Snapshot(write=write)
 
 
 def save_beside(folder: Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path) -> None:

@@ -37,6 +37,7 @@ from verl.workers.engine.lora import Adapters, plain_parameters
 from verl.workers.engine.muon import hidden_matrices
 from verl.workers.engine.optim import build_optimizer, build_scheduler
 from verl.workers.engine.precision import Precision
+from verl.workers.engine.snapshot import Snapshot
 
 Module = TypeVar("Module", PolicyModel, ValueModel)
 
@@ -96,6 +97,8 @@ class TrainEngine(Engine, Generic[Module]):
         if on_cuda and optim is not None and fsdp_config["grad_offload"]:
             self.host_gradients = HostGradients(self.module.parameters())
         self._params_needed = self._optimizer_needed = 0  # blocks of `loaded` that are open
+        self._snapshot = Snapshot()
+        self._writing_group: dist.ProcessGroup | None = None  # of threads that write snapshots
         self._offload(params=self.offloads_params, optimizer=self._offloads_optimizer)
 
     def _shard(self, module: Module, mesh: DeviceMesh) -> Module:
@@ -169,6 +172,7 @@ class TrainEngine(Engine, Generic[Module]):
 
     def step(self, discard: bool = False) -> tuple[float, bool]:
         assert self.optimizer is not None
+        self._snapshot.wait_until_taken()
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         total = torch.nn.utils.get_total_norm(gradients)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
@@ -280,6 +284,17 @@ class TrainEngine(Engine, Generic[Module]):
 
     def save(self, path: str | Path) -> None:
         checkpoint.save_checkpoint(self, path)
+
+    def snapshot(self, path: str | Path) -> Snapshot:
+        if self._writing_group is None and self.world_size > 1:
+            self._writing_group = dist.new_group(backend="gloo")
+        self._snapshot = checkpoint.take_snapshot(self, path, self._writing_group)
+        return self._snapshot
+
+    def snapshot_hf(
+        self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path, saved: str | Path
+    ) -> Snapshot:
+        return checkpoint.hf_snapshot(self, path, tokenizer, base, saved)
 
     def load(self, path: str | Path) -> None:
         checkpoint.load_checkpoint(self, path)

@@ -1,0 +1,73 @@
+"""Writing a run's checkpoints, while the run goes on or before it does.
+
+    save(step): workers take snapshots | next step ... commit_if_written() ... | the folder gets its name
+                 their threads write  ----------------->
+
+With `trainer.async_checkpoint=false` the workers write before `save` returns. Whichever way, a checkpoint has
+its name only when all of it is on disk; what a killed run leaves is an `.incomplete` folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from verl.single_controller.base import WorkerGroup
+from verl.trainer.ppo.run_state import CheckpointStore, RunStopped
+from verl.workers.engine.snapshot import CheckpointFailed
+
+
+class CheckpointWriting:
+    """One checkpoint at a time.
+
+    Args:
+        store: where they go. background: whether training goes on while the workers write.
+    """
+
+    def __init__(self, store: CheckpointStore, background: bool) -> None:
+        self.store, self.background = store, background
+        self._step: int | None = None  # that is being written
+        self._groups: list[WorkerGroup] = []
+
+    def save(self, step: int, groups: Mapping[str, WorkerGroup], beside: Callable[[Path], None]) -> None:
+        """Begins the checkpoint of `step`, and ends the one before it.
+
+        groups: folder in the checkpoint -> whose models go there. beside: writes the rest into the folder.
+
+        Raises:
+            RunStopped: this one, or the one before it, could not be written.
+        """
+        self.finish()
+        folder = self.store.begin(step)
+        for name, group in groups.items():
+            group.save_checkpoint(str(folder / name), self.background)
+        beside(folder)
+        self._step, self._groups = step, list(groups.values())
+        if not self.background:
+            self.finish()
+
+    def commit_if_written(self) -> None:
+        """Gives the checkpoint its name if its files are all there. RunStopped: it could not be written."""
+        self._commit(wait=False)
+
+    def finish(self) -> None:
+        """Waits for the checkpoint that is being written, if there is one. RunStopped: as above."""
+        self._commit(wait=True)
+
+    def _commit(self, wait: bool) -> None:
+        step = self._step
+        if step is None:
+            return
+        try:
+            written = [done for group in self._groups for done in group.checkpoint_is_written(wait)]
+        except CheckpointFailed as error:
+            self._step = None
+            kept = self.store.steps()
+            origin = f"step {kept[-1]}" if kept else "its beginning, as it has no checkpoint yet"
+            raise RunStopped(
+                f"the checkpoint of step {step} could not be written: {error}. Started again, the run goes "
+                f"on from {origin}."
+            ) from error
+        if all(written):
+            self._step = None
+            self.store.commit(step)

@@ -1,0 +1,23 @@
+"""Files that outlast a crash of the machine: they are forced to the disk before they get their names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Forces a file, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(root: Path) -> None:
+    """The same for everything below a folder, and for itself."""
+    for folder, _, files in os.walk(root):
+        for name in files:
+            sync(Path(folder) / name)
+        sync(Path(folder))
