@@ -41,9 +41,17 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 MODELS = {
     "qwen2 tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
-    "qwen3 untied": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=False)),
+    "qwen3 untied": lambda: Qwen3ForCausalLM(
+        Qwen3Config(**SIZES, tie_word_embeddings=False, rope_parameters=YARN)
+    ),
     "llama3 tied": lambda: LlamaForCausalLM(
         LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3)
     ),
