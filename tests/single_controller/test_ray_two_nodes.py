@@ -10,28 +10,51 @@ from verl.single_controller import ClassWithInitArgs, ResourcePool, build_worker
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
-def test_a_pool_of_two_nodes_takes_two_different_nodes_and_its_ranks_meet(monkeypatch):
+@pytest.fixture(scope="module")
+def cluster():
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
     from verl.single_controller.ray import init_ray
 
     assert not ray.is_initialized()
-    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ENABLE_UV_RUN_RUNTIME_ENV"):
-        monkeypatch.setenv(name, "0")
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    try:
-        cluster.add_node(num_cpus=1)
-        cluster.wait_for_nodes(timeout=60)
-        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-        with init_ray():
-            item = ClassWithInitArgs(ScaleWorker, factor=2)
-            group = build_worker_groups("ray", ResourcePool([1, 1]), {"scale": item})["scale"]
-            with group:
-                assert len(set(group.ray_node())) == 2
-                assert group.sum_of_ranks() == [3.0, 3.0]
-                assert group.scale(sample_batch(3)).batch["y"].tolist() == [0, 2, 4]
-        assert not ray.is_initialized()
-    finally:
-        cluster.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ENABLE_UV_RUN_RUNTIME_ENV"):
+            patch.setenv(name, "0")
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        try:
+            cluster.second = cluster.add_node(num_cpus=1)
+            cluster.wait_for_nodes(timeout=60)
+            patch.setenv("RAY_ADDRESS", cluster.address)
+            with init_ray():
+                yield cluster
+            assert not ray.is_initialized()
+        finally:
+            cluster.shutdown()
+
+
+ROLE = {"scale": ClassWithInitArgs(ScaleWorker, factor=2)}
+
+
+def test_a_pool_of_two_nodes_takes_two_different_nodes_and_its_ranks_meet(cluster):
+    with build_worker_groups("ray", ResourcePool([1, 1]), ROLE)["scale"] as group:
+        assert len(set(group.ray_node())) == 2
+        assert group.sum_of_ranks() == [3.0, 3.0]
+        assert group.scale(sample_batch(3)).batch["y"].tolist() == [0, 2, 4]
+
+
+def test_rows_that_lay_on_a_lost_node_are_a_death_and_the_others_are_there(cluster):
+    """The last test, as it takes the second node away. Columns over tokens stay where they were made."""
+    from verl.single_controller.ray import WorkerDiedError
+
+    both = build_worker_groups("ray", ResourcePool([1, 1]), ROLE, columns_stay=True)["scale"]
+    lost = both.ray_node().index(cluster.second.node_id)
+    made = both.count_up(sample_batch(2), width=100_000)
+    assert made.stored is not None and "count" not in made.tensors
+    cluster.remove_node(cluster.second)
+    with build_worker_groups("ray", ResourcePool([1]), ROLE, columns_stay=True)["scale"] as one:
+        with pytest.raises(WorkerDiedError, match="add_up_counts: rows that it needs .* gone"):
+            one.add_up_counts(made[lost : lost + 1])
+        assert one.add_up_counts(made[1 - lost : 2 - lost]).batch["total"].tolist() == [4999950000]
+    both.shutdown()

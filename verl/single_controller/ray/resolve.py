@@ -96,6 +96,11 @@ def _raise_error(error: Exception, who: str, method: str, place: RankPlace | Non
                 f"{who} lost its connection to another rank during {method}, and none was seen to die: "
                 f"{' '.join(str(error.cause).split())[:400]}"
             ) from WorkerFailedError(f"{who} failed in {method}:\n{error}")
+        if isinstance(error.cause, ObjectLostError):
+            raise WorkerDiedError(
+                f"{who} can't run {method}: rows that it needs lay with a process or on a node that is gone: "
+                f"{' '.join(str(error.cause).split())[:400]}"
+            ) from error
         if isinstance(error.cause, Exception):
             raise error.cause from WorkerFailedError(f"{who} failed in {method}:\n{error}")
     if _is_death(error):
