@@ -117,11 +117,13 @@ class ModelShape:
             ("attention heads on each tensor rank", heads_here, sizes.context, "context_parallel_size"),
         ):
             if count % size:
-                raise ValueError(f"The model has {count} {what}, which {key}={size} does not divide.")
+                raise ValueError(
+                    f"The model has {count} {what}, which {key}={size} does not divide; expected a divisor."
+                )
         if (sizes.tensor - 1) * (self.padded_vocabulary(sizes.tensor) // sizes.tensor) >= self.vocabulary:
             raise ValueError(
                 f"A vocabulary of {self.vocabulary} tokens can't be dealt out to "
-                f"tensor_model_parallel_size={sizes.tensor} ranks."
+                f"tensor_model_parallel_size={sizes.tensor} ranks; expected fewer."
             )
         StageLayout.of(self.num_layers, sizes.pipeline, layers_per_virtual_stage)
 
@@ -145,7 +147,7 @@ class StageLayout:
         if num_layers % pipeline:
             raise ValueError(
                 f"The model has {num_layers} layers, which pipeline_model_parallel_size={pipeline} does not "
-                "divide."
+                "divide; expected a divisor."
             )
         here = num_layers // pipeline
         if layers_per_virtual_stage is None:
