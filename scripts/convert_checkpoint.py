@@ -1,0 +1,199 @@
+"""Between a run's checkpoints and Hugging Face folders, and what is in a checkpoint.
+
+    python scripts/convert_checkpoint.py to-hf   RUN/global_step_100 OUT     weights, config, tokenizer
+    python scripts/convert_checkpoint.py from-hf HF_FOLDER OUT               OUT/global_step_0, to start from
+    python scripts/convert_checkpoint.py show    RUN/global_step_100
+
+Checkpoints have one format, whatever trained them (FSDP2 or Megatron, any number of processes): a run goes
+on with other processes, or with the other trainer, without conversion. `to-hf` gives the weights bit by bit;
+LoRA adapters are merged into their base. `from-hf` gives a folder without an optimizer's state: with
+`trainer.resume_mode=from_path trainer.resume_from_path=OUT/global_step_0` a run starts at step 0 with these
+weights. `to-hf` gives them back bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+from verl.trainer.ppo.run_state import STATE_FILE, RunState  # noqa: E402
+from verl.workers.engine.checkpoint import ADAPTER_FOLDER, save_tensors  # noqa: E402
+from verl.workers.engine.hf_weights import MODEL_PREFIX, saved_tensors, write_hf_weights  # noqa: E402
+from verl.workers.engine.loading import load_policy  # noqa: E402
+from verl.workers.engine.lora import plain_parameters  # noqa: E402
+
+HUGGING_FACE = "huggingface"
+WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json")
+PARTS = ("actor", "critic", "worker")
+
+
+def parts_of(folder: Path) -> dict[str, Path]:
+    """Name -> folder of each model in a step's folder; the folder of a model is one itself.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if folder.name.endswith(".incomplete"):
+        raise ValueError(f"{folder} was being written when its run ended; take one without .incomplete.")
+    if (folder / "dcp" / ".metadata").is_file():
+        return {folder.name: folder}
+    found = {name: folder / name for name in PARTS if (folder / name / "dcp" / ".metadata").is_file()}
+    if not found:
+        raise ValueError(
+            f"{folder} holds no checkpoint: found no dcp/.metadata in it, nor in {', '.join(PARTS)} below it;"
+            " expected a run's global_step_N folder, or the folder actor in it."
+        )
+    return found
+
+
+def new_folder(path: Path) -> Path:
+    """Raises ValueError if there is something at `path` already."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{path} is there already, and not empty; name a folder that is to be made.")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def copy_files(source: Path, target: Path, weights: bool = False) -> None:
+    """The files of a Hugging Face folder; those with weights, if asked for, as links where that can be."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith(WEIGHTS):
+            shutil.copyfile(file, target / file.name)
+        elif file.is_file() and weights:
+            _link(file, target / file.name)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links, or another one
+        shutil.copyfile(source, target)
+
+
+def to_hf(step: Path, out: Path, like: Path | None) -> None:
+    """A policy's checkpoint as a Hugging Face folder. like: one with its config and tokenizer (None: the
+    folder huggingface in the checkpoint).
+    """
+    parts = {name: path for name, path in parts_of(step).items() if name != "critic"}
+    if not parts:
+        raise ValueError(f"{step} is a critic, which has a value head and no words; give a policy (actor).")
+    (part,) = parts.values()
+    source = like or part / HUGGING_FACE
+    if not (source / "config.json").is_file():
+        raise ValueError(
+            f"{source} has no config.json; name a Hugging Face folder of the same model with --like."
+        )
+    names = saved_tensors(part / "dcp", MODEL_PREFIX)
+    if any(".lora_A." in name for name in names):
+        merge_adapters(part, source, new_folder(out))
+        return
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+    copy_files(source, new_folder(out))
+    if (source / "generation_config.json").is_file():
+        model.generation_config = type(model.generation_config).from_pretrained(source)
+    write_hf_weights(model, part / "dcp", out)
+
+
+def merge_adapters(part: Path, source: Path, out: Path) -> None:
+    """The base model with the checkpoint's adapters merged, in the dtype that was trained in."""
+    adapter = part / ADAPTER_FOLDER
+    base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+    dtype = AutoConfig.from_pretrained(source).dtype or torch.float32
+    policy = load_policy({"path": base, "lora_adapter_path": str(adapter)}, dtype)
+    copy_files(source, out)
+    policy.model.save_pretrained(out, state_dict=dict(plain_parameters(policy.model, policy.adapters)))
+
+
+def from_hf(source: Path, out: Path) -> None:
+    """A Hugging Face folder as the folder of step 0, without optimizer."""
+    if not (source / "config.json").is_file():
+        raise ValueError(f"{source} has no config.json; expected a Hugging Face folder.")
+    dtype = AutoConfig.from_pretrained(source).dtype or torch.float32
+    policy = load_policy({"path": str(source)}, dtype)
+    step = new_folder(out / "global_step_0")
+    actor = step / "actor"
+    actor.mkdir()
+    save_tensors({"model": dict(policy.state_dict())}, actor / "dcp")
+    schedule = {"last_epoch": 0, "_step_count": 1, "lr_lambdas": []}
+    torch.save({"scheduler": schedule, "weights_version": 0}, actor / "schedule.pt")
+    copy_files(source, actor / HUGGING_FACE, weights=True)
+    RunState().save(step)
+
+
+def describe(part: Path) -> list[str]:
+    """Lines on one model of a checkpoint."""
+    tensors = saved_tensors(part / "dcp")
+    weights = {name: t for name, t in tensors.items() if name.startswith("model.")}
+    state = Counter(name.rpartition(".")[2] for name in tensors if name.startswith("optimizer.state."))
+    dtypes = Counter(str(t.dtype).removeprefix("torch.") for t in weights.values())
+    size = sum(file.stat().st_size for file in part.rglob("*") if file.is_file())
+    schedule = torch.load(part / "schedule.pt", weights_only=True)
+    kind = "LoRA adapters" if any(".lora_A." in name for name in weights) else "whole weights"
+    critic = ", a value head" if any(".value_head." in name for name in weights) else ""
+    lines = [
+        f"{kind}{critic}: {len(weights)} tensors of {sum(t.numel() for t in weights.values()):,} numbers ("
+        + ", ".join(f"{count} {name}" for name, count in dtypes.most_common())
+        + ")",
+        "optimizer: " + (", ".join(f"{n} {name}" for name, n in sorted(state.items())) or "none"),
+        f"training steps {schedule['scheduler']['last_epoch']}, updates {schedule['weights_version']}, "
+        f"random states of {len(list(part.glob('rng_rank*.pt')))} processes",
+        f"{size / 2**20:,.1f} MB on disk",
+    ]
+    config = part / HUGGING_FACE / "config.json"
+    if config.is_file():
+        found: dict[str, Any] = json.loads(config.read_text())
+        lines.append(f"Hugging Face folder: {', '.join(found.get('architectures') or ['unknown'])}")
+    return lines
+
+
+def show(folder: Path) -> None:
+    """Prints what is in a step's folder, or in one model's."""
+    parts = parts_of(folder)
+    if (folder / STATE_FILE).is_file():
+        print(f"{folder}: step {json.loads((folder / STATE_FILE).read_text())['step']}")
+    for name, part in parts.items():
+        print(name, *describe(part), sep="\n  ")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("to-hf", "from-hf", "show"):
+        command = commands.add_parser(name)
+        command.add_argument("source", type=Path)
+        if name != "show":
+            command.add_argument("out", type=Path)
+        if name == "to-hf":
+            command.add_argument("--like", type=Path, help="Hugging Face folder with config and tokenizer")
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "to-hf":
+            to_hf(options.source, options.out, options.like)
+        elif options.command == "from-hf":
+            from_hf(options.source, options.out)
+        else:
+            show(options.source)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
