@@ -107,12 +107,14 @@ def _optimizer_items(model: Trained, part: Part, phases: Sequence[str], on_cuda:
         return []
     memory = part.memory
     offloads = on_cuda and bool(model.fsdp.optimizer_offload)
-    sums = memory.gradients if on_cuda and model.fsdp.grad_offload else 0
+    offloads_gradients = on_cuda and bool(model.fsdp.grad_offload)
+    stay = part.keeps_gradients and not offloads_gradients
+    sums = memory.gradients if offloads_gradients and not part.keeps_gradients else 0
     needed = [phase for phase in phases if phase == model.update_phase]
     return [
         Item(
             f"{model.owner}: gradients",
-            dict.fromkeys(phases if part.keeps_gradients else needed, memory.gradients),
+            dict.fromkeys(phases if stay else needed, memory.gradients),
             sums,
         ),
         Item(

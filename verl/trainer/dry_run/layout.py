@@ -29,7 +29,7 @@ class Part:
         autocasts: computes in 16 bits from float32 weights, each cast when it is used.
         token_share: of a sequence's tokens, it has one in so many.
         in_flight: micro-batches whose activations it keeps at once.
-        keeps_gradients: their buffers stay between updates.
+        keeps_gradients: their buffers stay between updates (grad_offload frees them).
     """
 
     shapes: ModelShapes
@@ -178,7 +178,7 @@ class MegatronLayout:
         main = 4 if precision.compute.itemsize < 4 else 0
         memory = EngineMemory(
             weights=numel * precision.compute.itemsize,
-            gradients=4 * trained,
+            gradients=(4 if precision.reduce.itemsize == 4 else precision.compute.itemsize) * trained,
             optimizer=-(-trained // copies) * (8 + main),
             gathered=0,
             exchanged=0,

@@ -316,9 +316,13 @@ def _rollout_memory(
     adapted = any(p.is_adapter for p in models.policy.parameters)
     is_sent = pool.world_size > 1 or not pool.trains
     is_copy = is_sent or adapted or dtype != precision.model
-    numel = models.policy.num_parameters
-    arriving = numel * (dtype.itemsize if not pool.trains else precision.model.itemsize)
-    if dtype != precision.model and pool.trains:
+    numel, stream = models.policy.num_parameters, precision.model
+    if block.actor.strategy == "megatron":
+        stream = precision.compute
+    if not pool.trains:
+        stream = dtype  # the sender casts
+    arriving = numel * stream.itemsize
+    if dtype != stream:
         arriving = numel * dtype.itemsize + (arriving if is_sent or adapted else 0)
     return rollout_memory(
         block.rollout,
@@ -329,6 +333,7 @@ def _rollout_memory(
         dtype,
         num_rows,
         is_copy,
+        stream.itemsize,
         arriving,
     )
 

@@ -56,6 +56,7 @@ def rollout_memory(
     dtype: torch.dtype,
     num_rows: int,
     is_copy: bool,
+    stream_size: int,
     whole_set: int,
 ) -> RolloutMemory:
     """Of the engine that `build_engine` would make.
@@ -65,12 +66,13 @@ def rollout_memory(
             it; None: a model that it does not run (transformers' engine has a cache for each sequence).
         dtype: of the engine. num_rows: trajectories of one process.
         is_copy: weights are made for the engine (gathered, merged, cast, sent), not the trainer's own.
-        whole_set: bytes of those that exist at once while it takes them on CPU.
+        stream_size: bytes of an element of the weights that come. whole_set: bytes of those that exist at
+            once while it takes them on CPU.
     """
     slots = sequences_at_once(rollout.max_num_seqs, num_rows)
     length, block = rollout.prompt_length, rollout.block_size
     copy = sum(p.numel for p in shapes.parameters if not p.is_adapter) * dtype.itemsize
-    largest = max(p.numel for p in shapes.parameters) * 4
+    largest = max(p.numel for p in shapes.parameters) * stream_size
     on_cuda = device == "cuda"
     share = int(rollout.gpu_memory_utilization * device_bytes)
     position = 2 * len(shapes.layers) * shapes.dims.keys * dtype.itemsize
