@@ -51,16 +51,11 @@ def look_at_ray() -> RayCluster:
 
 
 def _started_here() -> list[str]:
-    folders = {os.environ.get("RAY_TMPDIR"), os.environ.get("TMPDIR"), "/tmp"} - {None, ""}
-    files = (Path(str(folder)) / "ray" / CURRENT_CLUSTER for folder in sorted(map(str, folders)))
-    return list(dict.fromkeys(text for file in files if (text := _read(file))))
-
-
-def _read(path: Path) -> str:
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     try:
-        return path.read_text().strip()
+        return (Path(folder) / "ray" / CURRENT_CLUSTER).read_text().split()
     except OSError:
-        return ""
+        return []
 
 
 def _answers(address: str) -> bool:
