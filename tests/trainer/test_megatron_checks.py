@@ -153,6 +153,13 @@ def test_help_prints_both_files(capsys):
     assert "layer_name_map" in printed and "max_prompt_length" in printed
 
 
+def test_a_setting_of_fsdp_alone_is_said_to_do_nothing():
+    settings = [*MEGATRON, f"{ACTOR}.fsdp_config.reshard_after_forward=false"]
+    (line,) = settings_without_effect(load_config(settings))
+    assert line.startswith(f"{ACTOR}.fsdp_config.reshard_after_forward=False has no effect")
+    assert settings_without_effect(load_config(settings[2:])) == []
+
+
 def test_the_strategy_chooses_the_workers():
     assert worker_classes(load_config([])) == (
         fsdp_workers.ActorRolloutRefWorker,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from megatron_ranks import Layout
@@ -35,6 +36,7 @@ class Case:
     model: str
     layout: Layout
     kind: str
+    overrides: tuple[str, ...] = ()
 
 
 @dataclass
@@ -43,15 +45,16 @@ class Result:
 
     before, after: what the model says of the replica's rows (log-probs or values) at the start and at the
     end. metrics: of each update. averages: AdamW's first averages after the first update: the gradient's.
-    saved, weights: before and after the last update. resumed: metrics of the last update, from the other
-    kind's checkpoint. reset, reloaded: what a reference says that was reset, and one that was read again.
-    skipped: metrics of an update that is not finite.
+    start, saved, weights: at the start, before and after the last update. resumed: metrics of the last
+    update, from the other kind's checkpoint. reset, reloaded: what a reference says that was reset, and one
+    that was read again. skipped: metrics of an update that is not finite.
     """
 
     replica: int
     num_replicas: int
     before: torch.Tensor
     metrics: list = field(default_factory=list)
+    start: dict = field(default_factory=dict)
     averages: dict = field(default_factory=dict)
     saved: dict = field(default_factory=dict)
     weights: dict = field(default_factory=dict)
@@ -141,6 +144,7 @@ def run_updates(kind, worker, folder) -> Result:
     engine = worker.engine
     rows = rows_of(0, engine.data.rank, engine.data.size)
     result = Result(engine.data.rank, engine.data.size, look(kind, worker, rows))
+    result.start = tensors_of(kind, engine, "param")
     for seed in range(NUM_UPDATES):
         if seed == NUM_UPDATES - 1:
             engine.snapshot(folder).write()
@@ -161,13 +165,15 @@ def load_and_update(kind, worker, folder):
 
 def run_case(case: Case, model_folder, folder, other) -> Result:
     """folder: where checkpoints go; other: a checkpoint of one process."""
-    config, kind = settings(model_folder), case.kind
+    config, kind = settings(model_folder, *case.overrides), case.kind
     worker = make_megatron(kind, config, case.layout)
     result = run_updates(kind, worker, folder)
     if kind == "actor":
         worker.engine.save_hf(folder / "huggingface", None, model_folder)
         late = worker.engine.snapshot_hf(folder / "before", None, model_folder, folder)
         late.write()
+        with patch("verl.workers.megatron.checkpoint.MAX_FILE_BYTES", 3000):
+            worker.engine.save_hf(folder / "many files", None, model_folder)
         rows = rows_of(0, result.replica, result.num_replicas)
         reference = make_megatron(kind, config, case.layout, trained=False)
         reference.engine.copy_weights(worker.engine)

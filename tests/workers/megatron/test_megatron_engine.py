@@ -28,6 +28,15 @@ CASES = {
     ),
 }
 
+BF16 = {
+    "actor, bf16": Case(
+        "qwen3 untied",
+        Layout(tensor=2, pipeline=2),
+        "actor",
+        ("actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16",),
+    )
+}
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
@@ -49,7 +58,7 @@ def one(folders, tmp_path_factory):
 def four(folders, one, tmp_path_factory):
     """(folder with checkpoints, results of each rank)."""
     out = tmp_path_factory.mktemp("four")
-    run_ranks(engine_ranks.run_cases, 4, out, CASES, folders, one[0])
+    run_ranks(engine_ranks.run_cases, 4, out, CASES | BF16, folders, one[0])
     return out, [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(4)]
 
 
@@ -75,7 +84,9 @@ def test_a_run_goes_on_from_the_other_kinds_checkpoint_with_the_same_next_loss(o
     assert resumed == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize(("folder", "moment"), [("huggingface", "weights"), ("before", "saved")])
+@pytest.mark.parametrize(
+    ("folder", "moment"), [("huggingface", "weights"), ("many files", "weights"), ("before", "saved")]
+)
 def test_a_hugging_face_folder_holds_the_whole_weights(four, folder, moment):
     """Written from the engine, and from its checkpoint of before the last update."""
     name = "actor, TP 2 x PP 2, qwen2 tied"
@@ -88,14 +99,25 @@ def test_a_hugging_face_folder_holds_the_whole_weights(four, folder, moment):
 
 def test_a_reference_is_reset_and_comes_back_from_a_checkpoint_of_either_kind(four, folders):
     name = "actor, TP 2, qwen2 tied"
-    for result in (results[name] for results in four[1] for name in results if name.startswith("actor")):
-        torch.testing.assert_close(result.reset, result.after, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(result.reloaded, result.after, rtol=1e-5, atol=1e-6)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6}
+    for result in (results[n] for results in four[1] for n, case in CASES.items() if case.kind == "actor"):
+        torch.testing.assert_close(result.reset, result.after, **tolerance)
+        torch.testing.assert_close(result.reloaded, result.after, **tolerance)
     frozen = make_plain("actor", settings(folders["qwen2 tied"]))
     frozen.engine.load_weights(four[0] / name / "reference")
     result = four[1][0][name]
     said = look("actor", frozen, rows_of(0, result.replica, result.num_replicas))
     torch.testing.assert_close(said, result.after, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_are_computed_with_in_bf16_are_trained_in_fp32(one, four):
+    expected, result = one[1]["qwen3 untied", "actor"], four[1][0]["actor, bf16"]
+    for name, tensor in expected.start.items():
+        assert torch.equal(result.start[name], tensor)  # not rounded
+    assert not torch.equal(result.before, expected.before)
+    assert_same_gradients(result.weights, expected.weights, tolerance=0.05)
+    for key in ("actor/grad_norm", "actor/kl_loss"):
+        assert result.metrics[0][key] == pytest.approx(expected.metrics[0][key], rel=0.1)
 
 
 def test_an_update_that_is_not_finite_is_skipped_by_every_process(four):

@@ -24,6 +24,18 @@ def uses_megatron(config: DictConfig) -> bool:
     return config.actor_rollout_ref.actor.strategy == "megatron"
 
 
+def without_effect(config: DictConfig) -> dict[str, str]:
+    """key -> why it changes nothing, of those that only mean something with FSDP2."""
+    if not uses_megatron(config):
+        return {}
+    blocks = (f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.model.fsdp_config")
+    return {
+        f"{block}.{key}": "megatron-core cuts a model as the megatron block says, and shards no weights."
+        for block in blocks
+        for key in ("fsdp_size", "reshard_after_forward")
+    }
+
+
 def check_megatron(config: DictConfig, passes: Passes) -> None:
     """Raises ValueError for the first thing that can't work, with what was found, expected, and to do."""
     actor, critic = config.actor_rollout_ref.actor, config.critic

@@ -29,7 +29,7 @@ from verl.trainer.config.layout_checks import check_layout
 from verl.trainer.config.limits import CHOICES, IMPORTABLE, NULLABLE, RANGES, TYPES
 from verl.trainer.config.loading import CONFIG_NAME, flat, load_config
 from verl.trainer.config.loss_settings import unread_settings, unusual_aggregation
-from verl.trainer.config.megatron_checks import check_megatron
+from verl.trainer.config.megatron_checks import check_megatron, without_effect
 from verl.trainer.config.megatron_keys import CONFIG_NAME as MEGATRON_CONFIG_NAME
 from verl.trainer.config.megatron_keys import megatron_tables
 from verl.trainer.ppo.passes import Passes
@@ -76,7 +76,7 @@ def settings_without_effect(config: DictConfig, config_name: str = CONFIG_NAME) 
     """A line for each key that is set to something else than its default and has no meaning here, and for an
     aggregation that the loss is not meant for.
     """
-    more = unread_settings(config)
+    more = unread_settings(config) | without_effect(config)
     if config.actor_rollout_ref.rollout.placement == "colocated":
         more[f"{ROLLOUT}.tensor_model_parallel_size"] = (
             f"each process has an engine with the whole model; {ROLLOUT}.placement=apart splits it."
