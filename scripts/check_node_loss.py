@@ -120,7 +120,7 @@ class TwoNodes:
             (worker, "Ray runtime started"),
             (server, "retrieval server on"),
         ):
-            wait_until(lambda process=process, sign=sign: sign in process.output(), process, 120)
+            wait_until(lambda process=process, sign=sign: sign in process.output(), process, 300)
 
 
 def wait_until(condition: Callable[[], object], process: NodeProcess, timeout_seconds: float) -> float:

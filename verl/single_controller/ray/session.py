@@ -156,7 +156,7 @@ def _keep_last_lines() -> None:
     from ray._private import ray_logging  # where the driver prints the actors' output; nothing public has it
 
     def keep(data: dict[str, Any]) -> None:
-        if isinstance(data["pid"], int):  # not the raylet and the autoscaler
-            _LAST_LINES[data["ip"], data["pid"]].extend(data["lines"])
+        if (pid := str(data["pid"])).isdigit():  # not the raylet and the autoscaler
+            _LAST_LINES[data["ip"], int(pid)].extend(data["lines"])
 
     ray_logging.global_worker_stdstream_dispatcher.add_handler("last lines", keep)
