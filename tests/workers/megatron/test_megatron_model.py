@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-
-pytest.importorskip("megatron.core")
-
 from megatron_ranks import (
     ASKED,
     Case,

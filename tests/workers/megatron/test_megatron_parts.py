@@ -2,13 +2,10 @@
 
 import json
 
-import pytest
-from safetensors.torch import load_file, save_file
-
-pytest.importorskip("megatron.core")
-
 import megatron_checks as checks
+import pytest
 from megatron_ranks import run_ranks, write_models
+from safetensors.torch import load_file, save_file
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
