@@ -4,10 +4,9 @@
 
 `RayPPOTrainer` makes whole steps, with groups of 8, two searches a trajectory, exact match as the reward, and
 figures and records as in any run; the workers (scripts/bench/instant_workers.py) make trajectories up in no
-time. Counted are the CPU seconds of the driver's process, all its threads, by phase; the table has the median
-of the measured steps. The budget is 2 % of a step that takes 0.1 s for each 1,000 tokens of each trajectory.
-One more step counts what the driver was sent and sent out, in bytes, tensors with tokens apart, and what the
-process beside it takes.
+time. Counted are the CPU seconds of the driver's process, all its threads, by phase (the median of the
+steps). The budget is 2 % of a step that takes 0.1 s for each 1,000 tokens of each trajectory. Also the bytes
+that the driver was sent and sent out, tensors over tokens apart, and what the process beside it takes.
 
 With `--backend local` the workers are in the driver's process: what they take themselves is left out of the
 phases in which they are called (they are phases of their own), and nothing is sent.
@@ -26,7 +25,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -55,6 +54,7 @@ ALGORITHMS = {
     "grpo": ["algorithm.adv_estimator=grpo", "algorithm.kl_ctrl.kl_coef=0"],
     "ppo": ["algorithm.adv_estimator=gae", "algorithm.kl_ctrl.kl_coef=0.001"],
 }
+COUNTING = "counting bytes"
 WORKERS = (
     "generate_sequences",
     "compute_log_prob",
@@ -167,18 +167,19 @@ def build(config: DictConfig, backend: str, rows: int, tokens: int, processes: i
 class Traffic:
     """Bytes of calls and results that pass through the driver, while it is installed; by kind."""
 
-    def __init__(self) -> None:
-        self.bytes: dict[str, int] = defaultdict(int)
+    def __init__(self, trainer: StepTrainer) -> None:
+        self.bytes: dict[str, int] = dict.fromkeys(("sent", "received", "tensors over tokens"), 0)
+        self._trainer = trainer
 
     @contextmanager
     def installed(self) -> Iterator[None]:
+        """Stands between the worker groups and Ray."""
         from verl.single_controller.ray import object_store
 
-        start, resolve = object_store.start_apart, object_store.resolve_apart
+        start, plain_resolve = object_store.start_apart, object_store.resolve_apart
 
         def counting_start(actor: Any, method: str, call: Any) -> Any:
-            detached, _ = object_store.detach(call)
-            self._add("sent", detached)
+            self._add("sent", object_store.detach(call)[0])
             return start(actor, method, call)
 
         def counting_resolve(handles: Any, resolve: Any) -> Any:
@@ -187,65 +188,72 @@ class Traffic:
                 self._add("received", object_store.detach(((result,), {}))[0])
             return results
 
-        plain_resolve = resolve
         object_store.start_apart, object_store.resolve_apart = counting_start, counting_resolve
         try:
             yield
         finally:
-            object_store.start_apart, object_store.resolve_apart = start, resolve
+            object_store.start_apart, object_store.resolve_apart = start, plain_resolve
 
     def _add(self, way: str, call: Any) -> None:
-        self.bytes[way] += len(pickle.dumps(call, protocol=5))
-        for value in (*call[0], *call[1].values()):
-            if isinstance(value, DataProto) and value.batch is not None:
-                over_tokens = [tensor for tensor in value.batch.values() if tensor.dim() > 1]
-                self.bytes["tensors with tokens"] += sum(t.nbytes for t in over_tokens)
+        with self._trainer.phases(COUNTING):
+            self.bytes[way] += len(pickle.dumps(call, protocol=5))
+            for value in (*call[0], *call[1].values()):
+                if isinstance(value, DataProto) and value.batch is not None:
+                    over_tokens = [tensor for tensor in value.batch.values() if tensor.dim() > 1]
+                    self.bytes["tensors over tokens"] += sum(t.nbytes for t in over_tokens)
 
 
 def measure(
-    rows: int, algorithm: str, backend: str = "ray", tokens: int = 1500, steps: int = 2, processes: int = 2
+    rows: int, algorithm: str, backend: str = "ray", tokens: int = 1500, steps: int = 1, processes: int = 2
 ) -> dict[str, Any]:
-    """CPU seconds of the driver for a step, by phase (`seconds`), and `bytes` through it. Ray must be up."""
+    """CPU seconds of the driver for a step, by phase (`seconds`) and in all (`total`), the bytes that passed
+    through it in a step, and what the process beside it took (`beside`). Ray must be up.
+    """
     folder = tempfile.mkdtemp(prefix="bench_controller_")
     trainer = build(make_config(rows, tokens, algorithm, folder), backend, rows, tokens, processes)
     found: list[dict[str, float]] = []
-    beside: dict[str, float] = {}
-    traffic = Traffic()
+    traffic, beside = Traffic(trainer), {}
     try:
         trainer.init_workers()
         trainer.recorder.start(trainer.state, None)
         if backend == "local":
             hide_workers(trainer)
-        for step in range(steps + 1):  # the first one starts the process beside the driver
-            phases = Phases()
-            trainer.one_step(phases)
-            if step:
+        with traffic.installed() if backend == "ray" else nullcontext():
+            process = process_of(trainer) if backend == "ray" else None
+            before = sum(process.cpu_times()[:2]) if process else 0.0
+            for _ in range(steps):
+                phases = Phases()
+                trainer.one_step(phases)
                 found.append(dict(phases.seconds))
-        if backend == "ray":
-            process = psutil.Process(trainer.tokens.owner._rank_places[0].pid)  # type: ignore[attr-defined]
-            before = sum(process.cpu_times()[:2])
-            with traffic.installed():
-                trainer.one_step(Phases())
-            beside = {
-                "seconds": sum(process.cpu_times()[:2]) - before,
-                "gb": process.memory_info().rss / 1e9,
-            }
+            if process:
+                seconds = sum(process.cpu_times()[:2]) - before
+                beside = {"seconds": seconds / steps, "gb": process.memory_info().rss / 1e9}
     finally:
         trainer.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
-    seconds = {name: median(step.get(name, 0.0) for step in found) for name in found[0]}
-    own = sum(value for name, value in seconds.items() if name not in WORKERS)
+    by_phase = {name: median(step.get(name, 0.0) for step in found) for name in found[0]}
     return {
         "rows": rows,
         "algorithm": algorithm,
         "backend": backend,
-        "seconds": seconds,
-        "total": own,
+        "seconds": by_phase,
+        "total": sum(own(by_phase).values()),
         "budget": budget(rows, tokens),
-        "bytes": dict(traffic.bytes),
+        "bytes": {name: count // steps for name, count in traffic.bytes.items()},
         "beside": beside,
         "driver_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
     }
+
+
+def own(seconds: dict[str, float]) -> dict[str, float]:
+    """The phases that are the driver's work."""
+    return {name: value for name, value in seconds.items() if name not in (*WORKERS, COUNTING)}
+
+
+def process_of(trainer: StepTrainer) -> psutil.Process:
+    """The process beside the driver."""
+    group: Any = trainer.tokens
+    return psutil.Process(group.owner._rank_places[0].pid)
 
 
 def hide_workers(trainer: StepTrainer) -> None:
@@ -263,8 +271,7 @@ def hide_workers(trainer: StepTrainer) -> None:
 
 
 def show(result: dict[str, Any], before: dict[str, Any] | None) -> None:
-    own = {name: value for name, value in result["seconds"].items() if name not in WORKERS}
-    phases = "  ".join(f"{name} {value:.2f}" for name, value in own.items())
+    phases = "  ".join(f"{name} {value:.2f}" for name, value in own(result["seconds"]).items())
     name = f"{result['algorithm']}, {result['backend']}, {result['rows']:,} rows"
     growth = ""
     if before is not None:
@@ -275,13 +282,11 @@ def show(result: dict[str, Any], before: dict[str, Any] | None) -> None:
         f"({result['total'] / result['budget']:.0%}){growth}\n  {phases}",
         flush=True,
     )
-    if result["bytes"]:
+    if result["beside"]:
         megabytes = "  ".join(f"{name} {count / 1e6:.2f} MB" for name, count in result["bytes"].items())
-        print(
-            f"  through the driver: {megabytes}; its peak memory {result['driver_peak_gb']:.2f} GB\n"
-            f"  the process beside it: {result['beside']['seconds']:.1f} CPU s, {result['beside']['gb']:.1f} GB",
-            flush=True,
-        )
+        beside = f"{result['beside']['seconds']:.1f} CPU s, {result['beside']['gb']:.1f} GB"
+        print(f"  through the driver: {megabytes}; its peak memory {result['driver_peak_gb']:.2f} GB")
+        print(f"  the process beside it: {beside}", flush=True)
 
 
 def main() -> None:
@@ -292,7 +297,7 @@ def main() -> None:
     parser.add_argument("--algorithm", nargs="+", default=["grpo", "ppo"], choices=list(ALGORITHMS))
     parser.add_argument("--backend", default="ray", choices=["ray", "local"])
     parser.add_argument("--tokens", type=int, default=1500, help="longest trajectory, prompt included")
-    parser.add_argument("--steps", type=int, default=2, help="steps that are measured")
+    parser.add_argument("--steps", type=int, default=1, help="steps that are measured")
     parser.add_argument("--processes", type=int, default=2, help="worker processes (ray)")
     parser.add_argument("--json", help="file for the results, a line each")
     asked = parser.parse_args()
