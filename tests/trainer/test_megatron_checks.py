@@ -89,6 +89,13 @@ def test_the_reference_and_the_critic_are_cut_as_the_actor_is():
     assert config.actor_rollout_ref.ref.megatron.tensor_model_parallel_size == 2
 
 
+def test_a_micro_batch_is_dealt_out_to_replicas():
+    config = load_config([*MEGATRON, f"{TENSOR}=2", f"{PIPELINE}=2"])
+    assert config.actor_rollout_ref.actor.ppo_micro_batch_size == 64
+    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 32
+    assert config.critic.ppo_micro_batch_size_per_gpu == 32
+
+
 def test_search_r1s_keys_of_megatron_are_all_there():
     text = (Path(__file__).parent / "search_r1_keys.txt").read_text(encoding="utf-8")
     keys = text[text.index("[megatron]\n") :].split()[1:]

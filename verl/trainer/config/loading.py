@@ -7,6 +7,7 @@ works for a key that already exists (Search-R1's scripts need that), and a repea
 """
 
 import difflib
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -86,10 +87,12 @@ def resolve(config: DictConfig) -> None:
     """Fill in, in place, what is written as an alias or left null because it follows other keys.
 
     A micro-batch of one process (`*_per_gpu`) follows the whole run's micro-batch size:
-    `size // processes`, at least 1.
+    `size // processes`, at least 1; on Megatron, where processes share a micro-batch, `size // replicas`.
     """
     OmegaConf.resolve(config)
-    processes = max(1, as_int(config.trainer.nnodes) * as_int(config.trainer.n_gpus_per_node))
+    replicas = max(1, as_int(config.trainer.nnodes) * as_int(config.trainer.n_gpus_per_node))
+    if config.actor_rollout_ref.actor.strategy == "megatron":
+        replicas = max(1, replicas // _sharing(config.actor_rollout_ref.actor.megatron))
     actor, critic = config.actor_rollout_ref.actor, config.critic
     for block, name in (
         (actor, "ppo_micro_batch_size"),
@@ -99,7 +102,7 @@ def resolve(config: DictConfig) -> None:
         (critic, "forward_micro_batch_size"),
     ):
         if block[f"{name}_per_gpu"] is None and isinstance(block[name], int):
-            block[f"{name}_per_gpu"] = max(1, block[name] // processes) if block[name] > 0 else block[name]
+            block[f"{name}_per_gpu"] = max(1, block[name] // replicas) if block[name] > 0 else block[name]
     if config.trainer.val_before_train is None:
         config.trainer.val_before_train = True
     if config.trainer.val_only is None:
@@ -125,6 +128,12 @@ def resolve(config: DictConfig) -> None:
     vllm = config.actor_rollout_ref.rollout.vllm
     if isinstance(vllm.python, str) and "/" in vllm.python:  # workers may have another working directory
         vllm.python = str(Path(vllm.python).absolute())
+
+
+def _sharing(megatron: DictConfig) -> int:
+    """Processes that share a replica of the model."""
+    kinds = ("tensor_model", "pipeline_model", "context")
+    return max(1, math.prod(as_int(megatron[f"{kind}_parallel_size"]) for kind in kinds))
 
 
 def parse_arguments(
