@@ -244,6 +244,17 @@ CASES = {
         ),
         (facts_with({"trainer.device": "cuda"}), "asks for 1 GPUs, this machine has 0"),
         (
+            facts_with(ON_CPU | {"trainer.cpus_per_process": 80}, ray=CLUSTER),
+            "2 processes reserve 80 of Ray's CPUs each, the cluster has 128",
+        ),
+        (
+            facts_with(
+                TWO_NODES | {"trainer.rollout_pool.nnodes": 1, "trainer.rollout_pool.n_gpus_per_node": 8},
+                ray=CLUSTER,
+            ),
+            "the run asks for 24 GPUs, the cluster has 16",
+        ),
+        (
             facts_with(TWO_NODES, ray=RayCluster("a:1", nodes=(NODES[0], replace(NODES[1], is_alive=False)))),
             "the cluster has 1 nodes with 8 GPUs (node2 left it)",
         ),

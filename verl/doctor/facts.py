@@ -212,8 +212,15 @@ class Run:
         return self.settings.get(key, default)
 
     @property
-    def num_processes(self) -> int:
+    def num_training_processes(self) -> int:
         return int(self["trainer.nnodes"]) * int(self["trainer.n_gpus_per_node"])
+
+    @property
+    def num_processes(self) -> int:
+        """In all pools: with `trainer.rollout_pool` the rollout has processes of its own."""
+        own = self.get("trainer.rollout_pool.n_gpus_per_node")
+        apart = 0 if own is None else int(self["trainer.rollout_pool.nnodes"]) * int(own)
+        return self.num_training_processes + apart
 
     @property
     def needs_ray(self) -> bool:

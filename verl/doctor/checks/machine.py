@@ -69,7 +69,7 @@ def find_little_memory(facts: Facts, machine: Machine) -> Iterator[Finding]:
             yield error(
                 f"{source} is {_gb(limit)}, weights, gradients and optimizer states need {_gb(needed)}",
                 "the kernel would kill the processes, without a word in their log",
-                "ask for more memory (sbatch --mem=...), use more nodes, or a smaller model",
+                "ask for more memory (sbatch --mem=...) or more nodes; trainer.dry_run=true shows the plan",
             )
     store = [
         node.object_store_bytes
@@ -97,7 +97,7 @@ def host_bytes(run: Run, facts: Facts, machine: Machine) -> float:
     sharded = policy * (width if lora or not trains else 4 * width)
     if trains and run["algorithm.adv_estimator"] == "gae":
         sharded += params.get("critic.model.path", policy) * 4 * width
-    share = run["trainer.n_gpus_per_node"] / run.num_processes
+    share = run["trainer.n_gpus_per_node"] / run.num_training_processes
     return sharded * share
 
 

@@ -54,6 +54,9 @@ def find_missing_resources(facts: Facts) -> Iterator[Finding]:
             return  # it could not be asked; the check of the address says why
         yield from _find_missing_nodes(run, ray)
         where, found = "the cluster has", int(sum(node.num_gpus for node in ray.alive))
+        yield from _find_missing_cpus(run, sum(node.num_cpus for node in ray.alive), where)
+    elif run.needs_ray:
+        yield from _find_missing_cpus(run, facts.here.num_cpus_ray, "the Ray that it would start here has")
     if asked and found is not None and found < asked:
         own = run.needs_ray and (ray is None or ray.address is None)
         where = "the Ray that it would start on this machine has" if own else where
@@ -63,6 +66,16 @@ def find_missing_resources(facts: Facts) -> Iterator[Finding]:
         elif own:
             do = f"export RAY_ADDRESS=<head node>:6379, or {do}"
         yield error(f"the run asks for {asked} GPUs, {where} {found}", "it would wait for them, or end", do)
+
+
+def _find_missing_cpus(run: Run, num_cpus: float, where: str) -> Iterator[Finding]:
+    each = run.get("trainer.cpus_per_process", 0)
+    if run.num_processes * each > num_cpus:
+        yield error(
+            f"{run.num_processes} processes reserve {each} of Ray's CPUs each, {where} {num_cpus:g}",
+            "the run would wait for them, or end",
+            f"trainer.cpus_per_process={num_cpus / run.num_processes:.2g}",
+        )
 
 
 def _find_missing_nodes(run: Run, ray: RayCluster) -> Iterator[Finding]:

@@ -57,7 +57,7 @@ def num_replicas(run: Run) -> int:
     if run[f"{ACTOR}.strategy"] == "megatron":
         for size in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
             shared *= run[f"{ACTOR}.megatron.{size}"]
-    return max(1, run.num_processes // max(1, shared))
+    return max(1, run.num_training_processes // max(1, shared))
 
 
 def _divisor(number: int, at_most: int) -> int:
