@@ -199,7 +199,9 @@ run_training() {
     local megatron=
     shift
     for argument in "$@"; do
-        [[ "$argument" == *retriever.url=* || "$argument" == *do_search=[Ff]alse ]] && needs_server=false
+        case "$argument" in
+            *retriever.url=* | *do_search=[Ff]alse | *trainer.dry_run=[Tt]rue) needs_server=false ;;
+        esac
         [[ "$argument" == *trainer.dry_run=[Tt]rue ]] && dry_run=true needs_server=false    # a plan, without data
         [[ "$argument" == *strategy=megatron || "$argument" == *ppo_megatron_trainer* ]] && megatron=,megatron
     done

@@ -157,13 +157,33 @@ def test_a_run_that_is_asked_to_stop_goes_back_into_the_queue_and_the_job_has_th
     )
 
 
+SERVER_THAT_CAN_BE_ENDED = """#!/bin/sh
+if [ "$2" != search_r1.search.server ] || [ -e {ended} ]; then exec {python} "$@"; fi
+{python} "$@" &
+until [ -e {ended} ]; do sleep 0.1; done
+kill $!
+"""
+ENDS_THE_SERVER_AND_WAITS = """
+touch {ended}
+until grep -q "has ended; it is started again" {output}; do sleep 0.1; done
+"""
+
+
 @pytest.fixture(scope="module")
-def jobs(submit) -> dict[str, Submitted]:
+def jobs(submit, shared) -> dict[str, Submitted]:
     """Several at once: each waits most of its time."""
+    files = {"ended": shared / "ended", "output": shared / "again" / "job.log"}
+    python = shared / "env" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(SERVER_THAT_CAN_BE_ENDED.format(python=sys.executable, **files))
+    python.chmod(0o755)
+    (shared / "ends.sh").write_text(ENDS_THE_SERVER_AND_WAITS.format(**files))
+    ends = {"RETRIEVAL_ENV": f"{shared}/env", "TRAIN_COMMAND": f"bash {shared}/ends.sh", "DOCTOR": "0"}
     flags = ["--gpus-per-node=0"]
     alone = ["--nodes=1", "--time=5:00", "--signal=B:USR1@280"]
     cut_off = {"SLURM_STANDIN_CUT_OFF": "node3", "RETRIEVAL_TIMEOUT": "4"}
     return {
+        "again": submit("again", "train.sbatch", flags=[*flags, "--nodes=2"], **ends),
         "serving": submit("serving", "train.sbatch", flags=flags + alone),
         "broken": submit("broken", "train.sbatch", flags=flags, SLURM_STANDIN_BROKEN="node2"),
         "far": submit("far", "train.sbatch", flags=flags, **cut_off),
@@ -175,7 +195,13 @@ def test_a_job_of_servers_alone_serves_until_its_time_is_over(jobs):
     status, output = jobs["serving"].finish()
     assert "serving: RETRIEVER_URL=http://node1:8000/retrieve" in output, output
     assert status == 143
-    assert "the time limit is near" in output
+    assert "SIGUSR1, as before the time limit" in output
+
+
+def test_a_server_that_ends_during_training_is_started_again(jobs):
+    status, output = jobs["again"].finish()
+    assert status == 0, output
+    assert "the retrieval server on node2 has ended; it is started again" in output
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,7 @@ def test_a_small_models_folder_gets_the_tiny_models_settings_and_its_runs_name(r
         (["retriever.url=http://c/x"], {}, "http://c/x"),
         (["+retriever.url=http://c/x"], {"RETRIEVER_URL": "http://a:1"}, "http://c/x"),
         (["do_search=false"], {}, "http://127.0.0.1:8000/retrieve"),
+        (["trainer.dry_run=true"], {}, "http://127.0.0.1:8000/retrieve"),
     ],
 )
 def test_no_server_is_started_beside_a_users_own_or_without_search(repository, flags, variables, url):
