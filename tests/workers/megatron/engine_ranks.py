@@ -19,9 +19,9 @@ MINI_BATCH = 6
 COMMON = [
     "actor_rollout_ref.actor.use_kl_loss=true",
     f"actor_rollout_ref.actor.ppo_mini_batch_size={MINI_BATCH}",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
-    "critic.ppo_micro_batch_size_per_gpu=2",
-    "critic.forward_micro_batch_size_per_gpu=2",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
+    "critic.ppo_micro_batch_size_per_gpu=3",
+    "critic.forward_micro_batch_size_per_gpu=4",
     "critic.optim.lr=0.01",
     "actor_rollout_ref.actor.grad_clip=0.5",
     "actor_rollout_ref.actor.optim.warmup_style=cosine",
@@ -31,12 +31,15 @@ COMMON = [
 
 @dataclass(frozen=True)
 class Case:
-    """A model of `megatron_ranks.MODELS` and how it is cut; kind: actor or critic."""
+    """A model of `megatron_ranks.MODELS` and how it is cut; kind: actor or critic. in_full: with
+    references, folders and a step that is skipped.
+    """
 
     model: str
     layout: Layout
     kind: str
     overrides: tuple[str, ...] = ()
+    in_full: bool = False
 
 
 @dataclass
@@ -168,7 +171,7 @@ def run_case(case: Case, model_folder, folder, other) -> Result:
     config, kind = settings(model_folder, *case.overrides), case.kind
     worker = make_megatron(kind, config, case.layout)
     result = run_updates(kind, worker, folder)
-    if kind == "actor":
+    if case.in_full:
         worker.engine.save_hf(folder / "huggingface", None, model_folder)
         late = worker.engine.snapshot_hf(folder / "before", None, model_folder, folder)
         late.write()

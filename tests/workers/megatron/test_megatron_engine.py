@@ -17,11 +17,12 @@ LAYOUTS = {
 }
 CASES = {
     **{
-        f"actor, {name}, {model}": Case(model, layout, "actor")
+        f"actor, {name}, {model}": Case(
+            model, layout, "actor", in_full=model == "qwen2 tied" and name.startswith("TP")
+        )
         for name, layout in LAYOUTS.items()
         for model in ("qwen2 tied", "qwen3 untied")
     },
-    "critic, TP 2": Case("qwen2 tied", LAYOUTS["TP 2"], "critic"),
     "critic, TP 2 x PP 2": Case("qwen3 untied", LAYOUTS["TP 2 x PP 2"], "critic"),
     "actor, CP 2, virtual stages": Case(
         "qwen2 tied", Layout(pipeline=2, context=2, layers_per_virtual_stage=1), "actor"
@@ -100,7 +101,7 @@ def test_a_hugging_face_folder_holds_the_whole_weights(four, folder, moment):
 def test_a_reference_is_reset_and_comes_back_from_a_checkpoint_of_either_kind(four, folders):
     name = "actor, TP 2, qwen2 tied"
     tolerance = {"rtol": 1e-5, "atol": 1e-6}
-    for result in (results[n] for results in four[1] for n, case in CASES.items() if case.kind == "actor"):
+    for result in (results[n] for results in four[1] for n, case in CASES.items() if case.in_full):
         torch.testing.assert_close(result.reset, result.after, **tolerance)
         torch.testing.assert_close(result.reloaded, result.after, **tolerance)
     frozen = make_plain("actor", settings(folders["qwen2 tied"]))
@@ -123,6 +124,6 @@ def test_weights_that_are_computed_with_in_bf16_are_trained_in_fp32(one, four):
 def test_an_update_that_is_not_finite_is_skipped_by_every_process(four):
     for results in four[1]:
         for name, result in results.items():
-            if name.startswith("actor"):
+            if name in CASES and CASES[name].in_full:
                 assert result.skipped["actor/num_skipped_updates"] >= 1
                 assert result.skipped == pytest.approx(four[1][0][name].skipped, nan_ok=True)
