@@ -19,7 +19,8 @@ from doctor_facts import (
     sh,
 )
 
-from verl.doctor.facts import Machine, Model, Place, from_json, to_json
+from verl.doctor.checks.disk import checkpoint_bytes, checkpoints_at_once
+from verl.doctor.facts import Machine, Model, from_json, to_json
 from verl.doctor.facts_limits import CGROUPS, look_at_limits
 from verl.doctor.facts_machine import Order, look_at_machine
 from verl.doctor.facts_models import look_at_model
@@ -307,10 +308,15 @@ def test_wandb_keys(tmp_path, monkeypatch):
     assert found(facts_with(settings, here), "wandb-key") == [] and "secret" not in json.dumps(to_json(here))
 
 
-def test_a_checkpoint_is_about_as_large_as_the_real_one():
-    """The sum of what `save_checkpoint` writes is measured in tests/trainer; here the rule for its parts."""
-    from verl.doctor.checks.disk import checkpoint_bytes, checkpoints_at_once
+STEP_FOLDER_BYTES = 21_224_470  # of a GRPO run of the shipped model, as `du -sb global_step_80` said
 
+
+def test_a_checkpoint_is_about_as_large_as_the_real_one():
+    model = look_at_model("actor_rollout_ref.model.path", str(BASE_MODEL), {})
+    assert checkpoint_bytes(run_with(), (model,)) == pytest.approx(STEP_FOLDER_BYTES, rel=0.05)
+
+
+def test_the_size_of_checkpoints_and_how_many_there_are_at_once():
     policy = Model("actor_rollout_ref.model.path", "/m", "folder", 1000, 2)
     assert checkpoint_bytes(run_with(), (policy,)) == 16_000
     assert checkpoint_bytes(run_with({"algorithm.adv_estimator": "gae"}), (policy,)) == 28_000
@@ -320,4 +326,3 @@ def test_a_checkpoint_is_about_as_large_as_the_real_one():
     assert checkpoints_at_once(run_with(plan)) == (3, 3)
     assert checkpoints_at_once(run_with(plan | {"trainer.max_ckpt_to_keep": 2})) == (2, 3)
     assert checkpoints_at_once(run_with({"trainer.save_freq": -1})) == (1, 1)
-    assert Place("x", "/").free_bytes is None
