@@ -8,7 +8,7 @@ import time
 import pytest
 from sample_workers import ScaleWorker, SumWorker, sample_batch
 
-from verl.single_controller import ClassWithInitArgs, ResourcePool, build_worker_groups
+from verl.single_controller import ClassWithInitArgs, ResourcePool, Worker, build_worker_groups, register
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -111,11 +111,30 @@ def test_an_exception_in_the_constructor_arrives_and_leaves_no_place_taken(ray_b
 def test_a_killed_rank_is_named_at_once_although_others_wait_for_it(ray_backend):
     with ray_backend.RayWorkerGroup(ResourcePool([2]), ClassWithInitArgs(ScaleWorker, 2)) as group:
         start = time.monotonic()
-        with pytest.raises(ray_backend.WorkerDiedError, match="rank 1 .*died during die_in_all_reduce"):
+        pid = group.pid()[1]
+        named = rf"rank 1 .*died during die_in_all_reduce \(node .*, pid {pid}\): it ended without a word"
+        with pytest.raises(ray_backend.WorkerDiedError, match=named):
             group.die_in_all_reduce(1)
         assert time.monotonic() - start < 200, "below the 240 s after which the other rank would give up"
         with pytest.raises(ray_backend.WorkerDiedError, match="rank 1"):
             group.describe("anybody there")
+
+
+class VariablesWorker(Worker):
+    """Says what it finds in its environment."""
+
+    @register()
+    def variables(self, names: list[str]) -> list[str | None]:
+        return [os.environ.get(name) for name in names]
+
+
+def test_a_worker_gets_the_drivers_variables_by_name_and_the_drivers_own_key_not(ray_backend, monkeypatch):
+    for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "WANDB_API_KEY", "SOMETHING_ELSE"):
+        monkeypatch.setenv(name, "1")
+    item = ClassWithInitArgs(VariablesWorker)
+    with ray_backend.RayWorkerGroup(ResourcePool([1]), item) as group:
+        found = group.variables(["HF_HUB_OFFLINE", "HF_TOKEN", "WANDB_API_KEY", "SOMETHING_ELSE"])
+    assert found == [["1", "1", None, None]]
 
 
 def test_shutdown_ends_the_processes_and_forbids_further_calls(ray_backend):

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayError
+from ray.exceptions import ObjectLostError, OutOfMemoryError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from verl.single_controller.ray.environment import import_path
 from verl.single_controller.ray.session import LINES_KEPT, last_lines_seen
 
 _SECONDS_FOR_LOGS = 15.0
@@ -129,20 +130,16 @@ def describe_death(who: str, place: RankPlace | None, method: str, error: BaseEx
     """
     if place is None:
         return f"{who} died during {method}: {_first_sentences(error)}"
+    head = f"{who} died during {method} ({place}):"
     lost = _why_node_is_lost(place.node)
-    if lost is not None:
-        seen = last_lines_seen(place.address, place.pid)
-        where = "; its log stays there. What had come of it before:" if seen else "; its log stays there"
-        return "\n".join(
-            [f"{who} died during {method} ({place}): its node is lost ({lost}){where}", *_quoted(seen)]
-        )
-    remains = _fetch_remains(place)
+    remains = None if lost else _fetch_remains(place)
     if remains is None:
+        lost = lost or _why_node_is_lost(place.node)  # it may have taken Ray a while to notice
+        head += f" its node is lost ({lost}); its log stays there" if lost else f" {_first_sentences(error)}"
         seen = last_lines_seen(place.address, place.pid)
-        head = f"{who} died during {method} ({place}): {_first_sentences(error)} Its log could not be read"
-        return "\n".join([f"{head}; what had come of it before:" if seen else head, *_quoted(seen)])
+        return "\n".join([f"{head}. Its last lines that came here:", *_quoted(seen)]) if seen else head
     cause = cause_of_death(error, remains.lines, remains.oom_kills - place.oom_kills)
-    head = f"{who} died during {method} ({place}): {cause}."
+    head += f" {cause}."
     if not remains.lines:
         return f"{head} It left nothing in its log ({place.logs[-1]})"
     return "\n".join([f"{head} Its last lines ({place.logs[-1]}):", *_quoted(remains.lines)])
@@ -157,6 +154,8 @@ def cause_of_death(error: BaseException, last_lines: list[str], num_oom_kills: i
         num_oom_kills: kernel OOM kills on the node since the process started.
     """
     text = str(error)
+    if isinstance(error, ObjectLostError):
+        return f"its result is lost: {_first_sentences(error)}"
     if isinstance(error, OutOfMemoryError) or "memory on the node" in text.lower():
         return "killed by Ray, as the node was running out of memory (RAY_memory_usage_threshold)"
     for found in _FATAL.finditer("\n".join(last_lines)):
@@ -184,7 +183,10 @@ def _fetch_remains(place: RankPlace) -> Remains | None:
     if place.node == ray.get_runtime_context().get_node_id():
         return read_remains(place.logs)
     task = ray.remote(read_remains).options(
-        num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(place.node, soft=False)
+        num_cpus=0,
+        max_retries=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(place.node, soft=False),
+        runtime_env={"env_vars": {"PYTHONPATH": import_path()}},
     )
     try:
         remains: Remains = ray.get(task.remote(place.logs), timeout=_SECONDS_FOR_LOGS)

@@ -17,6 +17,7 @@ import os
 import re
 import socket
 import struct
+import sys
 
 # Ray's own behaviour, in the driver and on nodes that scripts/ray_node.sh starts. What the user set stays.
 RAY_SETTINGS = {
@@ -81,6 +82,12 @@ def carried_variables() -> dict[str, str]:
 def secret_variables() -> dict[str, str]:
     """What the driver has set of the secrets that workers need."""
     return {name: value for name, value in os.environ.items() if is_secret(name)}
+
+
+def import_path() -> str:
+    """The folders beside Python's own from which the driver imports: actors find the same modules."""
+    own = (sys.prefix, sys.base_prefix)
+    return os.pathsep.join(os.path.abspath(folder) for folder in sys.path if not folder.startswith(own))
 
 
 def _is_carried(name: str) -> bool:

@@ -15,7 +15,6 @@ With `columns_stay` the columns over tokens of a result stay in the object store
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,6 +32,7 @@ from verl.single_controller.ray.environment import (
     DRIVER_ONLY,
     carried_variables,
     collective_variables,
+    import_path,
     secret_variables,
 )
 from verl.single_controller.ray.resolve import resolve_refs
@@ -115,7 +115,7 @@ class RayWorkerGroup(WorkerGroup):
                 max_task_retries=0,
                 scheduling_strategy=strategy,
                 runtime_env={
-                    "env_vars": {"PYTHONPATH": _import_path()} | carried_variables() | _thread_settings(pool)
+                    "env_vars": {"PYTHONPATH": import_path()} | carried_variables() | _thread_settings(pool)
                 },
             )
             actors.append(actor_cls.remote())
@@ -172,9 +172,3 @@ def _thread_settings(pool: RayResourcePool) -> dict[str, str]:
     if not pool.use_gpu and max(pool.process_on_nodes) > 1:
         return {"OMP_NUM_THREADS": threads or "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
     return {"OMP_NUM_THREADS": threads} if threads else {}
-
-
-def _import_path() -> str:
-    """The folders beside Python's own from which the driver imports: actors find the same modules."""
-    own = (sys.prefix, sys.base_prefix)
-    return os.pathsep.join(os.path.abspath(folder) for folder in sys.path if not folder.startswith(own))
