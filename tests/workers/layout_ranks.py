@@ -5,9 +5,11 @@
 import torch
 from sharded_ranks import NUM_ROWS, VARIANTS, go_on, my_rows, settings
 from tiny_training import make_actor, make_config, make_critic, whole
+from transformers import AutoTokenizer
 
 from verl.workers.actor.dp_actor import compute_log_prob
-from verl.workers.engine.checkpoint import load_checkpoint, save_checkpoint
+from verl.workers.engine.checkpoint import load_checkpoint
+from verl.workers.engine.snapshot import BackgroundWriter
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 SIZES = {  # (fsdp_size, sequence parallel), and the variant of `sharded_ranks`
@@ -80,18 +82,30 @@ def results_of(model_path, world_size=1):
 
 
 def run(rank, world_size, model_path, out):
-    """Every case; then going on from the checkpoint that two ranks wrote, and one of this layout's own."""
+    """Every case; then going on from the checkpoint that two ranks wrote, and from one of this layout's own,
+    which is written while the next update runs.
+    """
     results = {"cases": results_of(model_path, world_size)}
     config = settings(model_path, "packed")
     config.actor_rollout_ref.actor.fsdp_config.fsdp_size = 2
     config.actor_rollout_ref.actor.ulysses_sequence_parallel_size = 2
     resumed, again = make_actor(config, world_size), make_actor(config, world_size)
     load_checkpoint(resumed.engine, out / "checkpoint")
-    save_checkpoint(resumed.engine, out / "checkpoint_of_4")
+    folder, writer = out / "checkpoint_of_4", BackgroundWriter()
+    snapshots = [
+        resumed.engine.snapshot(folder),
+        resumed.engine.snapshot_hf(
+            folder / "hf", AutoTokenizer.from_pretrained(model_path), model_path, folder
+        ),
+    ]
+    writer.write(snapshots, folder, background=True)
     data = resumed.engine.data
     log_probs = compute_log_prob(resumed.engine, my_rows(data.rank, data.size), resumed.limits, 1.0)
     results["log_probs"] = data, log_probs
     results["next"] = go_on(resumed)
-    load_checkpoint(again.engine, out / "checkpoint_of_4")
+    writer.is_done(wait=True)
+    writer.close()
+    torch.distributed.barrier()  # rank 0's thread has the Hugging Face folder to write besides
+    load_checkpoint(again.engine, folder)
     results["next, again"] = go_on(again)
     torch.save(results, out / f"rank{rank}_of_4.pt")

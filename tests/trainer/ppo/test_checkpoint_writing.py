@@ -141,3 +141,11 @@ def test_rule_10_a_run_that_is_killed_while_it_writes_goes_on_from_the_checkpoin
     assert RunState.load(store.find_resume("auto", None)).step == 1
     store.remove_incomplete()
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_1"]
+
+
+def test_in_the_foreground_a_failed_checkpoint_stops_the_run_as_well(tmp_path, group):
+    store = CheckpointStore(tmp_path, None)
+    group.control(OSError(28, "No space left on device"))
+    with pytest.raises(RunStopped, match="of step 2 could not be written: OSError.*from its beginning"):
+        save(CheckpointWriting(store, background=False), group, 2)
+    assert store.steps() == []

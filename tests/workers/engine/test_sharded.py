@@ -92,6 +92,12 @@ def test_rule_10_a_checkpoint_of_two_ranks_goes_on_alike_on_four_that_share_toke
         assert results["next, again"][0] == results["next"][0]
 
 
+def test_rule_10_what_four_ranks_write_in_the_background_is_the_state_before_the_update_meanwhile(two, four):
+    model = AutoModelForCausalLM.from_pretrained(two[0] / "checkpoint_of_4" / "hf")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, two[1][0]["weights"][name])
+
+
 def test_the_processes_of_a_replica_have_the_same_log_probs(four, model_path):
     positions = [results["log_probs"][0] for results in four]
     assert [(p.rank, p.size, p.leads) for p in positions] == [

@@ -37,7 +37,7 @@ FIXED: dict[str, str] = {
     "model.fsdp_config.wrap_policy.min_num_params": "FSDP2 shards each decoder layer on its own.",
     "model.fsdp_config.cpu_offload": _OFFLOAD,
     "model.fsdp_config.offload_params": _OFFLOAD,
-    "ulysses_sequence_parallel_size": "Sequence parallelism is not in this version; use more processes.",
+    "ulysses_sequence_parallel_size": "Supervised rows are short: each process trains on whole ones.",
     "trainer.default_hdfs_dir": "Nothing is copied to HDFS; a run's folder is default_local_dir.",
 }
 

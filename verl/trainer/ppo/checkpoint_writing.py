@@ -39,8 +39,11 @@ class CheckpointWriting:
         """
         self.finish()
         folder = self.store.begin(step)
-        for name, group in groups.items():
-            group.save_checkpoint(str(folder / name), self.background)
+        try:
+            for name, group in groups.items():
+                group.save_checkpoint(str(folder / name), self.background)
+        except CheckpointFailed as error:
+            raise self._failed(step, error) from error
         beside(folder)
         self._step, self._groups = step, list(groups.values())
         if not self.background:
@@ -62,12 +65,15 @@ class CheckpointWriting:
             written = [done for group in self._groups for done in group.checkpoint_is_written(wait)]
         except CheckpointFailed as error:
             self._step = None
-            kept = self.store.steps()
-            origin = f"step {kept[-1]}" if kept else "its beginning, as it has no checkpoint yet"
-            raise RunStopped(
-                f"the checkpoint of step {step} could not be written: {error}. Started again, the run goes "
-                f"on from {origin}."
-            ) from error
+            raise self._failed(step, error) from error
         if all(written):
             self._step = None
             self.store.commit(step)
+
+    def _failed(self, step: int, error: CheckpointFailed) -> RunStopped:
+        kept = self.store.steps()
+        origin = f"step {kept[-1]}" if kept else "its beginning, as it has no checkpoint yet"
+        return RunStopped(
+            f"the checkpoint of step {step} could not be written: {error}. Started again, the run goes on "
+            f"from {origin}."
+        )

@@ -116,10 +116,12 @@ def take_snapshot(engine: TrainEngine[Any], path: str | Path, group: dist.Proces
     folder.mkdir(parents=True, exist_ok=True)
     with engine.loaded(optimizer=True):
         state = _tensors(engine)
+        held: list[Any] = [{"model": state["model"], "optimizer": {"state": state["optimizer"]["state"]}}]
+        if engine.offloads:  # else the snapshot would keep all of it on the device
+            held.append(copied_to_cpu(held.pop()))
         if engine.adapters is not None:
             save_adapter(engine.adapters, folder / ADAPTER_FOLDER, writes=rank == 0)
     save_progress(folder, engine.scheduler, engine.weights_version, engine.device, rank)
-    held: list[Any] = [{"model": state["model"], "optimizer": {"state": state["optimizer"]["state"]}}]
 
     def copy() -> None:
         held.append(copied_to_cpu(held.pop()))
@@ -127,7 +129,7 @@ def take_snapshot(engine: TrainEngine[Any], path: str | Path, group: dist.Proces
     def write() -> None:
         save_tensors(held.pop(), folder / "dcp", group)
 
-    return Snapshot(copy, write)
+    return Snapshot(None if engine.offloads else copy, write)
 
 
 def save_progress(

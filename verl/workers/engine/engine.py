@@ -118,6 +118,11 @@ class TrainEngine(Engine, Generic[Module]):
     def adapters(self) -> Adapters | None:
         return self.module.adapters
 
+    @property
+    def offloads(self) -> bool:
+        """Whether weights or optimizer are in CPU memory between uses."""
+        return self.offloads_params or self._offloads_optimizer
+
     # ------------------------------------------------------------------------------------------ computing
 
     @torch.no_grad()

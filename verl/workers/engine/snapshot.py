@@ -76,14 +76,16 @@ class BackgroundWriter:
         """Writes what makes up the checkpoint in `folder`, in this order, and forces it to the disk: before
         it returns or, in the background, later (see `is_done`); all snapshots are copied first then. The
         checkpoint before it must have ended.
+
+        Raises:
+            CheckpointFailed: it could not be written (not in the background).
         """
         assert self.is_done(wait=False)
-        durable = Snapshot(write=partial(sync_tree, folder))
+        all_of_it = [*snapshots, Snapshot(write=partial(sync_tree, folder))]
         if background:
-            self._written = self._thread.submit(_copy_and_write, [*snapshots, durable])
-            return
-        for snapshot in (*snapshots, durable):
-            snapshot.write()
+            self._written = self._thread.submit(_write, all_of_it, copies=True)
+        else:
+            _write(all_of_it, copies=False)
 
     def is_done(self, wait: bool) -> bool:
         """Whether nothing is being written (any more). CheckpointFailed, once: it could not be written."""
@@ -100,9 +102,9 @@ class BackgroundWriter:
 
 
 @torch.no_grad()
-def _copy_and_write(snapshots: Sequence[Snapshot]) -> None:
+def _write(snapshots: Sequence[Snapshot], copies: bool) -> None:
     try:
-        for snapshot in snapshots:
+        for snapshot in snapshots if copies else ():
             snapshot.copy()
         for snapshot in snapshots:
             snapshot.write()
