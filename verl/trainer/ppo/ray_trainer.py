@@ -167,13 +167,8 @@ class RayPPOTrainer:
     @cached_property
     def tokens(self) -> WorkerGroup:
         """The process that looks at tokens, started when it is first needed; a group of one `TokenWorker`."""
-        group = start_token_worker(
-            self.resource_pool_manager.backend,
-            self.config,
-            self.tokenizer,
-            self.reward_fn,
-            self.val_reward_fn,
-        )
+        backend, scores = self.resource_pool_manager.backend, (self.reward_fn, self.val_reward_fn)
+        group = start_token_worker(backend, self.config, self.tokenizer, *scores)
         self.worker_groups["tokens"] = group
         return group
 
