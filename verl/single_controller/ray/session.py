@@ -73,9 +73,17 @@ def init_ray(num_cpus: int | None = None, log_to_driver: bool = True) -> RaySess
     if os.environ.get("RAY_ADDRESS"):
         _connect(log_to_driver)
     else:
-        temp_dir, note = choose_temp_dir()
-        if note is not None:
-            print(f"note: {note}", file=sys.stderr)
+        _start_here(num_cpus, log_to_driver)
+    if log_to_driver:
+        _keep_last_lines()
+    return RaySession(owned=True)
+
+
+def _start_here(num_cpus: int | None, log_to_driver: bool) -> None:
+    temp_dir, note = choose_temp_dir()
+    if note is not None:
+        print(f"note: {note}", file=sys.stderr)
+    try:
         ray.init(
             address="local",
             num_cpus=num_cpus,
@@ -84,9 +92,11 @@ def init_ray(num_cpus: int | None = None, log_to_driver: bool = True) -> RaySess
             logging_level=logging.WARNING,
             _temp_dir=temp_dir,
         )
-    if log_to_driver:
-        _keep_last_lines()
-    return RaySession(owned=True)
+    except Exception as error:  # Ray raises no narrower one when its processes don't come up in time
+        raise ValueError(
+            f"Ray did not start on this machine: {' '.join(str(error).split())} The machine may be too busy "
+            f"(Ray waits 30 s); its logs: {temp_dir}/session_latest/logs."
+        ) from error
 
 
 def _connect(log_to_driver: bool) -> None:
