@@ -41,6 +41,7 @@ def test_the_same_of_megatron_by_its_own_configuration(tmp_path, capsys):
         "--config-name=ppo_megatron_trainer",
         *search_r1_settings(write_config(tmp_path, "7B"), "grpo"),
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
         "trainer.n_gpus_per_node=8",
         "trainer.dry_run=true",
         "trainer.dry_run_gpu_memory_gb=80",

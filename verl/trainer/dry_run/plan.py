@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from verl.trainer.dry_run.hardware import Hardware
+from verl.trainer.dry_run.hardware import GIB, Hardware
 from verl.trainer.dry_run.items import (
     PHASES,
     PROCESS_BYTES,
@@ -33,8 +33,10 @@ from verl.trainer.dry_run.rollout import RolloutMemory, rollout_memory
 from verl.trainer.dry_run.shapes import ModelShapes, policy_shapes, value_shapes
 from verl.trainer.placement import PoolPlan, pools_of
 from verl.trainer.ppo.passes import Passes
-from verl.workers.engine.loading import load_hf_config, parse_dtype
+from verl.workers.engine.loading import load_hf_config
+from verl.workers.rollout.build import CUDA_RESERVE_BYTES
 from verl.workers.rollout.native.architecture import ModelSpec
+from verl.workers.weight_channel import rollout_dtype
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ class DeviceLoad:
 
 @dataclass(frozen=True)
 class Plan:
-    """problems: in words, what can't work whatever else is free (a KV cache below one trajectory)."""
+    """problems: in words, what can't work whatever else is free (a KV cache below one trajectory).
+    server: (weights, KV cache) of each GPU of the vLLM servers apart, if there are any.
+    """
 
     hardware: Hardware
     phases: tuple[str, ...]
@@ -82,6 +86,7 @@ class Plan:
     loads: tuple[DeviceLoad, ...]
     problems: tuple[str, ...]
     parameters: Mapping[str, int]
+    server: tuple[int, int] | None = None
 
     @cached_property
     def shortfall(self) -> tuple[DeviceLoad, str, int] | None:
@@ -133,24 +138,43 @@ class Models:
         )
 
 
+@dataclass(frozen=True)
+class _Case:
+    """What is planned; `problems` are gathered on the way."""
+
+    config: DictConfig
+    hardware: Hardware
+    models: Models
+    passes: Passes
+    phases: tuple[str, ...]
+    problems: list[str]
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.hardware.device)
+
+
 def build_plan(config: DictConfig, hardware: Hardware, models: Models) -> Plan:
     """The plan of a validated configuration on some hardware. Nothing is started."""
     passes = Passes.of(config)
-    phases = tuple(phase for phase in PHASES if phase in _phases(config, passes))
+    asked = _phases(config, passes)
+    case = _Case(config, hardware, models, passes, tuple(phase for phase in PHASES if phase in asked), [])
     processes: list[ProcessPlan] = []
-    problems: list[str] = []
     taken = 0
     for pool in pools_of(config, passes):
         first_node, offset = _where(pool, hardware, taken)
         taken = max(taken, max(pool.process_on_nodes)) if hardware.device == "cuda" else 0
-        processes += _processes(config, pool, hardware, models, passes, phases, first_node, offset, problems)
-    loads = _loads(processes, hardware, phases, driver=len(processes) > 1)
+        processes += _processes(case, pool, first_node, offset)
+    loads = _loads(processes, hardware, case.phases, driver=len(processes) > 1)
+    server = _server(case)
     counts = {
         name: shapes.num_parameters
         for name in ("policy", "teacher", "critic")
         if (shapes := getattr(models, name)) is not None
     }
-    return Plan(hardware, phases, tuple(processes), loads, tuple(dict.fromkeys(problems)), counts)
+    return Plan(
+        hardware, case.phases, tuple(processes), loads, tuple(dict.fromkeys(case.problems)), counts, server
+    )
 
 
 def _phases(config: DictConfig, passes: Passes) -> set[str]:
@@ -179,30 +203,20 @@ def _where(pool: PoolPlan, hardware: Hardware, taken: int) -> tuple[int, int]:
     return pool.nodes_before, 0
 
 
-def _processes(
-    config: DictConfig,
-    pool: PoolPlan,
-    hardware: Hardware,
-    models: Models,
-    passes: Passes,
-    phases: Sequence[str],
-    first_node: int,
-    offset: int,
-    problems: list[str],
-) -> list[ProcessPlan]:
-    layout = layout_of(config, pool)
+def _processes(case: _Case, pool: PoolPlan, first_node: int, offset: int) -> list[ProcessPlan]:
+    layout = layout_of(case.config, pool)
     planned: dict[Any, tuple[Item, ...]] = {}  # processes of one kind hold the same
     found = []
     for rank, (node, local) in enumerate(pool.places):
         kind = layout.kind(rank)
         if kind not in planned:
-            planned[kind] = _items(config, pool, layout, rank, hardware, models, passes, phases, problems)
+            planned[kind] = _items(case, pool, layout, rank)
         found.append(
             ProcessPlan(
                 pool.name,
                 rank,
                 first_node + node,
-                offset + local if hardware.device == "cuda" else -1,
+                offset + local if case.hardware.device == "cuda" else -1,
                 tuple(role.value for role in pool.roles),
                 layout.position(rank),
                 planned[kind],
@@ -211,49 +225,34 @@ def _processes(
     return found
 
 
-def _items(
-    config: DictConfig,
-    pool: PoolPlan,
-    layout: Layout,
-    rank: int,
-    hardware: Hardware,
-    models: Models,
-    passes: Passes,
-    phases: Sequence[str],
-    problems: list[str],
-) -> tuple[Item, ...]:
-    rollout, data = config.actor_rollout_ref.rollout, config.data
+def _items(case: _Case, pool: PoolPlan, layout: Layout, rank: int) -> tuple[Item, ...]:
+    rollout, data, phases = case.config.actor_rollout_ref.rollout, case.config.data, case.phases
     step_rows = data.train_batch_size * rollout.n * rollout.n_agent
-    most_rows = max(step_rows, data.val_batch_size or 0)
-    device = torch.device(hardware.device)
     items: list[Item] = []
     if pool.trains:
-        entries = _trained(config, models, passes, device)
-        for model, mini_batch in entries:
+        for model, mini_batch in _trained(case):
             rows = Rows(-(-min(mini_batch, step_rows) // layout.replicas), data.max_prompt_length)
             resident = [*model.phases, *([model.update_phase] if model.update_phase else [])]
             if model.owner == "actor":
                 resident.append("rollout")  # they are read, or sent, before it generates
             needed = [phase for phase in phases if phase in resident]
-            items += model_items(model, layout, rank, rows, hardware, phases, needed)
-    items += overhead(hardware, pool.world_size, phases)
+            items += model_items(model, layout, rank, rows, case.hardware, phases, needed)
+    items += overhead(case.hardware, pool.world_size, phases)
     if pool.rolls_out:
-        rollout_rows = -(-most_rows // pool.world_size)
-        items += _rollout_items(config, pool, hardware, models, rollout_rows, items, phases, problems)
+        most_rows = max(step_rows, data.val_batch_size or 0)
+        items += _rollout_items(case, pool, -(-most_rows // pool.world_size), items)
     return tuple(item for item in items if any(item.phases.values()) or item.host)
 
 
-def _trained(
-    config: DictConfig, models: Models, passes: Passes, device: torch.device
-) -> list[tuple[Trained, int]]:
+def _trained(case: _Case) -> list[tuple[Trained, int]]:
     """(model, trajectories of its mini-batch) of every engine of a training process."""
+    config, models, device = case.config, case.models, case.device
     block, n = config.actor_rollout_ref, config.actor_rollout_ref.rollout.n
     whole = config.data.train_batch_size * n * block.rollout.n_agent
-    found = []
+    actor = actor_model(config, models.policy, device, case.passes)
     if config.trainer.val_only:
-        trained = actor_model(config, models.policy, device, passes)
-        return [(replace(trained, update_phase=None, phases=()), whole)]
-    found.append((actor_model(config, models.policy, device, passes), block.actor.ppo_mini_batch_size * n))
+        return [(replace(actor, update_phase=None, phases=()), whole)]
+    found = [(actor, block.actor.ppo_mini_batch_size * n)]
     if models.plain_policy is not None:
         found.append((frozen_model(config, "reference", models.plain_policy, device), whole))
     if models.teacher is not None:
@@ -264,27 +263,19 @@ def _trained(
     return found
 
 
-def _rollout_items(
-    config: DictConfig,
-    pool: PoolPlan,
-    hardware: Hardware,
-    models: Models,
-    num_rows: int,
-    others: Sequence[Item],
-    phases: Sequence[str],
-    problems: list[str],
-) -> list[Item]:
+def _rollout_items(case: _Case, pool: PoolPlan, num_rows: int, others: Sequence[Item]) -> list[Item]:
     """The engine in this process; its cache takes what the others leave, within its limits."""
-    memory = _rollout_memory(config, pool, hardware, models, num_rows)
+    memory = _rollout_memory(case, pool, num_rows)
     if memory is None:
         return []
-    block = config.actor_rollout_ref
+    hardware, phases = case.hardware, case.phases
+    block = case.config.actor_rollout_ref
     beside = sum(item.phases.get("rollout", 0) for item in others)
     cache = memory.cache(hardware.device_bytes - beside if hardware.device == "cuda" else None)
     if cache < memory.sequence:
-        problems.append(
-            f"the KV cache of a rollout process may take {cache / 2**30:.2f} GiB, but one trajectory of "
-            f"{block.rollout.prompt_length} tokens needs {memory.sequence / 2**30:.2f} GiB"
+        case.problems.append(
+            f"the KV cache of a rollout process may take {cache / GIB:.2f} GiB, but one trajectory of "
+            f"{block.rollout.prompt_length} tokens needs {memory.sequence / GIB:.2f} GiB"
         )
     offloads = hardware.device == "cuda" and bool(block.actor.fsdp_config.param_offload)
     sleeps = bool(block.rollout.free_cache_engine) or offloads
@@ -301,18 +292,12 @@ def _rollout_items(
     ]
 
 
-def _rollout_memory(
-    config: DictConfig, pool: PoolPlan, hardware: Hardware, models: Models, num_rows: int
-) -> RolloutMemory | None:
-    block = config.actor_rollout_ref
+def _rollout_memory(case: _Case, pool: PoolPlan, num_rows: int) -> RolloutMemory | None:
+    block, models, hardware = case.config.actor_rollout_ref, case.models, case.hardware
     if block.rollout.placement == "apart":
         return None  # servers that are no processes of this run's pools
-    device = torch.device(hardware.device)
-    actor = actor_model(config, models.policy, device, Passes.of(config))
-    precision = actor.precision
-    dtype = parse_dtype(
-        None if block.rollout.dtype == "auto" else block.rollout.dtype, precision.compute, "rollout.dtype"
-    )
+    actor = actor_model(case.config, models.policy, case.device, case.passes)
+    precision, dtype = actor.precision, rollout_dtype(block, case.device)
     adapted = any(p.is_adapter for p in models.policy.parameters)
     is_sent = pool.world_size > 1 or not pool.trains
     is_copy = is_sent or adapted or dtype != precision.model
@@ -336,6 +321,23 @@ def _rollout_memory(
         stream.itemsize,
         arriving,
     )
+
+
+def _server(case: _Case) -> tuple[int, int] | None:
+    """What a GPU of a vLLM server holds: its slice of the weights, and a cache in the rest of its share."""
+    block, hardware = case.config.actor_rollout_ref, case.hardware
+    if block.rollout.placement != "apart" or hardware.device != "cuda":
+        return None
+    numel, size = case.models.policy.num_parameters, block.rollout.tensor_model_parallel_size
+    weights = numel * rollout_dtype(block, case.device).itemsize // size
+    cache = int(block.rollout.gpu_memory_utilization * hardware.device_bytes) - weights - CUDA_RESERVE_BYTES
+    if cache <= 0:
+        case.problems.append(
+            f"a GPU of the vLLM servers would hold {weights / GIB:.2f} GiB of weights, which leaves no KV "
+            "cache within actor_rollout_ref.rollout.gpu_memory_utilization="
+            f"{block.rollout.gpu_memory_utilization:g} of it; raise that, or tensor_model_parallel_size"
+        )
+    return weights, max(cache, 0)
 
 
 def _loads(

@@ -59,6 +59,8 @@ def cheapest_change(config: DictConfig, hardware: Hardware, models: Models) -> l
             },
             "vLLM servers on GPUs of their own, which split the model",
         )
+        cache_key = f"{prefix}.gpu_memory_utilization"  # of the servers' GPUs then
+        gathered = [change for change in gathered if cache_key not in change.settings]
         for others in ([], gathered):
             if _plan_with(config, [servers, *others], hardware, models).fits:
                 return _needed(config, [servers, *others], hardware, models)

@@ -33,7 +33,7 @@ def report(plan: Plan, config: DictConfig) -> Iterator[str]:
     yield f"parameters: {counts}"
     yield ""
     yield from _places(plan)
-    yield from _servers(config)
+    yield from _servers(plan, config)
     for group in _alike(plan.loads, plan.phases):
         yield ""
         yield from _table(group, plan.phases)
@@ -98,16 +98,22 @@ def _span(numbers: Sequence[int]) -> str:
     return f"{numbers[0]}-{numbers[-1]}" if is_run else ", ".join(map(str, numbers))
 
 
-def _servers(config: DictConfig) -> Iterator[str]:
+def _servers(plan: Plan, config: DictConfig) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     if rollout.placement != "apart":
         return
     if rollout.vllm.server_urls is not None:
-        yield f"vLLM servers: those that run at {rollout.vllm.server_urls}; their memory is not in this plan"
+        yield f"vLLM servers: those that run at {rollout.vllm.server_urls}"
     else:
         yield (
             f"vLLM servers: {rollout.vllm.num_servers} of {rollout.tensor_model_parallel_size} GPUs each, "
-            "started by rank 0 on GPUs of its node that it does not train on; not in this plan"
+            "started by rank 0 on GPUs of its node that it does not train on"
+        )
+    if plan.server is not None:
+        weights, cache = plan.server
+        yield (
+            f"  each of their GPUs, with tensor_model_parallel_size={rollout.tensor_model_parallel_size}: "
+            f"weights {gib(weights)} GiB, KV cache {gib(cache)} GiB"
         )
 
 
