@@ -73,8 +73,13 @@ def settings(folder, *overrides):
 
 
 def rows_of(seed, replica, num_replicas):
-    """A replica's rows of a batch, as the trainer deals them out."""
-    arranged, _ = arrange_for_workers(make_batch(NUM_ROWS, seed=seed), num_replicas, MINI_BATCH)
+    """A replica's rows of a batch, as the trainer deals them out. In batch 1 the policy sampled in one row of
+    each mini-batch alone, so that other replicas have no loss token.
+    """
+    batch = make_batch(NUM_ROWS, seed=seed)
+    if seed == 1:
+        batch.batch["response_mask"][[row for row in range(NUM_ROWS) if row % MINI_BATCH]] = 0
+    arranged, _ = arrange_for_workers(batch, num_replicas, MINI_BATCH)
     return arranged.chunk(num_replicas)[replica]
 
 

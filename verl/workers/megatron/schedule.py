@@ -110,9 +110,10 @@ class Pipeline:
         else:
             flat = torch.empty(self.num_outputs * sum(sizes), device=parts[0].labels.device)
         group = mpu.get_pipeline_model_parallel_group()
-        dist.broadcast(flat, mpu.get_pipeline_model_parallel_last_rank(), group=group)
+        if len(flat):  # else no micro-batch has a loss token
+            dist.broadcast(flat, mpu.get_pipeline_model_parallel_last_rank(), group=group)
         by_part = flat.split([self.num_outputs * size for size in sizes])
-        return [tuple(x.view(self.num_outputs, -1)) for x in by_part]
+        return [tuple(x.view(self.num_outputs, n)) for x, n in zip(by_part, sizes, strict=True)]
 
 
 def as_outputs(result: Any) -> Outputs:
