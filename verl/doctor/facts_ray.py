@@ -17,7 +17,7 @@ from typing import Any
 import verl
 from verl.doctor.facts import Machine, RayCluster, RayNode, from_json, to_json
 from verl.doctor.facts_machine import Order, look_at_machine
-from verl.doctor.facts_network import port_holder
+from verl.doctor.facts_network import look_at_cards, port_holder
 
 LIST_SECONDS = 5.0
 TASK_SECONDS = 90.0
@@ -70,8 +70,9 @@ def _answers(address: str) -> bool:
 def _holder(address: str) -> str | None:
     """What listens on the port, where the address is this machine's."""
     host, _, port = address.rpartition(":")
-    here = host in ("127.0.0.1", "localhost", socket.gethostname()) and port.isdigit()
-    return port_holder(int(port)) if here else None
+    own = {address for card in look_at_cards() for address in card.addresses}
+    here = host in {"127.0.0.1", "localhost", socket.gethostname()} | own
+    return port_holder(int(port)) if here and port.isdigit() else None
 
 
 def _list_nodes(address: str) -> tuple[RayNode, ...]:

@@ -52,9 +52,11 @@ def find_missing_resources(facts: Facts) -> Iterator[Finding]:
     if run.needs_ray and ray is not None and ray.address is not None:
         if not ray.nodes:
             return  # it could not be asked; the check of the address says why
-        yield from _find_missing_nodes(run, ray)
         where, found = "the cluster has", int(sum(node.num_gpus for node in ray.alive))
         yield from _find_missing_cpus(run, sum(node.num_cpus for node in ray.alive), where)
+        if len(ray.alive) < run["trainer.nnodes"] or found >= asked:
+            yield from _find_missing_nodes(run, ray)
+            return
     elif run.needs_ray:
         yield from _find_missing_cpus(run, facts.here.num_cpus_ray, "the Ray that it would start here has")
     if asked and found is not None and found < asked:

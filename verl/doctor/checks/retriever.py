@@ -106,7 +106,9 @@ def find_ports_in_use(facts: Facts, machine: Machine) -> Iterator[Finding]:
         yield error(
             f"the port of RAY_ADDRESS={ray.address} is held by {ray.port_holder}, which is no Ray head node",
             "the run could not join a cluster, and a head node can't start there",
-            "ray start --head --port=6380, and export RAY_ADDRESS=<this machine>:6380",
+            f"export RAY_ADDRESS={ray.started[0]}"
+            if ray.started
+            else "bash scripts/ray_node.sh head --port 6380, and export RAY_ADDRESS=<this machine>:6380",
         )
 
 

@@ -47,7 +47,7 @@ def find_uneven_batches(facts: Facts) -> Iterator[Finding]:
                 f"{key} gives updates of {min(mini, rows)} trajectories for {replicas} replicas of the model",
                 f"each update is filled up with {-min(mini, rows) % replicas} copies that are computed and "
                 "teach nothing",
-                f"a {key} that {replicas} divides",
+                f"set {key} to a multiple of {replicas}",
             )
 
 
