@@ -25,6 +25,7 @@ from verl.doctor.facts_limits import CGROUPS, look_at_limits
 from verl.doctor.facts_machine import Order, look_at_machine
 from verl.doctor.facts_models import look_at_model
 from verl.doctor.facts_places import look_at_place
+from verl.doctor.facts_ray import look_at_ray
 
 needs_namespaces = pytest.mark.skipif(can_unshare() is not None, reason=str(can_unshare()))
 ON_RAY = {"trainer.n_gpus_per_node": 2, "trainer.device": "cpu"}
@@ -154,6 +155,14 @@ def test_ulimit_of_a_child():
     machine = machine_in_child(limit, namespaces=0)
     assert "ulimit -n 256" in found(facts_with({}, machine), "open-files")[0].do
     assert "the administrator" in found(facts_with(ON_RAY, machine), "open-files")[0].do
+
+
+@pytest.mark.parametrize("folder", ["/tmp/" + "long" * 20, "/no/such/folder"])
+def test_a_folder_that_ray_can_not_work_in(monkeypatch, folder):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", folder)
+    (finding,) = found(facts_with(ON_RAY, ray=look_at_ray()), "ray-files")
+    assert f"RAY_TMPDIR={folder}" in finding.what and finding.level.value == "error"
 
 
 def mount(folder: Path, options: str) -> None:

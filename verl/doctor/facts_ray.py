@@ -148,6 +148,8 @@ def _task(node_id: str, body: Callable[..., Any]) -> Any:
 def _look(order: dict[str, Any], secrets: dict[str, str]) -> dict[str, Any]:
     """The task's body."""
     os.environ.update(secrets)
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # Ray hides GPUs from tasks that reserve none
+        del os.environ["CUDA_VISIBLE_DEVICES"]
     return to_json(look_at_machine(Order.from_json(order)))
 
 
