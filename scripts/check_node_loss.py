@@ -7,7 +7,8 @@ Two "nodes" are made on this machine (network namespaces, as root): a Ray cluste
 training process on each. At a random moment of the run the second node's cable is pulled. Checked are: the
 loss is named within 60 seconds (rank, node, cause); after the cable is back the node joins again and the run
 goes on from its last checkpoint; it ends with status 0, each step once. With `--compare` an undisturbed run
-goes first, and all numbers of the two must be equal, bit by bit. Exit status 0 means that all of it holds.
+goes first, and all numbers of the two must be equal, bit by bit (times and `ROUNDED` left out). Exit status 0
+means that all of it holds.
 """
 
 from __future__ import annotations
