@@ -12,9 +12,9 @@ smaller.) The three kinds of steps take turns:
     async   a thread copies and writes it while the step runs (trainer.async_checkpoint=true)
 
 Printed are medians. "held up" is the time that the training thread spent in the calls that save, and waiting
-for the copy; "slower" is how much longer the whole step took than a plain one, which also has what the thread
-in the background takes away (cores, memory bandwidth, Python's lock) and, on a busy machine, noise. "CPU" is
-what all threads of the process used beyond a plain step.
+for the copy; "CPU" is what that thread computed in the whole step, beside a plain one, and what all threads
+did. "slower" is how much longer the step took than a plain one, which also has what the thread in the
+background takes away (cores, memory bandwidth, Python's lock) and, on a busy machine, mostly noise.
 """
 
 from __future__ import annotations
@@ -54,10 +54,13 @@ KINDS = ("plain", "sync", "async")
 
 @dataclass
 class Step:
-    """Seconds of one step. cpu: of all threads. held_up: of the training thread, by the checkpoint."""
+    """Seconds of one step. cpu: of all threads; own_cpu: of the training thread. held_up: of that one, by the
+    checkpoint.
+    """
 
     wall: float
     cpu: float
+    own_cpu: float
     held_up: float
     written_in_time: bool = True
 
@@ -89,7 +92,7 @@ class Bench:
         """One step with the checkpoint before it, if its kind has one."""
         writing = CheckpointWriting(self.store, background=kind == "async")
         before = self.waited
-        started, cpu, held_up = time.perf_counter(), time.process_time(), 0.0
+        started, cpu, own_cpu, held_up = time.perf_counter(), time.process_time(), time.thread_time(), 0.0
         if kind != "plain":
             self.number += 1
             writing.save(self.number, {"actor": self.group}, lambda folder: None)
@@ -100,8 +103,9 @@ class Bench:
         self.group.update_actor(self.data)
         held_up += _timed(writing.commit_if_written)
         wall, used = time.perf_counter() - started, time.process_time() - cpu
+        own = time.thread_time() - own_cpu
         late = _timed(writing.finish)
-        return Step(wall, used, held_up + self.waited - before, written_in_time=late < 0.05)
+        return Step(wall, used, own, held_up + self.waited - before, written_in_time=late < 0.05)
 
     def count_waits(self) -> None:
         """From now on the time that updates wait for copies is added up."""
@@ -124,7 +128,7 @@ def measure(size: str, rounds: int, num_rows: int, folder: Path) -> dict[str, li
     bench = Bench(size, num_rows, folder)
     bench.count_waits()
     steps: dict[str, list[Step]] = {kind: [] for kind in KINDS}
-    for kind in KINDS:  # warms up
+    for kind in KINDS[:2]:  # warms up
         bench.step(kind)
     for number in range(rounds):
         for kind in KINDS if number % 2 else reversed(KINDS):
@@ -140,15 +144,18 @@ def measure(size: str, rounds: int, num_rows: int, folder: Path) -> dict[str, li
 def report(steps: dict[str, list[Step]]) -> None:
     plain = median(step.wall for step in steps["plain"])
     cpu = median(step.cpu for step in steps["plain"])
-    print(f"  plain   {plain:7.2f} s, {cpu:.2f} CPU s")
+    own = median(step.own_cpu for step in steps["plain"])
+    print(f"  plain   {plain:7.2f} s, {own:.2f} CPU s")
     for kind in KINDS[1:]:
         held = median(step.held_up for step in steps[kind])
         slower = median(step.wall for step in steps[kind]) - plain
         more = median(step.cpu for step in steps[kind]) - cpu
+        more_own = median(step.own_cpu for step in steps[kind]) - own
         late = sum(not step.written_in_time for step in steps[kind])
         print(
-            f"  {kind:6}  held up {held:6.3f} s ({held / plain:6.1%} of a step), slower by {slower:6.2f} s "
-            f"({slower / plain:6.1%}), {more:5.2f} CPU s more"
+            f"  {kind:6}  held up {held:6.3f} s ({held / plain:6.1%} of a step); CPU {more_own:+6.2f} s "
+            f"({more_own / own:+6.1%}), of all threads {more:+.2f} s; slower by {slower:6.2f} s "
+            f"({slower / plain:6.1%})"
             + (f"; {late} of {len(steps[kind])} were still being written at its end" if late else "")
         )
 

@@ -243,14 +243,13 @@ def hf_snapshot(
             state = _whole_state(engine)
     if _rank(engine) > 0:
         return Snapshot()
-    folder.mkdir(parents=True, exist_ok=True)
-    save_beside(folder, tokenizer, base)
 
     def write() -> None:
         if state:
             model.save_pretrained(folder, state_dict=state)
         else:
             write_hf_weights(model, Path(saved) / "dcp", folder)
+        save_beside(folder, tokenizer, base)
 
     return Snapshot(write=write)
 
