@@ -84,7 +84,8 @@ def test_what_can_not_work_says_what_was_found_and_expected(overrides, words, mo
 
 
 def test_the_reference_and_the_critic_are_cut_as_the_actor_is():
-    config = load_config([f"{TENSOR}=2"])
+    config = load_config([f"{ACTOR}.strategy=megatron", f"{TENSOR}=2"])
+    assert config.critic.strategy == "megatron"
     assert config.critic.megatron.tensor_model_parallel_size == 2
     assert config.actor_rollout_ref.ref.megatron.tensor_model_parallel_size == 2
 
