@@ -65,7 +65,7 @@ class Submitted:
         self._process = subprocess.Popen(command, cwd=REPOSITORY, env=changed_environment(changes), text=True)
 
     def finish(self) -> tuple[int, str]:
-        status = self._process.wait(timeout=300)
+        status = self._process.wait(timeout=480)
         return status, self._output.read_text()
 
     def stop(self) -> None:
