@@ -131,7 +131,7 @@ def test_what_the_probe_prints_is_joined_to_the_gpus():
     gpus = parse_nvidia_smi(NVIDIA_SMI)
     said = {
         "0": {"matmul_s": 0.0016, "is_right": True},
-        "1": {"problem": "CUDA error: unspecified launch failure"},
+        "1": {"problem": "CUDA error: launch failure"},
     }
     done = subprocess.CompletedProcess([], 0, json.dumps(said), "")
     assert with_matmul(gpus, done)[0].matmul_s == 0.0016

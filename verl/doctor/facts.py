@@ -95,7 +95,6 @@ class Machine:
     num_cpus: cores that this process may use: affinity and control groups heeded. num_cpus_ray: what Ray
     counts. memory_bytes: of the machine; memory_limit_bytes: of the control group. clock_offset_s: ahead of
     the machine that asked, give or take clock_error_s. missing: paths of the run that are not there.
-    visible_gpus: CUDA_VISIBLE_DEVICES's entries, None: not set.
     """
 
     name: str
