@@ -110,6 +110,9 @@ def test_sequence_parallel_processes_share_tokens_and_rows(seven):
     plan, _ = plan_of(seven, "gae", "trainer.n_gpus_per_node=8", size)
     assert plan.processes[3].position == "dp 1 sp 1 shard 3/8"
     assert gib_of(plan, "actor: activations") == pytest.approx(gib_of(wide, "actor: activations") / 2)
+    assert gib_of(plan, "critic: activations") == gib_of(
+        wide, "critic: activations"
+    )  # it has a size of its own
 
 
 def test_megatron_processes_have_stages_and_slices(seven):

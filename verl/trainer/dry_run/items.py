@@ -9,7 +9,7 @@ takes memory of the node instead (`host`), and of the device only while it is ne
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from omegaconf import DictConfig
@@ -46,6 +46,7 @@ class Trained:
         owner: "actor", "critic", "reference", "teacher".
         precision, optimizer (None: frozen), fsdp: from its block. limits: of its update and of its passes
             without gradient.
+        sequence: processes that share its tokens, where that is not as for the actor.
     """
 
     owner: str
@@ -58,6 +59,7 @@ class Trained:
     forward_limits: MicroBatchLimits
     phases: tuple[str, ...] = field(default=())  # of passes without gradient
     update_phase: str | None = None
+    sequence: int | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ def model_items(
         phases: those of the run. resident_in: those in which its weights are needed.
     """
     part = layout.part(model.shapes, model.precision, model.optimizer, model.fsdp, rank)
+    if model.sequence is not None:
+        part = replace(part, token_share=model.sequence)
     memory, on_cuda = part.memory, hardware.device == "cuda"
     offloads = on_cuda and bool(model.fsdp.param_offload)
     items = [
@@ -198,6 +202,7 @@ def critic_model(config: DictConfig, shapes: ModelShapes, device: torch.device) 
         _limits(block, "forward", device, block.model),
         ("values",),
         "update_critic",
+        None if block.strategy == "megatron" else block.ulysses_sequence_parallel_size,
     )
 
 

@@ -231,7 +231,8 @@ def _items(case: _Case, pool: PoolPlan, layout: Layout, rank: int) -> tuple[Item
     items: list[Item] = []
     if pool.trains:
         for model, mini_batch in _trained(case):
-            rows = Rows(-(-min(mini_batch, step_rows) // layout.replicas), data.max_prompt_length)
+            replicas = layout.replicas if model.sequence is None else pool.world_size // model.sequence
+            rows = Rows(-(-min(mini_batch, step_rows) // replicas), data.max_prompt_length)
             resident = [*model.phases, *([model.update_phase] if model.update_phase else [])]
             if model.owner == "actor":
                 resident.append("rollout")  # they are read, or sent, before it generates
