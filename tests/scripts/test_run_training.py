@@ -230,7 +230,7 @@ def test_usr1_is_for_the_run_which_ends_as_it_likes(repository):
 def test_doctor_checks_the_run_that_would_be_started(repository):
     assert run(repository, "--doctor", "max_turns=7", SEED="4") == (0, "")
     assert note(repository, "main_ppo") is None
-    found = note(repository, "verl.doctor".split(".")[-1])
+    found = note(repository, ["verl", "doctor"][-1])
     assert found is not None and "max_turns=7" in found[1] and "--doctor" not in found[1]
     assert "data.train_files='data/microworld/seed4/train.parquet'" in found[1]
 

@@ -195,14 +195,14 @@ def _check_rollout_pool(config: DictConfig) -> None:
     if pool.n_gpus_per_node is None:
         if pool.nnodes != 1:
             raise ValueError(
-                f"Found trainer.rollout_pool.nnodes={pool.nnodes} without n_gpus_per_node, the processes on "
-                "each of these machines; expected both. Set for example trainer.rollout_pool.n_gpus_per_node=8."
+                f"Found trainer.rollout_pool.nnodes={pool.nnodes} without n_gpus_per_node, the processes "
+                "on each of these machines; expected both. Set for example trainer.rollout_pool.n_gpus_per_node=8."
             )
         return
     if rollout.placement == "apart":
         raise ValueError(
-            f"Found trainer.rollout_pool with {ROLLOUT}.placement=apart: vLLM's servers are processes of their "
-            f"own already; expected {ROLLOUT}.placement=colocated (with the pool's processes), or "
+            f"Found trainer.rollout_pool with {ROLLOUT}.placement=apart: vLLM's servers are processes of "
+            f"their own already; expected {ROLLOUT}.placement=colocated (with the pool's processes), or "
             "trainer.rollout_pool.n_gpus_per_node=null."
         )
     if trainer.backend == "local":
