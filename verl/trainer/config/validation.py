@@ -196,7 +196,8 @@ def _check_rollout_pool(config: DictConfig) -> None:
         if pool.nnodes != 1:
             raise ValueError(
                 f"Found trainer.rollout_pool.nnodes={pool.nnodes} without n_gpus_per_node, the processes "
-                "on each of these machines; expected both. Set for example trainer.rollout_pool.n_gpus_per_node=8."
+                "on each of these machines; expected both. Set for example "
+                "trainer.rollout_pool.n_gpus_per_node=8."
             )
         return
     if rollout.placement == "apart":
