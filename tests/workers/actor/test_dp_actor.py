@@ -186,6 +186,17 @@ def test_a_step_whose_loss_or_gradient_is_not_finite_is_skipped_and_counted(mode
     assert not any(torch.equal(p, q) for p, q in zip(actor.engine.module.parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize("num_empty", [8, 12])
+def test_a_mini_batch_without_a_sampled_token_makes_no_step(model_path, num_empty):
+    actor, batch = make_actor(make_config(model_path)), make_batch(12)
+    batch.batch["response_mask"][:num_empty] = 0
+    metrics = actor.update_policy(batch)
+    num_steps = (12 - num_empty) // 4  # mini-batches are of 8 and 4 rows
+    assert actor.engine.weights_version == num_steps
+    assert metrics["actor/num_skipped_updates"] == 0 and actor.engine.num_training_steps == 1
+    assert ("actor/grad_norm" in metrics) == (num_steps > 0)
+
+
 def test_gradients_are_clipped_to_their_norm(model_path):
     norms = {}
     for clip in (1e6, 1e-3):

@@ -123,7 +123,9 @@ class UpdateLoop:
             for mini_batch in self._mini_batches(batch, self._rows_of_mini_batch(data)):
                 objective = objective_of(mini_batch)
                 figures = self._accumulate(batch, mini_batch, objective)
-                is_finite = math.isfinite(figures.pop("loss", 0.0))
+                if not figures:  # no rank has a loss token
+                    continue
+                is_finite = math.isfinite(figures.pop("loss"))
                 figures[f"{self.name}/grad_norm"], applied = engine.step(discard=not is_finite)
                 if applied:
                     self.num_skipped_in_a_row = 0
@@ -170,7 +172,8 @@ class UpdateLoop:
     def _accumulate(
         self, batch: Mapping[str, Tensor], mini_batch: MiniBatch, objective: Objective
     ) -> dict[str, float]:
-        """Gradient of one mini-batch, left in the parameters. Returns figures, the same on every rank.
+        """Gradient of one mini-batch, left in the parameters. Returns figures, the same on every rank; none
+        if nothing was computed.
 
         Idle rows add their figures alone, without a backward pass; but one of their micro-batches has it if
         there is nothing else: the optimizer steps (momentum, decay) on zeros too. They come first, so that
@@ -182,7 +185,9 @@ class UpdateLoop:
         num_idle, idle_parts = self._micro_batches(batch, sorted(idle))
         num_active, active_parts = self._micro_batches(batch, active)
         parts, asked = chain(idle_parts, active_parts), objective.asked
-        num_backward = num_active or 1
+        num_backward = num_active or min(num_idle, 1)
+        if not num_backward:
+            return {}
         for part, outputs in engine.infer(islice(parts, num_idle + num_active - num_backward), **asked):
             figures.add(objective.share(part, outputs))
         for share in engine.forward_backward(parts, num_backward, objective.share, **asked):
