@@ -23,7 +23,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 stop_all() {    # what this script has started; the run first, which still searches
     local pid _
-    trap '' INT TERM HUP    # a second Ctrl-C must not leave the server behind
+    trap '' INT TERM HUP USR1    # a second Ctrl-C must not leave the server behind
     for pid in ${TRAINER_PID:-} ${SERVER_PID:-}; do
         kill "$pid" 2>/dev/null || continue
         for _ in $(seq 600); do    # a minute
@@ -195,8 +195,8 @@ settings_for() {    # tiny|model, sft|grpo|ppo -> overrides, one a line
 }
 
 run_training() {
-    local kind="$1" needs_server=true dry_run=false argument program=verl.trainer.main_ppo extras=train,retrieval
-    local megatron=
+    local kind="$1" needs_server=true dry_run=false argument extras=train,retrieval megatron=
+    local program=(verl.trainer.main_ppo)
     shift
     for argument in "$@"; do
         case "$argument" in
@@ -209,10 +209,11 @@ run_training() {
 
     local model=data_prep/base_model
     if [ "$kind" = sft ]; then
-        model=data_prep/base_model_plain program=verl.trainer.fsdp_sft_trainer needs_server=false extras=train
+        model=data_prep/base_model_plain program=(verl.trainer.fsdp_sft_trainer) needs_server=false extras=train
     fi
     if [ "${1:-}" = --doctor ]; then
-        program=verl.doctor
+        program=(verl.doctor)
+        [ "$kind" != sft ] || program+=(--config-name sft_trainer)
         shift
     fi
     [ -n "${BASE_MODEL:-}" ] && model="$(absolute "$BASE_MODEL")"
@@ -258,10 +259,11 @@ run_training() {
     [ "$kind" = sft ] || [ -z "${RETRIEVER_URL:-}" ] || overrides+=("$(quoted retriever.url "$RETRIEVER_URL")")
 
     # In the background, so that a signal to this script is handled at once and not after the run.
-    "$PYTHON" -m "$program" "${overrides[@]}" "$@" &
+    "$PYTHON" -m "${program[@]}" "${overrides[@]}" "$@" &
     TRAINER_PID=$!
     local status interrupted=true
-    trap 'interrupted=true; kill -USR1 "$TRAINER_PID"' USR1    # it ends its step, writes a checkpoint and stops
+    # It ends its step, writes a checkpoint and stops; or has ended already.
+    trap 'interrupted=true; kill -USR1 "$TRAINER_PID" 2>/dev/null || true' USR1
     while $interrupted; do
         interrupted=false status=0
         wait "$TRAINER_PID" || status=$?

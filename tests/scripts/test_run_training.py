@@ -235,6 +235,14 @@ def test_doctor_checks_the_run_that_would_be_started(repository):
     assert "data.train_files='data/microworld/seed4/train.parquet'" in found[1]
 
 
+def test_doctor_checks_a_supervised_run_by_its_own_keys(repository):
+    assert run(repository, "--doctor", "optim.lr=1e-4", script="train_sft.sh") == (0, "")
+    assert note(repository, "fsdp_sft_trainer") is None
+    _, arguments = note(repository, "doctor")
+    assert arguments[:2] == ["--config-name", "sft_trainer"]
+    assert load_sft_config(arguments[2:]).optim.lr == 1e-4
+
+
 def test_a_server_that_does_not_start_is_said_with_its_log(repository):
     status, errors = run(repository, STUB="bad")
     assert status == 1

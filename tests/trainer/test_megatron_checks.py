@@ -14,6 +14,7 @@ from verl.trainer.config.megatron_checks import check_megatron
 from verl.trainer.config.megatron_keys import ALIASES, CONFIG_NAME, MORE_FIXED, MORE_NO_EFFECT
 from verl.trainer.config.validation import TABLES_OF
 from verl.trainer.main_ppo import run, worker_classes
+from verl.trainer.placement import order_of_kernels
 from verl.trainer.ppo.passes import Passes
 from verl.workers import fsdp_workers, megatron_workers
 
@@ -177,3 +178,13 @@ def test_the_strategy_chooses_the_workers():
         megatron_workers.ActorRolloutRefWorker,
         megatron_workers.CriticWorker,
     )
+
+
+def test_processes_that_share_matrices_on_cuda_have_one_queue_of_kernels():
+    shared = [*MEGATRON, f"{TENSOR}=2"]
+    assert order_of_kernels(load_config([*shared, "trainer.device=cuda"])) == {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1"
+    }
+    assert order_of_kernels(load_config([*shared, "trainer.device=cpu"])) == {}
+    assert order_of_kernels(load_config([*MEGATRON, "trainer.device=cuda"])) == {}
+    assert order_of_kernels(load_config(["trainer.device=cuda"])) == {}

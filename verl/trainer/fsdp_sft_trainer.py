@@ -24,8 +24,10 @@ from typing import Any
 from omegaconf import DictConfig
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from verl.doctor.start import start_is_sound
 from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
+from verl.single_controller.base.errors import WorkerDiedError
 from verl.single_controller.factory import build_worker_groups
 from verl.trainer.config.loading import absolute_folders, parse_arguments
 from verl.trainer.config.sft_keys import CONFIG_NAME, TABLES, resolve, validate_sft
@@ -300,6 +302,8 @@ def run(argv: list[str]) -> int:
             validate_sft(config)
             for line in TABLES.without_effect(config):
                 print(f"note: {line}")
+            if not start_is_sound(config, CONFIG_NAME):
+                return 2
             session = start_ray(config)
             place(config)
             trainer = build_trainer(config)
@@ -308,7 +312,7 @@ def run(argv: list[str]) -> int:
             print(f"error: {error}", file=sys.stderr)
             return 2
         trainer.fit()
-    except RunStopped as error:
+    except (RunStopped, WorkerDiedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 3
     finally:

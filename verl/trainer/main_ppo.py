@@ -25,7 +25,7 @@ from verl.trainer.config import parse_arguments, settings_without_effect, valida
 from verl.trainer.config.loading import absolute_folders, take_config_name
 from verl.trainer.config.validation import TABLES_OF
 from verl.trainer.dry_run import dry_run
-from verl.trainer.placement import place, pools_of, start_ray
+from verl.trainer.placement import order_of_kernels, place, pools_of, start_ray
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.roles import ResourcePoolManager, Role
@@ -139,6 +139,8 @@ def run(argv: list[str], train_score_factory: Callable[[DictConfig], RewardFunct
                 return 2
             session = start_ray(config)
             place(config)
+            for variable, value in order_of_kernels(config).items():  # workers get them from here
+                os.environ.setdefault(variable, value)
             score = train_score_factory(config) if train_score_factory else None
             build = functools.partial(build_trainer, train_score=score, stop_asked=stop_asked)
             training = RestartingRun(config, build)

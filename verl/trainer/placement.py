@@ -69,10 +69,9 @@ def pools_of(config: DictConfig, passes: Passes) -> list[PoolPlan]:
 
 
 def num_processes(config: DictConfig) -> int:
-    """Worker processes of the run, in all its pools."""
-    trainer = config.trainer
-    own = trainer.rollout_pool.n_gpus_per_node
-    apart = 0 if own is None else own * trainer.rollout_pool.nnodes
+    """Worker processes of the run, in all its pools. Supervised training has the one."""
+    trainer, pool = config.trainer, config.trainer.get("rollout_pool")
+    apart = 0 if pool is None or pool.n_gpus_per_node is None else pool.nnodes * pool.n_gpus_per_node
     return trainer.nnodes * trainer.n_gpus_per_node + apart
 
 
@@ -104,11 +103,20 @@ def place(config: DictConfig) -> None:
     trainer.device = "cpu" if num_gpus == 0 else "cuda"
 
 
+def order_of_kernels(config: DictConfig) -> dict[str, str]:
+    """Variables of processes that share a layer's matrices (tensor parallel) on CUDA: with one queue kernels
+    start in the order in which they were called, so that communication begins before the product that it
+    runs beside takes the whole GPU.
+    """
+    actor = config.actor_rollout_ref.actor
+    shared = actor.strategy == "megatron" and actor.megatron.tensor_model_parallel_size > 1
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if shared and config.trainer.device == "cuda" else {}
+
+
 def _asked_for(config: DictConfig) -> str:
-    trainer = config.trainer
+    trainer, pool = config.trainer, config.trainer.get("rollout_pool")
     words = f"trainer.nnodes={trainer.nnodes} and trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
-    pool = trainer.rollout_pool
-    if pool.n_gpus_per_node is None:
+    if pool is None or pool.n_gpus_per_node is None:
         return words
     return f"{words} with trainer.rollout_pool of {pool.nnodes} nodes x {pool.n_gpus_per_node}"
 

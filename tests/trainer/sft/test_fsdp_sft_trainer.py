@@ -8,7 +8,8 @@ import pandas as pd
 import pytest
 from safetensors.torch import load_file
 
-from verl.trainer.fsdp_sft_trainer import run
+from verl.single_controller.base.errors import WorkerDiedError
+from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer, run
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "data_prep" / "base_model_plain"
@@ -114,6 +115,8 @@ def test_a_run_keeps_the_data_order_it_began_with(line, tmp_path, capsys):
         (["data.max_lenght=12"], "nearest known key is 'data.max_length'"),
         (["model.partial_pretrain=/nowhere"], "Found no folder at model.partial_pretrain=/nowhere"),
         (["optim.lr_scheduler=wsd"], "expected one of: constant, cosine, linear"),
+        (["trainer.default_local_dir=/proc/run"], "[writable] run folder: /proc/run can't be written"),
+        (["trainer.doctor_skip=[writeable]"], "did you mean writable?"),
     ],
 )
 def test_mistakes_are_one_line_and_nothing_is_written(line, tmp_path, capsys, overrides, words):
@@ -121,6 +124,15 @@ def test_mistakes_are_one_line_and_nothing_is_written(line, tmp_path, capsys, ov
     error = capsys.readouterr().err
     assert words in error and error.startswith("error: ") and error.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_process_that_died_ends_the_run_in_one_line(line, monkeypatch, capsys):
+    def die(trainer):
+        raise WorkerDiedError("rank 0 of worker group 'worker' died during update")
+
+    monkeypatch.setattr(FSDPSFTTrainer, "fit", die)
+    assert run(line) == 3
+    assert capsys.readouterr().err == "error: rank 0 of worker group 'worker' died during update\n"
 
 
 def test_a_run_that_torchrun_started_says_how_to_start_it(line, monkeypatch, capsys):

@@ -77,12 +77,9 @@ _READERS: dict[str, tuple[str, ...]] = {
     ),
     f"{_TRAINER}.fit": ("trainer.save_freq", "trainer.test_freq"),
     f"{_TRAINER}._check_skipped": ("trainer.max_skipped_updates",),
-    "verl/trainer/placement.py:place": (
-        "trainer.nnodes",
-        "trainer.n_gpus_per_node",
-        "trainer.backend",
-        "trainer.device",
-    ),
+    "verl/doctor/start.py:start_is_sound": ("trainer.doctor_skip",),
+    "verl/trainer/placement.py:num_processes": ("trainer.nnodes", "trainer.n_gpus_per_node"),
+    "verl/trainer/placement.py:place": ("trainer.backend", "trainer.device"),
     _RECORDER: (
         "trainer.project_name",
         "trainer.experiment_name",
