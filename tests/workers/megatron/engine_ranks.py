@@ -14,7 +14,7 @@ from verl.workers.critic.dp_critic import DataParallelPPOCritic
 from verl.workers.engine.micro_batches import MicroBatchLimits
 
 NUM_ROWS = 11  # no multiple of 2: a replica gets a copy that takes part in nothing
-NUM_UPDATES = 3
+NUM_UPDATES = 2
 MINI_BATCH = 6
 COMMON = [
     "actor_rollout_ref.actor.use_kl_loss=true",
@@ -32,7 +32,8 @@ COMMON = [
 @dataclass(frozen=True)
 class Case:
     """A model of `megatron_ranks.MODELS` and how it is cut; kind: actor or critic. in_full: with
-    references, folders and a step that is skipped.
+    references, folders and a step that is skipped. parked: the optimizer's state is away where no step needs
+    it, as on CUDA with `optimizer_offload`; with a reference and a folder of then, and no resume.
     """
 
     model: str
@@ -40,6 +41,7 @@ class Case:
     kind: str
     overrides: tuple[str, ...] = ()
     in_full: bool = False
+    parked: bool = False
 
 
 @dataclass
@@ -137,7 +139,8 @@ def update(kind, worker, seed):
 def tensors_of(kind, engine, what):
     """Hugging Face name -> whole tensor: "param" the weights, "exp_avg" AdamW's first averages."""
     if hasattr(engine, "whole_tensors"):
-        return {name: x.clone() for name, x in engine.whole_tensors(what)}
+        with engine.loaded(optimizer=True):
+            return {name: x.clone() for name, x in engine.whole_tensors(what)}
     prefix = "model." if kind == "actor" else ""
     return {
         name.removeprefix(prefix): (p if what == "param" else engine.optimizer.state[p][what])
@@ -171,11 +174,20 @@ def load_and_update(kind, worker, folder):
     return update(kind, worker, NUM_UPDATES - 1)
 
 
-def run_case(case: Case, model_folder, folder, other) -> Result:
+def run_case(case: Case, config, model_folder, folder, other) -> Result:
     """folder: where checkpoints go; other: a checkpoint of one process."""
-    config, kind = settings(model_folder, *case.overrides), case.kind
+    kind = case.kind
     worker = make_megatron(kind, config, case.layout)
+    if case.parked:
+        worker.engine._update_state.append(worker.engine.optimizer.state_storage())
+        worker.engine._park()
     result = run_updates(kind, worker, folder)
+    if case.parked:
+        worker.engine.save_hf(folder / "huggingface", None, model_folder)
+        reference = make_megatron(kind, config, case.layout, trained=False)
+        reference.engine.copy_weights(worker.engine)
+        result.reset = look(kind, reference, rows_of(0, result.replica, result.num_replicas))
+        return result
     if case.in_full:
         worker.engine.save_hf(folder / "huggingface", None, model_folder)
         late = worker.engine.snapshot_hf(folder / "before", None, model_folder, folder)
@@ -197,12 +209,15 @@ def run_case(case: Case, model_folder, folder, other) -> Result:
     return result
 
 
-def run_cases(rank, world_size, out: Path, cases, folders, one: Path):
-    """cases: name -> Case; folders: of models; one: with one process's checkpoints. Writes what it found."""
+def run_cases(rank, world_size, out: Path, cases, configs, folders, one: Path):
+    """cases, configs: name -> Case, and its settings (which take long to read); folders: of models; one: with
+    one process's checkpoints. Writes what it found.
+    """
     from verl.workers.megatron import parallel_state
 
     results = {}
     for name, case in cases.items():
-        results[name] = run_case(case, folders[case.model], out / name, one / f"{case.model} {case.kind}")
+        other = one / f"{case.model} {case.kind}"
+        results[name] = run_case(case, configs[name], folders[case.model], out / name, other)
         parallel_state.destroy()
     torch.save(results, out / f"rank{rank}.pt")

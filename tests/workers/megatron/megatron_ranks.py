@@ -187,11 +187,21 @@ def run_case(folder, case):
     return result
 
 
+PRELOADED = [
+    "verl.workers.megatron.engine",
+    "verl.workers.actor.dp_actor",
+    "verl.workers.critic.dp_critic",
+    "verl.trainer.config.loading",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen3.modeling_qwen3",
+]
+
+
 def run_ranks(function, world_size, *args):
     """Runs function(rank, world_size, *args) in as many processes over gloo, and waits for them. They are
     forked from a server that has imported Megatron already, which takes seconds.
     """
-    multiprocessing.set_forkserver_preload(["verl.workers.megatron.model"])
+    multiprocessing.set_forkserver_preload(PRELOADED)
     torch.multiprocessing.start_processes(
         _rank_main,
         (function, world_size, get_free_port(), args),

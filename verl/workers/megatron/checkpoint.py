@@ -199,7 +199,7 @@ def save_hf(
     """Writes a Hugging Face folder; of several files each process writes its own, as they fill up."""
     folder = Path(path)
     files = _begin_hf(engine, folder, tokenizer, base)
-    with engine.loaded():
+    with engine.loaded(optimizer=True):  # main weights are of its state
         stream = engine.whole_tensors("param")
         for number, (file, names) in enumerate(files.items()):
             tensors: dict[str, Tensor] = {}

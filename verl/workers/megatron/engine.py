@@ -217,7 +217,7 @@ class MegatronEngine(Engine):
 
     def copy_weights(self, source: Engine) -> None:
         assert isinstance(source, MegatronEngine)
-        with source.loaded():
+        with source.loaded(optimizer=True):  # main weights are of its state
             self._take(source.whole_tensors("param"))
 
     def save_weights(self, folder: Path) -> None:

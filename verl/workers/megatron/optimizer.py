@@ -100,8 +100,8 @@ class ShardedAdamW:
             norm = float(get_grad_norm_fp32(self._optimizer.get_main_grads_for_grad_norm()))
             applied = norm < float("inf") and not discard  # false for NaN too
             if applied:
-                if norm > self.grad_clip:
-                    gradients = [shard.grad for shard in self._shards() if shard.grad is not None]
+                gradients = [shard.grad for shard in self._shards() if shard.grad is not None]
+                if norm > self.grad_clip and gradients:  # one may have no shard of anything
                     torch._foreach_mul_(gradients, self.grad_clip / (norm + 1e-6))
                 self._optimizer.step_with_ready_grads()
             self._optimizer.zero_grad(set_to_none=True)
