@@ -30,7 +30,12 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from verl.trainer.ppo.run_state import STATE_FILE, RunState  # noqa: E402
 from verl.workers.engine.checkpoint import ADAPTER_FOLDER, save_tensors  # noqa: E402
-from verl.workers.engine.hf_weights import MODEL_PREFIX, saved_tensors, write_hf_weights  # noqa: E402
+from verl.workers.engine.hf_weights import (  # noqa: E402
+    MODEL_PREFIX,
+    saved_tensors,
+    tensor_names,
+    write_hf_weights,
+)
 from verl.workers.engine.loading import load_policy  # noqa: E402
 from verl.workers.engine.lora import plain_parameters  # noqa: E402
 
@@ -105,7 +110,7 @@ def to_hf(step: Path, out: Path, like: Path | None) -> None:
     copy_files(source, new_folder(out))
     if (source / "generation_config.json").is_file():
         model.generation_config = type(model.generation_config).from_pretrained(source)
-    write_hf_weights(model, part / "dcp", out)
+    write_hf_weights(model, tensor_names(model), part / "dcp", out)
 
 
 def merge_adapters(part: Path, source: Path, out: Path) -> None:

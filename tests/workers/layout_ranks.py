@@ -5,6 +5,7 @@
 import torch
 from sharded_ranks import NUM_ROWS, VARIANTS, go_on, my_rows, settings
 from tiny_training import make_actor, make_config, make_critic, whole
+from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 from verl.workers.actor.dp_actor import compute_log_prob
@@ -81,6 +82,21 @@ def results_of(model_path, world_size=1):
     return results | {("both", "critic"): update(critic)}
 
 
+def stay_gathered_while_written(engine, model_path, folder):
+    """Whether weights that a pass has gathered are still there when a thread has written a checkpoint."""
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    snapshots = [
+        engine.snapshot(folder),
+        engine.snapshot_hf(folder / "hf", tokenizer, model_path, folder),
+    ]
+    engine.module.unshard()
+    for snapshot in snapshots:
+        snapshot.write()
+    stayed = not any(isinstance(p, DTensor) for p in engine.module.model.base_model.norm.parameters())
+    engine.module.reshard()
+    return stayed
+
+
 def run(rank, world_size, model_path, out):
     """Every case; then going on from the checkpoint that two ranks wrote, and from one of this layout's own,
     which is written while the next update runs.
@@ -104,6 +120,9 @@ def run(rank, world_size, model_path, out):
     results["log_probs"] = data, log_probs
     results["next"] = go_on(resumed)
     writer.is_done(wait=True)
+    results["stay gathered"] = stay_gathered_while_written(
+        resumed.engine, model_path, out / "checkpoint_again"
+    )
     writer.close()
     torch.distributed.barrier()  # rank 0's thread has the Hugging Face folder to write besides
     load_checkpoint(again.engine, folder)

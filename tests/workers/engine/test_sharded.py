@@ -92,6 +92,10 @@ def test_rule_10_a_checkpoint_of_two_ranks_goes_on_alike_on_four_that_share_toke
         assert results["next, again"][0] == results["next"][0]
 
 
+def test_weights_that_a_pass_has_gathered_stay_while_a_checkpoint_is_written(four):
+    assert all(results["stay gathered"] for results in four)
+
+
 def test_rule_10_what_four_ranks_write_in_the_background_is_the_state_before_the_update_meanwhile(two, four):
     model = AutoModelForCausalLM.from_pretrained(two[0] / "checkpoint_of_4" / "hf")
     for name, parameter in model.named_parameters():

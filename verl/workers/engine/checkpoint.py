@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase
 
-from verl.workers.engine.hf_weights import write_hf_weights
+from verl.workers.engine.hf_weights import tensor_names, write_hf_weights
 from verl.workers.engine.lora import save_adapter
 from verl.workers.engine.optim import resume_schedule
 from verl.workers.engine.snapshot import Snapshot, copied_to_cpu
@@ -243,12 +243,13 @@ def hf_snapshot(
             state = _whole_state(engine)
     if _rank(engine) > 0:
         return Snapshot()
+    names = tensor_names(model)
 
     def write() -> None:
         if state:
             model.save_pretrained(folder, state_dict=state)
         else:
-            write_hf_weights(model, Path(saved) / "dcp", folder)
+            write_hf_weights(model, names, Path(saved) / "dcp", folder)
         save_beside(folder, tokenizer, base)
 
     return Snapshot(write=write)

@@ -57,19 +57,21 @@ def read_tensors(
             batch = []
 
 
-def write_hf_weights(model: PreTrainedModel, dcp_folder: Path, folder: Path) -> None:
+def write_hf_weights(model: PreTrainedModel, names: Sequence[str], dcp_folder: Path, folder: Path) -> None:
     """Writes the weights of a policy's checkpoint, and its configuration, into a Hugging Face folder.
 
     Args:
-        model: one with the same configuration; its weights don't matter, and may be on "meta".
+        model: one with the same configuration; its weights don't matter, and may be on "meta". It may be
+            computing meanwhile.
+        names: `tensor_names` of it.
 
     Raises:
         ValueError: the checkpoint has not all of the model's tensors.
     """
     folder.mkdir(parents=True, exist_ok=True)
     saved = saved_tensors(dcp_folder, MODEL_PREFIX)
-    like = {name: saved[name] for name in _names(model) if name in saved}
-    if missing := [name for name in _names(model) if name not in saved]:
+    like = {name: saved[name] for name in names if name in saved}
+    if missing := [name for name in names if name not in saved]:
         raise ValueError(
             f"{dcp_folder} has no {missing[0]} (and {len(missing) - 1} more tensors of the model); expected "
             "a policy's checkpoint with whole weights, of the model in question."
@@ -80,8 +82,8 @@ def write_hf_weights(model: PreTrainedModel, dcp_folder: Path, folder: Path) -> 
         return
     write_hf_config(model, next(iter(like.values())).dtype, folder)
     split = split_torch_state_dict_into_shards(like, max_shard_size=MAX_FILE_SIZE)
-    for file, names in split.filename_to_tensors.items():
-        chosen = {name: like[name] for name in names}
+    for file, in_file in split.filename_to_tensors.items():
+        chosen = {name: like[name] for name in in_file}
         write_safetensors(folder / file, chosen, read_tensors(dcp_folder, chosen, MODEL_PREFIX))
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -97,8 +99,10 @@ def write_hf_config(model: PreTrainedModel, dtype: torch.dtype, folder: Path) ->
         model.generation_config.save_pretrained(folder)
 
 
-def _names(model: PreTrainedModel) -> Sequence[str]:
-    """Parameters, tied ones once, and buffers that are saved."""
+def tensor_names(model: PreTrainedModel) -> Sequence[str]:
+    """Parameters, tied ones once, and buffers that are saved. Not to be asked while the model computes:
+    `state_dict` takes from a module that FSDP2 has sharded the weights that a pass has gathered.
+    """
     parameters = [name for name, _ in model.named_parameters()]
     kept = model.state_dict(keep_vars=True).keys()
     return [*parameters, *(name for name, _ in model.named_buffers() if name in kept)]
