@@ -29,6 +29,16 @@ def test_token_texts_joined_are_the_text(text):
     assert "".join(texts) == text
 
 
+@given(st.binary(max_size=12))
+def test_token_texts_joined_are_what_any_bytes_decode_to(tokens):
+    assert "".join(TokenTexts(SplitTokenizer())(list(tokens))) == tokens.decode(errors="replace")
+
+
+@pytest.mark.parametrize("text", ["\ufffd", "a\ufffdb", "\ufffdä", "ä\ufffd"])
+def test_a_replacement_character_that_was_written_is_one_letter(text):
+    assert "".join(TokenTexts(SplitTokenizer())(list(text.encode()))) == text
+
+
 def test_bytes_that_are_no_letter_stay_visible_and_alone():
     texts = TokenTexts(SplitTokenizer())([0x61, 0xC3, 0x61])
     assert texts == ["a", "\ufffd", "a"]

@@ -29,7 +29,7 @@ class TokenTexts:
     """Text of single tokens such that the joined texts read as the decoded sequence does.
 
     A token that is only a part of a letter (byte-level vocabularies have these) has its text with the last
-    token of that letter.
+    token of that letter. Parts that make no letter are told by the last of them: U+FFFD may itself be one.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -49,8 +49,8 @@ class TokenTexts:
                 continue
             start = i if start is None else start
             whole = self._after_anchor(ids[start : i + 1])
-            if _BROKEN not in whole:
-                texts[start : i + 1] = [""] * (i - start) + [whole]
+            texts[start : i + 1] = [""] * (i - start) + [whole]
+            if not whole.endswith(_BROKEN):
                 start = None
         return texts
 
