@@ -158,6 +158,19 @@ def test_tokens_of_a_pass_are_bounded_by_rows_budget_and_the_longest_trajectory(
     assert tokens_of(limits, Rows(per_process=8, longest=100)) == expected
 
 
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        (MicroBatchLimits(4, None, False), 200),  # rows are those of all that share them
+        (MicroBatchLimits(None, 250, False), 250),  # the budget is of each
+        (MicroBatchLimits(None, 1000, False), 400),
+        (MicroBatchLimits(None, 30, False), 50),
+    ],
+)
+def test_processes_that_share_a_pass_have_their_share_of_its_rows_and_a_budget_each(limits, expected):
+    assert tokens_of(limits, Rows(per_process=8, longest=100), num_sharing=2) == expected
+
+
 def test_megatrons_stages_and_tensor_ranks_make_up_the_model(small):
     layout = MegatronLayout(8, ParallelSizes(tensor=2, pipeline=2), None)
     stages = [layout.shapes_of(small.shapes, stage) for stage in (0, 1)]

@@ -70,11 +70,15 @@ class Rows:
     longest: int
 
 
-def tokens_of(limits: MicroBatchLimits, rows: Rows) -> int:
-    """Most tokens of one pass. A single trajectory may be longer than the budget."""
+def tokens_of(limits: MicroBatchLimits, rows: Rows, num_sharing: int = 1) -> int:
+    """Most tokens of one pass on each of the `num_sharing` processes that share its tokens; so is the budget
+    of each. A single trajectory may be longer than the budget.
+    """
     count = rows.per_process if limits.max_rows is None else min(limits.max_rows, rows.per_process)
     tokens = count * rows.longest
-    return tokens if limits.max_tokens is None else min(tokens, max(limits.max_tokens, rows.longest))
+    if limits.max_tokens is not None:
+        tokens = min(tokens, max(limits.max_tokens * num_sharing, rows.longest))
+    return -(-tokens // num_sharing)
 
 
 def model_items(
@@ -132,14 +136,14 @@ def _optimizer_items(model: Trained, part: Part, phases: Sequence[str], on_cuda:
 def _pass_items(model: Trained, part: Part, rows: Rows, phases: Sequence[str]) -> list[Item]:
     passes: dict[str, PassMemory] = {}
     gathered: dict[str, int] = {}
-    tokens = -(-tokens_of(model.forward_limits, rows) // part.token_share)
+    tokens = tokens_of(model.forward_limits, rows, part.token_share)
     for phase in model.phases:
         if phase in phases:
             passes[phase] = forward_pass(part.shapes, model.precision, tokens)
             gathered[phase] = part.memory.gathered
     if model.update_phase in phases and model.update_limits is not None:
         phase = str(model.update_phase)
-        tokens = -(-tokens_of(model.update_limits, rows) // part.token_share)
+        tokens = tokens_of(model.update_limits, rows, part.token_share)
         passes[phase] = update_pass(
             part.shapes, model.precision, part.autocasts, tokens, model.checkpointing, part.in_flight
         )
