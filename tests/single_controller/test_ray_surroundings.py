@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -80,6 +82,17 @@ def test_another_server_at_the_address_is_not_taken_for_ray(monkeypatch):
 
 
 # -------------------------------------------------------------- variables
+
+
+@pytest.mark.slow
+def test_rays_settings_are_made_before_ray_reads_them():
+    program = (
+        "import verl.single_controller.ray\n"
+        "from ray._private.ray_constants import RAY_ENABLE_UV_RUN_RUNTIME_ENV as hook\n"
+        "raise SystemExit(hook)"
+    )
+    variables = {name: value for name, value in os.environ.items() if name not in environment.RAY_SETTINGS}
+    assert subprocess.run([sys.executable, "-c", program], env=variables, check=False).returncode == 0
 
 
 def test_workers_get_the_listed_variables_and_no_secret_in_a_runtime_environment(monkeypatch):

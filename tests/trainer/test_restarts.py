@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
+import sys
 import time
 
 import pytest
@@ -15,7 +17,7 @@ from verl.single_controller.base.errors import WorkerDiedError
 from verl.trainer import restarts
 from verl.trainer.ppo.roles import ResourcePoolManager
 from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped
-from verl.trainer.restarts import RestartingRun, set_resume
+from verl.trainer.restarts import RestartingRun
 from verl.workers.rollout.engine import EngineUnavailable
 
 
@@ -165,26 +167,75 @@ def test_other_errors_are_not_hidden(room, tmp_path):
         run.fit()
 
 
-def test_a_run_started_from_elsewhere_goes_on_from_its_own_checkpoint_only_if_that_is_later(tmp_path):
+def test_a_run_started_from_elsewhere_goes_on_from_its_own_checkpoint_only_if_that_is_later(room, tmp_path):
     elsewhere, own = CheckpointStore(tmp_path / "elsewhere", None), CheckpointStore(tmp_path / "own", None)
-    save(elsewhere, 5)
-    trainer = settings(
-        tmp_path / "own", resume_mode="from_path", resume_from_path=str(elsewhere.folder(5))
-    ).trainer
-    set_resume(trainer, own)
-    assert trainer.resume_mode == "from_path"
-    save(own, 3)  # of a run before this one
-    set_resume(trainer, own)
-    assert trainer.resume_mode == "from_path"
-    save(own, 6)
-    set_resume(trainer, own)
-    assert (trainer.resume_mode, trainer.resume_from_path) == ("auto", None)
+    save(elsewhere, 2)
+    save(own, 1)  # of a run before this one
+    path = {"resume_mode": "from_path", "resume_from_path": str(elsewhere.folder(2))}
+    run = RestartingRun(settings(own.run_dir, max_restarts=9, **path), attempts := Attempts(3, 4, 5))
+    run.start()
+    run.fit()
+    run.shutdown()
+    assert [trainer.done for trainer in attempts.trainers] == [[], [3], [4], [5]]
+    modes = [trainer.config.trainer.resume_mode for trainer in attempts.trainers]
+    assert modes == ["from_path", "from_path", "auto", "auto"]
+    records = [json.loads(line) for line in (own.run_dir / "restarts.jsonl").read_text().splitlines()]
+    assert [record["from_step"] for record in records] == [2, 3, 4]
 
 
-def test_a_new_start_does_not_set_its_own_checkpoints_aside(tmp_path):
-    trainer = settings(tmp_path, resume_mode="none").trainer
-    set_resume(trainer, CheckpointStore(tmp_path, None))
-    assert trainer.resume_mode == "auto"
+def test_a_run_goes_on_when_the_checkpoint_it_was_started_from_was_deleted_meanwhile(room, tmp_path):
+    save(CheckpointStore(tmp_path, None), 2)
+    path = {"resume_mode": "from_path", "resume_from_path": str(tmp_path / "global_step_2")}
+
+    def delete_and_die(step: int) -> None:
+        if step == 4:
+            shutil.rmtree(tmp_path / "global_step_2")  # as trainer.max_ckpt_to_keep does
+            raise WorkerDiedError("died")
+
+    built: list[CountingTrainer] = []
+
+    def build(config: DictConfig) -> CountingTrainer:
+        built.append(CountingTrainer(config, (lambda step: None) if built else delete_and_die))
+        return built[-1]
+
+    run = RestartingRun(settings(tmp_path, max_restarts=1, **path), build)
+    run.start()
+    run.fit()
+    run.shutdown()
+    assert [trainer.done for trainer in built] == [[3], [4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("none", "the same command again with trainer.resume_mode=auto: the run goes on from step 2"),
+        (
+            "from_path",
+            "with trainer.resume_mode=auto trainer.resume_from_path=null: the run goes on from step 2",
+        ),
+        ("latest", "the same command again: the run goes on from step 2"),
+    ],
+)
+def test_the_command_that_goes_on_is_one_that_does(room, tmp_path, mode, words):
+    if mode != "none":
+        save(CheckpointStore(tmp_path, None), 1)
+    path = str(tmp_path / "global_step_1") if mode == "from_path" else None
+    run = RestartingRun(settings(tmp_path, resume_mode=mode, resume_from_path=path), Attempts(3))
+    run.start()
+    with pytest.raises(RunStopped, match=words):
+        run.fit()
+
+
+def test_a_new_start_does_not_set_its_own_checkpoints_aside(room, tmp_path):
+    run = RestartingRun(settings(tmp_path, resume_mode="none", max_restarts=1), attempts := Attempts(3))
+    run.start()
+    run.fit()
+    run.shutdown()
+    assert attempts.trainers[1].config.trainer.resume_mode == "auto" and attempts.trainers[1].done == [
+        3,
+        4,
+        5,
+    ]
 
 
 @pytest.mark.slow
@@ -215,7 +266,11 @@ def test_with_ray_a_killed_process_is_replaced_by_a_new_one(tmp_path, capfd):
             self.group.shutdown()
             super().shutdown()
 
+    ends = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    own = signal.getsignal(signal.SIGTERM)
     with ray_backend.init_ray(num_cpus=1):
+        assert signal.getsignal(signal.SIGTERM) is own, "the program ends as it likes"
+        signal.signal(signal.SIGTERM, ends)
         run = RestartingRun(settings(tmp_path, max_restarts=1), lambda config: RayTrainer(config, steps=4))
         run.start()
         started = time.monotonic()

@@ -50,6 +50,7 @@ class RestartingRun:
         self.max_restarts = trainer.max_restarts if trainer.backend == "ray" else 0
         self.num_restarts = 0
         self.trainer: RayPPOTrainer | None = None
+        self._started_from: int | None = None  # step of the checkpoint of trainer.resume_from_path
         self._failures: list[int] = []  # the step that each attempt would have gone on from
         if trainer.max_restarts and trainer.backend != "ray":
             print(
@@ -64,6 +65,9 @@ class RestartingRun:
             ValueError: the user's mistake, e.g. more processes than the cluster has room for.
         """
         self._start(self.config)
+        assert self.trainer is not None
+        if self.config.trainer.resume_mode == "from_path" and self.trainer.resume_folder is not None:
+            self._started_from = RunState.load(self.trainer.resume_folder).step
 
     def fit(self) -> None:
         """Train to the end, over as many restarts as that takes and `trainer.max_restarts` allows.
@@ -102,11 +106,18 @@ class RestartingRun:
     def _start_again(self) -> None:
         config = copy.deepcopy(self.config)
         store = CheckpointStore(config.trainer.default_local_dir, config.trainer.max_ckpt_to_keep)
-        set_resume(config.trainer, store)
+        if self._goes_on_from(store) != self._started_from:
+            config.trainer.resume_mode, config.trainer.resume_from_path = "auto", None
         try:
             self._start(config)
         except ValueError as error:  # what was right at the start: the cluster or a disk is another one now
             raise RunStopped(f"the run could not be started again: {error}") from error
+
+    def _goes_on_from(self, store: CheckpointStore) -> int:
+        """The step of the newest checkpoint. A run that was started from a checkpoint elsewhere starts from
+        there again until it has saved a later one.
+        """
+        return max([*store.steps()[-1:], self._started_from or 0])
 
     def _after(self, error: Exception) -> None:
         """Ends what is left; returns when the run can be built anew. RunStopped if it can't."""
@@ -114,8 +125,7 @@ class RestartingRun:
         assert trainer is not None
         print(f"error: {error}", file=sys.stderr, flush=True)
         self.shutdown()
-        steps = trainer.checkpoints.steps()
-        last = steps[-1] if steps else 0
+        last = self._goes_on_from(trainer.checkpoints)
         self._failures.append(last)
         self._check_allowed(last)
         self.num_restarts += 1
@@ -124,8 +134,8 @@ class RestartingRun:
         missing = _wait_for_room(trainer, self.config.trainer.restart_timeout, setting)
         if missing is not None:
             raise RunStopped(
-                f"the Ray cluster still lacks {missing} after {setting} seconds. When it is there, run the "
-                f"same command again: the run goes on from step {last}."
+                f"the Ray cluster still lacks {missing} after {setting} seconds. When it is there: "
+                f"{self._by_hand(last)}"
             )
         waited = time.monotonic() - started
         print(
@@ -143,8 +153,15 @@ class RestartingRun:
         with (trainer.checkpoints.run_dir / RESTARTS_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
+    def _by_hand(self, last: int) -> str:
+        command = "the same command again"
+        if self.config.trainer.resume_mode == "none" or self._started_from not in (None, last):
+            command += " with trainer.resume_mode=auto"  # as it stands it would leave this run's steps behind
+            command += " trainer.resume_from_path=null" if self._started_from is not None else ""
+        return f"Run {command}: the run goes on from step {last}."
+
     def _check_allowed(self, last: int) -> None:
-        again = f"Run the same command again: the run goes on from step {last}."
+        again = self._by_hand(last)
         if self.max_restarts == 0:
             raise RunStopped(f"{again} With trainer.max_restarts=3 (and Ray) it does so by itself.")
         if self.num_restarts >= self.max_restarts:
@@ -156,20 +173,6 @@ class RestartingRun:
                 "checkpoint: it would fail again. The causes are above; a smaller trainer.save_freq helps if "
                 "they only come often."
             )
-
-
-def set_resume(trainer: DictConfig, store: CheckpointStore) -> None:
-    """Makes a configuration go on from what its own run has saved, however the run was started.
-
-    A run that was started from a checkpoint elsewhere starts from there again until it has saved a later one.
-    """
-    if trainer.resume_mode == "from_path":
-        started_from = store.find_resume("from_path", trainer.resume_from_path)
-        assert started_from is not None
-        steps = store.steps()
-        if not steps or steps[-1] <= RunState.load(started_from).step:
-            return
-    trainer.resume_mode, trainer.resume_from_path = "auto", None
 
 
 def _wait_for_room(trainer: RayPPOTrainer, seconds: float, why: str) -> str | None:

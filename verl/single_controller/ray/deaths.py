@@ -28,7 +28,7 @@ _SECONDS_FOR_LOGS = 15.0
 _LONGEST_LINE = 300
 _BYTES_READ = 64_000
 _FATAL = re.compile(r"Fatal Python error: ([^\n]+)|\*\*\* (SIG[A-Z]+) received")
-_MARKS = (":actor_name:", ":job_id:", ":task_name:")  # Ray's own, for its log monitor
+_MARKS = (":actor_name:", ":job_id:", ":task_name:")  # of Ray's, by which its log monitor tells tasks apart
 _SIGNALS = {
     "Segmentation fault": "SIGSEGV",
     "Aborted": "SIGABRT",
@@ -110,12 +110,7 @@ def _last_lines(path: str) -> list[str]:
             text = log.read().decode(errors="replace")
     except OSError:
         return []
-    # Ray's own marks, by which its log monitor tells the processes and tasks of a log apart
-    lines = [
-        line
-        for line in text.splitlines()
-        if line.strip() and not line.startswith((":actor_name:", ":job_id:", ":task_name:"))
-    ]
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith(_MARKS)]
     return lines[-LINES_KEPT:]
 
 

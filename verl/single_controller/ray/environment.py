@@ -26,6 +26,8 @@ RAY_SETTINGS = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # actors run in the driver's environment, not in one that uv makes
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # when one rank dies, the others' errors say nothing more
 }
+for _name, _value in RAY_SETTINGS.items():  # when Ray is imported, after this file, it reads some of them
+    os.environ.setdefault(_name, _value)
 
 CARRIED = (
     # models and data sets from the hub

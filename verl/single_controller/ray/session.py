@@ -10,11 +10,15 @@ through the node's own processes. What is wrong with an address is said within s
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -70,13 +74,25 @@ def init_ray(num_cpus: int | None = None, log_to_driver: bool = True) -> RaySess
         return RaySession(owned=False)
     for name, value in RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
-    if os.environ.get("RAY_ADDRESS"):
-        _connect(log_to_driver)
-    else:
-        _start_here(num_cpus, log_to_driver)
+    with _own_answer_to_sigterm():
+        if os.environ.get("RAY_ADDRESS"):
+            _connect(log_to_driver)
+        else:
+            _start_here(num_cpus, log_to_driver)
     if log_to_driver:
         _keep_last_lines()
     return RaySession(owned=True)
+
+
+@contextlib.contextmanager
+def _own_answer_to_sigterm() -> Iterator[None]:
+    """Ray sets one of its own, which ends the program with status 15: what stood there before stays."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _start_here(num_cpus: int | None, log_to_driver: bool) -> None:
