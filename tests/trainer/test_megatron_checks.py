@@ -84,6 +84,13 @@ def test_what_can_not_work_says_what_was_found_and_expected(overrides, words, mo
     assert re.search("expected|multiple|divide|change", str(error.value))
 
 
+def test_a_model_below_the_home_folder_is_looked_at_too(model, monkeypatch):
+    folder = Path(model.partition("=")[2])
+    monkeypatch.setenv("HOME", str(folder.parent))
+    with pytest.raises(ValueError, match="4 layers"):
+        check(f"actor_rollout_ref.model.path=~/{folder.name}", f"{PIPELINE}=8")
+
+
 def test_the_reference_and_the_critic_are_cut_as_the_actor_is():
     config = load_config([f"{ACTOR}.strategy=megatron", f"{TENSOR}=2"])
     assert config.critic.strategy == "megatron"

@@ -102,7 +102,7 @@ def _check_shape(
     """That the heads and layers of a model in a local folder can be dealt out."""
     from verl.workers.engine.loading import load_hf_config  # slow to import, and FSDP does without
 
-    if not (Path(model["path"] or "") / "config.json").is_file():
+    if not (Path(model["path"] or "").expanduser() / "config.json").is_file():
         return
     try:
         shape = ModelShape.of(load_hf_config(model))
