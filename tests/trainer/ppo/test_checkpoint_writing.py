@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,19 @@ def test_the_next_save_waits_for_the_one_before_it(tmp_path, group):
     assert store.steps() == [2]
 
 
+@pytest.mark.parametrize("ends", ["by itself", "stopped"])
+def test_a_checkpoint_that_is_being_written_when_the_run_ends_gets_its_name(tmp_path, group, ends):
+    store = CheckpointStore(tmp_path, None)
+    writing = CheckpointWriting(store, background=True)
+    expected = pytest.raises(RunStopped, match="^asked to stop$") if ends == "stopped" else nullcontext()
+    with expected, writing.finishing():
+        save(writing, group, 3)
+        threading.Timer(0.1, group.control).start()
+        if ends == "stopped":
+            raise RunStopped("asked to stop")
+    assert store.steps() == [3]
+
+
 @pytest.mark.parametrize("notices", ["the next step", "the next save", "the end"])
 def test_a_checkpoint_that_could_not_be_written_stops_the_run_with_the_reason(tmp_path, group, notices):
     store = CheckpointStore(tmp_path, None)
@@ -149,3 +163,21 @@ def test_in_the_foreground_a_failed_checkpoint_stops_the_run_as_well(tmp_path, g
     with pytest.raises(RunStopped, match="of step 2 could not be written: OSError.*from its beginning"):
         save(CheckpointWriting(store, background=False), group, 2)
     assert store.steps() == []
+
+
+@pytest.mark.parametrize("fails", ["begin", "beside", "commit"])
+def test_a_full_disk_in_this_process_stops_the_run_as_well(tmp_path, group, fails):
+    store = CheckpointStore(tmp_path / "run", None)
+    writing = CheckpointWriting(store, background=False)
+
+    def beside(folder):
+        if fails == "beside":
+            raise OSError(28, "No space left on device")
+        if fails == "commit":
+            (folder / "gone").symlink_to(folder / "nothing")  # can't be forced to the disk
+
+    if fails == "begin":
+        (tmp_path / "run").write_text("a file")
+    with pytest.raises(RunStopped, match="of step 2 could not be written: .*from its beginning"):
+        writing.save(2, {"actor": group}, beside)
+    writing.finish()  # said once

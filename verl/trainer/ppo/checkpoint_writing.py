@@ -9,7 +9,8 @@ its name only when all of it is on disk; what a killed run leaves is an `.incomp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from verl.single_controller.base import WorkerGroup
@@ -38,13 +39,13 @@ class CheckpointWriting:
             RunStopped: this one, or the one before it, could not be written.
         """
         self.finish()
-        folder = self.store.begin(step)
         try:
+            folder = self.store.begin(step)
             for name, group in groups.items():
                 group.save_checkpoint(str(folder / name), self.background)
-        except CheckpointFailed as error:
+            beside(folder)
+        except (CheckpointFailed, OSError) as error:
             raise self._failed(step, error) from error
-        beside(folder)
         self._step, self._groups = step, list(groups.values())
         if not self.background:
             self.finish()
@@ -57,20 +58,32 @@ class CheckpointWriting:
         """Waits for the checkpoint that is being written, if there is one. RunStopped: as above."""
         self._commit(wait=True)
 
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """A run within: what is being written at its end gets its name, also if the run is stopped
+        (RunStopped). RunStopped: it could not be written.
+        """
+        try:
+            yield
+        except RunStopped:
+            self.finish()
+            raise
+        self.finish()
+
     def _commit(self, wait: bool) -> None:
         step = self._step
         if step is None:
             return
         try:
             written = [done for group in self._groups for done in group.checkpoint_is_written(wait)]
-        except CheckpointFailed as error:
+            if all(written):
+                self._step = None
+                self.store.commit(step)
+        except (CheckpointFailed, OSError) as error:
             self._step = None
             raise self._failed(step, error) from error
-        if all(written):
-            self._step = None
-            self.store.commit(step)
 
-    def _failed(self, step: int, error: CheckpointFailed) -> RunStopped:
+    def _failed(self, step: int, error: Exception) -> RunStopped:
         kept = self.store.steps()
         origin = f"step {kept[-1]}" if kept else "its beginning, as it has no checkpoint yet"
         return RunStopped(

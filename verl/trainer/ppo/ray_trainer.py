@@ -219,7 +219,13 @@ class RayPPOTrainer:
         if self.state.step == 0 and trainer.val_before_train:
             self._record_validation(self._validate(complete=True), "before")
 
-        checkpoint_seconds: dict[str, float] = {}
+        with self.checkpoint_writing.finishing():
+            self._train(started)
+        return self.recorder.finish(self.state, time.perf_counter() - started)
+
+    def _train(self, started: float) -> None:
+        """The steps. RunStopped: see `fit`."""
+        trainer, checkpoint_seconds = self.config.trainer, dict[str, float]()
         while self.state.step < self.total_steps:
             self.checkpoint_writing.commit_if_written()
             timer = metric_utils.Timer(checkpoint_seconds)
@@ -255,13 +261,10 @@ class RayPPOTrainer:
             if last or stop or (trainer.save_freq > 0 and self.state.step % trainer.save_freq == 0):
                 checkpoint_seconds = self._save_checkpoint()
             if stop:
-                self.checkpoint_writing.finish()
                 raise RunStopped(
                     f"asked to stop (SIGUSR1); the checkpoint of step {self.state.step} is written, and the "
                     "same command goes on from it."
                 )
-        self.checkpoint_writing.finish()
-        return self.recorder.finish(self.state, time.perf_counter() - started)
 
     # ----------------------------------------------------------- parts of a step
 
@@ -362,7 +365,6 @@ class RayPPOTrainer:
         for name in ("actor", "critic"):
             count = metrics.get(f"{name}/num_skipped_in_a_row", 0)
             if count >= limit:
-                self.checkpoint_writing.finish()
                 raise RunStopped(
                     f"step {self.state.step}: {count:g} updates of the {name} in a row were skipped "
                     f"(trainer.max_skipped_updates={limit}), as loss or gradient was not finite. {reason}"
