@@ -1,5 +1,6 @@
 """Weights from an actor to rollout processes: whole, in the dtype asked for, never half of them unsaid."""
 
+import functools
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from verl.workers import weight_channel
 from verl.workers.weight_channel import SendsWeights, WeightReceiver
 
 CPU = torch.device("cpu")
@@ -101,3 +103,17 @@ def test_a_stream_that_breaks_off_is_an_error_on_both_sides_and_the_next_one_wor
     broken[0] = False
     (got,) = exchange(actor, receivers)
     assert isinstance(got, dict) and torch.equal(got["first"], torch.ones(3))
+
+
+def test_what_was_told_of_an_update_stays_until_the_next_and_no_longer(monkeypatch):
+    """A rank may be a few buckets behind the actor, so none of an update's messages may go before its end."""
+    small = functools.partial(weight_channel.pack, limit=64)
+    monkeypatch.setattr(weight_channel, "pack", small)
+    actor = Actor(lambda: [(f"w{i}", torch.full((16,), float(i))) for i in range(4)])
+    receivers = connected(actor, 2)
+    store, numbers = actor._channel._store, []
+    for update in (1, 2, 3):
+        assert all(isinstance(got, dict) and len(got) == 4 for got in exchange(actor, receivers))
+        assert store.check([f"{update}/{number}" for number in range(5)])  # four buckets and the end
+        numbers.append(store.num_keys())
+    assert len(set(numbers)) == 1

@@ -83,7 +83,6 @@ class SendsWeights(Worker):
                 message = {"bytes": data.numel(), "entries": [vars(entry) for entry in entries]}
                 self._channel.announce(self._num_sent, number, message)
                 self._channel.start_sending(data).wait()
-                self._channel.forget(self._num_sent, number - 1)
                 number += 1
         except BaseException as error:
             end = {"failed": repr(error)}

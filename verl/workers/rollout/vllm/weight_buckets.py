@@ -97,6 +97,7 @@ class Group:
         """Returns when all are there. `address`: of this machine, on the way to the others."""
         self._store = store
         self._device = device
+        self._told: list[str] = []  # keys of the present update's messages
         members = dist.PrefixStore("group", store)
         kind: Any = dist.ProcessGroupNCCL if backend == "nccl" else dist.ProcessGroupGloo
         options = kind.Options() if backend == "nccl" else kind._Options()
@@ -132,10 +133,15 @@ class Group:
         return cls(store, backend, device, rank, size, local_address(host, port))
 
     def announce(self, update: int, number: int, message: dict[str, Any]) -> None:
-        self._store.set(f"{update}/{number}", json.dumps(message))
-
-    def forget(self, update: int, number: int) -> None:
-        self._store.delete_key(f"{update}/{number}")
+        """Tells the others what comes next; number 0 begins an update. All must have received the one before
+        it: what was told then is deleted. (No earlier, as a rank may be a few buckets behind.)
+        """
+        if number == 0:
+            for key in self._told:
+                self._store.delete_key(key)
+            self._told.clear()
+        self._told.append(f"{update}/{number}")
+        self._store.set(self._told[-1], json.dumps(message))
 
     def start_sending(self, data: Tensor) -> Any:
         return self._group.broadcast(data, 0)

@@ -155,7 +155,6 @@ class GroupSender:
         for url, work in under_way:
             try:
                 work.wait()
-                self._groups[url].forget(self._update, number - 1)
             except RuntimeError as error:  # how torch says that a peer is gone
                 failed[url] = f"the transfer broke: {error}"
 
