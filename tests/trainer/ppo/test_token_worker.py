@@ -125,10 +125,11 @@ def test_functions_that_the_driver_alone_knows_work_in_a_process_of_their_own(tm
     """A reward function from a file, and what a user's script has registered."""
     file = tmp_path / "my_reward.py"
     file.write_text(
-        "BONUS = 0.25\n"
+        "import threading\n"
+        "LOCK, BONUS = threading.Lock(), 0.25  # of which no pickle can be made\n"
         "def half(text):\n    return len(text) * 0.0 + 0.5\n"
         "def score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    return half(solution_str) + BONUS\n"
+        "    with LOCK:\n        return half(solution_str) + BONUS\n"
     )
     reward = RewardManager(
         _tokenizer(), compute_score=load_reward_function({"path": str(file), "name": "score"})
@@ -144,7 +145,6 @@ def test_functions_that_the_driver_alone_knows_work_in_a_process_of_their_own(tm
         {"my source": lambda text, truth: 1.0},
     )
     (tmp_path / "item.pkl").write_bytes(cloudpickle.dumps(item))
-    file.unlink()
     code = (
         "import sys, pickle; worker = pickle.load(open(sys.argv[1], 'rb'))()\n"
         "from verl.trainer.ppo.core_algos import ADV_ESTIMATORS\n"

@@ -71,6 +71,40 @@ def default_compute_score(
     return function(solution_str, ground_truth)
 
 
+class FileReward:
+    """A function of a user's file. Another process that gets it executes the file anew: what stands in the
+    file (locks, clients, models) need not be fit for a pickle.
+
+    Raises:
+        ValueError: the file has no such function.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._source = path, name
+        spec = importlib.util.spec_from_file_location("custom_reward_function", path)
+        if spec is None or spec.loader is None:
+            raise ValueError(f"Found custom_reward_function.path={path}; expected a python file (.py).")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        self._function = module.__dict__.get(name)
+        if not callable(self._function):
+            names = [
+                key for key, value in module.__dict__.items() if callable(value) and not key.startswith("_")
+            ]
+            raise ValueError(
+                f"Found no function {name!r} in {path}; expected one of {names}. Set "
+                "custom_reward_function.name."
+            )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> float | Mapping[str, Any]:
+        assert callable(self._function)
+        returned: float | Mapping[str, Any] = self._function(*args, **kwargs)
+        return returned
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FileReward, self._source
+
+
 def load_reward_function(config: Mapping[str, Any]) -> RewardFunction | None:
     """A user's reward function: `config` is {path: python file or None, name: of the function}.
 
@@ -81,17 +115,5 @@ def load_reward_function(config: Mapping[str, Any]) -> RewardFunction | None:
         ValueError: the file has no such function.
     """
     path, name = config["path"], config["name"]
-    if path is None:
-        return None
-    spec = importlib.util.spec_from_file_location("custom_reward_function", Path(path).expanduser())
-    if spec is None or spec.loader is None:
-        raise ValueError(f"Found custom_reward_function.path={path}; expected a python file (.py).")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    function = module.__dict__.get(name)
-    if not callable(function):
-        names = [key for key, value in module.__dict__.items() if callable(value) and not key.startswith("_")]
-        raise ValueError(
-            f"Found no function {name!r} in {path}; expected one of {names}. Set custom_reward_function.name."
-        )
-    return function
+    # absolute, as another process may have another working directory
+    return None if path is None else FileReward(Path(path).expanduser().absolute(), name)
