@@ -160,6 +160,25 @@ def test_facts_of_another_machine_can_be_judged(tmp_path, capsys):
     assert main(["--facts", str(tmp_path / "none.json")]) == 2
 
 
+def test_passwords_in_addresses_are_neither_said_nor_kept(overrides, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "https://me:hunter2@mirror.example")
+    line = [*overrides, "retriever.url='http://me:hunter2@127.0.0.1:9/a,http://you:hunter2@[::1]:9/b'"]
+    line += ["retriever.timeout=0.3", "--quick", "--save_facts", str(tmp_path / "facts.json")]
+    assert main(line) == main(["--json", *line]) == 2
+    said = capsys.readouterr()
+    kept = (tmp_path / "facts.json").read_text()
+    assert "hunter2" not in said.out + said.err + kept and "http://127.0.0.1:9/a" in said.out
+    assert "https://mirror.example" in kept
+
+
+def test_a_file_without_facts_is_one_line(tmp_path, capsys):
+    for number, text in enumerate(["[]", "{}", '{"here": 3}', "facts"]):
+        file = tmp_path / f"{number}.json"
+        file.write_text(text)
+        assert main(["--facts", str(file)]) == 2
+        assert f"{file} holds no facts that --save_facts wrote" in capsys.readouterr().err
+
+
 def test_the_list_names_every_check(capsys):
     assert main(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == chosen()
@@ -188,6 +207,9 @@ def test_a_trouble_of_the_doctors_own_does_not_stop_a_run(overrides, capsys, mon
     monkeypatch.setattr("verl.doctor.start.collect", lambda *_, **__: 1 / 0)
     assert start_is_sound(load_config(overrides), "ppo_trainer")
     assert "the run goes on: ZeroDivisionError" in capsys.readouterr().err
+    monkeypatch.setattr("verl.doctor.start.collect", lambda *_, **__: int("a word in /proc"))
+    assert start_is_sound(load_config(overrides), "ppo_trainer")
+    assert "the run goes on: ValueError" in capsys.readouterr().err
 
 
 def test_the_quick_part_is_quick(overrides):

@@ -33,6 +33,11 @@ GPU = Gpu(0, "GPU-aaaa", "H100", 80 * 10**9, 10**6, 0, matmul_s=0.0016, is_right
 GPUS = tuple(replace(GPU, index=i, uuid=f"GPU-{i}") for i in range(4))
 
 
+def test_a_gpu_that_shares_the_machines_memory_has_no_size_of_its_own():
+    (gpu,) = parse_nvidia_smi("0, GPU-dddd, NVIDIA GB10, [N/A], [N/A], [N/A], [N/A], [N/A]")
+    assert (gpu.name, gpu.total_bytes, gpu.used_bytes) == ("NVIDIA GB10", 0, 0)
+
+
 def with_gpus(*gpus: Gpu, **changes):
     return machine_with(**{"gpus": gpus, "num_gpus": len(gpus)} | changes)
 

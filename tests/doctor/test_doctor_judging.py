@@ -9,6 +9,7 @@ from verl.doctor.facts import (
     Card,
     Corpus,
     Facts,
+    Gpu,
     Index,
     Model,
     Place,
@@ -36,6 +37,8 @@ def small_disk(free: float) -> tuple[Place, ...]:
 def server(**changes) -> Server:
     return replace(machine_with().servers[0], **changes)
 
+
+SMALL = machine_with(memory_bytes=32 * 10**9, memory_free_bytes=20 * 10**9)
 
 CASES = {
     "settings": [
@@ -342,6 +345,31 @@ def test_every_check_has_a_case():
         facts_with(ON_CPU, ray=CLUSTER, here=machine_with(open_files=(1024, 65536))),
         facts_with(here=machine_with(open_files=(1024, 4096))),
         Facts(machine_with()),
+        # a cache of models that can only be read, and holds the model
+        facts_with(
+            models=(replace(BIG, path="Qwen/Qwen2.5-7B", where="cache"),),
+            here=machine_with(places=(*small_disk(1e13), Place("models from the hub", "/hub", "Read-only"))),
+        ),
+        # the driver on a small node without GPUs; the processes are on others
+        facts_with(TWO_NODES | {"trainer.device": "auto"}, models=(BIG,), ray=CLUSTER, here=SMALL),
+        facts_with({"trainer.backend": "ray"}, models=(BIG,), ray=CLUSTER, here=SMALL),
+        # somebody else's server, whose /health has other words
+        facts_with(here=machine_with(servers=(server(health={"status": "ok", "corpus": "wiki-18"}),))),
+        # positions that the settings replace
+        facts_with(
+            {
+                "data.max_prompt_length": 40000,
+                "actor_rollout_ref.model.override_config": {"max_position_embeddings": 131072},
+            }
+        ),
+        # a busy GPU that is somebody else's
+        facts_with(
+            here=machine_with(
+                environment={"CUDA_VISIBLE_DEVICES": "GPU-a"},
+                num_gpus=1,
+                gpus=(Gpu(0, "GPU-abc", "H100", 80, 0), Gpu(1, "GPU-bcd", "H100", 80, 70)),
+            )
+        ),
     ],
 )
 def test_healthy_facts_have_no_findings(facts):

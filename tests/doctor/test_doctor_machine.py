@@ -26,6 +26,7 @@ from verl.doctor.facts_machine import Order, look_at_machine
 from verl.doctor.facts_models import look_at_model
 from verl.doctor.facts_places import look_at_place
 from verl.doctor.facts_ray import look_at_ray
+from verl.doctor.facts_run import model_paths
 
 needs_namespaces = pytest.mark.skipif(can_unshare() is not None, reason=str(can_unshare()))
 ON_RAY = {"trainer.n_gpus_per_node": 2, "trainer.device": "cpu"}
@@ -194,7 +195,8 @@ def test_a_full_home_and_a_full_hub_cache(tmp_path, monkeypatch):
                     return
 
     order = Order(places=(("models from the hub", str(tmp_path / ".cache/huggingface/hub")),))
-    findings = found(facts_with({}, machine_in_child(fill, order)), "home", "writable")
+    model = Model("actor_rollout_ref.model.path", "org/name", "hub")
+    findings = found(facts_with({}, machine_in_child(fill, order), models=(model,)), "home", "writable")
     assert [finding.check for finding in findings] == ["writable", "home"]
     assert all("No space left on device" in finding.what for finding in findings)
     assert "export HF_HOME=" in findings[0].do
@@ -286,6 +288,32 @@ def test_models_by_their_files(tmp_path):
         "tokenizer",
         "model-00001-of-00002.safetensors",
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({"max_position_embeddings": 32768, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 131072),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 8192},
+            },
+            131072,
+        ),
+        ({"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "default"}}, 4096),
+        ({"rope_scaling": None}, None),
+    ],
+)
+def test_positions_that_a_stretched_rope_adds_count(tmp_path, config, positions):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert look_at_model("key", str(tmp_path), {}).max_positions == positions
+
+
+def test_a_critics_model_is_looked_at_if_there_is_a_critic():
+    models = {"actor_rollout_ref.model.path": "/a", "critic.model.path": "/b"}
+    assert list(model_paths(run_with(models | {"algorithm.adv_estimator": "grpo"}))) == list(models)[:1]
+    assert list(model_paths(run_with(models | {"algorithm.adv_estimator": "gae"}))) == list(models)
 
 
 def test_a_model_that_is_not_in_the_cache_while_the_hub_is_off(tmp_path, monkeypatch):

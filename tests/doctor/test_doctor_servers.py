@@ -138,6 +138,13 @@ def test_who_listens_on_a_port():
     assert port_holder(port) is None
 
 
+def test_a_program_on_our_port_is_not_taken_for_a_server_elsewhere():
+    with socket.create_server(("0.0.0.0", 0)) as listener:
+        # an address for documentation, which nobody has: private, and not this machine's
+        (finding,) = judge(f"http://192.0.2.1:{listener.getsockname()[1]}/retrieve")
+    assert finding.check == "retriever" and "192.0.2.1" in finding.what
+
+
 def test_search_r1s_own_servers_have_no_health_and_are_no_trouble():
     class Plain(NoRetriever):
         def do_POST(self) -> None:

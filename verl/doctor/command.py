@@ -14,12 +14,14 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from verl.doctor.collect import collect
 from verl.doctor.facts import Facts, from_json, to_json
 from verl.doctor.facts_run import load_run
 from verl.doctor.findings import Finding, as_json, num_errors
+from verl.doctor.proxies import without_password
 from verl.doctor.registry import CHECKS, chosen, diagnose
 from verl.trainer.config.loading import CONFIG_NAME
 
@@ -62,13 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{name:15} {CHECKS[name].about}")
             return 0
         facts = _facts(arguments)
+        if arguments.save_facts:
+            text = json.dumps(to_json(_without_passwords(facts)), indent=1)
+            Path(arguments.save_facts).write_text(text + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
         if arguments.json:
             print(json.dumps({"error": str(error)}))
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if arguments.save_facts:
-        Path(arguments.save_facts).write_text(json.dumps(to_json(facts), indent=1) + "\n", encoding="utf-8")
     findings = diagnose(facts, arguments.only, arguments.skip)
     if arguments.json:
         print(json.dumps(as_json(findings, names), indent=1))
@@ -79,10 +82,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _facts(arguments: argparse.Namespace) -> Facts:
     if arguments.facts:
-        return from_json(Facts, json.loads(Path(arguments.facts).read_text(encoding="utf-8")))
+        recorded = Path(arguments.facts).read_text(encoding="utf-8")
+        try:
+            facts: Facts = from_json(Facts, json.loads(recorded))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{arguments.facts} holds no facts that --save_facts wrote ({error})") from error
+        return facts
     has_run = arguments.overrides or arguments.config_name != CONFIG_NAME
     run = load_run(arguments.overrides, arguments.config_name) if has_run else None
     return collect(run, quick=arguments.quick, index_path=arguments.index_path)
+
+
+def _without_passwords(facts: Facts) -> Facts:
+    """What stands in an address of the run's servers as user:password@ is left out."""
+    if facts.run is None or not (urls := facts.run.get("retriever.url")):
+        return facts
+    urls = urls.split(",") if isinstance(urls, str) else urls
+    spoken = ",".join(without_password(url.strip()) for url in urls)
+    return replace(facts, run=replace(facts.run, settings=facts.run.settings | {"retriever.url": spoken}))
 
 
 def _print(findings: list[Finding], names: list[str], facts: Facts) -> None:

@@ -120,8 +120,8 @@ def parse_nvidia_smi(text: str) -> tuple[Gpu, ...]:
                 int(index),
                 uuid,
                 name,
-                int(total) * 2**20,
-                int(used) * 2**20,
+                (int(total) if total.isdigit() else 0) * 2**20,
+                (int(used) if used.isdigit() else 0) * 2**20,
                 int(ecc) if ecc.isdigit() else None,
                 needs_reset="yes" in (pages.lower(), rows.lower()),
             )

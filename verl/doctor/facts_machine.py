@@ -84,8 +84,11 @@ def look_at_machine(order: Order) -> Machine:
 
 def kept_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """What checks may see of the environment: no passwords, no keys."""
-    kept = {name: value for name, value in environment.items() if KEPT.fullmatch(name)}
-    return kept | {name: without_password(environment[name]) for name in VARIABLES if name in environment}
+    return {
+        name: without_password(value) if name in VARIABLES or "://" in value else value
+        for name, value in environment.items()
+        if name in VARIABLES or KEPT.fullmatch(name)
+    }
 
 
 def _shm_bytes() -> int | None:

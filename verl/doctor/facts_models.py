@@ -46,10 +46,19 @@ def look_at_model(key: str, path: str, environment: Mapping[str, str]) -> Model:
         where,
         num_params,
         dtype_bytes,
-        text.get("max_position_embeddings"),
+        _max_positions(text),
         missing=_missing(folder),
         problem=problem,
     )
+
+
+def _max_positions(config: Mapping[str, Any]) -> int | None:
+    """Positions that a config.json allows, those of a stretched RoPE (YaRN, linear, ...) included."""
+    positions = config.get("max_position_embeddings")
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if positions is None or not isinstance(factor := scaling.get("factor"), int | float):
+        return positions
+    return max(positions, int(factor * scaling.get("original_max_position_embeddings", positions)))
 
 
 def _snapshot(name: str, cache: Path) -> Path | None:
@@ -79,9 +88,10 @@ def _missing(folder: Path) -> tuple[str, ...]:
 def _missing_shards(folder: Path) -> list[str]:
     try:
         index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        names = set(index["weight_map"].values())
+    except (OSError, ValueError, KeyError):
         return []
-    return sorted({name for name in index["weight_map"].values() if not (folder / name).exists()})
+    return sorted({name for name in names if not (folder / name).exists()})
 
 
 def _count_parameters(folder: Path) -> tuple[int | None, int | None]:

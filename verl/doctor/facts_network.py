@@ -73,6 +73,12 @@ def resolve(host: str) -> tuple[str, ...]:
         return ()
 
 
+def is_own(address: str) -> bool:
+    """Whether an address is one of this machine's."""
+    own = {address for card in look_at_cards() for address in card.addresses}
+    return address in own or ipaddress.ip_address(address).is_loopback
+
+
 def port_holder(port: int) -> str | None:
     """Who listens on a port of this machine: "python3 (pid 77)"; None: nobody, or not to be seen."""
     inodes = set()

@@ -14,7 +14,7 @@ TRIAL_BYTES = 64 * 1024  # enough to meet a quota that is used up, too little to
 
 def look_at_place(used_for: str, path: str | Path) -> Place:
     """The nearest parent of `path` that is there: a trial file, free room. Makes no folder."""
-    folder = existing_parent(Path(path).expanduser().absolute())
+    folder = existing_parent(Path(os.path.expanduser(path)).absolute())  # a user may have no home folder
     try:
         sizes = os.statvfs(folder)
     except OSError as error:
@@ -52,4 +52,5 @@ def hub_folder(environment: Mapping[str, str]) -> Path:
     home = environment.get("HF_HOME")
     if home is None:
         home = str(Path(environment.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface")
-    return Path(environment.get("HF_HUB_CACHE", str(Path(home) / "hub"))).expanduser()
+    usual = environment.get("HUGGINGFACE_HUB_CACHE", str(Path(home) / "hub"))  # its older name
+    return Path(os.path.expanduser(environment.get("HF_HUB_CACHE", usual)))

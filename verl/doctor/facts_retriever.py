@@ -22,8 +22,8 @@ from search_r1.search.corpus import file_identity
 from search_r1.search.manifest import check_files, read_manifest
 from search_r1.search.transport.addresses import parse_urls
 from verl.doctor.facts import Corpus, Index, Server
-from verl.doctor.facts_network import port_holder, resolve
-from verl.doctor.proxies import is_inside, proxy_for
+from verl.doctor.facts_network import is_own, port_holder, resolve
+from verl.doctor.proxies import proxy_for, without_password
 
 HEALTH_SECONDS = 2.0
 QUESTION = "is anybody there?"
@@ -67,9 +67,9 @@ def _look_at_server(url: str, question: Question) -> Server:
             problem = str(error)
     holder, health = None, _health(url, question.use_proxy)
     by_proxy = question.use_proxy and proxy_for(url, os.environ) is not None
-    if problem is not None and not by_proxy and any(is_inside(address) for address in addresses):
+    if problem is not None and not by_proxy and any(map(is_own, addresses)):
         holder = port_holder(urlsplit(url).port or 80)
-    return Server(url, problem, health, holder, addresses)
+    return Server(without_password(url), problem, health, holder, addresses)
 
 
 def _health(url: str, use_proxy: bool) -> dict[str, Any]:

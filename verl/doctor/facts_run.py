@@ -17,6 +17,7 @@ from verl.doctor.facts_places import hub_folder
 from verl.trainer.config.checks import as_list
 from verl.trainer.config.loading import flat, load_config
 from verl.trainer.config.validation import FORMAT_SCORES, TABLES_OF, validate
+from verl.trainer.ppo.core_algos import estimator_inputs
 from verl.trainer.ppo.run_state import CheckpointStore
 
 SFT = "sft_trainer"
@@ -61,13 +62,22 @@ def model_paths(run: Run) -> dict[str, str]:
     """Setting -> model, of those that the run would load; each model once."""
     keys = ["model.partial_pretrain"]
     if run.program != SFT:
-        keys = ["actor_rollout_ref.model.path", "critic.model.path", "actor_rollout_ref.teacher.path"]
+        keys = ["actor_rollout_ref.model.path", "actor_rollout_ref.teacher.path"]
+        if _has_critic(run):
+            keys.insert(1, "critic.model.path")
     found: dict[str, str] = {}
     for key in keys:
         path = run[key]
         if path is not None and path not in found.values():
             found[key] = path
     return found
+
+
+def _has_critic(run: Run) -> bool:
+    try:
+        return "values" in estimator_inputs(run["algorithm.adv_estimator"])
+    except ValueError:  # no such estimator, which the check of settings says
+        return False
 
 
 def data_paths(run: Run) -> dict[str, list[str]]:

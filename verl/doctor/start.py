@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from verl.doctor.collect import collect
 from verl.doctor.facts_run import run_of
 from verl.doctor.findings import Finding, num_errors
-from verl.doctor.registry import diagnose
+from verl.doctor.registry import chosen, diagnose
 
 
 def start_is_sound(config: DictConfig, program: str) -> bool:
@@ -24,13 +24,10 @@ def start_is_sound(config: DictConfig, program: str) -> bool:
         ValueError: a name in `trainer.doctor_skip` is of no check.
     """
     skip = list(config.trainer.doctor_skip)
+    chosen(skip=skip)
     try:
         findings = look_quickly(config, program, skip)
-    except ValueError:
-        raise
-    except (
-        Exception
-    ):  # a trouble of the doctor's own, on a machine that it does not know, must not stop a run
+    except Exception:  # a trouble of the doctor's own, on a machine it does not know, must not stop a run
         last = traceback.format_exc().strip().splitlines()[-1]
         print(f"warning: the checks before the start failed, the run goes on: {last}", file=sys.stderr)
         return True

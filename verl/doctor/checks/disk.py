@@ -30,6 +30,8 @@ def find_places_that_can_not_be_written(facts: Facts, machine: Machine) -> Itera
             "export HF_HOME=<folder on a file system with room>",
         ),
     }
+    if not any(model.where == "hub" for model in facts.models):
+        del keys["models from the hub"]  # all are there: a cache that is only read is as good
     for place in machine.places:
         if place.used_for in keys and place.problem is not None:
             why, do = keys[place.used_for]

@@ -84,7 +84,7 @@ def find_unfit_index(facts: Facts) -> Iterator[Finding]:
         return
     assert index.num_bytes is not None
     gpus = facts.here.gpus
-    if index.on_gpu and gpus:
+    if index.on_gpu and gpus and all(gpu.total_bytes for gpu in gpus):
         room = sum(gpu.total_bytes - gpu.used_bytes for gpu in gpus)
         if index.num_bytes > room:
             yield error(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from verl.doctor.facts import Facts, Machine
+from verl.doctor.facts import Facts, Gpu, Machine
 from verl.doctor.findings import Finding, error, warning
 from verl.doctor.registry import check, check_each
 
@@ -102,11 +102,23 @@ def find_other_nccl(facts: Facts, machine: Machine) -> Iterator[Finding]:
         )
 
 
+def _to_be_used(machine: Machine) -> list[Gpu]:
+    """Those that CUDA_VISIBLE_DEVICES leaves, by number or by the beginning of an id; all without it."""
+    names = [name.strip() for name in machine.environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    named = [
+        gpu
+        for gpu in machine.gpus
+        if any(name and (name == str(gpu.index) or gpu.uuid.startswith(name)) for name in names)
+    ]
+    return named or list(machine.gpus)
+
+
 @check_each("gpu-health")
 def find_ailing_gpus(facts: Facts, machine: Machine) -> Iterator[Finding]:
     """GPUs that are slow, compute wrong, have memory errors, or are held by others"""
-    times = [gpu.matmul_s for gpu in machine.gpus if gpu.matmul_s is not None]
-    for gpu in machine.gpus:
+    gpus = _to_be_used(machine)
+    times = [gpu.matmul_s for gpu in gpus if gpu.matmul_s is not None]
+    for gpu in gpus:
         name = f"GPU {gpu.index} ({gpu.name})"
         without = f"export CUDA_VISIBLE_DEVICES without {gpu.index}, and tell the administrator"
         if gpu.problem is not None:

@@ -86,8 +86,9 @@ def find_little_memory(facts: Facts, machine: Machine) -> Iterator[Finding]:
 
 def host_bytes(run: Run, facts: Facts, machine: Machine) -> float:
     """Memory of one machine that weights, gradients and AdamW's states of its processes take, at least; 0
-    with GPUs, where they are in the GPUs' memory."""
-    if run["trainer.device"] == "cuda" or (run["trainer.device"] == "auto" and machine.num_gpus):
+    with GPUs, where they are in the GPUs' memory, be it on other nodes."""
+    has_gpus = machine.num_gpus or any(node.num_gpus for node in (facts.ray.alive if facts.ray else ()))
+    if run.num_gpus_asked or (run["trainer.device"] == "auto" and has_gpus):
         return 0.0
     params = {model.key: model.num_params or 0 for model in facts.models}
     policy = params.get("actor_rollout_ref.model.path", 0)

@@ -115,7 +115,7 @@ def find_ports_in_use(facts: Facts, machine: Machine) -> Iterator[Finding]:
 @check_each("corpus")
 def find_wrong_corpora(facts: Facts, machine: Machine) -> Iterator[Finding]:
     """servers with another corpus than is meant (retriever.corpus_path), or than each other"""
-    said = {server.url: server.health.get("corpus") for server in machine.servers if server.problem is None}
+    said = {server.url: _identity(server) for server in machine.servers if server.problem is None}
     meant = facts.corpus
     for url, identity in said.items() if meant is not None and meant.identity is not None else ():
         assert meant is not None
@@ -150,6 +150,13 @@ def find_wrong_corpora(facts: Facts, machine: Machine) -> Iterator[Finding]:
             "the same query finds other documents at each of them",
             "start all with one --corpus_path, or take the odd one out of retriever.url",
         )
+
+
+def _identity(server: Server) -> dict | None:
+    """By its /health; None where that does not say it, or somebody else's server says it in its own way."""
+    corpus = server.health.get("corpus")
+    is_ours = isinstance(corpus, dict) and {"num_bytes", "sample_sha256"} <= corpus.keys()
+    return corpus if is_ours else None
 
 
 def _describe(identity: dict) -> str:

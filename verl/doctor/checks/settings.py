@@ -73,6 +73,9 @@ def find_lengths_that_do_not_fit(facts: Facts) -> Iterator[Finding]:
     data = {key: run[f"data.max_{key}_length"] for key in ("prompt", "response", "start", "obs")}
     longest = data["prompt"] + data["response"]
     for model in facts.models:
+        block = model.key.rpartition(".")[0]
+        if any("position" in name or "rope" in name for name in run.get(f"{block}.override_config") or {}):
+            continue
         if model.max_positions is not None and longest > model.max_positions:
             yield error(
                 f"a trajectory may get {longest} tokens (data.max_prompt_length={data['prompt']} and a last "
