@@ -190,8 +190,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.command == "to-hf":
             to_hf(options.source, options.out, options.like)
+            print(f"{options.out}: a Hugging Face folder")
         elif options.command == "from-hf":
             from_hf(options.source, options.out)
+            start = f"trainer.resume_mode=from_path trainer.resume_from_path={options.out / 'global_step_0'}"
+            print(f"{options.out / 'global_step_0'}: start a run from it with {start}")
         else:
             show(options.source)
     except ValueError as error:

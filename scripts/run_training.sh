@@ -2,9 +2,9 @@
 # The body of train_sft.sh, train_grpo.sh and train_ppo.sh: environment, data, retrieval server, run. Source it,
 # then call
 #
-#     run_training sft|grpo|ppo [--doctor] "$@"
+#     run_training sft|grpo|ppo "$@"
 #
-# With --doctor the run is only checked (python -m verl.doctor), with the settings that it would have.
+# With --doctor among them the run is only checked (python -m verl.doctor), with the settings that it would have.
 #
 # What it reads from the environment (all optional):
 #   BASE_MODEL     a Hugging Face folder or hub name; default: a tiny model that is shipped, data_prep/base_model
@@ -196,9 +196,10 @@ settings_for() {    # tiny|model, sft|grpo|ppo -> overrides, one a line
 
 run_training() {
     local kind="$1" needs_server=true dry_run=false argument extras=train,retrieval megatron=
-    local program=(verl.trainer.main_ppo)
+    local program=(verl.trainer.main_ppo) doctor=false passed=()
     shift
     for argument in "$@"; do
+        if [ "$argument" = --doctor ]; then doctor=true; else passed+=("$argument"); fi
         case "$argument" in
             *retriever.url=* | *do_search=[Ff]alse | *trainer.dry_run=[Tt]rue) needs_server=false ;;
         esac
@@ -211,11 +212,11 @@ run_training() {
     if [ "$kind" = sft ]; then
         model=data_prep/base_model_plain program=(verl.trainer.fsdp_sft_trainer) needs_server=false extras=train
     fi
-    if [ "${1:-}" = --doctor ]; then
+    if $doctor; then
         program=(verl.doctor)
         [ "$kind" != sft ] || program+=(--config-name sft_trainer)
-        shift
     fi
+    set -- ${passed[@]+"${passed[@]}"}    # without --doctor, wherever it stood
     [ -n "${BASE_MODEL:-}" ] && model="$(absolute "$BASE_MODEL")"
     [ -n "${DATA_DIR:-}" ] && DATA_DIR="$(absolute "$DATA_DIR")"
     cd "$REPO_ROOT" || return

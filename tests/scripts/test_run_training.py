@@ -227,8 +227,9 @@ def test_usr1_is_for_the_run_which_ends_as_it_likes(repository):
     assert not psutil.pid_exists(note(repository, "server")[0])
 
 
-def test_doctor_checks_the_run_that_would_be_started(repository):
-    assert run(repository, "--doctor", "max_turns=7", SEED="4") == (0, "")
+@pytest.mark.parametrize("line", [["--doctor", "max_turns=7"], ["max_turns=7", "--doctor"]])
+def test_doctor_checks_the_run_that_would_be_started(repository, line):
+    assert run(repository, *line, SEED="4") == (0, "")
     assert note(repository, "main_ppo") is None
     found = note(repository, ["verl", "doctor"][-1])
     assert found is not None and "max_turns=7" in found[1] and "--doctor" not in found[1]

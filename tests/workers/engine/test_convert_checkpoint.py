@@ -71,8 +71,9 @@ def test_a_folder_of_another_library_keeps_its_bits_and_type(tmp_path, dtype):
     assert AutoConfig.from_pretrained(tmp_path / "hf").dtype == dtype
 
 
-def test_training_starts_from_a_converted_folder_as_from_the_model_itself(tmp_path, model_path):
+def test_training_starts_from_a_converted_folder_as_from_the_model_itself(tmp_path, model_path, capsys):
     assert run("from-hf", model_path, tmp_path) == 0
+    assert f"trainer.resume_from_path={tmp_path / 'global_step_0'}\n" in capsys.readouterr().out
     plain, started = (make_actor(make_config(model_path)) for _ in range(2))
     with torch.no_grad():
         for parameter in started.engine.module.parameters():
