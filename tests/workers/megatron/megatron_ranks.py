@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 
 import torch
@@ -197,11 +198,17 @@ PRELOADED = [
 ]
 
 
+def start_server():
+    """Lets the server of `run_ranks` begin to import; the caller may do other things meanwhile."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+
+
 def run_ranks(function, world_size, *args):
     """Runs function(rank, world_size, *args) in as many processes over gloo, and waits for them. They are
     forked from a server that has imported Megatron already, which takes seconds.
     """
-    multiprocessing.set_forkserver_preload(PRELOADED)
+    start_server()
     torch.multiprocessing.start_processes(
         _rank_main,
         (function, world_size, get_free_port(), args),

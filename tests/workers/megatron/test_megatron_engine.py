@@ -4,7 +4,7 @@ import engine_ranks
 import pytest
 import torch
 from engine_ranks import Case, load_and_update, look, make_plain, rows_of, run_updates, settings
-from megatron_ranks import Layout, run_ranks, write_models
+from megatron_ranks import Layout, run_ranks, start_server, write_models
 from tiny_training import assert_same_gradients
 from transformers import AutoModelForCausalLM
 
@@ -42,6 +42,7 @@ BF16 = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
+    start_server()
     return write_models(tmp_path_factory.mktemp("models"))
 
 
