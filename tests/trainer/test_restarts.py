@@ -183,6 +183,25 @@ def test_a_run_started_from_elsewhere_goes_on_from_its_own_checkpoint_only_if_th
     assert [record["from_step"] for record in records] == [2, 3, 4]
 
 
+def test_a_run_that_fails_before_it_has_set_later_checkpoints_aside_does_not_go_on_from_them(room, tmp_path):
+    for step in (2, 4):
+        save(CheckpointStore(tmp_path, None), step)
+    path = {"resume_mode": "from_path", "resume_from_path": str(tmp_path / "global_step_2")}
+    attempts = Attempts(3)
+
+    def build(config: DictConfig) -> CountingTrainer:
+        if attempts.trainers:  # it has loaded the checkpoint this time
+            attempts.trainers[0].checkpoints.set_aside_after(2)
+        return attempts(config)
+
+    run = RestartingRun(settings(tmp_path, max_restarts=1, **path), build)
+    run.start()
+    run.fit()
+    run.shutdown()
+    assert [trainer.done for trainer in attempts.trainers] == [[], [3, 4, 5]]
+    assert attempts.trainers[1].config.trainer.resume_mode == "from_path"
+
+
 def test_a_run_goes_on_when_the_checkpoint_it_was_started_from_was_deleted_meanwhile(room, tmp_path):
     save(CheckpointStore(tmp_path, None), 2)
     path = {"resume_mode": "from_path", "resume_from_path": str(tmp_path / "global_step_2")}

@@ -51,6 +51,7 @@ class RestartingRun:
         self.num_restarts = 0
         self.trainer: RayPPOTrainer | None = None
         self._started_from: int | None = None  # step of the checkpoint of trainer.resume_from_path
+        self._left_behind: set[int] = set()  # later checkpoints in the run's folder, by inode
         self._failures: list[int] = []  # the step that each attempt would have gone on from
         if trainer.max_restarts and trainer.backend != "ray":
             print(
@@ -68,6 +69,9 @@ class RestartingRun:
         assert self.trainer is not None
         if self.config.trainer.resume_mode == "from_path" and self.trainer.resume_folder is not None:
             self._started_from = RunState.load(self.trainer.resume_folder).step
+            store = self.trainer.checkpoints
+            later = [store.folder(step) for step in store.steps() if step > self._started_from]
+            self._left_behind = {folder.stat().st_ino for folder in later}
 
     def fit(self) -> None:
         """Train to the end, over as many restarts as that takes and `trainer.max_restarts` allows.
@@ -115,9 +119,11 @@ class RestartingRun:
 
     def _goes_on_from(self, store: CheckpointStore) -> int:
         """The step of the newest checkpoint. A run that was started from a checkpoint elsewhere starts from
-        there again until it has saved a later one.
+        there again until it has saved a later one; later ones that were there before it (and are set aside when
+        it has loaded its own) don't count.
         """
-        return max([*store.steps()[-1:], self._started_from or 0])
+        own = [step for step in store.steps() if store.folder(step).stat().st_ino not in self._left_behind]
+        return max([*own[-1:], self._started_from or 0])
 
     def _after(self, error: Exception) -> None:
         """Ends what is left; returns when the run can be built anew. RunStopped if it can't."""
