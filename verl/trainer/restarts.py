@@ -119,8 +119,8 @@ class RestartingRun:
 
     def _goes_on_from(self, store: CheckpointStore) -> int:
         """The step of the newest checkpoint. A run that was started from a checkpoint elsewhere starts from
-        there again until it has saved a later one; later ones that were there before it (and are set aside when
-        it has loaded its own) don't count.
+        there again until it has saved a later one; later ones that were there before it don't count (they are
+        set aside when it has loaded its own).
         """
         own = [step for step in store.steps() if store.folder(step).stat().st_ino not in self._left_behind]
         return max([*own[-1:], self._started_from or 0])
