@@ -193,8 +193,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{options.out}: a Hugging Face folder")
         elif options.command == "from-hf":
             from_hf(options.source, options.out)
-            start = f"trainer.resume_mode=from_path trainer.resume_from_path={options.out / 'global_step_0'}"
-            print(f"{options.out / 'global_step_0'}: start a run from it with {start}")
+            step = options.out.absolute() / "global_step_0"  # a run may be started in another folder
+            print(f"start from it: trainer.resume_mode=from_path trainer.resume_from_path={step}")
         else:
             show(options.source)
     except ValueError as error:
