@@ -2,6 +2,7 @@
 # Checks everything: makes the environment if none is active, then style, types, the fast tests, the slow tests.
 #   bash scripts/test.sh            all of it
 #   bash scripts/test.sh --fast     without the slow tests
+#   bash scripts/test.sh --vllm     all of it and scripts/test_vllm.sh, beside the slow tests
 #   bash scripts/test.sh -k packing tests/utils      everything else goes to pytest as it is
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,8 +14,11 @@ if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-fast_only=false
-if [ "${1:-}" = "--fast" ]; then fast_only=true; shift; fi
+fast_only=false with_vllm=false
+case "${1:-}" in
+    --fast) fast_only=true; shift ;;
+    --vllm) with_vllm=true; shift ;;
+esac
 if [ $# -gt 0 ]; then
     $fast_only && set -- -m "not slow" "$@"
     exec "$PYTHON" -m pytest "$@"
@@ -24,7 +28,18 @@ fi
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
 "$PYTHON" -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m "not slow" --durations=5
-if ! $fast_only; then
-    "$PYTHON" -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m "slow and not alone" --durations=10
-    "$PYTHON" -m pytest -q -m "slow and alone" --durations=10
+$fast_only && exit
+if $with_vllm; then
+    log="$(mktemp)"
+    setsid nice -n 10 bash scripts/test_vllm.sh >"$log" 2>&1 &
+    vllm=$!
+    trap 'kill -- "-$vllm" 2>/dev/null || true; rm -f "$log"' EXIT
 fi
+"$PYTHON" -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m "slow and not alone" --durations=10
+if $with_vllm; then
+    status=0
+    wait "$vllm" || status=$?
+    cat "$log"
+    [ "$status" = 0 ] || exit "$status"
+fi
+"$PYTHON" -m pytest -q -m "slow and alone" --durations=10

@@ -6,6 +6,8 @@ is the same thing without a server.
 """
 
 import json
+import select
+import socket
 import threading
 import time
 import zlib
@@ -38,8 +40,9 @@ class ProtocolServer:
     Faults: `broken_streams` (the next so many streams end without a word after `break_after` tokens),
     `errors` (the next so many requests are answered 500), `stalls` (the next so many requests get no
     answer), `garbage` (a line sent in the place of the first chunk), `early_stop` (each request ends after so
-    many tokens with finish reason "stop"), `refuses_weights`, `keeps_kv_state`, `unhealthy`. `token_seconds`
-    and `metrics_seconds` slow it down.
+    many tokens with finish reason "stop"), `refuses_weights`, `keeps_kv_state`, `unhealthy`.
+    `metrics_seconds` slows it down; a sequence of `holds_at` tokens, its prompt among them, waits until
+    `holds_at` is another number or its request is broken off.
     """
 
     def __init__(self):
@@ -48,7 +51,7 @@ class ProtocolServer:
         self.broken_streams = self.break_after = self.errors = self.stalls = 0
         self.garbage = self.early_stop = None
         self.refuses_weights = self.keeps_kv_state = self.unhealthy = False
-        self.token_seconds = self.metrics_seconds = 0.0
+        self.metrics_seconds, self.holds_at = 0.0, None
         self.max_model_len, self.extension, self.mode = 512, EXTENSION, "processed_logprobs"
         self.sleep_mode = False
         self.requests, self.dropped, self.calls = [], 0, []
@@ -164,9 +167,12 @@ class ProtocolServer:
                 tokens, sent, pending = list(body["prompt"]), 0, []
                 reason = None
                 while reason is None:
-                    while server.paused and pauses == server.pauses and not server.dead:
+                    while pauses == server.pauses and (server.paused or len(tokens) == server.holds_at):
+                        if server.dead or self.gone():
+                            server.dropped += 1
+                            return
                         time.sleep(0.001)
-                    time.sleep(server.token_seconds)
+                    time.sleep(0)  # another thread's turn
                     if server.dead:
                         return
                     if pauses != server.pauses:
@@ -188,6 +194,10 @@ class ProtocolServer:
                         self.send_chunk(pending, reason)
                         pending = []
                 self.wfile.write(b"data: [DONE]\n\n")
+
+            def gone(self):
+                readable, _, _ = select.select([self.connection], [], [], 0)
+                return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
 
             def send_chunk(self, tokens, reason):
                 top = [

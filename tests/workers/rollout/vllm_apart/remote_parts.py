@@ -35,3 +35,9 @@ def wait_until(condition, timeout=10.0):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+def hold(servers, num_tokens):
+    """Lets sequences of `num_tokens`, their prompts among them, wait at the servers; None: no more."""
+    for server in servers:
+        server.holds_at = num_tokens

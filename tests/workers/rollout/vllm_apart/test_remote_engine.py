@@ -2,7 +2,7 @@
 
 import pytest
 from protocol_server import ProtocolServer, expected_turn, log_prob
-from remote_parts import GREEDY, WEIGHTS, drain, wait_until
+from remote_parts import GREEDY, WEIGHTS, drain, hold, wait_until
 
 from verl.workers.rollout.engine import SamplingParams
 from verl.workers.rollout.stop import StopCondition
@@ -123,10 +123,11 @@ def test_the_limit_is_what_the_session_has_room_for(start):
 
 def test_partial_shows_the_turn_under_way_and_nothing_afterwards(start):
     engine, (server,) = start()
-    server.token_seconds = 0.01
+    hold([server], 14)
     session_id = engine.open([4], SamplingParams(30, **GREEDY))
     wait_until(lambda: len(engine.partial(session_id).token_ids) >= 8)
     seen = engine.partial(session_id)
+    hold([server], None)
     assert seen.token_ids == expected_turn([4], 30, 0)[: len(seen.token_ids)] and len(seen.token_ids) < 30
     assert seen.version_first == 0 and seen.log_probs == [log_prob(token) for token in seen.token_ids]
     drain(engine)
@@ -135,7 +136,7 @@ def test_partial_shows_the_turn_under_way_and_nothing_afterwards(start):
 
 def test_close_drops_the_request_at_the_server_and_the_others_go_on(start):
     engine, (server,) = start()
-    server.token_seconds = 0.01
+    hold([server], 14)
     doomed = engine.open([4], SamplingParams(200, **GREEDY))
     other = engine.open([5], SamplingParams(12, **GREEDY))
     wait_until(lambda: engine.partial(doomed).token_ids)
@@ -191,10 +192,11 @@ def test_a_server_that_does_not_answer_for_long_is_asked_again(start):
 
 def test_sessions_of_a_server_that_dies_go_on_at_another(start):
     engine, (first, second) = start(2)
-    first.token_seconds = second.token_seconds = 0.005
+    hold([first, second], 10)
     ids = [engine.open([i], SamplingParams(40, seed=i)) for i in range(8)]
     wait_until(lambda: all(engine.partial(i).token_ids for i in ids))
     first.kill()
+    hold([second], None)
     completions = drain(engine)
     for i, session_id in enumerate(ids):
         assert completions[session_id].token_ids == expected_turn([i], 40, 0, seed=i)
@@ -207,8 +209,7 @@ def test_sessions_of_a_server_that_dies_go_on_at_another(start):
 
 def test_without_any_server_left_the_error_names_all_of_them(start):
     engine, servers = start(2)
-    for server in servers:
-        server.token_seconds = 0.01
+    hold(servers, 20)
     engine.open([1], SamplingParams(200, **GREEDY))
     for server in servers:
         server.kill()
