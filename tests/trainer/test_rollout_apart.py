@@ -1,8 +1,12 @@
 """Rollouts in processes of their own: the same run as with the engine in the trainer's process."""
 
+import os
+import signal
+
 import pytest
 from small_runs import arguments, metrics
 
+from verl.single_controller.base.errors import WorkerDiedError
 from verl.trainer.config import load_config, validate
 from verl.trainer.main_ppo import build_trainer, run
 
@@ -38,6 +42,14 @@ def test_rollouts_apart_are_those_of_a_colocated_engine_also_after_a_checkpoint_
             last = trainer.fit()
             trainer.resume_folder = tmp_path / "apart" / "global_step_1"
             again = trainer.fit()  # the rollout processes have the weights of step 2: these must go
+
+            trainer.rollout_wg.forget_weights()
+            rollout = trainer.rollout_wg.rollout
+            os.kill(rollout._rank_places[0].pid, signal.SIGKILL)
+            with pytest.raises(
+                WorkerDiedError, match=rf"rank 0 of worker group '{rollout.name}' died during"
+            ):
+                trainer.fit()
         finally:
             trainer.shutdown()
 

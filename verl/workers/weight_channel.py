@@ -54,7 +54,7 @@ class SendsWeights(Worker):
         self._num_sent = 0
         return self._meeting.address, self._meeting.port
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO, blocking=False)
     def gather_receivers(self, num_receivers: int) -> None:
         """Rank 0 waits until all rollout processes have joined."""
         self._channel = self._meeting.gather(_backend(self.device), self.device, 1 + num_receivers)
@@ -64,7 +64,7 @@ class SendsWeights(Worker):
         """Number of updates that the weights have had."""
         return self.engine.weights_version
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self) -> None:
         """Sends all weights, as rollouts compute with them; the receivers must be receiving at the time."""
         with self.engine.loaded(), torch.no_grad():

@@ -12,3 +12,7 @@ class WorkerDiedError(RuntimeError):
 
     Its state is lost: nothing is tried again. Shut the group down and build it anew.
     """
+
+
+class ConnectionLostError(WorkerDiedError):
+    """A rank lost its connection to another one, and it is not known which process or node is gone."""

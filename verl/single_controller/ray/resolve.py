@@ -23,7 +23,11 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from verl.single_controller.base.errors import WorkerDiedError, WorkerFailedError
+from verl.single_controller.base.errors import (
+    ConnectionLostError,
+    WorkerDiedError,
+    WorkerFailedError,
+)
 from verl.single_controller.ray.deaths import RankPlace, describe_death
 
 _SECONDS_FOR_OTHER_RANKS = 3.0  # after a first error: the death of a rank explains the errors of the others
@@ -92,7 +96,7 @@ def _raise_error(error: Exception, who: str, method: str, place: RankPlace | Non
         if isinstance(error.cause, WorkerDiedError):
             raise error.cause
         if _peer_gone(error):
-            raise WorkerDiedError(
+            raise ConnectionLostError(
                 f"{who} lost its connection to another rank during {method}, and none was seen to die: "
                 f"{' '.join(str(error.cause).split())[:400]}"
             ) from WorkerFailedError(f"{who} failed in {method}:\n{error}")

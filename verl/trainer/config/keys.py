@@ -19,7 +19,7 @@ _MEGATRON_SIZES = (
 FIXED: dict[str, str] = {
     "data.tokenizer": "The tokenizer is the one in the model's folder; put yours there.",
     "data.return_raw_input_ids": "The raw prompt ids are always in the batch, as raw_prompt_ids.",
-    "actor_rollout_ref.hybrid_engine": "Actor, rollout and reference always share their processes.",
+    "actor_rollout_ref.hybrid_engine": "Rollouts of their own processes are trainer.rollout_pool.",
     f"{ACTOR}.state_masking": "Only tokens that the policy sampled are trained; this cannot be off.",
     f"{REF}.ulysses_sequence_parallel_size": "It shares the actor's processes and rows; set the actor's.",
     f"{REF}.fsdp_config.mixed_precision.reduce_dtype": "The reference has no gradients to reduce.",
