@@ -35,11 +35,11 @@ if $with_vllm; then
     vllm=$!
     trap 'kill -- "-$vllm" 2>/dev/null || true; rm -f "$log"' EXIT
 fi
-"$PYTHON" -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m "slow and not alone" --durations=10
+"$PYTHON" -m pytest -q -n auto --maxprocesses 4 --dist loadfile -m "slow and not alone" --durations=10
+"$PYTHON" -m pytest -q -m "slow and alone" --durations=10
 if $with_vllm; then
     status=0
     wait "$vllm" || status=$?
     cat "$log"
-    [ "$status" = 0 ] || exit "$status"
+    exit "$status"
 fi
-"$PYTHON" -m pytest -q -m "slow and alone" --durations=10

@@ -301,6 +301,7 @@ def test_killed_in_the_middle_and_started_again(hub, tmp_path):
     deadline = time.monotonic() + 30
     while not (partial.exists() and partial.stat().st_size > 50_000) and time.monotonic() < deadline:
         time.sleep(0.01)
+    hub.bytes_per_second = 1_000  # so that it does not end while the second one starts
     second = start(hub, tmp_path, "e5")
     assert second.wait(timeout=30) == 2
     assert "another process is writing to it" in second.communicate()[1]
