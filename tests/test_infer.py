@@ -215,6 +215,7 @@ def test_a_cut_weights_file_is_one_line(run_dir, url, tmp_path, monkeypatch, cap
     assert "can't be loaded" in error and error.count("\n") == 1
 
 
+@pytest.mark.slow  # it is asked for five seconds
 def test_a_dead_retriever_is_one_line_before_anything_is_loaded(run_dir):
     command = [sys.executable, "infer.py", "--question", "x", "--model", str(run_dir)]
     begin = time.monotonic()

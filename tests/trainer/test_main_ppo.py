@@ -94,9 +94,10 @@ def test_rule_10_killed_at_any_moment_a_run_ends_with_the_same_numbers():
     ("settings", "message"),
     [
         ({"actor_rollout_ref__model__path": "/no/such/model"}, "/no/such/model"),
-        (
+        pytest.param(
             {"retriever__url": "http://127.0.0.1:9/retrieve"},
             "retriever.url=http://127.0.0.1:9/retrieve does not answer",
+            marks=pytest.mark.slow,  # it is asked for ten seconds
         ),
         ({"trainer__resume_mode": "latest"}, "trainer.resume_mode=latest"),
         ({"trainer__sede": 1}, "trainer.seed"),

@@ -55,6 +55,7 @@ def test_turns_under_way_go_on_with_new_weights_and_no_stale_state(start):
     ]
 
 
+@pytest.mark.slow
 def test_turns_that_end_while_they_are_broken_off_are_handed_out_as_they_ended(start):
     engine, _ = start()
     ids = {engine.open([i], SamplingParams(1 + i % 7, seed=i)): 1 + i % 7 for i in range(48)}
