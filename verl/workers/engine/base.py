@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase
 
 from verl.single_controller.base import DataPosition
@@ -25,6 +27,8 @@ from verl.utils.packing import PackedMicroBatch
 from verl.workers.engine.lora import Adapters
 from verl.workers.engine.precision import Precision
 from verl.workers.engine.snapshot import Snapshot
+
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 Outputs = tuple[Tensor, ...]
 """Of a policy (log_probs, entropy, sum_pi_squared), of a critic (values,): each [U] float32, one number for
@@ -59,6 +63,7 @@ class Engine(ABC):
     Attributes:
         device: of this process. precision: dtypes. world_size: number of processes.
         data: which replica this process is a part of.
+        scheduler: of the learning rate; None if the model is not trained.
         weights_version: number of updates that have been applied.
         adapters: the LoRA adapters, if the module has any; then nothing else of its model is trained.
         offloads_params: whether the weights are in CPU memory outside of `loaded`.
@@ -68,6 +73,7 @@ class Engine(ABC):
     precision: Precision
     world_size: int
     data: DataPosition
+    scheduler: LambdaLR | None
     weights_version: int
     offloads_params: bool
 
@@ -106,28 +112,45 @@ class Engine(ABC):
         """
 
     @property
-    @abstractmethod
     def lr(self) -> float:
         """Learning rate of the coming update."""
+        assert self.scheduler is not None
+        return float(self.scheduler.get_last_lr()[0])
 
     @property
-    @abstractmethod
     def num_training_steps(self) -> int:
         """Training steps done so far (calls of next_lr), over restarts."""
+        assert self.scheduler is not None
+        return int(self.scheduler.last_epoch)
 
-    @abstractmethod
     def next_lr(self) -> None:
         """Ends a training step for the schedule."""
+        assert self.scheduler is not None
+        self.scheduler.step()
 
     # -------------------------------------------------------------------------------------- over replicas
 
+    @property
     @abstractmethod
+    def peers(self) -> dist.ProcessGroup | None:
+        """The processes that stand where this one does, one of each replica; None: there are no others."""
+
     def reduce(self, values: Sequence[float], op: str) -> list[float]:
         """Element-wise "sum", "min" or "max" over the replicas, in float64; the same in every process."""
+        if self.data.size == 1 or not values:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, _REDUCE_OPS[op], group=self.peers)
+        reduced: list[float] = tensor.tolist()
+        return reduced
 
-    @abstractmethod
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """The replicas' tensors, of one shape and dtype on the engine's device, in the replicas' order."""
+        if self.data.size == 1:
+            return [tensor]
+        gathered = [torch.empty_like(tensor) for _ in range(self.data.size)]
+        dist.all_gather(gathered, tensor, group=self.peers)
+        return gathered
 
     # --------------------------------------------------------------------------------------------- weights
 

@@ -10,7 +10,7 @@ all the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase
 
 from verl.utils.packing import PackedMicroBatch
@@ -82,7 +81,7 @@ class TrainEngine(Engine, Generic[Module]):
         mesh = self.layout.mesh
         self.module: Module = module.to(device) if mesh is None else self._shard(module, mesh)
         self.optimizer: torch.optim.Optimizer | None = None
-        self.scheduler: LambdaLR | None = None
+        self.scheduler = None
         if optim is not None:
             matrices = hidden_matrices(self.module.model.base_model)
             self.optimizer = build_optimizer(self.module.parameters(), optim, matrices)
@@ -191,36 +190,8 @@ class TrainEngine(Engine, Generic[Module]):
         return norm, applied
 
     @property
-    def lr(self) -> float:
-        assert self.scheduler is not None
-        return float(self.scheduler.get_last_lr()[0])
-
-    @property
-    def num_training_steps(self) -> int:
-        assert self.scheduler is not None
-        return int(self.scheduler.last_epoch)
-
-    def next_lr(self) -> None:
-        assert self.scheduler is not None
-        self.scheduler.step()
-
-    def reduce(self, values: Sequence[float], op: str) -> list[float]:
-        if self.data.size == 1 or not values:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(
-            tensor,
-            {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[op],
-            group=self.layout.peers,
-        )
-        return tensor.tolist()
-
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        if self.data.size == 1:
-            return [tensor]
-        gathered = [torch.empty_like(tensor) for _ in range(self.data.size)]
-        dist.all_gather(gathered, tensor, group=self.layout.peers)
-        return gathered
+    def peers(self) -> dist.ProcessGroup | None:
+        return self.layout.peers
 
     # ------------------------------------------------------------------------------------------- memory
 

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase
 
 from verl.utils.packing import PackedMicroBatch
@@ -33,8 +32,6 @@ from verl.workers.megatron.optimizer import ShardedAdamW
 from verl.workers.megatron.parallel_state import data_position
 from verl.workers.megatron.schedule import Pipeline, as_outputs
 from verl.workers.megatron.storage import ParkedStorage
-
-REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
 class MegatronEngine(Engine):
@@ -65,7 +62,7 @@ class MegatronEngine(Engine):
         self.world_size, self.data = dist.get_world_size(), data_position()
         self.weights_version = 0
         self.optimizer: ShardedAdamW | None = None
-        self.scheduler: LambdaLR | None = None
+        self.scheduler = None
         models: Sequence[torch.nn.Module] = built.chunks
         if optim is None:
             for chunk in built.chunks:
@@ -113,20 +110,6 @@ class MegatronEngine(Engine):
         self.weights_version += applied
         return norm, applied
 
-    @property
-    def lr(self) -> float:
-        assert self.scheduler is not None
-        return float(self.scheduler.get_last_lr()[0])
-
-    @property
-    def num_training_steps(self) -> int:
-        assert self.scheduler is not None
-        return int(self.scheduler.last_epoch)
-
-    def next_lr(self) -> None:
-        assert self.scheduler is not None
-        self.scheduler.step()
-
     def num_updates(self) -> int:
         """Optimizer steps made so far, over restarts; all processes call it together."""
         assert self.optimizer is not None
@@ -134,19 +117,10 @@ class MegatronEngine(Engine):
         dist.all_reduce(steps, dist.ReduceOp.MAX)  # one may have no shard of anything
         return int(steps)
 
-    def reduce(self, values: Sequence[float], op: str) -> list[float]:
-        if self.data.size == 1 or not values:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, REDUCE_OPS[op], group=mpu.get_data_parallel_group())
-        return tensor.tolist()
-
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        if self.data.size == 1:
-            return [tensor]
-        gathered = [torch.empty_like(tensor) for _ in range(self.data.size)]
-        dist.all_gather(gathered, tensor, group=mpu.get_data_parallel_group())
-        return gathered
+    @property
+    def peers(self) -> dist.ProcessGroup | None:
+        group: dist.ProcessGroup = mpu.get_data_parallel_group()
+        return group
 
     # ------------------------------------------------------------------------------------------- memory
 
