@@ -194,8 +194,12 @@ settings_for() {    # tiny|model, sft|grpo|ppo -> overrides, one a line
     esac
 }
 
+megatron_extra() {    # the overrides of a run -> ",megatron" if it needs that
+    [[ "$*" != *strategy=megatron* && "$*" != *ppo_megatron_trainer* ]] || echo ,megatron
+}
+
 run_training() {
-    local kind="$1" needs_server=true dry_run=false argument extras=train,retrieval megatron=
+    local kind="$1" needs_server=true dry_run=false argument extras=train,retrieval
     local program=(verl.trainer.main_ppo) doctor=false passed=()
     shift
     for argument in "$@"; do
@@ -204,7 +208,6 @@ run_training() {
             *retriever.url=* | *do_search=[Ff]alse | *trainer.dry_run=[Tt]rue) needs_server=false ;;
         esac
         [[ "$argument" == *trainer.dry_run=[Tt]rue ]] && dry_run=true needs_server=false    # a plan, without data
-        [[ "$argument" == *strategy=megatron || "$argument" == *ppo_megatron_trainer* ]] && megatron=,megatron
     done
     [ -z "${RETRIEVER_URL:-}" ] || needs_server=false
 
@@ -220,7 +223,7 @@ run_training() {
     [ -n "${BASE_MODEL:-}" ] && model="$(absolute "$BASE_MODEL")"
     [ -n "${DATA_DIR:-}" ] && DATA_DIR="$(absolute "$DATA_DIR")"
     cd "$REPO_ROOT" || return
-    setup_environment "$extras$megatron"
+    setup_environment "$extras$(megatron_extra "$@")"
     export TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 PYTHONUNBUFFERED=1
 
     local seed="${SEED:-0}"

@@ -5,8 +5,8 @@
 #
 # It sets PYTHON. If a virtual or conda environment is active, that one is used as it is: what is missing is
 # said with the pip command, nothing is installed into it. Otherwise FOLDER (default .venv) is made with pip
-# and the versions in constraints.txt. A stamp file says what has been installed, so that an interrupted
-# installation is taken up again and a finished one costs nothing.
+# and the versions in constraints.txt. A stamp file says which extras have been installed, so that an interrupted
+# installation is taken up again and a finished one costs nothing, not even a network.
 
 REPO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -37,18 +37,30 @@ find_python() {    # prints the first Python that the versions in constraints.tx
 
 install_environment() {
     local extras="$1" folder="$2" stamp base
-    stamp="$folder/installed-$(cat "$REPO_ROOT/setup.py" "$REPO_ROOT/constraints.txt" | cksum | cut -d' ' -f1)-$extras"
-    [ -f "$stamp" ] && return
+    # Its lines are the extras that are installed, in these versions.
+    stamp="$folder/installed-$(cat "$REPO_ROOT/setup.py" "$REPO_ROOT/constraints.txt" | cksum | cut -d' ' -f1)"
+    has_extras "$extras" "$stamp" && return
     base="$(find_python)"
-    echo "Making the environment $folder (once; a few minutes) ..." >&2
-    # Asked for pip, not for the folder: venv may have been stopped between the two.
-    "$folder/bin/python" -m pip --version >/dev/null 2>&1 || "$base" -m venv "$folder"
-    if [[ ",$extras," == *,train,* || ",$extras," == *,test,* ]]; then
-        # torch first and alone: a later range must find it installed, not fetch another build.
-        "$folder/bin/python" -m pip install -q -c "$REPO_ROOT/constraints.txt" torch
-    fi
-    "$folder/bin/python" -m pip install -q -c "$REPO_ROOT/constraints.txt" -e "${REPO_ROOT}[$extras]"
-    touch "$stamp"
+    mkdir -p "$folder"
+    (    # one at a time: several machines may share the folder
+        ! command -v flock >/dev/null || flock 9
+        has_extras "$extras" "$stamp" && exit
+        echo "Making the environment $folder (once; a few minutes) ..." >&2
+        # Asked for pip, not for the folder: venv may have been stopped between the two.
+        "$folder/bin/python" -m pip --version >/dev/null 2>&1 || "$base" -m venv "$folder" || exit
+        if [[ ",$extras," == *,train,* || ",$extras," == *,test,* ]]; then
+            # torch first and alone: a later range must find it installed, not fetch another build.
+            "$folder/bin/python" -m pip install -q -c "$REPO_ROOT/constraints.txt" torch || exit
+        fi
+        "$folder/bin/python" -m pip install -q -c "$REPO_ROOT/constraints.txt" -e "${REPO_ROOT}[$extras]" || exit
+        [ "$extras" != test ] || extras=test,train,retrieval,faiss,pyserini,megatron    # what it holds
+        tr ',' '\n' <<<"$extras" >>"$stamp"
+    ) 9>"$folder/.lock"
+}
+
+has_extras() {    # extras, stamp
+    local extra
+    for extra in ${1//,/ }; do grep -qsx "$extra" "$2" || return; done
 }
 
 check_environment() {
