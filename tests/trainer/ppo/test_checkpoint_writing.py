@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from verl.single_controller.base import ClassWithInitArgs, Worker, register
+from verl.single_controller.base.errors import WorkerDiedError
 from verl.single_controller.local import LocalWorkerGroup
+from verl.trainer.ppo import checkpoint_writing
 from verl.trainer.ppo.checkpoint_writing import CheckpointWriting
 from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped
 from verl.workers.engine.snapshot import BackgroundWriter, Snapshot
@@ -100,6 +102,35 @@ def test_a_checkpoint_that_is_being_written_when_the_run_ends_gets_its_name(tmp_
         if ends == "stopped":
             raise RunStopped("asked to stop")
     assert store.steps() == [3]
+
+
+@pytest.mark.parametrize("error", [WorkerDiedError("rank 1 died"), KeyboardInterrupt(), ZeroDivisionError()])
+def test_a_checkpoint_that_is_being_written_when_the_run_fails_gets_its_name(tmp_path, group, error):
+    store = CheckpointStore(tmp_path, None)
+    writing = CheckpointWriting(store, background=True)
+    with pytest.raises(type(error)), writing.finishing():
+        save(writing, group, 3)
+        threading.Timer(0.1, group.control).start()
+        raise error
+    assert store.steps() == [3]
+    writing.finish()  # nothing left to do
+
+
+@pytest.mark.parametrize("lost_by", ["hanging", "failing"])
+def test_a_checkpoint_that_can_not_be_ended_after_a_failure_is_said_to_be_lost(
+    tmp_path, group, monkeypatch, capsys, lost_by
+):
+    monkeypatch.setattr(checkpoint_writing, "_SECONDS_AFTER_A_FAILURE", 0.2)
+    store = CheckpointStore(tmp_path, None)
+    writing = CheckpointWriting(store, background=True)
+    with pytest.raises(WorkerDiedError, match="rank 1 died"), writing.finishing():
+        save(writing, group, 3)
+        if lost_by == "failing":
+            group.control(OSError(28, "No space left on device"))
+        raise WorkerDiedError("rank 1 died")
+    assert store.steps() == []
+    assert "the checkpoint of step 3 was still being written; it is lost" in capsys.readouterr().out
+    group.control()  # its thread ends
 
 
 @pytest.mark.parametrize("notices", ["the next step", "the next save", "the end"])

@@ -9,6 +9,8 @@ its name only when all of it is on disk; what a killed run leaves is an `.incomp
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,8 @@ from pathlib import Path
 from verl.single_controller.base import WorkerGroup
 from verl.trainer.ppo.run_state import CheckpointStore, RunStopped
 from verl.workers.engine.snapshot import CheckpointFailed
+
+_SECONDS_AFTER_A_FAILURE = 10.0  # that those who write may take; they may be gone, or wait for one that is
 
 
 class CheckpointWriting:
@@ -61,14 +65,40 @@ class CheckpointWriting:
     @contextmanager
     def finishing(self) -> Iterator[None]:
         """A run within: what is being written at its end gets its name, also if the run is stopped
-        (RunStopped). RunStopped: it could not be written.
+        (RunStopped), and if it fails or is interrupted, where that takes no more than some seconds.
+        RunStopped: it could not be written.
         """
         try:
             yield
         except RunStopped:
             self.finish()
             raise
+        except BaseException:
+            self._finish_after_a_failure()
+            raise
         self.finish()
+
+    def _finish_after_a_failure(self) -> None:
+        step, self._step = self._step, None
+        if step is None:
+            return
+        ends: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+        def wait() -> None:
+            try:
+                ends.put(all(done for group in self._groups for done in group.checkpoint_is_written(True)))
+            except BaseException:  # the run's own error is the one to be raised
+                ends.put(False)
+
+        threading.Thread(target=wait, daemon=True).start()
+        try:
+            written = ends.get(timeout=_SECONDS_AFTER_A_FAILURE)
+            if written:
+                self.store.commit(step)
+        except (queue.Empty, OSError):
+            written = False
+        if not written:
+            print(f"note: the checkpoint of step {step} was still being written; it is lost", flush=True)
 
     def _commit(self, wait: bool) -> None:
         step = self._step
