@@ -45,7 +45,7 @@ def test_a_run_that_is_asked_writes_a_checkpoint_and_the_same_command_goes_on(
         patch.setattr(main_ppo, "build_trainer", build_and_ask)
         assert main_ppo.run(command) == 3
     said = capsys.readouterr().err
-    assert "error: asked to stop (SIGUSR1); the checkpoint of step 1 is written" in said
+    assert "stopped: asked to stop (SIGUSR1); the checkpoint of step 1 is written" in said
     assert (run_dir / "global_step_1").is_dir() and not (run_dir / "summary.json").exists()
     assert main_ppo.run(command) == 0
     assert [row["step"] for row in metrics(run_dir) if "actor/pg_loss" in row] == [1, 2]

@@ -29,7 +29,7 @@ from verl.trainer.placement import order_of_kernels, place, pools_of, start_ray
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.roles import ResourcePoolManager, Role
-from verl.trainer.ppo.run_state import RunStopped
+from verl.trainer.ppo.run_state import RunStopped, StoppedOnRequest
 from verl.trainer.restarts import RECOVERABLE, RestartingRun
 from verl.trainer.stop_request import StopRequest
 from verl.utils.dataset.rl_dataset import RLHFDataset
@@ -120,7 +120,7 @@ def _known(config_name: str) -> str:
 def run(argv: list[str], train_score_factory: Callable[[DictConfig], RewardFunction] | None = None) -> int:
     """The program: parse, check, train. Returns the exit status.
 
-    A user's mistake (2) and a run that can't go on (3) are one line on stderr.
+    A user's mistake (2) and a run that ends before its time (3) are one line on stderr.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` runs
@@ -150,7 +150,7 @@ def run(argv: list[str], train_score_factory: Callable[[DictConfig], RewardFunct
             return 2
         training.fit()
     except (RunStopped, *RECOVERABLE) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{'stopped' if isinstance(error, StoppedOnRequest) else 'error'}: {error}", file=sys.stderr)
         return 3
     finally:
         try:

@@ -32,7 +32,7 @@ from verl.trainer.ppo.health import HealthMonitor
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.roles import ResourcePoolManager, Role
 from verl.trainer.ppo.rollout_apart import RolloutApart
-from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped
+from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped, StoppedOnRequest
 from verl.trainer.ppo.token_worker import (
     ADVANTAGE_COLUMNS,
     FIGURE_COLUMNS,
@@ -207,7 +207,7 @@ class RayPPOTrainer:
         """Run to `total_steps` from where the last checkpoint stands; returns what `summary.json` holds.
 
         Raises:
-            RunStopped: it can't go on, or was asked to stop.
+            RunStopped: it can't go on. StoppedOnRequest: it was asked to stop.
         """
         self._resume()
         started = time.perf_counter() - self.state.wall_seconds
@@ -261,7 +261,7 @@ class RayPPOTrainer:
             if last or stop or (trainer.save_freq > 0 and self.state.step % trainer.save_freq == 0):
                 checkpoint_seconds = self._save_checkpoint()
             if stop:
-                raise RunStopped(
+                raise StoppedOnRequest(
                     f"asked to stop (SIGUSR1); the checkpoint of step {self.state.step} is written, and the "
                     "same command goes on from it."
                 )

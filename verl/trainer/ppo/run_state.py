@@ -37,6 +37,10 @@ class RunStopped(RuntimeError):
     """The run can't go on, for a reason outside of it; started again it resumes from its last checkpoint."""
 
 
+class StoppedOnRequest(RunStopped):
+    """The run was asked to stop, and has written a checkpoint to be gone on from."""
+
+
 @dataclass
 class RunState:
     """Position and totals of a run; everything in it survives a restart.
