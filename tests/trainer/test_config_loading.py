@@ -106,6 +106,13 @@ def test_an_unknown_key_names_the_nearest_known_one(typed, meant):
     assert f"nearest known key is '{meant}'" in str(error.value)
 
 
+@pytest.mark.parametrize("text", ["EXPERIMENT_NAME=x", "+SEED=3", "RETRIEVER_URL=http://a:1,http://b:2"])
+def test_a_key_in_capitals_is_a_variable_which_goes_before_the_command(text):
+    with pytest.raises(ValueError, match="unknown key") as error:
+        load_config([text])
+    assert f"before the command: {text.lstrip('+')} bash train_grpo.sh" in str(error.value)
+
+
 @settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_one_wrong_letter_still_finds_the_key(data):

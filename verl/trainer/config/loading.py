@@ -8,6 +8,7 @@ works for a key that already exists (Search-R1's scripts need that), and a repea
 
 import difflib
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -216,7 +217,18 @@ def _read_layer(config_name: str) -> DictConfig:
     return config
 
 
+def _check_variable(text: str) -> None:
+    """Refuses what looks like an environment variable: no key is in capitals."""
+    name, equals, value = text.lstrip("+").partition("=")
+    if equals and re.fullmatch("[A-Z][A-Z0-9_]+", name):
+        raise ValueError(
+            f"Found the unknown key {name!r} in {text!r}. An environment variable goes before the command: "
+            f"{name}={value} bash train_grpo.sh ... --help lists all keys."
+        )
+
+
 def _parse(text: str) -> Override:
+    _check_variable(text)
     if text.startswith("-"):
         raise ValueError(f"Found the option {text!r}; expected key=value. --help lists the keys.")
     key, equals, value = text.partition("=")
