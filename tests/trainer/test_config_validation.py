@@ -228,3 +228,12 @@ def test_a_setting_without_meaning_here_is_said():
     (line,) = settings_without_effect(load_config(parallel))
     assert "tensor_model_parallel_size=2 has no effect" in line and "placement=apart splits it" in line
     assert settings_without_effect(load_config([*parallel, f"{ROLLOUT}.placement=apart"])) == []
+
+
+def test_restarts_in_a_run_without_ray_are_said_to_have_no_effect():
+    for backend in ("auto", "local"):
+        config = load_config(["trainer.max_restarts=2", f"trainer.backend={backend}"])
+        (line,) = settings_without_effect(config)
+        assert line.startswith("trainer.max_restarts=2 has no effect: ") and "trainer.backend=ray" in line
+    for more in ("trainer.backend=ray", "trainer.nnodes=2", "trainer.rollout_pool.n_gpus_per_node=1"):
+        assert settings_without_effect(load_config(["trainer.max_restarts=2", more])) == []

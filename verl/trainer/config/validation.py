@@ -76,12 +76,22 @@ def settings_without_effect(config: DictConfig, config_name: str = CONFIG_NAME) 
     """A line for each key that is set to something else than its default and has no meaning here, and for an
     aggregation that the loss is not meant for.
     """
-    more = unread_settings(config) | without_effect(config)
+    more = unread_settings(config) | without_effect(config) | _without_ray(config.trainer)
     if config.actor_rollout_ref.rollout.placement == "colocated":
         more[f"{ROLLOUT}.tensor_model_parallel_size"] = (
             f"each process has an engine with the whole model; {ROLLOUT}.placement=apart splits it."
         )
     return [*TABLES_OF[config_name].without_effect(config, more), *unusual_aggregation(config)]
+
+
+def _without_ray(trainer: DictConfig) -> dict[str, str]:
+    """key -> why it changes nothing in a run of one process, which is the program's own."""
+    apart = trainer.rollout_pool.n_gpus_per_node is not None
+    has_one_process = trainer.nnodes * trainer.n_gpus_per_node == 1 and not apart
+    if trainer.backend == "local" or (trainer.backend == "auto" and has_one_process):
+        why = "the run is one process without Ray, and what ends it ends the run. Set trainer.backend=ray."
+        return dict.fromkeys(("trainer.max_restarts", "trainer.restart_timeout"), why)
+    return {}
 
 
 # Keys whose default is another key's value, among those that may not be changed alone.
