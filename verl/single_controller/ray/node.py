@@ -12,6 +12,7 @@ as soon as they hear so, with the workers on them. Only a new start brings it ba
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 import signal
 import subprocess
@@ -103,16 +104,48 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("kind", choices=["head", "worker"])
     parser.add_argument("--address", help="this node's address, if it has several network cards")
-    parser.add_argument("--port", type=int, default=6379, help="head: where it listens")
-    parser.add_argument(
-        "--head",
-        default=os.environ.get("RAY_ADDRESS"),
-        help="worker: host:port of the head node; default: RAY_ADDRESS",
-    )
+    parser.add_argument("--port", type=int, help="head: where it listens; default: 6379")
+    parser.add_argument("--head", help="worker: host:port of the head node; default: RAY_ADDRESS")
     options, more = parser.parse_known_args(argv)
+    if (mistake := _mistake(options)) is not None:
+        parser.error(mistake)
+    options.port = options.port or 6379
+    options.head = options.head or os.environ.get("RAY_ADDRESS")
     if options.kind == "worker" and not options.head:
         parser.error("a worker needs --head host:port, or RAY_ADDRESS")
     return options, more
+
+
+def _mistake(options: argparse.Namespace) -> str | None:
+    """What was typed that could not be heeded."""
+    if options.kind == "head" and options.head is not None:
+        return f"--head {options.head} is for a worker; a head takes --address (its own) and --port"
+    if options.kind == "worker" and options.port is not None:
+        return "--port is the head's; a worker is given it with --head host:port"
+    address = options.address
+    if address is None:
+        return None
+    if address == "localhost" or _is_loopback(address):
+        return (
+            f"--address {address} reaches this machine alone, and Ray would put another in its place; "
+            "leave it out, or give the address of the network card that the other nodes reach"
+        )
+    if ":" in address and not _is_address(address):
+        hint = f"--head {address}" if options.kind == "worker" else "--address and --port apart"
+        return f"--address {address} has a port; --address is this node's own, without one. Expected {hint}"
+    return None
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(text: str) -> bool:
+    return _is_address(text) and ipaddress.ip_address(text).is_loopback
 
 
 def main(argv: list[str]) -> int:
