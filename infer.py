@@ -6,7 +6,8 @@
 
     question -> prompt template -> LLMGenerationManager (the loop of training) -> text, documents, answer
 
-Lengths, max_turns and topk are those of the run that made the model, where its config.yaml can be found. The
+Lengths, max_turns and topk are those of the run that made the model, by the config.yaml of its run folder, or
+the one beside the model (`scripts/convert_checkpoint.py to-hf` writes it); a line on stderr says which. The
 prompt template is --template, else prompt_template.txt beside the model, else the general search prompt.
 """
 
@@ -33,6 +34,7 @@ except ModuleNotFoundError as missing:
 
 CHECKPOINT_ROOTS = ("verl_checkpoints", "checkpoints")
 TEMPLATE_FILE = "prompt_template.txt"
+CONFIG_FILE = "config.yaml"
 TAG = re.compile(r"</?(?:think|search|information|answer)>")
 STYLES = {"think": "bright_black", "search": "cyan", "information": "bright_black", "answer": "bold green"}
 DOCUMENT_CHARS = 160  # of each document shown
@@ -130,22 +132,37 @@ def find_template(path: Path | None, model: str) -> str:
     return template
 
 
-def find_settings(model: str, max_turns: int | None, topk: int | None) -> Settings:
-    """The run's settings if `model` is a checkpoint of one, and what the flags say instead."""
-    settings = Settings()
+def read_config(model: str) -> tuple[Path | None, dict[str, int]]:
+    """(config.yaml of the run that made the model, or None; what it says of `Settings`)."""
     run = run_folder(model)
-    if run is not None and (run / "config.yaml").is_file():
+    for folder in (run, Path(model)):
+        if folder is None or not (folder / CONFIG_FILE).is_file():
+            continue
         from omegaconf import OmegaConf
 
-        config = OmegaConf.load(run / "config.yaml")
-        settings = Settings(
-            max_turns=config.max_turns,
-            topk=config.retriever.topk,
-            max_start_length=config.data.max_start_length,
-            max_prompt_length=config.data.max_prompt_length,
-            max_response_length=config.data.max_response_length,
-            max_obs_length=config.data.max_obs_length,
-        )
+        config = OmegaConf.load(folder / CONFIG_FILE)
+        block = {"max_turns": "", "topk": "retriever."}
+        found = {name: OmegaConf.select(config, block.get(name, "data.") + name) for name in vars(Settings())}
+        known = {name: value for name, value in found.items() if value is not None}
+        if known:  # not the one of a supervised run, or of something else
+            return folder / CONFIG_FILE, known
+    return None, {}
+
+
+def told_settings(model: str, settings: Settings) -> str:
+    """A line on the settings that are used, and where they are from."""
+    path, known = read_config(model)
+    shown = [f"{name}={value}" for name, value in vars(settings).items()]
+    others = [name for name, value in vars(settings).items() if known.get(name) != value]
+    origin = f"from {path}" + (f", but for {' and '.join(others)}" if others else "")
+    if path is None:
+        origin = f"defaults and flags, as no {CONFIG_FILE} of a run was found with this model"
+    return f"settings: {' '.join(shown)} ({origin})"
+
+
+def find_settings(model: str, max_turns: int | None, topk: int | None) -> Settings:
+    """The run's settings where they are known, and what the flags say instead."""
+    settings = Settings(**read_config(model)[1])
     if max_turns is not None:
         if max_turns < 0:
             raise ValueError(f"--max-turns: found {max_turns}, expected 0 or more")
@@ -356,6 +373,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False)
     console.print(Text(f"model {model}   search {arguments.retriever_url}", style="dim"))
     with closing(Asker(model, template, settings, arguments, console)) as asker:
+        print(told_settings(model, settings), file=sys.stderr)
         if question is not None:
             return 0 if asker.ask(question) else 1
         went_well = [asker.ask(normalize(line)) for line in read_questions(console)]

@@ -6,9 +6,10 @@
 
 Checkpoints have one format, whatever trained them (FSDP2 or Megatron, any number of processes): a run goes
 on with other processes, or with the other trainer, without conversion. `to-hf` gives the weights bit by bit;
-LoRA adapters are merged into their base. `from-hf` gives a folder without an optimizer's state: with
-`trainer.resume_mode=from_path trainer.resume_from_path=OUT/global_step_0` a run starts at step 0 with these
-weights. `to-hf` gives them back bit by bit.
+LoRA adapters are merged into their base; the run's lengths, max_turns and topk go into OUT/config.yaml, where
+infer.py finds them. `from-hf` gives a folder without an optimizer's state: a run with
+`trainer.resume_mode=from_path trainer.resume_from_path=OUT/global_step_0` starts at step 0 with these weights.
+`to-hf` gives them back bit by bit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 from collections import Counter
@@ -26,9 +28,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from verl.trainer.ppo.run_state import STATE_FILE, RunState  # noqa: E402
+from verl.trainer.ppo.run_state import STATE_FILE, CheckpointStore, RunState  # noqa: E402
 from verl.workers.engine.checkpoint import ADAPTER_FOLDER, save_tensors  # noqa: E402
 from verl.workers.engine.hf_weights import (  # noqa: E402
     MODEL_PREFIX,
@@ -42,6 +45,15 @@ from verl.workers.engine.lora import plain_parameters  # noqa: E402
 HUGGING_FACE = "huggingface"
 WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json")
 PARTS = ("actor", "critic", "worker")
+RUN_CONFIG = "config.yaml"
+ASKING_KEYS = (  # of a run's settings, what infer.py asks with; the others may hold addresses and passwords
+    "max_turns",
+    "retriever.topk",
+    "data.max_start_length",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "data.max_obs_length",
+)
 
 
 def parts_of(folder: Path) -> dict[str, Path]:
@@ -56,11 +68,22 @@ def parts_of(folder: Path) -> dict[str, Path]:
         return {folder.name: folder}
     found = {name: folder / name for name in PARTS if (folder / name / "dcp" / ".metadata").is_file()}
     if not found:
+        if not folder.exists():
+            raise ValueError(f"There is no folder {folder}{_steps_in(folder.parent)}.")
+        if steps := _steps_in(folder):
+            raise ValueError(f"{folder} is no step's folder{steps}.")
         raise ValueError(
             f"{folder} holds no checkpoint: found no dcp/.metadata in it, nor in {', '.join(PARTS)} below it;"
             " expected a run's global_step_N folder, or the folder actor in it."
         )
     return found
+
+
+def _steps_in(run: Path) -> str:
+    """Words on which checkpoints a run's folder has, to go on a sentence; "" for a folder without any."""
+    steps = [str(CheckpointStore(run, None).folder(step)) for step in CheckpointStore(run, None).steps()]
+    shown = ["...", *steps[-4:]] if len(steps) > 5 else steps
+    return f"; the checkpoints there are {', '.join(shown)}" if steps else ""
 
 
 def new_folder(path: Path) -> Path:
@@ -104,10 +127,29 @@ def to_hf(step: Path, out: Path, like: Path | None) -> None:
     names = saved_tensors(part / "dcp", MODEL_PREFIX)
     if any(".lora_A." in name for name in names):
         merge_adapters(part, source, new_folder(out))
+    else:
+        _write_whole(part, source, new_folder(out))
+    write_asking_settings(part, out)
+
+
+def write_asking_settings(part: Path, out: Path) -> None:
+    """OUT/config.yaml with the run's ASKING_KEYS, if the checkpoint lies in its run's folder."""
+    step = part.absolute().parent
+    if not re.fullmatch(r"global_step_\d+", step.name) or not (step.parent / RUN_CONFIG).is_file():
         return
+    run, kept = OmegaConf.load(step.parent / RUN_CONFIG), OmegaConf.create()
+    for key in ASKING_KEYS:
+        if (value := OmegaConf.select(run, key)) is not None:
+            OmegaConf.update(kept, key, value)
+    if len(kept):  # supervised runs have other settings
+        OmegaConf.save(kept, out / RUN_CONFIG)
+
+
+def _write_whole(part: Path, source: Path, out: Path) -> None:
+    """The weights as they are, and the other files of a Hugging Face folder."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
-    copy_files(source, new_folder(out))
+    copy_files(source, out)
     if (source / "generation_config.json").is_file():
         model.generation_config = type(model.generation_config).from_pretrained(source)
     write_hf_weights(model, tensor_names(model), part / "dcp", out)
@@ -126,7 +168,7 @@ def merge_adapters(part: Path, source: Path, out: Path) -> None:
 def from_hf(source: Path, out: Path) -> None:
     """A Hugging Face folder as the folder of step 0, without optimizer."""
     if not (source / "config.json").is_file():
-        raise ValueError(f"{source} has no config.json; expected a Hugging Face folder.")
+        raise ValueError(_no_hugging_face(source))
     dtype = AutoConfig.from_pretrained(source).dtype or torch.float32
     policy = load_policy({"path": str(source)}, dtype)
     step = new_folder(out / "global_step_0")
@@ -137,6 +179,20 @@ def from_hf(source: Path, out: Path) -> None:
     torch.save({"scheduler": schedule, "weights_version": 0}, actor / "schedule.pt")
     copy_files(source, actor / HUGGING_FACE, weights=True)
     RunState().save(step)
+
+
+def _no_hugging_face(source: Path) -> str:
+    """Why a folder is none that `from-hf` can take, and which one is."""
+    if not source.exists():
+        return f"There is no folder {source}{_steps_in(source.parent)}."
+    for near in (source / HUGGING_FACE, *(source / part / HUGGING_FACE for part in PARTS)):
+        if (near / "config.json").is_file():
+            return f"{source} is a checkpoint, no Hugging Face folder; give {near}."
+    if (source / "dcp").is_dir() or any((source / part / "dcp").is_dir() for part in PARTS):
+        return f"{source} is a checkpoint, no Hugging Face folder; make one of it: to-hf {source} OUT."
+    if steps := _steps_in(source):
+        return f"{source} is a run's folder, no Hugging Face folder{steps}, each with actor/{HUGGING_FACE}."
+    return f"{source} has no config.json; expected a Hugging Face folder."
 
 
 def describe(part: Path) -> list[str]:

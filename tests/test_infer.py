@@ -113,6 +113,14 @@ def test_a_trained_model_is_shown_searching_and_answers(run_dir, url, monkeypatc
     assert shown.index(SEARCH) < shown.index("Doc 1") < shown.index(ANSWER)
 
 
+def test_a_line_says_where_the_settings_are_from(run_dir, url, monkeypatch, capsys):
+    flags = ["--question", "What is Orlen", "--retriever-url", url, "--model", str(run_dir), "--topk", "2"]
+    assert ask(monkeypatch, *flags) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("settings: max_turns=2 topk=2 max_start_length=60 ")
+    assert line.endswith(f"(from {run_dir}/config.yaml, but for topk)")
+
+
 def test_questions_can_be_piped_in(run_dir, url, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{QUESTION}\n{QUESTION}\n\nnever asked\n"))
     assert ask(monkeypatch, "--model", str(run_dir), "--retriever-url", url) == 0
@@ -279,6 +287,17 @@ def test_the_runs_settings_hold_unless_a_flag_says_otherwise(run_dir, tmp_path):
     model = infer.find_model(str(run_dir))
     assert infer.find_settings(model, None, None) == infer.Settings(2, 1, 60, 400, 40, 150)
     assert infer.find_settings(model, 0, 5) == infer.Settings(0, 5, 60, 400, 40, 150)
+    assert infer.find_settings(str(tmp_path), None, None) == infer.Settings()
+    assert "max_turns=4 topk=3" in (said := infer.told_settings(str(tmp_path), infer.Settings()))
+    assert "defaults and flags, as no config.yaml of a run was found" in said
+
+
+def test_a_converted_models_settings_are_those_beside_it(run_dir, tmp_path):
+    shutil.copy(run_dir / "config.yaml", tmp_path)
+    settings = infer.find_settings(str(tmp_path), None, None)
+    assert settings == infer.Settings(2, 1, 60, 400, 40, 150)
+    assert infer.told_settings(str(tmp_path), settings).endswith(f"(from {tmp_path}/config.yaml)")
+    OmegaConf.save({"model": {"partial_pretrain": "x"}}, tmp_path / "config.yaml")  # a supervised run
     assert infer.find_settings(str(tmp_path), None, None) == infer.Settings()
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from tiny_training import make_actor, make_batch, make_config, make_critic, write_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -88,6 +89,42 @@ def test_adapters_are_merged_into_their_base(tmp_path):
     step = saved_run(tmp_path, write_model(tmp_path / "base"), "actor_rollout_ref.model.lora_rank=2")
     assert run("to-hf", step, tmp_path / "hf") == 0
     assert_same_folder(tmp_path / "hf", step / "actor" / "huggingface")
+
+
+def test_the_settings_that_questions_are_asked_with_go_along(tmp_path, model_path):
+    step = saved_run(tmp_path, model_path)
+    lengths = {f"max_{name}_length": 7 for name in ("start", "prompt", "response", "obs")}
+    asking = {"max_turns": 2, "retriever": {"topk": 1}, "data": lengths}
+    retriever = {"topk": 1, "url": "http://me:secret@a:1"}
+    OmegaConf.save(asking | {"retriever": retriever, "trainer": {"seed": 3}}, tmp_path / "config.yaml")
+    assert run("to-hf", step, tmp_path / "hf") == 0
+    assert OmegaConf.load(tmp_path / "hf" / "config.yaml") == asking
+    assert run("to-hf", step / "actor", tmp_path / "again") == 0
+    assert_same_folder(tmp_path / "again", tmp_path / "hf")
+    OmegaConf.save({"model": {"partial_pretrain": "x"}}, tmp_path / "config.yaml")  # a supervised run
+    assert run("to-hf", step, tmp_path / "supervised") == 0
+    assert not (tmp_path / "supervised" / "config.yaml").exists()
+
+
+def test_a_folder_that_is_not_meant_is_answered_with_the_one_that_may_be(tmp_path, capsys, model_path):
+    def error(*arguments):
+        assert run(*arguments) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and said.count("\n") == 1
+        return said
+
+    out, step = tmp_path / "out", saved_run(tmp_path / "run", model_path)
+    there = error("to-hf", tmp_path / "run" / "global_step_99", out)
+    assert f"There is no folder {tmp_path}/run/global_step_99; the checkpoints there are {step}." in there
+    assert f"is no step's folder; the checkpoints there are {step}." in error("to-hf", tmp_path / "run", out)
+    assert error("show", tmp_path / "no").endswith(f"There is no folder {tmp_path}/no.\n")
+    assert f"give {step}/actor/huggingface." in error("from-hf", step, out)
+    assert f"give {step}/actor/huggingface." in error("from-hf", step / "actor", out)
+    assert f"the checkpoints there are {step}, each with" in error("from-hf", tmp_path / "run", out)
+    assert "There is no folder" in error("from-hf", tmp_path / "no", out)
+    (step / "actor" / "huggingface").rename(tmp_path / "moved")
+    assert f"make one of it: to-hf {step} OUT." in error("from-hf", step, out)
+    assert not out.exists()
 
 
 def test_show_says_what_is_in_a_step(tmp_path, capsys, model_path):
