@@ -22,6 +22,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 try:
     from rich.console import Console
@@ -183,9 +184,24 @@ def check_retriever(url: str, topk: int, use_proxy: bool) -> None:
             client.batch_search(["is anybody there"])
         except SearchError as error:
             raise ValueError(
-                f"the search server does not answer: {error}. Start one with `bash retrieval_launch.sh`, "
-                "or say where it is with --retriever-url"
+                f"the search server does not answer: {error}. {_how_to_start(url)}, or say where it is with "
+                "--retriever-url"
             ) from None
+
+
+def _how_to_start(url: str) -> str:
+    """What to do about servers that don't answer; `url`: those of this machine are started here."""
+    from search_r1.search.transport.addresses import parse_urls
+    from verl.doctor.facts_network import is_own, resolve
+
+    hosts = dict.fromkeys(urlsplit(each).hostname or "" for each in parse_urls(url))
+    others = [host for host in hosts if not any(map(is_own, resolve(host)))]
+    if len(others) < len(hosts):
+        return "Start one with `bash retrieval_launch.sh`"
+    unknown = [host for host in others if not resolve(host)]
+    if unknown == others:
+        return f"Look whether {' and '.join(others)} is the right name"
+    return f"Start one with `bash retrieval_launch.sh` on {' or '.join(others)}"
 
 
 # ---- the screen ----

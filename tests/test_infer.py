@@ -173,7 +173,7 @@ def test_a_failing_search_is_one_line_and_status_1(run_dir, url, monkeypatch, ca
     asker = infer.Asker(model, "Q: {question}\n", settings, arguments, Console(file=io.StringIO()))
     assert asker.ask(QUESTION) is False
     error = capsys.readouterr().err
-    assert error.startswith("error: the search failed: no answer within 0.3 s") and error.count("\n") == 1
+    assert error.startswith("error: the search failed: no connection within 0.3 s") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

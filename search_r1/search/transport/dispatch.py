@@ -17,6 +17,8 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
+import ssl
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -117,6 +119,7 @@ class Dispatcher:
         self._usual_seconds: float | None = None  # of a request, smoothed
         self._last_answer = 0.0  # when it came
         self._silent_since: float | None = None  # begin of the first request that failed after it
+        self._unreached: set[Address] = set()  # those whose last request found no connection
 
     # ---- searches
 
@@ -155,10 +158,12 @@ class Dispatcher:
         ]
         names = ", ".join(address.name for address in self.addresses.all)
         said = "; ".join(filter(None, problems)) or search.problem or f"{names}: other searches came first"
-        spent = f"{caller.seconds:g} s"
+        spent, what = f"{caller.seconds:g} s", "answer"
+        if self._unreached.issuperset(self.addresses.all):
+            what = "connection"
         if caller.seconds < self.timeout and self._silent_since is not None:
-            spent += f", nor to any search for {now - self._silent_since:.0f} s"
-        error = SearchError(f"no answer within {spent} ({said})")
+            spent += f", nor {'to' if what == 'answer' else 'for'} any search for {now - self._silent_since:.0f} s"
+        error = SearchError(f"no {what} within {spent} ({said})")
         search.callers.remove(caller)
         self._tell(caller, error)
         if not search.callers:
@@ -242,6 +247,7 @@ class Dispatcher:
             pass  # nobody waits for it any more
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             self._failed(request, f"{name}: {_reason(error)}")
+            self._unreached.add(request.address)
         except httpx.TransportError as error:  # a query may have brought the server down
             self._failed(request, f"{name}: {_reason(error)}", by_query=True)
         except Exception as error:  # other kinds of httpx, or a mistake of ours: the callers must hear of it
@@ -372,6 +378,7 @@ class Dispatcher:
     def _mark(self, request: _Request, problem: str, told_pause: float | None = None) -> None:
         self.statistics.failed_requests += 1
         self.addresses.failed(request.address, _loop().time(), problem, told_pause)
+        self._unreached.discard(request.address)
         if self._silent_since is None:
             self._silent_since = max(request.started, self._last_answer)
         for search in request.searches:
@@ -379,6 +386,7 @@ class Dispatcher:
 
     def _alive(self, request: _Request) -> None:
         request.address.answered()
+        self._unreached.discard(request.address)
         self._silent_since, self._last_answer = None, _loop().time()
 
     def _send_in_parts(self, request: _Request) -> None:
@@ -411,9 +419,20 @@ class Dispatcher:
 _loop = asyncio.get_running_loop
 
 
+def _first_of(error: BaseException) -> BaseException | None:
+    """Of several attempts, as to each address of a name, the first (an ExceptionGroup, new in Python 3.11)."""
+    return next(iter(getattr(error, "exceptions", ())), None)
+
+
 def _reason(error: BaseException) -> str:
-    """The text of the cause that lies deepest: "Connection refused" rather than "All attempts failed"."""
-    while (cause := error.__cause__ or error.__context__) is not None:
+    """The text of the cause that lies deepest: "refused the connection" rather than "All attempts failed"."""
+    while cause := error.__cause__ or error.__context__ or _first_of(error):
         error = cause
-    said = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+    if isinstance(error, ConnectionRefusedError):
+        return "refused the connection"
+    if isinstance(error, socket.gaierror):  # its numbers are no errno
+        is_unknown = error.errno in (socket.EAI_NONAME, socket.EAI_NODATA)
+        return f"the host name {'is not known' if is_unknown else f'does not resolve ({error.strerror})'}"
+    is_system_error = isinstance(error, OSError) and not isinstance(error, ssl.SSLError)
+    said = os.strerror(error.errno) if is_system_error and error.errno else str(error)
     return " ".join(said.split()) or type(error).__name__

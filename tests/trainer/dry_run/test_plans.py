@@ -32,7 +32,7 @@ def plan_of(model, estimator: str, *settings: str, hardware: Hardware = H80) -> 
     config = load_config([*search_r1_settings(folder, estimator), *settings])
     plan = build_plan(config, hardware, models)
     changes = None if plan.fits else cheapest_change(config, hardware, models)
-    return plan, [*report(plan, config), *verdict(plan, changes)]
+    return plan, [*report(plan, config), *verdict(plan, changes, config)]
 
 
 def gib_of(plan: Plan, name: str, rank: int = 0) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -11,7 +12,7 @@ from verl.doctor.findings import Finding, error, warning
 from verl.doctor.proxies import httpx_goes_around, is_inside, proxy_for, requests_goes_around
 from verl.doctor.registry import check_each
 
-_START = "bash retrieval_launch.sh, or do_search=false to train without a search engine"
+_WITHOUT = "do_search=false to train without a search engine"
 
 
 @check_each("proxy")
@@ -82,10 +83,22 @@ def find_silent_servers(facts: Facts, machine: Machine) -> Iterator[Finding]:
             yield warning(
                 what,
                 "the other servers have to do its work",
-                "start it again, or take it out of retriever.url",
+                f"{_how_to_start(server, machine)}, or take it out of retriever.url",
             )
         else:
-            yield error(what, "no trajectory could search, and all would be left out", _START)
+            do = f"{_how_to_start(server, machine)}, or {_WITHOUT}"
+            yield error(what, "no trajectory could search, and all would be left out", do)
+
+
+def _how_to_start(server: Server, machine: Machine) -> str:
+    host = urlsplit(server.url).hostname or ""
+    if not server.host_addresses:
+        return f"look whether {host} is the right name"
+    here = any(
+        address in machine.addresses or ipaddress.ip_address(address).is_loopback
+        for address in server.host_addresses
+    )
+    return "bash retrieval_launch.sh" if here else f"on {host}: bash retrieval_launch.sh"
 
 
 @check_each("port")

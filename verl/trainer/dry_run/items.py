@@ -9,7 +9,7 @@ takes memory of the node instead (`host`), and of the device only while it is ne
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from omegaconf import DictConfig
@@ -44,8 +44,8 @@ class Trained:
 
     Attributes:
         owner: "actor", "critic", "reference", "teacher".
-        precision, optimizer (None: frozen), fsdp: from its block. limits: of its update and of its passes
-            without gradient.
+        precision, optimizer (None: frozen), fsdp: from its block. update_limits: of its update.
+            forward_limits: of its passes without gradient, by phase.
         sequence: processes that share its tokens, where that is not as for the actor.
     """
 
@@ -56,10 +56,14 @@ class Trained:
     fsdp: DictConfig
     checkpointing: bool
     update_limits: MicroBatchLimits | None
-    forward_limits: MicroBatchLimits
-    phases: tuple[str, ...] = field(default=())  # of passes without gradient
+    forward_limits: Mapping[str, MicroBatchLimits]
     update_phase: str | None = None
     sequence: int | None = None
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Of passes without gradient."""
+        return tuple(self.forward_limits)
 
 
 @dataclass(frozen=True)
@@ -136,9 +140,9 @@ def _optimizer_items(model: Trained, part: Part, phases: Sequence[str], on_cuda:
 def _pass_items(model: Trained, part: Part, rows: Rows, phases: Sequence[str]) -> list[Item]:
     passes: dict[str, PassMemory] = {}
     gathered: dict[str, int] = {}
-    tokens = tokens_of(model.forward_limits, rows, part.token_share)
-    for phase in model.phases:
+    for phase, limits in model.forward_limits.items():
         if phase in phases:
+            tokens = tokens_of(limits, rows, part.token_share)
             passes[phase] = forward_pass(part.shapes, model.precision, tokens)
             gathered[phase] = part.memory.gathered
     if model.update_phase in phases and model.update_limits is not None:
@@ -161,7 +165,9 @@ def _pass_items(model: Trained, part: Part, rows: Rows, phases: Sequence[str]) -
 def actor_model(config: DictConfig, shapes: ModelShapes, device: torch.device, passes: Passes) -> Trained:
     """The policy's engine; with LoRA it is the reference too."""
     block = config.actor_rollout_ref
-    phases = ("log_probs", "reference") if shares_base(config, passes) else ("log_probs",)
+    limits = {"log_probs": _limits(block.rollout, "log_prob", device, block.model)}
+    if shares_base(config, passes):
+        limits["reference"] = _limits(block.ref, "log_prob", device, block.model)
     return Trained(
         "actor",
         shapes,
@@ -170,8 +176,7 @@ def actor_model(config: DictConfig, shapes: ModelShapes, device: torch.device, p
         block.actor.fsdp_config,
         bool(block.model.enable_gradient_checkpointing),
         _limits(block.actor, "ppo", device, block.model),
-        _limits(block.rollout, "log_prob", device, block.model),
-        phases,
+        limits,
         "update_actor",
     )
 
@@ -187,8 +192,7 @@ def frozen_model(config: DictConfig, owner: str, shapes: ModelShapes, device: to
         block.ref.fsdp_config,
         False,
         None,
-        _limits(block.ref, "log_prob", device, block.model),
-        (owner,),
+        {owner: _limits(block.ref, "log_prob", device, block.model)},
     )
 
 
@@ -203,8 +207,7 @@ def critic_model(config: DictConfig, shapes: ModelShapes, device: torch.device) 
         block.model.fsdp_config,
         bool(block.model.enable_gradient_checkpointing),
         _limits(block, "ppo", device, block.model),
-        _limits(block, "forward", device, block.model),
-        ("values",),
+        {"values": _limits(block, "forward", device, block.model)},
         "update_critic",
         None if block.strategy == "megatron" else block.ulysses_sequence_parallel_size,
     )

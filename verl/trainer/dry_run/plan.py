@@ -76,7 +76,8 @@ class DeviceLoad:
 
 @dataclass(frozen=True)
 class Plan:
-    """problems: in words, what can't work whatever else is free (a KV cache below one trajectory).
+    """problems: in words, what can't work whatever else is free (a KV cache below one trajectory);
+    missing: how many bytes more those ask for.
     server: (weights, KV cache) of each GPU of the vLLM servers apart, if there are any.
     """
 
@@ -85,6 +86,7 @@ class Plan:
     processes: tuple[ProcessPlan, ...]
     loads: tuple[DeviceLoad, ...]
     problems: tuple[str, ...]
+    missing: int
     parameters: Mapping[str, int]
     server: tuple[int, int] | None = None
 
@@ -99,6 +101,12 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.shortfall is None and not self.problems
+
+    @property
+    def lack(self) -> int:
+        """Bytes that are missing in all, over devices and phases; 0 if it fits."""
+        over = (load.total(phase) - load.capacity for load in self.loads for phase in self.phases)
+        return self.missing + sum(max(0, num_bytes) for num_bytes in over)
 
     def host_bytes(self, node: int) -> int:
         """Of a node's memory that its processes take beside their GPUs."""
@@ -140,14 +148,14 @@ class Models:
 
 @dataclass(frozen=True)
 class _Case:
-    """What is planned; `problems` are gathered on the way."""
+    """What is planned; `problems` are gathered on the way: in words, and how many bytes are missing."""
 
     config: DictConfig
     hardware: Hardware
     models: Models
     passes: Passes
     phases: tuple[str, ...]
-    problems: list[str]
+    problems: dict[str, int]
 
     @property
     def device(self) -> torch.device:
@@ -158,7 +166,7 @@ def build_plan(config: DictConfig, hardware: Hardware, models: Models) -> Plan:
     """The plan of a validated configuration on some hardware. Nothing is started."""
     passes = Passes.of(config)
     asked = _phases(config, passes)
-    case = _Case(config, hardware, models, passes, tuple(phase for phase in PHASES if phase in asked), [])
+    case = _Case(config, hardware, models, passes, tuple(phase for phase in PHASES if phase in asked), {})
     processes: list[ProcessPlan] = []
     taken = 0
     for pool in pools_of(config, passes):
@@ -173,7 +181,14 @@ def build_plan(config: DictConfig, hardware: Hardware, models: Models) -> Plan:
         if (shapes := getattr(models, name)) is not None
     }
     return Plan(
-        hardware, case.phases, tuple(processes), loads, tuple(dict.fromkeys(case.problems)), counts, server
+        hardware,
+        case.phases,
+        tuple(processes),
+        loads,
+        tuple(case.problems),
+        sum(case.problems.values()),
+        counts,
+        server,
     )
 
 
@@ -252,7 +267,7 @@ def _trained(case: _Case) -> list[tuple[Trained, int]]:
     whole = config.data.train_batch_size * n * block.rollout.n_agent
     actor = actor_model(config, models.policy, device, case.passes)
     if config.trainer.val_only:
-        return [(replace(actor, update_phase=None, phases=()), whole)]
+        return [(replace(actor, update_phase=None, forward_limits={}), whole)]
     found = [(actor, block.actor.ppo_mini_batch_size * n)]
     if models.plain_policy is not None:
         found.append((frozen_model(config, "reference", models.plain_policy, device), whole))
@@ -274,10 +289,11 @@ def _rollout_items(case: _Case, pool: PoolPlan, num_rows: int, others: Sequence[
     beside = sum(item.phases.get("rollout", 0) for item in others)
     cache = memory.cache(hardware.device_bytes - beside if hardware.device == "cuda" else None)
     if cache < memory.sequence:
-        case.problems.append(
+        words = (
             f"the KV cache of a rollout process may take {cache / GIB:.2f} GiB, but one trajectory of "
             f"{block.rollout.prompt_length} tokens needs {memory.sequence / GIB:.2f} GiB"
         )
+        case.problems[words] = memory.sequence - cache
     offloads = hardware.device == "cuda" and bool(block.actor.fsdp_config.param_offload)
     sleeps = bool(block.rollout.free_cache_engine) or offloads
     is_vllm = block.rollout.name == "vllm"
@@ -333,11 +349,12 @@ def _server(case: _Case) -> tuple[int, int] | None:
     weights = numel * rollout_dtype(block, case.device).itemsize // size
     cache = int(block.rollout.gpu_memory_utilization * hardware.device_bytes) - weights - CUDA_RESERVE_BYTES
     if cache <= 0:
-        case.problems.append(
+        words = (
             f"a GPU of the vLLM servers would hold {weights / GIB:.2f} GiB of weights, which leaves no KV "
             "cache within actor_rollout_ref.rollout.gpu_memory_utilization="
             f"{block.rollout.gpu_memory_utilization:g} of it; raise that, or tensor_model_parallel_size"
         )
+        case.problems[words] = 1 - cache
     return weights, max(cache, 0)
 
 

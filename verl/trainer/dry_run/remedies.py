@@ -1,152 +1,124 @@
 """What to change so that a plan fits: the cheapest change that does it, tried on the plan itself.
 
-The changes are in the order of what they cost: first those that cost nothing, then some time in a step, then
-much of it, then hardware. Each is tried alone, and then together with those before it.
+The changes (`changes.py`) are in the order of what they cost: first those that cost nothing, then some time
+in a step, then much of it, then Megatron's sizes, then hardware. Each is tried alone, and then together with
+those before it.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from verl.trainer.dry_run.changes import (
+    Change,
+    Ladder,
+    applied,
+    ladders_of,
+    more_nodes,
+    parallel_ladder,
+    passes_as_now,
+    servers,
+)
 from verl.trainer.dry_run.hardware import Hardware
 from verl.trainer.dry_run.plan import Models, Plan, build_plan
 
 MOST_NODES = 64
-
-
-@dataclass(frozen=True)
-class Change:
-    """settings: key -> value. costs: what is lost, in words."""
-
-    settings: dict[str, object]
-    costs: str
-
-    @property
-    def words(self) -> str:
-        settings = " ".join(f"{key}={_text(value)}" for key, value in self.settings.items())
-        return f"{settings} ({self.costs})"
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+NO_PLAN = 1 << 80  # bytes, more than any plan lacks
 
 
 def cheapest_change(config: DictConfig, hardware: Hardware, models: Models) -> list[Change] | None:
     """The changes that make the plan fit: one if one does, else the first few that do together, else more
-    nodes. None: nothing of this does.
+    GPUs. None: nothing of this does.
     """
-    options = list(_options(config, hardware, models))
-    for option in options:
-        if _plan_with(config, [option], hardware, models).fits:
-            return [option]
-    gathered: list[Change] = []
-    for option in options:
-        gathered.append(option)
-        if _plan_with(config, gathered, hardware, models).fits:
-            return _needed(config, gathered, hardware, models)
-    if config.actor_rollout_ref.rollout.placement == "colocated" and hardware.device == "cuda":
-        prefix = "actor_rollout_ref.rollout"
-        servers = Change(
-            {
-                f"{prefix}.name": "vllm",
-                f"{prefix}.placement": "apart",
-                f"{prefix}.tensor_model_parallel_size": hardware.gpus_per_node,
-                f"{prefix}.vllm.server_urls": "http://HOST:PORT",
-            },
-            "vLLM servers on GPUs of their own, which split the model",
-        )
-        cache_key = f"{prefix}.gpu_memory_utilization"  # of the servers' GPUs then
-        gathered = [change for change in gathered if cache_key not in change.settings]
-        for others in ([], gathered):
-            if _plan_with(config, [servers, *others], hardware, models).fits:
-                return _needed(config, [servers, *others], hardware, models)
-        if any(
-            load.total("rollout") > load.capacity
-            for load in _plan_with(config, gathered, hardware, models).loads
-        ):
-            gathered = [servers, *gathered]
-    nodes = config.trainer.nnodes * 2
-    while nodes <= MOST_NODES:
-        for others in ([], gathered):
-            changes = [*others, Change({"trainer.nnodes": nodes}, "more machines")]
-            if _plan_with(config, changes, hardware, models).fits:
-                return _needed(config, changes, hardware, models)
-        nodes *= 2
+    search = _Search(config, hardware, models)
+    for taken in search.ways():
+        if search.fits(taken):
+            return [ladder[-1] for ladder in search.needed(taken)]
     return None
 
 
-def _needed(config: DictConfig, changes: list[Change], hardware: Hardware, models: Models) -> list[Change]:
-    """Without those that the others do without, the dearest left out first."""
-    for change in reversed(changes):
-        fewer = [other for other in changes if other is not change]
-        if _plan_with(config, fewer, hardware, models).fits:
-            changes = fewer
-    return changes
+class _Search:
+    """Tries changes on plans. What is taken is a list of ladders, each up to the change that is made."""
+
+    def __init__(self, config: DictConfig, hardware: Hardware, models: Models):
+        self.config, self.hardware, self.models = config, hardware, models
+        self.lacks: dict[frozenset[tuple[str, object]], int] = {}
+        self.plan = build_plan(config, hardware, models)
+
+    def ways(self) -> Iterator[list[Ladder]]:
+        """What may do it, cheapest first; each is made from what the ones before it could not."""
+        ladders = self.ladders([])
+        parallel = parallel_ladder(self.config, self.models)
+        for ladder in (*ladders, parallel):
+            yield from ([ladder[: number + 1]] for number in range(len(ladder)))
+        gathered = self.walk([], ladders)
+        yield gathered
+        yield from self.cut_otherwise(gathered, parallel)
+        if (change := servers(self.config, self.hardware, self.models)) is not None:
+            apart: list[Ladder] = [(change,)]
+            yield apart
+            with_servers = self.walk(apart, self.ladders(apart))
+            yield with_servers
+            yield from self.cut_otherwise(with_servers, parallel)
+            if self.lacks_in_rollout(gathered):
+                gathered = with_servers
+        for change in more_nodes(self.config, MOST_NODES):
+            yield [(change,)]
+            yield [*gathered, (change,)]
+            wider = parallel_ladder(applied(self.config, [change]), self.models)
+            yield from self.cut_otherwise([*gathered, (change,)], wider)
+
+    def cut_otherwise(self, taken: list[Ladder], parallel: Ladder) -> Iterator[list[Ladder]]:
+        """Megatron's sizes besides, with passes that stay as large as they are."""
+        if parallel:
+            kept: list[Ladder] = [(change,) for change in passes_as_now(self.config, self.plan)]
+            yield self.walk([*kept, *taken], [parallel])
+
+    def ladders(self, taken: list[Ladder]) -> list[Ladder]:
+        config = applied(self.config, _last(taken))
+        return list(ladders_of(config, self.hardware, self.models, self.planned(taken)))
+
+    def planned(self, taken: list[Ladder]) -> Plan:
+        return build_plan(applied(self.config, _last(taken)), self.hardware, self.models)
+
+    def lacks_in_rollout(self, taken: list[Ladder]) -> bool:
+        plan = self.planned(taken)
+        return bool(plan.problems) or any(load.total("rollout") > load.capacity for load in plan.loads)
+
+    def lack(self, taken: list[Ladder]) -> int:
+        """Bytes that are missing, over all devices and phases; 0: the plan fits."""
+        settings = {key: value for change in _last(taken) for key, value in change.settings.items()}
+        key = frozenset(settings.items())
+        if key not in self.lacks:
+            try:
+                self.lacks[key] = self.planned(taken).lack
+            except ValueError:  # sizes that so many processes can't be dealt out to
+                self.lacks[key] = NO_PLAN
+        return self.lacks[key]
+
+    def fits(self, taken: list[Ladder]) -> bool:
+        return self.lack(taken) == 0
+
+    def walk(self, taken: list[Ladder], ladders: Sequence[Ladder]) -> list[Ladder]:
+        """`taken`, and of each ladder the mildest change that helps as much as any of it; until it fits."""
+        for ladder in ladders:
+            if self.fits(taken):
+                break
+            ways = [taken, *([*taken, ladder[: number + 1]] for number in range(len(ladder)))]
+            taken = min(ways, key=self.lack)  # the first of equals
+        return taken
+
+    def needed(self, taken: list[Ladder]) -> list[Ladder]:
+        """Without those that the others do without, the dearest left out first; milder ones where they do."""
+        for ladder in reversed(taken):
+            place = next(number for number, one in enumerate(taken) if one is ladder)
+            before, after = taken[:place], taken[place + 1 :]
+            milder = [[*before, *after], *([*before, ladder[:size], *after] for size in range(1, len(ladder)))]
+            taken = next((fewer for fewer in milder if self.fits(fewer)), taken)
+        return taken
 
 
-def _plan_with(config: DictConfig, changes: list[Change], hardware: Hardware, models: Models) -> Plan:
-    changed = copy.deepcopy(config)
-    for change in changes:
-        for key, value in change.settings.items():
-            OmegaConf.update(changed, key, value)
-    return build_plan(changed, hardware, models)
-
-
-def _options(config: DictConfig, hardware: Hardware, models: Models) -> Iterator[Change]:
-    """What this configuration leaves to be changed, cheapest first."""
-    block, actor = config.actor_rollout_ref, "actor_rollout_ref.actor"
-    trained = [(actor, block.actor, "actor_rollout_ref.model", block.model)]
-    if models.critic is not None:
-        trained.append(("critic", config.critic, "critic.model", config.critic.model))
-    if not block.rollout.free_cache_engine:
-        yield Change({"actor_rollout_ref.rollout.free_cache_engine": True}, "a moment at each rollout")
-    if (
-        models.plain_policy is not None
-        and hardware.device == "cuda"
-        and not block.ref.fsdp_config.param_offload
-    ):
-        yield Change({"actor_rollout_ref.ref.fsdp_config.param_offload": True}, "a copy in each step")
-    yield from _smaller_cache(config, hardware)
-    for _, _, name, model in trained:
-        if not model.enable_gradient_checkpointing:
-            yield Change({f"{name}.enable_gradient_checkpointing": True}, "a third more time in the update")
-    for name, settings, _, _ in trained:
-        yield from _smaller_passes(name, settings, config)
-    if hardware.device == "cuda":
-        for kind, costs in (("optimizer_offload", "a copy in each update"), ("param_offload", "the same")):
-            for name, settings, model_name, model in trained:
-                prefix = f"{model_name}.fsdp_config" if name == "critic" else f"{name}.fsdp_config"
-                fsdp = model.fsdp_config if name == "critic" else settings.fsdp_config
-                if not fsdp[kind]:
-                    yield Change({f"{prefix}.{kind}": True}, costs)
-
-
-def _smaller_cache(config: DictConfig, hardware: Hardware) -> Iterator[Change]:
-    rollout = config.actor_rollout_ref.rollout
-    if hardware.device == "cpu":
-        yield Change({"actor_rollout_ref.rollout.kv_cache_gb": 1.0}, "fewer trajectories at once")
-        return
-    for share in (0.4, 0.3, 0.2):
-        if rollout.gpu_memory_utilization > share:
-            yield Change(
-                {"actor_rollout_ref.rollout.gpu_memory_utilization": share}, "fewer trajectories at once"
-            )
-
-
-def _smaller_passes(name: str, block: DictConfig, config: DictConfig) -> Iterator[Change]:
-    """Half as many tokens in a pass, and half of that, down to one trajectory."""
-    longest = config.data.max_prompt_length
-    if block.use_dynamic_bsz:
-        budget = block.ppo_max_token_len_per_gpu // 2
-        while budget >= longest:
-            yield Change({f"{name}.ppo_max_token_len_per_gpu": budget}, "smaller passes")
-            budget //= 2
-        return
-    rows = block.ppo_micro_batch_size_per_gpu // 2
-    while rows >= 1:
-        yield Change({f"{name}.ppo_micro_batch_size_per_gpu": rows}, "smaller passes")
-        rows //= 2
+def _last(taken: list[Ladder]) -> list[Change]:
+    return [ladder[-1] for ladder in taken]

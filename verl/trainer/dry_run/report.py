@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from verl.trainer.dry_run.hardware import GIB
 from verl.trainer.dry_run.plan import DeviceLoad, Plan, ProcessPlan
-from verl.trainer.dry_run.remedies import Change
+from verl.trainer.dry_run.changes import Change
 
 TITLES = {
     "rollout": "rollout",
@@ -43,8 +43,8 @@ def report(plan: Plan, config: DictConfig) -> Iterator[str]:
         yield f"CPU memory of a node, for what is offloaded and the processes: {gib(host)} GiB"
 
 
-def verdict(plan: Plan, changes: Sequence[Change] | None) -> Iterator[str]:
-    """Whether it fits; if not: where, by how much, and what to change."""
+def verdict(plan: Plan, changes: Sequence[Change] | None, config: DictConfig) -> Iterator[str]:
+    """Whether it fits; if not: where, by how much, and what to change (None: nothing that is known helps)."""
     if plan.fits:
         tightest = min(plan.loads, key=lambda load: _left(load, plan))
         yield f"fits: {tightest.name} has {gib(_left(tightest, plan))} GiB left in its fullest phase"
@@ -57,12 +57,21 @@ def verdict(plan: Plan, changes: Sequence[Change] | None) -> Iterator[str]:
         )
     yield from plan.problems
     if changes is None:
-        yield (
-            "no offloading, no smaller passes and no more machines of this kind make room: expected more "
-            "memory on each device, a smaller model, or LoRA (actor_rollout_ref.model.lora_rank)"
-        )
+        yield _no_way_out(config)
     else:
         yield "the cheapest way out: " + " and ".join(change.words for change in changes)
+
+
+def _no_way_out(config: DictConfig) -> str:
+    block = config.actor_rollout_ref
+    is_megatron = block.actor.strategy == "megatron"
+    tried = ["no offloading", "no smaller passes"]
+    if is_megatron:
+        tried.append("no more tensor or pipeline parallelism")
+    expected = "more memory on each device or a smaller model"
+    if not is_megatron and block.model.lora_rank == 0 and block.model.lora_adapter_path is None:
+        expected = "more memory on each device, a smaller model, or LoRA (actor_rollout_ref.model.lora_rank)"
+    return f"{', '.join(tried)} and no more machines of this kind make room: expected {expected}"
 
 
 def gib(num_bytes: int) -> str:

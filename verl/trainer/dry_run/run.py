@@ -26,8 +26,8 @@ def dry_run(config: DictConfig) -> int:
         print(line)
     print()
     if plan.fits:
-        print(*verdict(plan, None), sep="\n")
+        print(*verdict(plan, None, config), sep="\n")
         return 0
-    for line in verdict(plan, cheapest_change(config, hardware, models)):
+    for line in verdict(plan, cheapest_change(config, hardware, models), config):
         print(f"error: {line}", file=sys.stderr)
     return 2
