@@ -243,6 +243,19 @@ def test_a_dead_retriever_is_one_line_before_anything_is_loaded(run_dir):
     assert time.monotonic() - begin < 30
 
 
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://127.0.0.1:1", "Start one with `bash retrieval_launch.sh`"),
+        ("http://192.0.2.7:8000,http://localhost:1", "Start one with `bash retrieval_launch.sh`"),
+        ("http://192.0.2.7:8000/retrieve", "Start one with `bash retrieval_launch.sh` on 192.0.2.7"),
+        ("http://no-such-host.invalid", "Look whether no-such-host.invalid is the right name"),
+    ],
+)
+def test_a_server_of_another_host_is_to_be_started_there(url, said):
+    assert infer._how_to_start(url) == said
+
+
 def test_no_question_on_an_empty_input_is_a_mistake(run_dir, url, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert ask(monkeypatch, "--model", str(run_dir), "--retriever-url", url) == 1

@@ -177,7 +177,15 @@ CASES = {
     "retriever": [
         (
             facts_with(here=machine_with(servers=(server(problem="Connection refused"),))),
-            "bash retrieval_launch.sh",
+            "Do: on 10.0.0.7: bash retrieval_launch.sh, or do_search=false",
+        ),
+        (
+            facts_with(here=machine_with(servers=(server(problem="x", host_addresses=("127.0.0.1",)),))),
+            "Do: bash retrieval_launch.sh",
+        ),
+        (
+            facts_with(here=machine_with(servers=(server(problem="x", host_addresses=()),))),
+            "Do: look whether 10.0.0.7 is the right name",
         ),
         (
             facts_with(

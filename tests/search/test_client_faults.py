@@ -108,7 +108,9 @@ def test_a_search_fails_at_its_deadline_with_the_reason(start):
 def test_a_dead_address_is_named_with_the_reason():
     with (
         SearchClient("http://127.0.0.1:1, http://127.0.0.1:2", timeout=0.5) as client,
-        pytest.raises(SearchError, match="no connection within 0.5 s .*:1/retrieve: refused the connection; .*:2/retr"),
+        pytest.raises(
+            SearchError, match="no connection within 0.5 s .*:1/retrieve: refused the connection; .*:2/retr"
+        ),
     ):
         client.batch_search(["x"])
 
@@ -116,7 +118,9 @@ def test_a_dead_address_is_named_with_the_reason():
 def test_a_host_that_has_no_address_is_an_error_that_names_it():
     with (
         SearchClient("http://no-such-host.invalid", timeout=0.5) as client,
-        pytest.raises(SearchError, match="no connection .*http://no-such-host.invalid/retrieve: the host name "),
+        pytest.raises(
+            SearchError, match="no connection .*http://no-such-host.invalid/retrieve: the host name "
+        ),
     ):
         client.batch_search(["x"])
 

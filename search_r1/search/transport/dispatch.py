@@ -162,7 +162,9 @@ class Dispatcher:
         if self._unreached.issuperset(self.addresses.all):
             what = "connection"
         if caller.seconds < self.timeout and self._silent_since is not None:
-            spent += f", nor {'to' if what == 'answer' else 'for'} any search for {now - self._silent_since:.0f} s"
+            spent += (
+                f", nor {'to' if what == 'answer' else 'for'} any search for {now - self._silent_since:.0f} s"
+            )
         error = SearchError(f"no {what} within {spent} ({said})")
         search.callers.remove(caller)
         self._tell(caller, error)
@@ -420,7 +422,7 @@ _loop = asyncio.get_running_loop
 
 
 def _first_of(error: BaseException) -> BaseException | None:
-    """Of several attempts, as to each address of a name, the first (an ExceptionGroup, new in Python 3.11)."""
+    """Of several attempts, as to each address of a name, the first (an ExceptionGroup of Python 3.11)."""
     return next(iter(getattr(error, "exceptions", ())), None)
 
 
@@ -433,6 +435,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, socket.gaierror):  # its numbers are no errno
         is_unknown = error.errno in (socket.EAI_NONAME, socket.EAI_NODATA)
         return f"the host name {'is not known' if is_unknown else f'does not resolve ({error.strerror})'}"
-    is_system_error = isinstance(error, OSError) and not isinstance(error, ssl.SSLError)
-    said = os.strerror(error.errno) if is_system_error and error.errno else str(error)
+    if isinstance(error, OSError) and not isinstance(error, ssl.SSLError) and error.errno:
+        return os.strerror(error.errno)
+    said = str(error)
     return " ".join(said.split()) or type(error).__name__
