@@ -7,7 +7,7 @@
 Checkpoints have one format, whatever trained them (FSDP2 or Megatron, any number of processes): a run goes
 on with other processes, or with the other trainer, without conversion. `to-hf` gives the weights bit by bit;
 LoRA adapters are merged into their base; the run's lengths, max_turns and topk go into OUT/config.yaml, where
-infer.py finds them. `from-hf` gives a folder without an optimizer's state; with these two settings a run starts
+infer.py finds them. `from-hf` gives a folder without an optimizer's state; with these settings a run starts
 at step 0 with its weights: trainer.resume_mode=from_path trainer.resume_from_path=OUT/global_step_0.
 `to-hf` gives them back bit by bit.
 """
