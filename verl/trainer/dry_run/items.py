@@ -68,7 +68,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Rows:
-    """Trajectories of a step: of one process in a mini-batch, and the longest one's tokens."""
+    """Trajectories of a step, or of a mini-batch: those of one process, and the longest one's tokens."""
 
     per_process: int
     longest: int
@@ -89,7 +89,8 @@ def model_items(
     model: Trained,
     layout: Layout,
     rank: int,
-    rows: Rows,
+    step: Rows,
+    mini_batch: Rows,
     hardware: Hardware,
     phases: Sequence[str],
     resident_in: Sequence[str],
@@ -97,6 +98,7 @@ def model_items(
     """Items of one engine on one rank.
 
     Args:
+        step: what passes without gradient are made of. mini_batch: what an update is made of.
         phases: those of the run. resident_in: those in which its weights are needed.
     """
     part = layout.part(model.shapes, model.precision, model.optimizer, model.fsdp, rank)
@@ -111,7 +113,8 @@ def model_items(
             memory.weights if offloads else 0,
         )
     ]
-    return items + _optimizer_items(model, part, phases, on_cuda) + _pass_items(model, part, rows, phases)
+    items += _optimizer_items(model, part, phases, on_cuda)
+    return items + _pass_items(model, part, step, mini_batch, phases)
 
 
 def _optimizer_items(model: Trained, part: Part, phases: Sequence[str], on_cuda: bool) -> list[Item]:
@@ -137,17 +140,19 @@ def _optimizer_items(model: Trained, part: Part, phases: Sequence[str], on_cuda:
     ]
 
 
-def _pass_items(model: Trained, part: Part, rows: Rows, phases: Sequence[str]) -> list[Item]:
+def _pass_items(
+    model: Trained, part: Part, step: Rows, mini_batch: Rows, phases: Sequence[str]
+) -> list[Item]:
     passes: dict[str, PassMemory] = {}
     gathered: dict[str, int] = {}
     for phase, limits in model.forward_limits.items():
         if phase in phases:
-            tokens = tokens_of(limits, rows, part.token_share)
+            tokens = tokens_of(limits, step, part.token_share)
             passes[phase] = forward_pass(part.shapes, model.precision, tokens)
             gathered[phase] = part.memory.gathered
     if model.update_phase in phases and model.update_limits is not None:
         phase = str(model.update_phase)
-        tokens = tokens_of(model.update_limits, rows, part.token_share)
+        tokens = tokens_of(model.update_limits, mini_batch, part.token_share)
         passes[phase] = update_pass(
             part.shapes, model.precision, part.autocasts, tokens, model.checkpointing, part.in_flight
         )

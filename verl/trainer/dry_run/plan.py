@@ -247,12 +247,15 @@ def _items(case: _Case, pool: PoolPlan, layout: Layout, rank: int) -> tuple[Item
     if pool.trains:
         for model, mini_batch in _trained(case):
             replicas = layout.replicas if model.sequence is None else pool.world_size // model.sequence
-            rows = Rows(-(-min(mini_batch, step_rows) // replicas), data.max_prompt_length)
+            step, mini = (
+                Rows(-(-count // replicas), data.max_prompt_length)
+                for count in (step_rows, min(mini_batch, step_rows))
+            )
             resident = [*model.phases, *([model.update_phase] if model.update_phase else [])]
             if model.owner == "actor":
                 resident.append("rollout")  # they are read, or sent, before it generates
             needed = [phase for phase in phases if phase in resident]
-            items += model_items(model, layout, rank, rows, case.hardware, phases, needed)
+            items += model_items(model, layout, rank, step, mini, case.hardware, phases, needed)
     items += overhead(case.hardware, pool.world_size, phases)
     if pool.rolls_out:
         most_rows = max(step_rows, data.val_batch_size or 0)

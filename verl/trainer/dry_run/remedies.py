@@ -1,8 +1,7 @@
 """What to change so that a plan fits: the cheapest change that does it, tried on the plan itself.
 
 The changes (`changes.py`) are in the order of what they cost: first those that cost nothing, then some time
-in a step, then much of it, then Megatron's sizes, then hardware. Each is tried alone, and then together with
-those before it.
+in a step, then much of it, then hardware. Each is tried alone, and then together with those before it.
 """
 
 from __future__ import annotations
@@ -45,36 +44,30 @@ class _Search:
     def __init__(self, config: DictConfig, hardware: Hardware, models: Models):
         self.config, self.hardware, self.models = config, hardware, models
         self.lacks: dict[frozenset[tuple[str, object]], int] = {}
-        self.plan = build_plan(config, hardware, models)
+        self.is_megatron = config.actor_rollout_ref.actor.strategy == "megatron"
+        kept = passes_as_now(config, self.planned([])) if self.is_megatron else []
+        self.kept: list[Ladder] = [(change,) for change in kept]
 
     def ways(self) -> Iterator[list[Ladder]]:
         """What may do it, cheapest first; each is made from what the ones before it could not."""
         ladders = self.ladders([])
-        parallel = parallel_ladder(self.config, self.models)
-        for ladder in (*ladders, parallel):
+        for ladder in ladders:
             yield from ([ladder[: number + 1]] for number in range(len(ladder)))
-        gathered = self.walk([], ladders)
+        gathered = self.walk(self.kept, ladders)
         yield gathered
-        yield from self.cut_otherwise(gathered, parallel)
         if (change := servers(self.config, self.hardware, self.models)) is not None:
             apart: list[Ladder] = [(change,)]
             yield apart
-            with_servers = self.walk(apart, self.ladders(apart))
+            with_servers = self.walk([*self.kept, *apart], self.ladders(apart))
             yield with_servers
-            yield from self.cut_otherwise(with_servers, parallel)
             if self.lacks_in_rollout(gathered):
                 gathered = with_servers
         for change in more_nodes(self.config, MOST_NODES):
             yield [(change,)]
-            yield [*gathered, (change,)]
-            wider = parallel_ladder(applied(self.config, [change]), self.models)
-            yield from self.cut_otherwise([*gathered, (change,)], wider)
-
-    def cut_otherwise(self, taken: list[Ladder], parallel: Ladder) -> Iterator[list[Ladder]]:
-        """Megatron's sizes besides, with passes that stay as large as they are."""
-        if parallel:
-            kept: list[Ladder] = [(change,) for change in passes_as_now(self.config, self.plan)]
-            yield self.walk([*kept, *taken], [parallel])
+            taken: list[Ladder] = [*gathered, (change,)]
+            yield taken
+            if self.is_megatron:
+                yield self.walk(taken, [parallel_ladder(applied(self.config, [change]), self.models)])
 
     def ladders(self, taken: list[Ladder]) -> list[Ladder]:
         config = applied(self.config, _last(taken))
@@ -114,8 +107,9 @@ class _Search:
         """Without those that the others do without, the dearest left out first; milder ones where they do."""
         for ladder in reversed(taken):
             place = next(number for number, one in enumerate(taken) if one is ladder)
-            before, after = taken[:place], taken[place + 1 :]
-            milder = [[*before, *after], *([*before, ladder[:size], *after] for size in range(1, len(ladder)))]
+            parts: list[list[Ladder]] = [[], *([ladder[:size]] for size in range(1, len(ladder)))]
+            after = taken[place + 1 :]
+            milder = [taken[:place] + part + after for part in parts]
             taken = next((fewer for fewer in milder if self.fits(fewer)), taken)
         return taken
 

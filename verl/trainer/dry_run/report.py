@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from omegaconf import DictConfig
 
+from verl.trainer.dry_run.changes import Change
 from verl.trainer.dry_run.hardware import GIB
 from verl.trainer.dry_run.plan import DeviceLoad, Plan, ProcessPlan
-from verl.trainer.dry_run.changes import Change
 
 TITLES = {
     "rollout": "rollout",
