@@ -73,9 +73,19 @@ def overrides(for_everybody, tmp_path):
 
 def test_the_quickstart_on_this_machine_has_no_findings(overrides, capsys):
     assert main(overrides) == 0
-    assert (
-        capsys.readouterr().out
-        == f"{len(chosen())} checks of this run on 1 machine(s): 0 errors, 0 warnings\n"
+    note, count = capsys.readouterr().out.splitlines()
+    looked = int(count.split()[0])
+    assert count == f"{looked} checks of this run on 1 machine(s): 0 errors, 0 warnings"
+    assert note.startswith(f"note: {len(chosen()) - looked} checks had nothing to look at, without ")
+    assert "without --index_path: index" in note and "without a run on Ray: ray-disk, " in note
+    assert "retriever" not in note and "settings" not in note
+
+
+def test_what_has_no_effect_is_said(overrides, capsys):
+    assert main(["--quick", *overrides, "trainer.max_restarts=2"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith(
+        "warning: [no-effect] trainer.max_restarts=2 has no effect: the run is one process"
     )
 
 
@@ -87,7 +97,19 @@ def test_ppo_and_several_processes_on_this_machine_have_no_findings(overrides):
 
 def test_without_a_run_the_machine_alone_is_looked_at(capsys):
     assert main([]) == 0
-    assert "checks of this machine: 0 errors" in capsys.readouterr().out
+    note, count = capsys.readouterr().out.splitlines()[-2:]
+    assert "checks of this machine: 0 errors" in count and int(count.split()[0]) < len(chosen())
+    without_run = note.partition("without a run's settings (key=value): ")[2].partition(";")[0].split(", ")
+    assert {"settings", "model", "data", "retriever", "ray-resources"} <= set(without_run)
+    assert "without a Ray cluster at RAY_ADDRESS: " in note and "ray-address" not in note
+
+
+def test_without_a_run_a_stale_ray_address_is_an_error(capsys, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    assert main([]) == 2
+    first, *_, count = capsys.readouterr().out.splitlines()
+    assert first.startswith("error: [ray-address] RAY_ADDRESS=127.0.0.1:9: no Ray head node answers there")
+    assert " checks of this machine: 1 errors, " in count
 
 
 def test_errors_end_with_2_and_json_says_the_same(overrides, capsys):

@@ -20,7 +20,7 @@ from verl.doctor.facts import (
     to_json,
 )
 from verl.doctor.findings import Level, as_json, error, merged
-from verl.doctor.registry import CHECKS, check, chosen, diagnose
+from verl.doctor.registry import CHECKS, check, chosen, diagnose, without_a_look
 
 BIG = Model("actor_rollout_ref.model.path", "/models/7b", "folder", 7_600_000_000, 2, 32768)
 TWO_NODES = {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 8, "trainer.device": "cuda"}
@@ -235,7 +235,30 @@ CASES = {
             "serve different corpora",
         ),
     ],
+    "no-effect": [
+        (
+            facts_with(
+                run=run_with(notes=("trainer.max_restarts=2 has no effect: one process. Set b=ray.",))
+            ),
+            "no effect: one process. Do: Set b=ray",
+        ),
+        (
+            facts_with(run=run_with(notes=("x.seed=1 has no effect: nothing is drawn.",))),
+            "Do: leave x.seed out",
+        ),
+        (
+            facts_with(run=run_with(notes=("loss_mode=a is meant for b; with c its rows differ.",))),
+            "loss_mode=a is meant for b: with c its rows differ",
+        ),
+    ],
     "ray-address": [
+        (
+            Facts(
+                machine_with(), ray=RayCluster("a:1", problem="RAY_ADDRESS=a:1: nobody answers. Start one.")
+            ),
+            "a run on Ray would end before its first step. Do: Start one",
+        ),
+        (Facts(machine_with(), ray=RayCluster(None, started=("a:1",))), "export RAY_ADDRESS=a:1"),
         (
             facts_with(ON_CPU, ray=RayCluster(None, started=("10.0.0.1:6379",))),
             "export RAY_ADDRESS=10.0.0.1:6379",
@@ -353,6 +376,8 @@ def test_every_check_has_a_case():
         facts_with(ON_CPU, ray=CLUSTER, here=machine_with(open_files=(1024, 65536))),
         facts_with(here=machine_with(open_files=(1024, 4096))),
         Facts(machine_with()),
+        Facts(machine_with(), ray=RayCluster(None)),
+        Facts(machine_with(), ray=CLUSTER, nodes=(machine_with(), machine_with(name="node2"))),
         # a cache of models that can only be read, and holds the model
         facts_with(
             models=(replace(BIG, path="Qwen/Qwen2.5-7B", where="cache"),),
@@ -384,6 +409,24 @@ def test_healthy_facts_have_no_findings(facts):
     assert found(facts) == []
 
 
+def test_only_checks_that_have_something_to_look_at_count_as_looking():
+    def names(facts):
+        return set(chosen()) - set(without_a_look(facts, chosen()))
+
+    alone = names(Facts(machine_with(places=(HOME,), servers=())))
+    assert alone == {"home", "open-files", "gpu-shared", "cuda", "nccl", "gpu-health"}
+    with_ray = names(Facts(machine_with(servers=()), ray=RayCluster(None)))
+    assert with_ray - alone == {"writable", "ray-disk", "port", "ray-address", "ray-files"}
+    nodes = (machine_with(servers=()), machine_with(name="node2", servers=()))
+    cluster = names(Facts(machine_with(servers=()), ray=CLUSTER, nodes=nodes))
+    of_nodes = {"shared-paths", "versions", "driver-node", "nodes", "clock", "gpu-twice", "network-card"}
+    assert cluster - with_ray == of_nodes - {"shared-paths"} | {"cpus", "memory", "shm"}
+    of_a_run = facts_with(TWO_NODES, ray=CLUSTER, nodes=nodes, index=Index("/i"))
+    assert names(replace(of_a_run, here=machine_with(), nodes=(machine_with(),))) == set(chosen()) - {
+        "ray-files"
+    }
+
+
 def test_facts_survive_the_way_through_a_file():
     facts = facts_with(
         TWO_NODES, ray=CLUSTER, nodes=(machine_with(),), corpus=Corpus("/c", CORPUS), index=Index("/i")
@@ -405,7 +448,8 @@ def test_errors_come_before_warnings_and_are_counted_apart():
     )
     findings = diagnose(facts)
     assert [finding.level for finding in findings] == [Level.ERROR, Level.WARNING]
-    told = as_json(findings, chosen())
+    told = as_json(findings, chosen(), without_a_look(facts, chosen()))
+    assert "ray-address" in told["without_a_look"] and "ray-address" not in told["checks"]
     assert (told["errors"], told["warnings"]) == (1, 1)
     assert told["findings"][0]["check"] == "retriever" and told["findings"][0]["level"] == "error"
 

@@ -5,6 +5,6 @@
 
 What is seen is kept apart from what is thought of it, so that facts recorded on another machine can be judged
 (`--save_facts`, `--facts`), and so that a check is a pure function. A new check is a function in checks/ with
-a name and a first docstring line that says what it finds. verl never imports search_r1 but for its programs;
-of the doctor, which is one, only facts_retriever.py does.
+a name, what it needs before it can look (needs.py), and a first docstring line that says what it finds. verl
+never imports search_r1 but for its programs; of the doctor, which is one, only facts_retriever.py does.
 """

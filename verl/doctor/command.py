@@ -1,11 +1,12 @@
 """`python -m verl.doctor [options] [the run's overrides]`: checks before anything is spent.
 
-    python -m verl.doctor                                      the machine alone
+    python -m verl.doctor                                      this machine, and the cluster at RAY_ADDRESS
     python -m verl.doctor trainer.nnodes=2 retriever.url=...   a run: the arguments of verl.trainer.main_ppo
     python -m verl.doctor --only retriever,proxy --json ...    some checks, for a script
 
-One line for each finding: what is wrong, why it will hurt, what to type. Exit status: 0 nothing, or warnings
-only; 2 errors (also in the arguments).
+One line for each finding: what is wrong, why it will hurt, what to type; then a note on the checks that had
+nothing to look at, and the count of the others. Exit status: 0 nothing, or warnings only; 2 errors (also in
+the arguments).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from verl.doctor.facts import Facts, from_json, to_json
 from verl.doctor.facts_run import load_run
 from verl.doctor.findings import Finding, as_json, num_errors
 from verl.doctor.proxies import without_password
-from verl.doctor.registry import CHECKS, chosen, diagnose
+from verl.doctor.registry import CHECKS, chosen, diagnose, without_a_look
 from verl.trainer.config.loading import CONFIG_NAME
 
 
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     findings = diagnose(facts, arguments.only, arguments.skip)
     if arguments.json:
-        print(json.dumps(as_json(findings, names), indent=1))
+        print(json.dumps(as_json(findings, names, without_a_look(facts, names)), indent=1))
     else:
         _print(findings, names, facts)
     return 2 if num_errors(findings) else 0
@@ -107,6 +108,14 @@ def _print(findings: list[Finding], names: list[str], facts: Facts) -> None:
         print(finding.line)
     errors = num_errors(findings)
     of = "this machine" if facts.run is None else f"this run on {len(facts.machines)} machine(s)"
-    print(f"{len(names)} checks of {of}: {errors} errors, {len(findings) - errors} warnings")
-    if facts.run is None:
-        print("note: no models, data, servers and cluster are looked at without a run's settings (key=value)")
+    if facts.run is None and facts.nodes:
+        of = f"the {len(facts.nodes)} machine(s) of the cluster at RAY_ADDRESS"
+    others = without_a_look(facts, names)
+    if others:
+        groups = [
+            f"without {lack}: {', '.join(name for name in others if others[name] == lack)}"
+            for lack in dict.fromkeys(others.values())
+        ]
+        print(f"note: {len(others)} checks had nothing to look at, {'; '.join(groups)}")
+    looked = len(names) - len(others)
+    print(f"{looked} checks of {of}: {errors} errors, {len(findings) - errors} warnings")

@@ -197,11 +197,12 @@ class Index:
 @dataclass(frozen=True)
 class Run:
     """The run that is meant. settings: dotted key -> value; program: name of its yaml file. mistakes: what
-    validation says."""
+    validation says; notes: its lines on settings without effect, which the start of a run prints itself."""
 
     program: str
     settings: dict[str, Any]
     mistakes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __getitem__(self, key: str) -> Any:
         return self.settings[key]
@@ -258,6 +259,15 @@ class Facts:
     def machines(self) -> tuple[Machine, ...]:
         """Where the run's processes would be."""
         return self.nodes or (self.here,)
+
+    @property
+    def uses_ray(self) -> bool:
+        """Of a run; without one: whether a cluster waits for one."""
+        return bool(self.nodes) if self.run is None else self.run.needs_ray
+
+    @property
+    def has_several_nodes(self) -> bool:
+        return len(self.nodes) > 1 if self.run is None else self.run["trainer.nnodes"] > 1
 
 
 def to_json(facts: Any) -> dict[str, Any]:

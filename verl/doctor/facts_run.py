@@ -16,7 +16,7 @@ from verl.doctor.facts import Run
 from verl.doctor.facts_places import hub_folder
 from verl.trainer.config.checks import as_list
 from verl.trainer.config.loading import flat, load_config
-from verl.trainer.config.validation import FORMAT_SCORES, TABLES_OF, validate
+from verl.trainer.config.validation import FORMAT_SCORES, TABLES_OF, settings_without_effect, validate
 from verl.trainer.ppo.core_algos import estimator_inputs
 from verl.trainer.ppo.run_state import CheckpointStore
 
@@ -34,7 +34,10 @@ def load_run(overrides: Sequence[str], program: str) -> Run:
     else:
         names = ", ".join([*TABLES_OF, SFT])
         raise ValueError(f"Found --config-name {program}; expected one of: {names}.")
-    return replace(run_of(config, program), mistakes=_mistakes(config, program))
+    mistakes = _mistakes(config, program)
+    return replace(
+        run_of(config, program), mistakes=mistakes, notes=() if mistakes else _notes(config, program)
+    )
 
 
 def run_of(config: DictConfig, program: str) -> Run:
@@ -56,6 +59,15 @@ def _mistakes(config: DictConfig, program: str) -> tuple[str, ...]:
     except ValueError as error:
         return (str(error),)
     return ()
+
+
+def _notes(config: DictConfig, program: str) -> tuple[str, ...]:
+    """Of a valid configuration."""
+    if program == SFT:
+        from verl.trainer.config.sft_keys import TABLES
+
+        return tuple(TABLES.without_effect(config))
+    return tuple(settings_without_effect(config, program))
 
 
 def model_paths(run: Run) -> dict[str, str]:
@@ -121,11 +133,16 @@ def paths_for_workers(run: Run) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(Path(path).absolute()) for path in folders if Path(path).exists()))
 
 
+def ray_place(environment: dict[str, str]) -> tuple[str, str]:
+    """Where Ray is told to put its files."""
+    return "Ray's files", environment.get("RAY_TMPDIR") or environment.get("TMPDIR") or "/tmp"
+
+
 def places(run: Run, environment: dict[str, str]) -> tuple[tuple[str, str], ...]:
     """What the run writes to, on every node."""
     found = [("run folder", str(Path(run["trainer.default_local_dir"]).expanduser().absolute()))]
     if run.needs_ray:
-        found.append(("Ray's files", environment.get("RAY_TMPDIR") or environment.get("TMPDIR") or "/tmp"))
+        found.append(ray_place(environment))
     if any(not Path(path).exists() for path in model_paths(run).values()):
         found.append(("models from the hub", str(hub_folder(environment))))
     return tuple(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
@@ -60,13 +60,15 @@ def num_errors(findings: Iterable[Finding]) -> int:
     return sum(finding.level is Level.ERROR for finding in findings)
 
 
-def as_json(findings: list[Finding], checks: Iterable[str]) -> dict[str, Any]:
-    """For scripts: {"errors": 1, "warnings": 0, "checks": [names], "findings": [{level, what, ...}]}."""
+def as_json(findings: list[Finding], checks: Iterable[str], others: Mapping[str, str]) -> dict[str, Any]:
+    """For scripts: {"errors": 1, "warnings": 0, "checks": [names of those that looked], "without_a_look":
+    {name: what it needs}, "findings": [{level, what, ...}]}. others: those of `checks` that did not look."""
     errors = num_errors(findings)
     return {
         "errors": errors,
         "warnings": len(findings) - errors,
-        "checks": list(checks),
+        "checks": [name for name in checks if name not in others],
+        "without_a_look": dict(others),
         "findings": [
             {**asdict(finding), "level": finding.level.value, "machines": list(finding.machines)}
             for finding in findings

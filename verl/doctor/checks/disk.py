@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl.doctor import needs
 from verl.doctor.facts import Facts, Machine, Model, Run
 from verl.doctor.facts_run import SFT
 from verl.doctor.findings import Finding, error, warning
@@ -13,7 +14,7 @@ HOME_BYTES = 1e9
 FULL = 0.95  # Ray refuses to spill to a file system that is fuller
 
 
-@check_each("writable")
+@check_each("writable", needs.places)
 def find_places_that_can_not_be_written(facts: Facts, machine: Machine) -> Iterator[Finding]:
     """folders of the run that are full, over quota, read-only or not the user's"""
     keys = {
@@ -58,7 +59,7 @@ def find_full_home(facts: Facts, machine: Machine) -> Iterator[Finding]:
     )
 
 
-@check_each("ray-disk")
+@check_each("ray-disk", needs.ray_place)
 def find_full_ray_disk(facts: Facts, machine: Machine) -> Iterator[Finding]:
     """the disk of Ray's files more than 95 % full"""
     place = machine.place("Ray's files")
@@ -73,7 +74,7 @@ def find_full_ray_disk(facts: Facts, machine: Machine) -> Iterator[Finding]:
         )
 
 
-@check("checkpoints")
+@check("checkpoints", needs.a_run)
 def find_no_room_for_checkpoints(facts: Facts) -> Iterator[Finding]:
     """a file system too small for the checkpoints that the run keeps"""
     run, place = facts.run, facts.here.place("run folder")

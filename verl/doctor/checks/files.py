@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl.doctor import needs
 from verl.doctor.facts import Facts, Machine
 from verl.doctor.findings import Finding, error, warning
 from verl.doctor.registry import check, check_each
@@ -11,7 +12,7 @@ from verl.doctor.registry import check, check_each
 _END = "the run would end before its first step"
 
 
-@check("model")
+@check("model", needs.a_run)
 def find_broken_models(facts: Facts) -> Iterator[Finding]:
     """models that are not there, not whole, or without a tokenizer"""
     for model in facts.models:
@@ -30,7 +31,7 @@ def find_broken_models(facts: Facts) -> Iterator[Finding]:
             yield error(f"{name} is not whole: no {names}", _END, do)
 
 
-@check("hub-offline")
+@check("hub-offline", needs.a_run)
 def find_uncached_models(facts: Facts) -> Iterator[Finding]:
     """the hub switched off, and a model that is not in the cache"""
     environment = facts.here.environment
@@ -48,7 +49,7 @@ def _is_on(value: str | None) -> bool:
     return (value or "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-@check("data")
+@check("data", needs.a_run)
 def find_missing_data(facts: Facts) -> Iterator[Finding]:
     """parquet files and a reward function that are not there"""
     for key, paths in facts.data.items():
@@ -57,7 +58,7 @@ def find_missing_data(facts: Facts) -> Iterator[Finding]:
                 yield error(f"{key}={path}: {problem}", _END, f"{key}=<file>")
 
 
-@check_each("shared-paths")
+@check_each("shared-paths", needs.nodes_of_a_run)
 def find_paths_missing_on_nodes(facts: Facts, machine: Machine) -> Iterator[Finding]:
     """models that a node of the cluster does not have at the same path"""
     for path in machine.missing if facts.nodes else ():
@@ -69,7 +70,7 @@ def find_paths_missing_on_nodes(facts: Facts, machine: Machine) -> Iterator[Find
         )
 
 
-@check("index")
+@check("index", needs.an_index)
 def find_unfit_index(facts: Facts) -> Iterator[Finding]:
     """an index (--index_path) that is not whole, or larger than the memory it is searched in"""
     index = facts.index

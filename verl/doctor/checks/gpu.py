@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
+from verl.doctor import needs
 from verl.doctor.facts import Facts, Gpu, Machine
 from verl.doctor.findings import Finding, error, warning
 from verl.doctor.registry import check, check_each
@@ -35,7 +36,7 @@ def find_shared_gpus(facts: Facts, machine: Machine) -> Iterator[Finding]:
         )
 
 
-@check("gpu-twice")
+@check("gpu-twice", needs.nodes)
 def find_gpus_on_two_nodes(facts: Facts) -> Iterator[Finding]:
     """one GPU offered by two nodes of the cluster (two Rays on one machine)"""
     owners: dict[str, list[str]] = {}
@@ -113,7 +114,7 @@ def _to_be_used(machine: Machine) -> list[Gpu]:
     return named or list(machine.gpus)
 
 
-@check_each("gpu-health")
+@check_each("gpu-health", needs.tried_gpus)
 def find_ailing_gpus(facts: Facts, machine: Machine) -> Iterator[Finding]:
     """GPUs that are slow, compute wrong, have memory errors, or are held by others"""
     gpus = _to_be_used(machine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl.doctor import needs
 from verl.doctor.facts import Facts, Machine, Run
 from verl.doctor.facts_run import SFT
 from verl.doctor.findings import Finding, error, warning
@@ -21,13 +22,14 @@ def find_few_open_files(facts: Facts, machine: Machine) -> Iterator[Finding]:
     """`ulimit -n` below what the run opens"""
     run, (soft, hard) = facts.run, machine.open_files
     needed, can_raise = BASE_FILES, False
-    if run is not None and run.needs_ray:
+    if facts.uses_ray:
         needed, can_raise = RAY_FILES, True  # Ray raises the soft limit itself
     if run is not None and run.get(f"{ROLLOUT}.placement") == "apart":
         needed, can_raise = needed + 2 * run[f"{ROLLOUT}.max_num_seqs"], False
+    which = "a" if run is None else "this"
     if (hard if can_raise else soft) < needed:
         yield warning(
-            f"`ulimit -n` allows {hard if can_raise else soft} open files, this run may need {needed}",
+            f"`ulimit -n` allows {hard if can_raise else soft} open files, {which} run may need {needed}",
             "connections and worker processes fail with 'Too many open files', often hours later",
             f"ulimit -n {needed if hard >= needed else hard}"
             + (
@@ -38,11 +40,10 @@ def find_few_open_files(facts: Facts, machine: Machine) -> Iterator[Finding]:
         )
 
 
-@check_each("cpus")
+@check_each("cpus", needs.uses_of_ray)
 def find_cpus_counted_wrong(facts: Facts, machine: Machine) -> Iterator[Finding]:
     """more cores counted by Ray than the control group or the affinity allows"""
-    run = facts.run
-    if run is None or not run.needs_ray:
+    if not facts.uses_ray:
         return
     counted = machine.num_cpus_ray
     if facts.ray is not None and facts.nodes:
@@ -58,7 +59,7 @@ def find_cpus_counted_wrong(facts: Facts, machine: Machine) -> Iterator[Finding]
         )
 
 
-@check_each("memory")
+@check_each("memory", needs.memory)
 def find_little_memory(facts: Facts, machine: Machine) -> Iterator[Finding]:
     """a memory limit below what the run, or Ray's object store, takes"""
     limit = machine.memory_limit_bytes or machine.memory_bytes
@@ -102,11 +103,11 @@ def host_bytes(run: Run, facts: Facts, machine: Machine) -> float:
     return sharded * share
 
 
-@check_each("shm")
+@check_each("shm", needs.uses_of_ray)
 def find_small_shm(facts: Facts, machine: Machine) -> Iterator[Finding]:
     """/dev/shm too small for Ray's object store"""
-    run, free = facts.run, machine.shm_bytes
-    if run is None or not run.needs_ray or free is None:
+    free = machine.shm_bytes
+    if not facts.uses_ray or free is None:
         return
     memory = min(machine.memory_bytes, machine.memory_limit_bytes or machine.memory_bytes)
     wanted = min(OBJECT_STORE_SHARE * memory, max(SMALLEST_STORE_LIMIT, free))
@@ -120,7 +121,7 @@ def find_small_shm(facts: Facts, machine: Machine) -> Iterator[Finding]:
         )
 
 
-@check_each("threads")
+@check_each("threads", needs.a_run)
 def find_too_many_threads(facts: Facts, machine: Machine) -> Iterator[Finding]:
     """OMP_NUM_THREADS times the processes of a machine above its cores"""
     run, text = facts.run, machine.environment.get("OMP_NUM_THREADS", "")
@@ -135,7 +136,7 @@ def find_too_many_threads(facts: Facts, machine: Machine) -> Iterator[Finding]:
         )
 
 
-@check("versions")
+@check("versions", needs.nodes)
 def find_different_versions(facts: Facts) -> Iterator[Finding]:
     """nodes with other versions of Python, torch, Ray or transformers than the driver"""
     here = facts.here.software

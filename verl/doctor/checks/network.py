@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl.doctor import needs
 from verl.doctor.facts import Facts, Machine
 from verl.doctor.findings import Finding, error, warning
 from verl.doctor.registry import check_each
@@ -12,10 +13,10 @@ CHOOSE = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 CLOCK_SECONDS = 2.0
 
 
-@check_each("network-card")
+@check_each("network-card", needs.several_nodes)
 def find_cards_to_choose_from(facts: Facts, machine: Machine) -> Iterator[Finding]:
     """several network cards without a chosen one, or a chosen one that is not there"""
-    if facts.run is None or facts.run["trainer.nnodes"] == 1:
+    if not facts.has_several_nodes:
         return
     cards = [card for card in machine.cards if not card.is_virtual]
     names = {card.name for card in machine.cards} | {"lo"}
@@ -46,7 +47,7 @@ def _matches(chosen: str, name: str, exact: bool) -> bool:
     return any(name == part.strip() if exact else name.startswith(part.strip()) for part in parts)
 
 
-@check_each("clock")
+@check_each("clock", needs.nodes)
 def find_clock_skew(facts: Facts, machine: Machine) -> Iterator[Finding]:
     """a node's clock off by seconds"""
     if abs(machine.clock_offset_s) - machine.clock_error_s > CLOCK_SECONDS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl.doctor import needs
 from verl.doctor.facts import Facts, RayCluster, Run
 from verl.doctor.findings import Finding, error, warning
 from verl.doctor.registry import check
@@ -11,27 +12,28 @@ from verl.doctor.registry import check
 _JOIN = "bash scripts/ray_node.sh"
 
 
-@check("ray-address")
+@check("ray-address", needs.ray)
 def find_wrong_address(facts: Facts) -> Iterator[Finding]:
     """RAY_ADDRESS unset although a cluster is there or needed, or one that nobody answers at"""
-    run, ray = facts.run, facts.ray
-    if run is None or ray is None:
+    ray, nnodes = facts.ray, 1 if facts.run is None else facts.run["trainer.nnodes"]
+    if ray is None:
         return
     if ray.problem is not None and ray.port_holder is None:
         what, _, do = ray.problem.rstrip(".").partition(". ")
         if ray.started:
             do = f"export RAY_ADDRESS={ray.started[0]} (a cluster that answers here)"
-        yield error(what, "the run would end before its first step", do or "unset RAY_ADDRESS")
+        which = "a run on Ray" if facts.run is None else "the run"
+        yield error(what, f"{which} would end before its first step", do or "unset RAY_ADDRESS")
     if ray.address is None and ray.started:
         yield _says(
-            run["trainer.nnodes"] > 1,
+            nnodes > 1,
             f"RAY_ADDRESS is not set, and a Ray cluster runs here at {ray.started[0]}",
-            "the run would start a second Ray of this machine alone, beside the cluster",
+            "a run of several processes would start a second Ray of this machine alone, beside the cluster",
             f"export RAY_ADDRESS={ray.started[0]}",
         )
-    elif ray.address is None and run["trainer.nnodes"] > 1:
+    elif ray.address is None and nnodes > 1:
         yield error(
-            f"trainer.nnodes={run['trainer.nnodes']}, and RAY_ADDRESS is not set",
+            f"trainer.nnodes={nnodes}, and RAY_ADDRESS is not set",
             "a Ray that the run starts by itself has one node, and the run would wait for the others",
             f"{_JOIN} head here, {_JOIN} worker --head <this machine>:6379 on the others, export "
             "RAY_ADDRESS=<this machine>:6379",
@@ -42,7 +44,7 @@ def _says(is_error: bool, what: str, why: str, do: str) -> Finding:
     return error(what, why, do) if is_error else warning(what, why, do)
 
 
-@check("ray-resources")
+@check("ray-resources", needs.a_run)
 def find_missing_resources(facts: Facts) -> Iterator[Finding]:
     """fewer GPUs or nodes than the run asks for (a local Ray started by mistake)"""
     run, ray = facts.run, facts.ray
@@ -94,7 +96,7 @@ def _find_missing_nodes(run: Run, ray: RayCluster) -> Iterator[Finding]:
         )
 
 
-@check("driver-node")
+@check("driver-node", needs.cluster)
 def find_driver_outside(facts: Facts) -> Iterator[Finding]:
     """a driver whose machine is no node of the cluster"""
     ray = facts.ray
@@ -110,7 +112,7 @@ def find_driver_outside(facts: Facts) -> Iterator[Finding]:
         )
 
 
-@check("ray-files")
+@check("ray-files", needs.a_ray_to_start)
 def find_bad_ray_folder(facts: Facts) -> Iterator[Finding]:
     """a folder for Ray's files on NFS, or with too long a path for its sockets"""
     ray = facts.ray
@@ -125,7 +127,7 @@ def find_bad_ray_folder(facts: Facts) -> Iterator[Finding]:
         )
 
 
-@check("nodes")
+@check("nodes", needs.cluster)
 def find_silent_nodes(facts: Facts) -> Iterator[Finding]:
     """nodes of the cluster that don't run a task"""
     for name in facts.ray.silent if facts.ray else ():

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from verl.doctor import needs
 from verl.doctor.facts import Facts, Machine, Server
 from verl.doctor.findings import Finding, error, warning
 from verl.doctor.proxies import httpx_goes_around, is_inside, proxy_for, requests_goes_around
@@ -15,7 +16,7 @@ from verl.doctor.registry import check_each
 _WITHOUT = "do_search=false to train without a search engine"
 
 
-@check_each("proxy")
+@check_each("proxy", needs.servers)
 def find_proxies_in_the_way(facts: Facts, machine: Machine) -> Iterator[Finding]:
     """a proxy of the environment that would catch requests to a retrieval server of this network"""
     for server in machine.servers:
@@ -69,7 +70,7 @@ def _in_force(machine: Machine) -> str:
     return machine.environment.get("no_proxy", machine.environment.get("NO_PROXY", ""))
 
 
-@check_each("retriever")
+@check_each("retriever", needs.servers)
 def find_silent_servers(facts: Facts, machine: Machine) -> Iterator[Finding]:
     """retrieval servers that don't answer, or are not ready"""
     silent = [server for server in machine.servers if server.problem is not None]
@@ -101,7 +102,7 @@ def _how_to_start(server: Server, machine: Machine) -> str:
     return "bash retrieval_launch.sh" if here else f"on {host}: bash retrieval_launch.sh"
 
 
-@check_each("port")
+@check_each("port", needs.servers_or_ray)
 def find_ports_in_use(facts: Facts, machine: Machine) -> Iterator[Finding]:
     """another program on the port of a retrieval server or of Ray"""
     for server in machine.servers:
@@ -125,7 +126,7 @@ def find_ports_in_use(facts: Facts, machine: Machine) -> Iterator[Finding]:
         )
 
 
-@check_each("corpus")
+@check_each("corpus", needs.servers)
 def find_wrong_corpora(facts: Facts, machine: Machine) -> Iterator[Finding]:
     """servers with another corpus than is meant (retriever.corpus_path), or than each other"""
     said = {server.url: _identity(server) for server in machine.servers if server.problem is None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl.doctor import needs
 from verl.doctor.facts import Facts, Run
 from verl.doctor.facts_run import SFT
 from verl.doctor.findings import Finding, error, warning
@@ -11,7 +12,7 @@ from verl.doctor.registry import check
 from verl.trainer.config.keys import ACTOR, ROLLOUT
 
 
-@check("settings")
+@check("settings", needs.a_run)
 def find_mistakes(facts: Facts) -> Iterator[Finding]:
     """what validation refuses: types, ranges, dp x tp x pp against the processes, keys at odds"""
     for mistake in facts.run.mistakes if facts.run else ():
@@ -21,7 +22,16 @@ def find_mistakes(facts: Facts) -> Iterator[Finding]:
         yield error(what, "the run would end before its first step", do or "correct it")
 
 
-@check("batches")
+@check("no-effect", needs.a_run)
+def find_settings_without_effect(facts: Facts) -> Iterator[Finding]:
+    """keys that are set and change nothing in this run"""
+    for note in facts.run.notes if facts.run else ():
+        what, _, reason = note.rstrip(".").partition(": " if " has no effect: " in note else "; ")
+        why, _, do = reason.partition(". ")
+        yield warning(what, why, do or f"leave {note.partition('=')[0]} out")
+
+
+@check("batches", needs.a_policy_run)
 def find_uneven_batches(facts: Facts) -> Iterator[Finding]:
     """batch sizes that don't divide: mini-batches of a step, processes of a mini-batch"""
     run = facts.run
@@ -64,7 +74,7 @@ def _divisor(number: int, at_most: int) -> int:
     return next(size for size in range(min(at_most, number), 0, -1) if number % size == 0)
 
 
-@check("lengths")
+@check("lengths", needs.a_policy_run)
 def find_lengths_that_do_not_fit(facts: Facts) -> Iterator[Finding]:
     """contexts longer than the model's positions; turns that leave no room for a search"""
     run = facts.run
@@ -98,7 +108,7 @@ def find_lengths_that_do_not_fit(facts: Facts) -> Iterator[Finding]:
         )
 
 
-@check("wandb-key")
+@check("wandb-key", needs.a_run)
 def find_missing_key(facts: Facts) -> Iterator[Finding]:
     """wandb among the loggers without an API key"""
     run = facts.run
