@@ -6,6 +6,7 @@ configuration, Hardware -> pools of processes (placement.pools_of) -> items of e
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -105,8 +106,12 @@ class Plan:
     @property
     def lack(self) -> int:
         """Bytes that are missing in all, over devices and phases; 0 if it fits."""
-        over = (load.total(phase) - load.capacity for load in self.loads for phase in self.phases)
-        return self.missing + sum(max(0, num_bytes) for num_bytes in over)
+        alike = Counter(id(load.items) for load in self.loads)  # devices of processes that hold the same
+        missing = self.missing
+        for load in {id(load.items): load for load in self.loads}.values():
+            over = (load.total(phase) - load.capacity for phase in self.phases)
+            missing += alike[id(load.items)] * sum(max(0, num_bytes) for num_bytes in over)
+        return missing
 
     def host_bytes(self, node: int) -> int:
         """Of a node's memory that its processes take beside their GPUs."""
@@ -365,19 +370,27 @@ def _loads(
     processes: Sequence[ProcessPlan], hardware: Hardware, phases: Sequence[str], driver: bool
 ) -> tuple[DeviceLoad, ...]:
     """Each device with the items of its processes; those of several processes with one name are summed."""
-    loads: dict[tuple[int, int], dict[str, Item]] = {}
+    together: dict[tuple[int, int], list[tuple[Item, ...]]] = {}
     for process in processes:
-        items = loads.setdefault((process.node, process.device), {})
-        for item in process.items:
-            before = items.get(item.name, Item(item.name, {}))
-            summed = {
-                phase: before.phases.get(phase, 0) + item.phases.get(phase, 0)
-                for phase in {*before.phases, *item.phases}
-            }
-            items[item.name] = Item(item.name, summed, before.host + item.host)
-    if driver and (0, -1) in loads:
-        loads[0, -1]["driver"] = Item("driver process", dict.fromkeys(phases, PROCESS_BYTES))
+        together.setdefault((process.node, process.device), []).append(process.items)
+    if driver and (0, -1) in together:
+        together[0, -1].append((Item("driver process", dict.fromkeys(phases, PROCESS_BYTES)),))
     return tuple(
-        DeviceLoad(node, device, hardware.device_bytes, tuple(items.values()))
-        for (node, device), items in sorted(loads.items())
+        DeviceLoad(node, device, hardware.device_bytes, _summed(several))
+        for (node, device), several in sorted(together.items(), key=lambda one: one[0])
     )
+
+
+def _summed(several: Sequence[tuple[Item, ...]]) -> tuple[Item, ...]:
+    """Items of a device's processes; those of one name are one."""
+    if len(several) == 1:
+        return several[0]
+    items: dict[str, Item] = {}
+    for item in (item for one in several for item in one):
+        before = items.get(item.name, Item(item.name, {}))
+        summed = {
+            phase: before.phases.get(phase, 0) + item.phases.get(phase, 0)
+            for phase in {*before.phases, *item.phases}
+        }
+        items[item.name] = Item(item.name, summed, before.host + item.host)
+    return tuple(items.values())
