@@ -53,11 +53,6 @@ class RestartingRun:
         self._started_from: int | None = None  # step of the checkpoint of trainer.resume_from_path
         self._left_behind: set[int] = set()  # later checkpoints in the run's folder, by inode
         self._failures: list[int] = []  # the step that each attempt would have gone on from
-        if trainer.max_restarts and trainer.backend != "ray":
-            print(
-                f"note: trainer.max_restarts={trainer.max_restarts} has no effect in this process "
-                "(trainer.backend=local): what ends the worker ends the run. Set trainer.backend=ray."
-            )
 
     def start(self) -> None:
         """Build the trainer and load the models.
