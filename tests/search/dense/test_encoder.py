@@ -76,7 +76,15 @@ def test_minilm_gives_the_vectors_of_sentence_transformers(minilm: Encoder) -> N
     np.testing.assert_allclose(minilm.encode_passages(TEXTS), expected, atol=1e-4)
 
 
-def test_a_text_gets_the_same_bits_alone_and_in_any_batch(minilm: Encoder) -> None:
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_on_one_thread_a_text_gets_the_same_bits_alone_and_in_any_batch(minilm: Encoder, one_thread) -> None:
     together = minilm.encode_queries(TEXTS * 3)
     for number, text in enumerate(TEXTS):
         alone = minilm.encode_queries([text])[0]
