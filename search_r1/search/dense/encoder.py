@@ -6,8 +6,7 @@
 On a CPU no padding reaches the network: texts of BERT's relatives run packed in one row of tokens with
 attention inside each text (packed_bert.py), other networks get batches of equal token counts. This is the
 fastest way, and on one thread a text gets the same bits whatever texts it comes with (several threads split a
-product by its size: then the last bits may differ). On a GPU batches are sorted by length
-and padded.
+product by its size: then the last bits may differ). On a GPU batches are sorted by length and padded.
 """
 
 from __future__ import annotations
