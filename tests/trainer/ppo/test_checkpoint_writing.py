@@ -1,5 +1,6 @@
 """Checkpoints in the background: a name only when whole, errors that stop the run, a kill at any moment."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -116,11 +117,17 @@ def test_a_checkpoint_that_is_being_written_when_the_run_fails_gets_its_name(tmp
     writing.finish()  # nothing left to do
 
 
-@pytest.mark.parametrize("lost_by", ["hanging", "failing"])
-def test_a_checkpoint_that_can_not_be_ended_after_a_failure_is_said_to_be_lost(
-    tmp_path, group, monkeypatch, capsys, lost_by
+@pytest.mark.parametrize(
+    ("lost_by", "why"),
+    [
+        ("hanging", "was not whole within 0.5 s"),
+        ("failing", "could not be written: OSError: .*No space left"),
+    ],
+)
+def test_a_checkpoint_that_can_not_be_ended_after_a_failure_is_said_not_to_count(
+    tmp_path, group, monkeypatch, capsys, lost_by, why
 ):
-    monkeypatch.setattr(checkpoint_writing, "_SECONDS_AFTER_A_FAILURE", 0.2)
+    monkeypatch.setattr(checkpoint_writing, "_SECONDS_AFTER_A_FAILURE", 0.5 if lost_by == "hanging" else 30)
     store = CheckpointStore(tmp_path, None)
     writing = CheckpointWriting(store, background=True)
     with pytest.raises(WorkerDiedError, match="rank 1 died"), writing.finishing():
@@ -129,8 +136,32 @@ def test_a_checkpoint_that_can_not_be_ended_after_a_failure_is_said_to_be_lost(
             group.control(OSError(28, "No space left on device"))
         raise WorkerDiedError("rank 1 died")
     assert store.steps() == []
-    assert "the checkpoint of step 3 was still being written; it is lost" in capsys.readouterr().out
+    assert re.search(f"the checkpoint of step 3 {why}", capsys.readouterr().out)
     group.control()  # its thread ends
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_rule_10_an_interrupt_while_the_run_waits_for_a_checkpoint_names_none_that_is_not_whole(
+    tmp_path, group, monkeypatch, ends
+):
+    monkeypatch.setattr(checkpoint_writing, "_SECONDS_AFTER_A_FAILURE", 30 if ends else 0.5)
+    store = CheckpointStore(tmp_path, None)
+    writing = CheckpointWriting(store, background=True)
+    with pytest.raises(KeyboardInterrupt), writing.finishing():
+        save(writing, group, 3)
+        future = group._worker.writer._written
+        with monkeypatch.context() as patch:
+            patch.setattr(future, "result", interrupt)
+            if ends:
+                threading.Timer(0.3, group.control).start()
+            writing.finish()
+    assert store.steps() == ([3] if ends else [])
+    assert not ends or (store.folder(3) / "actor" / "weights").read_text() == "all"
+    group.control()
+
+
+def interrupt():
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("notices", ["the next step", "the next save", "the end"])

@@ -44,15 +44,17 @@ def test_the_state_may_change_once_it_is_copied_though_it_is_not_yet_written(wri
 
 
 @pytest.mark.parametrize("fails", ["copy", "write"])
-def test_an_error_of_the_background_is_raised_once_and_frees_the_state(writer, tmp_path, fails):
+def test_an_error_of_the_background_is_raised_whenever_asked_and_frees_the_state(writer, tmp_path, fails):
     def fail():
         raise OSError(28, "No space left on device")
 
     snapshot = Snapshot(fail, lambda: None) if fails == "copy" else Snapshot(lambda: None, fail)
     writer.write([snapshot], tmp_path, background=True)
-    with pytest.raises(CheckpointFailed, match="OSError: .* No space left on device"):
-        writer.is_done(wait=True)
+    for _ in range(2):
+        with pytest.raises(CheckpointFailed, match="OSError: .* No space left on device"):
+            writer.is_done(wait=True)
     snapshot.wait_until_taken()
+    writer.write([Snapshot(write=lambda: None)], tmp_path, background=True)
     assert writer.is_done(wait=True)
 
 

@@ -52,11 +52,13 @@ def resolve_refs(refs: list[Any], group: str, method: str, places: Sequence[Rank
     values: dict[Any, Any] = {}
     errors: dict[Any, Exception] = {}
     while pending and not errors:
+        _check_ray_is_up()
         ready, pending = ray.wait(pending, num_returns=1)
         _fetch(ready, values, errors)
     if not errors:
         return [values[ref] for ref in refs]
     _wait_for_a_death(pending, values, errors)
+    _check_ray_is_up()
     rank = min((refs.index(ref) for ref in errors), key=lambda r: not _is_death(errors[refs[r]]))
     who = f"rank {rank} of worker group {group!r}"
     _raise_error(errors[refs[rank]], who, method, places[rank] if rank < len(places) else None)
@@ -69,16 +71,24 @@ def _wait_for_a_death(pending: list[Any], values: dict[Any, Any], errors: dict[A
         seconds = _SECONDS_TO_MISS_A_NODE
     end = time.monotonic() + seconds
     while pending and not any(map(_is_death, errors.values())) and time.monotonic() < end:
+        _check_ray_is_up()
         ready, pending = ray.wait(pending, num_returns=1, timeout=end - time.monotonic())
         _fetch(ready, values, errors)
 
 
 def _fetch(ready: list[Any], values: dict[Any, Any], errors: dict[Any, Exception]) -> None:
     for ref in ready:
+        _check_ray_is_up()
         try:
             values[ref] = ray.get(ref)
         except Exception as error:  # whatever a worker's method may raise; raised again by the caller
             errors[ref] = error
+
+
+def _check_ray_is_up() -> None:
+    """For threads that still wait when the run has ended: Ray would start again for whoever asks it."""
+    if not ray.is_initialized():
+        raise RuntimeError("Ray has been shut down.")
 
 
 def _is_death(error: Exception) -> bool:

@@ -19,7 +19,7 @@ from verl.single_controller.base import WorkerGroup
 from verl.trainer.ppo.run_state import CheckpointStore, RunStopped
 from verl.workers.engine.snapshot import CheckpointFailed
 
-_SECONDS_AFTER_A_FAILURE = 10.0  # that those who write may take; they may be gone, or wait for one that is
+_SECONDS_AFTER_A_FAILURE = 10.0  # that those who write may take; they may be gone, busy, or wait for another
 
 
 class CheckpointWriting:
@@ -82,23 +82,28 @@ class CheckpointWriting:
         step, self._step = self._step, None
         if step is None:
             return
-        ends: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def wait() -> None:
             try:
-                ends.put(all(done for group in self._groups for done in group.checkpoint_is_written(True)))
-            except BaseException:  # the run's own error is the one to be raised
-                ends.put(False)
+                for group in self._groups:
+                    group.checkpoint_is_written(True)
+                ends.put(None)
+            except BaseException as error:  # said below; the run's own error is the one that is raised
+                ends.put(error)
 
         threading.Thread(target=wait, daemon=True).start()
         try:
-            written = ends.get(timeout=_SECONDS_AFTER_A_FAILURE)
-            if written:
+            error = ends.get(timeout=_SECONDS_AFTER_A_FAILURE)
+            if error is None:
                 self.store.commit(step)
-        except (queue.Empty, OSError):
-            written = False
-        if not written:
-            print(f"note: the checkpoint of step {step} was still being written; it is lost", flush=True)
+                return
+            why = f"could not be written: {error}"
+        except queue.Empty:
+            why = f"was not whole within {_SECONDS_AFTER_A_FAILURE:g} s, or its processes are busy"
+        except OSError as error:
+            why = f"could not be given its name: {error}"
+        print(f"note: the checkpoint of step {step} {why}; it is not gone on from", flush=True)
 
     def _commit(self, wait: bool) -> None:
         step = self._step

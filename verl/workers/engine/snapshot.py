@@ -80,20 +80,24 @@ class BackgroundWriter:
         Raises:
             CheckpointFailed: it could not be written (not in the background).
         """
-        assert self.is_done(wait=False)
+        assert self._written is None or self._written.done()
         all_of_it = [*snapshots, Snapshot(write=partial(sync_tree, folder))]
         if background:
             self._written = self._thread.submit(_write, all_of_it, copies=True)
         else:
+            self._written = None
             _write(all_of_it, copies=False)
 
     def is_done(self, wait: bool) -> bool:
-        """Whether nothing is being written (any more). CheckpointFailed, once: it could not be written."""
-        written = self._written
-        if written is None or not (wait or written.done()):
-            return written is None
-        self._written = None
-        written.result()
+        """Whether nothing is being written (any more). CheckpointFailed: the last one could not be written.
+
+        Asked again it answers the same, so whoever was interrupted while it waited may do so.
+        """
+        if self._written is None:
+            return True
+        if not (wait or self._written.done()):
+            return False
+        self._written.result()
         return True
 
     def close(self) -> None:
