@@ -43,7 +43,10 @@ install_environment() {
     base="$(find_python)"
     mkdir -p "$folder"
     (    # one at a time: several machines may share the folder
-        ! command -v flock >/dev/null || flock 9
+        if command -v flock >/dev/null && ! flock -n 9; then
+            echo "Waiting for another installation into $folder ..." >&2
+            flock 9 || echo "note: $folder can't be locked; don't install into it twice at once" >&2
+        fi
         has_extras "$extras" "$stamp" && exit
         echo "Making the environment $folder (once; a few minutes) ..." >&2
         # Asked for pip, not for the folder: venv may have been stopped between the two.

@@ -20,6 +20,7 @@ case "${1:-}" in
     --vllm) with_vllm=true; shift ;;
 esac
 if [ $# -gt 0 ]; then
+    if $with_vllm; then echo "error: --vllm takes no further arguments" >&2; exit 2; fi
     $fast_only && set -- -m "not slow" "$@"
     exec "$PYTHON" -m pytest "$@"
 fi

@@ -341,3 +341,9 @@ def test_the_screen_colours_tags_that_arrive_in_pieces():
     stripped = re.sub(r"\x1b\[[\d;]*m", "", output)
     assert stripped.startswith(text)
     assert "Doc 1" in stripped and stripped.count("word") < 40
+
+
+def test_a_converted_model_keeps_all_that_is_asked_with():
+    from scripts.convert_checkpoint import ASKING_KEYS
+
+    assert {key.rpartition(".")[2] for key in ASKING_KEYS} == set(vars(infer.Settings()))

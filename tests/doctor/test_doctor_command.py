@@ -77,7 +77,7 @@ def test_the_quickstart_on_this_machine_has_no_findings(overrides, capsys):
     looked = int(count.split()[0])
     assert count == f"{looked} checks of this run on 1 machine(s): 0 errors, 0 warnings"
     assert note.startswith(f"note: {len(chosen()) - looked} checks had nothing to look at, without ")
-    assert "without --index_path: index" in note and "without a run on Ray: ray-disk, " in note
+    assert "without --index_path: index" in note and "without a run on Ray: shared-paths, ray-disk, " in note
     assert "retriever" not in note and "settings" not in note
 
 

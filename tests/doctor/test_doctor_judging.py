@@ -248,7 +248,7 @@ CASES = {
         ),
         (
             facts_with(run=run_with(notes=("loss_mode=a is meant for b; with c its rows differ.",))),
-            "loss_mode=a is meant for b: with c its rows differ",
+            "loss_mode=a is meant for b: with c its rows differ. Do: set b",
         ),
     ],
     "ray-address": [

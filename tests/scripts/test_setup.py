@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,7 @@ def test_what_is_installed_is_not_installed_again(installing):
     assert asked()[4:] == ["torch", "[test]"]
 
 
+@pytest.mark.skipif(shutil.which("flock") is None, reason="flock is not there")
 def test_two_machines_that_share_a_folder_install_into_it_once(installing):
     install, asked = installing
     assert [process.wait() for process in [install("train") for _ in range(4)]] == [0] * 4

@@ -110,7 +110,7 @@ def test_an_unknown_key_names_the_nearest_known_one(typed, meant):
 def test_a_key_in_capitals_is_a_variable_which_goes_before_the_command(text):
     with pytest.raises(ValueError, match="unknown key") as error:
         load_config([text])
-    assert f"before the command: {text.lstrip('+')} bash train_grpo.sh" in str(error.value)
+    assert f"before the command: {text.lstrip('+')} bash <the script>" in str(error.value)
 
 
 @settings(deadline=None, max_examples=25)

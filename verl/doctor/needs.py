@@ -48,14 +48,19 @@ def a_ray_to_start(facts: Facts) -> str | None:
 
 def cluster(facts: Facts) -> str | None:
     """One that has said which nodes it has."""
-    return None if facts.ray is not None and facts.ray.nodes else _CLUSTER
+    return None if facts.ray is not None and facts.ray.nodes else ray(facts) or _CLUSTER
 
 
 def nodes(facts: Facts) -> str | None:
     """Nodes of a cluster that were looked at."""
     if facts.nodes:
         return None
-    return cluster(facts) or "a look at each node, which --quick leaves out"
+    return cluster(facts) or "answers of its nodes, which --quick does not ask"
+
+
+def asked_nodes(facts: Facts) -> str | None:
+    """Nodes of a cluster that were asked, whether they answered or not."""
+    return None if facts.ray is not None and facts.ray.silent else nodes(facts)
 
 
 def nodes_of_a_run(facts: Facts) -> str | None:
@@ -96,7 +101,7 @@ def an_index(facts: Facts) -> str | None:
 
 
 def tried_gpus(facts: Facts) -> str | None:
-    """No GPUs, or all of them tried."""
-    if any(machine.num_gpus and not machine.gpus for machine in facts.machines):
-        return "a try of the GPUs, which --quick and trainer.device=cpu leave out"
-    return None
+    """No GPUs, or some that were tried."""
+    if any(machine.gpus for machine in facts.machines) or not any(m.num_gpus for m in facts.machines):
+        return None
+    return "a try of the GPUs (nvidia-smi; --quick and trainer.device=cpu leave it out)"

@@ -421,14 +421,18 @@ class Dispatcher:
 _loop = asyncio.get_running_loop
 
 
-def _first_of(error: BaseException) -> BaseException | None:
-    """Of several attempts, as to each address of a name, the first (an ExceptionGroup of Python 3.11)."""
-    return next(iter(getattr(error, "exceptions", ())), None)
+def _most_telling(error: BaseException) -> BaseException | None:
+    """Of several attempts, as to each address of a name (an ExceptionGroup of Python 3.11), one that was
+    refused: there is such a machine. Else the last.
+    """
+    attempts = getattr(error, "exceptions", ())
+    refused = (attempt for attempt in attempts if isinstance(attempt, ConnectionRefusedError))
+    return next(refused, attempts[-1] if attempts else None)
 
 
 def _reason(error: BaseException) -> str:
     """The text of the cause that lies deepest: "refused the connection" rather than "All attempts failed"."""
-    while cause := error.__cause__ or error.__context__ or _first_of(error):
+    while cause := error.__cause__ or error.__context__ or _most_telling(error):
         error = cause
     if isinstance(error, ConnectionRefusedError):
         return "refused the connection"

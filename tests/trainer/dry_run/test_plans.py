@@ -115,6 +115,7 @@ def test_sequence_parallel_processes_share_tokens_and_rows(seven):
     )  # it has a size of its own
 
 
+@pytest.mark.slow
 def test_megatron_processes_have_stages_and_slices(seven):
     settings = (
         "actor_rollout_ref.actor.strategy=megatron",

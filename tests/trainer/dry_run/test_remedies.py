@@ -15,6 +15,8 @@ from verl.trainer.dry_run.plan import Models, Plan, build_plan
 from verl.trainer.dry_run.remedies import cheapest_change
 from verl.trainer.dry_run.report import verdict
 
+pytestmark = pytest.mark.slow
+
 FSDP, MEGATRON = "ppo_trainer", "ppo_megatron_trainer"
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref"))
 APART = (
@@ -147,7 +149,6 @@ def test_blocks_that_say_the_same_as_the_actors_are_told_too(dry_runs):
     dry_runs.follow("72B", "grpo", 80, MEGATRON, line)
 
 
-@pytest.mark.slow
 def test_lora_is_named_where_it_can_be_had(dry_runs):
     _, last, _ = dry_runs.plan("72B", "grpo", 8, FSDP, [*ONE_NODE, *APART])
     assert last.startswith("no offloading, no smaller passes") and "lora_rank" in last
@@ -189,7 +190,6 @@ def test_servers_whose_share_leaves_no_cache_get_a_larger_one(dry_runs):
     assert "gpu_memory_utilization=0.6" in last
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", ["7B", "72B"])
 @pytest.mark.parametrize("name", [FSDP, MEGATRON])
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])
@@ -226,7 +226,6 @@ def command_lines(draw):
     return size, estimator, draw(st.sampled_from([16, 24, 40, 80, 141])), name, line
 
 
-@pytest.mark.slow
 @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(command_lines())
 def test_what_is_printed_of_any_command_line_fits_when_it_is_followed(dry_runs, command_line):

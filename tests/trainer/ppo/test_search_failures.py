@@ -14,7 +14,7 @@ from verl.trainer.ppo.metric_utils import Timer
 from verl.trainer.ppo.run_state import RunStopped
 
 BASE_MODEL = Path(__file__).resolve().parents[3] / "data_prep" / "base_model"
-REASON = "no answer within 60 s (http://a:1/retrieve: Connection refused)"
+REASON = "no answer within 60 s (http://a:1/retrieve: refused the connection)"
 
 
 @pytest.fixture(scope="module")

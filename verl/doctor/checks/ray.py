@@ -127,7 +127,7 @@ def find_bad_ray_folder(facts: Facts) -> Iterator[Finding]:
         )
 
 
-@check("nodes", needs.cluster)
+@check("nodes", needs.asked_nodes)
 def find_silent_nodes(facts: Facts) -> Iterator[Finding]:
     """nodes of the cluster that don't run a task"""
     for name in facts.ray.silent if facts.ray else ():

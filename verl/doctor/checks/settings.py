@@ -24,11 +24,12 @@ def find_mistakes(facts: Facts) -> Iterator[Finding]:
 
 @check("no-effect", needs.a_run)
 def find_settings_without_effect(facts: Facts) -> Iterator[Finding]:
-    """keys that are set and change nothing in this run"""
+    """keys that are set and change nothing, and a loss with an aggregation that it is not meant for"""
     for note in facts.run.notes if facts.run else ():
         what, _, reason = note.rstrip(".").partition(": " if " has no effect: " in note else "; ")
         why, _, do = reason.partition(". ")
-        yield warning(what, why, do or f"leave {note.partition('=')[0]} out")
+        _, is_meant, meant = what.partition(" is meant for ")
+        yield warning(what, why, f"set {meant}" if is_meant else do or f"leave {note.partition('=')[0]} out")
 
 
 @check("batches", needs.a_policy_run)

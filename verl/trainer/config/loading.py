@@ -223,7 +223,7 @@ def _check_variable(text: str) -> None:
     if equals and re.fullmatch("[A-Z][A-Z0-9_]+", name):
         raise ValueError(
             f"Found the unknown key {name!r} in {text!r}. An environment variable goes before the command: "
-            f"{name}={value} bash train_grpo.sh ... --help lists all keys."
+            f"{name}={value} bash <the script> ... --help lists all keys."
         )
 
 

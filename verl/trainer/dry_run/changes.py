@@ -94,10 +94,10 @@ def ladders_of(config: DictConfig, hardware: Hardware, models: Models, plan: Pla
     block, on_cuda = config.actor_rollout_ref, hardware.device == "cuda"
     is_megatron, is_apart = block.actor.strategy == "megatron", block.rollout.placement == "apart"
     trained = [("actor_rollout_ref.model", block.model)]
-    precisions = [(f"{ACTOR}.fsdp_config", block.actor.fsdp_config)]  # and offloads
+    fsdp_blocks = [(f"{ACTOR}.fsdp_config", block.actor.fsdp_config)]  # offloads and dtypes
     if models.critic is not None:
         trained.append(("critic.model", config.critic.model))
-        precisions.append(("critic.model.fsdp_config", config.critic.model.fsdp_config))
+        fsdp_blocks.append(("critic.model.fsdp_config", config.critic.model.fsdp_config))
     if not block.rollout.free_cache_engine and not is_apart:
         yield (Change({f"{ROLLOUT}.free_cache_engine": True}, "a moment at each rollout"),)
     yield from _pass_ladders(config, plan)
@@ -111,8 +111,8 @@ def ladders_of(config: DictConfig, hardware: Hardware, models: Models, plan: Pla
     else:
         yield from _cache_ladder(config, hardware)
     if not is_megatron:
-        sharded = [*precisions, (f"{REF}.fsdp_config", block.ref.fsdp_config)] if has_frozen else precisions
-        for name, fsdp in sharded:
+        ref = [(f"{REF}.fsdp_config", block.ref.fsdp_config)] if has_frozen else []
+        for name, fsdp in [*fsdp_blocks, *ref]:
             if not fsdp.reshard_after_forward:
                 yield (Change({f"{name}.reshard_after_forward": True}, "layers are gathered more often"),)
             if fsdp.fsdp_size != -1:
@@ -127,7 +127,7 @@ def ladders_of(config: DictConfig, hardware: Hardware, models: Models, plan: Pla
         if is_megatron:  # whose gradients have buffers that stay
             offloads.insert(0, ("grad_offload", "their buffers are made anew for each update"))
         for kind, costs in offloads:
-            for name, fsdp in precisions:
+            for name, fsdp in fsdp_blocks:
                 if not fsdp[kind]:
                     yield (Change({f"{name}.{kind}": True}, costs),)
 
