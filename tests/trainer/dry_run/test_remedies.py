@@ -226,7 +226,7 @@ def command_lines(draw):
     return size, estimator, draw(st.sampled_from([16, 24, 40, 80, 141])), name, line
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(command_lines())
 def test_what_is_printed_of_any_command_line_fits_when_it_is_followed(dry_runs, command_line):
     plan, last, _ = dry_runs.plan(*command_line)
