@@ -2,6 +2,7 @@
 
     python infer.py                                    the newest checkpoint of a local run; type questions
     python infer.py --question "Who directed Amber Harbor?"
+    python infer.py --input questions.txt --json > answers.jsonl          one question a line
     python infer.py --model Qwen/Qwen2.5-3B-Instruct --retriever-url http://127.0.0.1:8000/retrieve
 
     question -> prompt template -> LLMGenerationManager (the loop of training) -> text, documents, answer
@@ -14,6 +15,7 @@ prompt template is --template, else prompt_template.txt beside the model, else t
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -57,6 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Ask a model that searches. Without --question it asks you.")
     add = parser.add_argument
     add("--question", help="one question; without it, questions are read until the input ends")
+    add("--input", type=Path, help="file with one question a line; -: read them from the input")
+    add("--json", action="store_true", help="print one JSON object for each question, and nothing else")
     add("--model", help="Hugging Face folder, checkpoint or run folder, or hub name")
     url = os.environ.get("RETRIEVER_URL", "http://127.0.0.1:8000/retrieve")
     add("--retriever-url", default=url, help=f"search server, or several: a,b (RETRIEVER_URL: {url})")
@@ -83,9 +87,9 @@ def run_folder(model: str | Path) -> Path | None:
 
 def newest_checkpoint(roots: Sequence[Path]) -> Path | None:
     """The Hugging Face folder below `roots` that was written last."""
-    found = [path for root in roots for path in root.glob("**/huggingface/config.json")]
-    found = [path for path in found if run_folder(path.parent) and path.parents[1].name == "actor"]
-    return max(found, key=lambda path: path.stat().st_mtime).parent if found else None
+    configs = [path for root in roots for path in root.glob("**/huggingface/config.json")]
+    configs = [path for path in configs if run_folder(path.parent) and path.parents[1].name == "actor"]
+    return max(configs, key=lambda path: path.stat().st_mtime).parent if configs else None
 
 
 def find_model(model: str | None) -> str:
@@ -119,18 +123,12 @@ def find_model(model: str | None) -> str:
 
 def find_template(path: Path | None, model: str) -> str:
     """The prompt template's text. Raises ValueError if it can't be read or has no place for the question."""
-    from data_prep.prompts import SEARCH_PROMPT, fill_prompt
+    from data_prep.prompts import SEARCH_PROMPT, read_template
 
     beside = Path(model) / TEMPLATE_FILE
-    if path is None:
-        template = beside.read_text(encoding="utf-8") if beside.is_file() else SEARCH_PROMPT
-    else:
-        try:
-            template = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--template: {path} can't be read ({error})") from None
-    fill_prompt(template, "?")
-    return template
+    if path is None and not beside.is_file():
+        return SEARCH_PROMPT
+    return read_template(path or beside)
 
 
 def read_config(model: str) -> tuple[Path | None, dict[str, int]]:
@@ -139,12 +137,12 @@ def read_config(model: str) -> tuple[Path | None, dict[str, int]]:
     for folder in (run, Path(model)):
         if folder is None or not (folder / CONFIG_FILE).is_file():
             continue
-        from omegaconf import OmegaConf
+        import yaml
 
-        config = OmegaConf.load(folder / CONFIG_FILE)
-        block = {"max_turns": "", "topk": "retriever."}
-        found = {name: OmegaConf.select(config, block.get(name, "data.") + name) for name in vars(Settings())}
-        known = {name: value for name, value in found.items() if value is not None}
+        config = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        blocks = {"max_turns": config, "topk": config.get("retriever", {})}
+        values = {name: blocks.get(name, config.get("data", {})).get(name) for name in vars(Settings())}
+        known = {name: value for name, value in values.items() if value is not None}
         if known:  # not the one of a supervised run, or of something else
             return folder / CONFIG_FILE, known
     return None, {}
@@ -191,8 +189,8 @@ def check_retriever(url: str, topk: int, use_proxy: bool) -> None:
 
 def _how_to_start(url: str) -> str:
     """What to do about servers that don't answer; `url`: those of this machine are started here."""
-    from search_r1.search.transport.addresses import parse_urls
-    from verl.doctor.facts_network import is_own, resolve
+    from search_r1.search.client import parse_urls
+    from search_r1.search.probe import is_own, resolve
 
     hosts = dict.fromkeys(urlsplit(each).hostname or "" for each in parse_urls(url))
     others = [host for host in hosts if not any(map(is_own, resolve(host)))]
@@ -282,7 +280,7 @@ class Asker:
 
         from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
         from search_r1.search.client import SearchClient
-        from verl.workers.rollout.build import Request, local_engine
+        from verl.workers.rollout.native import NativeEngine
 
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
@@ -292,18 +290,16 @@ class Asker:
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.model)
             config = transformers.AutoConfig.from_pretrained(self.model)
-            # Recurrent models have no bound on positions.
             bound = getattr(config.get_text_config(), "max_position_embeddings", None)
             longest = min(self.settings.max_prompt_length, bound or sys.maxsize)
-            request = Request(torch.device(device), dtype, longest, num_rows=1)
-            engine = local_engine(config, request, max_num_seqs=1)
+            engine = NativeEngine(config, 1, longest, dtype, device)
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(self.model, dtype=dtype)
             model.to(device)
         except (
             Exception
         ) as error:  # a broken folder raises all kinds: OSError, SafetensorError, ImportError, ...
             raise ValueError(f"--model: {self.model} can't be loaded: {first_line(error)}") from error
-        engine.update_weights(model.state_dict().items(), version=0)
+        engine.load_weights(model.state_dict().items(), version=0)
         generation = GenerationConfig(**vars(self.settings))
         url, use_proxy = self.arguments.retriever_url, self.arguments.use_proxy
         client = SearchClient(url, topk=self.settings.topk, use_proxy=use_proxy)
@@ -315,11 +311,11 @@ class Asker:
         self.manager.close()
 
     def ask(self, question: str) -> bool:
-        """Shows how the model answers; False if its search failed."""
+        """Shows how the model answers, or prints it with --json; False if its search failed."""
         import torch
 
         from data_prep.prompts import fill_prompt
-        from search_r1.llm_agent.actions import parse_action
+        from search_r1.llm_agent.codec import parse_action
         from verl.protocol import DataProto, object_array
         from verl.utils.dataset.rl_dataset import prompt_text
 
@@ -335,17 +331,29 @@ class Asker:
             },
         )
         record = self.manager.run_llm_loop(batch).non_tensor_batch["trajectory"][0]
-        self.console.print()
-        if record["finish_reason"] == "search_failed":
-            print(f"error: the search failed: {record['turns'][-1]['error']}", file=sys.stderr)
-            return False
+        failed = record["finish_reason"] == "search_failed"
+        answer = None
         if record["finish_reason"] == "answer":
             answer = parse_action(record["turns"][-1]["text"]).content
+        if self.arguments.json:
+            result = {
+                "question": question,
+                "answer": answer,
+                "finish_reason": record["finish_reason"],
+                "num_searches": record["num_searches"],
+                "turns": record["turns"],
+            }
+            print(json.dumps(result, ensure_ascii=False, default=str), flush=True)
+            return not failed
+        self.console.print()
+        if failed:
+            print(f"error: the search failed: {record['turns'][-1]['error']}", file=sys.stderr)
+            return False
+        if answer is not None:
             self.console.print(Text.assemble(("\nAnswer: ", "bold"), (answer, "bold green")))
         else:
-            self.console.print(
-                f"\nNo answer: the model ended with {record['finish_reason']!r}.", style="yellow"
-            )
+            ended = record["finish_reason"]
+            self.console.print(f"\nNo answer: the model ended with {ended!r}.", style="yellow")
         self.console.print(f"({record['num_searches']} searches)", style="dim")
         return True
 
@@ -362,8 +370,18 @@ def normalize(question: str) -> str:
     return question if question.endswith("?") else question + "?"
 
 
-def read_questions(console: Console) -> Iterator[str]:
-    """Questions that are typed or piped in, until an empty line or the end of the input."""
+def read_questions(path: Path | None, console: Console) -> Iterator[str]:
+    """Questions, normalized, until the end of the input; blank lines are passed over.
+
+    `path`: a file of them; None or "-": what is typed or piped in. At a terminal an empty line ends too.
+    """
+    if path is not None and str(path) != "-":
+        try:
+            lines = path.read_text(encoding="utf-8-sig").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--input: {path} can't be read ({error})") from None
+        yield from (normalize(line) for line in lines if line.strip())
+        return
     interactive = sys.stdin.isatty()
     if interactive:
         console.print("Type a question; an empty line or Ctrl-D ends.", style="dim")
@@ -372,42 +390,53 @@ def read_questions(console: Console) -> Iterator[str]:
             line = input("\n? " if interactive else "")
         except EOFError:
             return
-        if not line.strip():
+        if line.strip():
+            yield normalize(line)
+        elif interactive:
             return
-        yield line
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Checks, loads, asks. Returns the exit status; raises ValueError for a user's mistake."""
-    question = normalize(arguments.question) if arguments.question is not None else None
+    if arguments.question is not None and arguments.input is not None:
+        raise ValueError("--question and --input: give one of them")
+    console = Console(highlight=False, quiet=arguments.json)
+    questions: Iterator[str] = read_questions(arguments.input, console)
+    if arguments.question is not None:
+        questions = iter([normalize(arguments.question)])
+    elif arguments.input is not None and str(arguments.input) != "-":
+        questions = iter(list(questions))  # read now: a file that can't be read is told before loading
     if arguments.temperature < 0:
         raise ValueError(f"--temperature: found {arguments.temperature}, expected 0 or more")
     model = find_model(arguments.model)
     template = find_template(arguments.template, model)
     settings = find_settings(model, arguments.max_turns, arguments.topk)
     check_retriever(arguments.retriever_url, settings.topk, arguments.use_proxy)
-    console = Console(highlight=False)
     console.print(Text(f"model {model}   search {arguments.retriever_url}", style="dim"))
+    typed = arguments.question is None and arguments.input is None and sys.stdin.isatty()
+    went_well = []
     with closing(Asker(model, template, settings, arguments, console)) as asker:
         print(told_settings(model, settings), file=sys.stderr)
-        if question is not None:
-            return 0 if asker.ask(question) else 1
-        went_well = [asker.ask(normalize(line)) for line in read_questions(console)]
-    if sys.stdin.isatty():
+        for question in questions:
+            if not typed and arguments.question is None:
+                console.print(Text(f"\n? {question}", style="bold"))
+            went_well.append(asker.ask(question))
+    if typed:
         return 0
     if not went_well:
-        raise ValueError("no question: give one with --question, or one a line on the input")
+        raise ValueError("no question: give one with --question, or one a line with --input or on the input")
     return 0 if all(went_well) else 1
 
 
 def main() -> int:
+    """Exit status: 0; 1 when a search failed; 2 for a mistake of the user; 130 by Ctrl-C."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     arguments = build_parser().parse_args()
     try:
         return run(arguments)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     except KeyboardInterrupt:
         return 130
 

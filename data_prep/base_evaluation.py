@@ -10,7 +10,6 @@ import random
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +22,6 @@ from data_prep.relations import RELATIONS
 from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
 from search_r1.search.bm25 import BM25Retriever
 from search_r1.search.corpus import Corpus
-from verl.trainer.ppo.scoring import score_answers
 from verl.trainer.ppo.validation import validate
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.workers.reward_manager import RewardManager
@@ -90,9 +88,9 @@ class InProcessSearch:
         self.retriever = BM25Retriever(corpus)
 
     def submit(self, queries: Sequence[str], topk: int) -> list[Future]:
-        found, scores = self.retriever.batch_search(list(queries), topk)
+        results, scores = self.retriever.batch_search(list(queries), topk)
         futures: list[Future] = [Future() for _ in queries]
-        for future, documents, values in zip(futures, found, scores, strict=True):
+        for future, documents, values in zip(futures, results, scores, strict=True):
             future.set_result(
                 [{"contents": d.contents, "score": s} for d, s in zip(documents, values, strict=True)]
             )
@@ -116,7 +114,7 @@ def evaluate(
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     engine = NativeEngine(model.config, max_num_seqs=128, max_model_len=LENGTHS["max_prompt_length"])
-    engine.update_weights(model.named_parameters(), 0)
+    engine.load_weights(model.named_parameters(), 0)
     config = GenerationConfig(max_turns=3, max_response_length=32, max_obs_length=250, topk=2, **LENGTHS)
     reward = RewardManager(tokenizer)
     columns = {"prompt_key": "prompt", "truncation": "error", "return_raw_chat": False, **LENGTHS}
@@ -128,7 +126,7 @@ def evaluate(
         reports = [
             validate(
                 agent.run_llm_loop,
-                partial(score_answers, reward_fn=reward),
+                reward,
                 RLHFDataset(str(world / name), tokenizer, columns),
                 ["sampled", "greedy"],
                 None,

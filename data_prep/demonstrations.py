@@ -178,8 +178,8 @@ class Demonstrator:
         sample: Sample = [(fill_prompt(MICROWORLD_PROMPT, question.text), False)]
         for step in range(self.rng.randint(0, last) + 1):
             gold = self.world[question.path[step]]
-            found = self.retriever.search(gold.name, self.rng.choice((1, 2, 2)))
-            shown = [gold, *(entity for entity in found if entity is not gold)]
+            nearest = self.retriever.search(gold.name, self.rng.choice((1, 2, 2)))
+            shown = [gold, *(entity for entity in nearest if entity is not gold)]
             if self.rng.random() < 0.1:
                 self.rng.shuffle(shown)
             sample.append((self.wording.observation(shown), False))
@@ -201,9 +201,12 @@ class Demonstrator:
         seen: dict[str, Entity] = {}
         for turn in range(count):
             query, note = (question.path[turn], "") if right else self.query(question, turn, seen)
-            found = self.retriever.search(query, self.topk)
-            sample += [(f"{note}<search> {query}</search>", True), (self.wording.observation(found), False)]
-            seen |= {entity.name: entity for entity in found}
+            documents = self.retriever.search(query, self.topk)
+            sample += [
+                (f"{note}<search> {query}</search>", True),
+                (self.wording.observation(documents), False),
+            ]
+            seen |= {entity.name: entity for entity in documents}
         answer = question.answer if right else self.answer(question, seen)
         return [*sample, (f"<answer> {answer}</answer>{END_TOKEN}", True)]
 

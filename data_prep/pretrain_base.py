@@ -201,12 +201,12 @@ class Pretraining:
         Only `num_pools` may differ, as long as neither run had begun to bring the learning rate down.
         """
         state = torch.load(self.work / "state.pt", weights_only=True)
-        found, given = state["settings"], asdict(self.settings)
-        same = {**found, "num_pools": 0} == {**given, "num_pools": 0}
-        plateau = min(found["num_pools"], given["num_pools"]) - self.settings.decay_pools
-        if found != given and not (same and state["next_pool"] <= plateau):
+        saved, given = state["settings"], asdict(self.settings)
+        same = {**saved, "num_pools": 0} == {**given, "num_pools": 0}
+        plateau = min(saved["num_pools"], given["num_pools"]) - self.settings.decay_pools
+        if saved != given and not (same and state["next_pool"] <= plateau):
             raise ValueError(
-                f"{self.work / 'state.pt'} was made with the settings {found}, not with {given}: "
+                f"{self.work / 'state.pt'} was made with the settings {saved}, not with {given}: "
                 "give the same arguments or another --work"
             )
         self.model.load_state_dict(state["model"])

@@ -2,10 +2,13 @@
 
 `MICROWORLD_PROMPT` is for the tiny base model, which was pretrained on it: the question is all it says.
 `SEARCH_PROMPT` explains the protocol to a real language model. A user's own rows bring their own prompts.
-`NO_SEARCH_PROMPT` and `RAG_PROMPT` are for comparisons: without a search engine, and with the passages given.
+`NO_SEARCH_PROMPT` and `RAG_PROMPT` are for comparisons: without a search engine, and with passages given.
+None has the words of Search-R1's prompts: a checkpoint that was trained on those needs a file with them.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 MICROWORLD_PROMPT = "Question: {question}\n"
 
@@ -31,6 +34,16 @@ RAG_PROMPT = (
     + _ANSWER_BY_THINKING
     + "Question: {question}\nPassages:\n{passages}\n"
 )
+
+
+def read_template(path: Path) -> str:
+    """A prompt in words of one's own. ValueError for a file that can't be read or has no {question}."""
+    try:
+        template = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--template: {path} can't be read ({error})") from None
+    fill_prompt(template, "?")
+    return template
 
 
 def fill_prompt(template: str, question: str) -> str:

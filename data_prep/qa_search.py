@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from data_prep import flashrag
 from data_prep.files import make_row, write_parquet
+from data_prep.hub import fetch_file
 from data_prep.prompts import (
     MICROWORLD_PROMPT,
     NO_SEARCH_PROMPT,
@@ -28,6 +28,7 @@ from data_prep.prompts import (
     SEARCH_PROMPT,
     fill_prompt,
     format_passages,
+    read_template,
 )
 from data_prep.qa_sources import SOURCES, Questions, find_file, read_questions
 from verl.utils.reward_score.qa_em import normalize_answer
@@ -44,6 +45,8 @@ TEMPLATES = {
     "short": MICROWORLD_PROMPT,
 }
 RAG_BATCH = 256  # questions per request
+REPOSITORY = "RUC-NLPIR/FlashRAG_datasets"
+TEMPLATE_HELP = "file with the prompt in your own words; {question} stands for the question"
 
 Report = Callable[[str], None]
 
@@ -54,12 +57,15 @@ def locate(source: str, split: str, raw_dir: Path | None) -> tuple[str, Path]:
     Raises ValueError where there is none, with the names that are looked for.
     """
     for name in SPLITS_TO_TRY[split]:
-        path = find_file(source, name, raw_dir) if raw_dir else flashrag.download_split(source, name)
+        if raw_dir is not None:
+            path = find_file(source, name, raw_dir)
+        else:
+            path = fetch_file(REPOSITORY, f"{source}/{name}.jsonl", "or put the files in a folder: --raw_dir")
         if path is not None:
             return name, path
     tried = SPLITS_TO_TRY[split]
     if raw_dir is None:
-        raise ValueError(f"{source} has no {' or '.join(tried)} split in {flashrag.REPOSITORY}")
+        raise ValueError(f"{source} has no {' or '.join(tried)} split in {REPOSITORY}")
     names = [f"{source}/{name}.jsonl" for name in tried]
     names += [file for name in tried for file in SOURCES[source].files.get(name, ())]
     raise ValueError(
@@ -99,19 +105,20 @@ def unique_id(wanted: str, taken: set[str]) -> str:
     return identifier
 
 
-def add_prompts(rows: list[dict[str, Any]], template: str, retriever_url: str | None, topk: int) -> None:
-    """Fills in the prompt of every row; with template "rag" its passages are searched at `retriever_url`."""
-    passages = _search(rows, retriever_url, topk) if template == "rag" else [""] * len(rows)
-    for row, found in zip(rows, passages, strict=True):
+def add_prompts(rows: list[dict[str, Any]], template: str, passages: list[str] | None = None) -> None:
+    """Fills in the prompt of every row, with its passages where the template has a place for them."""
+    before, marker, after = template.partition("{passages}")
+    for number, row in enumerate(rows):
         # The passages last: a question may have braces in it.
-        before, marker, after = TEMPLATES[template].partition("{passages}")
-        text = fill_prompt(before, row["question"]) + (found if marker else "") + after
+        text = fill_prompt(before, row["question"])
+        if marker:
+            assert passages is not None
+            text += passages[number] + after
         row["prompt"] = [{"role": "user", "content": text}]
 
 
-def _search(rows: list[dict[str, Any]], url: str | None, topk: int) -> list[str]:
-    if url is None:
-        raise ValueError("--template_type rag needs --retriever_url: the passages are searched there")
+def _search(rows: list[dict[str, Any]], url: str, topk: int) -> list[str]:
+    """The passages of each row's question, as the server at `url` finds them."""
     from search_r1.search.client import SearchClient, SearchError
 
     texts = []
@@ -142,10 +149,10 @@ def read_split(split: str, names: list[str], raw_dir: Path | None, report: Repor
     """The merged rows of a split; `report` gets what was read and what was left out, with places."""
     sources = []
     for source in names:
-        found, path = locate(source, split, raw_dir)
+        used, path = locate(source, split, raw_dir)
         read = read_questions(source, path)
         sources.append((source, read))
-        report(f"{split}: {source}: {len(read.questions):,} questions from {path} ({found})")
+        report(f"{split}: {source}: {len(read.questions):,} questions from {path} ({used})")
         if read.num_without_answer:
             report(f"  {read.num_without_answer:,} without an accepted answer left out")
         if read.num_malformed:
@@ -181,13 +188,19 @@ def prepare(options: argparse.Namespace, report: Report = print) -> None:
         raise ValueError(
             "--drop_overlap takes questions out of the training set: it needs --split train or all"
         )
+    template = read_template(options.template) if options.template else TEMPLATES[options.template_type]
+    if "{passages}" in template and options.retriever_url is None:
+        raise ValueError("--template_type rag needs --retriever_url: the passages are searched there")
     rows = {split: read_split(split, names, options.raw_dir, report) for split, names in sets.items()}
     if "train" in rows:
         test_file = options.local_dir / "test.parquet"
         test = [row["question"] for row in rows["test"]] if "test" in rows else _existing_questions(test_file)
         rows["train"] = _report_overlap(rows["train"], test, options.drop_overlap, report)
     for split, part in rows.items():
-        add_prompts(part, options.template_type, options.retriever_url, options.topk)
+        passages = None
+        if "{passages}" in template:
+            passages = _search(part, options.retriever_url, options.topk)
+        add_prompts(part, template, passages)
         path = options.local_dir / f"{split}.parquet"
         report(f"{path}: {write_parquet(path, part):,} rows")
 
@@ -224,6 +237,7 @@ def main(argv: list[str] | None = None) -> None:
         "--template_type", choices=sorted(TEMPLATES), default="base",
         help="base: explains the search engine; no_search; rag: with passages; short: for the tiny model",
     )  # fmt: skip
+    parser.add_argument("--template", type=Path, help=TEMPLATE_HELP)
     parser.add_argument("--retriever_url", help="server that finds the passages of --template_type rag")
     parser.add_argument("--topk", type=int, default=3, help="passages for --template_type rag (3)")
     parser.add_argument(

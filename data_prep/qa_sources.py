@@ -158,10 +158,10 @@ def parse_web_questions(record: dict[str, Any], where: str) -> Question:
         answers = tidy_answers(take(record, "answers", list, where), where)
         return Question("", take(record, "question", str, where), answers, facts)
     target = take(record, "targetValue", str, where)
-    found = [re.sub(r"\\(.)", r"\1", quoted) or bare for quoted, bare in DESCRIPTION.findall(target)]
-    if len(found) != target.count("(description"):
+    answers = [re.sub(r"\\(.)", r"\1", quoted) or bare for quoted, bare in DESCRIPTION.findall(target)]
+    if len(answers) != target.count("(description"):
         raise ValueError(f"{where}: 'targetValue' is not a list of descriptions, found {describe(target)}")
-    return Question("", take(record, "utterance", str, where), tidy_answers(found, where), facts)
+    return Question("", take(record, "utterance", str, where), tidy_answers(answers, where), facts)
 
 
 def parse_strategyqa(record: dict[str, Any], where: str) -> Question:

@@ -30,15 +30,14 @@ XQUAD = "xquad.en.json"
 PASSAGES = "2wikimultihopqa_corpus.json"
 QUESTION_SETS = {"nq": "NQ-open.dev.jsonl", "hotpotqa": "hotpot_dev_v1_simplified.json"}
 EXPECTED = {"passages": 6359, "XQuAD questions": 1190, "nq questions": 3610, "hotpotqa questions": 7405}
-TEMPLATES = {"search": "base", "short": "short"}  # the names of squad.py: those of qa_search.py
 
 
-def convert(files: Path, out: Path, test_share: float, seed: int, prompt: str) -> dict[str, int]:
+def convert(files: Path, out: Path, test_share: float, seed: int, template: str) -> dict[str, int]:
     """Writes the corpus and the rows; returns what was read (keys of EXPECTED).
 
     Raises ValueError for a missing or malformed file.
     """
-    counts = squad.convert([files / XQUAD], [files / PASSAGES], out, test_share, seed, prompt)
+    counts = squad.convert([files / XQUAD], [files / PASSAGES], out, test_share, seed, template)
     read = {source: read_questions(source, files / name) for source, name in QUESTION_SETS.items()}
     parts: dict[str, list[tuple[str, Questions]]] = {"train": [], "test": []}
     for source, whole in read.items():
@@ -49,11 +48,11 @@ def convert(files: Path, out: Path, test_share: float, seed: int, prompt: str) -
         parts["train"].append((source, Questions(whole.path, questions[num_test:])))
     for split, sources in parts.items():
         rows = merge(sources, split)
-        add_prompts(rows, TEMPLATES[prompt], retriever_url=None, topk=0)
+        add_prompts(rows, template)
         write_parquet(out / "nq_hotpotqa" / f"{split}.parquet", rows)
     xquad = counts["train questions"] + counts["test questions"]
-    found = {"passages": counts["passages"], "XQuAD questions": xquad}
-    return found | {f"{source} questions": len(whole.questions) for source, whole in read.items()}
+    total = {"passages": counts["passages"], "XQuAD questions": xquad}
+    return total | {f"{source} questions": len(whole.questions) for source, whole in read.items()}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -62,15 +61,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("data/real"), help="where to write (data/real)")
     parser.add_argument("--test-share", type=float, default=0.25, help="share for testing (0.25)")
     parser.add_argument("--seed", type=int, default=0, help="which questions are for testing (0)")
-    parser.add_argument("--prompt", choices=sorted(TEMPLATES), default="search", help="as in data_prep.squad")
+    squad.add_prompt_flags(parser)
     options = parser.parse_args(argv)
     try:
-        found = convert(options.files, options.out, options.test_share, options.seed, options.prompt)
+        template = squad.chosen_template(options)
+        counts = convert(options.files, options.out, options.test_share, options.seed, template)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    print("\n".join(f"{name}: {count:,}" for name, count in found.items()))
-    if found != EXPECTED:
+    print("\n".join(f"{name}: {count:,}" for name, count in counts.items()))
+    if counts != EXPECTED:
         print(f"error: expected {EXPECTED}: these are other versions of the files", file=sys.stderr)
         sys.exit(1)
 

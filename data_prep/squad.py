@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.files import make_row, write_jsonl, write_parquet
-from data_prep.prompts import MICROWORLD_PROMPT, SEARCH_PROMPT, fill_prompt
+from data_prep.prompts import MICROWORLD_PROMPT, SEARCH_PROMPT, fill_prompt, read_template
 from data_prep.records import describe, read_json, take
 
 PROMPTS = {"search": SEARCH_PROMPT, "short": MICROWORLD_PROMPT}
@@ -86,7 +86,7 @@ def read_passages(path: Path, collection: Collection) -> None:
 
 
 def convert(
-    squad_files: list[Path], passage_files: list[Path], out: Path, test_share: float, seed: int, prompt: str
+    squad_files: list[Path], passage_files: list[Path], out: Path, test_share: float, seed: int, template: str
 ) -> dict[str, int]:
     """Write corpus.jsonl, train.parquet and test.parquet into `out`; returns counts of what was read."""
     if not 0 < test_share < 1:
@@ -109,7 +109,7 @@ def convert(
     def rows(part: list[dict[str, Any]], split: str) -> list[dict[str, Any]]:
         return [
             make_row(
-                "squad", fill_prompt(PROMPTS[prompt], q["question"]), q["question"], q["answers"], split,
+                "squad", fill_prompt(template, q["question"]), q["question"], q["answers"], split,
                 index, gold_ids=[str(q["passage"])], source_id=q["source_id"],
             )
             for index, q in enumerate(part)
@@ -130,6 +130,19 @@ def convert(
     }
 
 
+def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompt", choices=sorted(PROMPTS), default="search",
+        help="'search' explains the tags (for language models), 'short' is what the tiny base model knows",
+    )  # fmt: skip
+    parser.add_argument("--template", type=Path, help="file with your own prompt, with {question} in it")
+
+
+def chosen_template(options: argparse.Namespace) -> str:
+    """The prompt that --template or --prompt asks for. Raises ValueError for a file that won't do."""
+    return read_template(options.template) if options.template else PROMPTS[options.prompt]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="SQuAD-format files and passages -> corpus and parquet rows."
@@ -143,13 +156,11 @@ def main() -> None:
         "--test-share", type=float, default=0.25, help="share of questions for testing (0.25)"
     )
     parser.add_argument("--seed", type=int, default=0, help="which questions are for testing (0)")
-    parser.add_argument(
-        "--prompt", choices=sorted(PROMPTS), default="search",
-        help="'search' explains the tags (for language models), 'short' is what the tiny base model knows",
-    )  # fmt: skip
+    add_prompt_flags(parser)
     args = parser.parse_args()
     try:
-        counts = convert(args.squad, args.passages, args.out, args.test_share, args.seed, args.prompt)
+        template = chosen_template(args)
+        counts = convert(args.squad, args.passages, args.out, args.test_share, args.seed, template)
     except ValueError as error:
         parser.error(str(error))
     print("\n".join(f"{name}: {count}" for name, count in counts.items()))

@@ -8,7 +8,7 @@
     hnsw     part_aa, part_ab          -> e5_HNSW64.index    joined as they arrive
     bm25     bm25/*              2 GB  -> bm25/              a Lucene index
 
-Stopped at any point, the same command goes on. Each file is checked against the hub's checksum. Before
+Stopped at any point, the same command goes on. Each large file is checked against the hub's checksum. Before
 anything starts, what is needed is compared with the free space. HF_ENDPOINT, HF_TOKEN and the proxy variables
 of the environment count.
 """
@@ -25,17 +25,9 @@ import tarfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import Any
 
-from data_prep.download import (
-    CHUNK_BYTES,
-    Downloader,
-    Progress,
-    RemoteFile,
-    Report,
-    hub_client,
-    partial_paths,
-)
+from data_prep.hub import BLOCK_BYTES, RemoteFile, Report, fetch_joined, fetched_bytes, hub_api, list_files
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 TAR_MAGIC = slice(257, 262)  # where a tar header says "ustar"
@@ -82,9 +74,10 @@ class Job:
         """What is still missing on the disk."""
         if self.is_done:
             return 0
-        existing = self.target if self.target.exists() else partial_paths(self.target)[0]
-        have = existing.stat().st_size if existing.exists() else 0
-        return max(sum(part.size for part in self.parts) - have, 0)
+        if self.target.exists():
+            return 0
+        twice = max((part.size for part in self.parts), default=0)  # a part lies beside the file it joins
+        return max(sum(part.size for part in self.parts) + twice - fetched_bytes(self.target), 0)
 
 
 def plan(asset: Asset, files: list[RemoteFile], folder: Path) -> list[Job]:
@@ -119,7 +112,7 @@ def check_disk(jobs: list[Job], folder: Path) -> None:
         )
 
 
-def unpack(packed: Path, target: Path, expected_bytes: int, report: Report) -> None:
+def unpack(packed: Path, target: Path, report: Report) -> None:
     """Writes the .jsonl inside `packed` to `target` and removes `packed`.
 
     The published wiki-18.jsonl.gz is a tar archive inside, whatever its name says; a plain one is read too.
@@ -128,11 +121,16 @@ def unpack(packed: Path, target: Path, expected_bytes: int, report: Report) -> N
     temporary = target.with_name(target.name + ".unpacking")
     try:
         with gzip.open(packed, "rb") as stream, temporary.open("wb") as file:
+            source: Any = stream
             if stream.peek(512)[TAR_MAGIC] == b"ustar":
-                _copy_tar_member(stream, file, packed, expected_bytes, report)
-            else:
-                _copy(stream, file, expected_bytes, report)
-            while stream.read(CHUNK_BYTES):  # to the end: there gzip has its checksum
+                archive = tarfile.open(fileobj=stream, mode="r|")  # noqa: SIM115 (its stream is closed below)
+                members = (member for member in archive if member.name.endswith(".jsonl"))
+                source = next(filter(None, map(archive.extractfile, members)), None)
+                if source is None:
+                    raise ValueError(f"{packed}: the archive in it holds no .jsonl file")
+            report(f"unpacking {packed}")
+            shutil.copyfileobj(source, file, BLOCK_BYTES)
+            while stream.read(BLOCK_BYTES):  # to the end: there gzip has its checksum
                 pass
             file.flush()
             os.fsync(file.fileno())
@@ -147,30 +145,9 @@ def unpack(packed: Path, target: Path, expected_bytes: int, report: Report) -> N
     packed.unlink()
 
 
-def _copy_tar_member(
-    stream: gzip.GzipFile, file: IO[bytes], packed: Path, expected_bytes: int, report: Report
-) -> None:
-    with tarfile.open(fileobj=stream, mode="r|") as archive:
-        for member in archive:
-            content = archive.extractfile(member) if member.name.endswith(".jsonl") else None
-            if content is not None:
-                _copy(content, file, expected_bytes, report)
-                return
-    raise ValueError(f"{packed}: the archive in it holds no .jsonl file")
-
-
-def _copy(source: IO[bytes] | gzip.GzipFile, file: IO[bytes], expected_bytes: int, report: Report) -> None:
-    progress, done = Progress("unpacking", expected_bytes, 0, report), 0
-    while chunk := source.read(CHUNK_BYTES):
-        file.write(chunk)
-        done += len(chunk)
-        progress.update(done)
-    progress.finish()
-
-
 def _check_first_line(path: Path, packed: Path) -> None:
     with path.open("rb") as lines:
-        first = lines.readline(CHUNK_BYTES)
+        first = lines.readline(BLOCK_BYTES)
     try:
         fields = json.loads(first)
     except ValueError:
@@ -179,24 +156,23 @@ def _check_first_line(path: Path, packed: Path) -> None:
         raise ValueError(f"{packed}: is no corpus; its first line begins with {first[:60]!r}")
 
 
-def prepare(folder: Path, names: list[str], endpoint: str, revision: str, downloader: Downloader) -> None:
+def prepare(folder: Path, names: list[str], api: Any, revision: str, report: Report) -> None:
     """Downloads and unpacks the assets. Raises ValueError where something is refused, broken or too large."""
     folder.mkdir(parents=True, exist_ok=True)
     jobs: list[Job] = []
     for name in names:
-        files = downloader.list_files(endpoint, ASSETS[name].repository, revision)
-        jobs += plan(ASSETS[name], files, folder)
+        jobs += plan(ASSETS[name], list_files(api, ASSETS[name].repository, revision), folder)
     check_disk(jobs, folder)
-    total = sum(job.bytes_to_fetch for job in jobs)
-    downloader.report(f"{total / 1e9:.2f} GB to download to {folder}")
+    report(f"{sum(job.bytes_to_fetch for job in jobs) / 1e9:.2f} GB to download to {folder}")
     for job in jobs:
         if not job.is_done:
-            downloader.fetch(job.parts, job.target)
+            job.target.parent.mkdir(parents=True, exist_ok=True)
+            fetch_joined(api, job.parts, job.target, report)
             if job.unpacked is not None:
-                unpack(job.target, job.unpacked, job.unpacked_bytes, downloader.report)
+                unpack(job.target, job.unpacked, report)
         elif job.unpacked is not None:
             job.target.unlink(missing_ok=True)  # killed between unpacking and this
-        downloader.report(f"{job.unpacked or job.target}: ready")
+        report(f"{job.unpacked or job.target}: ready")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -215,9 +191,8 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"--what: found {options.what!r}, expected some of {', '.join(ASSETS)}")
         if not endpoint.startswith(("http://", "https://")):
             raise ValueError(f"HF_ENDPOINT: found {endpoint!r}, expected an address like {DEFAULT_ENDPOINT}")
-        with hub_client() as client:
-            report = lambda line: print(line, flush=True)  # noqa: E731
-            prepare(options.save_path, names, endpoint, options.revision, Downloader(client, report))
+        report = lambda line: print(line, flush=True)  # noqa: E731
+        prepare(options.save_path, names, hub_api(endpoint), options.revision, report)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,20 +1,13 @@
 """Whole GRPO steps (rollout with searches, reward, update): this project beside TRL's GRPOTrainer.
 
-    python scripts/bench_grpo_step.py --trl-python ENV/bin/python          steps per CPU second
-    python scripts/bench_grpo_step.py --trl-python .. --curves 480 --picture curves.png
+    python scripts/bench_grpo_step.py --trl-python ENV/bin/python          CPU seconds a step, Markdown
 
 The shipped tiny model learns on a microworld; both get the same weights, questions in the same order, group
 and batch sizes, lengths, learning rate (constant), AdamW, reward (exact match) and BM25 server, no KL, and
-one thread each.
-
-    ours   RayPPOTrainer.fit, native rollouts, in one process      scripts/bench/grpo_step_ours.py
-    TRL    GRPOTrainer.train with its tool loop on `generate`      scripts/bench/grpo_step_trl.py
-
-Steps per CPU second: the contenders take turns, `--rounds` times, each in a process of its own; the CPU time
-of the first steps (`--warm-up`) is not counted. With `--curves S` both learn for S seconds at the same time,
-each on a core of its own; afterwards both models answer the test questions through this project's validation.
-In TRL a turn without an action ends the trajectory (ours answers with a hint), so its trajectories are
-shorter.
+one thread each: `python -m verl.trainer.main_ppo` here, `GRPOTrainer.train` with its tool loop on `generate`
+there (scripts/bench/grpo_step_trl.py). They take turns, `--rounds` times, each in a process of its own, whose
+CPU time is read whenever it has written a step down; the first steps (`--warm-up`) don't count. In TRL a turn
+without an action ends the trajectory (ours answers with a hint), so its trajectories are shorter.
 
 TRL has an environment of its own: `pip install trl==1.16.0 transformers==5.23.0 torch==2.13.0`.
 """
@@ -22,22 +15,25 @@ TRL has an environment of its own: `pip install trl==1.16.0 transformers==5.23.0
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 import pandas as pd
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from data_prep.microworld import write_world  # noqa: E402
-from scripts.bench.grpo_step_task import GrpoTask, Row, Step  # noqa: E402
 from scripts.bench.servers import PORT, running  # noqa: E402
 
 OURS, TRL = "ours", "TRL"
@@ -48,171 +44,158 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONPATH": str(ROOT),
 }
-NUM_TRAIN = 6000  # questions
-SMOOTHED_STEPS = 8  # of the curves
+PROMPTS, GROUP = 16, 8  # of a step
+LENGTHS = {
+    "max_start_length": 64,
+    "max_prompt_length": 768,
+    "max_response_length": 32,
+    "max_obs_length": 250,
+}
+MAX_TURNS, TOPK, LEARNING_RATE = 3, 2, 8e-4
 
 
-def training_rows(folder: Path) -> list[Row]:
-    frame = pd.read_parquet(folder / "train.parquet")
-    return [
-        Row(prompt[0]["content"], [str(answer) for answer in model["ground_truth"]["target"]])
-        for prompt, model in zip(frame["prompt"], frame["reward_model"], strict=True)
+def our_command(model: str, world: Path, url: str, run_dir: Path, steps: int, seed: int) -> list[str]:
+    """The quickstart's settings, without what TRL does not do (search cost, entropy bonus, lr schedule)."""
+    settings = {
+        "data.train_files": world / "train.parquet",
+        "data.val_files": world / "test.parquet",
+        "data.shuffle_train_dataloader": "false",
+        "data.train_batch_size": PROMPTS,
+        **{f"data.{name}": value for name, value in LENGTHS.items()},
+        "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.rollout.n_agent": GROUP,
+        "actor_rollout_ref.rollout.max_num_seqs": PROMPTS * GROUP,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": PROMPTS * GROUP,
+        "actor_rollout_ref.actor.ppo_micro_batch_size": PROMPTS * GROUP,
+        "actor_rollout_ref.actor.entropy_coeff": 0,
+        "actor_rollout_ref.actor.optim.lr": LEARNING_RATE,
+        "actor_rollout_ref.actor.optim.weight_decay": 0,
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.kl_ctrl.kl_coef": 0,
+        "retriever.url": url,
+        "retriever.topk": TOPK,
+        "max_turns": MAX_TURNS,
+        "trainer.default_local_dir": run_dir,
+        "trainer.seed": seed,
+        "trainer.total_training_steps": steps
+        + 1,  # the last one, which validates and saves, is not waited for
+        "trainer.val_before_train": "false",
+        "data.val_data_num": 1,
+        "trainer.device": "cpu",
+    }
+    program = [sys.executable, "-m", "verl.trainer.main_ppo"]
+    return [*program, *(f"{key}={value}" for key, value in settings.items())]
+
+
+def trl_command(python: str, task: dict[str, Any], folder: Path) -> list[str]:
+    path = folder / "task.json"
+    path.write_text(json.dumps(task), encoding="utf-8")
+    return [python, str(ROOT / "scripts" / "bench" / "grpo_step_trl.py"), str(path)]
+
+
+def run(command: list[str], records: Path, steps: int) -> tuple[list[float], list[dict[str, float]]]:
+    """(CPU seconds of the process after each step, what it wrote of each step).
+
+    Raises:
+        RuntimeError: the process failed; with the end of its log.
+    """
+    log = records.with_suffix(".log")
+    with log.open("wb") as output:
+        options: dict[str, Any] = {"env": os.environ | ENVIRONMENT, "stdout": output, "stderr": output}
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **options)
+    cpu_seconds: list[float] = []
+    try:
+        while process.poll() is None and len(cpu_seconds) < steps:
+            done = records.read_text(encoding="utf-8").count("\n") if records.exists() else 0
+            if done > len(cpu_seconds):
+                cpu_seconds.append(sum(psutil.Process(process.pid).cpu_times()[:2]))
+            time.sleep(0.005)
+        if len(cpu_seconds) < steps:
+            end = log.read_text(encoding="utf-8", errors="replace")[-3000:]
+            raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}\n{end}")
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return cpu_seconds, [
+        json.loads(line) for line in records.read_text(encoding="utf-8").splitlines()[:steps]
     ]
 
 
-def start(contender: str, trl_python: str, task: GrpoTask, folder: Path) -> subprocess.Popen[str]:
-    path = folder / f"{contender}.json"
-    path.write_text(json.dumps(dataclasses.asdict(task)), encoding="utf-8")
-    python, script = {
-        OURS: (sys.executable, "grpo_step_ours.py"),
-        TRL: (trl_python, "grpo_step_trl.py"),
-    }[contender]
-    log = (folder / f"{contender}.log").open("w", encoding="utf-8")
-    command = [python, str(ROOT / "scripts" / "bench" / script), str(path)]
-    return subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stdout=log, stderr=log, text=True)
-
-
-def finish(process: subprocess.Popen[str], contender: str, task: GrpoTask, folder: Path) -> list[Step]:
-    """Raises RuntimeError with the end of its log if the contender fails."""
-    try:
-        if process.wait():
-            log = (folder / f"{contender}.log").read_text(encoding="utf-8")
-            raise RuntimeError(f"{contender} ended with {process.returncode}\n{log[-3000:]}")
-    finally:
-        process.kill()
-    lines = Path(task.records).read_text(encoding="utf-8").splitlines()
-    return [Step(**json.loads(line)) for line in lines]
-
-
-def cpu_seconds_per_step(steps: list[Step], warm_up: int) -> float:
-    return (steps[-1].cpu_s - steps[warm_up - 1].cpu_s) / (len(steps) - warm_up)
-
-
-def table(runs: dict[str, list[list[Step]]], warm_up: int) -> str:
+def table(runs: dict[str, list[tuple[list[float], list[dict[str, float]]]]], warm_up: int) -> str:
     """Medians over the rounds, Markdown."""
-    columns = ["contender", "CPU s per step", "ours is", "sampled tokens each", "context tokens each"]
-    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-    ours = median(cpu_seconds_per_step(steps, warm_up) for steps in runs[OURS])
-    for contender, rounds in runs.items():
-        cost = [cpu_seconds_per_step(steps, warm_up) for steps in rounds]
-        counted = [step for steps in rounds for step in steps[warm_up:]]
-        cells = [contender, f"{median(cost):.2f} ({min(cost):.2f} to {max(cost):.2f})"]
-        cells += [f"{median(cost) / ours:.2f} x", f"{mean(s.sampled_tokens for s in counted):.1f}"]
-        cells.append(f"{mean(s.context_tokens for s in counted):.1f}")
-        lines.append("| " + " | ".join(cells) + " |")
+    costs = {
+        name: [(cpu[-1] - cpu[warm_up - 1]) / (len(cpu) - warm_up) for cpu, _ in rounds]
+        for name, rounds in runs.items()
+    }
+    lines = ["| contender | CPU s per step | ours is | sampled tokens each | context tokens each |"]
+    lines.append("|---" * 5 + "|")
+    for name, rounds in runs.items():
+        rows = [row for _, written in rounds for row in written[warm_up:]]
+        if name == OURS:
+            sampled = mean(row["response_length/mean"] for row in rows)
+            fixed = mean(
+                row["prompt_length/mean"] + row["state_tokens/total"] / (PROMPTS * GROUP) for row in rows
+            )
+            context = fixed + sampled
+        else:
+            sampled, context = (
+                mean(row[key] for row in rows) for key in ("sampled_tokens", "context_tokens")
+            )
+        cost, low, high = median(costs[name]), min(costs[name]), max(costs[name])
+        ratio = f"{cost / median(costs[OURS]):.2f} x"
+        lines.append(
+            f"| {name} | {cost:.2f} ({low:.2f} to {high:.2f}) | {ratio} | {sampled:.1f} | {context:.1f} |"
+        )
     return "\n".join(lines)
 
 
-def picture(curves: dict[str, list[Step]], path: Path) -> None:
-    """Exact match of each step's trajectories, a running mean, over wall seconds."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for contender, steps in curves.items():
-        smooth = [
-            mean(step.em for step in steps[max(0, i + 1 - SMOOTHED_STEPS) : i + 1]) for i in range(len(steps))
-        ]
-        axes.plot([step.wall_s for step in steps], smooth, label=f"{contender} ({len(steps)} steps)")
-    axes.set(
-        xlabel="wall seconds", ylabel=f"exact match, training (mean of {SMOOTHED_STEPS} steps)", ylim=(0, 1)
-    )
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-
-
-def validation_scores(task: GrpoTask) -> dict[str, float]:
-    """Exact match of the trained model on the world's test questions, sampled and greedy."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "verl.trainer.main_ppo", "trainer.val_only=true"]
-        command += [
-            "trainer.val_modes=[sampled,greedy]",
-            "trainer.progress=plain",
-            "algorithm.adv_estimator=grpo",
-        ]
-        command += [f"data.train_files={task.folder}/train.parquet", f"trainer.default_local_dir={folder}"]
-        command += [
-            f"data.val_files={task.folder}/test.parquet",
-            f"actor_rollout_ref.model.path={task.final_model}",
-        ]
-        command += [f"retriever.url={task.url}", f"retriever.topk={task.topk}", f"max_turns={task.max_turns}"]
-        for key in ("max_start_length", "max_prompt_length", "max_response_length", "max_obs_length"):
-            command.append(f"data.{key}={getattr(task, key)}")
-        subprocess.run(
-            command, env={**os.environ, **ENVIRONMENT}, check=True, stdout=subprocess.PIPE, cwd=ROOT
-        )
-        summary = json.loads((Path(folder) / "summary.json").read_text(encoding="utf-8"))
-    return {"sampled": summary["em_before"], "greedy": summary["em_before_greedy"]}
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--trl-python", required=True, help="interpreter with TRL")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--trl-python", help="interpreter with TRL (default: ours alone)")
     parser.add_argument("--model", default=str(ROOT / "data_prep" / "base_model"))
     parser.add_argument("--steps", type=int, default=8, help="of each run, the warm-up included")
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lr", type=float, default=8e-4)
     parser.add_argument("--trl-micro-batch", type=int, default=32)
-    parser.add_argument("--curves", type=float, help="let both learn for this many seconds instead")
-    parser.add_argument("--picture", type=Path, help="where the curves are drawn")
-    parser.add_argument("--json", type=Path, help="also write every step here")
     options = parser.parse_args()
-    runs: dict[str, list[list[Step]]] = {OURS: [], TRL: []}
+    runs: dict[str, list[Any]] = {OURS: []} | ({TRL: []} if options.trl_python else {})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_world(options.seed, folder, NUM_TRAIN, num_test=400, num_3hop=2)
-        rows = training_rows(folder)
+        write_world(options.seed, folder, num_train=6000, num_test=2, num_3hop=2)
+        frame = pd.read_parquet(folder / "train.parquet")
         server = [sys.executable, "-m", "search_r1.search.server", "--host", "127.0.0.1", "--port", PORT]
         server += ["--retriever_name", "bm25", "--corpus_path", str(folder / "corpus.jsonl")]
         with running("retrieval server", server, folder / "server.log", ENVIRONMENT) as running_server:
-
-            def task(contender: str, number: int) -> GrpoTask:
-                return GrpoTask(
-                    model=options.model,
-                    url=f"http://127.0.0.1:{running_server.port}/retrieve",
-                    folder=name,
-                    rows=rows,
-                    records=f"{name}/{contender}-{number}.jsonl",
-                    final_model=f"{name}/{contender}-{number}",
-                    num_steps=10_000 if options.curves else options.steps,
-                    max_seconds=options.curves or float("inf"),
-                    seed=options.seed + number,
-                    lr=options.lr,
-                    trl_micro_batch=options.trl_micro_batch,
-                )
-
-            if options.curves:
-                tasks = {contender: task(contender, 0) for contender in runs}
-                started = {c: start(c, options.trl_python, tasks[c], folder) for c in runs}
-                for contender, process in started.items():
-                    runs[contender].append(finish(process, contender, tasks[contender], folder))
-                if options.picture:
-                    picture({contender: steps[0] for contender, steps in runs.items()}, options.picture)
-                for contender in runs:
-                    print(
-                        f"{contender}: {len(runs[contender][0])} steps, {validation_scores(tasks[contender])}"
-                    )
-            else:
-                for number in range(options.rounds):
-                    for contender in list(runs)[:: 1 if number % 2 == 0 else -1]:
-                        given = task(contender, number)
-                        process = start(contender, options.trl_python, given, folder)
-                        runs[contender].append(finish(process, contender, given, folder))
-                        cost = cpu_seconds_per_step(runs[contender][-1], options.warm_up)
-                        print(
-                            f"round {number + 1}, {contender}: {cost:.2f} CPU s a step",
-                            file=sys.stderr,
-                            flush=True,
-                        )
-                print(table(runs, options.warm_up))
-    if options.json:
-        records = {c: [[dataclasses.asdict(s) for s in steps] for steps in runs[c]] for c in runs}
-        options.json.write_text(json.dumps(records, indent=1), encoding="utf-8")
+            url = f"http://127.0.0.1:{running_server.port}/retrieve"
+            for number in range(options.rounds):
+                seed = options.seed + number
+                ours_dir, trl_records = folder / f"ours-{number}", folder / f"trl-{number}.jsonl"
+                rows = [
+                    {
+                        "prompt": prompt[0]["content"],
+                        "answers": [str(a) for a in rule["ground_truth"]["target"]],
+                    }
+                    for prompt, rule in zip(frame["prompt"], frame["reward_model"], strict=True)
+                ]
+                task = {
+                    **LENGTHS,
+                    **{"model": options.model, "url": url, "rows": rows, "records": str(trl_records)},
+                    **{"steps": options.steps, "seed": seed, "group": GROUP, "prompts_per_step": PROMPTS},
+                    **{"lr": LEARNING_RATE, "topk": TOPK, "max_turns": MAX_TURNS},
+                    "micro_batch": options.trl_micro_batch,
+                }
+                for contender in list(runs)[:: 1 if number % 2 == 0 else -1]:
+                    if contender == OURS:
+                        command = our_command(options.model, folder, url, ours_dir, options.steps, seed)
+                        records = ours_dir / "metrics.jsonl"
+                        ours_dir.mkdir()
+                    else:
+                        command, records = trl_command(options.trl_python, task, folder), trl_records
+                    runs[contender].append(run(command, records, options.steps))
+                    print(f"round {number + 1}, {contender}: done", file=sys.stderr, flush=True)
+            print(table(runs, options.warm_up))
     return 0
 
 

@@ -1,19 +1,16 @@
-"""Compares this project's retrieval server with one that works as Search-R1's does: prints a Markdown table.
+"""Compares this project's BM25 server with one that works as Search-R1's does: prints a Markdown table.
 
-    work folder (corpora, indexes, vectors: scripts/bench/prepare.py)
+    python scripts/bench_retrieval.py --work_folder /tmp/bench --num_passages 200000 1000000
+
+    made-up corpus and its two indexes (kept in the work folder)
         -> both servers up -> for each load, in each round: theirs, then ours -> medians
 
 Theirs (scripts/bench/searchr1_like_server.py) runs with the Python of an environment of its own; without it
-this script ends with the commands that install it. Both search the same corpus or vectors. Every query is a
-new one, so no cache helps either side. "Queries per CPU s" divides by CPU seconds of the server alone: the
-clients run on the same cores and disturb the wall clock. OMP_NUM_THREADS is 1 for both (--threads): with more
-threads per request the comparison server gets slower, as its pool runs up to 40 requests at once.
-"Same documents": the share of our documents that theirs gave too (or others with the same scores), in the
-replies to the first eight requests of each run.
-
-Examples:
-    python scripts/bench_retrieval.py --work_folder /tmp/bench --backend bm25 --num_passages 200000 1000000
-    python scripts/bench_retrieval.py --work_folder /tmp/bench --backend dense --num_passages 1000000
+this script ends with the commands that install it. Both search the same corpus. Every query is a new one, so
+no cache helps either side. "Queries per CPU s" divides by CPU seconds of the server alone: the clients run on
+the same cores and disturb the wall clock. OMP_NUM_THREADS is 1 for both. "Same documents": the share of our
+documents that theirs gave too (or others with the same scores), in the replies to the first eight requests of
+each run.
 """
 
 from __future__ import annotations
@@ -22,187 +19,185 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean, median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.bench import prepare  # noqa: E402
-from scripts.bench.load import LoadResult  # noqa: E402
-from scripts.bench.report import Cell, markdown  # noqa: E402
+from scripts.bench.load import Load, LoadResult  # noqa: E402
 from scripts.bench.servers import PORT, RunningServer, running  # noqa: E402
+from scripts.bench.synthetic_corpus import make_queries, write_corpus  # noqa: E402
 
 THEIRS, OURS = "Search-R1-like", "ours"
 NUM_QUERIES = 200_000
-Runner = Callable[[RunningServer, int, int, float, int], LoadResult]
-"""(server, clients, queries per request, seconds, queries asked before) -> one run."""
+WARM_UP_SECONDS = 15.0
+INSTALL = """python -m venv {folder}
+{folder}/bin/pip install torch==2.13.0
+{folder}/bin/pip install --no-deps pyserini==0.22.1
+{folder}/bin/pip install pyjnius onnxruntime tqdm pandas scikit-learn transformers sentence-transformers \\
+    datasets fastapi uvicorn"""
+"""The environment of the comparison server; Pyserini 0.22.1 also needs a JDK 11 to 21."""
+HEAD = (
+    "| clients | queries each | server | queries/s | queries per CPU s | p50 ms | p99 ms | RSS MB "
+    "| same documents |\n|--:|--:|---|--:|--:|--:|--:|--:|--:|"
+)
 
 
-def load_runner(queries_path: Path, topk: int) -> Runner:
-    """Runs scripts/bench/load.py in a process of its own."""
+def run_command(command: list[str], log_path: Path) -> None:
+    with log_path.open("wb") as log:
+        status = subprocess.run(command, stdout=log, stderr=log, cwd=ROOT).returncode
+    if status:
+        end = log_path.read_text(errors="replace")[-2000:]
+        raise RuntimeError(f"{' '.join(command)} ended with {status}\n{end}")
 
-    def run(server: RunningServer, clients: int, per_request: int, seconds: float, asked: int) -> LoadResult:
-        command = [sys.executable, str(ROOT / "scripts" / "bench" / "load.py")]
-        command += ["--port", str(server.port), "--pid", str(server.pid), "--clients", str(clients)]
-        command += ["--queries_per_request", str(per_request), "--topk", str(topk)]
-        command += [
-            "--queries_path",
-            str(queries_path),
-            "--seconds",
-            str(seconds),
-            "--first_query",
-            str(asked),
-        ]
-        done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-        fields = json.loads(done.stdout)
-        fields["samples"] = [tuple(pair) for pair in fields["samples"]]
-        return LoadResult(**fields)
 
-    return run
+def make_files(work: Path, num_passages: int, comparison_python: Path) -> dict[str, Path]:
+    """Corpus, questions and both indexes; what is there already is used again."""
+    files = {
+        "corpus": work / f"corpus_{num_passages}.jsonl",
+        "queries": work / f"queries_{num_passages}.txt",
+        "lucene": work / f"lucene_{num_passages}",
+        "bm25": work / f"ours_{num_passages}" / "bm25",
+    }
+    if not files["corpus"].is_file():
+        write_corpus(files["corpus"], num_passages)
+    if not files["queries"].is_file():
+        files["queries"].write_text("\n".join(make_queries(min(NUM_QUERIES, num_passages))))
+    if not files["lucene"].is_dir():  # as Search-R1 builds it: one thread, documents not stored
+        source, partial = work / f"lucene_input_{num_passages}", work / f"lucene_{num_passages}.building"
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(source, ignore_errors=True)
+        source.mkdir()
+        (source / "corpus.jsonl").symlink_to(files["corpus"])
+        command = [str(comparison_python), "-m", "pyserini.index.lucene", "--collection", "JsonCollection"]
+        command += ["--input", str(source), "--index", str(partial), "--threads", "1"]
+        run_command([*command, "--generator", "DefaultLuceneDocumentGenerator"], work / "lucene.log")
+        partial.rename(files["lucene"])
+    if not files["bm25"].is_dir():
+        command = [sys.executable, "-m", "search_r1.search.index_builder", "--retrieval_method", "bm25"]
+        command += ["--corpus_path", str(files["corpus"]), "--save_dir", str(files["bm25"].parent)]
+        run_command(command, work / "ours.log")
+    return files
+
+
+def server_commands(files: dict[str, Path], work: Path, comparison_python: Path) -> dict[str, list[str]]:
+    script = ROOT / "scripts" / "bench" / "searchr1_like_server.py"
+    theirs = [str(comparison_python), str(script), "--port", PORT, "--corpus", str(files["corpus"])]
+    theirs += ["--index", str(files["lucene"]), "--cache", str(work / "arrow")]
+    ours = [sys.executable, "-m", "search_r1.search.server", "--host", "127.0.0.1", "--port", PORT]
+    ours += ["--retriever_name", "bm25", "--corpus_path", str(files["corpus"])]
+    return {THEIRS: theirs, OURS: [*ours, "--index_path", str(files["bm25"])]}
+
+
+def run_load(load: Load) -> LoadResult:
+    """In a process of its own."""
+    command = [sys.executable, str(ROOT / "scripts/bench/load.py"), json.dumps(dataclasses.asdict(load))]
+    return LoadResult(**json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout))
+
+
+def same_documents(ours: LoadResult, theirs: LoadResult) -> float:
+    """The share of our documents that theirs gave to the same query; 1.0 if there are none.
+
+    Documents of the same rank and score also count as the same: which one of equals comes is free.
+    """
+    replies = dict(theirs.samples)
+    same = [1.0]
+    for request, reply in ours.samples:
+        if request in replies:
+            rows, others = json.loads(reply)["result"], json.loads(replies[request])["result"]
+            for row, other in zip(rows, others, strict=True):
+                ids = {item["document"]["id"] for item in other}
+                for mine, its in zip(row, other, strict=True):
+                    is_equal = math.isclose(mine["score"], its["score"], rel_tol=1e-5)
+                    same.append(float(mine["document"]["id"] in ids or is_equal))
+    return mean(same[1:] or same)
 
 
 def compare(
-    servers: tuple[RunningServer, RunningServer],
-    loads: Sequence[tuple[int, int]],
-    rounds: int,
-    seconds: float,
-    warmup_seconds: float,
-    run: Runner,
-    report: Callable[[str], None],
-) -> list[tuple[Cell, Cell]]:
-    """Alternates between the servers: in each round each load (clients, queries per request) on each of them.
+    servers: Sequence[RunningServer], files: dict[str, Path], options: argparse.Namespace
+) -> dict[tuple[int, int], dict[str, list[LoadResult]]]:
+    """(clients, queries per request) -> server -> a result a round.
 
-    Both get the same queries, and never one that was asked before. Warms up with single queries of as many
-    clients as there are in any load.
+    Both get the same queries, and never one that was asked before.
     """
-    cells = [
-        tuple(Cell(clients, per_request, server.name, []) for server in servers)
-        for clients, per_request in loads
-    ]
-    most = max(clients for clients, _ in loads)
-    asked = max(run(server, most, 1, warmup_seconds, 0).queries for server in servers)
-    for number in range(rounds):
-        for pair in cells:
-            used = 0
-            for server, cell in zip(servers, pair, strict=True):
-                result = run(server, cell.clients, cell.queries_per_request, seconds, asked)
-                cell.results.append(result)
-                used = max(used, result.queries)
-                report(
-                    f"round {number + 1}, {cell.clients} x {cell.queries_per_request}, {server.name}: "
-                    f"{result.queries_per_s:.0f} queries/s, {result.queries_per_cpu_s:.0f} per CPU s, "
-                    f"p99 {result.p99_ms:.0f} ms"
-                )
-            asked += used
-    return [(theirs, ours) for theirs, ours in cells]
+    loads = [(clients, each) for each in options.queries_per_request for clients in options.clients]
+    results: dict[tuple[int, int], dict[str, list[LoadResult]]] = {
+        load: {server.name: [] for server in servers} for load in loads
+    }
+    asked = 0
+
+    def run(server: RunningServer, clients: int, each: int, seconds: float) -> LoadResult:
+        place = {"port": server.port, "pid": server.pid, "queries_path": str(files["queries"])}
+        about = {"clients": clients, "queries_per_request": each, "topk": options.topk}
+        return run_load(Load(**place, **about, first_query=asked, seconds=seconds))
+
+    asked += max(run(server, max(options.clients), 1, WARM_UP_SECONDS).queries for server in servers)
+    for number in range(options.rounds):
+        for clients, each in loads:
+            for server in servers:
+                result = run(server, clients, each, options.seconds)
+                results[clients, each][server.name].append(result)
+                speed = f"{result.queries_per_s:.0f} queries/s, {result.queries_per_cpu_s:.0f} per CPU s"
+                print(f"round {number + 1}, {clients} x {each}, {server.name}: {speed}", file=sys.stderr)
+            asked += max(rounds[-1].queries for rounds in results[clients, each].values())
+    return results
 
 
-def server_commands(options: argparse.Namespace, backend: str, num_passages: int) -> dict[str, list[str]]:
-    """The command of each server; makes the files that it needs."""
-    work: Path = options.work_folder
-    corpus = str(prepare.corpus(work, num_passages))
-    python = str(options.comparison_python)
-    theirs = [python, str(ROOT / "scripts" / "bench" / "searchr1_like_server.py"), "--port", PORT]
-    theirs += ["--backend", backend, "--corpus", corpus, "--cache", str(work / "arrow")]
-    ours = [sys.executable, "-m", "search_r1.search.server", "--host", "127.0.0.1", "--port", PORT]
-    ours += ["--corpus_path", corpus]
-    if backend == "bm25":
-        theirs += ["--index", str(prepare.lucene_index(work, num_passages, options.comparison_python))]
-        ours += ["--retriever_name", "bm25", "--index_path", str(prepare.bm25_index(work, num_passages))]
-    else:
-        model = prepare.encoder_folder()
-        theirs += [
-            "--model",
-            str(model),
-            "--index",
-            str(prepare.flat_index(work, num_passages, options.width)),
-        ]
-        ours += ["--retriever_name", "minilm", "--retriever_model", str(model)]
-        ours += ["--index_path", str(prepare.exact_index(work, num_passages, options.width))]
-    return {THEIRS: theirs, OURS: [*ours, *options.ours_flags.split()]}
+def table(results: dict[tuple[int, int], dict[str, list[LoadResult]]]) -> str:
+    """Medians over the rounds, Markdown; behind our figures their ratio to the other server's."""
+    lines = [HEAD]
+    for (clients, each), rounds in results.items():
+        for name, runs in rounds.items():
+            cells = [str(clients), str(each), name]
+            for field in ("queries_per_s", "queries_per_cpu_s", "p50_ms", "p99_ms"):
+                value, other = (median(getattr(run, field) for run in rounds[n]) for n in (name, THEIRS))
+                ratio = f" ({value / other:.2g}x)" if name == OURS else ""
+                cells.append(f"{value:.{1 if value < 100 else 0}f}{ratio}")
+            pairs = zip(runs, rounds[THEIRS], strict=True)
+            shares = [same_documents(ours, theirs) for ours, theirs in pairs]
+            cells += [f"{median(run.rss_mb for run in runs):.0f}", f"{mean(shares):.3f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
-def benchmark(options: argparse.Namespace, backend: str, num_passages: int) -> list[tuple[Cell, Cell]]:
-    """Starts both servers over one corpus and compares them."""
-    environment = {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    queries_path = prepare.queries(options.work_folder, min(NUM_QUERIES, num_passages))
-    with contextlib.ExitStack() as stack:
-        servers = []
-        for name, command in server_commands(options, backend, num_passages).items():
-            log_path = options.work_folder / f"server_{name}_{backend}_{num_passages}.log"
-            server = stack.enter_context(running(name, command, log_path, environment))
-            print(f"{name}: ready after {server.ready_s:.1f} s: {' '.join(command)}", file=sys.stderr)
-            servers.append(server)
-        loads = [(clients, each) for each in options.queries_per_request for clients in options.clients]
-        run = load_runner(queries_path, options.topk)
-
-        def report(line: str) -> None:
-            print(line, file=sys.stderr, flush=True)
-
-        return compare(
-            (servers[0], servers[1]),
-            loads,
-            options.rounds,
-            options.seconds,
-            options.warmup_seconds,
-            run,
-            report,
-        )
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--work_folder", type=Path, required=True, help="corpora, indexes and logs; kept")
     parser.add_argument("--comparison_python", type=Path, help="default: <work_folder>/venv/bin/python")
-    parser.add_argument("--backend", nargs="+", choices=["bm25", "dense"], default=["bm25", "dense"])
     parser.add_argument("--num_passages", type=int, nargs="+", default=[200_000, 1_000_000])
-    parser.add_argument("--width", type=int, default=384, help="of the vectors; the encoder's (default: 384)")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--queries_per_request", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--topk", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0, help="of a run (default: 5)")
-    parser.add_argument("--warmup_seconds", type=float, default=15.0, help="of each server (default: 15)")
-    parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of both (default: 1)")
-    parser.add_argument("--ours_flags", default="", help="more flags of this project's server, in one string")
-    parser.add_argument("--results", type=Path, help="all runs go to this file, one JSON object a line")
-    return parser
-
-
-def main(argv: list[str] | None = None) -> int:
-    options = build_parser().parse_args(argv)
-    options.work_folder.mkdir(parents=True, exist_ok=True)
-    options.work_folder = options.work_folder.resolve()
-    options.comparison_python = options.comparison_python or options.work_folder / "venv" / "bin" / "python"
-    try:
-        prepare.check_comparison_python(options.comparison_python)
-        for backend in options.backend:
-            for num_passages in options.num_passages:
-                cells = benchmark(options, backend, num_passages)
-                print(f"\n### {backend}, {num_passages:,} passages, {os.cpu_count()} cores\n")
-                print(markdown(cells), flush=True)
-                if options.results:
-                    write_results(options.results, backend, num_passages, cells)
-    except (ValueError, RuntimeError, subprocess.CalledProcessError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    options = parser.parse_args()
+    work = options.work_folder.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    python = options.comparison_python or work / "venv" / "bin" / "python"
+    if not python.is_file():
+        commands = INSTALL.format(folder=python.parent.parent)
+        parser.error(f"there is no {python}: the comparison server has its own Python\n{commands}")
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    for num_passages in options.num_passages:
+        files = make_files(work, num_passages, python)
+        with contextlib.ExitStack() as stack:
+            servers = [
+                stack.enter_context(running(name, command, work / f"server_{name}.log", environment))
+                for name, command in server_commands(files, work, python).items()
+            ]
+            results = compare(servers, files, options)
+        print(
+            f"\n### BM25, {num_passages:,} passages, {os.cpu_count()} cores\n\n{table(results)}", flush=True
+        )
     return 0
-
-
-def write_results(path: Path, backend: str, num_passages: int, cells: Sequence[tuple[Cell, Cell]]) -> None:
-    """Appends every run, without its samples."""
-    with path.open("a", encoding="utf-8") as file:
-        for cell in [cell for pair in cells for cell in pair]:
-            about = {"backend": backend, "num_passages": num_passages, "server": cell.server}
-            about |= {"clients": cell.clients, "queries_per_request": cell.queries_per_request}
-            for result in cell.results:
-                run = {k: v for k, v in dataclasses.asdict(result).items() if k != "samples"}
-                file.write(json.dumps(about | run) + "\n")
 
 
 if __name__ == "__main__":

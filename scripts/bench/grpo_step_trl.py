@@ -1,133 +1,171 @@
 """TRL's GRPOTrainer with a search tool, for scripts/bench_grpo_step.py; runs in TRL's Python.
 
-`GRPOTrainer.train` as it is: its tool loop (set up as in search_rollout_trl.py), its loss, its optimizer
-step. The questions come in the order of the other contender, the reward is exact match of the last <answer>.
+    python grpo_step_trl.py TASK.json        writes one JSON line a step to the task's `records`
+
+`GRPOTrainer.train` as it is: its tool loop, its loss, its optimizer step. It is given this model's protocol
+as any user would: a chat template for plain prompts and <information> blocks, a response template that reads
+`<search> q</search>` as a call of the tool `search`, and the closing tags as end-of-sequence tokens. The
+questions come in the order of the file, the reward is exact match of the last <answer>.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import string
 import sys
 import tempfile
+from http.client import HTTPConnection
 from pathlib import Path
+from statistics import mean
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from scripts.bench.grpo_step_task import (
-    GROUP,
-    GrpoTask,
-    Steps,
-    exact_match,
-    last_answer,
-    task_of_command_line,
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ message.content }}"
+    "{% if message.tool_calls %}{% for call in message.tool_calls %}"
+    "<search>{{ call.function.name }} {{ call.function.arguments | tojson }}</search>"
+    "{% endfor %}{% endif %}"
+    "{% endfor %}"
 )
-from scripts.bench.search_rollout_task import Task
-from scripts.bench.search_rollout_trl import CHAT_TEMPLATE, RESPONSE_TEMPLATE, Tool
+SEARCH_CALL = {
+    "open": "<search>",
+    "close": "</search>",
+    "repeats": True,
+    "content": "text",
+    "transform": {
+        "type": "function",
+        "function": {"name": "search", "arguments": {"query": "{content}"}},
+    },
+}
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "\n",
+    "fields": {"tool_calls": SEARCH_CALL, "content": {"close": "<|endoftext|>", "content": "text"}},
+}
 
 
-class Watch(TrainerCallback):
-    """Notes each optimizer step, and ends the run when its time is over."""
+class SearchTool:
+    """One HTTP call a query, over a connection that stays open."""
 
-    def __init__(self, steps: Steps) -> None:
-        self.steps = steps
-        self.scores: list[float] = []
+    def __init__(self, url: str, topk: int) -> None:
+        address = urlsplit(url)
+        self._topk, self._path = topk, address.path
+        self._connection = HTTPConnection(address.netloc, timeout=60)
+
+    def search(self, query: str) -> str:
+        """Looks a query up.
+
+        Args:
+            query: what to look for.
+        """
+        body = json.dumps({"queries": [query], "topk": self._topk, "return_scores": True})
+        self._connection.request("POST", self._path, body, {"Content-Type": "application/json"})
+        lines = []
+        for number, item in enumerate(json.load(self._connection.getresponse())["result"][0], start=1):
+            title, _, text = item["document"]["contents"].partition("\n")
+            lines.append(f"Doc {number}(Title: {title}) {text}\n")
+        return f"\n\n<information>{''.join(lines).strip()}</information>\n\n"
+
+
+class StepWriter(TrainerCallback):
+    """Writes the sizes of each step's trajectories when its optimizer step is done."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
         self.sampled: list[int] = []
         self.contexts: list[int] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        def mean(values: list[Any]) -> float:
-            return sum(values) / max(len(values), 1)
-
-        self.steps.add(mean(self.scores), mean(self.sampled), mean(self.contexts))
-        self.scores, self.sampled, self.contexts = [], [], []
-        control.should_training_stop = control.should_training_stop or self.steps.is_over
-        return control
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        self.steps.start()
+        line = {"sampled_tokens": mean(self.sampled), "context_tokens": mean(self.contexts)}
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self.sampled, self.contexts = [], []
         return control
 
 
-def main(task: GrpoTask) -> None:
+def exact_match(text: str, golden: list[str]) -> float:
+    """1.0 if the last answer is a golden one after SQuAD's normalisation."""
+
+    def normalised(answer: str) -> str:
+        kept = "".join(character for character in answer.lower() if character not in string.punctuation)
+        return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+
+    answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return float(bool(answers) and any(normalised(answers[-1]) == normalised(gold) for gold in golden))
+
+
+def main(task: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(task.model)
-    model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(task["model"])
+    model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32)
     tokenizer.chat_template, tokenizer.response_template = CHAT_TEMPLATE, RESPONSE_TEMPLATE
     closing = tokenizer.convert_tokens_to_ids(["</search>", "</answer>"])
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, *closing]
-    watch = Watch(Steps(task))
-    searched = Task(model=task.model, url=task.url, warm_up=[], prompts=[], seed=task.seed, topk=task.topk)
+    writer = StepWriter(task["records"])
 
-    def reward(
-        prompts: list[Any], completion_ids: list[list[int]], answers: list[list[str]], **_: Any
-    ) -> Any:
+    def reward(prompts: list[Any], completion_ids: list[list[int]], answers: list[Any], **_: Any) -> Any:
+        for ids, prompt in zip(completion_ids, prompts, strict=True):
+            writer.contexts.append(len(ids) + len(tokenizer.encode(prompt[0]["content"])))
         texts = tokenizer.batch_decode(completion_ids)
-        scores = [exact_match(last_answer(text), golden) for text, golden in zip(texts, answers, strict=True)]
-        watch.scores += scores
-        watch.contexts += [
-            len(ids) + len(tokenizer.encode(prompt[0]["content"]))
-            for ids, prompt in zip(completion_ids, prompts, strict=True)
-        ]
-        return scores
+        return [exact_match(text, golden) for text, golden in zip(texts, answers, strict=True)]
 
-    rows_per_step = task.prompts_per_step * GROUP
+    rows = [
+        {"prompt": [{"role": "user", "content": row["prompt"]}], "answers": row["answers"]}
+        for row in task["rows"]
+    ]
     with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            use_cpu=True,
+            bf16=False,
+            seed=task["seed"],
+            max_steps=task["steps"],
+            per_device_train_batch_size=task["micro_batch"],
+            gradient_accumulation_steps=task["prompts_per_step"] * task["group"] // task["micro_batch"],
+            num_generations=task["group"],
+            shuffle_dataset=False,
+            max_completion_length=task["max_prompt_length"] - task["max_start_length"],
+            max_tool_calling_iterations=task["max_turns"],
+            generation_kwargs={"max_new_tokens": task["max_response_length"]},
+            temperature=1.0,
+            learning_rate=task["lr"],
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            adam_beta2=0.999,
+            epsilon=0.2,
+            beta=0.0,
+            loss_type="dapo",
+            gradient_checkpointing=False,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=reward,
-            args=GRPOConfig(
-                output_dir=folder,
-                use_cpu=True,
-                bf16=False,
-                seed=task.seed,
-                max_steps=task.num_steps,
-                per_device_train_batch_size=task.trl_micro_batch,
-                gradient_accumulation_steps=rows_per_step // task.trl_micro_batch,
-                num_generations=GROUP,
-                shuffle_dataset=False,
-                max_completion_length=task.max_prompt_length - task.max_start_length,
-                max_tool_calling_iterations=task.max_turns,
-                generation_kwargs={"max_new_tokens": task.max_response_length},
-                temperature=task.temperature,
-                learning_rate=task.lr,
-                lr_scheduler_type="constant",
-                weight_decay=0.0,
-                adam_beta2=0.999,
-                epsilon=0.2,
-                beta=0.0,
-                loss_type="dapo",
-                gradient_checkpointing=False,
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-            ),
-            train_dataset=Dataset.from_list(
-                [
-                    {"prompt": [{"role": "user", "content": row.prompt}], "answers": row.answers}
-                    for row in task.rows
-                ]
-            ),
+            args=config,
+            train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
-            tools=[Tool(searched).search],
-            callbacks=[watch],
+            tools=[SearchTool(task["url"], task["topk"]).search],
+            callbacks=[writer],
         )
         generate = trainer._generate
 
         def noted(prompts: list[Any]) -> Any:
             output = generate(prompts)
-            watch.sampled += [sum(mask) for mask in output[2]]
+            writer.sampled += [sum(mask) for mask in output[2]]
             return output
 
         trainer._generate = noted
         trainer.train()
-        trainer.model.save_pretrained(task.final_model)
-        AutoTokenizer.from_pretrained(task.model).save_pretrained(task.final_model)
 
 
 if __name__ == "__main__":
-    main(task_of_command_line())
+    main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))

@@ -59,6 +59,10 @@ class InstantPolicy(Worker):
     def start_rollout(self, num_rows: int) -> None:
         pass
 
+    @register()
+    def sync_weights(self) -> None:
+        pass
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         ids, seeds = prompts.non_tensor_batch["raw_prompt_ids"], prompts.tensors["sampling_seeds"].tolist()

@@ -1,4 +1,4 @@
-"""The clients of a retrieval benchmark: one process, one thread, many keep-alive connections.
+"""The clients of the retrieval benchmark: one process, one thread, many keep-alive connections.
 
     queries file -> each client sends the next unasked queries, waits for the reply, sends again -> LoadResult
 
@@ -6,58 +6,57 @@ Hand-written HTTP/1.1 over sockets and one selector, so that the clients cost li
 starts no request after `seconds`, waits for the last reply and counts everything: each CPU second of the
 server belongs to a counted reply, however long a reply takes.
 
-Example: python scripts/bench/load.py --port 8000 --pid 4711 --clients 64 --queries_per_request 1 \\
-             --queries_path queries.txt --seconds 10
+scripts/bench_retrieval.py starts it: python scripts/bench/load.py '{"port": 8000, ...}'
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import json
 import selectors
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import psutil
 
 REPLY_TIMEOUT = 600.0  # seconds without any reply after which the server is taken for dead
-READ_BYTES = 2**18
+NUM_SAMPLES = 8
 
 
-@dataclasses.dataclass
+@dataclass(frozen=True)
+class Load:
+    """What is asked of the server at `port`, which is the process `pid`."""
+
+    port: int
+    pid: int
+    clients: int
+    queries_per_request: int
+    topk: int
+    queries_path: str  # one query a line
+    first_query: int  # how many queries were asked before
+    seconds: float  # no request starts after them
+
+
+@dataclass(frozen=True)
 class LoadResult:
     """What one run saw. `samples`: (body of the request, body of the reply) of its first requests."""
 
-    requests: int
     queries: int
-    wall_s: float
-    server_cpu_s: float
-    clients_cpu_s: float
+    queries_per_s: float
+    queries_per_cpu_s: float  # CPU seconds of the server alone
     p50_ms: float
     p99_ms: float
     rss_mb: float  # of the server, at the end
-    anonymous_mb: float  # the part of it that no file backs
     samples: list[tuple[str, str]]
-
-    @property
-    def queries_per_s(self) -> float:
-        return self.queries / self.wall_s
-
-    @property
-    def queries_per_cpu_s(self) -> float:
-        return self.queries / max(self.server_cpu_s, 0.01)  # the clock of CPU time ticks every 10 ms
 
 
 class UniqueQueries:
     """Never the same text twice: the lines of a file, then the same lines with their words rotated."""
 
     def __init__(self, lines: list[str], start: int) -> None:
-        """`start`: how many queries were asked before."""
         self._lines, self.used = lines, start
 
     def take(self, count: int) -> list[str]:
@@ -76,161 +75,92 @@ class UniqueQueries:
 class Client:
     """One connection, with one request at a time."""
 
-    def __init__(self, address: tuple[str, int]) -> None:
-        self.socket = socket.create_connection(address, timeout=REPLY_TIMEOUT)
+    def __init__(self, port: int) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=REPLY_TIMEOUT)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._head = f"POST /retrieve HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\n".encode()
+        self.request, self.sent_at = b"", 0.0
         self._reply = bytearray()
-        self._body_at = self._reply_bytes = 0
-        self.sent_at = 0.0
-        self.request = b""
 
     def send(self, body: bytes) -> None:
         self._reply.clear()
-        self._body_at = self._reply_bytes = 0
         self.request, self.sent_at = body, time.perf_counter()
-        head = b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
-        self.socket.sendall(self._head + head + body)
+        head = "POST /retrieve HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        self.socket.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
 
-    def receive(self) -> bool:
-        """Reads what has come; True when the reply is whole. Raises RuntimeError unless it is a 200."""
-        part = self.socket.recv(READ_BYTES)
-        if not part:
+    def receive(self) -> bytes | None:
+        """Reads what has come; the body when the reply is whole. Raises RuntimeError unless it is a 200."""
+        data = self.socket.recv(2**18)
+        if not data:
             raise RuntimeError("the server closed a connection in the middle of a reply")
-        self._reply += part
-        if not self._body_at:
-            end = self._reply.find(b"\r\n\r\n")
-            if end < 0:
-                return False
-            self._body_at = end + 4
-            self._reply_bytes = self._body_at + self._content_length(bytes(self._reply[:end]))
-        return len(self._reply) >= self._reply_bytes
-
-    def _content_length(self, head: bytes) -> int:
-        status, *lines = head.split(b"\r\n")
+        self._reply += data
+        end = self._reply.find(b"\r\n\r\n")
+        if end < 0:
+            return None
+        status, *lines = bytes(self._reply[:end]).lower().split(b"\r\n")
         if b" 200" not in status:
             raise RuntimeError(f"the server answered {bytes(self._reply[:300])!r}")
-        for line in lines:
-            name, _, value = line.partition(b":")
-            if name.lower() == b"content-length":
-                return int(value)
-        raise RuntimeError(f"a reply without Content-Length: {head!r}")
-
-    @property
-    def body(self) -> bytes:
-        return bytes(self._reply[self._body_at :])
-
-
-def process_tree(pid: int) -> list[psutil.Process]:
-    root = psutil.Process(pid)
-    return [root, *root.children(recursive=True)]
+        (length,) = (int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length:"))
+        return bytes(self._reply[end + 4 :]) if len(self._reply) >= end + 4 + length else None
 
 
 def cpu_seconds(pid: int) -> float:
     """User and system time of a process and its children, also of those that have ended."""
-    total = sum(sum(process.cpu_times()[:2]) for process in process_tree(pid))
-    ended = psutil.Process(pid).cpu_times()
-    return total + ended.children_user + ended.children_system
+    root = psutil.Process(pid)
+    total = sum(sum(process.cpu_times()[:2]) for process in [root, *root.children(recursive=True)])
+    return total + root.cpu_times().children_user + root.cpu_times().children_system
 
 
-def memory_mb(pid: int) -> tuple[float, float]:
-    """(resident, of it anonymous) in MB, summed over a process and its children."""
-    infos = [process.memory_info() for process in process_tree(pid)]
-    return sum(i.rss for i in infos) / 1e6, sum(i.rss - i.shared for i in infos) / 1e6
+def run_load(load: Load) -> LoadResult:
+    """One run. Raises RuntimeError for a reply that is not a 200."""
+    lines = Path(load.queries_path).read_text(encoding="utf-8").splitlines()
+    queries = UniqueQueries(lines, load.first_query)
 
+    def new_body() -> bytes:
+        asked = queries.take(load.queries_per_request)
+        return json.dumps({"queries": asked, "topk": load.topk, "return_scores": True}).encode("ascii")
 
-def run_load(
-    address: tuple[str, int],
-    pid: int,
-    queries: UniqueQueries,
-    clients: int,
-    queries_per_request: int,
-    topk: int,
-    seconds: float,
-    num_samples: int = 8,
-) -> LoadResult:
-    """One run against the server of process `pid`. Raises RuntimeError for a reply that is not a 200."""
-
-    def bodies() -> Iterator[bytes]:
-        while True:
-            asked = {"queries": queries.take(queries_per_request), "topk": topk, "return_scores": True}
-            yield json.dumps(asked).encode("ascii")
-
-    connections = [Client(address) for _ in range(clients)]
-    new_body = bodies()
     latencies: list[float] = []
     samples: dict[bytes, bytes] = {}
-    cpu_before, own_before, start = cpu_seconds(pid), time.process_time(), time.perf_counter()
+    clients = [Client(load.port) for _ in range(load.clients)]
+    cpu_before, start = cpu_seconds(load.pid), time.perf_counter()
     with selectors.DefaultSelector() as selector:
-        for client in connections:
+        for client in clients:
             selector.register(client.socket, selectors.EVENT_READ, client)
-            body = next(new_body)
-            if len(samples) < num_samples:
-                samples[body] = b""
-            client.send(body)
-        waiting = clients
-        while waiting:
+            client.send(new_body())
+            if len(samples) < NUM_SAMPLES:
+                samples[client.request] = b""
+        while selector.get_map():
             ready = selector.select(REPLY_TIMEOUT)
             if not ready:
                 raise RuntimeError(f"no reply for {REPLY_TIMEOUT:.0f} s")
             for key, _ in ready:
                 client = key.data
-                if not client.receive():
+                body = client.receive()
+                if body is None:
                     continue
                 now = time.perf_counter()
                 latencies.append(now - client.sent_at)
                 if client.request in samples:
-                    samples[client.request] = client.body
-                if now - start < seconds:
-                    client.send(next(new_body))
+                    samples[client.request] = body
+                if now - start < load.seconds:
+                    client.send(new_body())
                 else:
                     selector.unregister(client.socket)  # the server may close it while others wait
-                    waiting -= 1
-    wall = time.perf_counter() - start
-    server_cpu, own_cpu = cpu_seconds(pid) - cpu_before, time.process_time() - own_before
-    for client in connections:
+    wall, server_cpu = time.perf_counter() - start, cpu_seconds(load.pid) - cpu_before
+    for client in clients:
         client.socket.close()
-    p50, p99 = np.percentile(latencies, [50, 99]) * 1e3
-    rss, anonymous = memory_mb(pid)
+    root = psutil.Process(load.pid)
+    num_queries = len(latencies) * load.queries_per_request
     return LoadResult(
-        requests=len(latencies),
-        queries=len(latencies) * queries_per_request,
-        wall_s=wall,
-        server_cpu_s=server_cpu,
-        clients_cpu_s=own_cpu,
-        p50_ms=float(p50),
-        p99_ms=float(p99),
-        rss_mb=rss,
-        anonymous_mb=anonymous,
+        queries=num_queries,
+        queries_per_s=num_queries / wall,
+        queries_per_cpu_s=num_queries / max(server_cpu, 0.01),  # the clock of CPU time ticks every 10 ms
+        p50_ms=float(np.percentile(latencies, 50)) * 1e3,
+        p99_ms=float(np.percentile(latencies, 99)) * 1e3,
+        rss_mb=sum(p.memory_info().rss for p in [root, *root.children(recursive=True)]) / 1e6,
         samples=[(request.decode(), reply.decode()) for request, reply in samples.items()],
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Load a retrieval server and print what it did, as JSON")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--pid", type=int, required=True, help="the server's process, for CPU and memory")
-    parser.add_argument("--clients", type=int, required=True)
-    parser.add_argument("--queries_per_request", type=int, required=True)
-    parser.add_argument("--queries_path", type=Path, required=True, help="one query a line")
-    parser.add_argument("--first_query", type=int, default=0, help="how many queries were asked before")
-    parser.add_argument("--topk", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=10.0)
-    options = parser.parse_args()
-    lines = options.queries_path.read_text(encoding="utf-8").splitlines()
-    result = run_load(
-        (options.host, options.port),
-        options.pid,
-        UniqueQueries(lines, options.first_query),
-        options.clients,
-        options.queries_per_request,
-        options.topk,
-        options.seconds,
-    )
-    json.dump(dataclasses.asdict(result), sys.stdout)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    json.dump(asdict(run_load(Load(**json.loads(sys.argv[1])))), sys.stdout)

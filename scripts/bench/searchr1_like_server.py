@@ -1,29 +1,22 @@
-"""The server that benchmarks compare with: it works as Search-R1's retrieval server does.
+"""The server that scripts/bench_retrieval.py compares with: it works as Search-R1's retrieval server does.
 
-    POST /retrieve -> FastAPI, a `def` handler in the thread pool -> one call of the backend per request
-        bm25:  Pyserini's LuceneSearcher.search for each query in turn -> rows of a datasets table
-        dense: encode all queries of the request -> one search of a FAISS index -> rows of the table
+    POST /retrieve -> FastAPI, a `def` handler in the thread pool
+        -> Pyserini's LuceneSearcher.search for each query in turn -> rows of a datasets table
 
 Written for the comparison: no code of Search-R1. It runs with its own Python and imports nothing of this
-repository, only what a user of Search-R1 installs: Pyserini, FAISS, datasets, FastAPI and plain uvicorn.
-Where Search-R1 says `.cuda()` and fp16 this one computes on the CPU in fp32; its progress bars are left out.
-
-Example: python searchr1_like_server.py --backend bm25 --index lucene/ --corpus corpus.jsonl --port 8001
+repository, only what a user of Search-R1 installs: Pyserini, datasets, FastAPI and plain uvicorn.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any, Protocol
+from typing import Any
 
 import datasets
 import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel
-
-MAX_QUERY_TOKENS = 256
-DENSE_BATCH = 512  # queries that are encoded and searched at once
 
 
 class QueryRequest(BaseModel):
@@ -32,12 +25,6 @@ class QueryRequest(BaseModel):
     queries: list[str]
     topk: int | None = None
     return_scores: bool = False
-
-
-class Backend(Protocol):
-    """`search`: for each query its documents and their scores."""
-
-    def search(self, queries: list[str], topk: int) -> list[list[tuple[dict[str, Any], float]]]: ...
 
 
 class LuceneBackend:
@@ -57,42 +44,7 @@ class LuceneBackend:
         return result
 
 
-class FaissBackend:
-    """Dense: encoder in PyTorch, FAISS index in memory."""
-
-    def __init__(self, index: str, corpus: datasets.Dataset, model: str) -> None:
-        import faiss
-        import transformers
-
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-        self.model = transformers.AutoModel.from_pretrained(model).eval()
-        self.index = faiss.read_index(index)
-        self.corpus = corpus
-
-    def encode(self, queries: list[str]) -> Any:
-        """Unit vectors, float32 [N, D]: mean over the tokens."""
-        import torch
-
-        with torch.no_grad():
-            tokens = self.tokenizer(
-                queries, max_length=MAX_QUERY_TOKENS, padding=True, truncation=True, return_tensors="pt"
-            )
-            hidden = self.model(**tokens, return_dict=True).last_hidden_state
-            mask = tokens["attention_mask"][..., None].bool()
-            mean = hidden.masked_fill(~mask, 0.0).sum(dim=1) / mask.sum(dim=1)
-            return torch.nn.functional.normalize(mean, dim=-1).numpy().astype("float32", order="C")
-
-    def search(self, queries: list[str], topk: int) -> list[list[tuple[dict[str, Any], float]]]:
-        result = []
-        for start in range(0, len(queries), DENSE_BATCH):
-            scores, rows = self.index.search(self.encode(queries[start : start + DENSE_BATCH]), topk)
-            for query_rows, query_scores in zip(rows.tolist(), scores.tolist(), strict=True):
-                documents = [self.corpus[row] for row in query_rows]
-                result.append(list(zip(documents, query_scores, strict=True)))
-        return result
-
-
-def create_app(backend: Backend, default_topk: int) -> FastAPI:
+def create_app(backend: LuceneBackend, default_topk: int) -> FastAPI:
     app = FastAPI()
 
     @app.post("/retrieve", response_model=None)  # as where no return type is declared
@@ -109,22 +61,15 @@ def create_app(backend: Backend, default_topk: int) -> FastAPI:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="A retrieval server that works as Search-R1's does")
-    parser.add_argument("--backend", choices=["bm25", "dense"], required=True)
-    parser.add_argument("--index", required=True, help="Lucene folder, or FAISS file")
+    parser.add_argument("--index", required=True, help="Lucene's folder")
     parser.add_argument("--corpus", required=True, help="jsonl file")
     parser.add_argument("--cache", help="folder for the Arrow copy of the corpus; default: that of datasets")
-    parser.add_argument("--model", help="folder of the encoder, for dense")
     parser.add_argument("--topk", type=int, default=3)
     parser.add_argument("--port", type=int, required=True)
     options = parser.parse_args()
-    if options.backend == "dense" and not options.model:
-        parser.error("--backend dense needs --model")
     corpus = datasets.load_dataset("json", data_files=options.corpus, split="train", cache_dir=options.cache)
-    if options.backend == "bm25":
-        backend: Backend = LuceneBackend(options.index, corpus)
-    else:
-        backend = FaissBackend(options.index, corpus, options.model)
-    uvicorn.run(create_app(backend, options.topk), host="127.0.0.1", port=options.port)
+    app = create_app(LuceneBackend(options.index, corpus), options.topk)
+    uvicorn.run(app, host="127.0.0.1", port=options.port)
     return 0
 
 

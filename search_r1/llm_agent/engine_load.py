@@ -25,7 +25,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from verl.workers.rollout.engine import RolloutEngine
+from verl.workers.rollout.base import RolloutEngine
 
 SAMPLE_STEPS = 16
 GAUGES = ("running", "queued", "parked", "kv_used_share")

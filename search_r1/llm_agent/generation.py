@@ -14,15 +14,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig
-
-from search_r1.llm_agent.codec import Codec
-from search_r1.llm_agent.config import GenerationConfig
+from search_r1.llm_agent.codec import Codec, GenerationConfig
 from search_r1.llm_agent.loop import Event, TrajectoryLoop
 from search_r1.llm_agent.trajectory import Trajectory, search_metrics, to_tensors
 from search_r1.search.client import SearchClient
+from verl.config import Config
+from verl.config.schema import Retriever
 from verl.protocol import DataProto
-from verl.workers.rollout.engine import RolloutEngine, SamplingParams
+from verl.workers.rollout.base import RolloutEngine, SamplingParams
 
 __all__ = ["Event", "GenerationConfig", "LLMGenerationManager", "build_agent", "build_search_client"]
 
@@ -38,10 +37,17 @@ class LLMGenerationManager:
         config: GenerationConfig,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
-        """`search_client` may be None without `do_search`. `on_event` hears what happens as it happens; it
-        needs an engine with `partial`. Raises ValueError for lengths that can't work."""
+        """Without a `search_client`, one is made for `config.search_url`; without `do_search` none is needed.
+        `on_event` hears what happens as it happens; it needs an engine with `partial`.
+
+        Raises ValueError for lengths that can't work, and for `do_search` without a client and an address.
+        """
         if config.do_search and search_client is None:
-            raise ValueError("do_search: found true without a search client, expected a SearchClient")
+            if config.search_url is None:
+                raise ValueError(
+                    "do_search: found true without a search client; expected a SearchClient, or search_url"
+                )
+            search_client = SearchClient(config.search_url, topk=config.topk)
         self.tokenizer, self.engine, self.config = tokenizer, engine, config
         self.search_client, self.on_event = search_client, on_event
         self.codec = Codec(tokenizer, config)
@@ -130,20 +136,19 @@ class LLMGenerationManager:
             temperature=meta_info.get("temperature", config.temperature),
             top_p=meta_info.get("top_p", config.top_p),
             top_k=meta_info.get("top_k", config.top_k),
-            min_p=config.min_p,
+            min_p=meta_info.get("min_p", config.min_p),
         )
 
 
 def build_search_client(
-    retriever: DictConfig, api_key: str | None = None, timeout: float | None = None
+    retriever: Retriever, api_key: str | None = None, timeout: float | None = None
 ) -> SearchClient:
     """A client from the `retriever` block. `api_key`: as for SearchClient; `timeout`: instead of the block's.
 
     Raises ValueError for an address or a proxy that can't be used.
     """
-    urls = list(retriever.url) if isinstance(retriever.url, ListConfig) else retriever.url
     return SearchClient(
-        urls,
+        retriever.url,
         topk=retriever.topk,
         timeout=retriever.timeout if timeout is None else timeout,
         api_key=api_key,
@@ -152,7 +157,7 @@ def build_search_client(
 
 
 def build_agent(
-    config: DictConfig, tokenizer: Any, engine: RolloutEngine, *, api_key: str | None = None
+    config: Config, tokenizer: Any, engine: RolloutEngine, *, api_key: str | None = None
 ) -> LLMGenerationManager:
     """The agent of a training run from its whole configuration. `api_key`: of the retrieval servers."""
     data, rollout, retriever = config.data, config.actor_rollout_ref.rollout, config.retriever
@@ -164,7 +169,6 @@ def build_agent(
         max_obs_length=data.max_obs_length,
         topk=retriever.topk,
         do_search=config.do_search,
-        no_think_rl=config.algorithm.no_think_rl,
         search_delay_steps=rollout.search_delay_steps,
         max_in_flight=rollout.max_in_flight,
         straggler_factor=rollout.straggler_factor,
@@ -172,7 +176,6 @@ def build_agent(
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         min_p=rollout.min_p,
-        ignore_eos=rollout.ignore_eos,
     )
     client = build_search_client(retriever, api_key) if config.do_search else None
     return LLMGenerationManager(tokenizer, engine, client, generation)

@@ -20,14 +20,12 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from search_r1.llm_agent.actions import HINT, parse_action
-from search_r1.llm_agent.codec import Codec
-from search_r1.llm_agent.config import GenerationConfig
+from search_r1.llm_agent.codec import HINT, Codec, GenerationConfig, parse_action
 from search_r1.llm_agent.engine_load import EngineLoad
 from search_r1.llm_agent.stragglers import StragglerWatch
 from search_r1.llm_agent.trajectory import KEPT, Trajectory, Turn
 from search_r1.search.client import FoundDocument, SearchClient, SearchError
-from verl.workers.rollout.engine import Completion, Partial, RolloutEngine, SamplingParams
+from verl.workers.rollout.base import Completion, Partial, RolloutEngine, SamplingParams
 
 EventKind = Literal["text", "search", "observation", "hint", "end"]
 

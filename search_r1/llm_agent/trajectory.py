@@ -5,7 +5,7 @@
 
 Token ids are only ever appended, as they were sampled or tokenised: nothing is decoded and encoded again.
 A trajectory that is kept for the next step travels as its row of the batch and its record (see
-`verl/trainer/ppo/partial_groups.py`); `Trajectory.continued` makes it again.
+`continuations` of verl/trainer/ppo/collection.py); `Trajectory.continued` makes it again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from search_r1.search.client import FoundDocument
-from verl.workers.rollout.engine import Partial
+from verl.workers.rollout.base import Partial
 
 KEPT = "kept"  # finish_reason of a trajectory that goes on in the next step
 

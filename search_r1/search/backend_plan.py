@@ -24,6 +24,7 @@ EXTRAS = {
     "bm25": ("retrieval", ("numba",)),
     "exact": ("dense", ("torch", "transformers")),
     "faiss": ("dense,faiss", ("torch", "transformers", "faiss")),
+    "lucene": ("pyserini", ()),
     "rerank": ("dense", ("torch", "transformers")),
 }
 """Backend: the extras of setup.py that install it, and the modules that it imports."""
@@ -132,16 +133,19 @@ def holds(path: Path | None) -> str:
     return "faiss" if start[:1] == b"I" and start[1:4].isalnum() else "unknown"
 
 
-def check_plan(plan: BackendPlan, has_corpus: bool) -> None:
-    """Raises ValueError for a plan that can't work: an index, a corpus or a package is missing or wrong."""
+def check_plan(plan: BackendPlan, has_corpus: bool, is_installed: bool = True) -> None:
+    """Raises ValueError for a plan that can't work: an index or a corpus is missing or wrong, or, with
+    `is_installed`, a package is not there."""
     if plan.kind in ("bm25", "lucene"):
         _check_sparse_index(plan)
     if plan.model is not None:
         check_model_folder("--retriever_model", plan.model)
     if not has_corpus and plan.kind not in (*ONLINE, "lucene"):
         raise ValueError("--corpus_path is missing: the jsonl file that holds the passages")
+    if not is_installed:
+        return
     if plan.kind == "lucene":
-        from search_r1.search.jvm import check_java
+        from search_r1.search.lucene import check_java
 
         check_java()
     elif plan.kind in EXTRAS:

@@ -1,39 +1,42 @@
 """The search client: queries in, documents out, over Search-R1's `/retrieve` JSON, one server or several.
 
-    submit([query, ...]) -> one Future per query
-        the answer is kept in memory -> done
-        else -> background thread: Dispatcher (transport/dispatch.py) -> POST /retrieve -> Futures, memory
+    submit([query, ...]) -> one Future per query, that ends in its documents or in a SearchError
+        an answer that is kept in memory -> done
+        else -> background thread: Dispatcher (dispatch.py) -> POST /retrieve -> Futures, memory
 
-Training and `infer.py` search through this. The memory is bounded; a run's index does not change.
+What a server sends can end a search in a SearchError, nothing else. Training and `infer.py` search through
+this.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, InvalidStateError
-from typing import TypeAlias
+from concurrent.futures import Future
+from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
-from search_r1.search.transport.addresses import AddressBook, parse_urls
-from search_r1.search.transport.dispatch import Dispatcher, Documents, Key
-from search_r1.search.transport.replies import FoundDocument, SearchError
+from search_r1.search.dispatch import Dispatcher, Documents, Key
+from search_r1.search.replies import FoundDocument, SearchError, without_surrogates
 
-__all__ = ["API_KEY_VARIABLE", "MAX_QUERY_CHARS", "FoundDocument", "SearchClient", "SearchError"]
+__all__ = [
+    "API_KEY_VARIABLE",
+    "MAX_QUERY_CHARS",
+    "FoundDocument",
+    "SearchClient",
+    "SearchError",
+    "parse_urls",
+]
 
 API_KEY_VARIABLE = "SEARCH_R1_API_KEY"
 MAX_QUERY_CHARS = 2048  # the rest of a longer query is not sent: no search engine makes use of it
 KEEP_ALIVE_SECONDS = 4.0  # of a connection that is not used; uvicorn closes its end after 5
 CLOSE_SECONDS = 2.0
-
-Asked: TypeAlias = tuple[Key, Future[Documents]]
-Answered: TypeAlias = tuple[Future[Documents], Documents]
 
 
 class SearchClient:
@@ -57,7 +60,7 @@ class SearchClient:
             urls: addresses, see `parse_urls`.
             topk: documents per query, where `submit` does not say.
             timeout: seconds from `submit` until a search has failed, retries included.
-            cache_size: answers kept in memory; 0 for none.
+            cache_size: answers kept in memory; 0 for none. A run's index does not change.
             api_key: sent as a Bearer token; None: what the environment variable SEARCH_R1_API_KEY holds.
             use_proxy: go through the proxies that HTTP_PROXY and its kin name.
 
@@ -70,12 +73,11 @@ class SearchClient:
             raise ValueError(f"retriever.timeout: found {timeout}, expected more than 0 seconds")
         self.urls = parse_urls(urls)
         self.topk, self.timeout = topk, timeout
-        self._http = _http_client(api_key, use_proxy)
-        self._dispatcher = Dispatcher(AddressBook(self.urls), self._http, timeout, self._keep)
+        self._dispatcher = Dispatcher(self.urls, _http_client(api_key, use_proxy), timeout, self._keep)
         self._lock = threading.Lock()  # of all below
         self._cache_size = cache_size
         self._cache: OrderedDict[Key, Documents] = OrderedDict()
-        self._num_asked = self._num_cached = 0
+        self._num_searches = self._num_cached = 0
         self._closed = False
         self._thread: threading.Thread | None = None
         self._process = 0  # that the thread runs in
@@ -87,17 +89,22 @@ class SearchClient:
         in a SearchError."""
         topk = self.topk if topk is None else topk
         futures: list[Future[Documents]] = [Future() for _ in queries]
-        keys = [(query.encode("utf-8", "replace").decode()[:MAX_QUERY_CHARS], topk) for query in queries]
+        new: list[tuple[Key, Future[Documents]]] = []
         with self._lock:
             if self._closed:
                 raise RuntimeError("the search client is closed")
-            asked, answered = self._look_up(list(zip(keys, futures, strict=True)))
-            self._num_asked += len(futures)
-            self._num_cached += len(futures) - len(asked)
-            if asked:
+            for query, future in zip(queries, futures, strict=True):
+                key = (without_surrogates(query)[:MAX_QUERY_CHARS], topk)
+                if key in self._cache:
+                    self._cache.move_to_end(key)
+                    future.set_result(self._cache[key])
+                else:
+                    new.append((key, future))
+            self._num_searches += len(futures)
+            self._num_cached += len(futures) - len(new)
+            if new:
                 self._start_thread()
-                self._loop.call_soon_threadsafe(self._accept, asked, time.monotonic())
-        _answer(answered)
+                self._loop.call_soon_threadsafe(self._dispatcher.accept, new, time.monotonic())
         return futures
 
     def batch_search(self, queries: Sequence[str], topk: int | None = None) -> list[Documents]:
@@ -109,9 +116,9 @@ class SearchClient:
         return await asyncio.wrap_future(self.submit([query], topk)[0])
 
     def statistics(self) -> dict[str, float]:
-        """Counters since the client was made: `searches`, `cache_hits` of them, and those of `Statistics`."""
-        mine = {"searches": self._num_asked, "cache_hits": self._num_cached}
-        return mine | vars(self._dispatcher.statistics)
+        """Counters since the client was made: `searches`, `cache_hits` of them, and dispatch.STATISTICS."""
+        mine = {"searches": self._num_searches, "cache_hits": self._num_cached}
+        return mine | self._dispatcher.statistics
 
     def close(self) -> None:
         """Ends requests and the thread at once; searches that still wait fail. May be called twice."""
@@ -129,18 +136,6 @@ class SearchClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _look_up(self, asked: list[Asked]) -> tuple[list[Asked], list[Answered]]:
-        """Those that are not in the cache, and the others with what is there; the lock is held."""
-        missing: list[Asked] = []
-        answered: list[Answered] = []
-        for key, future in asked:
-            if key in self._cache:
-                self._cache.move_to_end(key)
-                answered.append((future, self._cache[key]))
-            else:
-                missing.append((key, future))
-        return missing, answered
-
     def _keep(self, key: Key, documents: Documents) -> None:
         if self._cache_size > 0:
             with self._lock:
@@ -154,32 +149,17 @@ class SearchClient:
                 raise RuntimeError("the search client was made in another process: make one here")
             return
         started = threading.Event()
+
+        async def run() -> None:
+            self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+            started.set()
+            await self._stop.wait()
+            await self._dispatcher.close()
+
         self._process = os.getpid()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve(started)), name="search-client", daemon=True
-        )
+        self._thread = threading.Thread(target=lambda: asyncio.run(run()), name="search-client", daemon=True)
         self._thread.start()
         started.wait()
-
-    async def _serve(self, started: threading.Event) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        started.set()
-        await self._stop.wait()
-        await self._dispatcher.close()
-        await self._http.aclose()
-
-    def _accept(self, asked: list[Asked], asked_at: float) -> None:
-        with self._lock:
-            asked, answered = self._look_up(asked)  # an answer may have come since
-        _answer(answered)
-        self._dispatcher.accept(asked, asked_at)
-
-
-def _answer(answered: list[Answered]) -> None:
-    """Ends Futures. Without the lock: a Future's callback may search again, or close the client."""
-    for future, documents in answered:
-        with contextlib.suppress(InvalidStateError):  # the caller cancelled it
-            future.set_result(documents)
 
 
 def _http_client(api_key: str | None, use_proxy: bool) -> httpx.AsyncClient:
@@ -198,3 +178,20 @@ def _http_client(api_key: str | None, use_proxy: bool) -> httpx.AsyncClient:
         )
     except (ValueError, ImportError, OSError) as error:
         raise ValueError(f"retriever.use_proxy: the proxy settings can't be used ({error})") from None
+
+
+def parse_urls(urls: str | Sequence[str]) -> list[str]:
+    """Addresses from one string with commas or a list; `/retrieve` is added to an address without a path."""
+    parts = urls.split(",") if isinstance(urls, str) else list(urls)
+    addresses = []
+    for part in filter(None, (part.strip() for part in parts)):
+        split = urlsplit(part)
+        if split.scheme not in ("http", "https") or not split.hostname:
+            raise ValueError(
+                f"retriever url: found {part!r}, expected an address such as http://127.0.0.1:8000/retrieve "
+                "(several are separated by commas)"
+            )
+        addresses.append(urlunsplit(split._replace(path="/retrieve")) if split.path in ("", "/") else part)
+    if not addresses:
+        raise ValueError("retriever url: found nothing, expected http://HOST:PORT/retrieve")
+    return list(dict.fromkeys(addresses))

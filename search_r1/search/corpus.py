@@ -46,8 +46,8 @@ def parse_line(line: bytes) -> dict[str, Any]:
     if type(fields) is not dict:
         raise ValueError(f"found a JSON {type(fields).__name__}, expected an object: {EXAMPLE}")
     if type(fields.get("contents")) is not str:
-        found = ", ".join(map(repr, list(fields)[:8])) or "no fields"
-        raise ValueError(f"expected the text as one string under 'contents', found {found}: {EXAMPLE}")
+        names = ", ".join(map(repr, list(fields)[:8])) or "no fields"
+        raise ValueError(f"expected the text as one string under 'contents', found {names}: {EXAMPLE}")
     if line.count(b'"contents"') > 1 or line.count(b'"id"') > 1:
         _refuse_double_fields(line)
     return fields
@@ -59,8 +59,8 @@ def _json_problem(line: bytes, error: orjson.JSONDecodeError) -> str:
         return "begins with a byte order mark inside the file (several files joined?); remove it"
     try:
         line.decode("utf-8")
-    except UnicodeDecodeError as found:
-        return f"not UTF-8 ({found.reason} at byte {found.start})"
+    except UnicodeDecodeError as wrong:
+        return f"not UTF-8 ({wrong.reason} at byte {wrong.start})"
     if b"NaN" in line or b"Infinity" in line:
         with contextlib.suppress(ValueError, RecursionError):
             json.loads(line)  # Python's own reader lets these pass

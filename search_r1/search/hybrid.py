@@ -30,8 +30,8 @@ class HybridRetriever:
             raise ValueError(f"hybrid: found {len(retrievers)} backend, expected at least 2")
         counts = {retriever.num_documents for retriever in retrievers} - {None}
         if len(counts) > 1:
-            found = ", ".join(f"{retriever.name} has {retriever.num_documents}" for retriever in retrievers)
-            raise ValueError(f"hybrid: the backends hold different corpora ({found} documents)")
+            sizes = ", ".join(f"{retriever.name} has {retriever.num_documents}" for retriever in retrievers)
+            raise ValueError(f"hybrid: the backends hold different corpora ({sizes} documents)")
         self.name = "+".join(retriever.name for retriever in retrievers)
         self.num_documents = counts.pop() if counts else None
         self._retrievers, self._depth, self._k = retrievers, depth, k
@@ -66,7 +66,7 @@ def fuse(rankings: list[list[Document]], k: int) -> list[tuple[Document, float]]
 
     A document is the same in two rankings when its row is, or, where there are no rows, its JSON.
     """
-    found: dict[int | bytes, Document] = {}
+    documents: dict[int | bytes, Document] = {}
     shares: dict[int | bytes, list[float]] = {}
     for ranking in rankings:
         seen: set[int | bytes] = set()
@@ -74,7 +74,7 @@ def fuse(rankings: list[list[Document]], k: int) -> list[tuple[Document, float]]
             key = document.json if document.row is None else document.row
             if key not in seen:  # a backend that repeats itself counts once, at the better rank
                 seen.add(key)
-                found.setdefault(key, document)
+                documents.setdefault(key, document)
                 shares.setdefault(key, []).append(1 / (k + rank))
-    scored = [(document, math.fsum(shares[key])) for key, document in found.items()]
+    scored = [(document, math.fsum(shares[key])) for key, document in documents.items()]
     return sorted(scored, key=lambda pair: (-pair[1], math.inf if pair[0].row is None else pair[0].row))

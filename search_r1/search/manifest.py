@@ -15,10 +15,11 @@ import os
 import shlex
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from search_r1.search.corpus import Corpus
-from search_r1.search.corpus_files import Progress
+if TYPE_CHECKING:  # both need packages, and who only reads a manifest may have none yet
+    from search_r1.search.corpus import Corpus
+    from search_r1.search.corpus_files import Progress
 
 FORMAT = 1
 WORK_SUFFIX = ".building"
@@ -87,22 +88,22 @@ def read_manifest(index_path: str | Path) -> Manifest | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: can't be read ({error}); build the index again") from None
     try:
-        found = json.loads(text)
+        values = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON ({error}); build the index again") from None
     names = {field.name: str if field.name == "backend" else dict for field in fields(Manifest)}
-    if not isinstance(found, dict) or "format" not in found:
+    if not isinstance(values, dict) or "format" not in values:
         raise ValueError(f"{path}: not the manifest of an index; build the index again")
-    if found["format"] != FORMAT:
+    if values["format"] != FORMAT:
         raise ValueError(
-            f"{path}: an index of format {found['format']}, this version reads format {FORMAT}: "
+            f"{path}: an index of format {values['format']}, this version reads format {FORMAT}: "
             "build the index again, or use the version that built it"
         )
-    if wrong := [name for name, kind in names.items() if not isinstance(found.get(name), kind)]:
+    if wrong := [name for name, kind in names.items() if not isinstance(values.get(name), kind)]:
         raise ValueError(f"{path}: the manifest lacks '{wrong[0]}'; build the index again")
-    if wrong := [name for name in COMPARED if name not in found["corpus"]]:
+    if wrong := [name for name in COMPARED if name not in values["corpus"]]:
         raise ValueError(f"{path}: the manifest lacks the corpus's '{wrong[0]}'; build the index again")
-    return Manifest(**{name: found[name] for name in names})
+    return Manifest(**{name: values[name] for name in names})
 
 
 def check_manifest(
@@ -134,16 +135,16 @@ def check_manifest(
             "give another --index_path, or the --retriever_name that it was built for"
         )
     check_files(index_path, manifest)
-    found = corpus.fingerprint()
-    if any(manifest.corpus.get(name) != found[name] for name in COMPARED):
-        raise ValueError(_another_corpus(index_path, manifest, corpus, found))
+    fingerprint = corpus.fingerprint()
+    if any(manifest.corpus.get(name) != fingerprint[name] for name in COMPARED):
+        raise ValueError(_another_corpus(index_path, manifest, corpus, fingerprint))
     if full:
         if "sha256" not in manifest.corpus:
             raise ValueError(
                 f"{manifest_path(index_path)}: has no hash of the whole corpus; build the index again"
             )
         if manifest.corpus["sha256"] != corpus.sha256(progress):
-            raise ValueError(_another_corpus(index_path, manifest, corpus, found))
+            raise ValueError(_another_corpus(index_path, manifest, corpus, fingerprint))
     return manifest
 
 
@@ -152,22 +153,24 @@ def check_files(index_path: Path, manifest: Manifest) -> None:
     folder = index_path if index_path.is_dir() else index_path.parent
     for name, size in manifest.built.get("files", {}).items():
         path = folder / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            state = "is missing" if found is None else f"has {found:,} bytes"
+        actual = path.stat().st_size if path.is_file() else None
+        if actual != size:
+            state = "is missing" if actual is None else f"has {actual:,} bytes"
             raise ValueError(
                 f"{index_path}: the index is not whole, {name} {state}, expected {size:,} bytes. "
                 "Copy it again, or build it again with --overwrite"
             )
 
 
-def _another_corpus(index_path: Path, manifest: Manifest, corpus: Corpus, found: dict[str, Any]) -> str:
+def _another_corpus(index_path: Path, manifest: Manifest, corpus: Corpus, fingerprint: dict[str, Any]) -> str:
     given = str(corpus.path) if corpus.path is not None else "documents in memory"
     of = manifest.corpus
-    counts = of["num_documents"] == found["num_documents"] and of["num_bytes"] == found["num_bytes"]
+    counts = (
+        of["num_documents"] == fingerprint["num_documents"] and of["num_bytes"] == fingerprint["num_bytes"]
+    )
     return (
         f"{index_path} was built for the corpus {of.get('name', '(name not known)')} ({_facts(of)}), "
-        f"the corpus given is {given} ({_facts(found)}){'; single letters differ' if counts else ''}. "
+        f"the corpus given is {given} ({_facts(fingerprint)}){'; single letters differ' if counts else ''}. "
         f"Give the right one by --corpus_path, or build the index again: {_rebuild_command(manifest, given)}"
     )
 

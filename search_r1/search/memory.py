@@ -10,12 +10,12 @@ CGROUP = Path("/sys/fs/cgroup")
 
 def available_bytes() -> int:
     """Bytes that this process may still take: file cache counts as free, limits of a container are heeded."""
-    found = [
+    limits = [
         _meminfo(),
         _cgroup(CGROUP, "memory.max", "memory.current"),
         _cgroup(CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ]
-    return min(size for size in found if size is not None)
+    return min(size for size in limits if size is not None)
 
 
 def format_bytes(size: float) -> str:

@@ -67,6 +67,11 @@ class ProgressLine:
             self._stream.write(text + "\n")
         self._stream.flush()
 
+    def report(self, text: str) -> None:
+        """Prints a line of its own on stderr."""
+        self.close()
+        print(text, file=sys.stderr, flush=True)
+
     def close(self) -> None:
         """Ends the line on a terminal, so that other output begins on its own."""
         if self._open_line:

@@ -60,8 +60,8 @@ class CrossEncoder:
         for rows in lengths.argsort(stable=True).split(self._batch_size):
             batch = {name: [values[row] for row in rows] for name, values in encoded.items()}
             padded = self._tokenizer.pad(batch, return_tensors="pt").to(self.device)
-            found = self._network(**padded).logits.double().cpu()
-            logits[rows] = found[:, 1] - found[:, 0] if found.shape[1] == 2 else found[:, 0]
+            outputs = self._network(**padded).logits.double().cpu()
+            logits[rows] = outputs[:, 1] - outputs[:, 0] if outputs.shape[1] == 2 else outputs[:, 0]
         return logits.round(decimals=DECIMALS)
 
     def _cut(self, queries: set[str]) -> dict[str, str]:
@@ -101,12 +101,14 @@ class RerankRetriever:
 
     def batch_search(self, queries: list[str], topk: int) -> SearchResult:
         """For each query at most `topk` documents, best first, ties by row, and their new scores."""
-        found, _ = self._inner.batch_search(queries, max(topk, self._depth))
+        candidates, _ = self._inner.batch_search(queries, max(topk, self._depth))
         pairs = [
-            (query, document.contents) for query, row in zip(queries, found, strict=True) for document in row
+            (query, document.contents)
+            for query, row in zip(queries, candidates, strict=True)
+            for document in row
         ]
         scores = iter(self._encoder.score(pairs))
-        ranked = [_best([(document, next(scores)) for document in row], topk) for row in found]
+        ranked = [_best([(document, next(scores)) for document in row], topk) for row in candidates]
         return [[document for document, _ in row] for row in ranked], [
             [score for _, score in row] for row in ranked
         ]
@@ -159,7 +161,7 @@ def _load(model: str) -> tuple[Any, Any]:
     if missing:
         raise ValueError(
             f"--reranker_model: {model} is no cross-encoder: it has no weights for {missing[0]}. One is "
-            "cross-encoder/ms-marco-MiniLM-L12-v2, or train your own by scripts/train_reranker.py"
+            "cross-encoder/ms-marco-MiniLM-L12-v2"
         )
     if network.config.num_labels > 2:
         raise ValueError(

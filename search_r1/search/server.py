@@ -4,63 +4,48 @@
         -> {"result": [[{"document": {"contents": ..., ...}, "score": float}, ...], ...]}   one list per query
            (without return_scores: lists of plain documents)
 
-The JSON and the flags are Search-R1's; serving/http_app.py lists the other routes. The backend is loaded in
-the background: until it is there `/health` says "loading" and `/retrieve` answers 503. SIGTERM and Ctrl-C
-stop it: open requests are answered, for at most SHUTDOWN_SECONDS, and the exit status is 0.
+The JSON and the flags are Search-R1's; serving/app.py lists the other routes. The backend is loaded in the
+background: until it is there `/health` says "loading" and `/retrieve` answers 503. SIGTERM and Ctrl-C stop
+it: open requests are answered, for at most SHUTDOWN_SECONDS, and the exit status is 0.
+
+With `--workers N` the parent loads the backend once, which writes an index that is not there yet and finds
+what can't be loaded; then uvicorn starts N processes on the port, and again one that dies.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
-from typing import NoReturn
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from search_r1.search.launch import add_backend_arguments, check_backend_arguments, open_retriever
+from search_r1.search.child_process import end_with_parent
+from search_r1.search.launch import (
+    API_KEY_VARIABLE,
+    build_server_parser,
+    check_server_arguments,
+    open_retriever,
+)
 from search_r1.search.retriever import Retriever
-from search_r1.search.serving.batching import BatchSettings
-from search_r1.search.serving.request import MAX_TOPK
+from search_r1.search.serving.metrics import FOLDER_VARIABLE
 from search_r1.search.serving.service import RetrievalService
-from search_r1.search.serving.workers import Supervisor
 
-API_KEY_VARIABLE = "SEARCH_R1_API_KEY"
+if TYPE_CHECKING:  # these are slow to import; mistakes in the flags are told before
+    import uvicorn
+    from starlette.types import ASGIApp
+
 SHUTDOWN_SECONDS = 5  # given to open requests when the server is stopped; a client may never finish its own
 KEEP_ALIVE_SECONDS = 120
 BACKLOG = 2048
-
-
-def build_parser() -> argparse.ArgumentParser:
-    default = BatchSettings()
-    parser = argparse.ArgumentParser(prog="python -m search_r1.search.server", description="Retrieval server")
-    add_backend_arguments(parser)
-    add = parser.add_argument_group("how it is served").add_argument
-    add("--topk", type=int, default=3, help="documents per query when a request does not say")
-    add("--host", default="0.0.0.0", help="where to listen; 127.0.0.1: this machine only")
-    add("--port", type=int, default=8000, help="0: any free port, printed at the start")
-    add("--workers", type=int, default=1, help="server processes on the port (CPU backends)")
-    add("--max_batch", type=int, default=default.max_batch, help="queries in one call of the backend")
-    add("--max_wait_ms", type=float, default=default.max_wait_ms, help="longest time a batch is held to grow")
-    add("--max_queue", type=int, default=default.max_queue, help="open queries; more are refused with 503")
-    add("--cache_size", type=int, default=default.cache_size, help="answers kept in memory; 0: none")
-    add("--request_timeout_s", type=float, default=default.request_timeout_s, help="then a request gets 504")
-    add("--api_key", help=f"asked of clients; better given in the environment as {API_KEY_VARIABLE}")
-    return parser
-
-
-def check_arguments(arguments: argparse.Namespace) -> BatchSettings:
-    """Raises ValueError for flags that can't be served, before anything is loaded."""
-    check_backend_arguments(arguments)
-    if not 1 <= arguments.topk <= MAX_TOPK:
-        raise ValueError(f"--topk: found {arguments.topk}, expected 1 to {MAX_TOPK}")
-    if not 1 <= arguments.workers <= 256:
-        raise ValueError(f"--workers: found {arguments.workers}, expected 1 to 256")
-    names = ("max_batch", "max_wait_ms", "max_queue", "cache_size", "request_timeout_s")
-    return BatchSettings(**{name: getattr(arguments, name) for name in names})
+WORKER_SILENT_SECONDS = 600  # then a worker process is started anew; a load may keep it from answering
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -79,7 +64,7 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 def create_service(arguments: argparse.Namespace) -> RetrievalService:
     """The service that the flags ask for, not loaded yet. Raises ValueError for a wrong flag."""
-    settings = check_arguments(arguments)
+    settings = check_server_arguments(arguments)
 
     def load() -> Retriever:
         retriever = open_retriever(arguments, service.report)
@@ -108,40 +93,33 @@ def uses_gpu() -> bool:
     return torch is not None and torch.cuda.is_initialized()
 
 
-def create_server(service: RetrievalService):  # noqa: ANN201  # uvicorn is imported when it is needed
+def create_server(service: RetrievalService) -> uvicorn.Server:
     """The uvicorn server of a service; `serve` and the tests run it."""
     import uvicorn
 
-    from search_r1.search.serving.http_app import create_app
-    from search_r1.search.serving.http_protocol import BoundedProtocol
+    from search_r1.search.serving.app import create_app
 
-    config = uvicorn.Config(
-        create_app(service),
-        http=BoundedProtocol,
-        ws="none",
-        lifespan="off",
-        log_level="error",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-    )
-    return uvicorn.Server(config)
+    return uvicorn.Server(uvicorn.Config(create_app(service), **uvicorn_settings()))
 
 
-def serve(
-    service: RetrievalService,
-    listener: socket.socket,
-    stopped: threading.Event,
-    on_ready: Callable[[], None] = lambda: None,
-    listen_at_once: bool = True,
-) -> int:
-    """Loads and serves until a signal comes, or has come: `stopped`. Returns the exit status, 1 when the
-    backend can't be loaded.
+def uvicorn_settings() -> dict[str, Any]:
+    """What one process and several have in common."""
+    return {
+        "ws": "none",
+        "lifespan": "off",
+        "log_level": "error",
+        "access_log": False,
+        "server_header": False,
+        "proxy_headers": False,
+        "backlog": BACKLOG,
+        "timeout_keep_alive": KEEP_ALIVE_SECONDS,
+        "timeout_graceful_shutdown": SHUTDOWN_SECONDS,
+    }
 
-    Without `listen_at_once` no connection is accepted before the backend is loaded.
+
+def serve(service: RetrievalService, listener: socket.socket, stopped: threading.Event) -> int:
+    """Loads and serves until a signal comes, or has come: `stopped`. Returns the exit status: 2 when the
+    backend can't be loaded because a file or a flag is wrong, 1 when it can't for another reason.
     """
     server = create_server(service)
 
@@ -153,15 +131,68 @@ def serve(
         signal.signal(number, stop)
     if stopped.is_set():
         return 0
-    loading = service.start_loading(on_error=stop, on_ready=on_ready)
-    while not listen_at_once and loading.is_alive() and not server.should_exit:
-        loading.join(0.1)
-    if not server.should_exit:
-        server.run(sockets=[listener])
+    service.start_loading(on_error=stop, on_ready=lambda: print_ready(service.health()))
+    server.run(sockets=[listener])
+    return print_error(service.error) if service.error is not None else 0
+
+
+def serve_with_workers(arguments: argparse.Namespace, listener: socket.socket) -> int:
+    """Serves with several processes until a signal comes. Returns the exit status, as `serve` does."""
+    import uvicorn
+    from uvicorn.config import STARTUP_FAILURE
+    from uvicorn.supervisors import Multiprocess
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(0))  # only the load has begun, and nothing else stops that
+    service = create_service(arguments)
+    service.start_loading().join()
     if service.error is not None:
-        print(f"error: {service.error}", file=sys.stderr)
-        return 1
-    return 0
+        return print_error(service.error)
+    health = service.health()
+    service.close()
+    with tempfile.TemporaryDirectory(prefix="search_r1_metrics_") as folder:
+        os.environ[FOLDER_VARIABLE] = folder
+        config = uvicorn.Config(
+            functools.partial(create_worker_app, arguments),
+            factory=True,
+            workers=arguments.workers,
+            timeout_worker_healthcheck=WORKER_SILENT_SECONDS,
+            **uvicorn_settings(),
+        )
+        workers = Multiprocess(config, sockets=[listener])
+        log = logging.getLogger("uvicorn.error")
+        log.setLevel(logging.INFO)
+        log.addFilter(lambda record: "died" in str(record.msg))
+        when_ready = functools.partial(_tell_when_ready, folder, arguments.workers, health)
+        threading.Thread(target=when_ready, daemon=True).start()
+        workers.run()
+    return int(any(process.exitcode == STARTUP_FAILURE for process in workers.processes))
+
+
+def create_worker_app(arguments: argparse.Namespace) -> ASGIApp:
+    """What a worker process serves: it is loaded before the process takes its first connection."""
+    from uvicorn.config import STARTUP_FAILURE
+
+    from search_r1.search.serving.app import create_app
+
+    configure_logging()
+    end_with_parent()
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
+    service = create_service(arguments)
+    service.start_loading().join()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if service.error is not None:  # the parent could load it: a file has gone since
+        print_error(service.error)
+        sys.exit(STARTUP_FAILURE)
+    Path(os.environ[FOLDER_VARIABLE], f"ready_{os.getpid()}").touch()
+    return create_app(service)
+
+
+def _tell_when_ready(folder: str, num_workers: int, health: dict[str, Any]) -> None:
+    while len(list(Path(folder).glob("ready_*"))) < num_workers:
+        time.sleep(0.1)
+    print_ready(health, num_workers)
 
 
 def end_process(service: RetrievalService, status: int) -> NoReturn:
@@ -178,30 +209,45 @@ def configure_logging() -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Serves until interrupted. Returns the exit status: 1 for a wrong flag or an unreadable corpus."""
-    arguments = build_parser().parse_args(argv)
+def main(argv: list[str] | None = None, **defaults: str) -> int:
+    """Serves until interrupted. Returns the exit status: 2 for a mistake in the flags or the files.
+
+    `defaults`: other defaults of flags, for the servers that Search-R1 has under other names.
+    """
+    parser = build_server_parser()
+    parser.set_defaults(**defaults)
+    arguments = parser.parse_args(argv)
     configure_logging()
     try:
-        check_arguments(arguments)
+        check_server_arguments(arguments)
         listener = open_socket(arguments.host, arguments.port)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     stop = threading.Event()  # a signal may come long before there is a server to be stopped
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    listener.listen(BACKLOG)  # before it is said: who reads the line can connect
+    if arguments.workers == 1:
+        listener.listen(BACKLOG)  # before it is said: who reads the line can connect
     print(f"retrieval server on http://{arguments.host}:{listener.getsockname()[1]}/retrieve", flush=True)
     if arguments.workers > 1:
-        return Supervisor(arguments, listener, stop).run()
+        return serve_with_workers(arguments, listener)
     service = create_service(arguments)
+    end_process(service, serve(service, listener, stop))
 
-    def say_ready() -> None:
-        health = service.health()
-        print(f"ready: {health['backend']}, {health['num_documents']} documents", file=sys.stderr, flush=True)
 
-    end_process(service, serve(service, listener, stop, on_ready=say_ready))
+def print_error(error: BaseException) -> int:
+    """Tells what can't be loaded. Returns the exit status."""
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    return 2 if isinstance(error, ValueError) else 1
+
+
+def print_ready(health: dict[str, Any], num_workers: int = 1) -> None:
+    """The line that tells people that searches are answered."""
+    processes = f", {num_workers} processes" if num_workers > 1 else ""
+    backend, num_documents = health["backend"], health["num_documents"]
+    documents = "" if num_documents is None else f", {num_documents} documents"
+    print(f"ready: {backend}{documents}{processes}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

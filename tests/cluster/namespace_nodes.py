@@ -84,13 +84,7 @@ def missing() -> str | None:
 
 
 class NodeProcess(subprocess.Popen):
-    """A command on a node. `poll`, `wait` and `returncode` as usual; signals go to the command itself.
-
-    What was started is `nsenter`, whose child is the command: it ends when that does, with its status.
-
-    Attributes:
-        log: file with the command's output (stdout and stderr).
-    """
+    """A command on a node: `nsenter`, which ends with its child's status. Signals go to that child."""
 
     log: Path
 
@@ -127,17 +121,10 @@ class NamespaceNode:
         command: Sequence[str | Path],
         env: dict[str, str | None] | None = None,
         cwd: str | Path = REPOSITORY,
-        log: Path | None = None,
     ) -> NodeProcess:
-        """Start a command. It is ended with the node, or by its handle.
-
-        Args:
-            command: program and arguments.
-            env: on top of this process's environment; None takes a variable away.
-            cwd: where it starts.
-            log: file for its output; default: a new one in the node's folder.
-        """
-        log = log or self.folder / f"{next(self._count)}-{Path(command[0]).name}.log"
+        """Start a command. It is ended with the node, or by its handle. `env` comes on top of this process's
+        environment; None takes a variable away."""
+        log = self.folder / f"{next(self._count)}-{Path(command[0]).name}.log"
         with log.open("wb") as file:
             process = NodeProcess(
                 self.enter(command, cwd),
@@ -156,12 +143,7 @@ class NamespaceNode:
         cwd: str | Path = REPOSITORY,
         timeout: float = 60,
     ) -> str:
-        """Run a command to its end and return its output.
-
-        Raises:
-            RuntimeError: it failed; the message has its output.
-            subprocess.TimeoutExpired: it took longer than `timeout` seconds; it was killed.
-        """
+        """Run a command to its end and return its output. RuntimeError with it if the command fails."""
         process = self.start(command, env, cwd)
         try:
             status = process.wait(timeout)
@@ -186,15 +168,8 @@ class NamespaceNode:
 class NamespaceNodes:
     """A group of nodes on one switch, by name or number; a `with` block that ends them all.
 
-    Args:
-        names: host names, in the order of their addresses; a number makes node1, node2, ...
-        folder: where logs, /tmp of each node (`folder/<name>/tmp`) and /etc/hosts are kept. All nodes see it
-            at the same path, as they see the repository and everything else outside of /tmp.
-        shared: more folders below /tmp that all nodes see.
-        shm: the most that each node's /dev/shm takes, as mount puts it (by default half of the memory).
-
-    Raises:
-        RuntimeError: a node could not be made.
+    `names`: host names, or a number for node1, node2, ... `folder` has their logs, /etc/hosts and /tmp
+    (`folder/<name>/tmp`); all nodes see it at the same path, as everything outside of /tmp and `shared`.
     """
 
     def __init__(

@@ -191,13 +191,6 @@ def jobs(submit, shared) -> dict[str, Submitted]:
     }
 
 
-def test_a_job_of_servers_alone_serves_until_its_time_is_over(jobs):
-    status, output = jobs["serving"].finish()
-    assert "serving: RETRIEVER_URL=http://node1:8000/retrieve" in output, output
-    assert status == 143
-    assert "SIGUSR1, as before the time limit" in output
-
-
 def test_a_server_that_ends_during_training_is_started_again(jobs):
     status, output = jobs["again"].finish()
     assert status == 0, output
@@ -231,14 +224,3 @@ def test_a_job_that_can_not_work_is_refused_at_once(submit, number, said):
     flags = ["--gpus-per-node=0"]
     status, output = submit(f"refused-{number}", "train.sbatch", flags=flags, RETRIEVAL_NODES=number).finish()
     assert status == 2 and said in output, output
-
-
-def test_flags_that_the_stand_ins_do_not_know_are_refused():
-    for command in (
-        ["sbatch", "--wait", "--mem=0", "scripts/slurm/smoke.sbatch"],
-        ["srun", "--overlap", "--nodes=2", "true"],
-        ["scontrol", "show", "job", "1"],
-        ["scancel", "1"],
-    ):
-        program = [sys.executable, str(STAND_INS / command[0]), *command[1:]]
-        assert subprocess.run(program, cwd=REPOSITORY, capture_output=True).returncode != 0

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import json
 import re
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from data_prep.qa_sources import SOURCES, find_file, read_questions
@@ -120,10 +116,6 @@ def test_a_file_as_its_authors_publish_it(tmp_path, source, name, text, expected
     assert read.num_malformed == 0
 
 
-def test_every_source_has_a_published_example():
-    assert {source for source, *_ in PUBLISHED} == set(SOURCES)
-
-
 @pytest.mark.parametrize("source", SOURCES)
 def test_flashrag_rows_are_read_for_every_source(tmp_path, source):
     path = tmp_path / "test.jsonl"
@@ -133,37 +125,6 @@ def test_flashrag_rows_are_read_for_every_source(tmp_path, source):
     [question] = read_questions(source, path).questions
     assert (question.source_id, question.answers) == ("test_0", ["A", "B"])
     assert question.metadata == {"type": "bridge", "level": "2"}
-
-
-def test_flashrag_truth_values_are_yes_and_no(tmp_path):
-    path = tmp_path / "train.jsonl"
-    path.write_text(lines({"id": "train_0", "question": "Is it?", "golden_answers": [True]}), "utf-8")
-    assert read_questions("strategyqa", path).questions[0].answers == ["yes"]
-
-
-def test_web_questions_as_parquet(tmp_path):
-    path = tmp_path / "test.parquet"
-    pq.write_table(pa.Table.from_pylist([{"url": "u", "question": "who?", "answers": ["A", "B"]}]), path)
-    [question] = read_questions("web_questions", path).questions
-    assert question.answers == ["A", "B"]
-
-
-def test_2wikimultihopqa_accepts_the_entities_other_names(tmp_path):
-    (tmp_path / "dev.json").write_text(json.dumps([HOTPOT | {"answer": "USA", "answer_id": "Q30"}]))
-    aliases = lines({"Q_id": "Q30", "aliases": ["U.S.", "USA"], "demonyms": ["American"]})
-    (tmp_path / "id_aliases.json").write_text(aliases)
-    [question] = read_questions("2wikimultihopqa", tmp_path / "dev.json").questions
-    assert question.answers == ["USA", "U.S.", "American"]
-
-
-@pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".bz2", bz2.compress)])
-def test_packed_files_are_read(tmp_path, suffix, pack):
-    path = tmp_path / f"webquestions.examples.test.json{suffix}"
-    path.write_bytes(pack(json.dumps([WEB]).encode()))
-    assert len(read_questions("web_questions", path).questions) == 1
-    path.write_bytes(pack(json.dumps([WEB]).encode())[:-20])
-    with pytest.raises(ValueError, match="can't be read"):
-        read_questions("web_questions", path)
 
 
 def test_questions_without_an_accepted_answer_are_counted(tmp_path):
@@ -203,41 +164,6 @@ def test_a_malformed_record_is_left_out_and_named(tmp_path, source, name, bad, p
     read = read_questions(source, path)
     assert (len(read.questions), read.num_malformed) == (1, 1)
     assert re.match(re.escape(str(path)) + ", .*" + problem, read.problems[0]), read.problems
-
-
-def test_aliases_may_be_null_but_not_a_text(tmp_path):
-    rows = [{**MUSIQUE, "answer_aliases": aliases} for aliases in (None, [], "M. Giraudy")]
-    path = tmp_path / "musique.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    read = read_questions("musique", path)
-    assert [question.answers for question in read.questions] == [["Miquette Giraudy"]] * 2
-    assert "line 3: 'answer_aliases' must be a list" in read.problems[0]
-    answer = {"Value": "Sunset Blvd.", "Aliases": None, "NormalizedAliases": None}
-    path = tmp_path / "trivia.json"
-    path.write_text(json.dumps({"Data": [{**TRIVIA["Data"][0], "Answer": answer}]}))
-    assert read_questions("triviaqa", path).questions[0].answers == ["Sunset Blvd."]
-
-
-def test_a_file_of_another_kind_is_refused(tmp_path):
-    path = tmp_path / "NQ-open.dev.jsonl"
-    path.write_text(lines({"text": "a"}, {"text": "b"}, {"question": "q", "answer": ["A"]}))
-    with pytest.raises(
-        ValueError, match=r"2 of its records are not nq's; the first: .*line 1: no 'question'"
-    ):
-        read_questions("nq", path)
-    (tmp_path / "a.json").write_text('{"version": 1}')
-    with pytest.raises(ValueError, match="expected a list of questions, found dict"):
-        read_questions("nq", tmp_path / "a.json")
-    (tmp_path / "a.txt").write_text("")
-    with pytest.raises(ValueError, match=r"expected a .jsonl, .json, .csv"):
-        read_questions("nq", tmp_path / "a.txt")
-
-
-def test_only_the_first_problems_are_told_in_full(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text(GOOD["nq"] * 20 + "{\n" * 15)
-    read = read_questions("nq", path)
-    assert (read.num_malformed, len(read.problems)) == (15, 10)
 
 
 def test_where_a_split_is_looked_for(tmp_path):

@@ -43,14 +43,6 @@ def test_four_files_become_a_corpus_and_rows(tmp_path, capsys):
     assert sorted(both[both.data_source == "nq"].question) == ["q0?", "q1?", "q2?", "q3?"]
 
 
-def test_a_missing_file_is_named(tmp_path, capsys):
-    write_small_files(tmp_path / "files")
-    (tmp_path / "files" / real_world.PASSAGES).unlink()
-    with pytest.raises(SystemExit):
-        real_world.main(["--files", str(tmp_path / "files"), "--out", str(tmp_path)])
-    assert f"{real_world.PASSAGES}: no such file" in capsys.readouterr().err
-
-
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"the data sets are not in {DATA}")
 def test_the_published_files_give_6359_passages(tmp_path, capsys):
     real_world.main(["--files", str(DATA), "--out", str(tmp_path)])

@@ -45,17 +45,6 @@ def test_no_article_is_about_a_name_that_is_held_out_for_tests(rows):
     assert not titles & {name for seed in range(5) for name in evaluation_world(seed)[1]}
 
 
-def test_the_share_that_is_right_throughout_is_and_most_others_are_not(rows):
-    right = [row for row in rows if row["right"]]
-    assert 0.2 < len(right) / len(rows) < 0.4
-    for row in right:
-        assert trained(row)[-1] == f"<answer> {row['answer']}</answer>"
-        assert len(trained(row)) == row["hops"] + 1
-    others = [row for row in rows if not row["right"]]
-    wrong = [row for row in others if trained(row)[-1] != f"<answer> {row['answer']}</answer>"]
-    assert len(wrong) > 0.6 * len(others)
-
-
 def test_files_hold_other_rows_and_numbers_are_checked(tmp_path):
     counts = write_rows(5, tmp_path, 20, 5, 0.3)
     assert counts == {"sft_train.parquet": 20, "sft_val.parquet": 5}

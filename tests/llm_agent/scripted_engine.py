@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from search_r1.search.client import FoundDocument, SearchError
 from verl.protocol import DataProto, object_array
-from verl.workers.rollout.engine import Completion, Partial, SamplingParams
+from verl.workers.rollout.base import Completion, Partial, SamplingParams
 
 EOS = "<|end|>"
 
@@ -116,7 +116,7 @@ class ScriptedEngine:
         written = list(session.written) if session.state == "running" else []
         return Partial(written, _log_probs(len(written)), self.version if written else None)
 
-    def update_weights(self, weights: object, version: int) -> None:
+    def load_weights(self, weights: object, version: int) -> None:
         self.version = version
 
     def stats(self) -> dict[str, float]:

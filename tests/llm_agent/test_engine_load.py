@@ -55,10 +55,6 @@ def test_sums_are_those_of_the_batch_and_loads_are_seen_on_the_way():
     }
 
 
-def test_an_engine_without_figures_has_no_metrics():
-    assert EngineLoad(Figures({}, {})).metrics() == {}
-
-
 def batch_metrics(*texts: str) -> DataProto:
     script = ["<search>x</search>", "<answer>y</answer>"]
     engine = ScriptedEngine(TOKENIZER, lambda prompt, number: script[number])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import replace
 
@@ -10,11 +9,10 @@ import numpy as np
 import pytest
 from scripted_engine import MemorySearch, ScriptedEngine, byte_tokenizer, prompts
 
-from search_r1.llm_agent.actions import format_observation
+from search_r1.llm_agent.codec import format_observation
 from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
 from search_r1.llm_agent.stragglers import StragglerWatch
 from verl.protocol import DataProto
-from verl.workers.rollout.stop import StopCondition
 
 TOKENIZER = byte_tokenizer()
 CONFIG = GenerationConfig(
@@ -83,7 +81,7 @@ def reasons(output: DataProto) -> list[str]:
 
 
 def state(output: DataProto, row: int) -> dict:
-    """As the trainer makes it (`verl/trainer/ppo/partial_groups.py`)."""
+    """As the trainer makes it (`continuations` of verl/trainer/ppo/collection.py)."""
     width = output.batch["responses"].shape[1]
     length = int(output.batch["attention_mask"][row, -width:].sum())
     return {
@@ -122,15 +120,6 @@ def test_no_more_trajectories_are_under_way_than_allowed_and_they_start_in_order
     assert reasons(output) == ["answer"] * 10
 
 
-def test_a_prompt_without_room_takes_no_place_from_the_others():
-    engine = ScriptedEngine(TOKENIZER, lambda prompt, number: QUICK, max_model_len=30)
-    config = replace(CONFIG, max_in_flight=1)
-    output = LLMGenerationManager(TOKENIZER, engine, MemorySearch(), config).run_llm_loop(
-        prompts(TOKENIZER, ["Q" * 30, "Q", "Q" * 30, "Q"])
-    )
-    assert reasons(output) == ["length", "answer", "length", "answer"]
-
-
 # ------------------------------------------------------------------------------------- what is late
 
 
@@ -152,46 +141,6 @@ def test_a_group_is_late_after_the_factor_times_the_median_once_half_of_the_batc
     w.cut([1])
     w.end(1, 41.0)  # without a say in the median
     assert w.next_due() == 40.0 and w.late(41.0) == [[3]]
-
-
-def test_most_of_a_group_is_waited_for():
-    w = watch("aaaabbbbbb")
-    for row in range(4, 10):
-        w.end(row, 1.0)  # the median
-    assert w.late(100.0) == []  # all of a
-    w.end(0, 2.0)
-    assert w.late(100.0) == []  # three of four
-    w.end(1, 2.0)
-    assert w.late(100.0) == [[2, 3]]
-
-
-def test_a_group_of_one_can_be_late():
-    w = watch("abc")
-    w.end(0, 1.0)
-    w.end(1, 1.0)
-    assert w.late(2.1) == [[2]]
-
-
-def test_time_counts_from_a_rows_start_and_a_row_that_has_not_started_is_not_late():
-    w = watch("aabb", started=3)
-    for row in (0, 2):
-        w.end(row, 10.0)
-    assert w.late(1e9) == [[1]]
-    w.start(3, 100.0)
-    w.start(3, 500.0)
-    assert w.late(120.0) == [[1]] and w.late(121.0) == [[1], [3]]
-
-
-def test_rows_of_an_earlier_step_count_in_their_group_only():
-    w = StragglerWatch(2.0, "aaaabb")
-    for row in (0, 1, 2):
-        w.skip(row)
-    for row in (3, 4, 5):
-        w.start(row, 0.0)
-    w.end(4, 5.0)
-    assert w.late(1e9) == []
-    w.end(5, 5.0)
-    assert w.late(11.0) == [[3]]
 
 
 # ------------------------------------------------------------------------------------------- cutting
@@ -217,13 +166,6 @@ def test_rule_11_validation_waits_for_everyone():
     assert reasons(Batch(ROWS).run(validate=True)) == ["answer"] * 4
 
 
-def test_a_group_is_not_cut_for_having_waited_for_its_place():
-    """Rows that the engine or `max_in_flight` held back have a clock of their own."""
-    rows = [(name, story(QUICK)) for name in "abcdefgh" for _ in range(2)]
-    assert reasons(Batch(rows, num_slots=1).run()) == ["answer"] * 16
-    assert reasons(Batch(rows, replace(CONFIG, max_in_flight=1)).run()) == ["answer"] * 16
-
-
 def test_a_trajectory_whose_search_does_not_come_is_cut_and_its_search_cancelled():
     search = MemorySearch(held={"never"})
     rows = [*ROWS[2:], ("a", story(QUICK)), ("a", story("<search>never</search>", QUICK))]
@@ -235,16 +177,6 @@ def test_a_trajectory_whose_search_does_not_come_is_cut_and_its_search_cancelled
     assert time.perf_counter() - started < 5
     assert output.batch["response_mask"][3].sum() == 0
     assert output.non_tensor_batch["trajectory"][3]["turns"][0]["documents"] is None
-
-
-def test_searches_that_are_quick_enough_are_waited_for():
-    search = MemorySearch(held={"soon"})
-    rows = [("a", story("<search>now</search>", QUICK)), ("a", story("<search>soon</search>", QUICK))]
-    config = replace(CONFIG, search_delay_steps=None, straggler_factor=1e6)
-    timer = threading.Timer(0.1, search.release, ["soon"])
-    timer.start()
-    assert reasons(Batch(rows, config, search).run()) == ["answer", "answer"]
-    timer.join()
 
 
 # ------------------------------------------------------------------------------------------- keeping
@@ -272,26 +204,6 @@ def test_kept_trajectories_go_on_where_they_were():
     begun = kept["num_begun"]
     assert second.batch["rollout_log_probs"][1, :begun].equal(first.batch["rollout_log_probs"][1, :begun])
     assert "q0 " not in {prompt for what, _, prompt in batch.engine.calls if what == "open"}
-
-
-def test_a_kept_turn_has_no_more_tokens_in_all_than_a_turn_may_have():
-    config = replace(CONFIG, max_response_length=60, max_turns=0)
-    endless = [("a", story(QUICK)), ("a", story("w" * 500)), *ROWS[2:]]
-    first = Batch(endless, config).run(keep_partial=True)
-    second = Batch(endless, replace(config, straggler_factor=None)).run(
-        [state(first, 0), state(first, 1), None, None]
-    )
-    turn = second.non_tensor_batch["trajectory"][1]["turns"][0]
-    assert (turn["start"], turn["end"]) == (0, 60)
-
-
-def test_a_group_is_kept_once():
-    first = Batch(ROWS).run(keep_partial=True)
-    second = Batch([*ROWS[:2], *ROWS[2:]]).run(
-        [state(first, 0), state(first, 1), None, None], keep_partial=True
-    )
-    assert reasons(second)[:2] == ["answer", "cut"]
-    assert second.batch["response_mask"][1].sum() == 0
 
 
 def test_a_trajectory_kept_at_its_search_asks_again_and_goes_on():
@@ -324,17 +236,3 @@ def test_a_stop_string_that_is_half_written_at_the_cut_still_ends_the_turn(end):
     record = second.non_tensor_batch["trajectory"][1]
     assert [turn["action"] for turn in record["turns"]] == ["search", "answer"]
     assert record["turns"][0]["text"] == long
-
-
-def test_what_may_be_the_beginning_of_a_stop_string_is_not_settled():
-    stop = StopCondition(TOKENIZER, ["</search>", "</answer>"])
-    for said, settled in [
-        ("words", "words"),
-        ("words <", "words "),
-        ("words </sea", "words "),
-        ("words </sea ", "words </sea "),
-        ("</", ""),
-        ("<search>x</searc", "<search>x"),
-        ("", ""),
-    ]:
-        assert stop.settled_length(encode(said)) == len(encode(settled)), said

@@ -20,7 +20,7 @@ from transformers import Qwen3ForCausalLM
 from search_r1.llm_agent.generation import LLMGenerationManager
 from search_r1.search.client import SearchClient
 from verl.protocol import DataProto, object_array
-from verl.trainer.ppo.partial_groups import PartialGroups
+from verl.trainer.ppo.collection import split_unfinished
 from verl.workers.rollout.native import NativeEngine
 
 FACTOR = 30.0  # times the median; so much that nothing else on the machine makes a straggler
@@ -66,7 +66,7 @@ def server(slow: str | None = None) -> Iterator[str]:
 
 def generate(tokenizer, model: Qwen3ForCausalLM, url: str, rows: DataProto, version=7, **config) -> DataProto:  # noqa: F811
     engine = NativeEngine(model.config, 16, max_model_len=CONFIG.max_prompt_length)
-    engine.update_weights(model.state_dict().items(), version)
+    engine.load_weights(model.state_dict().items(), version)
     settings = replace(CONFIG, search_delay_steps=None, topk=1, **config)
     with SearchClient(url, timeout=60) as client:
         output = LLMGenerationManager(tokenizer, engine, client, settings).run_llm_loop(rows)
@@ -120,15 +120,13 @@ def test_a_batch_does_not_wait_for_a_server_that_does_not_answer_and_goes_on_lat
             assert torch.equal(output.batch[key][others], undisturbed.batch[key][others]), key
 
     assert kept.non_tensor_batch["trajectory"][row]["finish_reason"] == "kept"
-    groups = PartialGroups()
-    assert len(groups.take(kept)) == len(QUESTIONS) - 2
+    now, unfinished = split_unfinished(kept)
+    assert len(now) == len(QUESTIONS) - 2 and unfinished is not None
     fresh = in_pairs(tokenizer).select(batch_keys=[])
     fresh.non_tensor_batch["uid"] = object_array([f"next-{i // 2}" for i in range(len(QUESTIONS))])
-    joined, continuation = groups.join(DataProto(None, fresh.non_tensor_batch))
-    rows = DataProto.from_dict(
-        {"sampling_seeds": torch.arange(len(joined)) + 5000},
-        {**joined.non_tensor_batch, "continuation": continuation},
-    )
+    fresh.non_tensor_batch["continuation"] = object_array([None] * len(QUESTIONS))
+    joined = DataProto.concat([unfinished, DataProto(None, fresh.non_tensor_batch)])
+    rows = DataProto.from_dict({"sampling_seeds": torch.arange(len(joined)) + 5000}, joined.non_tensor_batch)
     with server() as url:
         after = generate(tokenizer, model, url, rows, version=8)
     mine = row % 2  # the pair stands first

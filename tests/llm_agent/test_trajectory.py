@@ -83,11 +83,6 @@ def test_the_env_metrics_are_search_r1s():
     )
 
 
-def test_metrics_of_nothing_are_refused():
-    with pytest.raises(ValueError, match="at least one"):
-        env_metrics([])
-
-
 def test_the_search_clients_figures_are_those_of_one_batch():
     trajectory = example()
     trajectory.turns[0].search_seconds = 0.5

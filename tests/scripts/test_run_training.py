@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,14 +15,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from verl.trainer.config.loading import load_config
-from verl.trainer.config.sft_keys import load_sft_config, validate_sft
+from verl.config import load_config, load_sft_config
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = """
 import json, os, pathlib, signal, sys, time
 program = sys.argv[2] if sys.argv[1] == "-m" else ""
 notes = pathlib.Path(os.environ["NOTES"])
+if program == "verl.config":  # the real one
+    os.environ["PYTHONPATH"] = os.environ["SOURCE"]
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 if program:
     (notes / program.split(".")[-1]).write_text(json.dumps([os.getpid(), sys.argv[3:]]))
 if program.endswith("microworld"):
@@ -41,12 +44,12 @@ if program.endswith("server"):
     time.sleep(300)
 if program.endswith("main_ppo"):
     def stop(number, frame):
-        time.sleep(0.3)  # the rest of a step
+        time.sleep(300 if "deaf" in os.environ["STUB"] else 0.3)  # the rest of a step
         sys.exit(3)
     signal.signal(signal.SIGUSR1, stop)
     (notes / "running").touch()
     time.sleep(300 if "wait" in os.environ.get("STUB", "") else 0)
-    sys.exit(3 if "fail" in os.environ.get("STUB", "") else 0)
+    sys.exit({"fail": 3, "refuse": 2}.get(os.environ.get("STUB", ""), 0))
 """
 
 
@@ -56,7 +59,8 @@ def repository(tmp_path) -> Path:
     repository = tmp_path / "it's my (work), 1"
     (repository / "bin").mkdir(parents=True)
     (repository / "notes").mkdir()
-    shutil.copytree(ROOT / "scripts", repository / "scripts")
+    for name in ("scripts", "configs"):
+        shutil.copytree(ROOT / name, repository / name)
     for name in ("train_sft.sh", "train_grpo.sh", "train_ppo.sh"):
         shutil.copy(ROOT / name, repository)
     (repository / "bin" / "stand_in.py").write_text(STAND_IN)
@@ -72,7 +76,8 @@ def start(repository: Path, *flags: str, script: str = "train_grpo.sh", cwd=None
         for name, value in os.environ.items()
         if name not in ("DATA_DIR", "BASE_MODEL", "SEED", "RETRIEVER_URL", "EXPERIMENT_NAME")
     }
-    environment |= {"VIRTUAL_ENV": "active", "NOTES": str(repository / "notes"), **variables}
+    environment |= {"VIRTUAL_ENV": "active", "NOTES": str(repository / "notes"), "SOURCE": str(ROOT)}
+    environment |= variables
     environment["PATH"] = f"{repository / 'bin'}:{environment['PATH']}"
     return subprocess.Popen(
         ["bash", str(repository / script), *flags],
@@ -107,7 +112,13 @@ def note(repository: Path, program: str) -> tuple[int, list[str]] | None:
 def settings(repository: Path):
     found = note(repository, "main_ppo")
     assert found is not None
-    return load_config(found[1])
+    with contextlib.chdir(repository):
+        return load_config(found[1])
+
+
+def sft_settings(repository: Path):
+    with contextlib.chdir(repository):
+        return load_sft_config(note(repository, "fsdp_sft_trainer")[1])
 
 
 def test_without_arguments_a_world_is_made_served_and_trained_on(repository):
@@ -134,8 +145,8 @@ def test_folders_may_have_any_name_and_are_relative_to_the_caller(repository, tm
     data, model = tmp_path / "it's (mine), a=b", tmp_path / "my model"
     for folder in (data, model):
         folder.mkdir()
-    for name in ("train.parquet", "test.parquet", "corpus.jsonl"):
-        (data / name).touch()
+    for file in (data / "train.parquet", data / "test.parquet", data / "corpus.jsonl", model / "config.json"):
+        file.touch()
     assert run(repository, cwd=tmp_path, DATA_DIR=data.name, BASE_MODEL="my model") == (0, "")
     config = settings(repository)
     assert config.data.val_files == f"{data}/test.parquet"
@@ -145,7 +156,7 @@ def test_folders_may_have_any_name_and_are_relative_to_the_caller(repository, tm
 
 def test_supervised_training_makes_demonstrations_and_starts_no_server(repository):
     assert run(repository, "trainer.save_freq=7", SEED="4", script="train_sft.sh") == (0, "")
-    config = load_sft_config(note(repository, "fsdp_sft_trainer")[1])
+    config = sft_settings(repository)
     assert config.data.train_files == "data/microworld/seed4/sft_train.parquet"
     assert config.data.val_files == "data/microworld/seed4/sft_val.parquet"
     assert config.trainer.test_freq > 0
@@ -156,21 +167,10 @@ def test_supervised_training_makes_demonstrations_and_starts_no_server(repositor
     assert note(repository, "server") is None and note(repository, "main_ppo") is None
 
 
-def test_supervised_training_on_rows_of_ones_own(repository, tmp_path):
-    status, errors = run(repository, DATA_DIR=str(tmp_path), script="train_sft.sh")
-    assert (status, errors.count("\n")) == (1, 1) and "holds no sft_train.parquet" in errors
-    (tmp_path / "sft_train.parquet").touch()
-    variables = {"DATA_DIR": str(tmp_path), "BASE_MODEL": "Qwen/Qwen2.5-3B"}
-    assert run(repository, script="train_sft.sh", **variables) == (0, "")
-    config = load_sft_config(note(repository, "fsdp_sft_trainer")[1])
-    validate_sft(config)
-    assert config.data.val_files is None and config.model.partial_pretrain == "Qwen/Qwen2.5-3B"
-    assert config.data.max_length == 4096 and config.model.enable_gradient_checkpointing
-
-
 def test_a_small_models_folder_gets_the_tiny_models_settings_and_its_runs_name(repository):
     model = repository / "verl_checkpoints" / "microworld-seed4-base_model_plain-sft-seed4" / "huggingface"
     model.mkdir(parents=True)
+    (model / "config.json").touch()
     for size, max_start_length in ((5_000_000, 64), (64_000_000, 2048)):
         with (model / "model.safetensors").open("wb") as file:
             file.truncate(size)
@@ -201,7 +201,7 @@ def test_the_status_is_the_runs_and_the_server_is_stopped(repository):
     assert not psutil.pid_exists(note(repository, "server")[0])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_run_and_the_server(repository, number):
     process = start(repository, STUB="wait")
     deadline = time.monotonic() + 30
@@ -215,33 +215,73 @@ def test_a_signal_ends_the_run_and_the_server(repository, number):
         assert not psutil.pid_exists(note(repository, program)[0])
 
 
-def test_usr1_is_for_the_run_which_ends_as_it_likes(repository):
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+def test_usr1_and_a_first_ctrl_c_are_for_the_run_which_ends_as_it_likes(repository, number):
     process = start(repository, STUB="wait")
+    wait_until_running(repository, process)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == 3
+    assert not psutil.pid_exists(note(repository, "server")[0])
+
+
+def test_a_second_ctrl_c_ends_the_run_and_the_server_at_once(repository):
+    process = start(repository, STUB="wait deaf")
+    wait_until_running(repository, process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    for program in ("server", "main_ppo"):
+        assert not psutil.pid_exists(note(repository, program)[0])
+
+
+def wait_until_running(repository, process):
     deadline = time.monotonic() + 30
     while not (repository / "notes" / "running").exists():
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)
-    process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=30)
-    assert process.returncode == 3
-    assert not psutil.pid_exists(note(repository, "server")[0])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "label"),
+    [
+        ([], ""),
+        (
+            ["trainer.total_training_steps=3", "data.val_batch_size=8", "actor_rollout_ref.actor.optim.lr=1"],
+            "",
+        ),
+        (
+            ["algorithm.adv_estimator=rloo", "+reward_model.search_cost=0.1"],
+            "-adv_estimator-rloo-search_cost-0.1",
+        ),
+        (["custom_reward_function.path={folder}/my reward.py"], "-path-myreward.py"),
+    ],
+)
+def test_a_run_is_called_after_the_overrides_that_decide_what_it_learns(
+    repository, tmp_path, overrides, label
+):
+    """Else the second of two runs goes on with the first one's weights, or finds it done."""
+    (tmp_path / "my reward.py").write_text("def compute_score(*arguments): return 0\n")
+    assert run(repository, *(override.format(folder=tmp_path) for override in overrides))[0] == 0
+    name = settings_of_the_script(repository)["trainer.experiment_name"]
+    assert name == f"'microworld-seed0-base_model-grpo-seed0{label}'"
+
+
+def settings_of_the_script(repository):
+    settings = [argument for argument in note(repository, "main_ppo")[1] if not argument.startswith("@")]
+    return dict(argument.split("=", 1) for argument in settings)
 
 
 @pytest.mark.parametrize("line", [["--doctor", "max_turns=7"], ["max_turns=7", "--doctor"]])
 def test_doctor_checks_the_run_that_would_be_started(repository, line):
     assert run(repository, *line, SEED="4") == (0, "")
     assert note(repository, "main_ppo") is None
-    found = note(repository, ["verl", "doctor"][-1])
+    found = note(repository, "preflight")
     assert found is not None and "max_turns=7" in found[1] and "--doctor" not in found[1]
     assert "data.train_files='data/microworld/seed4/train.parquet'" in found[1]
-
-
-def test_doctor_checks_a_supervised_run_by_its_own_keys(repository):
-    assert run(repository, "--doctor", "optim.lr=1e-4", script="train_sft.sh") == (0, "")
-    assert note(repository, "fsdp_sft_trainer") is None
-    _, arguments = note(repository, "doctor")
-    assert arguments[:2] == ["--config-name", "sft_trainer"]
-    assert load_sft_config(arguments[2:]).optim.lr == 1e-4
 
 
 def test_a_server_that_does_not_start_is_said_with_its_log(repository):
@@ -251,10 +291,26 @@ def test_a_server_that_does_not_start_is_said_with_its_log(repository):
     assert note(repository, "main_ppo") is None
 
 
-def test_a_folder_without_rows_or_without_a_corpus_is_said(repository, tmp_path):
-    status, errors = run(repository, DATA_DIR=str(tmp_path))
-    assert (status, errors.count("\n")) == (1, 1) and "holds no train.parquet" in errors
-    for name in ("train.parquet", "test.parquet"):
-        (tmp_path / name).touch()
-    status, errors = run(repository, DATA_DIR=str(tmp_path))
-    assert (status, errors.count("\n")) == (1, 1) and "holds no corpus.jsonl" in errors
+@pytest.mark.parametrize("script", ["train_grpo.sh", "train_sft.sh"])
+@pytest.mark.parametrize(
+    ("argument", "answer"),
+    [
+        ("trainer.sede=1", "error: Found the unknown key 'trainer.sede'"),
+        ("trainer.seed=x", "error: Found trainer.seed=x; expected a whole number"),
+        ("--help", "0.01"),
+        ("--print", "0.01"),
+    ],
+)
+def test_a_mistake_and_help_are_answered_before_anything_is_made(repository, script, argument, answer):
+    before = {path for path in repository.rglob("*") if path.name != "__pycache__"}
+    lr = "optim.lr=0.01" if "sft" in script else "actor_rollout_ref.actor.optim.lr=0.01"
+    process = start(repository, lr, argument, script=script)
+    out, errors = process.communicate(timeout=60)
+    assert answer in (errors if "=" in argument else out)
+    assert process.returncode == (2 if "=" in argument else 0)
+    assert {path for path in repository.rglob("*") if path.name != "__pycache__"} == before
+
+
+def test_a_run_that_is_refused_leaves_no_folder(repository):
+    assert run(repository, STUB="refuse")[0] == 2
+    assert list((repository / "verl_checkpoints").glob("*")) == []

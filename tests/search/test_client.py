@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
-import subprocess
-import sys
 import threading
 import time
-from concurrent.futures import Future
 
 import pytest
-from client_servers import ROOT, Answer, find, text_of
+from client_servers import Answer, find, text_of
 
-from search_r1.search.client import MAX_QUERY_CHARS, SearchClient, SearchError
-from search_r1.search.transport.addresses import parse_urls
-from search_r1.search.transport.dispatch import Documents
-from search_r1.search.transport.replies import parse_document, parse_reply
+from search_r1.search.client import SearchClient, SearchError, parse_urls
+from search_r1.search.replies import parse_document, parse_reply
 
 
 def test_documents_come_back_in_the_order_of_the_queries(start):
@@ -44,22 +38,6 @@ def test_an_answer_is_asked_for_once(start):
     assert [request["topk"] for request in server.requests] == [3, 7]
 
 
-def test_without_a_cache_every_search_is_sent(start):
-    server = start(find)
-    with SearchClient(server.url, cache_size=0) as client:
-        client.batch_search(["x"])
-        client.batch_search(["x"])
-    assert len(server.requests) == 2
-
-
-def test_the_cache_forgets_the_query_that_was_not_used_for_longest(start):
-    server = start(find)
-    with SearchClient(server.url, cache_size=2) as client:
-        for query in ["a", "b", "a", "c", "a", "b"]:
-            client.batch_search([query])
-    assert [request["queries"] for request in server.requests] == [["a"], ["b"], ["c"], ["b"]]
-
-
 def test_queries_that_wait_while_requests_are_out_go_together(start):
     release = threading.Event()
 
@@ -82,29 +60,6 @@ def test_queries_that_wait_while_requests_are_out_go_together(start):
     assert len(late_requests) <= 2
 
 
-def test_a_redirect_is_followed(start):
-    server = start(find)
-    redirecting = start(lambda body: (307, {}, {"Location": server.url}))
-    with SearchClient(redirecting.url) as client:
-        assert client.batch_search(["x"])[0][0]["contents"] == text_of("x")
-
-
-def test_a_failure_is_not_remembered(start):
-    answers = [(400, {"detail": "not yet"}), None]
-    server = start(lambda body: answers.pop(0) or find(body))
-    with SearchClient(server.url) as client:
-        with pytest.raises(SearchError):
-            client.batch_search(["x"])
-        assert client.batch_search(["x"])[0]
-
-
-def test_a_long_query_is_cut(start):
-    server = start(find)
-    with SearchClient(server.url) as client:
-        client.batch_search(["a" * (MAX_QUERY_CHARS + 500)])
-    assert server.requests[0]["queries"] == ["a" * MAX_QUERY_CHARS]
-
-
 def test_a_lone_surrogate_can_be_asked_for(start):
     server = start(find)
     with SearchClient(server.url) as client:
@@ -124,26 +79,6 @@ def test_equal_queries_under_way_share_one_search_and_keep_their_own_deadlines(s
         release.set()
         assert late.result(timeout=5)[0]["contents"] == text_of("x")
         assert client.statistics()["shared"] == 1
-
-
-def test_an_answer_ends_its_search_for_all_who_asked(start):
-    release = threading.Event()
-    server = start(lambda body: (release.wait(10), find(body))[1])
-    with SearchClient(server.url) as client:
-        futures = [client.submit(["x"])[0] for _ in range(5)]
-        release.set()
-        assert [future.result(timeout=5)[0]["contents"] for future in futures] == [text_of("x")] * 5
-    assert server.queries == [["x"]]
-
-
-def test_a_caller_that_gives_up_does_not_take_the_answer_from_the_others(start):
-    release = threading.Event()
-    server = start(lambda body: (release.wait(10), find(body))[1])
-    with SearchClient(server.url) as client:
-        first, second = (client.submit(["x"])[0] for _ in range(2))
-        assert first.cancel()
-        release.set()
-        assert second.result(timeout=5)
 
 
 def test_many_threads_get_each_their_own_answer(start):
@@ -176,14 +111,6 @@ def test_a_search_can_be_awaited(start):
         found = asyncio.run(ask(client))
     assert [documents[0]["contents"] for documents in found] == [text_of(query) for query in "abc"]
     assert sorted(sum(server.queries, [])) == ["a", "b", "c"]  # several requests, in any order
-
-
-def test_connections_are_kept(start):
-    server = start(find)
-    with SearchClient(server.url, cache_size=0) as client:
-        for query in "abcdef":
-            client.batch_search([query])
-    assert server.num_connections <= 2
 
 
 def test_waiting_queries_are_dealt_out_over_the_addresses(start):
@@ -225,15 +152,6 @@ def test_the_api_key_is_sent_as_a_bearer_token_and_is_in_no_message(start, monke
     assert "geheim" not in str(refused.value)
 
 
-def test_a_password_in_an_address_is_used_and_is_in_no_message(start):
-    server = start(lambda body: (401, {"detail": "no"}))
-    url = server.url.replace("http://", "http://me:geheim@")
-    with SearchClient(url) as client, pytest.raises(SearchError) as error:
-        client.batch_search(["x"])
-    assert server.headers[0]["Authorization"].startswith("Basic ")
-    assert server.url in str(error.value) and "geheim" not in str(error.value)
-
-
 def test_what_waits_when_the_client_is_closed_fails_at_once(start):
     release = threading.Event()
     server = start(lambda body: (release.wait(10), find(body))[1])
@@ -251,56 +169,6 @@ def test_what_waits_when_the_client_is_closed_fails_at_once(start):
         client.submit(["y"])
     client.close()
     assert not any(thread.name == "search-client" for thread in threading.enumerate())
-
-
-def test_a_callback_may_search_though_its_answer_came_from_the_cache(start):
-    with SearchClient(start(find).url) as client:
-        client.batch_search(["x"])
-        asked: Future[Documents] = Future()
-        found: Future[Documents] = Future()
-        asked.add_done_callback(lambda _: found.set_result(client.submit(["x"])[0].result(0)))
-        # The answer came after `submit` had looked for it and before the client's thread took the search.
-        client._loop.call_soon_threadsafe(client._accept, [(("x", 3), asked)], time.monotonic())
-        assert found.result(timeout=5)[0]["contents"] == text_of("x")
-
-
-def test_a_client_that_never_searched_closes():
-    SearchClient("http://127.0.0.1:1").close()
-
-
-def test_a_forked_process_is_told_to_make_its_own_client(start):
-    server = start(find)
-    with SearchClient(server.url) as client:
-        client.batch_search(["x"])
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                client.submit(["y"])
-            except RuntimeError as error:
-                os.write(writer, str(error).encode())
-            os._exit(0)
-        os.waitpid(pid, 0)
-        os.close(writer)
-        with os.fdopen(reader) as said:
-            assert "made in another process" in said.read()
-
-
-def test_a_program_ends_without_noise_though_nobody_closed_its_client(start):
-    server = start(find)
-    code = f"""
-from search_r1.search.client import SearchClient
-client = SearchClient({server.url!r})
-print(client.batch_search(["x"])[0][0]["contents"])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, cwd=ROOT)
-    assert (done.returncode, done.stdout, done.stderr) == (0, text_of("x") + "\n", "")
-
-
-def test_importing_the_client_is_cheap():
-    code = "import sys, search_r1.search.client; print({'torch', 'ray'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout == "set()\n", done.stderr
 
 
 @pytest.mark.parametrize(
@@ -322,13 +190,6 @@ def test_a_reply_of_another_shape_is_an_error_that_names_it(reply, message):
         parse_reply(reply, 1)
 
 
-def test_a_document_without_text_spoils_its_own_query_only():
-    good, nothing, number = parse_reply(b'{"result": [["t"], [{"document": {"text": "x"}}], [7]]}', 3)
-    assert good == [{"contents": "t", "score": None}]
-    assert "without 'contents' (text): found fields ['text']" in str(nothing)
-    assert "found a int" in str(number)
-
-
 @pytest.mark.parametrize(
     "item, score",
     [
@@ -342,12 +203,6 @@ def test_a_document_without_text_spoils_its_own_query_only():
 )
 def test_the_documents_of_all_search_r1_servers_are_read(item, score):
     assert parse_document(item) == {"contents": "t", "score": score}
-
-
-def test_addresses_are_read_from_one_string_or_a_list():
-    expected = ["http://a:1/retrieve", "https://b/x"]
-    assert parse_urls("http://a:1, https://b/x,") == expected
-    assert parse_urls(["http://a:1/", "https://b/x"]) == expected
 
 
 @pytest.mark.parametrize("urls", ["", " , ", "127.0.0.1:8000", "ftp://a/retrieve", []])

@@ -1,14 +1,13 @@
-"""Reciprocal-rank fusion: scores by hand, ties, repeats, depth, and backends that run at the same time."""
+"""Reciprocal-rank fusion: scores by hand, ties, depth, and what is refused."""
 
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
 from search_r1.search.corpus import Corpus
-from search_r1.search.hybrid import HybridRetriever, fuse
+from search_r1.search.hybrid import HybridRetriever
 from search_r1.search.retriever import Document, RetrievalUnavailable, SearchResult
 
 CORPUS = Corpus.from_documents([{"id": str(row), "contents": f"passage {row}"} for row in range(300)])
@@ -63,34 +62,6 @@ def test_equal_scores_are_ordered_by_row():
     assert rows(found) == [8, 1, 9, 0, 2]
 
 
-def test_three_rankings_score_the_same_in_any_order():
-    documents = CORPUS.rows(range(30))
-    rankings = [documents, documents[::-1], documents[10:] + documents[:10]]
-    assert fuse(rankings, 60) == fuse(rankings[::-1], 60)
-
-
-def test_a_document_that_a_backend_repeats_counts_once():
-    [(document, score)] = fuse([CORPUS.rows([4, 4, 4])], 60)
-    assert (document.row, score) == (4, 1 / 61)
-
-
-def test_pages_without_rows_are_the_same_when_their_json_is():
-    page, other = Document.from_fields({"contents": "page"}), Document.from_fields({"contents": "other"})
-    fused = fuse([[page, other], [Document.from_fields({"contents": "page"})]], 60)
-    assert [document for document, _ in fused] == [page, other]
-
-
-def test_backends_are_searched_at_the_same_time():
-    meet = threading.Barrier(2)
-    HybridRetriever([Ranked("a", [1], meet), Ranked("b", [2], meet)]).batch_search(["q"], 1)
-
-
-def test_no_queries_and_no_hits():
-    hybrid = HybridRetriever([Ranked("a", []), Ranked("b", [])])
-    assert hybrid.batch_search([], 3) == ([], [])
-    assert hybrid.batch_search(["q"], 3) == ([[]], [[]])
-
-
 def test_a_backend_that_is_out_of_reach_is_not_hidden():
     class Down(Ranked):
         def batch_search(self, queries: list[str], topk: int) -> SearchResult:
@@ -100,30 +71,6 @@ def test_a_backend_that_is_out_of_reach_is_not_hidden():
         HybridRetriever([Ranked("a", [1]), Down("b", [])]).batch_search(["q"], 1)
 
 
-def test_no_backend_is_called_again_while_it_still_searches():
-    class Slow(Ranked):
-        num_inside = 0
-
-        def batch_search(self, queries: list[str], topk: int) -> SearchResult:
-            self.num_inside += 1
-            assert self.num_inside == 1, "a backend is called from one thread at a time"
-            time.sleep(0.05)
-            self.num_inside -= 1
-            return super().batch_search(queries, topk)
-
-    class Flaky(Ranked):
-        def batch_search(self, queries: list[str], topk: int) -> SearchResult:
-            if not self.asked.append(topk) and len(self.asked) < 4:
-                raise RetrievalUnavailable("down")
-            return super().batch_search(queries, topk)
-
-    hybrid = HybridRetriever([Flaky("online", [1]), Slow("bm25", [2])])
-    for _ in range(3):
-        with pytest.raises(RetrievalUnavailable):
-            hybrid.batch_search(["q"], 3)
-    assert rows(hybrid.batch_search(["q"], 3)[0][0]) == [1, 2]
-
-
 def test_backends_of_different_corpora_are_refused():
     other = Ranked("e5", [])
     other.num_documents = 17
@@ -131,18 +78,3 @@ def test_backends_of_different_corpora_are_refused():
         HybridRetriever([Ranked("bm25", []), other])
     with pytest.raises(ValueError, match="expected at least 2"):
         HybridRetriever([other])
-
-
-def test_it_describes_and_closes_its_parts():
-    parts = [Ranked("bm25", []), Ranked("e5", [])]
-    hybrid = HybridRetriever(list(parts), depth=50, k=10)
-    assert (hybrid.name, hybrid.num_documents) == ("bm25+e5", 300)
-    assert hybrid.describe() == {
-        "backend": "hybrid",
-        "depth": 50,
-        "k": 10,
-        "parts": [{"backend": "bm25"}, {"backend": "e5"}],
-    }
-    hybrid.close()
-    hybrid.close()
-    assert [part.num_closed > 0 for part in parts] == [True, True]

@@ -55,29 +55,6 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def test_search_r1s_command_lines_are_understood(folder):
-    for flags in (
-        ["--topk", 3, "--retriever_name", "e5", "--retriever_model", "intfloat/e5-base-v2", "--faiss_gpu"],
-        [
-            "--retrieval_topk",
-            10,
-            "--reranking_topk",
-            3,
-            "--reranker_batch_size",
-            32,
-            "--retriever_name",
-            "e5",
-        ],
-    ):
-        arguments = parse(
-            "--index_path", folder / "e5_Flat.index", "--corpus_path", folder / "corpus.jsonl", *flags
-        )
-        check_backend_arguments(arguments)
-        assert arguments.topk == 3
-    reranker = ["--reranker_model", "cross-encoder/ms-marco-MiniLM-L12-v2"]
-    check("--corpus_path", folder / "corpus.jsonl", *reranker, "--reranking_topk", 5)
-
-
 def test_the_number_of_reranked_documents_is_the_servers_topk():
     assert parse("--reranking_topk", 7).topk == 7
     assert parse("--topk", 4).topk == 4
@@ -172,53 +149,6 @@ def test_online_search_needs_no_corpus_but_a_key(monkeypatch):
         check("--retriever_name", "serpapi")
     monkeypatch.setenv("SERPAPI_API_KEY", "secret")
     check("--retriever_name", "serpapi")
-
-
-def test_bm25_is_opened_and_progress_is_reported(folder):
-    lines: list[str] = []
-    retriever = open_retriever(parse("--corpus_path", folder / "corpus.jsonl"), lines.append)
-    found, _ = retriever.batch_search(["director"], 1)
-    assert found[0][0].fields == DOCUMENTS[1]
-    assert any("3 passages" in line for line in lines)
-    assert any("BM25" in line for line in lines)
-    retriever.close()
-
-
-def test_an_index_of_another_corpus_is_refused(folder, tmp_path):
-    (tmp_path / "corpus.jsonl").write_text('{"id": "x", "contents": "another"}\n')
-    with pytest.raises(ValueError, match="was built for the corpus"):
-        open_retriever(
-            parse("--corpus_path", tmp_path / "corpus.jsonl", "--index_path", folder / "ours_bm25"), print
-        )
-
-
-def test_verify_needs_something_to_compare_with(folder):
-    with pytest.raises(ValueError, match="--verify: there is no manifest"):
-        open_retriever(parse("--corpus_path", folder / "corpus.jsonl", "--verify"))
-
-
-def test_what_was_opened_is_closed_when_the_next_thing_can_not_be(folder, monkeypatch, tmp_path):
-    closed: list[str] = []
-
-    class Named:
-        num_documents = 3
-
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def close(self) -> None:
-            closed.append(self.name)
-
-    def open_one(plan: BackendPlan, *_: object) -> Named:
-        if plan.name == "e5":
-            raise ValueError("can't be read")
-        return Named(plan.name)
-
-    monkeypatch.setattr(launch, "_open", open_one)
-    flags = ["--retriever_name", "bm25+e5", "--index_path", f",{folder / 'ours_exact'}"]
-    with pytest.raises(ValueError, match="can't be read"):
-        open_retriever(parse("--corpus_path", folder / "corpus.jsonl", *flags))
-    assert closed == ["bm25"]
 
 
 def test_a_reranker_stands_on_top_of_a_hybrid(folder, monkeypatch, tmp_path):

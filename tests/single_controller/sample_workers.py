@@ -34,18 +34,6 @@ class ScaleWorker(Worker):
             {"x": data.batch["x"] * self.factor}, {"name": data.non_tensor_batch["name"]}
         )
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def count_sampled(self, data: DataProto) -> DataProto:
-        return DataProto(meta_info={"metrics": {"sampled": int(data.batch["response_mask"].sum())}})
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def count_up(self, data: DataProto, width: int) -> DataProto:
-        return DataProto.from_dict({"count": torch.arange(width).repeat(len(data), 1)})
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def add_up_counts(self, data: DataProto) -> DataProto:
-        return DataProto.from_dict({"total": data.tensors["count"].sum(-1)})
-
     @register()
     def describe(self, greeting: str) -> str:
         return f"{greeting} from {self.rank} of {self.world_size}"

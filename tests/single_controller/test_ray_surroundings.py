@@ -1,12 +1,10 @@
-"""What stands around a Ray run: addresses, variables for workers, its folder, room in the cluster, deaths."""
+"""What stands around a Ray run: addresses, variables for workers, its folder, room, deaths."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -15,9 +13,7 @@ pytest.importorskip("ray")
 
 from ray.exceptions import OutOfMemoryError, RayActorError
 
-from verl.single_controller.ray import deaths, environment, node, session, temp_dir
-from verl.single_controller.ray.resource_pool import RayResourcePool
-from verl.single_controller.ray.room import missing_room, needs_of
+from verl.single_controller.ray import environment, failures, session, temp_dir
 
 # ---------------------------------------------------------------- address
 
@@ -84,17 +80,6 @@ def test_another_server_at_the_address_is_not_taken_for_ray(monkeypatch):
 # -------------------------------------------------------------- variables
 
 
-@pytest.mark.slow
-def test_rays_settings_are_made_before_ray_reads_them():
-    program = (
-        "import verl.single_controller.ray\n"
-        "from ray._private.ray_constants import RAY_ENABLE_UV_RUN_RUNTIME_ENV as hook\n"
-        "raise SystemExit(hook)"
-    )
-    variables = {name: value for name, value in os.environ.items() if name not in environment.RAY_SETTINGS}
-    assert subprocess.run([sys.executable, "-c", program], env=variables, check=False).returncode == 0
-
-
 def test_workers_get_the_listed_variables_and_no_secret_in_a_runtime_environment(monkeypatch):
     for name in list(os.environ):
         monkeypatch.delenv(name)
@@ -113,16 +98,6 @@ def test_workers_get_the_listed_variables_and_no_secret_in_a_runtime_environment
     assert environment.secret_variables() == secret
 
 
-def test_collectives_meet_on_the_card_of_the_nodes_address_unless_told_otherwise(monkeypatch):
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    assert environment.card_of_address("127.0.0.1") == "lo"
-    assert environment.card_of_address("203.0.113.77") is None
-    assert environment.collective_variables("127.0.0.1") == {}, "the loopback reaches no other node"
-    monkeypatch.setattr(environment, "card_of_address", lambda address: "eth7")
-    assert environment.collective_variables("10.1.2.3") == {"GLOO_SOCKET_IFNAME": "eth7"}
-
-
 # ----------------------------------------------------------------- folder
 
 MOUNTS = [
@@ -131,14 +106,6 @@ MOUNTS = [
     "auto.scratch /scratch autofs rw 0 0",
     "fs0 /scratch/big\\040disk lustre rw 0 0",
 ]
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [("/", "ext4"), ("/home/me", "nfs4"), ("/homestead", "ext4"), ("/scratch/big disk/x", "lustre")],
-)
-def test_the_file_system_of_a_path_is_that_of_the_closest_mount(path, kind):
-    assert temp_dir.file_system_of(path, MOUNTS) == kind
 
 
 def test_a_network_file_system_is_refused_when_asked_for_and_left_when_it_is_the_default(monkeypatch):
@@ -154,37 +121,7 @@ def test_a_network_file_system_is_refused_when_asked_for_and_left_when_it_is_the
         temp_dir.choose_temp_dir(["server:/ / nfs rw 0 0"])
 
 
-def test_a_folder_whose_sockets_would_have_too_long_a_path_is_not_taken(monkeypatch, tmp_path):
-    folder = tmp_path / ("x" * temp_dir.LONGEST_FOLDER)
-    folder.mkdir()
-    monkeypatch.delenv("TMPDIR", raising=False)
-    monkeypatch.setenv("RAY_TMPDIR", str(folder))
-    with pytest.raises(ValueError, match="more than 36 bytes, and a socket's path below it"):
-        temp_dir.choose_temp_dir()
-    longest = f"/{'x' * (temp_dir.LONGEST_FOLDER - 1)}/ray/session_2026-11-22_05-41-23_557441_4194304"
-    assert len(f"{longest}/sockets/plasma_store.99") == 107
-
-
 # ------------------------------------------------------------------- room
-
-
-def test_room_is_counted_by_node():
-    two = [{"CPU": 0.5, "GPU": 0.0}] * 2
-    node_of = {"CPU": 1.0}
-    assert missing_room([two], [node_of, node_of]) is None
-    assert missing_room([two], [{"CPU": 64.0}]) == (
-        "1 node with 0.5 CPUs free (nodes that are there: 64 CPUs)"
-    ), "the processes of a pool's second node go to a second node"
-    assert missing_room([two, two], [node_of, node_of]) is None, "pools share nodes"
-    assert missing_room([two, two, two], [node_of, node_of]) == (
-        "2 nodes with 0.5 CPUs free (nodes that are there: 1 CPUs; 1 CPUs)"
-    )
-    assert missing_room([[{"CPU": 2.0, "GPU": 8.0}]], []) == (
-        "1 node with 2 CPUs and 8 GPUs free (nodes that are there: none)"
-    )
-    with_gpus = [{"CPU": 8.0, "GPU": 8.0}, {"CPU": 8.0}]
-    assert missing_room([[{"CPU": 1.0, "GPU": 0.0}], [{"CPU": 1.0, "GPU": 8.0}]], with_gpus) is None
-    assert needs_of(RayResourcePool([8, 8], use_gpu=True)) == [{"CPU": 2.0, "GPU": 8.0}] * 2
 
 
 # ----------------------------------------------------------------- deaths
@@ -214,32 +151,7 @@ def test_room_is_counted_by_node():
     ],
 )
 def test_the_cause_of_a_death_is_read_from_what_is_left(error, lines, oom_kills, cause):
-    assert deaths.cause_of_death(error, lines, oom_kills).startswith(cause)
-
-
-def test_the_last_words_are_the_ends_of_the_logs_without_rays_marks(tmp_path):
-    output, errors = tmp_path / "out", tmp_path / "err"
-    output.write_text(":job_id:01\n:actor_name:X\nhello\n\n")
-    errors.write_text("".join(f"line {i}\n" for i in range(100)))
-    lines = deaths.read_remains((str(output), str(errors), str(tmp_path / "none"))).lines
-    assert lines[0] == "hello" and lines[1] == "line 80" and lines[-1] == "line 99"
+    assert failures.cause_of_death(error, lines, oom_kills).startswith(cause)
 
 
 # ------------------------------------------------------------------- node
-
-
-def test_a_node_is_started_in_the_foreground_with_what_the_user_added_last(monkeypatch, tmp_path):
-    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    options, more = node._arguments(["worker", "--head", "10.0.0.1:6379", "--num-cpus=4"])
-    command = node.ray_command(options, more)
-    assert command[3:5] == ["start", "--block"] and command[-2:] == [
-        "--address=10.0.0.1:6379",
-        "--num-cpus=4",
-    ]
-    options, more = node._arguments(["head", "--address", "10.0.0.1", "--include-dashboard=true"])
-    command = node.ray_command(options, more)
-    assert {"--head", "--port=6379", "--node-ip-address=10.0.0.1", "--temp-dir=/tmp/ray"} < set(command)
-    assert command[-2:] == ["--include-dashboard=false", "--include-dashboard=true"]
-    with pytest.raises(SystemExit):
-        node._arguments(["worker"])

@@ -42,19 +42,3 @@ def test_a_pool_of_two_nodes_takes_two_different_nodes_and_its_ranks_meet(cluste
         assert len(set(group.ray_node())) == 2
         assert group.sum_of_ranks() == [3.0, 3.0]
         assert group.scale(sample_batch(3)).batch["y"].tolist() == [0, 2, 4]
-
-
-def test_rows_that_lay_on_a_lost_node_are_a_death_and_the_others_are_there(cluster):
-    """The last test, as it takes the second node away. Columns over tokens stay where they were made."""
-    from verl.single_controller.ray import WorkerDiedError
-
-    both = build_worker_groups("ray", ResourcePool([1, 1]), ROLE, columns_stay=True)["scale"]
-    lost = both.ray_node().index(cluster.second.node_id)
-    made = both.count_up(sample_batch(2), width=100_000)
-    assert made.stored is not None and "count" not in made.tensors
-    cluster.remove_node(cluster.second)
-    with build_worker_groups("ray", ResourcePool([1]), ROLE, columns_stay=True)["scale"] as one:
-        with pytest.raises(WorkerDiedError, match="add_up_counts: rows that it needs .* gone"):
-            one.add_up_counts(made[lost : lost + 1])
-        assert one.add_up_counts(made[1 - lost : 2 - lost]).batch["total"].tolist() == [4999950000]
-    both.shutdown()

@@ -50,38 +50,11 @@ def test_two_ray_ranks_and_one_local_rank_give_the_same_rows(groups, num_rows):
     assert ours.non_tensor_batch["names"].tolist() == theirs.non_tensor_batch["names"].tolist()
 
 
-def test_rows_go_to_the_ranks_in_consecutive_chunks(groups):
-    result = groups["scale"].scale(sample_batch(5))
-    assert result.non_tensor_batch["rank"].tolist() == [0, 0, 0, 1, 1]
-    assert result.meta_info["metrics"] == {"rows": 3}
-
-
-def test_a_received_batch_is_writable(groups):
-    result = groups["scale"].scale(sample_batch(200_000))
-    result.batch["y"] += 1
-    assert result.batch["y"][:2].tolist() == [1, 4]
-
-
-def test_one_to_all_answers_in_rank_order_and_rank_zero_answers_bare(groups):
-    assert groups["scale"].describe("hello") == ["hello from 0 of 2", "hello from 1 of 2"]
-    assert groups["scale"].set_factor_on_rank_zero(3) == 0
-    assert groups["scale"].add_rank([10, 20]) == [10, 21]
-
-
-def test_all_reduce_works_over_the_rendezvous_that_the_group_arranged(groups):
-    assert groups["scale"].sum_of_ranks() == [3.0, 3.0]
-
-
 def test_roles_of_one_pool_live_in_the_same_processes(groups):
     pids = groups["scale"].pid()
     assert pids == groups["sum"].pid()
     assert len(set(pids)) == 2 and os.getpid() not in pids
     assert groups["sum"].add_up(sample_batch(4)).batch["total"].tolist() == [1, 1, 5, 5]
-
-
-def test_several_cpu_processes_have_one_thread_each(groups, monkeypatch):
-    expected = int(os.environ.get("OMP_NUM_THREADS", "1"))
-    assert groups["scale"].num_threads() == [expected, expected]
 
 
 def test_a_future_goes_from_group_to_group_without_a_stop_on_the_driver(groups):
@@ -98,14 +71,6 @@ def test_an_exception_of_a_worker_arrives_with_its_type_its_message_and_its_rank
     assert type(caught.value) is KeyError
     assert "rank 1 of worker group" in str(caught.value.__cause__) and "def fail" not in str(caught.value)
     assert groups["scale"].describe("still here")[1] == "still here from 1 of 2"
-
-
-def test_an_exception_in_the_constructor_arrives_and_leaves_no_place_taken(ray_backend):
-    item = ClassWithInitArgs(ScaleWorker, 2, fail_in_init=True)
-    with pytest.raises(ValueError, match="not to my taste"):
-        ray_backend.RayWorkerGroup(ResourcePool([2]), item)
-    pool = ray_backend.RayResourcePool([2], num_cpus_per_process=0.5)
-    ray_backend.RayWorkerGroup(pool, ClassWithInitArgs(ScaleWorker, 2)).shutdown()
 
 
 def test_a_killed_rank_is_named_at_once_although_others_wait_for_it(ray_backend):
@@ -145,11 +110,6 @@ def test_shutdown_ends_the_processes_and_forbids_further_calls(ray_backend):
     assert all(_process_is_gone(pid) for pid in pids)
     with pytest.raises(RuntimeError, match="was shut down"):
         group.pid()
-
-
-def test_a_pool_larger_than_the_cluster_is_refused(ray_backend):
-    with pytest.raises(ValueError, match="asked for one node each.*found 1 nodes"):
-        ray_backend.RayResourcePool([1, 1]).create_placement_group(timeout_seconds=1.0)
 
 
 def test_a_class_decorated_by_ray_remote_is_taken_as_its_plain_class(ray_backend):

@@ -4,20 +4,19 @@ import copy
 from functools import cache
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
 
-from verl.trainer.config import load_config
+from verl.config import Config, load_config, put
 
 
 @cache
-def _defaults() -> DictConfig:
+def _defaults() -> Config:
     return load_config([])
 
 
-def config_with(*settings: str) -> DictConfig:
+def config_with(*settings: str) -> Config:
     """The defaults with `key=value` settings, as `load_config` would give them for existing keys."""
     config = copy.deepcopy(_defaults())
     for setting in settings:
         key, _, value = setting.partition("=")
-        OmegaConf.update(config, key, yaml.safe_load(value))
+        put(config, key, yaml.safe_load(value))
     return config

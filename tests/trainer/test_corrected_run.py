@@ -31,7 +31,6 @@ def test_weights_and_rejection_act_and_the_entropy_weight_survives_a_restart(wor
         f"{CORRECTION}rollout_rs_threshold": 1.02,
         f"{ACTOR}use_kl_loss": "true",
         f"{ACTOR}kl_loss_type": "k3+",
-        f"{ACTOR}entropy_ctrl__type": "adaptive",
         f"{ACTOR}entropy_ctrl__target_entropy": 50.0,
     }
     rows = figures(world, url, tmp_path, **settings, trainer__total_training_steps=1)
@@ -44,13 +43,3 @@ def test_weights_and_rejection_act_and_the_entropy_weight_survives_a_restart(wor
         assert row["rollout_corr/rollout_is_max"] > 1.02  # of all that was sampled
         assert {"actor/ref_kl", "groups/effective_share", "response/repeated_ngrams"} <= set(row)
         assert row["timing_s/old_log_prob"] > 0
-
-
-@pytest.mark.slow
-def test_in_bypass_mode_the_ratio_is_the_trainers_to_the_engines_and_no_pass_is_made(world, url, tmp_path):
-    (row,) = figures(
-        world, url, tmp_path, **{f"{CORRECTION}bypass_mode": "true"}, trainer__total_training_steps=1
-    )
-    assert "timing_s/old_log_prob" not in row
-    assert row["actor/ratio/min"] < 0.999 and row["actor/ratio/max"] > 1.001
-    assert 0 < row["rollout_corr/k3_kl"] < 0.01

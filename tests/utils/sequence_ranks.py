@@ -7,9 +7,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from verl.single_controller.base.worker import get_free_port
-from verl.utils.attention import PACKED_ATTENTION, Packing, packed_attention_forward
-from verl.utils.packing import pack_rows
-from verl.utils.ulysses import TokenShare, shard_micro_batch
+from verl.utils.packed_attention import PACKED_ATTENTION, Packing, packed_attention_forward
+from verl.utils.packing import pack_rows, shard_micro_batch
+from verl.utils.ulysses import TokenShare
 from verl.workers.engine.loading import PolicyModel
 
 NUM_RANKS = 3

@@ -73,19 +73,6 @@ def test_chunks_do_not_change_the_values(problem):
     assert whole[0].dtype == whole[1].dtype == torch.float32
 
 
-def test_without_entropy_the_log_probs_and_their_gradient_are_the_same(problem):
-    hidden, weight, labels, _ = (x.float() if x.is_floating_point() else x for x in problem)
-    weight.requires_grad_()
-    with_entropy, _, _ = linear_log_prob(hidden, weight, labels)
-    without, entropy, _ = linear_log_prob(hidden, weight, labels, with_entropy=False)
-    assert torch.equal(without, with_entropy) and entropy.abs().max() == 0 and not entropy.requires_grad
-    without.sum().backward()
-    expected = weight.grad.clone()
-    weight.grad = None
-    with_entropy.sum().backward()
-    assert torch.equal(expected, weight.grad) and expected.abs().max() > 0
-
-
 def test_the_sum_of_squared_probabilities_has_no_gradient_and_is_zero_unless_asked_for(problem):
     hidden, weight, labels, _ = (x.float() if x.is_floating_point() else x for x in problem)
     weight.requires_grad_()
@@ -105,21 +92,6 @@ def test_bf16_inputs_are_within_bf16_of_float64(problem):
     assert actual[0].dtype == torch.float32 and actual[3].dtype == torch.bfloat16
     for got, want in zip(actual, expected, strict=True):
         assert (got.double() - want).norm() < 0.03 * want.norm()
-
-
-def test_autocast_computes_in_its_type_and_gives_gradients_in_the_parameters_type(problem):
-    with torch.autocast("cpu", torch.bfloat16):
-        actual = gradients(lambda *x: linear_log_prob(*x, chunk_rows=4), problem, torch.float32, (True, True))
-    low = gradients(lambda *x: linear_log_prob(*x, chunk_rows=4), problem, torch.bfloat16, (True, True))
-    assert torch.equal(actual[0], low[0]) and actual[4].dtype == torch.float32
-    assert torch.equal(actual[4], low[4].float())
-
-
-def test_no_loss_tokens_give_empty_results_and_zero_gradients(problem):
-    weight = problem[1].float().requires_grad_()
-    log_probs, entropy, _ = linear_log_prob(torch.zeros(0, D), weight, torch.zeros(0, dtype=torch.long))
-    (log_probs.sum() + entropy.sum()).backward()
-    assert len(log_probs) == len(entropy) == 0 and weight.grad.abs().max() == 0
 
 
 def test_logits_never_exceed_one_chunk(problem, monkeypatch):

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config, Qwen3Config
 
-from verl.utils.attention import PACKED_ATTENTION
-from verl.utils.packing import pack_rows
-from verl.utils.shared_prefixes import common_prefix, plan_by_prefix, prefix_order
+from verl.utils.packed_attention import PACKED_ATTENTION
+from verl.utils.packing import pack_rows, plan_by_prefix, prefix_order
 from verl.workers.engine.loading import PolicyModel, ValueModel
 
 SIZES = {
@@ -59,24 +58,6 @@ def test_a_plan_has_every_row_once_and_counts_shared_tokens_once(sequences, max_
         assert max_tokens is None or tokens <= max_tokens or len(part) == 1
 
 
-def test_a_beginning_that_is_hardly_anything_of_the_sequence_is_not_shared():
-    alike, longer = np.arange(16), np.concatenate([[0], np.arange(50, 66)])
-    assert prefix_order([alike, alike[:8]]).shared == [0, 8]
-    assert prefix_order([longer, alike]).shared in ([0, 1], [0, 0])
-    assert prefix_order([np.array([0, 1]), longer]).shared == [0, 0]
-
-
-def test_rows_of_a_group_stand_together_in_a_plan():
-    sequences = arrays([[1, 2, 3, 4], [9, 8, 7, 6], [1, 2, 3, 5], [9, 8, 7, 5], [1, 2, 2, 2]])
-    assert plan_by_prefix(sequences, max_tokens=8) == [[4, 0, 2], [3, 1]]
-
-
-def test_a_common_prefix_ends_with_the_first_difference_or_the_shorter_sequence():
-    left, right = np.array([[1, 0], [2, 1], [3, 2]]), np.array([[1, 0], [2, 9], [3, 2]])
-    assert common_prefix(left, right) == 1 and common_prefix(left, left[:2]) == 2
-    assert common_prefix(left[:0], right) == 0
-
-
 def alike_rows():
     """Seven rows of two prompts: duplicates, a row that begins another, short and long common parts."""
     generator = torch.Generator().manual_seed(0)
@@ -121,15 +102,3 @@ def test_sharing_changes_neither_values_nor_gradients(name, kind):
     got, want = outcome(module, shared, *arguments), outcome(module, padded, *arguments)
     for ours, theirs in zip(got[0] + got[1], want[0] + want[1], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_gradient_checkpointing_and_sharing_go_together():
-    gradients = []
-    for checkpointing in (False, True):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(CONFIGS["qwen3"], attn_implementation=PACKED_ATTENTION)
-        if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        packed = pack_rows(alike_rows(), range(7), "cpu")
-        gradients.append(outcome(PolicyModel(model.train()), packed, 1.0, True)[1])
-    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))

@@ -27,12 +27,6 @@ def test_tensorboard_gets_the_metrics_and_drops_later_steps_on_resume(tmp_path):
     assert values == {0: 0.0, 1: 0.1, 2: 0.2, 3: 0.9}
 
 
-def test_no_loggers_is_fine(tmp_path):
-    tracking = track(tmp_path)
-    tracking.log({"a": 1.0}, 1)
-    tracking.finish()
-
-
 def test_unknown_and_missing_loggers_are_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="Found nodepad in trainer.logger"):
         track(tmp_path, "nodepad")

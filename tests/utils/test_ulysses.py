@@ -6,7 +6,8 @@ import pytest
 import sequence_ranks
 import torch
 
-from verl.utils.ulysses import TokenShare, shard_micro_batch
+from verl.utils.packing import shard_micro_batch
+from verl.utils.ulysses import TokenShare
 
 
 @dataclass
@@ -42,18 +43,6 @@ def test_a_share_of_a_micro_batch_holds_the_tokens_and_the_loss_tokens_that_they
     for s in sharded:
         assert ((s.own.predicted_from >= 0) & (s.own.predicted_from < s.own.input_ids.shape[1])).all()
         assert s.own.packing.seq_lens == part.packing.seq_lens and s.own.cells is part.cells
-
-
-@pytest.mark.parametrize("padded", [True, False])
-def test_predicted_from_is_ascending_as_shares_need_it(padded):
-    places = sequence_ranks.micro_batch(padded).predicted_from
-    assert places.equal(places.sort().values)
-
-
-def test_heads_that_do_not_divide_are_refused():
-    share = TokenShare.even(9, Place(0, 3))
-    with pytest.raises(ValueError, match="a number of attention heads that 3 divides; found 4"):
-        share.to_heads(*(torch.zeros(3, heads, 8) for heads in (4, 2, 2)))
 
 
 @pytest.fixture(scope="module")

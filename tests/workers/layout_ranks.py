@@ -9,7 +9,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 from verl.workers.actor.dp_actor import compute_log_prob
-from verl.workers.engine.checkpoint import load_checkpoint
 from verl.workers.engine.snapshot import BackgroundWriter
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
@@ -106,7 +105,7 @@ def run(rank, world_size, model_path, out):
     config.actor_rollout_ref.actor.fsdp_config.fsdp_size = 2
     config.actor_rollout_ref.actor.ulysses_sequence_parallel_size = 2
     resumed, again = make_actor(config, world_size), make_actor(config, world_size)
-    load_checkpoint(resumed.engine, out / "checkpoint")
+    resumed.engine.load(out / "checkpoint")
     folder, writer = out / "checkpoint_of_4", BackgroundWriter()
     snapshots = [
         resumed.engine.snapshot(folder),
@@ -125,6 +124,6 @@ def run(rank, world_size, model_path, out):
     )
     writer.close()
     torch.distributed.barrier()  # rank 0's thread has the Hugging Face folder to write besides
-    load_checkpoint(again.engine, folder)
+    again.engine.load(folder)
     results["next, again"] = go_on(again)
     torch.save(results, out / f"rank{rank}_of_4.pt")

@@ -3,7 +3,7 @@
 import torch
 
 from verl.protocol import DataProto, object_array
-from verl.workers.rollout.engine import SamplingParams
+from verl.workers.rollout.base import SamplingParams
 
 NEW_TOKENS = 9
 

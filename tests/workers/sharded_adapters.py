@@ -4,18 +4,15 @@ import torch
 from sharded_ranks import go_on, my_rows
 from tiny_training import gradients_of, make_actor, make_config, make_critic
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoTokenizer
 
 from verl.workers.actor.dp_actor import compute_log_prob
-from verl.workers.engine.checkpoint import load_checkpoint, save_checkpoint, save_hf
-from verl.workers.engine.host_gradients import HostGradients
+from verl.workers.engine.fsdp_engine import HostGradients
 from verl.workers.engine.reference import Reference
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 LORA = [f"{MODEL}.lora_rank=4"]
 MUON = [f"{ACTOR}.optim.name=muon"]
 KEEP = [f"{ACTOR}.fsdp_config.reshard_after_forward=false"]
-BF16 = [f"{ACTOR}.fsdp_config.model_dtype=bf16", f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=bf16"]
 KINDS = {
     "lora": LORA,
     "lora, checkpointing": [*LORA, f"{MODEL}.enable_gradient_checkpointing=true"],
@@ -87,15 +84,12 @@ def first_run(rank, world_size, model_path, out):
     for kind in ("lora", "muon"):
         actor = make(model_path, kind, world_size)
         actor.update_policy(my_rows(rank, world_size))
-        save_checkpoint(actor.engine, out / kind)
-        save_hf(actor.engine, out / f"{kind}-hf", AutoTokenizer.from_pretrained(model_path), model_path)
+        actor.engine.save(out / kind)
         log_probs = compute_log_prob(actor.engine, my_rows(rank, world_size), actor.limits, 1.0)
         results[kind] = log_probs, go_on(actor)
         resumed = make(model_path, kind, world_size)
-        load_checkpoint(resumed.engine, out / kind)
+        resumed.engine.load(out / kind)
         results[kind, "resumed"] = go_on(resumed)
-    low = make_actor(make_config(model_path, *LORA, *BF16), world_size)
-    results["bf16"] = go_on(low)[0]
     for kind in ("lora", "muon"):
         results[kind, "reference"] = reset_references(model_path, kind, rank, world_size, out)
     results["critic"] = critic_update(model_path, rank, world_size)

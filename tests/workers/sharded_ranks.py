@@ -6,14 +6,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from tiny_training import gradients_of, make_actor, make_batch, make_config, make_critic
-from transformers import AutoTokenizer
 
 from verl.single_controller.base.worker import get_free_port
 from verl.trainer.ppo.batching import arrange_for_workers
-from verl.workers.actor.dp_actor import compute_log_prob
-from verl.workers.engine.checkpoint import save_checkpoint, save_hf
-from verl.workers.rollout.build import Request, build_engine
-from verl.workers.rollout.engine import EngineUnavailable
 
 NUM_ROWS = 11  # no multiple of 2 or 3: some ranks get a copy that takes part in nothing
 VARIANTS = {
@@ -63,35 +58,15 @@ def go_on(actor):
 
 
 def first_run(rank, world_size, model_path, out):
-    """Updates of every variant; then NUM_STEPS real ones, a checkpoint, a Hugging Face folder, log-probs,
-    another update.
-    """
+    """Updates of every variant; then NUM_STEPS real ones, a checkpoint, another update."""
     results = {"updates": updates(model_path, rank, world_size)}
     actor = make_actor(settings(model_path, "packed"), world_size)
     for seed in range(NUM_STEPS):
         actor.update_policy(my_rows(rank, world_size, seed))
-    save_checkpoint(actor.engine, out / "checkpoint")
-    save_hf(actor.engine, out / "hf", AutoTokenizer.from_pretrained(model_path), model_path)
+    actor.engine.save(out / "checkpoint")
     results["weights"] = {name: tensor.clone() for name, tensor in actor.engine.weights()}
-    log_probs = compute_log_prob(actor.engine, my_rows(rank, world_size), actor.limits, 1.0)
-    results["log_probs"] = log_probs
     results["next"] = go_on(actor)
     torch.save(results, out / f"rank{rank}.pt")
-
-
-def without_servers(rank, world_size, model_path, out):
-    """Asks for an engine on servers whose interpreter, `out`/python, ends at once; writes what it hears."""
-    config = make_config(
-        model_path,
-        "actor_rollout_ref.rollout.name=vllm",
-        "actor_rollout_ref.rollout.placement=apart",
-        f"actor_rollout_ref.rollout.vllm.python={out / 'python'}",
-    ).actor_rollout_ref
-    request = Request(torch.device("cpu"), torch.float32, 64, 4, rank, world_size)
-    try:
-        build_engine(config.rollout, config.model, request)
-    except EngineUnavailable as error:
-        (out / f"rank{rank}.txt").write_text(str(error))
 
 
 def _rank_main(rank, function, world_size, port, model_path, out):

@@ -96,15 +96,3 @@ def test_rule_10_a_loaded_adapter_samples_and_trains_as_the_saved_run_did(make_g
     assert torch.equal(*sampled)
     metrics = [g.update_actor(make_batch(seed=2)).meta_info for g in (group, resumed)]
     assert metrics[0] == metrics[1]
-
-
-@pytest.mark.slow
-def test_the_folders_of_a_lora_checkpoint_start_new_runs(make_group, model_path, tmp_path):
-    group = actor_group(make_group, model_path, LORA, role="actor")
-    group.update_actor(make_batch())
-    group.save_checkpoint(str(tmp_path / "actor"))
-    expected = log_probs(group)
-    merged = actor_group(make_group, str(tmp_path / "actor" / "huggingface"), role="actor")
-    torch.testing.assert_close(log_probs(merged), expected, rtol=1e-4, atol=2e-5)
-    path = f"actor_rollout_ref.model.lora_adapter_path={tmp_path / 'actor' / 'adapter'}"
-    assert torch.equal(log_probs(actor_group(make_group, model_path, path, role="actor")), expected)

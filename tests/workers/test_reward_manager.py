@@ -100,17 +100,6 @@ def test_rule_2_padding_is_not_found_by_its_id():
     assert RewardManager(ByteTokenizer())(data).sum() == 1.0
 
 
-def test_a_tag_that_is_a_special_token_is_read():
-    data = batch([[("<answer>Beijing", 1), ([256], 1)]])
-    assert RewardManager(ByteTokenizer())(data).sum() == 1.0
-
-
-def test_segments_are_runs_in_order():
-    data = batch([[("a", 1), ("b", 0), ("cd", 1)], [], [("e", 0)]])
-    segments = RewardManager(ByteTokenizer()).segments(data)
-    assert segments == [[("a", True), ("b", False), ("cd", True)], [], [("e", False)]]
-
-
 def test_the_format_reward_sees_observations():
     turn = ("<think>t</think><search>q</search>", 1)
     end = ("<think>t</think><answer>Paris</answer>", 1)

@@ -8,18 +8,16 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from verl.config import Config, load_config
 from verl.protocol import DataProto
-from verl.trainer.config.loading import load_config
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.critic.dp_critic import DataParallelPPOCritic
-from verl.workers.engine.engine import TrainEngine
-from verl.workers.engine.loading import load_policy, load_value_model
+from verl.workers.engine.fsdp_engine import TrainEngine
+from verl.workers.engine.loading import Precision, load_policy, load_value_model
 from verl.workers.engine.micro_batches import MicroBatchLimits
-from verl.workers.engine.precision import Precision
 
 VOCABULARY = 40
 CPU = torch.device("cpu")
@@ -50,7 +48,7 @@ def write_model(folder, tied=True):
     return str(folder)
 
 
-def make_config(model_path, *overrides) -> DictConfig:
+def make_config(model_path, *overrides) -> Config:
     """The run's configuration with small batches: 8 rows a mini-batch, 8 a micro-batch, packed."""
     return copy.deepcopy(_loaded(model_path, overrides))
 
@@ -61,7 +59,6 @@ def _loaded(model_path, overrides):
         [
             f"actor_rollout_ref.model.path={model_path}",
             "actor_rollout_ref.model.use_remove_padding=true",
-            "critic.model.use_remove_padding=true",
             "actor_rollout_ref.actor.ppo_mini_batch_size=8",
             "actor_rollout_ref.actor.ppo_micro_batch_size=8",
             "critic.ppo_micro_batch_size=8",
@@ -109,7 +106,7 @@ def make_batch(num_rows=8, seed=0, pad_id=0, shift=0.5) -> DataProto:
     )
 
 
-def make_actor(config: DictConfig, world_size=1) -> DataParallelPPOActor:
+def make_actor(config: Config, world_size=1) -> DataParallelPPOActor:
     block = config.actor_rollout_ref
     precision = Precision.from_config(block.actor.fsdp_config, CPU)
     engine = TrainEngine(
@@ -133,7 +130,7 @@ def make_actor(config: DictConfig, world_size=1) -> DataParallelPPOActor:
     return DataParallelPPOActor(block.actor, engine, limits, block.rollout.temperature, block.rollout.n)
 
 
-def make_critic(config: DictConfig, world_size=1) -> DataParallelPPOCritic:
+def make_critic(config: Config, world_size=1) -> DataParallelPPOCritic:
     block = config.critic
     precision = Precision.from_config(block.model.fsdp_config, CPU)
     engine = TrainEngine(

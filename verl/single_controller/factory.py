@@ -21,14 +21,11 @@ def build_worker_groups(
     backend: str,
     resource_pool: ResourcePool,
     roles: Mapping[str, ClassWithInitArgs],
-    columns_stay: bool = False,
 ) -> dict[str, WorkerGroup]:
     """One group per role; all roles share the pool's processes, one worker of each per process.
 
     `backend` is "local" (this process; the pool must have one process) or "ray" (ray must be initialised;
-    see verl.single_controller.ray.init_ray). Roles on separate processes are separate calls. With
-    `columns_stay` the columns over tokens of a result don't come to this process, if it is another one that
-    made them: the DataProto has them as `stored`.
+    see verl.single_controller.ray.init_ray). Roles on separate processes are separate calls.
     """
     colocated = create_colocated_worker_cls(roles)
     owner: WorkerGroup
@@ -39,7 +36,7 @@ def build_worker_groups(
     elif backend == "ray":
         from verl.single_controller.ray import RayWorkerGroup  # imports ray, which a local run does without
 
-        owner = RayWorkerGroup(resource_pool, colocated, columns_stay)
+        owner = RayWorkerGroup(resource_pool, colocated)
     else:
         raise ValueError(f"backend is {backend!r}; it must be 'local' or 'ray'")
     return owner.spawn(list(roles))

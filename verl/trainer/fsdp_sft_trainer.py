@@ -21,23 +21,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from verl.doctor.start import start_is_sound
+from verl.config import SFTConfig
+from verl.config.checks import check_sft_config
+from verl.config.command_line import read_arguments
+from verl.config.loading import absolute_folders
+from verl.preflight.preflight import start_is_sound
 from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
 from verl.single_controller.base.errors import WorkerDiedError
 from verl.single_controller.factory import build_worker_groups
-from verl.trainer.config.loading import absolute_folders, parse_arguments
-from verl.trainer.config.sft_keys import CONFIG_NAME, TABLES, resolve, validate_sft
 from verl.trainer.placement import place, start_ray
 from verl.trainer.ppo.batching import arrange_for_workers
-from verl.trainer.ppo.checkpoint_writing import CheckpointWriting
-from verl.trainer.ppo.run_state import CheckpointStore, RunStopped, load_state, save_state
+from verl.trainer.ppo.run_state import (
+    CheckpointStore,
+    CheckpointWriting,
+    RunStopped,
+    StoppedOnRequest,
+    StopRequest,
+    load_state,
+    save_state,
+)
 from verl.utils.dataset.rl_dataset import PromptSampler
 from verl.utils.dataset.sft_dataset import SFTDataset
-from verl.utils.records.loss_recorder import LossRecorder
+from verl.utils.records import LossRecorder
 from verl.workers.sft_worker import SFTWorker
 
 MODEL_FOLDER = "huggingface"
@@ -68,15 +76,18 @@ class FSDPSFTTrainer:
         config: the whole configuration (`verl/trainer/config/sft_trainer.yaml`), validated and placed.
         tokenizer: of the model; it is saved with it.
         train_dataset, val_dataset: rows; val_dataset may be None.
+        stop_request: whether the run shall end after the present step, with a checkpoint.
     """
 
     def __init__(
         self,
-        config: DictConfig,
+        config: SFTConfig,
         tokenizer: PreTrainedTokenizerBase,
         train_dataset: SFTDataset,
         val_dataset: SFTDataset | None,
+        stop_request: StopRequest | None = None,
     ) -> None:
+        self.stop_request = stop_request or StopRequest()
         self.config, self.tokenizer = config, tokenizer
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         trainer = config.trainer
@@ -95,6 +106,8 @@ class FSDPSFTTrainer:
         """Take the run folder, start the processes and load the model into them."""
         self.checkpoints.lock()
         trainer = self.config.trainer
+        # again, now that no other run can write one
+        self.resume_folder = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
         pool = ResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=trainer.device == "cuda")
         worker = ClassWithInitArgs(SFTWorker, self.config, self.tokenizer, self.total_steps)
         self.groups = build_worker_groups(trainer.backend, pool, {WORKER: worker})
@@ -122,6 +135,7 @@ class FSDPSFTTrainer:
         for rows in self._batches():
             self.checkpoint_writing.commit_if_written()
             step_started = time.perf_counter()
+            self.stop_request.step = state.step + 1
             metrics = self._update(rows)
             state.step += 1
             last = state.step == self.total_steps
@@ -134,8 +148,15 @@ class FSDPSFTTrainer:
             state.wall_seconds = time.perf_counter() - started
             self.recorder.log_step(state.step, metrics)
             self._check_skipped(metrics)
-            if last or (trainer.save_freq > 0 and state.step % trainer.save_freq == 0):
+            stop = self.stop_request.asked and not last
+            if last or stop or (trainer.save_freq > 0 and state.step % trainer.save_freq == 0):
                 self._save()
+            if stop:
+                self.checkpoint_writing.finish()
+                raise StoppedOnRequest(
+                    f"asked to stop; the checkpoint of step {state.step} is written, and the same command "
+                    "goes on from it."
+                )
         self.checkpoint_writing.finish()
         summary = self._summary()
         self.recorder.finish(summary, self._export())
@@ -249,7 +270,7 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def build_trainer(config: DictConfig) -> FSDPSFTTrainer:
+def build_trainer(config: SFTConfig, stop_request: StopRequest | None = None) -> FSDPSFTTrainer:
     """Read and check all rows; no process is started and no model loaded yet. Raises ValueError."""
     model, data = config.model, config.data
     absolute_folders(config, ("model.partial_pretrain", "model.lora_adapter_path"))
@@ -275,7 +296,7 @@ def build_trainer(config: DictConfig) -> FSDPSFTTrainer:
                 + (f"; {dataset.num_cut_away} rows left out (cut)" if dataset.num_cut_away else ""),
                 flush=True,
             )
-    return FSDPSFTTrainer(config, tokenizer, train, val)
+    return FSDPSFTTrainer(config, tokenizer, train, val, stop_request)
 
 
 def _check_alone() -> None:
@@ -294,27 +315,32 @@ def run(argv: list[str]) -> int:
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` runs
+    stop_request = StopRequest().listen()
     session = trainer = None
     try:
         try:
             _check_alone()
-            config = parse_arguments(argv, CONFIG_NAME, resolve)
-            validate_sft(config)
-            for line in TABLES.without_effect(config):
+            loaded = read_arguments(argv, ("sft_trainer",))
+            config: SFTConfig = loaded.config
+            check_sft_config(config)
+            for line in loaded.notes:
                 print(f"note: {line}")
-            if not start_is_sound(config, CONFIG_NAME):
+            if not start_is_sound(config, "sft_trainer"):
                 return 2
             session = start_ray(config)
             place(config)
-            trainer = build_trainer(config)
+            trainer = build_trainer(config, stop_request)
             trainer.init_workers()
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
         trainer.fit()
     except (RunStopped, WorkerDiedError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{'stopped' if isinstance(error, StoppedOnRequest) else 'error'}: {error}", file=sys.stderr)
         return 3
+    except KeyboardInterrupt:
+        print(f"interrupted: {stop_request.what_is_kept()}", file=sys.stderr)
+        return 130
     finally:
         try:
             if trainer is not None:

@@ -3,6 +3,8 @@
 Reads the configuration, checks what can be checked before anything expensive starts, and puts dataset,
 reward, agent, workers and trainer together. Exact match is the reward; `verl.trainer.main_ppo_format` is the
 same program with the structure reward.
+
+What needs torch is imported inside of the functions, so that `--help` and a mistake are answered at once.
 """
 
 from __future__ import annotations
@@ -12,67 +14,71 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
-from transformers import AutoTokenizer
+from verl.config import Config, Loaded
+from verl.config.checks import check_config
+from verl.config.command_line import read_arguments
+from verl.config.loading import absolute_folders
 
-from search_r1.llm_agent.generation import build_agent
-from search_r1.llm_agent.trajectory import env_metrics
-from search_r1.search.client import API_KEY_VARIABLE
-from verl.doctor.start import start_is_sound
-from verl.single_controller.base import ClassWithInitArgs, Worker
-from verl.trainer.config import parse_arguments, settings_without_effect, validate
-from verl.trainer.config.loading import absolute_folders, take_config_name
-from verl.trainer.config.validation import TABLES_OF
-from verl.trainer.dry_run import dry_run
-from verl.trainer.placement import order_of_kernels, place, pools_of, start_ray
-from verl.trainer.ppo.passes import Passes
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.roles import ResourcePoolManager, Role
-from verl.trainer.ppo.run_state import RunStopped, StoppedOnRequest
-from verl.trainer.restarts import RECOVERABLE, RestartingRun
-from verl.trainer.stop_request import StopRequest
-from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.reward_score import RewardFunction, load_reward_function
-from verl.workers import fsdp_workers, megatron_workers
-from verl.workers.reward_manager import RewardManager
-from verl.workers.rollout_worker import RolloutWorker
+if TYPE_CHECKING:
+    from verl.single_controller.base import ClassWithInitArgs, Worker
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.trainer.ppo.roles import Role
+    from verl.trainer.ppo.run_state import StopRequest
+    from verl.utils.reward_score import RewardFunction
 
 
-def worker_classes(config: DictConfig) -> tuple[type[Worker], type[Worker]]:
+def worker_classes(config: Config) -> tuple[type[Worker], type[Worker]]:
     """The actor's class and the critic's: over FSDP2 or over megatron-core, both alike."""
-    over_megatron = config.actor_rollout_ref.actor.strategy == "megatron"
-    workers = megatron_workers if over_megatron else fsdp_workers
-    return workers.ActorRolloutRefWorker, workers.CriticWorker
+    from verl.workers import fsdp_workers, megatron_workers
+
+    if config.actor_rollout_ref.actor.strategy == "megatron":
+        return megatron_workers.MegatronActorRolloutRefWorker, megatron_workers.MegatronCriticWorker
+    return fsdp_workers.ActorRolloutRefWorker, fsdp_workers.CriticWorker
 
 
-def _worker(role: Role, config: DictConfig) -> ClassWithInitArgs:
+def _worker(role: Role, config: Config) -> ClassWithInitArgs:
     """The class of a role's workers, with its arguments."""
+    from search_r1.llm_agent.generation import build_agent
+    from search_r1.search.client import API_KEY_VARIABLE
+    from verl.single_controller.base import ClassWithInitArgs
+    from verl.trainer.ppo.roles import Role
+
     actor_class, critic_class = worker_classes(config)
     block, device, seed = config.actor_rollout_ref, config.trainer.device, config.trainer.seed
     agent_factory = functools.partial(build_agent, config, api_key=os.environ.get(API_KEY_VARIABLE, ""))
     if role is Role.Critic:
         return ClassWithInitArgs(critic_class, config.critic, block.rollout.n, device, seed)
-    if role is Role.Rollout:
-        return ClassWithInitArgs(RolloutWorker, block, agent_factory, device)
     return ClassWithInitArgs(actor_class, block, role.value, agent_factory, device, seed)
 
 
 def build_trainer(
-    config: DictConfig,
+    config: Config,
     train_score: RewardFunction | None = None,
-    stop_asked: Callable[[], bool] = lambda: False,
+    stop_request: StopRequest | None = None,
 ) -> RayPPOTrainer:
     """Put a `RayPPOTrainer` together; no process is started and no model loaded yet.
 
     Args:
         config: validated configuration.
         train_score: scores training rows (`main_ppo_format`); validation is always exact match.
-        stop_asked: whether the run shall end after the present step.
+        stop_request: whether the run shall end after the present step.
 
     Returns:
         The trainer: call `init_workers()`, `fit()`, and `shutdown()` whatever happens.
     """
+    from transformers import AutoTokenizer
+
+    from search_r1.llm_agent.trajectory import env_metrics
+    from verl.trainer.placement import pools_of
+    from verl.trainer.ppo.passes import Passes
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.trainer.ppo.roles import ResourcePoolManager
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+    from verl.utils.reward_score import load_reward_function
+    from verl.workers.reward_manager import RewardManager
+
     model = config.actor_rollout_ref.model
     folders = ("model.path", "model.lora_adapter_path", "teacher.path")
     absolute_folders(config, [*(f"actor_rollout_ref.{key}" for key in folders), "critic.model.path"])
@@ -107,42 +113,53 @@ def build_trainer(
         ),
         val_dataset=RLHFDataset(config.data.val_files, tokenizer, config.data, config.data.val_data_num),
         extra_val_dataset=RLHFDataset(extra, tokenizer, config.data, None) if extra else None,
-        stop_asked=stop_asked,
+        stop_request=stop_request,
     )
 
 
-def _known(config_name: str) -> str:
-    if config_name not in TABLES_OF:
-        raise ValueError(f"Found --config-name {config_name}; expected one of: {', '.join(TABLES_OF)}.")
-    return config_name
-
-
-def run(argv: list[str], train_score_factory: Callable[[DictConfig], RewardFunction] | None = None) -> int:
+def run(argv: list[str], train_score_factory: Callable[[Config], RewardFunction] | None = None) -> int:
     """The program: parse, check, train. Returns the exit status.
 
     A user's mistake (2) and a run that ends before its time (3) are one line on stderr.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        loaded = read_arguments(argv)
+        check_config(loaded.config, format_reward=train_score_factory is not None)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return _train(loaded, train_score_factory)
+
+
+def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunction] | None) -> int:
+    """`run`, from arguments that can be right on."""
+    from search_r1.search.probe import RetrievalProbe
+    from verl.preflight.preflight import dry_run, start_is_sound
+    from verl.trainer.config import settings_without_effect, validate
+    from verl.trainer.placement import order_of_kernels, place, start_ray
+    from verl.trainer.ppo.run_state import RunStopped, StoppedOnRequest, StopRequest
+    from verl.trainer.restarts import RECOVERABLE, RestartingRun
+
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` runs
-    stop_asked = StopRequest().listen()
+    stop_request = StopRequest().listen()
+    config: Config = loaded.config
     session = training = None
     try:
         try:
-            name, argv = take_config_name(argv)
-            config = parse_arguments(argv, _known(name))
-            validate(config, format_reward=train_score_factory is not None, config_name=name)
-            for line in settings_without_effect(config, name):
+            validate(config, format_reward=train_score_factory is not None)
+            for line in (*loaded.notes, *settings_without_effect(config)):
                 print(f"note: {line}")
             if config.trainer.dry_run:
                 return dry_run(config)
-            if not start_is_sound(config, name):
+            if not start_is_sound(config, "ppo_trainer", RetrievalProbe()):
                 return 2
             session = start_ray(config)
             place(config)
             for variable, value in order_of_kernels(config).items():  # workers get them from here
                 os.environ.setdefault(variable, value)
             score = train_score_factory(config) if train_score_factory else None
-            build = functools.partial(build_trainer, train_score=score, stop_asked=stop_asked)
+            build = functools.partial(build_trainer, train_score=score, stop_request=stop_request)
             training = RestartingRun(config, build)
             training.start()
         except ValueError as error:
@@ -152,6 +169,9 @@ def run(argv: list[str], train_score_factory: Callable[[DictConfig], RewardFunct
     except (RunStopped, *RECOVERABLE) as error:
         print(f"{'stopped' if isinstance(error, StoppedOnRequest) else 'error'}: {error}", file=sys.stderr)
         return 3
+    except KeyboardInterrupt:
+        print(f"interrupted: {stop_request.what_is_kept()}", file=sys.stderr)
+        return 130
     finally:
         try:
             if training is not None:

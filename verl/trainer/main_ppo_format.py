@@ -11,12 +11,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from omegaconf import DictConfig
-
+from verl.config import Config
 from verl.trainer.main_ppo import run
 
 
-def format_score(config: DictConfig) -> Callable[..., Any]:
+def format_score(config: Config) -> Callable[..., Any]:
     """The structure reward with the weights of this run, and the signs that it looks at (for `gdpo`)."""
     from verl.utils.reward_score import qa_em_format
 

@@ -1,7 +1,7 @@
 """Where a run's processes live: here or in Ray, with GPUs or without, in which pools.
 
     pools_of(config)   global_pool: trainer.nnodes x trainer.n_gpus_per_node processes with actor, reference,
-                       critic, and the rollout; with trainer.rollout_pool the rollout has a pool of its own
+                       critic, and the rollout
     place(config)      `auto` becomes what is there
 
 The driver is the process that was started, wherever that is; it is in no pool.
@@ -13,27 +13,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from omegaconf import DictConfig
 
+from verl.config import Config, SFTConfig
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.roles import Role, actor_role
 
 if TYPE_CHECKING:
     from verl.single_controller.ray import RaySession
 
-GLOBAL_POOL, ROLLOUT_POOL = "global_pool", "rollout_pool"
+GLOBAL_POOL = "global_pool"
 
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """One pool. process_on_nodes: processes on each of its nodes. roles: that live in each of them.
-    nodes_before: nodes of the pools before it.
-    """
+    """One pool. process_on_nodes: processes on each of its nodes. roles: that live in each of them."""
 
     name: str
     process_on_nodes: tuple[int, ...]
     roles: tuple[Role, ...]
-    nodes_before: int = 0
 
     @property
     def world_size(self) -> int:
@@ -45,37 +42,22 @@ class PoolPlan:
         """(node of the pool, number on that node) of each rank."""
         return [(node, local) for node, count in enumerate(self.process_on_nodes) for local in range(count)]
 
-    @property
-    def trains(self) -> bool:
-        return Role.Rollout not in self.roles
 
-    @property
-    def rolls_out(self) -> bool:
-        return any(role in (Role.Rollout, Role.ActorRollout, Role.ActorRolloutRef) for role in self.roles)
-
-
-def pools_of(config: DictConfig, passes: Passes) -> list[PoolPlan]:
-    """The pools of a run; the actor's comes first."""
+def pools_of(config: Config, passes: Passes) -> list[PoolPlan]:
+    """The pools of a run: one."""
     trainer = config.trainer
-    apart = trainer.rollout_pool.n_gpus_per_node is not None
-    roles = [actor_role(passes.reference, with_rollout=not apart)]
+    roles = [actor_role(passes.reference)]
     if passes.values:
         roles.append(Role.Critic)
-    pools = [PoolPlan(GLOBAL_POOL, (trainer.n_gpus_per_node,) * trainer.nnodes, tuple(roles))]
-    if apart:
-        own = (trainer.rollout_pool.n_gpus_per_node,) * trainer.rollout_pool.nnodes
-        pools.append(PoolPlan(ROLLOUT_POOL, own, (Role.Rollout,), nodes_before=trainer.nnodes))
-    return pools
+    return [PoolPlan(GLOBAL_POOL, (trainer.n_gpus_per_node,) * trainer.nnodes, tuple(roles))]
 
 
-def num_processes(config: DictConfig) -> int:
-    """Worker processes of the run, in all its pools. Supervised training has the one."""
-    trainer, pool = config.trainer, config.trainer.get("rollout_pool")
-    apart = 0 if pool is None or pool.n_gpus_per_node is None else pool.nnodes * pool.n_gpus_per_node
-    return trainer.nnodes * trainer.n_gpus_per_node + apart
+def num_processes(config: Config | SFTConfig) -> int:
+    """Worker processes of the run. Supervised training has the one."""
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
-def place(config: DictConfig) -> None:
+def place(config: Config | SFTConfig) -> None:
     """Fill in `trainer.backend` and `trainer.device` where they are `auto`, from what is there.
 
     Raises:
@@ -97,13 +79,14 @@ def place(config: DictConfig) -> None:
         trainer.device = "cuda" if num_gpus else "cpu"
     elif num_gpus < processes:
         raise ValueError(
-            f"found {num_gpus} GPUs on {where}, but {_asked_for(config)} ask for {processes}. Set "
+            f"found {num_gpus} GPUs on {where}, but trainer.nnodes={trainer.nnodes} and "
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} ask for {processes}. Set "
             "trainer.n_gpus_per_node, or trainer.device=cpu to train in processes without a GPU."
         )
     trainer.device = "cpu" if num_gpus == 0 else "cuda"
 
 
-def order_of_kernels(config: DictConfig) -> dict[str, str]:
+def order_of_kernels(config: Config) -> dict[str, str]:
     """Variables of processes that share a layer's matrices (tensor parallel) on CUDA: with one queue kernels
     start in the order in which they were called, so that communication begins before the product that it
     runs beside takes the whole GPU.
@@ -113,18 +96,15 @@ def order_of_kernels(config: DictConfig) -> dict[str, str]:
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if shared and config.trainer.device == "cuda" else {}
 
 
-def _asked_for(config: DictConfig) -> str:
-    trainer, pool = config.trainer, config.trainer.get("rollout_pool")
-    words = f"trainer.nnodes={trainer.nnodes} and trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
-    if pool is None or pool.n_gpus_per_node is None:
-        return words
-    return f"{words} with trainer.rollout_pool of {pool.nnodes} nodes x {pool.n_gpus_per_node}"
+def needs_ray(config: Config | SFTConfig) -> bool:
+    """Whether this run is on Ray: it has more than one process, or `trainer.backend=ray`."""
+    backend = config.trainer.backend
+    return backend == "ray" or (backend == "auto" and num_processes(config) > 1)
 
 
-def start_ray(config: DictConfig) -> RaySession | None:
-    """A Ray session if this run needs one (more than one process, or `trainer.backend=ray`), else None."""
-    processes = num_processes(config)
-    if config.trainer.backend == "local" or (config.trainer.backend == "auto" and processes == 1):
+def start_ray(config: Config | SFTConfig) -> RaySession | None:
+    """A Ray session if this run needs one, else None."""
+    if not needs_ray(config):
         return None
     from verl.single_controller.ray import init_ray  # a local run does without it
 

@@ -21,11 +21,10 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
-
+from verl.config import Config
 from verl.single_controller.base.errors import WorkerDiedError
 from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped
-from verl.workers.rollout.engine import EngineUnavailable
+from verl.workers.rollout.base import EngineUnavailable
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -44,7 +43,7 @@ class RestartingRun:
         build: makes a trainer from a configuration of its own, with no process started.
     """
 
-    def __init__(self, config: DictConfig, build: Callable[[DictConfig], RayPPOTrainer]) -> None:
+    def __init__(self, config: Config, build: Callable[[Config], RayPPOTrainer]) -> None:
         self.config, self._build = config, build
         trainer = config.trainer
         self.max_restarts = trainer.max_restarts if trainer.backend == "ray" else 0
@@ -90,7 +89,7 @@ class RestartingRun:
         if trainer is not None:
             trainer.shutdown()
 
-    def _start(self, config: DictConfig) -> None:
+    def _start(self, config: Config) -> None:
         self.trainer = self._build(copy.deepcopy(config))
         self.trainer.num_restarts = self.num_restarts
         if config.trainer.backend == "ray":
@@ -178,9 +177,7 @@ class RestartingRun:
 
 def _wait_for_room(trainer: RayPPOTrainer, seconds: float, why: str) -> str | None:
     """Waits until the cluster has room for a trainer's pools; returns what it lacks still, if it does."""
-    from verl.single_controller.ray.resource_pool import RayResourcePool
-    from verl.single_controller.ray.room import needs_of, wait_for_room
+    from verl.single_controller.ray.resource_pool import RayResourcePool, wait_for_room
 
     pools = trainer.resource_pool_manager.resource_pool_dict.values()
-    needs = [needs_of(pool) for pool in pools if isinstance(pool, RayResourcePool)]
-    return wait_for_room(needs, seconds, lambda line: print(line, flush=True), why)
+    return wait_for_room([pool for pool in pools if isinstance(pool, RayResourcePool)], seconds, why)

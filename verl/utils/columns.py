@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 
-def same(a: Any, b: Any) -> bool:
-    """Deep equality that understands arrays, tensors and containers of them; NaN equals NaN."""
-    if a is b:
+class BatchError(ValueError, AssertionError):
+    """Batches that don't go together. verl's callers catch it as an AssertionError."""
+
+
+def same(a: Any, b: Any, under_way: tuple[tuple[int, int], ...] = ()) -> bool:
+    """Deep equality that understands arrays, tensors and containers of them; NaN equals NaN.
+
+    `under_way`: pairs that are being compared, so that an array that holds itself comes to an end.
+    """
+    pair = (id(a), id(b))
+    if a is b or pair in under_way:
         return True
     if type(a) is not type(b):
         return False
@@ -20,11 +29,12 @@ def same(a: Any, b: Any) -> bool:
         exact = not a.is_floating_point()
         return torch.equal(a, b) if exact else torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
     if isinstance(a, np.ndarray):
-        return a.shape == b.shape and all(map(same, a.ravel().tolist(), b.ravel().tolist()))
+        entries = zip(a.ravel().tolist(), b.ravel().tolist(), strict=False)
+        return a.shape == b.shape and all(same(x, y, (*under_way, pair)) for x, y in entries)
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(same(a[key], b[key], (*under_way, pair)) for key in a)
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
+        return len(a) == len(b) and all(same(x, y, (*under_way, pair)) for x, y in zip(a, b, strict=True))
     return bool(a == b or (a != a and b != b))
 
 
@@ -42,22 +52,34 @@ def merged_meta_info(parts: list[dict[str, Any]]) -> dict[str, Any]:
     for part in parts:
         for key, value in part.items():
             if key != "metrics" and key in merged and not same(merged[key], value):
-                raise ValueError(
-                    f"meta_info[{key!r}] differs between the parts: {merged[key]!r} and {value!r}; "
-                    'put figures of single parts into meta_info["metrics"]'
+                raise BatchError(
+                    f"Conflicting values for meta_info key {key!r}: {merged[key]!r} and {value!r}; put what "
+                    'differs between the parts into meta_info["metrics"]'
                 )
             merged[key] = value
     metrics = [part["metrics"] for part in parts if "metrics" in part]
-    names = {name: None for figures in metrics for name in figures}  # in the order they were first met
-    if len(metrics) > 1:
-        merged["metrics"] = {name: _merge_figures([m[name] for m in metrics if name in m]) for name in names}
+    if any(isinstance(entry, list) for entry in metrics):  # as verl's workers write them: [{"loss": 0.5}]
+        rows = [row for entry in metrics for row in (entry if isinstance(entry, list) else [entry])]
+        merged["metrics"] = list_of_dict_to_dict_of_list(rows)
+    elif len(metrics) > 1:
+        names = {name: None for entry in metrics for name in entry}  # in the order they were first met
+        merged["metrics"] = {name: _merged_metric([m[name] for m in metrics if name in m]) for name in names}
     return merged
 
 
-def _merge_figures(figures: list[Any]) -> Any:
-    if all(isinstance(figure, list) for figure in figures):
-        return [entry for figure in figures for entry in figure]
-    return sum(figures) / len(figures)
+def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """[{"a": 1}, {"a": 2}] -> {"a": [1, 2]}; names in the order in which they come."""
+    columns: dict[str, list[Any]] = {}
+    for entry in list_of_dict:
+        for key, value in entry.items():
+            columns.setdefault(key, []).append(value)
+    return columns
+
+
+def _merged_metric(values: list[Any]) -> Any:
+    if all(isinstance(value, list) for value in values):
+        return [entry for value in values for entry in value]
+    return sum(values) / len(values)
 
 
 def to_array(key: str, tensor: Any) -> tuple[np.ndarray, torch.dtype]:

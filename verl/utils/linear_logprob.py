@@ -46,15 +46,15 @@ class _LinearLogProb(torch.autograd.Function):
         log_probs = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropy, sum_pi_squared = torch.zeros_like(log_probs), torch.zeros_like(log_probs)
         log_p: Tensor | None = None
-        for part in _chunks(len(hidden), rows):
-            log_p = _log_softmax(hidden[part], weight, temperature)
-            log_probs[part] = log_p.gather(1, labels[part].unsqueeze(1)).squeeze(1)
+        for chunk in _chunks(len(hidden), rows):
+            log_p = _log_softmax(hidden[chunk], weight, temperature)
+            log_probs[chunk] = log_p.gather(1, labels[chunk].unsqueeze(1)).squeeze(1)
             if with_entropy or with_sum_pi_squared:
                 p = log_p.exp()
                 if with_entropy:
-                    entropy[part] = -torch.linalg.vecdot(p, log_p)
+                    entropy[chunk] = -torch.linalg.vecdot(p, log_p)
                 if with_sum_pi_squared:
-                    sum_pi_squared[part] = torch.linalg.vecdot(p, p)
+                    sum_pi_squared[chunk] = torch.linalg.vecdot(p, p)
         ctx.save_for_backward(hidden, weight, labels, entropy, log_p if len(hidden) <= rows else None)
         ctx.temperature, ctx.rows = temperature, rows
         ctx.set_materialize_grads(False)
@@ -68,27 +68,27 @@ class _LinearLogProb(torch.autograd.Function):
         hidden, weight, labels, entropy, kept = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for part in _chunks(len(hidden), ctx.rows):
-            log_p = _log_softmax(hidden[part], weight, ctx.temperature) if kept is None else kept
+        for chunk in _chunks(len(hidden), ctx.rows):
+            log_p = _log_softmax(hidden[chunk], weight, ctx.temperature) if kept is None else kept
             p = log_p.exp()
-            a = 0.0 if grad_log_probs is None else grad_log_probs[part].unsqueeze(1)
+            a = 0.0 if grad_log_probs is None else grad_log_probs[chunk].unsqueeze(1)
             if grad_entropy is None:
                 grad_logits = p.mul_(-a)
             else:
-                b = grad_entropy[part].unsqueeze(1)
-                grad_logits = p.mul_(torch.addcmul(-a - b * entropy[part].unsqueeze(1), log_p, -b))
+                b = grad_entropy[chunk].unsqueeze(1)
+                grad_logits = p.mul_(torch.addcmul(-a - b * entropy[chunk].unsqueeze(1), log_p, -b))
             if grad_log_probs is not None:
-                grad_logits.scatter_add_(1, labels[part].unsqueeze(1), grad_log_probs[part].unsqueeze(1))
+                grad_logits.scatter_add_(1, labels[chunk].unsqueeze(1), grad_log_probs[chunk].unsqueeze(1))
             if ctx.temperature != 1.0:
                 grad_logits.mul_(1.0 / ctx.temperature)
             grad_logits = grad_logits.to(weight.dtype)
-            grad_hidden[part] = grad_logits @ weight
+            grad_hidden[chunk] = grad_logits @ weight
             if grad_weight is None:  # a frozen head, beside LoRA adapters
                 continue
             if grad_weight.dtype == weight.dtype:
-                grad_weight.addmm_(grad_logits.t(), hidden[part])
+                grad_weight.addmm_(grad_logits.t(), hidden[chunk])
             else:
-                grad_weight += grad_logits.t() @ hidden[part]
+                grad_weight += grad_logits.t() @ hidden[chunk]
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None
 

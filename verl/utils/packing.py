@@ -7,23 +7,30 @@ Legend: N rows of the batch, B rows of a micro-batch, P prompt and R response wi
 loss tokens (those that the policy sampled, and those that a loss asks for besides), U distinct ones among
 them. Padding is known from `attention_mask` alone, never from token ids.
 
-What rows have in common from their beginning on is in a pack once (verl.utils.shared_prefixes): equal tokens
-after equal tokens have equal hidden states, so nothing is computed twice, and the gradient is the same.
+What rows have in common from their beginning on is in a pack once: equal tokens after equal tokens have equal
+hidden states, so nothing is computed twice, and the gradient is the same. Trajectories of one prompt begin
+with the prompt; those of a policy that has become sure go on alike for long: the same search, the same
+documents. In lexicographic order each sequence has its longest common prefix with any sequence before it in
+common with the one just before it, so neighbours are all that must be compared:
+
+    [5 6 7 8]  [5 6 7 9]  [5 6 7 9 2]   own tokens 4, 1, 1;  6 tokens to compute instead of 13
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from verl.utils.attention import Packing
-from verl.utils.shared_prefixes import prefix_order
+from verl.utils.packed_attention import Packing
+from verl.utils.ulysses import TokenShare, gather_rows
 
 CPU_TOKENS_PER_PACK = 2048  # on CPU larger packs only leave the caches; a GPU wants all it may have
+WORTH_SHARING = 16  # a beginning is shared if it is at least one part in this many of the sequence
 
 
 @dataclass(frozen=True)
@@ -168,15 +175,15 @@ def _shared(tokens: Tensor, lengths: Sequence[int]) -> _Layout:
     """Rows end to end, what a row has in common with another from the beginning on left out. tokens [S,
     ...]
     """
-    found = prefix_order([part.numpy() for part in tokens.split(list(lengths))])
-    if not any(found.shared):
+    by_prefix = prefix_order([row.numpy() for row in tokens.split(list(lengths))])
+    if not any(by_prefix.shared):
         every = torch.arange(len(tokens))
         return _Layout(every, every, lengths)
     starts = np.cumsum([0, *lengths])
     where = np.empty(len(tokens), dtype=np.int64)
     source, keys, seq_lens, key_lens = [], [], [], []
     before, used = slice(0, 0), 0
-    for row, shared in zip(found.order, found.shared, strict=True):
+    for row, shared in zip(by_prefix.order, by_prefix.shared, strict=True):
         start, own = starts[row], lengths[row] - shared
         where[start : start + shared] = where[before][:shared]
         where[start + shared : start + lengths[row]] = np.arange(used, used + own)
@@ -214,3 +221,110 @@ def plan_padded(
             plan.append([])
         plan[-1].append(row)
     return plan
+
+
+@dataclass(frozen=True)
+class PrefixOrder:
+    """Sequences in the order in which neighbours share most.
+
+    order: indices of the sequences. shared: how many tokens of each, in that order, it has in common with the
+    one before it (0 for the first, and where it is so little that fetching its keys costs more than it
+    saves).
+    """
+
+    order: list[int]
+    shared: list[int]
+
+
+def prefix_order(sequences: Sequence[np.ndarray]) -> PrefixOrder:
+    """Sorts sequences of tokens, each a contiguous array [length, ...] of equal dtype and width per token.
+
+    Sorted are the tokens' bytes: any order of tokens does, as long as equal ones are equal.
+    """
+    keys = [sequence.tobytes() for sequence in sequences]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    shared = [0] * len(order)
+    for place in range(1, len(order)):
+        common = common_prefix(sequences[order[place - 1]], sequences[order[place]])
+        if common * WORTH_SHARING >= len(sequences[order[place]]):
+            shared[place] = common
+    return PrefixOrder(order, shared)
+
+
+def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+    """Number of tokens (rows of the arrays) with which both begin."""
+    length = min(len(left), len(right))
+    differs = left[:length] != right[:length]
+    if differs.ndim > 1:
+        differs = differs.any(axis=1)
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
+
+
+def plan_by_prefix(
+    sequences: Sequence[np.ndarray], max_rows: int | None = None, max_tokens: int | None = None
+) -> list[list[int]]:
+    """Splits sequences into packs of at most `max_rows` sequences and `max_tokens` tokens, those that are
+    shared counted once. A sequence that is longer than max_tokens stands alone.
+
+    Packs are filled in prefix order, so that sequences which share stand together. Returns lists of indices
+    into `sequences`; the same input always gives the same lists.
+    """
+    plan: list[list[int]] = []
+    used = 0
+    by_prefix = prefix_order(sequences)
+    for index, shared in zip(by_prefix.order, by_prefix.shared, strict=True):
+        own = len(sequences[index]) - shared
+        full = plan and (
+            (max_rows is not None and len(plan[-1]) >= max_rows)
+            or (max_tokens is not None and used + own > max_tokens)
+        )
+        if not plan or full:
+            plan.append([])
+            used, own = 0, len(sequences[index])
+        plan[-1].append(index)
+        used += own
+    return plan
+
+
+@dataclass(frozen=True)
+class ShardedMicroBatch:
+    """A micro-batch that a group holds together, as one of its processes sees it.
+
+    own: what the model gets here: its tokens (input_ids, position_ids [1, t]) and loss tokens (labels,
+    predicted_from, this one counted from its first token). Everything else is that of the whole pack:
+    `packing`, with the share in it, `predicting`, and what unpacks results. loss_counts [P]: distinct loss
+    tokens of each process.
+    """
+
+    own: PackedMicroBatch
+    share: TokenShare
+    loss_counts: tuple[int, ...]
+
+    def gather(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Results for the process's own loss tokens, each [u] -> for all of them, each [U], the same on every
+        process. Differentiable.
+        """
+        rows = torch.stack(list(outputs), dim=1)
+        whole = gather_rows(rows, self.loss_counts, self.share.group)
+        return tuple(column.contiguous() for column in whole.unbind(1))
+
+
+def shard_micro_batch(micro_batch: PackedMicroBatch, group: dist.ProcessGroup) -> ShardedMicroBatch:
+    """This process's share of a micro-batch, which must be the same on all processes of the group."""
+    share = TokenShare.even(micro_batch.input_ids.shape[1], group)
+    tokens = slice(share.start, share.stop)
+    ends = torch.tensor(share.counts).cumsum(0).to(micro_batch.predicted_from)
+    before = torch.searchsorted(micro_batch.predicted_from, ends).tolist()  # predicted_from is ascending
+    loss_counts = tuple(end - start for start, end in zip([0, *before], before, strict=False))
+    first = sum(loss_counts[: share.rank])
+    loss = slice(first, first + loss_counts[share.rank])
+    own = replace(
+        micro_batch,
+        input_ids=micro_batch.input_ids[:, tokens],
+        position_ids=micro_batch.position_ids[:, tokens],
+        packing=replace(micro_batch.packing, share=share),
+        predicted_from=micro_batch.predicted_from[loss] - share.start,
+        labels=micro_batch.labels[loss],
+    )
+    return ShardedMicroBatch(own, share, loss_counts)

@@ -18,15 +18,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from verl.utils.packing import PackedMicroBatch
 
 
 @dataclass(frozen=True)
@@ -136,44 +133,7 @@ class _Gather(torch.autograd.Function):
         return grad.narrow(0, ctx.start, ctx.num_rows), None, None
 
 
-@dataclass(frozen=True)
-class ShardedMicroBatch:
-    """A micro-batch that a group holds together, as one of its processes sees it.
-
-    own: what the model gets here: its tokens (input_ids, position_ids [1, t]) and loss tokens (labels,
-    predicted_from, this one counted from its first token). Everything else is that of the whole pack:
-    `packing`, with the share in it, `predicting`, and what unpacks results. loss_counts [P]: distinct loss
-    tokens of each process.
-    """
-
-    own: PackedMicroBatch
-    share: TokenShare
-    loss_counts: tuple[int, ...]
-
-    def gather(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Results for the process's own loss tokens, each [u] -> for all of them, each [U], the same on every
-        process. Differentiable.
-        """
-        rows = torch.stack(list(outputs), dim=1)
-        whole: Tensor = _Gather.apply(rows, self.loss_counts, self.share.group)
-        return tuple(column.contiguous() for column in whole.unbind(1))
-
-
-def shard_micro_batch(part: PackedMicroBatch, group: dist.ProcessGroup) -> ShardedMicroBatch:
-    """This process's share of a micro-batch, which must be the same on all processes of the group."""
-    share = TokenShare.even(part.input_ids.shape[1], group)
-    tokens = slice(share.start, share.stop)
-    ends = torch.tensor(share.counts).cumsum(0).to(part.predicted_from)
-    before = torch.searchsorted(part.predicted_from, ends).tolist()  # predicted_from is ascending
-    loss_counts = tuple(end - start for start, end in zip([0, *before], before, strict=False))
-    first = sum(loss_counts[: share.rank])
-    loss = slice(first, first + loss_counts[share.rank])
-    own = replace(
-        part,
-        input_ids=part.input_ids[:, tokens],
-        position_ids=part.position_ids[:, tokens],
-        packing=replace(part.packing, share=share),
-        predicted_from=part.predicted_from[loss] - share.start,
-        labels=part.labels[loss],
-    )
-    return ShardedMicroBatch(own, share, loss_counts)
+def gather_rows(rows: Tensor, counts: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+    """Rows [n, W] of each process of the group -> all of them [N, W]; counts: n of each. Differentiable."""
+    gathered: Tensor = _Gather.apply(rows, counts, group)
+    return gathered

@@ -3,8 +3,8 @@
     generate_sequences -> compute_log_prob, compute_ref_log_prob -> update_actor      (ActorRolloutRefWorker)
                           compute_values -> update_critic                             (CriticWorker)
 
-A rollout engine takes the policy's weights before it generates, when their version is another than its own.
-The native one reads them where they are (one process, same dtype), so that an update needs no copy.
+`sync_weights` gives the policy's weights to the rollout engine. The native one reads them where they are (one
+process, same dtype), so that an update needs no copy.
 """
 
 from __future__ import annotations
@@ -16,28 +16,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from omegaconf import DictConfig
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from verl.config.policy import Actor, ActorRolloutRef, ReferenceConfig
+from verl.config.schema import Critic
 from verl.protocol import DataProto
 from verl.single_controller.base import DataPosition, Dispatch, Worker, register
 from verl.workers.actor.dp_actor import DataParallelPPOActor, compute_log_prob, token_statistics
 from verl.workers.critic.dp_critic import DataParallelPPOCritic
 from verl.workers.engine.base import Engine
-from verl.workers.engine.engine import TrainEngine
-from verl.workers.engine.loading import (
-    check_heads,
-    load_policy,
-    load_value_model,
-    parse_dtype,
-)
+from verl.workers.engine.fsdp_engine import TrainEngine
+from verl.workers.engine.loading import Precision, check_heads, load_policy, load_value_model
 from verl.workers.engine.micro_batches import MicroBatchLimits
-from verl.workers.engine.precision import Precision
 from verl.workers.engine.reference import Reference
 from verl.workers.engine.snapshot import BackgroundWriter
-from verl.workers.rollout.build import Request, build_engine
-from verl.workers.rollout.engine import RolloutEngine
-from verl.workers.weight_channel import SendsWeights
+from verl.workers.rollout.base import RolloutEngine
+from verl.workers.rollout.build import Request, build_engine, engine_name, rollout_dtype
 
 STATE_FILE = "update.json"
 ROLES = ("actor", "rollout", "ref", "actor_ref", "actor_rollout", "actor_rollout_ref")
@@ -74,13 +68,13 @@ def _read_state(path: str) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-class ActorRolloutRefWorker(SendsWeights):
+class ActorRolloutRefWorker(Worker):
     """One rank of the policy: trains it, samples from it, and holds a frozen copy of its start as reference.
 
     Args:
         config: the `actor_rollout_ref` block.
         role: which of the parts this worker has: "actor", "rollout", "ref", "actor_ref", "actor_rollout",
-            "actor_rollout_ref". (Rollout processes without a trained model are `RolloutWorker`s.)
+            "actor_rollout_ref".
         agent_factory: (tokenizer, rollout engine) -> agent; needed for generate_sequences.
         device: "auto" (CUDA if there is one), "cpu" or "cuda".
         seed: of the order of mini-batches with actor.shuffle.
@@ -90,7 +84,7 @@ class ActorRolloutRefWorker(SendsWeights):
 
     def __init__(
         self,
-        config: DictConfig,
+        config: ActorRolloutRef,
         role: str,
         agent_factory: AgentFactory | None = None,
         device: str = "auto",
@@ -100,9 +94,7 @@ class ActorRolloutRefWorker(SendsWeights):
         if role not in ROLES:
             raise ValueError(f"role: found {role!r}, expected one of {', '.join(ROLES)}.")
         self.config, self.role, self.agent_factory, self.seed = config, role, agent_factory, seed
-        self.has_actor, self.has_rollout, self.has_ref = (
-            part in role for part in ("actor", "rollout", "ref")
-        )
+        self.has_actor, self.has_rollout, self.has_ref = (x in role for x in ("actor", "rollout", "ref"))
         self.device = self.init_process_group(device_kind(device))
         self.num_sharing = self._num_sharing() if role != "rollout" else 1  # that has rows of its own
         self.agent: Agent | None = None
@@ -153,7 +145,7 @@ class ActorRolloutRefWorker(SendsWeights):
             self.reference = Reference(policy, own)
 
     def _engine(
-        self, block: DictConfig, model: Mapping[str, Any], trained: bool, adapted: bool = True
+        self, block: Actor | ReferenceConfig, model: Mapping[str, Any], trained: bool, adapted: bool = True
     ) -> Engine:
         """An engine of a policy. block: `actor` or `ref`, whose settings it has. model: as
         `actor_rollout_ref.model`. adapted: with the LoRA adapters that `model` asks for.
@@ -178,21 +170,17 @@ class ActorRolloutRefWorker(SendsWeights):
         Raises:
             ValueError: its folder does not fit, or its tokens are not the policy's.
         """
-        model, path = self.config.model, str(Path(self.config.teacher.path).expanduser())
+        model, path = self.config.model, str(self.config.teacher.path)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         if tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise ValueError(
                 f"actor_rollout_ref.teacher.path={path} has another vocabulary than "
                 f"actor_rollout_ref.model.path={model.path}; expected a model with the same tokenizer."
             )
-        source = {
-            "path": path,
-            "external_lib": model.external_lib,
-            "trust_remote_code": model.trust_remote_code,
-        }
+        source = {"path": path} | {key: model[key] for key in ("external_lib", "trust_remote_code")}
         return self._engine(self.config.ref, source, trained=False, adapted=False)
 
-    def _limits(self, block: DictConfig, name: str, prefix: str) -> MicroBatchLimits:
+    def _limits(self, block: Mapping[str, Any], name: str, prefix: str) -> MicroBatchLimits:
         return MicroBatchLimits.from_config(
             block,
             f"actor_rollout_ref.{name}",
@@ -216,8 +204,8 @@ class ActorRolloutRefWorker(SendsWeights):
             return
         if self.agent_factory is None:
             raise ValueError("generate_sequences needs a worker made with an agent_factory.")
-        rollout, default = self.config.rollout, self.engine.precision.compute
-        dtype = default if rollout.dtype == "auto" else parse_dtype(rollout.dtype, default, "rollout.dtype")
+        rollout = self.config.rollout
+        dtype = rollout_dtype(rollout, self.engine.precision.compute)
         request = Request(
             self.device,
             dtype,
@@ -234,6 +222,29 @@ class ActorRolloutRefWorker(SendsWeights):
             self.rollout_engine = build_engine(rollout, self.config.model, request)
         self.agent = self.agent_factory(self.tokenizer, self.rollout_engine)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sync_weights(self) -> None:
+        """Gives the policy's present weights to the rollout engine, which is awake from then on until
+        generate_sequences or save_checkpoint has it sleep. To be called after an update.
+
+        Does nothing while the engine has these weights, or isn't there yet: it takes them at its first
+        generation. `generate_sequences` brings them where nobody has since the last update. It is also left
+        to that with `param_offload`, so that the engine holds no device memory before it generates.
+        """
+        if self.config.rollout.placement == "apart" or not self.engine.offloads_params:
+            self._bring_weights()
+
+    def _bring_weights(self) -> None:
+        rollout, version = self.rollout_engine, self.engine.weights_version
+        if rollout is None or (rollout.version == version and not self._rollout_weights_stale):
+            return
+        with self.engine.loaded(), torch.no_grad():
+            rollout.wake()
+            rollout.load_weights(self.engine.weights(), version)
+        self._rollout_weights_stale = False
+        if self.config.rollout.placement == "apart" and self.world_size > 1:
+            torch.distributed.barrier()  # rank 0 has sent them: no other rank asks the servers before
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Runs the agent on `raw_prompt_ids` with `sampling_seeds`; the result has a trajectory per row."""
@@ -241,32 +252,20 @@ class ActorRolloutRefWorker(SendsWeights):
         agent, engine = self.agent, self.rollout_engine
         assert agent is not None and engine is not None
         with ExitStack() as policy_on_device, torch.no_grad():
-            policy_on_device.enter_context(self.engine.loaded())
+            if engine_name(self.config.rollout, self.device) == "native":  # reads the policy's weights
+                policy_on_device.enter_context(self.engine.loaded())
+            self._bring_weights()
             engine.wake()
-            self._bring_weights(engine)
-            if self.config.rollout.name != "native":  # it has weights of its own now; native reads these
-                policy_on_device.close()
             result = agent.run_llm_loop(prompts)
             self._sleep(engine)
         return result
-
-    def _bring_weights(self, engine: RolloutEngine) -> None:
-        version = self.engine.weights_version
-        if engine.version == version and not self._rollout_weights_stale:
-            return
-        engine.update_weights(self.engine.weights(), version)
-        self._rollout_weights_stale = False
-        if self.config.rollout.placement == "apart" and self.world_size > 1:
-            torch.distributed.barrier()  # rank 0 has sent them: no other rank asks the servers before
 
     def _sleep(self, engine: RolloutEngine) -> None:
         """Gives the engine's memory on this device to the trainer, until the next generation."""
         rollout = self.config.rollout
         if rollout.placement == "apart" or not (rollout.free_cache_engine or self.engine.offloads_params):
             return
-        level = rollout.vllm.sleep_level if rollout.name == "vllm" else 1
-        if self.engine.offloads_params:
-            level = 2  # they would hold the memory that offloading is to free
+        level = 2 if self.engine.offloads_params else 1  # weights would hold what offloading is to free
         engine.sleep(level)
         self._rollout_weights_stale = self._rollout_weights_stale or level == 2
 
@@ -287,8 +286,8 @@ class ActorRolloutRefWorker(SendsWeights):
         with `calculate_sum_pi_squared` sum_pi_squared [N, R] besides; see `token_statistics`.
         """
         limits = self._limits(self.config.rollout, "rollout", "log_prob")
-        asked = [data.meta_info.get(f"calculate_{name}", False) for name in ("entropy", "sum_pi_squared")]
-        results = token_statistics(self.engine, data, limits, self.config.rollout.temperature, *asked)
+        options = [data.meta_info.get(f"calculate_{name}", False) for name in ("entropy", "sum_pi_squared")]
+        results = token_statistics(self.engine, data, limits, self.config.rollout.temperature, *options)
         return DataProto.from_dict({"old_log_probs": results.pop("log_probs"), **results})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
@@ -328,6 +327,8 @@ class ActorRolloutRefWorker(SendsWeights):
         """All that training goes on from, in `path`; the weights as a Hugging Face folder in
         `path`/huggingface. background: the files may be incomplete until `checkpoint_is_written`.
         """
+        if self.rollout_engine is not None:  # its memory may be needed for an optimizer that is offloaded
+            self._sleep(self.rollout_engine)
         hugging_face = str(Path(path) / "huggingface")
         snapshots = [
             self.engine.snapshot(path),
@@ -366,7 +367,7 @@ class CriticWorker(Worker):
     actor.
     """
 
-    def __init__(self, config: DictConfig, rollout_n: int = 1, device: str = "auto", seed: int = 0):
+    def __init__(self, config: Critic, rollout_n: int = 1, device: str = "auto", seed: int = 0):
         super().__init__()
         self.config, self.rollout_n, self.seed = config, rollout_n, seed
         self.device = self.init_process_group(device_kind(device))
@@ -443,7 +444,7 @@ class CriticWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
-        """Goes on from a folder of save_checkpoint, made with any number of processes."""
+        """As for the actor."""
         self.engine.load(path)
         if self.engine.num_training_steps:
             self.critic.load_state_dict(_read_state(path))

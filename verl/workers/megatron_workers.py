@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
 
+from verl.config.policy import Actor, Megatron, MegatronAsActor, ReferenceConfig
 from verl.single_controller.base import Worker
 from verl.workers import fsdp_workers
 from verl.workers.engine.base import Engine
-from verl.workers.engine.precision import Precision
+from verl.workers.engine.loading import Precision
 from verl.workers.megatron.settings import ParallelSizes
 
 
 @dataclass(frozen=True)
-class Layout:
+class ModelCut:
     """How a model is cut."""
 
     sizes: ParallelSizes
@@ -31,14 +31,14 @@ class Layout:
     sequence_parallel: bool
 
 
-def layout_of(megatron: DictConfig) -> Layout:
+def layout_of(megatron: Megatron | MegatronAsActor) -> ModelCut:
     """megatron: the `megatron` block of the actor, the reference or the critic."""
     sizes = ParallelSizes(
         megatron.tensor_model_parallel_size,
         megatron.pipeline_model_parallel_size,
         megatron.context_parallel_size,
     )
-    return Layout(sizes, megatron.num_layers_per_virtual_pipeline_stage, megatron.sequence_parallel)
+    return ModelCut(sizes, megatron.num_layers_per_virtual_pipeline_stage, megatron.sequence_parallel)
 
 
 class _MegatronProcess(Worker):
@@ -58,9 +58,9 @@ class _MegatronProcess(Worker):
     def build_engine(
         self,
         model: Mapping[str, Any],
-        megatron: DictConfig,
-        fsdp_config: DictConfig,
-        optim: DictConfig | None,
+        megatron: Megatron | MegatronAsActor,
+        fsdp_config: Mapping[str, Any],
+        optim: Mapping[str, Any] | None,
         grad_clip: float,
         is_policy: bool,
     ) -> Engine:
@@ -68,7 +68,7 @@ class _MegatronProcess(Worker):
         blocks; optim=None: a frozen one.
         """
         # these import Megatron, which the driver does without
-        from verl.workers.megatron.engine import MegatronEngine
+        from verl.workers.megatron.megatron_engine import MegatronEngine
         from verl.workers.megatron.model import build_model
 
         self.has_groups = True
@@ -93,7 +93,7 @@ class _MegatronProcess(Worker):
             parallel_state.destroy()
 
 
-class ActorRolloutRefWorker(_MegatronProcess, fsdp_workers.ActorRolloutRefWorker):
+class MegatronActorRolloutRefWorker(_MegatronProcess, fsdp_workers.ActorRolloutRefWorker):
     """One process of the policy; arguments as in `fsdp_workers`."""
 
     streams_parameters = False
@@ -103,14 +103,14 @@ class ActorRolloutRefWorker(_MegatronProcess, fsdp_workers.ActorRolloutRefWorker
         return size
 
     def _engine(
-        self, block: DictConfig, model: Mapping[str, Any], trained: bool, adapted: bool = True
+        self, block: Actor | ReferenceConfig, model: Mapping[str, Any], trained: bool, adapted: bool = True
     ) -> Engine:
         actor = self.config.actor
         optim = actor.optim if trained else None
         return self.build_engine(model, block.megatron, block.fsdp_config, optim, actor.grad_clip, True)
 
 
-class CriticWorker(_MegatronProcess, fsdp_workers.CriticWorker):
+class MegatronCriticWorker(_MegatronProcess, fsdp_workers.CriticWorker):
     """One process of the critic; arguments as in `fsdp_workers`."""
 
     def _num_sharing(self) -> int:

@@ -9,6 +9,7 @@ that is decoded here is ever encoded again.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -39,6 +40,21 @@ def apply_search_cost(scores: torch.Tensor, num_searches: Sequence[int], cost: f
     """
     kept = (1.0 - cost * torch.tensor(num_searches, dtype=scores.dtype)).clamp(min=0.0).unsqueeze(1)
     return torch.where(scores > 0, scores * kept, scores)
+
+
+class RewardFunctionFailed(RuntimeError):
+    """A reward function raised: where, and what, in one line."""
+
+
+def _described(error: Exception, function: Any) -> str:
+    """The last line of the function's own file that the error came through, and the error."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    path = getattr(function, "path", None) or getattr(
+        getattr(function, "__code__", None), "co_filename", None
+    )
+    own = [frame for frame in frames if frame.filename == str(path)] or list(frames)
+    where = f"{own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}: " if own else ""
+    return f"the reward function failed: {where}{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 class RewardManager:
@@ -73,7 +89,7 @@ class RewardManager:
     def __call__(self, data: DataProto, return_dict: Literal[True]) -> dict[str, Any]: ...
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
-        """Score every row; a row without a sampled token scores 0.
+        """Score every row; a row without a sampled token scores 0. RewardFunctionFailed: the function raised.
 
         Args:
             data: responses and response_mask [N, R] int64; data_source (str), reward_model (dict with
@@ -110,13 +126,13 @@ class RewardManager:
         mask = data.batch["response_mask"].cpu().numpy().astype(bool)
         attention = data.batch["attention_mask"][:, -responses.shape[1] :].cpu().numpy().astype(bool)
         spans: list[list[bool]] = []
-        ids: list[list[int]] = []
+        ids: list[np.ndarray] = []
         for row, sampled, real in zip(responses, mask, attention, strict=True):
             row, sampled = row[real], sampled[real]
             cuts = np.flatnonzero(np.diff(sampled)) + 1
             runs = np.split(row, cuts) if len(row) else []
             spans.append([bool(sampled[start]) for start in (0, *cuts)] if len(row) else [])
-            ids += [run[~np.isin(run, self._silent_ids)].tolist() for run in runs]
+            ids += [run[~np.isin(run, self._silent_ids)] for run in runs]
         texts = iter(self.tokenizer.batch_decode(ids, clean_up_tokenization_spaces=False) if ids else [])
         return [[Segment(next(texts), sampled) for sampled in row] for row in spans]
 
@@ -128,12 +144,15 @@ class RewardManager:
         result: dict[str, Any] = {"score": 0.0, "em": 0.0, "answer": answer, "text": text}
         if not any(segment.sampled for segment in segments):
             return result
-        returned = self.compute_score(
-            data_source=fields["data_source"][i],
-            solution_str=text,
-            ground_truth=ground_truth,
-            extra_info={**fields["extra_info"][i], "segments": segments},
-        )
+        try:
+            returned = self.compute_score(
+                data_source=fields["data_source"][i],
+                solution_str=text,
+                ground_truth=ground_truth,
+                extra_info={**fields["extra_info"][i], "segments": segments},
+            )
+        except Exception as error:  # it is a user's function: anything may come
+            raise RewardFunctionFailed(_described(error, self.compute_score)) from error
         result |= dict(returned) if isinstance(returned, Mapping) else {"score": returned}
         result["score"] = float(result["score"])
         has_golden = isinstance(ground_truth, Mapping) and ground_truth.get("target") is not None

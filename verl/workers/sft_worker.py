@@ -9,22 +9,21 @@ and gradient are the same for every way of splitting the rows. Logits are made f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from verl.config import SFTConfig
 from verl.protocol import DataProto
 from verl.single_controller.base import Dispatch, Worker, register
 from verl.utils.packing import CPU_TOKENS_PER_PACK, PackedMicroBatch
 from verl.workers.engine.base import Outputs, Share
-from verl.workers.engine.engine import TrainEngine
-from verl.workers.engine.loading import load_policy
-from verl.workers.engine.micro_batches import MicroBatchLimits, micro_batches, tensors_of
-from verl.workers.engine.precision import Precision
+from verl.workers.engine.fsdp_engine import TrainEngine
+from verl.workers.engine.loading import Precision, load_policy
+from verl.workers.engine.micro_batches import MicroBatchLimits, pack_micro_batches, tensors_of
 from verl.workers.engine.snapshot import BackgroundWriter
 from verl.workers.engine.update_loop import MiniBatch, UpdateLoop
 
@@ -40,7 +39,7 @@ class SFTWorker(Worker):
         total_steps: length of the learning-rate schedule.
     """
 
-    def __init__(self, config: DictConfig, tokenizer: PreTrainedTokenizerBase, total_steps: int):
+    def __init__(self, config: SFTConfig, tokenizer: PreTrainedTokenizerBase, total_steps: int):
         super().__init__()
         self.config, self.tokenizer, self.total_steps = config, tokenizer, total_steps
         self.device = self.init_process_group(config.trainer.device)
@@ -50,21 +49,14 @@ class SFTWorker(Worker):
     def init_model(self) -> None:
         """Loads the model. Raises ValueError for a folder that is missing or does not fit."""
         config = self.config
-        offloads = dict.fromkeys(("param_offload", "grad_offload", "optimizer_offload"), False)
-        fsdp_config = {**config.model.fsdp_config, **offloads, "fsdp_size": -1}
-        precision = Precision.from_config(fsdp_config, self.device)
-        optim = {
-            **config.optim,
-            "warmup_style": config.optim.lr_scheduler,
-            "total_training_steps": self.total_steps,
-        }
+        precision = Precision.from_config(config.model.fsdp_config, self.device)
         self.engine = TrainEngine(
-            load_policy({**config.model, "path": config.model.partial_pretrain}, precision.model),
+            load_policy(config.model, precision.model),
             precision,
-            fsdp_config,
+            config.model.fsdp_config,
             self.device,
             self.world_size,
-            optim,
+            replace(config.optim, total_training_steps=self.total_steps),
             config.optim.clip_grad,
         )
         self.limits = self._limits()
@@ -92,9 +84,9 @@ class SFTWorker(Worker):
         """
         batch, total = tensors_of(data), 0.0
         with self.engine.loaded():
-            _, parts = micro_batches(batch, range(len(data)), self.engine, self.limits)
-            for part, outputs in self.engine.infer(parts, **ASKED):
-                total -= float(part.unpack(outputs[0]).double().sum())
+            _, micro_batches = pack_micro_batches(batch, range(len(data)), self.engine, self.limits)
+            for micro_batch, outputs in self.engine.infer(micro_batches, **ASKED):
+                total -= float(micro_batch.unpack(outputs[0]).double().sum())
         sums = self.engine.reduce([total, float(batch["response_mask"].sum())], "sum")
         return DataProto(meta_info={"metrics": dict(zip(("nll", "tokens"), sums, strict=True))})
 
@@ -135,14 +127,14 @@ class NegativeLogLikelihood:
     idle_rows: Sequence[int] = ()
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         return ASKED
 
-    def share(self, part: PackedMicroBatch, outputs: Outputs) -> Share:
+    def share(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> Share:
         """The micro-batch's share of the loss."""
-        loss = -part.unpack(outputs[0]).sum() / self.mini_batch.denominator.num_tokens
+        loss = -micro_batch.unpack(outputs[0]).sum() / self.mini_batch.denominator.num_tokens
         return Share(loss, {"train/loss": loss.detach()})
 
-    def token_values(self, part: PackedMicroBatch, outputs: Outputs) -> dict[str, Tensor]:
+    def token_values(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> dict[str, Tensor]:
         """Per token [B, R], 0 where nothing is trained."""
-        return {"log-probability": part.unpack(outputs[0])}
+        return {"log-probability": micro_batch.unpack(outputs[0])}

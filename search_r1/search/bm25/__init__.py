@@ -2,9 +2,9 @@
 
 corpus -> build_index -> folder -> BM25Retriever(corpus, folder).batch_search(queries, topk)
 
-word_break, porter -> analysis (text to terms)        similarity (Lucene's formula)
+word_break, porter -> analysis (text to terms)
 spill -> terms -> postings -> build (the index, out of core)
-index (its files) -> kernel (exact MaxScore) -> retriever
+index (Lucene's formula, the files) -> kernel (exact MaxScore) -> retriever
 """
 
 from search_r1.search.bm25.build import BM25BuildOptions, build_index

@@ -23,10 +23,10 @@ POSSESSIVES = ("'s", "'S", "’s", "’S", "＇s", "＇S")
 
 def words(text: str) -> list[str]:
     """The words of a text as they are written, in order."""
-    found = find_words(text)
-    if len(text) > MAX_WORD_UNITS // 2 and max(map(len, found), default=0) > MAX_WORD_UNITS // 2:
-        return [piece for word in found for piece in _pieces(word)]
-    return found
+    written = find_words(text)
+    if len(text) > MAX_WORD_UNITS // 2 and max(map(len, written), default=0) > MAX_WORD_UNITS // 2:
+        return [piece for word in written for piece in _pieces(word)]
+    return written
 
 
 def normalize(word: str) -> str | None:

@@ -22,9 +22,16 @@ from typing import Any
 
 import numpy as np
 
-from search_r1.search.bm25.index import HEADER_NAME, RARE_CODE, IndexHeader, read_header, write_header
+from search_r1.search.bm25.index import (
+    HEADER_NAME,
+    RARE_CODE,
+    IndexHeader,
+    encode_lengths,
+    inverse_norms,
+    read_header,
+    write_header,
+)
 from search_r1.search.bm25.postings import BYTES_PER_POSTING, Merge, join_chunks, write_postings
-from search_r1.search.bm25.similarity import encode_lengths, inverse_norms
 from search_r1.search.bm25.spill import BYTES_PER_TOKEN, spill, spill_rows
 from search_r1.search.bm25.terms import map_array, merge_terms
 from search_r1.search.child_process import end_with_parent, signals_held

@@ -7,7 +7,7 @@
     pairs.npy                      uint8 [C, 2] (frequency, norm) of each code, the most frequent first
     rare_at.npy, rare_frequency.npy  the postings whose code is RARE_CODE, for which there is no pair
     highest.npy                    float32, each term's highest frequency * inverse_norm
-    norms.npy                      uint8, the length of each document (see similarity.py)
+    norms.npy                      uint8, the length of each document (see encode_lengths)
     skip_terms.npy, skips.npy      for frequent terms the posting at which each SKIP_WIDTH of documents begins
     index.json                     counts and versions; written last
 
@@ -18,15 +18,72 @@ documents' lengths, scattered over memory, needn't be read. Nothing depends on h
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 
 from search_r1.search.bm25.analysis import ANALYSIS_VERSION
-from search_r1.search.bm25.jit import jit
-from search_r1.search.bm25.similarity import K1, B
+
+K1, B = 0.9, 0.4
+"""Of BM25 as Lucene computes it, to the last bit of its float32 scores.
+
+    score(query, document) = sum over terms of  w - w / (1 + freq * inverse_norm[norm])     w = count * idf
+    idf = log(1 + (N - n + 0.5) / (n + 0.5))     inverse_norm = 1 / (k1 * (1 - b + b * length / average))
+
+Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond" (2009); the sum's term is
+idf * freq / (freq + k1 * (...)) written so that it never falls when freq grows. N is the number of
+documents that have a word, n how many have this one, `count` how often the query has it. Each term is a
+float32; they are added in double precision and the sum is rounded to float32.
+
+A document's length is kept in one byte, its norm: exact up to 40, then with four significant bits.
+"""
+
+
+def _norm_lengths() -> np.ndarray:
+    """The length that each norm stands for, int64 [256], increasing (Lucene's SmallFloat.byte4ToInt)."""
+    lengths = list(range(24))
+    for code in range(256 - 24):
+        shift = (code >> 3) - 1
+        lengths.append(24 + (code & 7 if shift < 0 else ((code & 7) | 8) << shift))
+    return np.array(lengths, dtype=np.int64)
+
+
+NORM_LENGTHS = _norm_lengths()
+
+
+def encode_lengths(lengths: np.ndarray) -> np.ndarray:
+    """Norms (uint8) of document lengths (numbers of terms): the largest that does not stand for more."""
+    return (np.searchsorted(NORM_LENGTHS, lengths, side="right") - 1).astype(np.uint8)
+
+
+def inverse_norms(average_length: float) -> np.ndarray:
+    """float32 [256]: inverse_norm of the formula for each norm. `average_length`: of documents with a
+    word."""
+    one, k1, b, average = np.float32(1), np.float32(K1), np.float32(B), np.float32(average_length)
+    return one / (k1 * ((one - b) + b * NORM_LENGTHS.astype(np.float32) / average))
+
+
+def idf(num_documents: int, document_frequency: np.ndarray) -> np.ndarray:
+    """float32: the weight of terms. `num_documents`: those with a word."""
+    frequency = document_frequency.astype(np.float64)
+    return np.log(1 + (num_documents - frequency + 0.5) / (frequency + 0.5)).astype(np.float32)
+
+
+def jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled at the first call; runs without the GIL.
+
+    The machine code is kept beside the source or in the user's cache folder. Where neither can be written
+    it is compiled anew in each process, which takes some seconds.
+    """
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # "no locator available": nothing is writable
+        return numba.njit(nogil=True)(function)
+
 
 FORMAT_VERSION = 1
 HEADER_NAME = "index.json"
@@ -89,10 +146,10 @@ def read_header(folder: Path) -> IndexHeader:
             "--index_path out to index in memory"
         ) from None
     current = (FORMAT_VERSION, ANALYSIS_VERSION, K1, B)
-    found = (header.format_version, header.analysis_version, header.k1, header.b)
-    if found != current:
+    version = (header.format_version, header.analysis_version, header.k1, header.b)
+    if version != current:
         raise ValueError(
-            f"--index_path: {folder} was built by another version (format, analysis, k1, b: {found}; here "
+            f"--index_path: {folder} was built by another version (format, analysis, k1, b: {version}; here "
             f"{current}). Build it again with `python -m search_r1.search.index_builder`"
         )
     return header

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from search_r1.search.bm25.index import RARE_CODE, SKIP_BITS
-from search_r1.search.bm25.jit import jit
+from search_r1.search.bm25.index import RARE_CODE, SKIP_BITS, jit
 
 WINDOW = 1 << 15  # documents
 MAX_SEEDS = 64  # documents looked at beforehand, so that there is a bound from the start

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from search_r1.search.bm25.index import MIN_SKIPPED, RARE_CODE, SKIP_BITS, SKIP_WIDTH
-from search_r1.search.bm25.jit import jit
+from search_r1.search.bm25.index import MIN_SKIPPED, RARE_CODE, SKIP_BITS, SKIP_WIDTH, jit
 
 BYTES_PER_POSTING = 16  # of memory while a chunk is made
 

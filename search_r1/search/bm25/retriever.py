@@ -17,9 +17,8 @@ import numpy as np
 
 from search_r1.search.bm25.analysis import normalize, words
 from search_r1.search.bm25.build import BM25BuildOptions, build_index
-from search_r1.search.bm25.index import HEADER_NAME, Index
+from search_r1.search.bm25.index import HEADER_NAME, K1, B, Index, idf, inverse_norms
 from search_r1.search.bm25.kernel import WINDOW, search
-from search_r1.search.bm25.similarity import K1, B, idf, inverse_norms
 from search_r1.search.corpus import Corpus
 from search_r1.search.manifest import Manifest, check_manifest, write_manifest
 from search_r1.search.retriever import SearchResult
@@ -68,12 +67,12 @@ class BM25Retriever:
         """For each query at most `topk` documents that share a term with it, best first, and their scores."""
         topk = min(topk, self.num_documents)
         pieces = [queries[i : i + MAX_BATCH] for i in range(0, len(queries), MAX_BATCH)]
-        found = [answer for piece in pieces for answer in self._search(piece, topk)]
-        documents = self._corpus.rows(np.concatenate([rows for rows, _ in found])) if found else []
-        ends = np.cumsum([len(rows) for rows, _ in found]).tolist()
+        answers = [answer for piece in pieces for answer in self._search(piece, topk)]
+        documents = self._corpus.rows(np.concatenate([rows for rows, _ in answers])) if answers else []
+        ends = np.cumsum([len(rows) for rows, _ in answers]).tolist()
         starts = [0, *ends]
         split = [documents[start:end] for start, end in zip(starts, ends, strict=False)]
-        return split, [scores.tolist() for _, scores in found]
+        return split, [scores.tolist() for _, scores in answers]
 
     def _search(self, queries: list[str], topk: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Rows and scores of each query."""
@@ -157,14 +156,15 @@ class _Worker:
         skip_of = np.where(self._skip_terms[skip_of] == ids, skip_of, -1)
         rows = np.empty((len(queries), topk), dtype=np.int64)
         scores = np.empty((len(queries), topk), dtype=np.float32)
-        found = np.empty(len(queries), dtype=np.int64)
+        num_found = np.empty(len(queries), dtype=np.int64)
         search(
             starts[by_bound], stops[by_bound], weights[by_bound], bounds[by_bound], skip_of[by_bound],
             np.concatenate([[0], np.cumsum(sizes)]), topk,
             index.documents, index.codes, index.pairs, index.rare_at, index.rare_frequency, index.norms,
-            index.skips, self._inverse_norms, self._sums, self._totals, self._touched, rows, scores, found,
+            index.skips, self._inverse_norms, self._sums, self._totals, self._touched, rows, scores,
+            num_found,
         )  # fmt: skip
-        return [(rows[i, :count], scores[i, :count]) for i, count in enumerate(found.tolist())]
+        return [(rows[i, :count], scores[i, :count]) for i, count in enumerate(num_found.tolist())]
 
 
 def _build_now(corpus: Corpus, folder: Path) -> dict[str, Any]:

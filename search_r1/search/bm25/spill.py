@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from search_r1.search.bm25.analysis import normalize, words
-from search_r1.search.bm25.similarity import encode_lengths
+from search_r1.search.bm25.index import encode_lengths
 from search_r1.search.corpus import Corpus
 
 NORMALIZED_WORDS = 1 << 18  # kept by a worker from part to part, about 50 MB

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from search_r1.search.bm25.jit import jit
+from search_r1.search.bm25.index import jit
 
 BATCH_TERMS, BATCH_BYTES = 1 << 18, 1 << 22  # merged before they are written
 

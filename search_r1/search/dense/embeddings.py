@@ -31,7 +31,8 @@ class Embeddings:
             raise ValueError(
                 f"{path} has {size:,} bytes, expected a multiple of {row_bytes} (a row of {dtype})"
             )
-        self.array = np.memmap(path, dtype, "r", offset=skip_bytes).reshape(-1, dimension)
+        # "c": nothing is ever written, but torch takes only arrays that could be.
+        self.array = np.memmap(path, dtype, "c", offset=skip_bytes).reshape(-1, dimension)
 
     @classmethod
     def open(cls, folder: Path, dtype: str, dimension: int) -> Embeddings:

@@ -162,11 +162,13 @@ def _read_pooling(config: dict[str, Any]) -> str:
         mode.removeprefix("pooling_mode_") for mode, on in config.items() if on is True and "mode_" in mode
     ]
     named = config.get("pooling_mode")
-    found = [named] if isinstance(named, str) else [flags.get(mode, mode) for mode in modes]
-    found = ["last" if mode == "lasttoken" else mode for mode in found]
-    if len(found) != 1 or found[0] not in POOLINGS:
-        raise ValueError(f"the model pools by {found or 'nothing that it names'}, expected one of {POOLINGS}")
-    return found[0]
+    poolings = [named] if isinstance(named, str) else [flags.get(mode, mode) for mode in modes]
+    poolings = ["last" if mode == "lasttoken" else mode for mode in poolings]
+    if len(poolings) != 1 or poolings[0] not in POOLINGS:
+        raise ValueError(
+            f"the model pools by {poolings or 'nothing that it names'}, expected one of {POOLINGS}"
+        )
+    return poolings[0]
 
 
 def decide_settings(

@@ -1,10 +1,10 @@
 """Dense retrieval with our own index: exact search, on a CPU or over all GPUs.
 
-    build_index: corpus -> Encoder -> embeddings.f16 -> codes for the CPU      in <target>.building, resumable
-    ExactRetriever: queries -> Encoder -> CpuSearch | GpuSearch -> rows -> documents of the corpus
+    build_index: corpus -> Encoder -> embeddings.f16 | .f32                   in <target>.building, resumable
+    ExactRetriever: queries -> Encoder -> VectorScan -> rows -> documents of the corpus
 
-Index folder: embeddings.f16 or .f32 (flat [N, D], row = row of the corpus), codes.bin and code_scales.bin
-(8-bit codes that a CPU scans; GPUs don't need them), mean.npy, and the manifest with the encoder's settings.
+Index folder: embeddings.f16 or .f32 (flat [N, D], row = row of the corpus), and the manifest with the
+encoder's settings.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ import torch
 from search_r1.search.corpus import Corpus
 from search_r1.search.dense.embeddings import FILES, Embeddings, EmbeddingWriter, flat_header_bytes
 from search_r1.search.dense.encoder import Encoder
-from search_r1.search.dense.exact_cpu import CpuSearch, code_file_sizes, write_codes
-from search_r1.search.dense.exact_gpu import GpuSearch
+from search_r1.search.dense.scan import VectorScan
 from search_r1.search.manifest import read_manifest
 from search_r1.search.memory import available_bytes, format_bytes
 from search_r1.search.retriever import SearchResult
@@ -66,17 +65,14 @@ class DenseBuildOptions:
 def build_index(
     corpus: Corpus, folder: Path, options: DenseBuildOptions, progress: Progress
 ) -> dict[str, Any]:
-    """Writes embeddings and codes of all passages into `folder`; goes on after a kill.
+    """Writes the embeddings of all passages into `folder`; goes on after a kill.
 
     Returns the parameters for the manifest.
-
     Raises ValueError for vectors with NaN, for an embedding file of another size than corpus and encoder, and
     when the disk has no room.
     """
     parameters = prepare_folder(corpus, folder, options)
     write_embeddings(corpus, folder, options, progress)
-    embeddings = Embeddings.open(folder, options.dtype, parameters["dimension"])
-    write_codes(embeddings, folder, lambda done, total: progress("writing the codes", done, total))
     (folder / STATE_FILE).unlink()
     return parameters
 
@@ -104,8 +100,7 @@ def write_embeddings(corpus: Corpus, folder: Path, options: DenseBuildOptions, p
     """Fills the embedding file from the row where it ends to the end of the corpus."""
     dimension = options.settings["dimension"]
     writer = EmbeddingWriter(folder, options.dtype, dimension)
-    codes = sum(code_file_sizes(len(corpus), dimension).values())
-    need = (len(corpus) - writer.num_rows) * dimension * np.dtype(options.dtype).itemsize + codes
+    need = (len(corpus) - writer.num_rows) * dimension * np.dtype(options.dtype).itemsize
     free = shutil.disk_usage(folder).free
     if free < need:
         raise ValueError(
@@ -175,8 +170,8 @@ def open_encoders(**arguments: Any) -> tuple[Encoder, ...]:
 class ExactRetriever:
     """Exact dense search. Called by one thread at a time.
 
-    On a CPU the codes (N x D bytes) and what is touched of the embeddings are memory-mapped: shared by all
-    processes, and given back when memory is short. On GPUs all vectors are in their memory, in float16.
+    On a CPU the vectors are memory-mapped: shared by all processes, and given back when memory is short. On
+    GPUs they are in their memory, in float16.
     """
 
     name = "exact"
@@ -207,24 +202,23 @@ class ExactRetriever:
                 "passages: give the corpus that the index was built from"
             )
         check_dimension(encoder, dimension, folder)
-        self._search: CpuSearch | GpuSearch
         if encoder.device.type == "cuda":
-            self._search = GpuSearch.load(self._embeddings, report=report)
+            self._scan = VectorScan.on_devices(self._embeddings, report=report)
         else:
             report(check_cpu(self._embeddings, available_bytes()))
             torch.set_num_threads(num_threads)  # of the encoder too: more threads cost more than they give
-            self._search = CpuSearch(self._embeddings, folder, num_threads)
+            self._scan = VectorScan.on_cpu(self._embeddings)
 
     def batch_search(self, queries: list[str], topk: int) -> SearchResult:
         """For each query the `topk` passages (all, if there are fewer) with the highest inner products."""
         vectors = self._encoder.encode_queries(queries)
-        scores, rows = self._search.search(vectors, topk)
+        scores, rows = self._scan.search(vectors, topk)
         documents = self._corpus.rows(rows.ravel().tolist())
         k = rows.shape[1]
         return [documents[i * k : (i + 1) * k] for i in range(len(queries))], scores.tolist()
 
     def describe(self) -> dict[str, Any]:
-        on_gpu = isinstance(self._search, GpuSearch)
+        on_gpu = self._encoder.device.type == "cuda"
         return {
             "backend": "exact",
             "index_path": str(self._folder),
@@ -236,7 +230,7 @@ class ExactRetriever:
         }
 
     def close(self) -> None:
-        self._search.close()
+        self._scan.close()
 
 
 def check_dimension(encoder: Encoder, dimension: int, index_path: Path) -> None:
@@ -251,12 +245,11 @@ def check_dimension(encoder: Encoder, dimension: int, index_path: Path) -> None:
 def check_cpu(embeddings: Embeddings, available: int) -> str:
     """A line with the size of what a search reads. Raises ValueError when memory can't hold it."""
     num_rows, dimension = embeddings.shape
-    need = sum(code_file_sizes(num_rows, dimension).values())
     size = (
-        f"{num_rows:,} x {dimension}: codes of {format_bytes(need)}, memory-mapped; "
+        f"{num_rows:,} x {dimension}: vectors of {format_bytes(embeddings.num_bytes)}, memory-mapped; "
         f"{format_bytes(available)} of memory are available"
     )
-    if need > available:
+    if embeddings.num_bytes > available:
         raise ValueError(
             f"the exact index doesn't fit: {size}, and every search reads all of it. Use a machine with more "
             "memory, a GPU, or a FAISS index that reads less (--faiss_type IVF4096,SQ8 or HNSW64)"

@@ -29,7 +29,7 @@ from search_r1.search.dense.exact import (
     prepare_folder,
     write_embeddings,
 )
-from search_r1.search.dense.exact_kernel import dot_rows
+from search_r1.search.dense.scan import dot_rows
 from search_r1.search.manifest import read_manifest
 from search_r1.search.memory import available_bytes, format_bytes
 from search_r1.search.retriever import SearchResult
@@ -108,16 +108,14 @@ class FaissRetriever:
     def search(self, vectors: np.ndarray, topk: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Scores and rows of each of the queries [Q, D] float32; only hits that are there, ties by row."""
         k = min(topk, self.num_documents)
-        asked = min(k + EXTRA_HITS, self.num_documents) if self._vectors is not None else k
+        num_hits = min(k + EXTRA_HITS, self.num_documents) if self._vectors is not None else k
         hnsw = getattr(self._index, "hnsw", None)
         if hnsw is not None:
             hnsw.efSearch = max(MIN_EF_SEARCH, 2 * k)
         faiss.omp_set_num_threads(self._num_threads)  # it counts for the calling thread only
-        scores, rows = self._index.search(vectors, asked)
+        scores, rows = self._index.search(vectors, num_hits)
         if self._vectors is not None:
-            owners = np.repeat(np.arange(len(rows)), asked)
-            again = np.empty(rows.size, np.float32)
-            dot_rows(self._vectors[rows.ravel()], vectors, owners, again)
+            again = dot_rows(self._vectors[rows.ravel()], np.repeat(vectors, num_hits, axis=0))
             scores = again.reshape(scores.shape)
         found_scores, found_rows = [], []
         for score, row in zip(scores, rows, strict=True):
@@ -187,8 +185,8 @@ def _check_flat(path: Path, available: int) -> None:
     if size > available:
         raise ValueError(
             f"{path} has {format_bytes(size)}, every search reads all of it, and {format_bytes(available)} "
-            "of memory are available. Turn it into an exact index, whose searches read a quarter of that "
-            "(index_builder --faiss_type exact --embedding_path FILE), or into an HNSW64 or IVF4096,SQ8 index"
+            "of memory are available. Turn it into an exact index in float16, half as large (index_builder "
+            "--faiss_type exact --use_fp16 --embedding_path FILE), or into an HNSW64 or IVF4096,SQ8 index"
         )
 
 

@@ -1,1 +1,1 @@
-"""Making an index: the check of its corpus, one job that survives a kill, from flags to jobs."""
+"""Making an index: the check of its corpus, and one job that survives a kill."""

@@ -140,42 +140,42 @@ def _is_finished(job: IndexJob, identity: dict[str, Any], overwrite: bool) -> bo
             f"{job.target} exists and was not built by this program: remove it, or give another --save_dir"
         )
     of = {name: manifest.corpus.get(name) for name in identity["corpus"]}
-    found = {"backend": manifest.backend, "corpus": of, "request": manifest.built.get("request")}
-    if found == identity:
+    existing = {"backend": manifest.backend, "corpus": of, "request": manifest.built.get("request")}
+    if existing == identity:
         if _read_note(job) in (identity, None):  # killed between the last rename and the end
             shutil.rmtree(job.work)
         return True
     if not overwrite:
         raise ValueError(
-            f"{job.target} is an index {_difference(found, identity)}: give another --save_dir, "
+            f"{job.target} is an index {_difference(existing, identity)}: give another --save_dir, "
             "or --overwrite to replace it"
         )
     return False
 
 
-def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """What sets a found build apart: "of another corpus (...)", "built with max_length 180 (now 256)"."""
-    if found["corpus"] != wanted["corpus"]:
-        count, digest = found["corpus"].get("num_documents"), str(found["corpus"].get("sha256"))[:12]
+def _difference(existing: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """What sets an existing build apart: "of another corpus (...)", "built with max_length 180 (now 256)"."""
+    if existing["corpus"] != wanted["corpus"]:
+        count, digest = existing["corpus"].get("num_documents"), str(existing["corpus"].get("sha256"))[:12]
         given = wanted["corpus"]
         return (
             f"of another corpus ({count} documents, sha256 {digest}; the corpus given has "
             f"{given['num_documents']} documents, sha256 {given['sha256'][:12]})"
         )
-    before, now = found["request"] or {}, wanted["request"]
+    before, now = existing["request"] or {}, wanted["request"]
     names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     words = [f"{name} {before.get(name)!r} (now {now.get(name)!r})" for name in names]
-    return f"built with {', '.join(words)}" if words else f"for {found['backend']}"
+    return f"built with {', '.join(words)}" if words else f"for {existing['backend']}"
 
 
 def _prepare_work(job: IndexJob, identity: dict[str, Any], overwrite: bool) -> bool:
     """Makes the work folder ready; True when it holds a begun build of the same index."""
-    found = _read_note(job)  # None: it is written before anything else, so there is nothing worth keeping
-    if found == identity:
+    begun = _read_note(job)  # None: it is written before anything else, so there is nothing worth keeping
+    if begun == identity:
         return (job.work / "index").exists()
-    if found is not None and not overwrite:
+    if begun is not None and not overwrite:
         raise ValueError(
-            f"{job.work} holds a begun index {_difference(found, identity)}: "
+            f"{job.work} holds a begun index {_difference(begun, identity)}: "
             "remove that folder, or give --overwrite to begin anew"
         )
     for path in (_marker(job), job.work / "parameters.json"):

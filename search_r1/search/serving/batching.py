@@ -35,6 +35,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from search_r1.search.launch import BatchSettings
 from search_r1.search.retriever import RetrievalUnavailable, Retriever
 from search_r1.search.serving.metrics import Metrics
 from search_r1.search.serving.result_cache import Hits, ResultCache
@@ -50,24 +51,6 @@ SWEEP_SECONDS = 0.1
 SLOW_SECONDS = 0.25  # from here on it pays to know whether the client is still there
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class BatchSettings:
-    """How queries are gathered: see the module's docstring."""
-
-    max_batch: int = 256  # distinct queries in one call of the backend
-    max_wait_ms: float = 20.0  # 0: a batch is never held
-    max_queue: int = 32_768  # queries of all open requests, searched right now or waiting
-    cache_size: int = 50_000  # answers kept, 0 for none
-    request_timeout_s: float = 120.0  # from a request's arrival to its answer
-
-    def __post_init__(self) -> None:
-        for name, least in (("max_batch", 1), ("max_wait_ms", 0), ("max_queue", 1), ("cache_size", 0)):
-            if not getattr(self, name) >= least:
-                raise ValueError(f"--{name}: found {getattr(self, name)}, expected at least {least}")
-        if not 0 < self.request_timeout_s < math.inf:
-            raise ValueError(f"--request_timeout_s: found {self.request_timeout_s}, expected more than 0")
 
 
 class Overloaded(RuntimeError):

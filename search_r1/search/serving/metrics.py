@@ -7,6 +7,8 @@ With several worker processes the numbers live in files of the folder that PROME
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any, Literal
 
 from prometheus_client import (
     CollectorRegistry,
@@ -16,72 +18,57 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.gc_collector import GCCollector
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
-from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
-NAMESPACE = "search_r1"
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 REQUEST_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BATCH_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
-
 disable_created_metrics()  # a second line for each counter that nobody reads
-
-
-def forget_process(pid: int | None) -> None:
-    """Takes the gauges of a dead worker out of the sums; what it counted stays."""
-    mark_process_dead(pid, os.environ[FOLDER_VARIABLE])
 
 
 class Metrics:
     """The numbers of one service."""
 
     def __init__(self) -> None:
-        self._shared = FOLDER_VARIABLE in os.environ
         self._registry = CollectorRegistry()
-        self._requests = self._counter("requests", "Requests to /retrieve by status of the reply", "status")
+        everywhere: dict[str, Any] = {"namespace": "search_r1", "registry": self._registry}
+
+        def counter(name: str, meaning: str, *labels: str) -> Counter:
+            return Counter(name, meaning, labels, **everywhere)
+
+        def histogram(name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, meaning, buckets=buckets, **everywhere)
+
+        def gauge(name: str, meaning: str, over_workers: Literal["livesum", "max"] = "livesum") -> Gauge:
+            return Gauge(name, meaning, multiprocess_mode=over_workers, **everywhere)
+
+        requests = counter("requests", "Requests to /retrieve by status of the reply", "status")
+        self._requests = requests
         self._by_status: dict[int, Counter] = {}
-        self._seconds = self._histogram(
-            "request_seconds", "From a request's arrival to its reply", REQUEST_SECONDS
-        )
-        self._queries = self._counter("queries", "Queries asked for")
-        self._cache_hits = self._counter("cache_hits", "Queries answered from the cache")
-        self._searched = self._counter("searched_queries", "Distinct queries given to the backend")
-        self._refused = self._counter("refused_queries", "Queries refused because the queue was full")
-        self._batch_size = self._histogram("batch_size", "Queries in one call of the backend", BATCH_SIZES)
-        self._batch_seconds = self._histogram("batch_seconds", "Time of one call", BATCH_SECONDS)
-        self._queue_seconds = self._histogram(
+        self._seconds = histogram("request_seconds", "From a request's arrival to its reply", REQUEST_SECONDS)
+        self._queries = counter("queries", "Queries asked for")
+        self._cache_hits = counter("cache_hits", "Queries answered from the cache")
+        self._searched = counter("searched_queries", "Distinct queries given to the backend")
+        self._refused = counter("refused_queries", "Queries refused because the queue was full")
+        self._batch_size = histogram("batch_size", "Queries in one call of the backend", BATCH_SIZES)
+        self._batch_seconds = histogram("batch_seconds", "Time of one call", BATCH_SECONDS)
+        self._queue_seconds = histogram(
             "queue_seconds", "From the arrival of a batch's first query to its call", BATCH_SECONDS
         )
-        self._queue_queries = self._gauge("queue_queries", "Queries waiting or searched right now")
-        self._queue_bytes = self._gauge("queue_bytes", "Bytes of their text")
-        self._open_requests = self._gauge("open_requests", "Requests that wait for the backend")
-        self._cache_entries = self._gauge("cache_entries", "Answers in the cache")
-        self._cache_bytes = self._gauge("cache_bytes", "Bytes of the answers in the cache, about")
-        self._ready = self._gauge("ready_workers", "Processes that have loaded the backend")
-        self._documents = Gauge(
-            "documents",
-            "Documents that are searched",
-            namespace=NAMESPACE,
-            registry=self._registry,
-            multiprocess_mode="max",
-        )
-        if not self._shared:
-            for collector in (ProcessCollector, PlatformCollector, GCCollector):
-                collector(registry=self._registry)
-
-    def _counter(self, name: str, what: str, *labels: str) -> Counter:
-        return Counter(name, what, labels, namespace=NAMESPACE, registry=self._registry)
-
-    def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, what, namespace=NAMESPACE, registry=self._registry, buckets=buckets)
-
-    def _gauge(self, name: str, what: str) -> Gauge:
-        """Of several workers the sum over those that are alive."""
-        return Gauge(name, what, namespace=NAMESPACE, registry=self._registry, multiprocess_mode="livesum")
+        self._queue = [
+            gauge("queue_queries", "Queries waiting or searched right now"),
+            gauge("queue_bytes", "Bytes of their text"),
+            gauge("open_requests", "Requests that wait for the backend"),
+            gauge("cache_entries", "Answers in the cache"),
+            gauge("cache_bytes", "Bytes of the answers in the cache, about"),
+        ]
+        self._ready = gauge("ready_workers", "Processes that have loaded the backend")
+        self._documents = gauge("documents", "Documents that are searched", over_workers="max")
+        if FOLDER_VARIABLE not in os.environ:
+            ProcessCollector(registry=self._registry)
 
     def observe_request(self, status: int, seconds: float) -> None:
         """One reply of /retrieve."""
@@ -91,8 +78,9 @@ class Metrics:
         counter.inc()
         self._seconds.observe(seconds)
 
-    def count_queries(self, asked: int, cached: int) -> None:
-        self._queries.inc(asked)
+    def count_queries(self, num_queries: int, cached: int) -> None:
+        """Queries of a request that was let in; `cached`: those that the cache answered."""
+        self._queries.inc(num_queries)
         if cached:
             self._cache_hits.inc(cached)
 
@@ -106,15 +94,10 @@ class Metrics:
         self._batch_seconds.observe(seconds)
         self._queue_seconds.observe(waited)
 
-    def show_queue(
-        self, num_queries: int, num_bytes: int, num_requests: int, cache_entries: int, cache_bytes: int
-    ) -> None:
-        """How full queue and cache are now."""
-        self._queue_queries.set(num_queries)
-        self._queue_bytes.set(num_bytes)
-        self._open_requests.set(num_requests)
-        self._cache_entries.set(cache_entries)
-        self._cache_bytes.set(cache_bytes)
+    def show_queue(self, *values: int) -> None:
+        """How full queue and cache are now: queries, their bytes, requests, cache entries, their bytes."""
+        for gauge, value in zip(self._queue, values, strict=True):
+            gauge.set(value)
 
     def show_ready(self, num_documents: int | None) -> None:
         """The backend is loaded; `num_documents` None: not known."""
@@ -123,8 +106,13 @@ class Metrics:
 
     def write(self) -> bytes:
         """The text that Prometheus reads; takes some milliseconds."""
-        if not self._shared:
+        folder = os.environ.get(FOLDER_VARIABLE)
+        if folder is None:
             return generate_latest(self._registry)
+        for file in Path(folder).glob("gauge_live*_*.db"):  # of a dead worker only what it counted stays
+            number = file.stem.rsplit("_", 1)[1]
+            if not Path("/proc", number).exists():
+                mark_process_dead(int(number), folder)
         registry = CollectorRegistry()
         MultiProcessCollector(registry)
         return generate_latest(registry)

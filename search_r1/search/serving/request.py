@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import orjson
 
-MAX_TOPK = 1000
+from search_r1.search.launch import MAX_TOPK
+
 MAX_QUERIES = 16_384
 MAX_QUERY_CHARS = 16_384
 MAX_DOCUMENTS = 200_000  # queries times topk of one request: a reply of about 150 MB
 MAX_BODY_BYTES = 32 * 2**20
-EXPECTED = 'expected {"queries": [string, ...], "topk": int, "return_scores": bool}'
+EXPECTED = 'expected {"queries": [string, ...], "topk": int, "return_scores": bool}, or "query": string'
 
 
 class Refusal(Exception):
@@ -42,15 +43,21 @@ def parse_request(body: bytes | bytearray, default_topk: int) -> RetrieveRequest
     fields = _decode(body)
     if not isinstance(fields, dict):
         raise Refusal(422, EXPECTED)
-    queries = fields.get("queries")
+    queries, single = fields.get("queries"), fields.get("query")
+    if queries is None:
+        queries = [single]  # SkyRL's tool asks one query a request
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
+        raise Refusal(422, EXPECTED)
+    if single is not None and not isinstance(single, str):
         raise Refusal(422, EXPECTED)
     if len(queries) > MAX_QUERIES:
         raise Refusal(413, f"{len(queries)} queries in one request: at most {MAX_QUERIES} are allowed")
-    longest = max(map(len, queries), default=0)
+    longest = max(map(len, [*queries, single or ""]))
     if longest > MAX_QUERY_CHARS:
         raise Refusal(413, f"a query of {longest} characters: at most {MAX_QUERY_CHARS} are allowed")
     topk = fields.get("topk")
+    if topk is None:
+        topk = fields.get("topk_rerank")  # a client of Search-R1's reranking server
     topk = default_topk if topk is None else topk
     if isinstance(topk, float) and topk.is_integer():  # 3.0 is an integer in JSON
         topk = int(topk)
@@ -84,10 +91,15 @@ def _decode(body: bytes | bytearray) -> object:
 
 def _without_surrogates(fields: object) -> object:
     """The same with "?" for each half of a pair in the queries."""
-    if isinstance(fields, dict) and isinstance(fields.get("queries"), list):
-        queries = fields["queries"]
-        fields["queries"] = [
-            query.encode("utf-8", "replace").decode() if isinstance(query, str) else query
-            for query in queries
-        ]
+    if isinstance(fields, dict):
+        for name in ("queries", "query"):
+            value = fields.get(name)
+            if isinstance(value, list):
+                fields[name] = [_replace_surrogates(query) for query in value]
+            elif name == "query":
+                fields[name] = _replace_surrogates(value)
     return fields
+
+
+def _replace_surrogates(value: object) -> object:
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from search_r1.search.corpus import file_identity
+from search_r1.search.launch import BatchSettings
 from search_r1.search.retriever import Retriever
-from search_r1.search.serving.batching import Batcher, BatchSettings
+from search_r1.search.serving.batching import Batcher
 from search_r1.search.serving.metrics import Metrics
 
 CLOSE_SECONDS = 2.0

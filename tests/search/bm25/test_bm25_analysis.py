@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import random
 import time
 from pathlib import Path
 
 import pytest
 
-from search_r1.search import jvm
-from search_r1.search.bm25.analysis import analyze, normalize, words
+from search_r1.search.bm25.analysis import analyze
 from search_r1.search.bm25.porter import stem
+from search_r1.search.lucene import check_java, java_class, on_java_thread
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 QUOTES_AND_DOTS = [
@@ -71,18 +70,6 @@ def test_stems(text, stems):
     assert [stem(word) for word in text.split()] == stems.split()
 
 
-def test_words_of_more_than_255_units_are_cut():
-    assert [len(word) for word in words("x" * 600)] == [255, 255, 90]
-    assert [len(word) for word in words("é" * 300 + " b")] == [255, 45, 1]
-    assert [len(word) for word in words("𐐀" * 200)] == [127, 73]  # two UTF-16 units each
-    assert words("b " * 300) == ["b"] * 300
-
-
-def test_half_of_a_surrogate_pair_is_no_word():
-    assert normalize("x") == "x"
-    assert analyze("a\ud800b \ud800") == ["b"]
-
-
 @pytest.mark.parametrize(
     "unit", ["_", "a.", "'", "\u0301", "😀\u200d", "é_", "ア_", ".", "1,", "x", "é", "_é", "\u202f", "a_'"]
 )
@@ -94,8 +81,8 @@ def test_a_long_odd_text_takes_no_time(unit):
 
 def lucene_terms(texts: list[str]) -> list[list[str]]:
     """What Lucene makes of the texts."""
-    utils = jvm.java_class("io.anserini.analysis.AnalyzerUtils")
-    analyzer = jvm.java_class("io.anserini.analysis.DefaultEnglishAnalyzer").newDefaultInstance()
+    utils = java_class("io.anserini.analysis.AnalyzerUtils")
+    analyzer = java_class("io.anserini.analysis.DefaultEnglishAnalyzer").newDefaultInstance()
     return [list(utils.analyze(analyzer, text).toArray()) for text in texts]
 
 
@@ -103,10 +90,10 @@ def lucene_terms(texts: list[str]) -> list[list[str]]:
 def lucene():
     """lucene(texts): Lucene's own terms."""
     try:
-        jvm.check_java()
+        check_java()
     except ValueError as error:
         pytest.skip(str(error))
-    return lambda texts: jvm.run(lucene_terms, texts)
+    return lambda texts: on_java_thread(lucene_terms, texts)
 
 
 @pytest.mark.slow
@@ -119,17 +106,4 @@ def test_all_real_passages_and_questions_have_lucenes_terms(lucene):
         for paragraph in article["paragraphs"]:
             texts += [paragraph["context"], *(qa["question"] for qa in paragraph["qas"])]
     assert len(texts) == 6119 + 240 + 1190
-    assert [analyze(text) for text in texts] == lucene(texts)
-
-
-@pytest.mark.slow
-def test_random_words_have_lucenes_stems(lucene):
-    rng = random.Random(0)
-    endings = "ational tional enci izer bli alli ousli ization ator iveness biliti logi icate ical ful ness"
-    endings += " al ance er able ement ent sion ion ism iti ous ize ed s es ies eed ing y e ll sses"
-    made = [
-        "".join(rng.choices("aeiouybdfglmnprstvz", k=rng.randint(1, 5))) + rng.choice(endings.split())
-        for _ in range(20_000)
-    ]
-    texts = [" ".join(made[i : i + 500]) for i in range(0, len(made), 500)]
     assert [analyze(text) for text in texts] == lucene(texts)

@@ -45,15 +45,15 @@ def test_the_gold_passage_of_94_of_100_questions_is_in_the_top_3():
 @pytest.mark.slow
 def test_the_answers_are_lucenes(tmp_path):
     """The same top 10 with the same scores, where scores don't tie (Lucene gives four decimals)."""
-    from search_r1.search import jvm, lucene
+    from search_r1.search import lucene
 
     try:
-        jvm.check_java()
+        lucene.check_java()
     except ValueError as error:
         pytest.skip(str(error))
     documents, questions = real_world()
     corpus = Corpus.from_documents(documents)
-    lucene.build_index(corpus, tmp_path, lucene.LuceneBuildOptions(), lambda *_: None)
+    lucene.build_index(corpus, tmp_path, 1, lambda *_: None)
     queries = [question for question, _ in questions]
     theirs, their_scores = lucene.LuceneRetriever(corpus, tmp_path).batch_search(queries, 10)
     ours, our_scores = BM25Retriever(corpus).batch_search(queries, 10)

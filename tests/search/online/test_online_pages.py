@@ -12,9 +12,9 @@ import pytest
 from search_engine_stand_in import KEY, StandIn, serve_stand_in
 
 from search_r1.search.launch import add_backend_arguments
-from search_r1.search.online import OnlineRetriever, open_online
 from search_r1.search.online import pages as pages_module
 from search_r1.search.online.pages import NotFetched, best_text, fetch_page, public_address
+from search_r1.search.online.retriever import OnlineRetriever, open_online
 
 HTML = """<!doctype html><html><head><title>T</title><style>p { color: red }</style>
 <script>var hidden = "snippet 0 in a script that nobody should read as text";</script></head>
@@ -109,14 +109,6 @@ def test_the_connection_goes_to_the_address_that_was_checked(site, client, monke
     assert site.requests[0]["headers"]["host"] == f"pages.example:{port}"
 
 
-@pytest.mark.parametrize(
-    "url", ["file:///etc/passwd", "ftp://example.org/", "about:blank", "http://", "", "\x00"]
-)
-def test_what_is_no_web_address_is_refused(client, url):
-    with pytest.raises(NotFetched):
-        fetch_page(client, url, soon())
-
-
 def test_a_redirect_is_checked_as_the_first_address_was(site, client, monkeypatch):
     port = int(site.address.rsplit(":", 1)[1])
     monkeypatch.setattr(pages_module, "PORTS", (port,))
@@ -132,15 +124,6 @@ def test_a_redirect_is_checked_as_the_first_address_was(site, client, monkeypatc
     assert len(site.requests) == 1
 
 
-def test_redirects_are_followed_to_an_end(site, client):
-    site.pages["0"] = ("text/html", HTML.encode())
-    site.faults += [(301, {"Location": "/page/0"}, b"")] * 3
-    assert fetch_page(client, site.address + "/page/x", soon(), allow_private=True) == HTML
-    site.faults += [(301, {"Location": "/page/0"}, b"")] * 9
-    with pytest.raises(NotFetched, match="more than 3 redirects"):
-        fetch_page(client, site.address + "/page/x", soon(), allow_private=True)
-
-
 def test_a_long_page_is_read_to_a_bound_and_a_slow_one_to_a_deadline(site, client, monkeypatch):
     monkeypatch.setattr(pages_module, "MAX_BYTES", 100_000)
     site.pages["long"] = ("text/html", b"x" * 5_000_000)
@@ -150,16 +133,6 @@ def test_a_long_page_is_read_to_a_bound_and_a_slow_one_to_a_deadline(site, clien
     with pytest.raises(NotFetched, match="ReadTimeout"):
         fetch_page(client, site.address + "/page/long", time.monotonic() + 0.3, allow_private=True)
     assert time.monotonic() - began < 2
-
-
-def test_a_page_is_read_in_its_own_encoding(site, client):
-    text = "<p>Zürich ist größer als andere Städte der Schweiz, sagt man.</p>"
-    site.pages["a"] = ("text/html; charset=iso-8859-1", text.encode("latin-1"))
-    site.pages["b"] = ("text/html", f'<meta charset="windows-1252">{text}'.encode("cp1252"))
-    site.pages["c"] = ("text/html; charset=no-such", text.encode())
-    site.pages["d"] = ("text/html; charset=idna", text.encode())  # known, and not for texts
-    for name in "abcd":
-        assert text in fetch_page(client, f"{site.address}/page/{name}", soon(), allow_private=True)
 
 
 def test_the_text_is_the_paragraphs_that_share_words_with_the_snippet():
@@ -176,8 +149,3 @@ def test_the_text_is_the_paragraphs_that_share_words_with_the_snippet():
     ]
     many = "".join(f"<p>amber harbors number {n} {'x' * 300}</p>" for n in range(50))
     assert len(best_text(many, "amber harbors")) < 2_100
-
-
-def test_what_html_parser_chokes_on_ends_the_text_and_not_the_search():
-    paragraph = "The cat sat on the mat, and the mat lay on the floor of the house."
-    assert best_text(f"<p>{paragraph}</p><![foo bar]><p>more of it</p>", "the cat sat") == paragraph

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server_parts import EchoRetriever, echo_service, http, post
+from server_parts import echo_service, http, post
 
 
 def samples(text: str) -> dict[str, float]:
@@ -47,25 +45,6 @@ def test_requests_queries_cache_and_batches_are_counted(serve):
     assert {name: found[name] for name in expected} == expected
     assert found["search_r1_cache_bytes"] > 1000
     assert found["process_resident_memory_bytes"] > 1e6
-
-
-def test_a_full_queue_can_be_seen(serve):
-    retriever = EchoRetriever()
-    service = echo_service(retriever, max_queue=4)
-    retriever.gate.clear()
-    with serve(service) as address, http(address) as client:
-        asking = threading.Thread(target=post, args=(http(address), {"queries": ["abc", "def", "ghij"]}))
-        asking.start()
-        retriever.entered.wait(10)
-        assert post(client, {"queries": ["x", "y"]}).status_code == 503
-        threading.Event().wait(0.3)
-        found = samples(client.get("/metrics").text)
-        assert found["search_r1_queue_queries"] == 3
-        assert found["search_r1_queue_bytes"] == 10
-        assert found["search_r1_open_requests"] == 1
-        assert found["search_r1_refused_queries_total"] == 2
-        retriever.gate.set()
-        asking.join(10)
 
 
 @pytest.mark.parametrize("path", ["/retrieve", "/metrics"])

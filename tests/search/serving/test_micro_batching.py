@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from server_parts import EchoRetriever, echo
 
-from search_r1.search.retriever import Document, RetrievalUnavailable, SearchResult
+from search_r1.search.retriever import Document
 from search_r1.search.serving import batching
 from search_r1.search.serving.batching import (
     Batcher,
@@ -104,25 +104,6 @@ def test_equal_queries_of_one_request_of_several_and_in_flight_are_searched_once
     play(scenario, cache_size=0)
 
 
-def test_another_topk_is_another_batch_and_another_cache_entry():
-    async def scenario(batcher: Batcher, retriever: EchoRetriever) -> None:
-        retriever.gate.clear()
-        tickets = [ask(batcher, "q", topk=1)]
-        await entered(retriever)
-        tickets += [ask(batcher, "q", topk=5), ask(batcher, "q", topk=2), ask(batcher, "r", topk=5)]
-        retriever.gate.set()
-        await asyncio.gather(*[ticket.future for ticket in tickets])
-        assert retriever.calls == [(["q"], 1), (["q", "r"], 5), (["q"], 2)]
-        assert [len(found(ticket)[0]) for ticket in tickets] == [1, 5, 2, 5]
-        await ask(batcher, "q", topk=5).future
-        assert len(retriever.calls) == 3
-        smaller = ask(batcher, "q", topk=4)
-        assert not smaller.future.done()
-        await smaller.future
-
-    play(scenario)
-
-
 def test_a_large_request_is_split_and_a_small_one_does_not_wait_behind_it():
     async def scenario(batcher: Batcher, retriever: EchoRetriever) -> None:
         retriever.gate.clear()
@@ -137,31 +118,6 @@ def test_a_large_request_is_split_and_a_small_one_does_not_wait_behind_it():
         assert found(large) == expected(*queries)
 
     play(scenario, max_batch=100)
-
-
-def test_an_idle_backend_holds_a_batch_for_clients_that_have_just_been_answered():
-    """With eight clients that ask again when they are answered, eight go together, not one and seven."""
-
-    async def scenario(batcher: Batcher, retriever: EchoRetriever) -> None:
-        search = retriever.batch_search
-
-        def slow(queries: list[str], topk: int):
-            time.sleep(0.05)
-            return search(queries, topk)
-
-        retriever.batch_search = slow  # type: ignore[method-assign]
-
-        async def client(name: int) -> None:
-            for turn in range(6):
-                await ask(batcher, f"{name}/{turn}").future
-                await asyncio.sleep(0.002 * name)
-
-        await asyncio.gather(*[client(name) for name in range(8)])
-        sizes = [len(queries) for queries, _ in retriever.calls]
-        assert sum(sizes) == 48
-        assert len(sizes) <= 16, sizes
-
-    play(scenario, cache_size=0, max_wait_ms=100)
 
 
 def test_a_full_queue_refuses_with_a_time_to_come_back_and_serves_on():
@@ -215,24 +171,6 @@ def test_a_request_past_its_deadline_ends_though_the_backend_hangs_and_its_queri
     play(scenario, request_timeout_s=0.2)
 
 
-def test_memory_of_the_queue_does_not_grow_while_a_backend_hangs():
-    async def scenario(batcher: Batcher, retriever: EchoRetriever) -> None:
-        retriever.gate.clear()
-        stuck = ask(batcher, "stuck")
-        await entered(retriever)
-        for turn in range(5):
-            tickets = [ask(batcher, f"{turn}/{n}") for n in range(50)]
-            ended = await asyncio.gather(*[ticket.future for ticket in tickets], return_exceptions=True)
-            assert all(isinstance(error, DeadlineExceeded) for error in ended)
-        assert batcher._num_waiting == 0 and not batcher._lanes
-        assert len(batcher._open) == 1
-        assert isinstance(stuck.future.exception(), DeadlineExceeded)
-        retriever.gate.set()
-        await ask(batcher, "end").future
-
-    play(scenario, request_timeout_s=0.1)
-
-
 def test_a_dropped_request_is_not_searched_unless_another_one_waits_for_it():
     async def scenario(batcher: Batcher, retriever: EchoRetriever) -> None:
         retriever.gate.clear()
@@ -269,47 +207,6 @@ def test_a_query_that_the_backend_chokes_on_fails_alone_and_is_logged_once(caplo
     assert "poison" in caplog.text and "choked" in caplog.text
 
 
-def test_a_backend_that_fails_at_everything_is_not_called_for_every_query():
-    async def scenario(batcher: Batcher, retriever: EchoRetriever) -> None:
-        ticket = ask(batcher, *[f"poison {n}" for n in range(200)])
-        with pytest.raises(SearchFailed):
-            await ticket.future
-        assert len(retriever.calls) < 40
-
-    play(scenario)
-
-
-def test_a_panic_of_the_backend_fails_its_query_and_the_next_is_answered():
-    class Panic(BaseException):
-        """As Rust's libraries raise them: no Exception."""
-
-    class Panicking(EchoRetriever):
-        def batch_search(self, queries: list[str], topk: int) -> SearchResult:
-            if "panic" in queries:
-                raise Panic
-            return super().batch_search(queries, topk)
-
-    async def scenario(batcher: Batcher, retriever: EchoRetriever) -> None:
-        batcher._retriever = Panicking()
-        with pytest.raises(SearchFailed):
-            await ask(batcher, "panic").future
-        ticket = ask(batcher, "next")
-        await ticket.future
-        assert found(ticket) == expected("next")
-
-    play(scenario)
-
-
-def test_a_backend_out_of_service_is_said_so_and_not_cached():
-    async def scenario(batcher: Batcher, retriever: EchoRetriever) -> None:
-        for _ in range(2):
-            with pytest.raises(RetrievalUnavailable, match="over its limit"):
-                await ask(batcher, "offline").future
-        assert retriever.searched == ["offline", "offline"]
-
-    play(scenario)
-
-
 def test_a_backend_that_gives_too_few_answers_is_an_error_and_nobody_gets_anothers_documents(caplog):
     async def scenario(batcher: Batcher, retriever: EchoRetriever) -> None:
         retriever.batch_search = lambda queries, topk: ([], [])  # type: ignore[method-assign]
@@ -318,28 +215,6 @@ def test_a_backend_that_gives_too_few_answers_is_an_error_and_nobody_gets_anothe
 
     play(scenario)
     assert "0 answers to 1 queries" in caplog.text
-
-
-def test_slow_requests_are_pointed_out_once():
-    async def scenario(batcher: Batcher, retriever: EchoRetriever) -> None:
-        slow: list[Ticket] = []
-        retriever.gate.clear()
-        ticket = batcher.submit(["q"], 1, time.monotonic(), when_slow=slow.append)
-        await asyncio.sleep(batching.SLOW_SECONDS + 0.4)
-        assert slow == [ticket]
-        retriever.gate.set()
-        await ticket.future
-
-    play(scenario)
-
-
-def test_settings_out_of_range_are_refused_by_the_flags_name():
-    with pytest.raises(ValueError, match="--max_batch: found 0"):
-        BatchSettings(max_batch=0)
-    with pytest.raises(ValueError, match="--cache_size: found -1"):
-        BatchSettings(cache_size=-1)
-    with pytest.raises(ValueError, match="--max_wait_ms: found nan"):
-        BatchSettings(max_wait_ms=float("nan"))
 
 
 def hits(size: int) -> Hits:
@@ -354,25 +229,6 @@ def test_the_cache_drops_the_least_recently_used_entry():
     cache.put("c", 1, hits(1))
     assert [cache.get(query, 1) is not None for query in "abc"] == [True, False, True]
     assert cache.get("a", 2) is None
-
-
-def test_the_cache_is_bounded_in_bytes_and_counts_them_right():
-    cache = ResultCache(max_entries=1000, max_bytes=20_000)
-    for n in range(100):
-        cache.put(f"q{n % 30}", 1, hits(3000 + n))
-        assert cache.num_bytes <= 20_000
-    assert 4 <= len(cache) <= 6
-    cache.put("huge", 1, hits(30_000))
-    assert cache.get("huge", 1) is None
-    cache.max_entries = 1
-    cache.put("last", 1, hits(10))
-    assert len(cache) == 1 and cache.num_bytes < 1000
-
-
-def test_without_a_cache_size_nothing_is_kept():
-    cache = ResultCache(max_entries=0, max_bytes=10**6)
-    cache.put("a", 1, hits(1))
-    assert (cache.get("a", 1), cache.num_bytes) == (None, 0)
 
 
 def test_scores_that_are_no_numbers_in_json_become_null():

@@ -11,11 +11,9 @@ import torch
 from quick_config import config_with
 
 from verl.protocol import DataProto, object_array
-from verl.trainer.ppo.collection import TrajectoryCollector
-from verl.trainer.ppo.metric_utils import Timer
+from verl.trainer.ppo.collection import TrajectoryCollector, with_greedy_baselines, without_padding
 from verl.trainer.ppo.passes import Passes
-from verl.trainer.ppo.run_state import RunStopped
-from verl.trainer.ppo.token_worker import TokenWorker
+from verl.trainer.ppo.scoring import score
 from verl.utils.dataset.difficulty_pools import DifficultyPools
 from verl.utils.dataset.rl_dataset import PromptSampler
 
@@ -46,16 +44,12 @@ class World:
         self.sampler = DifficultyPools(*order, pools) if pools.enable else PromptSampler(*order)
         self.said: list[str] = []
         self.asked: list[DataProto] = []
-        reward: Any = self.reward
-        self.tokens = TokenWorker(self.config, None, reward, reward)
         self.collector = TrajectoryCollector(
             self.config,
             Passes.of(self.config),
-            self.generate,
-            lambda: self.tokens,
-            lambda records: {},
             [self.row(i) for i in range(len(scores))],  # type: ignore[arg-type]
             self.sampler,
+            lambda records: {},
             self.said.append,
         )
 
@@ -63,8 +57,20 @@ class World:
         return {"raw_prompt_ids": [i], "index": i, "data_source": "nq", "reward_model": {}, "extra_info": {}}
 
     def collect(self, step: int = 1) -> tuple[DataProto, dict[str, float]]:
-        self.asked = []
-        return self.collector.collect(step, False, Timer())
+        """What the trainer's `fit` does in a step, up to the log-probs."""
+        self.asked, collector = [], self.collector
+        for prompts in collector.rounds(step, is_last=False):
+            trajectories = collector.set_aside_unfinished(self.generate(prompts))
+            score(trajectories, self.reward, self.config)  # type: ignore[arg-type]
+            collector.add(trajectories)
+        batch, metrics = collector.selected(seconds=1.0)
+        if collector.passes.greedy_rollouts:
+            greedy = self.generate(collector.greedy_prompts(batch, step))
+            score(greedy, self.reward, self.config)  # type: ignore[arg-type]
+            batch, baseline_metrics = with_greedy_baselines(batch, greedy)
+            metrics |= baseline_metrics
+        collector.take_state()
+        return without_padding(batch), metrics
 
     def prompts_asked(self) -> list[list[int]]:
         """Of each generation, its prompts without repeats."""
@@ -98,7 +104,8 @@ class World:
             "response_mask": torch.cat([mask, torch.zeros(num_rows, 1, dtype=torch.long)], dim=1),
             "rollout_log_probs": torch.zeros(num_rows, 4),
         }
-        columns = {"trajectory": object_array(records)}
+        columns = {k: v for k, v in gen_batch.non_tensor_batch.items() if k != "continuation"}
+        columns |= {"trajectory": object_array(records)}
         return DataProto.from_dict(tensors, columns, meta_info={"metrics": {"rollout/seconds": 1.0}})
 
     def reward(self, data: DataProto, return_dict: bool) -> dict[str, Any]:
@@ -124,11 +131,12 @@ def test_without_a_filter_a_step_is_one_batch_of_prompts_as_it_is():
     assert prompts_of(batch) == [0, 1, 2, 3] and world.prompts_asked() == [[0, 1, 2, 3]]
     assert batch.tensors["responses"].shape == (8, 3) and batch.tensors["attention_mask"].shape == (8, 4)
     assert metrics["train/em"] == 0.5 and metrics["perf/generated_tokens"] == 24
+    assert metrics["timing_per_token_ms/gen"] == 1000 / 24
     assert not any(name.startswith(("filter/", "pools/")) for name in metrics)
 
 
 def test_without_refill_groups_with_equal_rewards_are_left_out_and_counted():
-    world = World([SOLVED, MIXED, FAILED, MIXED] * 2, FILTER, "algorithm.filter_groups.refill=false")
+    world = World([SOLVED, MIXED, FAILED, MIXED] * 2, FILTER, "algorithm.filter_groups.max_num_gen_batches=1")
     batch, metrics = world.collect()
     assert prompts_of(batch) == [1, 3] and len(world.asked) == 1
     assert (metrics["filter/groups"], metrics["filter/groups_left_out"]) == (4, 2)
@@ -157,30 +165,10 @@ def test_when_the_rounds_are_used_up_the_step_goes_on_with_a_line():
     assert "step 1: 1 of 4 groups teach something after 3 rounds of generation and 12 prompts" in line
 
 
-def test_without_a_limit_of_rounds_a_step_ends_when_every_row_was_asked():
-    world = World([MIXED] + [SOLVED] * 7, FILTER, "algorithm.filter_groups.max_num_gen_batches=0")
-    assert prompts_of(world.collect()[0]) == [0]
-    assert world.prompts_asked() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
 def test_a_step_in_which_no_group_teaches_keeps_its_rows_for_the_rest_of_the_loss():
-    world = World([SOLVED] * 8, FILTER, "algorithm.filter_groups.refill=false")
+    world = World([SOLVED] * 8, FILTER, "algorithm.filter_groups.max_num_gen_batches=1")
     batch, metrics = world.collect()
     assert prompts_of(batch) == [0, 1, 2, 3] and metrics["filter/groups_left_out"] == 4
-
-
-def test_the_metric_of_the_filter_can_be_a_number_of_the_reward_function():
-    world = World([MIXED] * 4, FILTER, "algorithm.filter_groups.metric=acc")
-    assert len(world.collect()[0]) == 8
-    with pytest.raises(RunStopped, match="algorithm.filter_groups.metric asks for 'style'"):
-        World([MIXED] * 4, FILTER, "algorithm.filter_groups.metric=style").collect()
-
-
-@pytest.mark.parametrize(("keys", "num_groups"), [("[score,place]", 4), ("[score,em]", 1)])
-def test_with_several_rewards_a_group_teaches_if_one_of_them_differs(keys, num_groups):
-    gdpo = ["algorithm.adv_estimator=gdpo", f"algorithm.gdpo_reward_keys={keys}"]
-    world = World([SOLVED, MIXED, FAILED, SOLVED], FILTER, "algorithm.filter_groups.refill=false", *gdpo)
-    assert len(prompts_of(world.collect()[0])) == num_groups
 
 
 def test_rows_whose_search_failed_are_left_out_before_groups_are_looked_at():
@@ -190,20 +178,14 @@ def test_rows_whose_search_failed_are_left_out_before_groups_are_looked_at():
     assert prompts_of(batch) == [2, 3, 4, 5, 6, 7]  # half of them taught, so 4 were asked for the 2
 
 
-def test_the_overlong_filter_leaves_out_what_a_limit_has_cut():
-    world = World([MIXED] * 4, "algorithm.overlong_filter=true", reasons={2: ["length"]})
-    batch, metrics = world.collect()
-    assert prompts_of(batch) == [0, 1, 3] and metrics["filter/overlong"] == 1
+@pytest.mark.parametrize(("reason", "share"), [("length", 0.5), ("answer", 0.0)])
+def test_the_clip_ratio_is_the_share_of_trajectories_that_a_limit_has_cut(reason, share):
+    """However long they are: all are as long as the step's longest here."""
+    world = World([MIXED] * 4, reasons={0: [reason] * 2, 1: [reason] * 2})
+    assert world.collect()[1]["response_length/clip_ratio"] == share
 
 
 PARTIAL = ["actor_rollout_ref.rollout.straggler_factor=2", "actor_rollout_ref.rollout.keep_partial=true"]
-
-
-def test_a_group_that_a_round_did_not_wait_for_goes_on_in_the_next_round():
-    world = World([MIXED, SOLVED, MIXED, MIXED] + [MIXED] * 8, FILTER, *PARTIAL, reasons={0: ["kept"]})
-    batch, metrics = world.collect()
-    assert world.prompts_asked() == [[0, 1, 2, 3], [0, 4, 5, 6]]
-    assert sorted(prompts_of(batch)) == [0, 2, 3, 4, 5, 6] and metrics["env/kept_groups"] == 0
 
 
 def test_a_group_that_the_last_round_did_not_wait_for_goes_on_in_the_next_step(tmp_path):
@@ -240,7 +222,7 @@ def test_a_prompt_whose_greedy_answer_failed_is_left_out():
             made.tensors["response_mask"][1] = 0
         return made
 
-    world.collector.generate = failing
+    world.generate = failing  # type: ignore[method-assign]
     batch, metrics = world.collect()
     assert prompts_of(batch) == [0, 2, 3] and metrics["remax/left_out"] == 2
 

@@ -2,13 +2,9 @@
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from selection_batches import batch_of, record, turn
 
-from verl.trainer.ppo.data_selection import (
-    add_to_outcome,
+from verl.trainer.ppo.scoring import (
     count_groups,
     informative_rows,
     overlong_penalty,
@@ -17,11 +13,6 @@ from verl.trainer.ppo.data_selection import (
     solve_rates,
     usable_rows,
 )
-
-
-def test_rows_without_a_sampled_token_are_not_usable():
-    for compares_group in (True, False):
-        assert usable_rows(batch_of("abc", [3, 0, 1]), compares_group).tolist() == [True, False, True]
 
 
 def test_the_last_one_that_is_left_of_a_group_has_nothing_to_be_compared_with():
@@ -46,27 +37,11 @@ def test_only_groups_whose_members_differ_are_informative():
     assert count_groups(uids, chosen) == 1 and count_groups(uids, usable) == 4
 
 
-def test_a_row_that_is_not_usable_makes_no_group_informative():
-    scores = np.array([1.0, np.nan, 1, 0, 1, np.nan])
-    usable = np.array([True, False, True, True, True, False])
-    uids = np.array(list("aaabbb"), dtype=object)
-    assert informative_rows(scores, uids, usable).tolist() == [False] * 3 + [True, True, False]
-
-
 def test_with_several_rewards_one_that_differs_is_enough():
     values = np.array([[1.0, 0], [1, 1], [0, 0], [0, 0]])
     uids = np.array(list("aabb"), dtype=object)
     chosen = informative_rows(values, uids, np.ones(4, dtype=bool))
     assert chosen.tolist() == [True, True, False, False]
-
-
-@settings(deadline=None, derandomize=True, max_examples=50)
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2), st.booleans()), min_size=1, max_size=20))
-def test_informative_rows_are_those_of_a_slow_search(rows):
-    uids = np.array([f"g{group}" for group, _, _ in rows], dtype=object)
-    scores, usable = np.array([float(s) for _, s, _ in rows]), np.array([u for _, _, u in rows])
-    expected = [u and any(v and other == group and t != s for other, t, v in rows) for group, s, u in rows]
-    assert informative_rows(scores, uids, usable).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -100,13 +75,6 @@ def test_the_soft_overlong_penalty_is_that_of_dapos_equation_13():
     expected = [2.5 * equation_13(length) for length in lengths]
     room = np.maximum(longest - lengths, 0)
     assert overlong_penalty(room, cache, 2.5) == pytest.approx(expected, abs=1e-12)
-
-
-def test_a_penalty_stands_on_the_last_sampled_token_and_rows_without_one_get_none():
-    mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
-    scores = torch.tensor([[0, 0, 1.0, 0], [0, 0, 0, 0], [0, 0, 0, 0.5]])
-    added = add_to_outcome(scores, mask, np.array([-0.25, -1.0, 0.0]))
-    assert added.tolist() == [[0, 0, 0.75, 0], [0, 0, 0, 0], [0, 0, 0, 0.5]]
 
 
 def test_a_solve_rate_is_the_mean_over_usable_trajectories_by_row_of_the_data_set():

@@ -13,8 +13,7 @@ from small_runs import arguments
 
 from verl.protocol import DataProto
 from verl.trainer.main_ppo import run
-from verl.trainer.ppo.batching import prompt_batch
-from verl.trainer.ppo.partial_groups import PartialGroups, newest_version, staleness, straggler_metrics
+from verl.trainer.ppo.collection import prompt_batch, split_unfinished
 
 
 def prompts(*uids: str) -> DataProto:
@@ -48,75 +47,20 @@ def generated(rows: DataProto, reasons: list[str]) -> DataProto:
     )
 
 
-def test_a_group_with_an_unfinished_member_leaves_whole_and_comes_back_before_the_next_prompts():
-    groups = PartialGroups()
+def test_a_group_with_an_unfinished_member_leaves_whole_with_what_it_goes_on_from():
     batch = generated(prompts("a", "a", "b", "b", "c"), ["answer", "kept", "answer", "eos", "answer"])
-    left = groups.take(batch)
-    assert left.non_tensor_batch["uid"].tolist() == ["b", "b", "c"]
-    assert torch.equal(left.tensors["responses"], batch.tensors["responses"][2:])
-    assert (len(groups), groups.num_groups) == (2, 1)
-
-    joined, continuation = groups.join(prompts("d", "e"))
-    assert joined.non_tensor_batch["uid"].tolist() == ["a", "a", "d", "e"]
-    assert [ids[0] for ids in joined.non_tensor_batch["raw_prompt_ids"]] == [ord(uid) for uid in "aade"]
-    assert list(joined.non_tensor_batch) == list(prompts("d").non_tensor_batch)
-    assert continuation is not None and continuation[2:].tolist() == [None, None]
-    assert continuation[1] == {
+    now, unfinished = split_unfinished(batch)
+    assert now.non_tensor_batch["uid"].tolist() == ["b", "b", "c"]
+    assert torch.equal(now.tensors["responses"], batch.tensors["responses"][2:])
+    assert unfinished is not None and unfinished.non_tensor_batch["uid"].tolist() == ["a", "a"]
+    assert set(unfinished.non_tensor_batch) == {*prompts("d").non_tensor_batch, "continuation"}
+    assert unfinished.non_tensor_batch["continuation"][1] == {
         "response_ids": [10, 11],
         "response_mask": [0, 1],
         "log_probs": [0.0, -0.5],
         "record": batch.non_tensor_batch["trajectory"][1],
     }
-    groups.take(generated(joined, ["answer"] * 4))
-    assert len(groups) == 0 and groups.join(prompts("f"))[1] is None
-
-
-def test_members_count_as_one_group_wherever_they_were_generated():
-    groups = PartialGroups()
-    left = groups.take(generated(prompts("a", "b", "a"), ["kept", "answer", "answer"]))
-    assert left.non_tensor_batch["uid"].tolist() == ["b"] and len(groups) == 2
-
-
-def test_a_step_is_never_left_without_a_row():
-    groups = PartialGroups()
-    left = groups.take(generated(prompts("a", "a", "b", "b"), ["answer", "kept", "kept", "answer"]))
-    assert len(left) == 4 and len(groups) == 0
-    assert (left.tensors["response_mask"].sum(-1) > 0).tolist() == [False, False, False, True]
-    assert left.tensors["rollout_log_probs"][1:3].abs().sum() == 0
-    assert straggler_metrics(left) == {"env/cut_trajectories": 2.0, "env/cut_groups": 2.0}
-
-
-def test_what_is_cut_is_counted_by_trajectory_and_by_group():
-    batch = generated(prompts("a", "a", "b", "c"), ["cut", "cut", "answer", "cut"])
-    assert straggler_metrics(batch) == {"env/cut_trajectories": 3.0, "env/cut_groups": 2.0}
-
-
-def test_a_row_is_as_old_as_its_first_token_also_if_it_had_ended_in_the_step_before():
-    batch = generated(prompts("a", "a", "b", "c"), ["answer"] * 4)
-    records = batch.non_tensor_batch["trajectory"]
-    spans = [(3, 3), (3, 5), (5, 5), (None, None)]  # ended before, went on, fresh, without a token
-    for record, (first, last) in zip(records, spans, strict=True):
-        record |= {"version_first": first, "version_last": last}
-    assert newest_version(batch) == 5
-    assert staleness(batch, 5).tolist() == [2, 2, 0, 0]
-
-
-def test_rule_10_kept_groups_are_in_the_checkpoint(tmp_path):
-    groups = PartialGroups()
-    groups.take(generated(prompts("a", "a", "b"), ["answer", "kept", "answer"]))
-    groups.save(tmp_path)
-    loaded = PartialGroups()
-    loaded.load(tmp_path)
-    (rows, states), (rows_again, states_again) = groups.join(prompts("c")), loaded.join(prompts("c"))
-    assert states is not None and states_again is not None
-    assert states.tolist() == states_again.tolist()
-    assert rows.non_tensor_batch["extra_info"].tolist() == rows_again.non_tensor_batch["extra_info"].tolist()
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    PartialGroups().save(empty)
-    assert not list(empty.iterdir())
-    loaded.load(empty)
-    assert len(loaded) == 0
+    assert split_unfinished(now)[1] is None
 
 
 def steps(run_dir: Path) -> list[dict[str, float]]:

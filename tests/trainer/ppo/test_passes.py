@@ -4,7 +4,6 @@ import pytest
 from quick_config import config_with
 
 from verl.trainer.ppo.passes import Passes
-from verl.trainer.ppo.roles import Role, actor_role
 
 NO_KL = "algorithm.kl_ctrl.kl_coef=0"
 KL_LOSS = "actor_rollout_ref.actor.use_kl_loss=true"
@@ -66,20 +65,6 @@ def test_while_the_critic_warms_up_only_what_the_reward_takes_is_computed():
     with_kl, without = (Passes.of(config_with("algorithm.adv_estimator=gae", *s)) for s in ([], [KL_LOSS]))
     assert with_kl.old_log_probs(False, 4) and with_kl.reference_log_probs(False)
     assert not without.old_log_probs(False, 4) and not without.reference_log_probs(False)
-
-
-def test_a_reference_model_is_loaded_only_for_a_kl():
-    assert actor_role(Passes.of(config_with(NO_KL)).reference) is Role.ActorRollout
-    assert actor_role(Passes.of(config_with()).reference) is Role.ActorRolloutRef
-
-
-def compares_answers(token_level_rewards, response_mask, index, values):
-    raise NotImplementedError
-
-
-def test_an_estimator_of_the_users_own_gets_what_it_names():
-    passes = Passes.of(config_with(f"algorithm.adv_estimator={__name__}:compares_answers", NO_KL))
-    assert passes.values and passes.compares_group and not passes.greedy_rollouts
 
 
 def test_a_run_that_only_validates_has_neither_critic_nor_reference():

@@ -2,8 +2,7 @@
 
 import pytest
 
-from verl.trainer.fsdp_sft_trainer import SFTState
-from verl.trainer.ppo.run_state import CheckpointStore, RunState, load_state, save_state
+from verl.trainer.ppo.run_state import CheckpointStore, RunState
 
 
 def write(store: CheckpointStore, step: int) -> None:
@@ -33,15 +32,6 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_100", "global_step_15"]
 
 
-def test_a_step_that_is_written_again_replaces_the_old_one(tmp_path):
-    store = CheckpointStore(tmp_path, None)
-    write(store, 3)
-    RunState(step=3, wall_seconds=7.0).save(store.begin(3))
-    store.commit(3)
-    assert RunState.load(store.folder(3)).wall_seconds == 7.0
-    assert not (store.folder(3) / "actor").exists()
-
-
 def test_the_state_comes_back_as_it_was(tmp_path):
     state = RunState(
         step=7, sampler={"epoch": 1, "offset": 3}, kl_controller={"value": 0.25}, generated_tokens=11
@@ -50,13 +40,6 @@ def test_the_state_comes_back_as_it_was(tmp_path):
     state.validation["before"] = {"greedy": {"em": 0.1}}
     state.save(tmp_path)
     assert RunState.load(tmp_path) == state
-
-
-def test_the_state_of_another_programs_run_is_refused_in_words(tmp_path):
-    save_state(SFTState(step=7), tmp_path)
-    with pytest.raises(ValueError, match="run_state.json holds losses, .*another program .* huggingface"):
-        RunState.load(tmp_path)
-    assert load_state(SFTState, tmp_path).step == 7
 
 
 def test_resume_modes(tmp_path):

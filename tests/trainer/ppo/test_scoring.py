@@ -20,7 +20,8 @@ def scored(batch, scores: list[float], *settings: str):
             tensor[row, int(data.tensors["response_mask"][row].nonzero()[-1])] = value
         return {"reward_tensor": tensor, "score": scores, "em": scores, "style": [0.5] * len(scores)}
 
-    return score(batch, reward_fn, config_with(*LENGTHS, *settings))
+    score(batch, reward_fn, config_with(*LENGTHS, *settings))
+    return batch.meta_info.get("metrics", {})
 
 
 def test_scores_stand_as_they_are_with_what_was_returned_beside_them():

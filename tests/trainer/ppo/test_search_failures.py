@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from data_prep.microworld import write_world
+from verl.config import load_config
 from verl.protocol import DataProto
-from verl.trainer.config import parse_arguments, validate
+from verl.trainer.config import validate
 from verl.trainer.main_ppo import build_trainer
-from verl.trainer.ppo.metric_utils import Timer
 from verl.trainer.ppo.run_state import RunStopped
+from verl.trainer.ppo.scoring import score
 
 BASE_MODEL = Path(__file__).resolve().parents[3] / "data_prep" / "base_model"
 REASON = "no answer within 60 s (http://a:1/retrieve: refused the connection)"
@@ -26,7 +27,7 @@ def world(tmp_path_factory) -> Path:
 
 def make_trainer(world: Path, run_dir: Path, num_failing: int, *settings: str):
     """A trainer whose rollout gives two tokens for each row, but for the first rows, whose search failed."""
-    config = parse_arguments(
+    config = load_config(
         [
             f"data.train_files={world / 'train.parquet'}",
             f"data.val_files={world / 'test.parquet'}",
@@ -70,12 +71,17 @@ def make_trainer(world: Path, run_dir: Path, num_failing: int, *settings: str):
         )
 
     trainer = build_trainer(config)
-    trainer.rollout_wg = SimpleNamespace(generate_sequences=generate_sequences)
+    trainer.actor_rollout_wg = SimpleNamespace(generate_sequences=generate_sequences)
     return trainer
 
 
 def collect(trainer):
-    return trainer.collector.collect(trainer.state.step + 1, False, Timer())
+    with trainer._ending_well():
+        for prompts in trainer.collector.rounds(trainer.state.step + 1, is_last=False):
+            trajectories = trainer._generate_sequences(prompts)
+            score(trajectories, trainer.reward_fn, trainer.config)
+            trainer.collector.add(trajectories)
+        return trainer.collector.selected(seconds=1.0)
 
 
 def test_rule_9_a_few_failed_searches_are_left_out_and_counted(world, tmp_path):
@@ -99,21 +105,6 @@ def test_many_failed_searches_stop_the_run_with_one_line(world, tmp_path, num_fa
     said = str(stopped.value)
     assert f"{num_failing} of 4 trajectories" in said and REASON in said and "\n" not in said
     assert "run the same command again: the run goes on from its beginning" in said
-
-
-def test_the_line_says_where_the_run_goes_on(world, tmp_path):
-    trainer = make_trainer(world, tmp_path, 4, "trainer.resume_mode=none")
-    for step in (4, 8):
-        (tmp_path / f"global_step_{step}").mkdir()
-    trainer.state.step = 9
-    with pytest.raises(RunStopped, match="after step 9 .* again with trainer.resume_mode=auto.* from step 8"):
-        collect(trainer)
-
-
-def test_a_share_of_one_trains_on_whatever_is_left(world, tmp_path):
-    trainer = make_trainer(world, tmp_path, 3, "retriever.max_failed_share=1")
-    batch, _ = collect(trainer)
-    assert len(batch) == 1
 
 
 def test_a_validation_without_a_retriever_is_no_result(world, tmp_path):

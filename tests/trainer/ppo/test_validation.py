@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.scoring import score_answers
 from verl.trainer.ppo.validation import ValidationReport, validate
 
 QUESTIONS = 7
@@ -49,17 +48,14 @@ class Generation:
             "response_mask": ones,
             "attention_mask": torch.ones(rows, 4, dtype=torch.long),
         }
-        return DataProto.from_dict(tensors=tensors, non_tensors={"trajectory": [record] * rows})
+        columns = gen_batch.non_tensor_batch | {"trajectory": [record] * rows}
+        return DataProto.from_dict(tensors=tensors, non_tensors=columns)
 
 
-def score(batch):
+def score(batch, return_dict):
     """Row 0 is right."""
-
-    def reward_fn(batch, return_dict):
-        right = [float(index == 0) for index in batch.non_tensor_batch["index"]]
-        return {"reward_tensor": torch.tensor([[0.0, value] for value in right]), "em": right}
-
-    return score_answers(batch, reward_fn)
+    right = [float(index == 0) for index in batch.non_tensor_batch["index"]]
+    return {"reward_tensor": torch.tensor([[0.0, value] for value in right]), "em": right}
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 7, 100])
@@ -78,7 +74,8 @@ def test_sampled_validation_draws_the_same_each_time_it_is_asked():
     for _ in range(2):
         generate = Generation()
         validate(generate, score, Questions(), ["sampled"], 4, seed=5)
-        assert all(batch.meta_info["temperature"] == 1.0 for batch in generate.asked)
+        plain = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+        assert all(plain.items() <= batch.meta_info.items() for batch in generate.asked)
         seeds.append(np.concatenate([batch.tensors["sampling_seeds"].numpy() for batch in generate.asked]))
     assert np.array_equal(*seeds) and len(set(seeds[0])) == QUESTIONS
 

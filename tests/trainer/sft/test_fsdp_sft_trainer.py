@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 from safetensors.torch import load_file
 
-from verl.single_controller.base.errors import WorkerDiedError
-from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer, run
+from verl.trainer.fsdp_sft_trainer import run
+from verl.trainer.ppo.run_state import StopRequest
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "data_prep" / "base_model_plain"
@@ -98,12 +98,18 @@ def test_rule_10_a_killed_run_goes_on_to_the_same_numbers_and_weights(line, tmp_
     assert metrics(run_dir) == whole and same(weights(run_dir), model)
 
 
-def test_a_run_keeps_the_data_order_it_began_with(line, tmp_path, capsys):
-    assert run([*line, "trainer.total_training_steps=1"]) == 0
-    assert run([*line, "data.train_batch_size=7"]) == 3
-    assert "a run keeps the data order it began with" in capsys.readouterr().err
-    assert run([*line, "data.train_batch_size=7", "trainer.resume_mode=none"]) == 0
-    assert (tmp_path / "run.old-1" / "metrics.jsonl").is_file()
+def test_a_request_to_stop_writes_a_checkpoint_and_the_same_command_goes_on(
+    line, tmp_path, monkeypatch, capsys
+):
+    request = StopRequest()
+    monkeypatch.setattr(StopRequest, "listen", lambda self: request)
+    request.asked = True
+    assert run([*line, "trainer.save_freq=-1"]) == 3
+    assert "stopped: asked to stop; the checkpoint of step 1 is written" in capsys.readouterr().err
+    request.asked = False
+    assert run(line) == 0
+    steps = [row["step"] for row in metrics(tmp_path / "run")]
+    assert steps == sorted(set(steps)) and 1 in steps
 
 
 @pytest.mark.parametrize(
@@ -124,28 +130,6 @@ def test_mistakes_are_one_line_and_nothing_is_written(line, tmp_path, capsys, ov
     error = capsys.readouterr().err
     assert words in error and error.startswith("error: ") and error.count("\n") == 1
     assert not (tmp_path / "run").exists()
-
-
-def test_a_process_that_died_ends_the_run_in_one_line(line, monkeypatch, capsys):
-    def die(trainer):
-        raise WorkerDiedError("rank 0 of worker group 'worker' died during update")
-
-    monkeypatch.setattr(FSDPSFTTrainer, "fit", die)
-    assert run(line) == 3
-    assert capsys.readouterr().err == "error: rank 0 of worker group 'worker' died during update\n"
-
-
-def test_a_run_that_torchrun_started_says_how_to_start_it(line, monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert run(line) == 2
-    assert "trainer.n_gpus_per_node=4" in capsys.readouterr().err
-
-
-def test_a_run_whose_updates_are_all_skipped_stops(line, tmp_path, capsys):
-    flags = ["optim.lr=1e30", "optim.clip_grad=1e30", "optim.lr_warmup_steps_ratio=0"]
-    assert run([*line, *flags, "trainer.max_skipped_updates=2"]) == 3
-    assert "the last 2 updates were skipped" in capsys.readouterr().err
-    assert not (tmp_path / "run" / "huggingface").exists()
 
 
 def test_the_chat_template_that_was_given_is_saved_with_the_model(line, tmp_path):

@@ -24,17 +24,6 @@ def test_without_measurements_the_order_is_the_samplers():
     assert [pools.take(8) for _ in range(7)] == [sampler.next_batch() for _ in range(7)]
 
 
-def test_thresholds_belong_to_the_outer_pools_and_what_was_not_measured_is_normal():
-    pools = measured({0: 0.0, 1: 1.0, 2: 0.2, 3: 0.8, 4: 0.5}, hard_threshold=0.2, easy_threshold=0.8)
-    assert pools.pools()[:6].tolist() == [2, 0, 2, 0, 1, 1]
-    assert pools.metrics() == {
-        "pools/easy": 0.4,
-        "pools/normal": 0.2,
-        "pools/hard": 0.4,
-        "pools/measured": pytest.approx(5 / 24),
-    }
-
-
 def test_each_pool_gives_its_share():
     pools = measured(dict.fromkeys(range(8), 1.0) | dict.fromkeys(range(8, 16), 0.0))
     for _ in range(4):
@@ -54,20 +43,6 @@ def test_what_a_pool_lacks_comes_from_the_others(num_easy, num_hard, expected):
     pools = measured(dict.fromkeys(easy, 1.0) | dict.fromkeys(hard, 0.0))
     drawn = pools.pools()[pools.take(8)]
     assert tuple(np.bincount(drawn, minlength=3)) == expected
-
-
-def test_rows_that_a_step_has_asked_are_not_asked_again_while_there_are_others():
-    pools = measured({0: 1.0}, easy_share=0.5)
-    assert 0 in pools.take(2) and 0 not in pools.take(2, skip=[0])
-    small = make(num_rows=8)
-    assert sorted(small.take(8, skip=[1])) == list(range(8))
-
-
-def test_a_row_moves_when_its_solve_rate_does():
-    pools = measured({5: 0.0}, hard_share=0.0)
-    assert all(5 not in pools.take(8) for _ in range(6))
-    pools.record([5], [0.5])
-    assert 5 in pools.take(8)
 
 
 def test_rule_10_saved_and_loaded_they_draw_the_same(tmp_path):

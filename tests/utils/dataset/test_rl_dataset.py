@@ -62,15 +62,6 @@ def test_the_chat_template_is_used_if_there_is_one(tmp_path):
     assert row["raw_prompt"] == [{"role": "user", "content": "who?"}]
 
 
-def test_several_files_and_a_home_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    write(tmp_path / "a.parquet", ["a", "b"])
-    write(tmp_path / "b.parquet", ["c"], extra_info=[{"index": 0, "level": "hard"}])
-    dataset = RLHFDataset(["~/a.parquet", "~/b.parquet"], ByteTokenizer(), CONFIG)
-    assert [bytes(dataset[i]["raw_prompt_ids"]) for i in range(3)] == [b"a", b"b", b"c"]
-    assert dataset[2]["extra_info"]["level"] == "hard"
-
-
 def test_a_subset_is_search_r1s_subset(tmp_path):
     questions = [f"q{i}" for i in range(50)]
     file = write(tmp_path / "a.parquet", questions)
@@ -91,13 +82,6 @@ def test_missing_files_columns_and_rows_are_named(tmp_path):
         RLHFDataset(write(tmp_path / "empty.parquet", []), ByteTokenizer(), CONFIG)
 
 
-def test_a_row_needs_no_extra_info(tmp_path):
-    pd.read_parquet(write(tmp_path / "a.parquet", ["who?"])).drop(columns="extra_info").to_parquet(
-        tmp_path / "b.parquet"
-    )
-    assert RLHFDataset(str(tmp_path / "b.parquet"), ByteTokenizer(), CONFIG)[0]["extra_info"] == {}
-
-
 def test_long_prompts_keep_their_end_or_are_refused_before_anything_starts(tmp_path):
     file = write(tmp_path / "a.parquet", ["x" * 10 + "y" * 20, "z" * 41, "w" * 40, "v" * 50])
     with pytest.raises(ValueError, match=r"2 of 4 prompts in .*a.parquet.*row 1, 41 tokens: 'zzz.*length=40"):
@@ -106,13 +90,6 @@ def test_long_prompts_keep_their_end_or_are_refused_before_anything_starts(tmp_p
     with pytest.warns(UserWarning, match="max_start_length=20"):
         assert bytes(left[0]["raw_prompt_ids"]) == b"y" * 20
     assert bytes(left[1]["raw_prompt_ids"]) == b"z" * 20
-
-
-def test_the_chat_template_counts_for_a_prompts_length(tmp_path):
-    file = write(tmp_path / "a.parquet", ["x" * 40])
-    assert len(RLHFDataset(file, ByteTokenizer(), CONFIG)) == 1
-    with pytest.raises(ValueError, match="row 0, 50 tokens"):
-        RLHFDataset(file, ByteTokenizer("template"), CONFIG)
 
 
 def batches(sampler: PromptSampler, count: int) -> list[list[int]]:

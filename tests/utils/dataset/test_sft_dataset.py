@@ -2,14 +2,13 @@
 
 import re
 
-import numpy as np
 import pandas as pd
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from verl.trainer.config.sft_keys import load_sft_config
-from verl.utils.dataset.sft_dataset import SFTDataset, without_observations
+from verl.config import load_sft_config
+from verl.utils.dataset.sft_dataset import SFTDataset
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}<e>\n{% endfor %}"
@@ -56,12 +55,6 @@ def test_a_prompt_goes_through_the_chat_template_as_in_a_rollout(tmp_path, token
     for question, begins in ((prompt, "<s>system:Be brief.<e>\n<s>user:"), ("Who?", "<s>user:")):
         data = dataset(tmp_path, tokenizer, [{"question": question, "answer": "Ada"}])
         assert pieces(data, tokenizer) == [(f"{begins}Who?<e>\n<s>assistant:", False), ("Ada<e>", True)]
-
-
-def test_prompt_and_response_may_stand_inside_of_dictionaries_or_messages(tmp_path, tokenizer):
-    row = {"extra": {"q": {"text": "Who?"}}, "reply": [{"role": "assistant", "content": "Ada"}]}
-    flags = ("data.prompt_key=extra", "data.prompt_dict_keys=[q,text]", "data.response_key=reply")
-    assert pieces(dataset(tmp_path, tokenizer, [row], *flags), tokenizer)[1] == ("Ada<e>", True)
 
 
 def test_of_a_conversation_what_the_assistant_writes_is_trained(tmp_path, tokenizer):
@@ -139,13 +132,6 @@ def test_observations_are_never_trained_whatever_holds_them(tmp_path, tokenizer)
     assert pieces(data, tokenizer)[1] == (response + "<e>", True)
 
 
-def test_an_observation_without_an_end_goes_to_the_end():
-    assert without_observations([("a<information>b", True)], "information") == [
-        ("a", True),
-        ("<information>b", False),
-    ]
-
-
 def test_long_rows_are_refused_or_cut_and_the_first_token_kept_is_not_trained(tmp_path, tokenizer):
     rows = [{"question": "0123456789", "answer": "abcde"}, {"question": "Q" * 30, "answer": "z"}]
     with pytest.raises(ValueError, match="2 of 2 rows.*row 0 of rows.parquet: 16 tokens.*data.max_length=8"):
@@ -207,34 +193,3 @@ def test_a_bad_conversation_is_named_with_what_is_wrong(tmp_path, tokenizer, mes
     tokenizer.chat_template = refusal + TEMPLATE
     with pytest.raises(ValueError, match=re.escape(words)):
         dataset(tmp_path, tokenizer, [{"messages": messages}], "data.multiturn.enable=true")
-
-
-def test_only_a_few_of_many_bad_rows_are_shown(tmp_path, tokenizer):
-    rows = [{"question": "Who?", "answer": "" if i % 2 else "Ada"} for i in range(100)]
-    with pytest.raises(ValueError, match="50 of 100 rows") as error:
-        dataset(tmp_path, tokenizer, rows)
-    assert re.findall(r"row (\d+) of", str(error.value)) == ["1", "3", "5"]
-
-
-def test_missing_files_columns_rows_and_templates_are_said(tmp_path, tokenizer):
-    with pytest.raises(ValueError, match="no column answer in .*it has question"):
-        dataset(tmp_path, tokenizer, [{"question": "Who?"}])
-    with pytest.raises(ValueError, match="no chat template.*data.segments_key"):
-        dataset(tmp_path, tokenizer, [{"messages": []}], "data.multiturn.enable=true")
-    with pytest.raises(ValueError, match="2 messages, but the tokenizer has no chat template"):
-        dataset(tmp_path, tokenizer, [{"question": [{"role": "user", "content": "a"}] * 2, "answer": "b"}])
-    pd.DataFrame({"question": [], "answer": []}).to_parquet(tmp_path / "none.parquet")
-    config = load_sft_config([]).data
-    for name, words in (("none", "no rows"), ("away", "no file")):
-        with pytest.raises(ValueError, match=words):
-            SFTDataset(str(tmp_path / f"{name}.parquet"), tokenizer, config)
-
-
-def test_several_files_are_read_one_after_the_other(tmp_path, tokenizer):
-    for i in range(2):
-        pd.DataFrame([{"question": "Who?", "answer": f"A{i}"}]).to_parquet(tmp_path / f"{i}.parquet")
-    files = [str(tmp_path / f"{i}.parquet") for i in range(2)]
-    data = SFTDataset(files, tokenizer, load_sft_config([]).data)
-    assert data.names == ["row 0 of 0.parquet", "row 0 of 1.parquet"]
-    assert data.num_trained_tokens == 6 and data.num_tokens == 14
-    assert not np.array_equal(data.input_ids[0], data.input_ids[1])

@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
-import pytest
 from records_data import SplitTokenizer, report, step_batch
 
 from verl.trainer.config import load_config
 from verl.trainer.ppo.run_state import RunState
+from verl.trainer.ppo.validation import run_summary
 from verl.utils.records import RunRecorder
 from verl.utils.records.files import MetricsFile, read_lines, to_json
 from verl.utils.records.trajectories import TokenTexts, trajectory_records
@@ -30,11 +30,11 @@ def run(
         return trajectory_records(batch, TEXTS, state.step, split, config.trainer.num_trajectories_logged)
 
     recorder = RunRecorder(config, total)
-    recorder.start(state, resumed_from)
+    recorder.start(state.step, resumed_from)
     if state.step == 0:
         first = report(0.2, step_batch(["Ada", "Bob"]))
         state.validation["before"] = first.summary()
-        recorder.log_validation(state, first, records(first.samples, "val"))
+        recorder.log_validation(0, first.metrics(), first.summary(), records(first.samples, "val"))
     while state.step < (until or total):
         state.step += 1
         metrics = {
@@ -48,10 +48,10 @@ def run(
         if state.step == total:
             last = report(0.8)
             state.validation["after"] = last.summary()
-            recorder.log_validation(state, last, [])
+            recorder.log_validation(total, last.metrics(), last.summary(), [])
             metrics |= last.metrics()
         batch = step_batch(["Ada", "Bob", "Ada", "Ada"])
-        recorder.log_step(state, metrics, batch, records(batch, "train"))
+        recorder.log_step(state.step, metrics, batch, records(batch, "train"))
     return recorder
 
 
@@ -59,7 +59,7 @@ def test_a_run_leaves_its_records(tmp_path, capsys):
     config = make_config(tmp_path, "trainer.num_trajectories_logged=3")
     state = RunState()
     recorder = run(config, 3, state, None)
-    summary = recorder.finish(state, wall_seconds=7.0)
+    summary = recorder.finish(run_summary(state, 7.0, seed=3))
     recorder.close()
     folder = tmp_path / "run"
     lines = MetricsFile(folder / "metrics.jsonl").read()
@@ -82,7 +82,7 @@ def test_a_run_leaves_its_records(tmp_path, capsys):
 def test_the_summary_has_the_sampled_figures_first_and_all_that_is_promised(tmp_path):
     state = RunState()
     recorder = run(make_config(tmp_path), 2, state, None)
-    summary = recorder.finish(state, wall_seconds=5.0)
+    summary = recorder.finish(run_summary(state, 5.0, seed=3))
     recorder.close()
     assert summary["em_before"] == 0.4 and summary["em_before_greedy"] == 0.2
     assert summary["em_after"] == 1.0 and summary["em_after_greedy"] == 0.8
@@ -93,18 +93,6 @@ def test_the_summary_has_the_sampled_figures_first_and_all_that_is_promised(tmp_
     assert summary["seconds_by_phase"] == {"gen": 2.0, "update_actor": 1.0}
     assert summary["generated_tokens_per_second"] == 100.0
     assert summary["trained_tokens_per_second"] == 600.0
-
-
-def test_extra_questions_are_reported_apart(tmp_path):
-    config, state = make_config(tmp_path), RunState()
-    last = report(0.8)
-    last.extra = report(0.4)
-    state.validation["after"] = last.summary()
-    recorder = RunRecorder(config, 1)
-    recorder.start(state, None)
-    summary = recorder.finish(state, wall_seconds=1.0)
-    recorder.close()
-    assert summary["extra_em_after_greedy"] == 0.4 and summary["extra_em_before"] is None
 
 
 def test_rule_10_the_records_of_a_killed_and_resumed_run_are_those_of_an_undisturbed_one(tmp_path):
@@ -126,34 +114,6 @@ def test_a_run_that_starts_anew_keeps_nothing_of_an_earlier_one(tmp_path):
     run(config, 2, RunState(), None).close()
     assert [line["step"] for line in MetricsFile(tmp_path / "run/metrics.jsonl").read()] == [0, 1, 2]
     assert not (tmp_path / "run/trajectories/step_3.jsonl").exists()
-
-
-def test_without_the_console_logger_only_messages_are_printed(tmp_path, capsys):
-    run(make_config(tmp_path, "trainer.logger=[]"), 2, RunState(), None).close()
-    said = capsys.readouterr().out
-    assert "step 1/2" not in said and "validation at step 0" in said
-
-
-def test_no_trajectories_are_kept_when_none_are_wanted(tmp_path):
-    config, state = make_config(tmp_path, "trainer.num_trajectories_logged=0"), RunState()
-    recorder = run(config, 1, state, None)
-    recorder.finish(state, 1.0)
-    recorder.close()
-    assert not (tmp_path / "run/trajectories").exists()
-
-
-def test_closing_twice_and_before_the_start_is_fine(tmp_path):
-    recorder = RunRecorder(make_config(tmp_path), 1)
-    recorder.close()
-    recorder.close()
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_logger_that_is_not_installed_is_said_at_the_start(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "mlflow", None)
-    recorder = RunRecorder(make_config(tmp_path, "trainer.logger=[mlflow]"), 1)
-    with pytest.raises(ValueError, match="pip install mlflow"):
-        recorder.start(RunState(), None)
 
 
 def test_json_has_no_nan_and_keeps_numbers_exactly():

@@ -3,7 +3,6 @@
 import json
 import re
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,21 +28,6 @@ def test_token_texts_joined_are_the_text(text):
     assert "".join(texts) == text
 
 
-@given(st.binary(max_size=12))
-def test_token_texts_joined_are_what_any_bytes_decode_to(tokens):
-    assert "".join(TokenTexts(SplitTokenizer())(list(tokens))) == tokens.decode(errors="replace")
-
-
-@pytest.mark.parametrize("text", ["\ufffd", "a\ufffdb", "\ufffdä", "ä\ufffd"])
-def test_a_replacement_character_that_was_written_is_one_letter(text):
-    assert "".join(TokenTexts(SplitTokenizer())(list(text.encode()))) == text
-
-
-def test_bytes_that_are_no_letter_stay_visible_and_alone():
-    texts = TokenTexts(SplitTokenizer())([0x61, 0xC3, 0x61])
-    assert texts == ["a", "\ufffd", "a"]
-
-
 def test_a_record_tells_the_whole_trajectory():
     record = records_of(["Ada", "Bob"])[0]
     text = WRITTEN + SEEN + ANSWER.format("Ada")
@@ -53,19 +37,6 @@ def test_a_record_tells_the_whole_trajectory():
     assert record["question"] == "Who made the cheese?"
     assert (record["gold"], record["answer"], record["em"], record["score"]) == (["Ada"], "Ada", 1, 1.0)
     assert record["step"] == 1 and record["uid"] == "step1-0"
-
-
-def test_rows_are_spread_over_the_batch():
-    records = records_of([f"name {i}" for i in range(10)], count=3)
-    assert [record["extra_info"]["index"] for record in records] == [0, 4, 9]
-    assert records_of(["Ada"], count=0) == []
-
-
-def test_a_ground_truth_of_a_users_own_is_shown():
-    batch = step_batch(["Ada"])
-    batch.non_tensor_batch["reward_model"] = np.array([{"ground_truth": {"table": 3}}], dtype=object)
-    record = trajectory_records(batch, TokenTexts(SplitTokenizer()), 1, "train", 1)[0]
-    assert record["gold"] == ["{'table': 3}"] and record["em"] == 0
 
 
 @pytest.mark.parametrize(
@@ -117,6 +88,8 @@ def test_the_page_is_self_contained(tmp_path):
     assert "innerHTML" not in text and "eval(" not in text
 
 
-def test_an_empty_page_is_a_page(tmp_path):
-    _, data = page_of([], tmp_path)
-    assert data == {"title": "cheese", "records": []}
+def test_records_with_letters_that_end_lines_are_all_on_the_page(tmp_path):
+    folder = TrajectoryFolder(tmp_path)
+    records = records_of(["Ada", "Bob\u2028\u2029\x85Cy"])
+    folder.add(1, records)
+    assert [record["answer"] for record in folder.read(10)] == ["Ada", "Bob\u2028\u2029\x85Cy"]

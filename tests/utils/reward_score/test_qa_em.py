@@ -2,15 +2,11 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from verl.utils.reward_score import (
     EXACT_MATCH_SOURCES,
-    REWARD_FUNCTIONS,
     default_compute_score,
     load_reward_function,
-    register_reward,
 )
 from verl.utils.reward_score.qa_em import (
     compute_score_em,
@@ -37,14 +33,6 @@ from verl.utils.reward_score.qa_em import (
 )
 def test_normalisation(text, normalized):
     assert normalize_answer(text) == normalized
-
-
-@given(st.text())
-def test_normalising_twice_changes_only_articles_made_by_joining(text):
-    once = normalize_answer(text)
-    assert once == once.strip() and "  " not in once
-    assert not set(once) & set("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
-    assert not {"a", "an", "the"} & set(once.split())
 
 
 @pytest.mark.parametrize(
@@ -81,10 +69,6 @@ def test_a_substring_counts_for_subem_only():
     assert subem_check("anything", "the") == 0
 
 
-def test_numbers_are_compared_as_text():
-    assert em_check("1987", [1987]) == 1
-
-
 def test_a_row_without_golden_answers_is_an_error():
     with pytest.raises(ValueError, match="expected {'target'"):
         golden_answers({"target": []})
@@ -101,16 +85,6 @@ def test_an_unknown_source_is_scored_if_it_has_golden_answers():
         default_compute_score("my_questions", "<answer>x</answer>", "x")
 
 
-def test_a_source_can_be_registered_once():
-    register_reward("length_of_text")(lambda solution, truth: float(len(solution)))
-    try:
-        assert default_compute_score("length_of_text", "four", None) == 4.0
-        with pytest.raises(ValueError, match="has a reward function already"):
-            register_reward("nq")(lambda solution, truth: 0.0)
-    finally:
-        del REWARD_FUNCTIONS["length_of_text"]
-
-
 def test_a_users_function_is_found_by_path_and_name(tmp_path):
     file = tmp_path / "reward.py"
     file.write_text("def mine(data_source, solution_str, ground_truth, extra_info):\n    return 0.5\n")
@@ -125,3 +99,13 @@ def test_an_answer_that_was_not_closed_does_not_spoil_the_next_one():
     text = "<answer> hmm\n<answer> Paris </answer>"
     assert extract_solution(text) == "Paris"
     assert compute_score_em(text, {"target": ["Paris"]}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("prediction", "right"), [("", 0), (" ", 0), ("the", 0), ("A", 1), ("a ", 1), ("A.", 0)]
+)
+def test_an_empty_answer_is_wrong_also_where_normalisation_leaves_nothing_of_the_golden_one(
+    prediction, right
+):
+    assert em_check(prediction, ["A"]) == right
+    assert compute_score_em(f"<answer>{prediction}</answer>", {"target": ["A"]}) == right

@@ -6,11 +6,10 @@ import copy
 import math
 
 import torch
-from omegaconf import OmegaConf
 from tiny_training import VOCABULARY, gradients_of, make_actor, make_batch, make_config
 
+from verl.algos.aggregation import prompt_counts
 from verl.protocol import DataProto, object_array
-from verl.trainer.ppo.algos.aggregation import prompt_counts
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.engine.micro_batches import MicroBatchLimits
 
@@ -97,14 +96,14 @@ class ActorFactory:
     def __init__(self, model_path, world_size=1, *overrides):
         config = make_config(model_path, *overrides)
         self.engine = make_actor(config, world_size).engine
-        self.block = OmegaConf.to_container(config.actor_rollout_ref.actor)
+        self.block = config.actor_rollout_ref.actor
 
     def actor(self, limits=ALL_ROWS, **settings) -> DataParallelPPOActor:
         """settings: of the `actor` block; of a block in it as <block>__<key>."""
         block = copy.deepcopy(self.block)
         for name, value in settings.items():
             *inner, key = name.split("__")
-            (block[inner[0]] if inner else block)[key] = value
+            setattr(getattr(block, inner[0]) if inner else block, key, value)
         return DataParallelPPOActor(block, self.engine, limits, 0.9)
 
     def update(self, batch, limits=ALL_ROWS, **settings):

@@ -6,7 +6,7 @@ import torch
 from algorithm_cases import SPLITS, ActorFactory, Steep, full_batch
 
 from verl.trainer.ppo.batching import arrange_for_workers
-from verl.workers.actor.policy_objective import PolicyObjective
+from verl.workers.actor.dp_actor import PolicyObjective
 from verl.workers.engine.base import Share
 
 NUM_ROWS = 11  # not even: one rank gets a copy that takes part in nothing

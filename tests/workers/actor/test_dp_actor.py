@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from tiny_training import (
-    CPU,
     assert_same_gradients,
     gradients_of,
     make_actor,
@@ -16,7 +15,7 @@ from tiny_training import (
 
 from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
 from verl.workers.actor.dp_actor import compute_log_prob
-from verl.workers.engine.micro_batches import MicroBatchLimits, micro_batches, tensors_of
+from verl.workers.engine.micro_batches import MicroBatchLimits, pack_micro_batches, tensors_of
 
 ALL_ROWS = MicroBatchLimits(None, None, padded=False)
 
@@ -31,7 +30,7 @@ def update(model_path, batch, *overrides, epochs=1):
 def test_log_probs_and_entropies_equal_hugging_faces_own(model_path, temperature):
     actor, batch = make_actor(make_config(model_path)), make_batch()
     log_probs = compute_log_prob(actor.engine, batch, ALL_ROWS, temperature)
-    _, (part,) = micro_batches(tensors_of(batch), range(len(batch)), actor.engine, ALL_ROWS)
+    _, (part,) = pack_micro_batches(tensors_of(batch), range(len(batch)), actor.engine, ALL_ROWS)
     _, entropy, _ = actor.engine.module(part, temperature, True)
     _, expected_log_probs, expected_entropys = reference_log_probs(model_path, batch, temperature)
     torch.testing.assert_close(log_probs, expected_log_probs, rtol=1e-4, atol=1e-5)
@@ -164,15 +163,6 @@ def test_a_loss_without_a_ratio_takes_several_steps_without_old_log_probs_and_sh
     assert {"actor/ratio/min", "actor/ratio/max"} <= set(update(model_path, batch, settings)[0])
 
 
-def test_the_batch_may_say_how_many_rows_a_mini_batch_has(model_path):
-    """Rows kept from the step before join the planned mini-batches instead of making one of their own."""
-    plain = ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=2"]
-    batch = make_batch()
-    assert len(update(model_path, batch, *plain)[1]) == -(-len(batch) // 4) > 1
-    batch.meta_info["mini_batch_rows"] = len(batch)
-    assert len(update(model_path, batch, *plain)[1]) == 1
-
-
 def test_a_step_whose_loss_or_gradient_is_not_finite_is_skipped_and_counted(model_path):
     actor = make_actor(make_config(model_path))
     before = [p.detach().clone() for p in actor.engine.module.parameters()]
@@ -187,50 +177,12 @@ def test_a_step_whose_loss_or_gradient_is_not_finite_is_skipped_and_counted(mode
 
 
 @pytest.mark.parametrize("num_empty", [8, 12])
-def test_a_mini_batch_without_a_sampled_token_makes_no_step(model_path, num_empty):
+def test_a_mini_batch_without_a_sampled_token_makes_no_step_and_is_counted(model_path, num_empty):
     actor, batch = make_actor(make_config(model_path)), make_batch(12)
     batch.batch["response_mask"][:num_empty] = 0
     metrics = actor.update_policy(batch)
     num_steps = (12 - num_empty) // 4  # mini-batches are of 8 and 4 rows
     assert actor.engine.weights_version == num_steps
-    assert metrics["actor/num_skipped_updates"] == 0 and actor.engine.num_training_steps == 1
+    assert metrics["actor/num_skipped_updates"] == 2 - num_steps and actor.engine.num_training_steps == 1
+    assert "no trajectory of the mini-batch has a token to learn from" in actor.loop.skipped_update
     assert ("actor/grad_norm" in metrics) == (num_steps > 0)
-
-
-def test_gradients_are_clipped_to_their_norm(model_path):
-    norms = {}
-    for clip in (1e6, 1e-3):
-        actor = make_actor(make_config(model_path, f"actor_rollout_ref.actor.grad_clip={clip}"))
-        norms[clip] = actor.update_policy(make_batch())["actor/grad_norm"]
-        moments = torch.cat([s["exp_avg"].flatten() for s in actor.engine.optimizer.state.values()])
-        assert moments.norm().item() == pytest.approx(0.1 * min(clip, norms[clip]), rel=1e-3)  # beta1 is 0.9
-    assert norms[1e6] == pytest.approx(norms[1e-3]) and norms[1e6] > 1e-3
-
-
-def test_updates_raise_the_probability_of_tokens_with_positive_advantage(model_path):
-    actor, batch = (
-        make_actor(make_config(model_path, "actor_rollout_ref.actor.entropy_coeff=0")),
-        make_batch(),
-    )
-    batch.batch["advantages"] = batch.batch["response_mask"].float()
-    before = compute_log_prob(actor.engine, batch, ALL_ROWS, 1.0)
-    for _ in range(3):
-        metrics = actor.update_policy(batch)
-    after = compute_log_prob(actor.engine, batch, ALL_ROWS, 1.0)
-    assert after.sum() > before.sum() + 5
-    assert {
-        "actor/pg_loss",
-        "actor/entropy_loss",
-        "actor/pg_clipfrac",
-        "actor/ppo_kl",
-        "actor/lr",
-    } <= metrics.keys()
-
-
-@pytest.mark.parametrize("key", ["ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu"])
-def test_micro_batches_of_nothing_are_refused(model_path, key):
-    block = make_config(model_path, "actor_rollout_ref.actor.use_dynamic_bsz=true").actor_rollout_ref.actor
-    block[key] = 0
-    block.use_dynamic_bsz = "token" in key
-    with pytest.raises(ValueError, match=f"actor.{key}: found 0, expected at least 1"):
-        MicroBatchLimits.from_config(block, "actor", "ppo", CPU, packed=True)

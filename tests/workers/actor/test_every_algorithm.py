@@ -23,10 +23,11 @@ SELECTIVE = {
     "policy_loss__kl_cov_ratio": 0.2,
     "policy_loss__ipo_kl_tau": 0.1,
 }
+# Each loss in one aggregation, and each aggregation with one loss: what they do is apart (`token_loss`).
+PAIRS = [*zip(POLICY_LOSSES, cycle(LOSS_AGG_MODES), strict=False), *(("vanilla", m) for m in LOSS_AGG_MODES)]
 LOSSES = {
     f"{loss}, {mode}": {"policy_loss__loss_mode": loss, "loss_agg_mode": mode, **SELECTIVE}
-    for loss in POLICY_LOSSES
-    for mode in LOSS_AGG_MODES
+    for loss, mode in PAIRS
 }
 TERMS = {
     **{
@@ -36,7 +37,7 @@ TERMS = {
     "own loss": {"policy_loss__loss_mode": "algorithm_cases:own_loss"},
     "echo": {"echo_coeff": 0.3},
     "no entropy bonus": {"entropy_coeff": 0.0},
-    "adaptive entropy": {"entropy_ctrl__type": "adaptive", "entropy_ctrl__target_entropy": 0.1},
+    "adaptive entropy": {"entropy_ctrl__target_entropy": 0.1},
     "scale factor": {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 3.0},
     "dual clip": {"clip_ratio_c": 1.5},
 }
@@ -84,14 +85,6 @@ def test_rule_5_every_split_gives_the_same_loss_and_gradient(factory, whole, cas
     assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("case", [case for case in CASES if "token-mean" in case or case in TERMS][::12])
-def test_rule_5_a_case_of_each_kind_in_every_split(factory, whole, case, split):
-    metrics, gradient = factory.update(full_batch(), SPLITS[split], **CASES[case])
-    assert_same_gradients(gradient, whole(case)[1], tolerance=2e-6)
-    assert metrics == pytest.approx(whole(case)[0], rel=1e-5, abs=1e-7)
-
-
 @pytest.mark.parametrize("loss", list(POLICY_LOSSES))
 def test_rule_4_the_first_on_policy_ratio_is_1_for_every_loss(factory, loss):
     """Whatever old_log_probs say: they are those of these weights, and are not read."""
@@ -123,14 +116,6 @@ def test_rows_without_an_advantage_cost_no_backward_pass_and_change_nothing(fact
     assert metrics == pytest.approx(expected_metrics, rel=1e-6, abs=1e-8)
 
 
-@pytest.mark.parametrize("loss", [loss for loss in POLICY_LOSSES if not vanishes_with_advantage(loss)])
-def test_rows_without_an_advantage_take_part_in_losses_that_need_none(factory, loss):
-    batch = full_batch()
-    batch.batch["advantages"].zero_()
-    settings = {"policy_loss__loss_mode": loss, "entropy_coeff": 0.0, **SELECTIVE}
-    assert sum(g.abs().sum() for g in factory.update(batch, **settings)[1].values()) > 0
-
-
 @pytest.mark.parametrize("loss", [loss for loss in POLICY_LOSSES if loss != "sft"])
 def test_rollout_weights_of_2_make_the_policy_loss_twice_as_large(factory, loss):
     batch, settings = full_batch(), {"policy_loss__loss_mode": loss, "entropy_coeff": 0.0, **SELECTIVE}
@@ -139,14 +124,3 @@ def test_rollout_weights_of_2_make_the_policy_loss_twice_as_large(factory, loss)
     batch.batch["rollout_is_weights"] *= 2
     _, doubled = factory.update(batch, **settings)
     assert_same_gradients(doubled, {name: 2 * g for name, g in gradient.items()}, tolerance=1e-5)
-
-
-def test_the_update_of_a_batch_is_of_its_rows_alone(factory):
-    """The check of the checks: a sampled token's id, advantage, weight do have an influence."""
-    expected = factory.update(full_batch())[1]
-    for key in ("input_ids", "advantages", "old_log_probs", "rollout_is_weights"):
-        batch = full_batch()
-        row, column = batch.batch["response_mask"].nonzero()[5].tolist()
-        values = batch.batch[key]
-        values[row, column - batch.batch["response_mask"].shape[1]] += 1
-        assert any(not torch.equal(g, expected[name]) for name, g in factory.update(batch)[1].items()), key

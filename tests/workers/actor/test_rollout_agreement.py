@@ -7,9 +7,9 @@ import pytest
 import torch
 from tiny_training import make_actor, make_batch, make_config
 
+from verl.algos.rollout_correction import RolloutAgreement
 from verl.protocol import object_array
 from verl.workers.actor.dp_actor import compute_log_prob
-from verl.workers.actor.rollout_agreement import RolloutAgreement, WorstToken, warn_of_worst
 from verl.workers.engine.micro_batches import MicroBatchLimits
 
 ALL_ROWS = MicroBatchLimits(None, None, padded=False)
@@ -89,34 +89,6 @@ def test_ranks_together_have_the_figures_of_one_and_one_may_be_empty():
         assert part.metrics(lambda values, op: together[op]) == pytest.approx(expected, rel=1e-12)
 
 
-def test_without_sampled_tokens_there_are_no_figures():
-    rollout, trainer, mask = random_log_probs()
-    agreement = RolloutAgreement(rollout, trainer, torch.zeros_like(mask))
-    assert agreement.metrics(alone) == {} and agreement.worst() is None
-
-
-def test_the_worst_token_is_found_and_said_only_when_it_is_far_off(caplog):
-    rollout, trainer, mask = random_log_probs(noise=0.01)
-    row, column = mask.nonzero()[11].tolist()
-    token_ids, names = torch.arange(mask.numel()).view(mask.shape), [f"question {i}" for i in range(9)]
-    with caplog.at_level(logging.WARNING):
-        warn_of_worst(RolloutAgreement(rollout, trainer, mask).worst(), token_ids, names)
-        assert not caplog.records
-        rollout[row, column], trainer[row, column] = -0.5, -3.75
-        worst = RolloutAgreement(rollout, trainer, mask).worst()
-        warn_of_worst(worst, token_ids, names)
-    assert worst == WorstToken(row, column, -0.5, -3.75)
-    assert f"-0.500 and -3.750 of token {token_ids[row, column]}" in caplog.text
-    assert f"place {column} of the response of trajectory question {row}" in caplog.text
-
-
-def test_differences_without_bound_stay_finite():
-    rollout, trainer, mask = torch.tensor([[0.0]]), torch.tensor([[-300.0]]), torch.tensor([[True]])
-    for data in ((rollout, trainer, mask), (trainer, rollout, mask)):
-        figures = RolloutAgreement(*data).metrics(alone)
-        assert math.isfinite(figures["rollout_corr/chi2_token"]) and figures["rollout_corr/kl"] in (300, -300)
-
-
 SPLITS = {
     "one pass": [],
     "rows of 1": ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"],
@@ -158,10 +130,3 @@ def test_the_update_reports_them_from_its_own_forward_pass_where_nobody_has_yet(
     with caplog.at_level(logging.WARNING):
         make_actor(make_config(model_path)).update_policy(batch)
     assert "of trajectory step1-" in caplog.text
-
-
-def test_a_batch_without_rollout_log_probs_has_no_such_figures(model_path):
-    batch = make_batch()
-    batch.batch.pop("rollout_log_probs")
-    metrics = make_actor(make_config(model_path)).update_policy(batch)
-    assert not [name for name in metrics if name.startswith("rollout_corr/")]

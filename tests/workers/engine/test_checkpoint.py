@@ -8,13 +8,13 @@ from safetensors import safe_open
 from tiny_training import make_actor, make_batch, make_config, make_critic, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl.workers.engine.checkpoint import load_checkpoint, save_checkpoint, save_hf
 
-SCHEDULE = [
-    "actor_rollout_ref.actor.optim.warmup_style=cosine",
-    "actor_rollout_ref.actor.optim.total_training_steps=6",
-    "actor_rollout_ref.actor.optim.lr_warmup_steps=2",
-]
+def scheduled_config(model_path, *overrides):
+    """A configuration with a cosine schedule of 6 steps; a run sets the number of its steps there."""
+    optim = "actor_rollout_ref.actor.optim"
+    config = make_config(model_path, f"{optim}.warmup_style=cosine", f"{optim}.lr_warmup_steps=2", *overrides)
+    config.actor_rollout_ref.actor.optim.total_training_steps = 6
+    return config
 
 
 def weights(engine):
@@ -24,16 +24,16 @@ def weights(engine):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_rule_10_a_resumed_actor_takes_bitwise_the_same_steps(tmp_path, tied, steps_before):
-    config = make_config(write_model(tmp_path / "model", tied), *SCHEDULE)
+    config = scheduled_config(write_model(tmp_path / "model", tied))
     actor = make_actor(config)
     for seed in range(steps_before):
         actor.update_policy(make_batch(seed=seed))
-    save_checkpoint(actor.engine, tmp_path / "saved")
+    actor.engine.save(tmp_path / "saved")
     going_on = [actor.update_policy(make_batch(seed=seed)) for seed in (7, 8)]
 
     resumed = make_actor(config)
     resumed.update_policy(make_batch(seed=99))  # state that loading has to replace
-    load_checkpoint(resumed.engine, tmp_path / "saved")
+    resumed.engine.load(tmp_path / "saved")
     assert [resumed.update_policy(make_batch(seed=seed)) for seed in (7, 8)] == going_on
     expected = weights(actor.engine)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(resumed.engine).items())
@@ -43,8 +43,8 @@ def test_rule_10_a_resumed_actor_takes_bitwise_the_same_steps(tmp_path, tied, st
 def test_rule_10_a_resumed_critic_takes_bitwise_the_same_steps(tmp_path, model_path):
     critic, resumed = (make_critic(make_config(model_path)) for _ in range(2))
     critic.update_critic(make_batch(seed=1))
-    save_checkpoint(critic.engine, tmp_path)
-    load_checkpoint(resumed.engine, tmp_path)
+    critic.engine.save(tmp_path)
+    resumed.engine.load(tmp_path)
     assert critic.update_critic(make_batch(seed=2)) == resumed.update_critic(make_batch(seed=2))
     expected = weights(critic.engine)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(resumed.engine).items())
@@ -57,13 +57,13 @@ def test_a_resumed_run_takes_its_settings_from_the_configuration_and_its_state_f
     def actor_with(lr, betas, weight_decay):
         values = f"lr={lr}", f"betas={betas}", f"weight_decay={weight_decay}", f"name={optimizer}"
         overrides = [f"actor_rollout_ref.actor.optim.{value}" for value in values]
-        return make_actor(make_config(model_path, *SCHEDULE, *overrides))
+        return make_actor(scheduled_config(model_path, *overrides))
 
     actor, resumed = actor_with(0.01, [0.9, 0.999], 0.01), actor_with(0.002, [0.8, 0.95], 0.1)
     for seed in range(3):
         actor.update_policy(make_batch(seed=seed))
-    save_checkpoint(actor.engine, tmp_path)
-    load_checkpoint(resumed.engine, tmp_path)
+    actor.engine.save(tmp_path)
+    resumed.engine.load(tmp_path)
     assert resumed.engine.num_training_steps == 3
     assert resumed.engine.lr == pytest.approx(actor.engine.lr / 5)
     assert resumed.engine.lr == resumed.engine.optimizer.param_groups[0]["lr"]
@@ -74,19 +74,10 @@ def test_a_resumed_run_takes_its_settings_from_the_configuration_and_its_state_f
         assert all(torch.equal(loaded[key], saved[key]) for key in saved)
 
 
-def test_random_state_is_part_of_a_checkpoint(tmp_path, model_path):
-    engine = make_actor(make_config(model_path)).engine
-    torch.manual_seed(5)
-    save_checkpoint(engine, tmp_path)
-    drawn = torch.rand(3)
-    load_checkpoint(engine, tmp_path)
-    assert torch.equal(torch.rand(3), drawn)
-
-
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path, model_path):
     engine = make_actor(make_config(model_path)).engine
     with pytest.raises(ValueError, match="has no dcp/.metadata and no schedule.pt"):
-        load_checkpoint(engine, tmp_path)
+        engine.load(tmp_path)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -95,7 +86,7 @@ def test_the_hugging_face_folder_is_the_trained_model_under_plain_names(tmp_path
     actor = make_actor(make_config(base))
     actor.update_policy(make_batch())
     tokenizer = AutoTokenizer.from_pretrained(base)
-    save_hf(actor.engine, tmp_path / "hf", tokenizer, base)
+    actor.engine.save_hf(tmp_path / "hf", tokenizer, base)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")  # with any attention
     expected = weights(actor.engine)
     for name, tensor in model.named_parameters():
@@ -105,14 +96,3 @@ def test_the_hugging_face_folder_is_the_trained_model_under_plain_names(tmp_path
         assert "model.embed_tokens.weight" in file.keys()  # noqa: SIM118
     assert AutoTokenizer.from_pretrained(tmp_path / "hf")("5 6")["input_ids"] == [5, 6]
     assert (tmp_path / "hf" / "prompt_template.txt").read_text() == "Question: {question}\n"
-
-
-def test_the_weight_stream_is_the_parameters_themselves(model_path):
-    actor = make_actor(make_config(model_path))
-    stream = dict(actor.engine.weights())
-    assert set(stream) == {
-        name for name, _ in AutoModelForCausalLM.from_pretrained(model_path).named_parameters()
-    }
-    actor.update_policy(make_batch())
-    for name, p in actor.engine.module.model.named_parameters():
-        assert stream[name].data_ptr() == p.data_ptr() and torch.equal(stream[name], p)

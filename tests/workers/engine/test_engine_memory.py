@@ -5,7 +5,7 @@ The keys act on CUDA; here their parts are switched on by hand.
 
 from tiny_training import assert_same_gradients, gradients_of, make_actor, make_batch, make_config
 
-from verl.workers.engine.host_gradients import HostGradients
+from verl.workers.engine.fsdp_engine import HostGradients
 
 ROWS_OF_ONE = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
 

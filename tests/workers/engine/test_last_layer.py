@@ -4,16 +4,14 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    GemmaConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
 )
 
-from verl.utils.attention import PACKED_ATTENTION
+from verl.utils.packed_attention import PACKED_ATTENTION
 from verl.utils.packing import pack_rows
-from verl.workers.engine.last_layer import shorten_last_layer
 from verl.workers.engine.loading import PolicyModel, ValueModel
 
 SIZES = {
@@ -81,15 +79,6 @@ def test_loss_and_gradient_are_those_of_the_whole_layer(name, is_critic, saves_m
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=key)
 
 
-def test_the_last_feed_forward_network_sees_the_wanted_tokens_alone():
-    module, part = build(CONFIGS["qwen3"]), micro_batch(share=False)
-    seen = []
-    for layer in module.model.model.layers:
-        layer.mlp.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
-    module(part, 1.0, False)
-    assert seen == [part.input_ids.shape[1], len(part.predicting)]
-
-
 def test_a_pass_without_loss_tokens_gives_zero_gradients_not_none():
     module, part = build(CONFIGS["qwen2"]), micro_batch()
     row = {
@@ -100,9 +89,3 @@ def test_a_pass_without_loss_tokens_gives_zero_gradients_not_none():
     }
     loss_of(module, pack_rows(row, [0], "cpu")).backward()
     assert all(not p.grad.any() for p in module.parameters())
-
-
-def test_other_layers_are_left_alone():
-    model = AutoModelForCausalLM.from_config(GemmaConfig(**SIZES), attn_implementation=PACKED_ATTENTION)
-    assert not shorten_last_layer(model.model) and "forward" not in vars(model.model.layers[-1])
-    assert torch.isfinite(loss_of(PolicyModel(model), micro_batch()))

@@ -55,13 +55,3 @@ def test_linear_and_cosine_fall_to_the_smallest_rate_and_stay_there():
     cosine = rates(5, warmup_style="cosine", total_training_steps=4)
     assert cosine == pytest.approx([0.1, 0.0853553, 0.05, 0.0146447, 0.0], abs=1e-6)
     assert lr_factor(1, num_warmup=2, num_total=4, style="cosine", min_ratio=0.3) == 1.0
-
-
-def test_a_schedule_that_needs_the_length_of_the_run_says_so():
-    for changes in ({"lr_warmup_steps_ratio": 0.1}, {"warmup_style": "cosine"}):
-        with pytest.raises(ValueError, match="total_training_steps: found -1"):
-            rates(1, **changes)
-    with pytest.raises(ValueError, match="warmup_style: found 'step'"):
-        rates(1, warmup_style="step")
-    with pytest.raises(ValueError, match="optim.name: found 'sgd'"):
-        rates(1, name="sgd")

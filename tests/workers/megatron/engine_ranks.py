@@ -25,7 +25,6 @@ COMMON = [
     "critic.optim.lr=0.01",
     "actor_rollout_ref.actor.grad_clip=0.5",
     "actor_rollout_ref.actor.optim.warmup_style=cosine",
-    "actor_rollout_ref.actor.optim.total_training_steps=10",
 ]
 
 
@@ -71,7 +70,9 @@ class Result:
 
 
 def settings(folder, *overrides):
-    return make_config(folder, *COMMON, *overrides)
+    config = make_config(folder, *COMMON, *overrides)
+    config.actor_rollout_ref.actor.optim.total_training_steps = 10  # a run sets the number of its steps there
+    return config
 
 
 def rows_of(seed, replica, num_replicas):
@@ -87,8 +88,8 @@ def rows_of(seed, replica, num_replicas):
 
 def make_megatron(kind, config, layout: Layout, trained=True):
     """An actor or a critic over a MegatronEngine; or a frozen one."""
-    from verl.workers.engine.precision import Precision
-    from verl.workers.megatron.engine import MegatronEngine
+    from verl.workers.engine.loading import Precision
+    from verl.workers.megatron.megatron_engine import MegatronEngine
     from verl.workers.megatron.model import build_model
     from verl.workers.megatron.settings import ParallelSizes
 

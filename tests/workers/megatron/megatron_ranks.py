@@ -189,10 +189,10 @@ def run_case(folder, case):
 
 
 PRELOADED = [
-    "verl.workers.megatron.engine",
+    "verl.workers.megatron.megatron_engine",
     "verl.workers.actor.dp_actor",
     "verl.workers.critic.dp_critic",
-    "verl.trainer.config.loading",
+    "verl.config.loading",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
 ]

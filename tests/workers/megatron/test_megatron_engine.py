@@ -12,7 +12,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.megatron]
 
 LAYOUTS = {
     "TP 2": Layout(tensor=2, sequence=True),
-    "PP 2": Layout(pipeline=2),
     "TP 2 x PP 2": Layout(tensor=2, pipeline=2),
 }
 CASES = {

@@ -18,8 +18,6 @@ from verl.workers.engine.loading import load_policy, load_value_model
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 CASES = {
-    "tensor": Case("qwen2 tied", Layout(tensor=2)),
-    "pipeline": Case("qwen3 untied", Layout(pipeline=2)),
     "tensor, pipeline": Case("llama3 tied", Layout(tensor=2, pipeline=2)),
     "tensor, pipeline, sequence, recomputed": Case(
         "qwen3 untied", Layout(tensor=2, pipeline=2, sequence=True, recompute=True)
@@ -27,7 +25,6 @@ CASES = {
     "virtual stages": Case("qwen2 tied", Layout(pipeline=2, layers_per_virtual_stage=1)),
     "context": Case("llama3 tied", Layout(context=4)),
     "tensor, sequence, context": Case("qwen3 untied", Layout(tensor=2, context=2, sequence=True)),
-    "critic: tensor, pipeline": Case("qwen2 tied", Layout(tensor=2, pipeline=2), is_policy=False),
     "critic: tensor, sequence, context": Case(
         "llama3 tied", Layout(tensor=2, context=2, sequence=True), is_policy=False
     ),

@@ -30,18 +30,3 @@ def test_a_rank_reads_its_own_slices_alone_from_a_folder_of_several_files(folder
     with open(f"{folders['qwen3 untied']}/config.json") as config:
         (tmp_path / "config.json").write_text(config.read())
     run_ranks(checks.own_slices, 2, str(tmp_path))
-
-
-def test_a_model_in_half_precision_is_close_to_itself_in_full(folders):
-    run_ranks(checks.half_precision, 2, folders["qwen3 untied"])
-
-
-def test_sizes_and_folders_that_do_not_fit_are_refused(folders, tmp_path):
-    with open(f"{folders['qwen2 tied']}/config.json") as config:
-        (tmp_path / "config.json").write_text(config.read())
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    run_ranks(checks.refusals, 2, folders["qwen2 tied"], str(tmp_path))
-
-
-def test_cpu_support_is_seen_by_megatron_alone():
-    run_ranks(checks.only_megatron_sees_it, 1)

@@ -6,7 +6,7 @@ import pytest
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from verl.workers.megatron import check_installed
-from verl.workers.megatron.settings import ModelShape, ParallelSizes, StageLayout
+from verl.workers.megatron.settings import ModelShape, ParallelSizes
 
 SIZES = {
     "vocab_size": 100,
@@ -16,14 +16,6 @@ SIZES = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
-
-
-def test_a_shape_says_what_the_architectures_differ_in():
-    qwen2, qwen3 = ModelShape.of(Qwen2Config(**SIZES)), ModelShape.of(Qwen3Config(**SIZES, head_dim=16))
-    llama = ModelShape.of(LlamaConfig(**SIZES, tie_word_embeddings=True))
-    assert (qwen2.biased_qkv, qwen2.normed_qk, qwen2.tied, qwen2.head_width) == (True, False, False, 4)
-    assert (qwen3.biased_qkv, qwen3.normed_qk, qwen3.tied, qwen3.head_width) == (False, True, False, 16)
-    assert (llama.biased_qkv, llama.normed_qk, llama.tied, llama.head_width) == (False, False, True, 4)
 
 
 @pytest.mark.parametrize(
@@ -74,18 +66,6 @@ def test_a_replica_has_to_divide_the_processes():
     ParallelSizes(2, 2, 1).check(8)
     with pytest.raises(ValueError, match="4 processes for one replica .* but there are 6 in all"):
         ParallelSizes(2, 2, 1).check(6)
-
-
-def test_virtual_stages_go_round_the_pipeline():
-    layout = StageLayout.of(8, 2, 2)
-    assert (layout.first, layout.last) == ((0, 0), (1, 1))
-    assert [layout.place(layer) for layer in (0, 1, 2, 4, 7)] == [
-        (0, 0, 0),
-        (0, 0, 1),
-        (1, 0, 0),
-        (0, 1, 0),
-        (1, 1, 1),
-    ]
 
 
 def test_a_missing_package_is_said_with_the_command_that_helps(monkeypatch):

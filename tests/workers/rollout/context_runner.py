@@ -37,13 +37,14 @@ def terms(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 class ContextRunner:
-    """`ModelRunner` as described above. `update_weights` takes [("version", tensor)].
+    """In the place of a `PagedRunner`, as described above. `load_weights` takes [("version", tensor)].
 
     If `fails` is set, the next step raises in its middle.
     """
 
     vocab_size = VOCAB
     bytes_per_block = 10
+    device = torch.device("cpu")
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -64,7 +65,7 @@ class ContextRunner:
         blocks = self._pool.reshape(-1, self.block_size, 3)
         blocks[list(targets)] = blocks[list(sources)]
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._version = int(dict(weights)["version"])
 
     def release_weights(self) -> int:

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from verl.workers.rollout.engine import Completion, SamplingParams
+from verl.workers.rollout.base import Completion, SamplingParams
 from verl.workers.rollout.native import NativeEngine
 
 VOCAB = 97
@@ -108,7 +108,7 @@ def make_engine(
     model: PreTrainedModel, max_num_seqs: int = 4, max_model_len: int = 128, **kwargs: Any
 ) -> NativeEngine:
     engine = NativeEngine(model.config, max_num_seqs, max_model_len, **kwargs)
-    engine.update_weights(model.named_parameters(), version=1)
+    engine.load_weights(model.named_parameters(), version=1)
     return engine
 
 

@@ -12,11 +12,11 @@ import torch
 from context_runner import VOCAB, ContextRunner, logits, terms
 from torch import Tensor
 
-from verl.workers.rollout.engine import Completion, SamplingParams
+from verl.workers.rollout.base import Completion, SamplingParams
 from verl.workers.rollout.native.cpu_sampler import draw
-from verl.workers.rollout.native.engine import SessionEngine
+from verl.workers.rollout.native.native_engine import SessionEngine
+from verl.workers.rollout.native.runner import PagedRunner
 from verl.workers.rollout.native.sampler import SamplingRows, uniforms
-from verl.workers.rollout.native.step_batch import ModelRunner
 
 
 @dataclass
@@ -49,14 +49,16 @@ class Schedule:
 
     Args of the constructor:
         make_runner: by block size and max_model_len.
-        weights: what `update_weights` is given, by version.
+        weights: what `load_weights` is given, by version.
         greedy: no sampling.
     """
 
     def __init__(
         self,
         seed: int,
-        make_runner: Callable[[int, int], ModelRunner] = lambda block_size, _: ContextRunner(block_size),
+        make_runner: Callable[[int, int], PagedRunner | ContextRunner] = lambda block_size, _: ContextRunner(
+            block_size
+        ),
         weights: Callable[[int], Iterable[tuple[str, Tensor]]] = lambda v: [("version", torch.tensor(v))],
         greedy: bool = False,
     ) -> None:
@@ -102,7 +104,7 @@ class Schedule:
         scheduler = self.engine._scheduler
         assert not any(scheduler.pool.count(block) for block in range(self.engine.num_blocks))
         assert sorted(scheduler._free_slots) == list(range(self.engine.max_num_seqs))
-        assert not scheduler._parked_kv and not scheduler._queued_kv and not len(scheduler._decoding)
+        assert not scheduler._idle and not len(scheduler._decoding)
 
     def _finish(self) -> None:
         """Let all turns end; asleep engines wake up."""
@@ -174,7 +176,7 @@ class Schedule:
             if trajectory.active:
                 sampled = len(self.engine.partial(session_id).token_ids)
                 trajectory.turns[-1].weights.append((sampled, self.version))
-        self.engine.update_weights(self.weights(self.version), self.version)
+        self.engine.load_weights(self.weights(self.version), self.version)
 
     def _sleep(self) -> None:
         level = self.rng.choice([1, 2])

@@ -1,20 +1,17 @@
 """Which engine a configuration gets, and with what memory."""
 
 import dataclasses
+import importlib.util
 import json
-import logging
 
 import pytest
-import sharded_ranks
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config
+from transformers import Qwen3Config
 
 from verl.trainer.config import load_config
-from verl.workers.rollout.build import MIN_SEQUENCES, Request, _kv_bytes, build_engine
-from verl.workers.rollout.engine import SamplingParams
+from verl.workers.rollout.build import MIN_SEQUENCES, Request, _kv_bytes, build_engine, engine_name
 from verl.workers.rollout.native import NativeEngine
 from verl.workers.rollout.native.architecture import ModelSpec
-from verl.workers.rollout.transformers_engine import TransformersEngine
 
 CPU = torch.device("cpu")
 QWEN = {"model_type": "qwen3", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16}
@@ -45,8 +42,6 @@ def test_native_has_room_for_the_rows_within_max_num_seqs(qwen):
 def test_the_kv_cache_takes_what_the_rows_need_but_no_more_than_it_may(qwen):
     few = build(qwen, f"actor_rollout_ref.rollout.kv_cache_gb={100 * 16 * POSITION_BYTES / 2**30}")
     assert few.num_blocks == 50
-    blocks_of_16 = build(qwen, "actor_rollout_ref.rollout.block_size=16", num_rows=200)
-    assert blocks_of_16.num_blocks == 200 * 4
     huge = build(qwen, num_rows=1000, max_model_len=1 << 20)  # 128 GiB at full length
     assert huge.num_blocks * 32 * POSITION_BYTES == 4 << 30
     with pytest.raises(ValueError, match="64 tokens needs .* raise rollout.kv_cache_gb"):
@@ -90,11 +85,6 @@ def test_the_kv_cache_on_cuda_takes_its_share_but_no_more_than_what_is_free(gpu_
     assert _kv_bytes(rollout, spec, few, 10) == 10 * 64 * POSITION_BYTES / 2  # bfloat16
 
 
-def test_overrides_of_the_model_reach_the_engine(qwen):
-    wider = build(qwen, "actor_rollout_ref.model.override_config={num_key_value_heads: 2}")
-    assert wider._runner.bytes_per_block == 2 * build(qwen)._runner.bytes_per_block
-
-
 @pytest.mark.parametrize(
     "rope, text",
     [
@@ -102,33 +92,19 @@ def test_overrides_of_the_model_reach_the_engine(qwen):
         ({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "4 of 8"),
     ],
 )
-def test_positions_that_native_does_not_turn_go_to_transformers_too(qwen, caplog, rope, text):
+def test_positions_that_native_does_not_turn_are_refused_with_a_word_of_vllm(qwen, rope, text):
     (qwen / "config.json").write_text(json.dumps(QWEN | {"rope_parameters": rope}))
-    with caplog.at_level(logging.WARNING):
-        engine = build(qwen)
-    assert isinstance(engine, TransformersEngine)
-    assert text in caplog.text and "transformers" in caplog.text
+    with pytest.raises(ValueError, match=f"{text}.* needs vLLM"):
+        build(qwen)
 
 
-def test_an_architecture_that_native_does_not_run_goes_to_transformers_with_a_line(tmp_path, caplog):
-    config = GPT2Config(vocab_size=32, n_positions=64, n_embd=8, n_layer=1, n_head=2)
-    model = GPT2LMHeadModel(config)
-    model.save_pretrained(tmp_path)
-    with caplog.at_level(logging.WARNING):
-        engine = build(tmp_path)
-    assert isinstance(engine, TransformersEngine)
-    assert "'gpt2'" in caplog.text and "transformers" in caplog.text
-    engine.update_weights(model.named_parameters(), 0)
-    session = engine.open([3, 4], SamplingParams(max_tokens=2, ignore_eos=True))
-    (completion,) = [done for _ in range(2) for done in engine.step()]
-    assert completion.session_id == session and len(completion.token_ids) == 2
-
-
-@pytest.mark.slow
-def test_each_process_hears_why_the_servers_did_not_start(qwen, tmp_path):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho out of memory; exit 1\n")
-    python.chmod(0o755)
-    sharded_ranks.run_ranks(sharded_ranks.without_servers, 2, qwen, tmp_path)
-    for rank in range(2):
-        assert "out of memory" in (tmp_path / f"rank{rank}.txt").read_text()
+def test_auto_is_vllm_on_cuda_where_it_is_installed_and_for_servers_else_native(monkeypatch):
+    rollout = load_config(["actor_rollout_ref.model.path=x"]).actor_rollout_ref.rollout
+    assert rollout.name == "auto"
+    for installed, on_cuda in ((None, "native"), (object(), "vllm")):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, spec=installed: spec)
+        assert engine_name(rollout, "cuda:0") == on_cuda and engine_name(rollout, "cpu") == "native"
+    rollout.name = "native"
+    assert engine_name(rollout, "cuda") == "native"
+    rollout.name, rollout.placement = "auto", "apart"
+    assert engine_name(rollout, "cpu") == "vllm"

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from verl.workers.rollout.native import attention, cpu_kernel, cpu_sampler
-from verl.workers.rollout.native.attention import masked_attention
+from verl.workers.rollout.native import cpu_kernel, cpu_sampler
 from verl.workers.rollout.native.cpu_kernel import as_array, share_rows
+from verl.workers.rollout.native.torch_model import masked_attention
 
 DTYPES = [torch.float32, torch.bfloat16]
 EPS = np.float32(1e-6)
@@ -36,18 +36,6 @@ def test_exp_is_exact_to_two_units_and_keeps_nan() -> None:
     assert float(np.abs(found[:-2] / expected - 1).max()) < 2.5e-7
     assert found[-2] == 0.0
     assert np.isnan(found[-1])
-
-
-def test_attention_by_the_book_is_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, keys, values = (_random(2, 9, heads, 8, seed=heads) for heads in (4, 2, 1))
-    inputs = query, keys, values.expand(keys.shape), torch.arange(9).expand(2, 9), 5, 2.0, 0.3
-    whole = masked_attention(*inputs)
-    monkeypatch.setattr(attention, "_MAX_SCORES", 2 * 4 * 9 * 2)  # two queries at a time
-    sizes = []
-    einsum = torch.einsum
-    monkeypatch.setattr(torch, "einsum", lambda *x: sizes.append(len(x[1][0])) or einsum(*x))
-    _close(masked_attention(*inputs), whole)
-    assert sizes == [2, 2] * 4 + [1, 1]
 
 
 def test_a_forked_process_has_threads_of_its_own() -> None:

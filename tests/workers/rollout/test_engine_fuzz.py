@@ -39,8 +39,8 @@ def test_three_hundred_random_schedules_sample_what_each_session_samples_alone()
 
 
 @pytest.mark.slow
-def test_ten_thousand_random_schedules_sample_what_each_session_samples_alone() -> None:
-    play(range(1_000_000, 1_010_000))
+def test_three_thousand_random_schedules_sample_what_each_session_samples_alone() -> None:
+    play(range(1_000_000, 1_003_000))
 
 
 def play_real(name: str, seeds: range) -> dict[str, float]:
@@ -84,7 +84,7 @@ def test_random_schedules_on_a_real_model_give_hugging_faces_greedy_tokens() -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2", "mistral-sliding", "gemma2"])
+@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
 def test_hundreds_of_schedules_on_real_models_give_hugging_faces_greedy_tokens(name: str) -> None:
     sums = play_real(name, range(100, 250))
     assert min(sums[name] for name in ("preemptions", "evictions", "prefix_hit_tokens", "tokens")) > 10

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from verl.workers.rollout.vllm.engine import VllmEngine
+from verl.workers.rollout.vllm.colocated_engine import VllmEngine
 
 
 def start() -> None:

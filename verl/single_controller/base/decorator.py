@@ -15,14 +15,20 @@ collect function joins what they return.
 | MEGATRON_COMPUTE_PROTO | its replica's chunk of each DataProto     | the same, of each replica's leader |
 
 Several processes may hold one replica of a model together: each worker says by `data_position()` which
-replica it belongs to, and whether it leads it. Modes registered with `by_replica` are given these positions.
-With `execute_mode=Execute.RANK_ZERO` only rank 0 runs and its result comes back bare. With `blocking=False`
-the driver gets a DataProtoFuture at once, whose `get()` gives the above. `register_dispatch_mode` adds modes.
+replica it belongs to, and whether it leads it. With `execute_mode=Execute.RANK_ZERO` only rank 0 runs and its
+result comes back bare. With `blocking=False` the driver gets a DataProtoFuture at once, whose `get()` gives
+the above. A method may be `async def`; its rank runs it to its end.
+
+A mode of one's own is a dict with verl's two functions, given to `register` or, with a name, to
+`register_dispatch_mode`:
+
+    dispatch_fn(worker_group, *args, **kwargs) -> (args, kwargs), each a list with one entry per rank
+    collect_fn(worker_group, outputs)          -> the result; `outputs` is a list in the order of ranks
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -34,13 +40,24 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Dispatch(str, Enum):
-    """The built-in dispatch modes; see the table above."""
+class Dispatch:
+    """The names of the dispatch modes; see the table above. `register_dispatch_mode` adds to them."""
 
-    ONE_TO_ALL = "one_to_all"
-    ALL_TO_ALL = "all_to_all"
-    DP_COMPUTE_PROTO = "dp_compute_proto"
-    MEGATRON_COMPUTE_PROTO = "megatron_compute_proto"
+    ONE_TO_ALL = "ONE_TO_ALL"
+    ALL_TO_ALL = "ALL_TO_ALL"
+    DP_COMPUTE_PROTO = "DP_COMPUTE_PROTO"
+    MEGATRON_COMPUTE_PROTO = "MEGATRON_COMPUTE_PROTO"
+
+    @classmethod
+    def register(cls, name: str) -> str:
+        """Makes `Dispatch.NAME` of a name; returns it in capitals."""
+        setattr(cls, name.upper(), name.upper())
+        return name.upper()
+
+    @classmethod
+    def remove(cls, name: str) -> None:
+        """Takes back what `register` made."""
+        delattr(cls, name.upper())
 
 
 class Execute(str, Enum):
@@ -77,91 +94,122 @@ class Dispatched:
     collect: Callable[[list[Any]], Any]
 
 
-DispatchFn = Callable[[Sequence[DataPosition], tuple[Any, ...], dict[str, Any]], Dispatched]
-"""(position of each rank, args, kwargs) -> Dispatched. `collect` must be picklable: a future carries it."""
-
-
-@dataclass(frozen=True)
-class DispatchMode:
-    """A dispatch function; by_replica: it wants the workers' own positions, not one replica for each rank."""
-
-    dispatch: DispatchFn
-    by_replica: bool
+ModeFunctions = Mapping[str, Callable[..., Any] | None]
+"""{"dispatch_fn": .., "collect_fn": ..}; a built-in dispatch_fn returns Dispatched and needs no other."""
 
 
 @dataclass(frozen=True)
 class Registration:
     """What `register` noted about a method."""
 
-    dispatch_mode: str
+    dispatch_mode: str | ModeFunctions
     execute_mode: Execute
     blocking: bool
 
 
 REGISTRATION_ATTRIBUTE = "_worker_group_registration"
-_DISPATCH_MODES: dict[str, DispatchMode] = {}
+DISPATCH_MODE_FN_REGISTRY: dict[str, ModeFunctions] = {}
 
 
-def register_dispatch_mode(name: str, dispatch: DispatchFn, by_replica: bool = False) -> None:
-    """Adds a dispatch mode; its name can then be given to `register`."""
-    if name in _DISPATCH_MODES:
-        raise ValueError(f"there already is a dispatch mode {name!r}")
-    _DISPATCH_MODES[name] = DispatchMode(dispatch, by_replica)
+def register_dispatch_mode(
+    dispatch_mode_name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any] | None = None
+) -> None:
+    """Adds a dispatch mode; `Dispatch.NAME` can then be given to `register`."""
+    if dispatch_mode_name.upper() in DISPATCH_MODE_FN_REGISTRY:
+        raise ValueError(f"there already is a dispatch mode {dispatch_mode_name.upper()!r}")
+    update_dispatch_mode(Dispatch.register(dispatch_mode_name), dispatch_fn, collect_fn)
 
 
-def get_dispatch_mode(name: str) -> DispatchMode:
-    """The dispatch mode of a name."""
-    return _DISPATCH_MODES[name]
+def update_dispatch_mode(
+    dispatch_mode: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any] | None = None
+) -> None:
+    """Gives a mode other functions."""
+    DISPATCH_MODE_FN_REGISTRY[dispatch_mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
+
+
+def get_predefined_dispatch_fn(dispatch_mode: str) -> ModeFunctions:
+    """The two functions of a mode."""
+    return DISPATCH_MODE_FN_REGISTRY[dispatch_mode]
+
+
+def _check_dispatch_mode(dispatch_mode: str | ModeFunctions) -> None:
+    if isinstance(dispatch_mode, Mapping):
+        missing = [name for name in ("dispatch_fn", "collect_fn") if name not in dispatch_mode]
+        if missing:
+            raise ValueError(f"a dispatch mode given as a dict needs {' and '.join(missing)}")
+    elif dispatch_mode not in DISPATCH_MODE_FN_REGISTRY:
+        known = ", ".join(sorted(DISPATCH_MODE_FN_REGISTRY))
+        raise ValueError(f"no dispatch mode {dispatch_mode!r}; there are {known}")
 
 
 def register(
-    dispatch_mode: Dispatch | str = Dispatch.ONE_TO_ALL,
+    dispatch_mode: str | ModeFunctions = Dispatch.ONE_TO_ALL,
     execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
+    materialize_futures: bool = True,
 ) -> Callable[[Method], Method]:
-    """Marks a Worker's method as callable through its WorkerGroup; see the module's docstring."""
-    mode = dispatch_mode.value if isinstance(dispatch_mode, Dispatch) else dispatch_mode
-    if mode not in _DISPATCH_MODES:
-        raise ValueError(f"no dispatch mode {mode!r}; there are {sorted(_DISPATCH_MODES)}")
-    if execute_mode is Execute.RANK_ZERO and mode != Dispatch.ONE_TO_ALL.value:
-        raise ValueError(f"Execute.RANK_ZERO goes with Dispatch.ONE_TO_ALL, not with {mode!r}")
+    """Marks a Worker's method as callable through its WorkerGroup; see the module's docstring.
+
+    `materialize_futures` is verl's and changes nothing: futures among arguments are resolved on the ranks.
+    """
+    _check_dispatch_mode(dispatch_mode)
+    if execute_mode is Execute.RANK_ZERO and dispatch_mode != Dispatch.ONE_TO_ALL:
+        raise ValueError(f"Execute.RANK_ZERO goes with Dispatch.ONE_TO_ALL, not with {dispatch_mode!r}")
 
     def mark(method: Method) -> Method:
-        setattr(method, REGISTRATION_ATTRIBUTE, Registration(mode, execute_mode, blocking))
+        setattr(method, REGISTRATION_ATTRIBUTE, Registration(dispatch_mode, execute_mode, blocking))
         return method
 
     return mark
 
 
+def dispatch_call(
+    dispatch_mode: str | ModeFunctions, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Dispatched:
+    """What a call on a worker group becomes: a call for each rank, and how their results are joined."""
+    functions = (
+        dispatch_mode if isinstance(dispatch_mode, Mapping) else get_predefined_dispatch_fn(dispatch_mode)
+    )
+    dispatch_fn, collect_fn = functions["dispatch_fn"], functions["collect_fn"]
+    assert dispatch_fn is not None
+    dispatched = dispatch_fn(group, *args, **kwargs)
+    if isinstance(dispatched, Dispatched):
+        return dispatched
+    per_argument, per_keyword = dispatched
+    calls = [
+        (tuple(values[rank] for values in per_argument), {key: v[rank] for key, v in per_keyword.items()})
+        for rank in range(group.world_size)
+    ]
+    return Dispatched(calls, _as_list if collect_fn is None else partial(collect_fn, group))
+
+
 def registered_methods(worker_cls: type) -> dict[str, Registration]:
     """Name -> registration of every marked method of a class, inherited ones too."""
-    found = {
+    marks = {
         name: getattr(getattr(worker_cls, name), REGISTRATION_ATTRIBUTE, None) for name in dir(worker_cls)
     }
-    return {name: registration for name, registration in found.items() if registration is not None}
+    return {name: registration for name, registration in marks.items() if registration is not None}
 
 
 def _as_list(outputs: list[Any]) -> list[Any]:
     return outputs
 
 
-def _dispatch_one_to_all(
-    positions: Sequence[DataPosition], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Dispatched:
-    return Dispatched([(args, kwargs)] * len(positions), _as_list)
+def dispatch_one_to_all(group: Any, /, *args: Any, **kwargs: Any) -> Dispatched:
+    """All arguments go to every rank."""
+    return Dispatched([(args, kwargs)] * group.world_size, _as_list)
 
 
-def _dispatch_all_to_all(
-    positions: Sequence[DataPosition], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Dispatched:
-    world_size = len(positions)
+def dispatch_all_to_all(group: Any, /, *args: Any, **kwargs: Any) -> Dispatched:
+    """Entry `rank` of each argument, a list, goes to that rank."""
+    world_size = group.world_size
     for argument in (*args, *kwargs.values()):
         if not isinstance(argument, list | tuple) or len(argument) != world_size:
-            found = (
+            kind = (
                 f"{len(argument)} entries" if isinstance(argument, list | tuple) else type(argument).__name__
             )
             raise ValueError(
-                f"ALL_TO_ALL takes a list with one entry for each of {world_size} ranks, got {found}"
+                f"ALL_TO_ALL takes a list with one entry for each of {world_size} ranks, got {kind}"
             )
     calls = [
         (tuple(argument[rank] for argument in args), {key: value[rank] for key, value in kwargs.items()})
@@ -170,7 +218,26 @@ def _dispatch_all_to_all(
     return Dispatched(calls, _as_list)
 
 
-def _dispatch_dp_proto(
+def dispatch_dp_compute_data_proto(group: Any, /, *args: Any, **kwargs: Any) -> Dispatched:
+    """Each rank works on rows of its own; see `_dispatch_rows`."""
+    return _dispatch_rows(DataPosition.of_ranks(group.world_size), args, kwargs)
+
+
+def dispatch_megatron_compute_data_proto(group: Any, /, *args: Any, **kwargs: Any) -> Dispatched:
+    """The ranks of one replica work on the same rows."""
+    return _dispatch_rows(group.data_positions, args, kwargs)
+
+
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> ModeFunctions:
+    """A mode for workers that have called `_register_dispatch_collect_info` for that mesh; DataProto only."""
+
+    def dispatch_by_mesh(group: Any, /, *args: Any, **kwargs: Any) -> Dispatched:
+        return _dispatch_rows(group.mesh_positions(mesh_name), args, kwargs)
+
+    return {"dispatch_fn": dispatch_by_mesh, "collect_fn": None}
+
+
+def _dispatch_rows(
     positions: Sequence[DataPosition], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Dispatched:
     """Chunks each DataProto, padded to a multiple of the number of replicas; a future is chunked on the
@@ -229,7 +296,7 @@ def _collect_dp_proto(outputs: list[Any], leaders: list[int], num_rows: int, num
     return unpad_dataproto(joined, num_padding)
 
 
-register_dispatch_mode(Dispatch.ONE_TO_ALL.value, _dispatch_one_to_all)
-register_dispatch_mode(Dispatch.ALL_TO_ALL.value, _dispatch_all_to_all)
-register_dispatch_mode(Dispatch.DP_COMPUTE_PROTO.value, _dispatch_dp_proto)
-register_dispatch_mode(Dispatch.MEGATRON_COMPUTE_PROTO.value, _dispatch_dp_proto, by_replica=True)
+update_dispatch_mode(Dispatch.ONE_TO_ALL, dispatch_one_to_all)
+update_dispatch_mode(Dispatch.ALL_TO_ALL, dispatch_all_to_all)
+update_dispatch_mode(Dispatch.DP_COMPUTE_PROTO, dispatch_dp_compute_data_proto)
+update_dispatch_mode(Dispatch.MEGATRON_COMPUTE_PROTO, dispatch_megatron_compute_data_proto)

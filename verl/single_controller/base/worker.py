@@ -31,6 +31,7 @@ class Worker:
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.mesh_ranks: dict[str, tuple[int, bool]] = {}
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"RANK={self.rank} must be at least 0 and below WORLD_SIZE={self.world_size}")
 
@@ -40,6 +41,17 @@ class Worker:
         of which several hold one replica of a model.
         """
         return DataPosition(self.rank, self.world_size)
+
+    def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
+        """verl's: notes which rows of a mesh this process works on, and whether its result is collected."""
+        self.mesh_ranks[mesh_name] = (dp_rank, is_collect)
+
+    @register()
+    def mesh_rank(self, mesh_name: str) -> tuple[int, bool]:
+        """What was noted for a mesh; ValueError if the worker has not registered it."""
+        if mesh_name not in self.mesh_ranks:
+            raise ValueError(f"no mesh {mesh_name!r}; the worker has registered {list(self.mesh_ranks)}")
+        return self.mesh_ranks[mesh_name]
 
     def get_device(self, kind: str) -> torch.device:
         """This rank's device of a kind, "cpu" or "cuda"."""

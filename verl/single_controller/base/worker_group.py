@@ -8,7 +8,9 @@ A backend (local/, ray/) says in `_start` how a rank runs a call and in `_resolv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +20,7 @@ from verl.single_controller.base.decorator import (
     DataPosition,
     Execute,
     Registration,
-    get_dispatch_mode,
+    dispatch_call,
     registered_methods,
 )
 from verl.single_controller.base.worker import Worker
@@ -67,6 +69,8 @@ class WorkerGroup:
         self.world_size = world_size
         self.worker_cls = worker_cls
         self.name = name or worker_cls.__name__
+        self._prefix = prefix
+        self._mesh_positions: dict[str, list[DataPosition]] = {}
         self._method_names: list[str] = []
         self._bind_worker_method(worker_cls, prefix)
 
@@ -88,13 +92,10 @@ class WorkerGroup:
             self._method_names.append(name)
 
     def _bound(self, method: str, registration: Registration) -> Callable[..., Any]:
-        mode = get_dispatch_mode(registration.dispatch_mode)
         rank_zero = registration.execute_mode is Execute.RANK_ZERO
-        every_rank = DataPosition.of_ranks(self.world_size)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            positions = self.data_positions if mode.by_replica else every_rank
-            dispatched = mode.dispatch(positions, args, kwargs)
+            dispatched = dispatch_call(registration.dispatch_mode, self, args, kwargs)
             calls, collect = dispatched.calls, dispatched.collect
             if rank_zero:
                 calls, collect = calls[:1], _only
@@ -115,6 +116,39 @@ class WorkerGroup:
         """Replicas of the model, each of which works on rows of its own."""
         return self.data_positions[0].size
 
+    def mesh_positions(self, mesh_name: str) -> list[DataPosition]:
+        """Where each rank stands in a mesh that the workers have registered; asked once for each mesh."""
+        if mesh_name not in self._mesh_positions:
+            ranks = self.mesh_rank(mesh_name)
+            size = 1 + max(rank for rank, _ in ranks)
+            self._mesh_positions[mesh_name] = [DataPosition(rank, size, leads) for rank, leads in ranks]
+        return self._mesh_positions[mesh_name]
+
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Starts any method of the workers on every rank; returns one handle per rank.
+
+        As in verl, arguments go to all ranks, unless each of them is a list with one entry per rank.
+        """
+        values = [*args, *kwargs.values()]
+        if values and all(isinstance(value, list) and len(value) == self.world_size for value in values):
+            calls = [
+                (tuple(value[rank] for value in args), {key: value[rank] for key, value in kwargs.items()})
+                for rank in range(self.world_size)
+            ]
+        else:
+            calls = [(args, kwargs)] * self.world_size
+        return self._start(self._prefix + method_name, calls)
+
+    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """As `execute_all_async`, and waits; returns what each rank returned."""
+        handles = self.execute_all_async(method_name, *args, **kwargs)
+        return self._resolver(self._prefix + method_name)(handles)
+
+    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """What rank 0 returns."""
+        name = self._prefix + method_name
+        return self._resolver(name)(self._start(name, [(args, kwargs)]))[0]
+
     def _start(self, method: str, calls: list[Call]) -> list[Any]:
         """Starts call i on rank i; returns one handle per call."""
         raise NotImplementedError
@@ -123,8 +157,9 @@ class WorkerGroup:
         """A picklable function from handles to values."""
         raise NotImplementedError
 
-    def spawn(self, roles: Sequence[str]) -> dict[str, WorkerGroup]:
-        """A group for each role of a colocated worker class, over the same processes."""
+    def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
+        """A group for each of these roles of a colocated worker class, over the same processes."""
+        roles = list(prefix_set)
         unknown = [role for role in roles if role not in self.worker_cls.role_classes]
         if unknown:
             raise ValueError(
@@ -173,6 +208,13 @@ def materialize(call: Call) -> Call:
 
     args, kwargs = call
     return tuple(map(value, args)), {key: value(argument) for key, argument in kwargs.items()}
+
+
+def run_method(worker: Worker, method: str, call: Call) -> Any:
+    """Runs a method of a worker in its process; an `async def` method to its end."""
+    args, kwargs = call
+    result = getattr(worker, method)(*args, **kwargs)
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 def _only(outputs: list[Any]) -> Any:

@@ -11,7 +11,13 @@ from typing import Any
 
 from verl.single_controller.base.decorator import Call
 from verl.single_controller.base.worker import Worker, environment
-from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool, WorkerGroup, materialize
+from verl.single_controller.base.worker_group import (
+    ClassWithInitArgs,
+    ResourcePool,
+    WorkerGroup,
+    materialize,
+    run_method,
+)
 
 
 class LocalWorkerGroup(WorkerGroup):
@@ -30,8 +36,7 @@ class LocalWorkerGroup(WorkerGroup):
     def _start(self, method: str, calls: list[Call]) -> list[Any]:
         if self._worker is None:
             raise RuntimeError(f"worker group {self.name!r} was shut down; {method} cannot run")
-        args, kwargs = materialize(calls[0])
-        return [getattr(self._worker, method)(*args, **kwargs)]
+        return [run_method(self._worker, method, materialize(calls[0]))]
 
     def _resolver(self, method: str) -> Callable[[list[Any]], list[Any]]:
         return list

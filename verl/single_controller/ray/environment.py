@@ -29,71 +29,37 @@ RAY_SETTINGS = {
 for _name, _value in RAY_SETTINGS.items():  # when Ray is imported, after this file, it reads some of them
     os.environ.setdefault(_name, _value)
 
-CARRIED = (
-    # models and data sets from the hub
-    "HF_HOME",
-    "HF_HUB_CACHE",
-    "HF_ENDPOINT",
-    "HF_HUB_OFFLINE",
-    "HF_DATASETS_OFFLINE",
-    "TRANSFORMERS_OFFLINE",
-    # proxies, and the certificates that they sign with; both spellings are read by someone
-    "NO_PROXY",
-    "no_proxy",
-    "HTTP_PROXY",
-    "http_proxy",
-    "HTTPS_PROXY",
-    "https_proxy",
-    "ALL_PROXY",
-    "all_proxy",
-    "SSL_CERT_FILE",
-    "REQUESTS_CA_BUNDLE",
-    # collectives; TORCH_NCCL_* and NCCL_* by the pattern below
-    "GLOO_SOCKET_IFNAME",
-    "TP_SOCKET_IFNAME",
-    # CUDA
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_MODULE_LOADING",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    # threads and libraries
-    "TOKENIZERS_PARALLELISM",
-    "PYTHONUNBUFFERED",
+# Carried by name: the hub's cache, proxies and their certificates, collectives, vLLM, CUDA, threads.
+CARRIED = re.compile(
+    r"HF_(HOME|HUB_CACHE|ENDPOINT|HUB_OFFLINE|DATASETS_OFFLINE)|TRANSFORMERS_OFFLINE|NO_PROXY|no_proxy|"
+    r"SSL_CERT_FILE|REQUESTS_CA_BUNDLE|(GLOO|TP)_SOCKET_IFNAME|(TORCH_)?NCCL_\w+|VLLM_\w+|"
+    r"CUDA_(DEVICE_MAX_CONNECTIONS|LAUNCH_BLOCKING|MODULE_LOADING)|CUBLAS_WORKSPACE_CONFIG|"
+    r"PYTORCH_(CUDA_)?ALLOC_CONF|TOKENIZERS_PARALLELISM|PYTHONUNBUFFERED"
 )
-CARRIED_PATTERN = re.compile(r"(TORCH_)?NCCL_\w+|VLLM_\w+")
 # Ray logs runtime environments, so these go another way; so do proxies, whose address may hold a password.
-SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "VLLM_API_KEY")
+SECRETS = re.compile(r"HF_TOKEN|HUGGING_FACE_HUB_TOKEN|VLLM_API_KEY|(?i:(http|https|all)_proxy)")
 DRIVER_ONLY = ("WANDB_API_KEY",)
 
-_PROXY = re.compile(r"(http|https|all)_proxy", re.IGNORECASE)
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
-def is_secret(name: str) -> bool:
-    """Whether the variable's value must stay out of logs."""
-    return name in SECRETS or _PROXY.fullmatch(name) is not None
-
-
 def carried_variables() -> dict[str, str]:
-    """What the driver has set of the above, without secrets."""
-    return {name: value for name, value in os.environ.items() if _is_carried(name) and not is_secret(name)}
+    """What the driver has set of those that workers need, without secrets."""
+    secrets = secret_variables()
+    return {
+        name: value for name, value in os.environ.items() if CARRIED.fullmatch(name) and name not in secrets
+    }
 
 
 def secret_variables() -> dict[str, str]:
     """What the driver has set of the secrets that workers need."""
-    return {name: value for name, value in os.environ.items() if is_secret(name)}
+    return {name: value for name, value in os.environ.items() if SECRETS.fullmatch(name)}
 
 
 def import_path() -> str:
     """The folders beside Python's own from which the driver imports: actors find the same modules."""
     own = (sys.prefix, sys.base_prefix)
     return os.pathsep.join(os.path.abspath(folder) for folder in sys.path if not folder.startswith(own))
-
-
-def _is_carried(name: str) -> bool:
-    return name in CARRIED or CARRIED_PATTERN.fullmatch(name) is not None
 
 
 def card_of_address(address: str) -> str | None:

@@ -12,7 +12,6 @@ as soon as they hear so, with the workers on them. Only a new start brings it ba
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 import signal
 import subprocess
@@ -123,29 +122,15 @@ def _mistake(options: argparse.Namespace) -> str | None:
     if options.kind == "worker" and options.port is not None:
         return "--port is the head's; a worker is given it with --head host:port"
     address = options.address
-    if address is None:
-        return None
-    if address == "localhost" or _is_loopback(address):
+    if address in ("localhost", "::1") or (address or "").startswith("127."):
         return (
             f"--address {address} reaches this machine alone, and Ray would put another in its place; "
             "leave it out, or give the address of the network card that the other nodes reach"
         )
-    if ":" in address and not _is_address(address):
+    if address is not None and address.count(":") == 1:
         hint = f"--head {address}" if options.kind == "worker" else "--address and --port apart"
         return f"--address {address} has a port; --address is this node's own, without one. Expected {hint}"
     return None
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_loopback(text: str) -> bool:
-    return _is_address(text) and ipaddress.ip_address(text).is_loopback
 
 
 def main(argv: list[str]) -> int:

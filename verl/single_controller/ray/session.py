@@ -118,7 +118,6 @@ def _start_here(num_cpus: int | None, log_to_driver: bool) -> None:
 def _connect(log_to_driver: bool) -> None:
     address = os.environ["RAY_ADDRESS"]
     if address != "auto":
-        check_address(address)
         _check_own_node(address)
     try:
         ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.WARNING)
@@ -151,15 +150,25 @@ def check_address(address: str) -> None:
         raise ValueError(_NO_HEAD.format(address=address))
 
 
-def _check_own_node(address: str) -> None:
-    """The driver's machine must be in the cluster; Ray itself would look for a minute and say less."""
+def list_nodes(address: str) -> list[Any]:
+    """Ray's record of each node of the cluster at host:port, dead ones too (state: 0 is alive).
+
+    Raises:
+        ValueError: no Ray head node answers there.
+    """
+    check_address(address)
     # the client that `ray status` uses; there is no public one
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
     try:
-        nodes = GcsClient(address=address).get_all_node_info(timeout=_SECONDS_TO_ANSWER).values()
+        return list(GcsClient(address=address).get_all_node_info(timeout=_SECONDS_TO_ANSWER).values())
     except RpcError as error:
         raise ValueError(_NO_HEAD.format(address=address)) from error
+
+
+def _check_own_node(address: str) -> None:
+    """The driver's machine must be in the cluster; Ray itself would look for a minute and say less."""
+    nodes = list_nodes(address)
     alive = sorted({node.node_manager_address for node in nodes if node.state == 0})
     if not any(card_of_address(node) is not None for node in alive):
         raise ValueError(

@@ -6,32 +6,13 @@ Sockets and file locks fail or hang on a network file system, and a Unix socket'
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
-NETWORK_FILE_SYSTEMS = frozenset(
-    [
-        "nfs",
-        "nfs4",
-        "cifs",
-        "smb3",
-        "smbfs",
-        "lustre",
-        "gpfs",
-        "beegfs",
-        "ceph",
-        "glusterfs",
-        "fuse.glusterfs",
-        "panfs",
-        "wekafs",
-        "afs",
-        "9p",
-        "pvfs2",
-        "fuse.sshfs",
-        "fuse.ceph",
-        "fuse.s3fs",
-        "fuse.gcsfuse",
-    ]
+NETWORK_FILE_SYSTEMS = re.compile(
+    r"nfs4?|cifs|smb(3|fs)|lustre|gpfs|beegfs|ceph|glusterfs|panfs|wekafs|afs|9p|pvfs2|"
+    r"fuse\.(glusterfs|sshfs|ceph|s3fs|gcsfuse)"
 )
 LOCAL_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 _LONGEST_SOCKET_PATH = 107
@@ -60,7 +41,7 @@ def file_system_of(path: str, mounts: Sequence[str] | None = None) -> str:
 def trouble_with(folder: str, mounts: Sequence[str] | None = None) -> str | None:
     """Why Ray can't work below `folder`; None if it can."""
     kind = file_system_of(folder, mounts)
-    if kind in NETWORK_FILE_SYSTEMS:
+    if NETWORK_FILE_SYSTEMS.fullmatch(kind):
         return f"is on a network file system ({kind}), where Ray's sockets and locks don't work"
     if len(os.fsencode(os.path.abspath(folder))) > LONGEST_FOLDER:
         return (

@@ -5,11 +5,9 @@
                         <-- result i --
 
 A call that fails raises the worker's own exception here, caused by a WorkerFailedError with the rank and the
-remote traceback. A process that died raises WorkerDiedError, which names it (deaths.py); nothing is tried
+remote traceback. A process that died raises WorkerDiedError, which names it (failures.py); nothing is tried
 again, since a new process would have lost its state: shut the group down and build it anew
 (verl/trainer/restarts.py).
-
-With `columns_stay` the columns over tokens of a result stay in the object store (see `object_store`).
 """
 
 from __future__ import annotations
@@ -25,9 +23,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.single_controller.base.decorator import Call
 from verl.single_controller.base.worker import Worker, get_free_port
-from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool, WorkerGroup, materialize
-from verl.single_controller.ray import object_store
-from verl.single_controller.ray.deaths import RankPlace
+from verl.single_controller.base.worker_group import (
+    ClassWithInitArgs,
+    ResourcePool,
+    WorkerGroup,
+    materialize,
+    run_method,
+)
 from verl.single_controller.ray.environment import (
     DRIVER_ONLY,
     carried_variables,
@@ -35,7 +37,7 @@ from verl.single_controller.ray.environment import (
     import_path,
     secret_variables,
 )
-from verl.single_controller.ray.resolve import resolve_refs
+from verl.single_controller.ray.failures import RankPlace, resolve_refs
 from verl.single_controller.ray.resource_pool import RayResourcePool
 
 _SECONDS_TO_CLOSE = 5.0
@@ -75,24 +77,25 @@ class RankProcess:
             os.environ.update(collective_variables(ray.util.get_node_ip_address()))
         self.worker = cls_with_init()
 
-    def run(self, method: str, call: Call, *contents: Any) -> Any:
-        args, kwargs = object_store.attach(materialize(call), contents)
-        return getattr(self.worker, method)(*args, **kwargs)
-
-    def run_apart(self, method: str, call: Call, *contents: Any) -> tuple[Any, Any]:
-        return object_store.split(self.run(method, call, *contents))
+    def run(self, method: str, call: Call) -> Any:
+        assert self.worker is not None
+        return run_method(self.worker, method, materialize(call))
 
 
 class RayWorkerGroup(WorkerGroup):
     """A worker class on every process of a pool."""
 
     def __init__(
-        self, resource_pool: ResourcePool, ray_cls_with_init: ClassWithInitArgs, columns_stay: bool = False
+        self,
+        resource_pool: ResourcePool,
+        ray_cls_with_init: ClassWithInitArgs,
+        *,
+        name_prefix: str = "",
     ) -> None:
-        super().__init__(resource_pool.world_size, ray_cls_with_init.cls)
+        """`name_prefix`: the group's name in messages; the class's name without it."""
+        super().__init__(resource_pool.world_size, ray_cls_with_init.cls, name_prefix)
         if not isinstance(resource_pool, RayResourcePool):
             resource_pool = RayResourcePool(resource_pool.process_on_nodes, resource_pool.use_gpu)
-        self._columns_stay = columns_stay
         self._actors: list[Any] = []
         self._rank_places: list[RankPlace] = []
         place = resource_pool.create_placement_group()
@@ -144,12 +147,10 @@ class RayWorkerGroup(WorkerGroup):
     def _start(self, method: str, calls: list[Call]) -> list[Any]:
         if not self._actors:
             raise RuntimeError(f"worker group {self.name!r} was shut down; {method} cannot run")
-        run = object_store.start_apart if self._columns_stay else object_store.start
-        return [run(actor, method, call) for actor, call in zip(self._actors, calls, strict=False)]
+        return [actor.run.remote(method, call) for actor, call in zip(self._actors, calls, strict=False)]
 
     def _resolver(self, method: str) -> Callable[[list[Any]], list[Any]]:
-        resolve = partial(resolve_refs, group=self.name, method=method, places=self._rank_places)
-        return partial(object_store.resolve_apart, resolve=resolve) if self._columns_stay else resolve
+        return partial(resolve_refs, group=self.name, method=method, places=self._rank_places)
 
     def shutdown(self) -> None:
         """Lets each worker close (a few seconds at most), then ends the processes and frees their places."""

@@ -1,368 +1,318 @@
-"""Finds a user's mistakes in a configuration before anything starts.
+"""Mistakes in a configuration that only the algorithms, or the models' config.json, can tell; and notes.
 
-Each check raises ValueError with what was found, what was expected and what to do. Types follow the
-defaults in `ppo_trainer.yaml`; choices and ranges are tables (`checks.py`); what one key means for another
-is a function each.
+`validate` is all that is checked before anything starts: the schema, the keys against each other
+(`verl.config`), and what is here. Each mistake is a ValueError with what was found, what was expected and
+what to do.
 """
 
-import importlib.util
-import shutil
-import subprocess
+from __future__ import annotations
+
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
-from verl.trainer.config.algorithm_checks import check_algorithm
-from verl.trainer.config.checks import (
-    KeyTables,
-    as_list,
-    check_adapters,
-    check_betas,
-    check_loggers,
-    check_model,
-    check_parquet,
-    check_processes,
-    check_resume,
-)
-from verl.trainer.config.keys import ACTOR, FIXED, NO_EFFECT, ROLLOUT
-from verl.trainer.config.layout_checks import check_layout
-from verl.trainer.config.limits import CHOICES, IMPORTABLE, NULLABLE, RANGES, TYPES
-from verl.trainer.config.loading import CONFIG_NAME, flat, load_config
-from verl.trainer.config.loss_settings import unread_settings, unusual_aggregation
-from verl.trainer.config.megatron_checks import check_megatron, without_effect
-from verl.trainer.config.megatron_keys import CONFIG_NAME as MEGATRON_CONFIG_NAME
-from verl.trainer.config.megatron_keys import megatron_tables
+from verl.algos.policy_losses import POLICY_LOSSES, loss_traits
+from verl.config import Config, at
+from verl.config.checks import check_config, check_model, check_vllm_is_there
+from verl.config.keys import keys_of, shown
+from verl.config.policy import ACTOR, REF, ROLLOUT
 from verl.trainer.ppo.passes import Passes
+from verl.workers.megatron import check_installed
+from verl.workers.megatron.settings import ModelShape, ParallelSizes
 
-FORMAT_SCORES = ("structure_format_score", "final_format_score", "retrieval_score")
-VAL_MODES = ("greedy", "sampled")
+SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+_FILTER = "algorithm.filter_groups"
 
 
-def validate(config: DictConfig, *, format_reward: bool = False, config_name: str = CONFIG_NAME) -> None:
-    """Check a configuration made by `load_config`; returns silently when it can run.
+def validate(config: Config, *, format_reward: bool = False) -> None:
+    """Check a whole configuration; returns silently when it can run.
 
-    Args:
-        config: a resolved configuration.
-        format_reward: the program is `main_ppo_format`, which reads the format scores.
-        config_name: the file that the configuration is of, one of those in `TABLES_OF`.
+    format_reward: the program is `main_ppo_format`, which reads the format scores.
 
     Raises:
         ValueError: the first mistake found.
     """
-    TABLES_OF[config_name].check(flat(config))
+    check_config(config, format_reward=format_reward)
     passes = Passes.of(config)
-    _check_lengths(config)
-    _check_batches(config, passes)
-    _check_rollout(config)
     check_algorithm(config, passes)
-    _check_algorithm(config)
-    check_adapters("actor_rollout_ref.model", config.actor_rollout_ref.model)
-    check_adapters("critic.model", config.critic.model)
-    _check_reference(config)
-    _check_kl_and_entropy(config)
-    _check_rollout_correction(config)
-    _check_format_scores(config, format_reward)
-    _check_lists(config)
-    _check_files(config, passes)
-    check_resume(config.trainer)
-    check_processes(config.trainer)
-    _check_rollout_pool(config)
-    check_layout(config, passes)
+    _check_batches(config, passes)
+    if passes.values:
+        check_model("critic.model.path", config.critic.model.path)
+    if passes.teacher:
+        check_model("actor_rollout_ref.teacher.path", config.actor_rollout_ref.teacher.path)
     check_megatron(config, passes)
-    _check_vllm_is_there(config.actor_rollout_ref.rollout)
+    if not config.trainer.dry_run:  # the machine that it is for may have it
+        check_vllm_is_there(config)
 
 
-def settings_without_effect(config: DictConfig, config_name: str = CONFIG_NAME) -> list[str]:
-    """A line for each key that is set to something else than its default and has no meaning here, and for an
-    aggregation that the loss is not meant for.
+def settings_without_effect(config: Config) -> list[str]:
+    """A line for each key that is set to something else than its default and has no meaning beside the
+    others, and for an aggregation that the loss is not meant for.
     """
-    more = unread_settings(config) | without_effect(config) | _without_ray(config.trainer)
+    defaults = {path: each.default for path, each in keys_of(Config).items()}
+    without = {
+        **_unread_by_passes(config),
+        **_unread_by_loss(config),
+        **_unread_on_megatron(config),
+        **_unread_without_ray(config),
+    }
     if config.actor_rollout_ref.rollout.placement == "colocated":
-        more[f"{ROLLOUT}.tensor_model_parallel_size"] = (
+        without[f"{ROLLOUT}.tensor_model_parallel_size"] = (
             f"each process has an engine with the whole model; {ROLLOUT}.placement=apart splits it."
         )
-    return [*TABLES_OF[config_name].without_effect(config, more), *unusual_aggregation(config)]
+    lines = [
+        f"{key}={shown(at(config, key))} has no effect: {reason}"
+        for key, reason in without.items()
+        if at(config, key) != defaults[key]
+    ]
+    return [*lines, *_unusual_aggregation(config)]
 
 
-def _without_ray(trainer: DictConfig) -> dict[str, str]:
-    """key -> why it changes nothing in a run of one process, which is the program's own."""
-    apart = trainer.rollout_pool.n_gpus_per_node is not None
-    has_one_process = trainer.nnodes * trainer.n_gpus_per_node == 1 and not apart
+def _unread_by_passes(config: Config) -> dict[str, str]:
+    """key -> why it does not decide how large a pass is."""
+    sizes = {
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+        f"{REF}.log_prob_micro_batch_size_per_gpu",
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
+        "critic.ppo_micro_batch_size_per_gpu",
+    }
+    budgets = {f"{ACTOR}.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"}
+    if config.actor_rollout_ref.actor.use_dynamic_bsz:
+        return dict.fromkeys(sizes, f"passes are formed by tokens. Set {ACTOR}.use_dynamic_bsz=false.")
+    return dict.fromkeys(budgets, f"passes are formed by rows. Set {ACTOR}.use_dynamic_bsz=true.")
+
+
+def _unread_by_loss(config: Config) -> dict[str, str]:
+    """key -> why the chosen loss does not read it. A loss of the user's own may read any of them."""
+    actor = config.actor_rollout_ref.actor
+    mode = actor.policy_loss.loss_mode
+    read_by: dict[str, list[str]] = {}
+    for name in () if ":" in mode else POLICY_LOSSES:
+        for key in loss_traits(name).reads:
+            read_by.setdefault(f"{ACTOR}.{key}", []).append(name)
+    unread = {
+        key: f"it is for loss_mode {' | '.join(modes)}, not {mode}."
+        for key, modes in read_by.items()
+        if mode not in modes and key in keys_of(Config)
+    }
+    if actor.loss_agg_mode != "seq-mean-token-sum-norm":
+        unread[f"{ACTOR}.loss_scale_factor"] = "it is for loss_agg_mode seq-mean-token-sum-norm."
+    return unread
+
+
+def _unusual_aggregation(config: Config) -> Iterator[str]:
+    actor = config.actor_rollout_ref.actor
+    mode = actor.policy_loss.loss_mode
+    meant_for = None if ":" in mode else loss_traits(mode).meant_for
+    if meant_for not in (None, actor.loss_agg_mode):
+        yield (
+            f"{ACTOR}.policy_loss.loss_mode={mode} is meant for {ACTOR}.loss_agg_mode={meant_for}; with "
+            f"{actor.loss_agg_mode} its rows have other weights than in the paper."
+        )
+
+
+def _unread_on_megatron(config: Config) -> dict[str, str]:
+    if not uses_megatron(config):
+        return {}
+    why = "megatron-core cuts a model as the megatron block says, and shards no weights."
+    return {f"{ACTOR}.fsdp_config.{key}": why for key in ("fsdp_size", "reshard_after_forward")}
+
+
+def _unread_without_ray(config: Config) -> dict[str, str]:
+    trainer = config.trainer
+    has_one_process = trainer.nnodes * trainer.n_gpus_per_node == 1
     if trainer.backend == "local" or (trainer.backend == "auto" and has_one_process):
         why = "the run is one process without Ray, and what ends it ends the run. Set trainer.backend=ray."
         return dict.fromkeys(("trainer.max_restarts", "trainer.restart_timeout"), why)
     return {}
 
 
-# Keys whose default is another key's value, among those that may not be changed alone.
-FOLLOWS = {
-    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": (
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
-    ),
-    **{
-        f"{block}.megatron.{size}": f"{ACTOR}.megatron.{size}"
-        for block in ("actor_rollout_ref.ref", "critic")
-        for size in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    },
-    "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length",
-    "actor_rollout_ref.rollout.response_length": "data.max_response_length",
-    "critic.model.tokenizer_path": "actor_rollout_ref.model.path",
-    "reward_model.model.input_tokenizer": "actor_rollout_ref.model.path",
-    "reward_model.model.external_lib": "actor_rollout_ref.model.external_lib",
-    "reward_model.use_dynamic_bsz": "critic.use_dynamic_bsz",
-    "reward_model.forward_max_token_len_per_gpu": "critic.forward_max_token_len_per_gpu",
-}
-TABLES = KeyTables(load_config, NULLABLE, CHOICES, RANGES, FIXED, NO_EFFECT, FOLLOWS, TYPES, IMPORTABLE)
-TABLES_OF = {CONFIG_NAME: TABLES, MEGATRON_CONFIG_NAME: megatron_tables(FOLLOWS)}
-
-
-def _check_lengths(config: DictConfig) -> None:
-    data = config.data
-    if data.max_start_length >= data.max_prompt_length:
-        raise ValueError(
-            f"Found data.max_start_length={data.max_start_length} and data.max_prompt_length="
-            f"{data.max_prompt_length}; expected the first to be smaller: max_prompt_length bounds the "
-            "whole context, the prompt and everything after it. A good value is max_start_length + "
-            "max_response_length * (max_turns + 1) + max_obs_length * max_turns."
-        )
-
-
-def _check_batches(config: DictConfig, passes: Passes) -> None:
-    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+def _check_batches(config: Config, passes: Passes) -> None:
+    rollout = config.actor_rollout_ref.rollout
     group = rollout.n * rollout.n_agent
     rows = config.data.train_batch_size * group
-    blocks = [("actor_rollout_ref.actor", actor)]
-    if passes.values:
-        blocks.append(("critic", config.critic))
-    for name, block in blocks:
-        mini = block.ppo_mini_batch_size * rollout.n
-        if mini > rows and not config.trainer.val_only:
+    for name in (ACTOR, "critic") if passes.values else (ACTOR,):
+        size = at(config, name).ppo_mini_batch_size
+        if size * rollout.n > rows and not config.trainer.val_only:
             raise ValueError(
-                f"Found {name}.ppo_mini_batch_size={block.ppo_mini_batch_size} (times rollout.n = {mini} "
+                f"Found {name}.ppo_mini_batch_size={size} (times rollout.n = {size * rollout.n} "
                 f"trajectories), but a step has {rows} (data.train_batch_size={config.data.train_batch_size}"
                 f" times a group of {group}); expected at most {rows // rollout.n}."
             )
-    for name, kind in (
-        ("actor_rollout_ref.actor", "ppo"),
-        ("actor_rollout_ref.ref", "log_prob"),
-        ("actor_rollout_ref.rollout", "log_prob"),
-        ("critic", "ppo"),
-        ("critic", "forward"),
-    ):
-        block = OmegaConf.select(config, name)
-        dynamic = block.log_prob_use_dynamic_bsz if kind == "log_prob" else block.use_dynamic_bsz
-        if block[f"{kind}_micro_batch_size_per_gpu"] is None and not dynamic:
+
+
+def check_algorithm(config: Config, passes: Passes) -> None:
+    """What the keys of `algorithm` and of data selection mean for one another.
+
+    Which passes an estimator needs is asked of `Passes`, so that one of the user's own is checked like ours.
+    """
+    _check_estimator(config, passes)
+    _check_penalties(config)
+    _check_filter(config, passes)
+    path, mode = config.actor_rollout_ref.teacher.path, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if passes.teacher != (path is not None):
+        raise ValueError(
+            f"Found actor_rollout_ref.teacher.path={path} with actor.policy_loss.loss_mode={mode}; expected "
+            "a teacher for a loss that reads its log-probs (distillation), and null for every other."
+        )
+
+
+def _check_estimator(config: Config, passes: Passes) -> None:
+    algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
+    name, group = algorithm.adv_estimator, rollout.n * rollout.n_agent
+    if name in ("rloo", "grpo_passk") and group < 2 and not config.trainer.val_only:
+        raise ValueError(
+            f"Found a group of 1 with algorithm.adv_estimator={name}, which compares the answers to one "
+            "question; expected at least 2. Set actor_rollout_ref.rollout.n_agent, for example to 5."
+        )
+    if passes.greedy_rollouts and not rollout.do_sample:
+        raise ValueError(
+            f"Found actor_rollout_ref.rollout.do_sample=false with algorithm.adv_estimator={name}, which "
+            "compares with the greedy answer: they would all be the same; expected do_sample=true."
+        )
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    takes_components = "reward_components" in passes.estimator_inputs
+    if takes_components != bool(keys):
+        raise ValueError(
+            f"Found algorithm.gdpo_reward_keys={keys} with algorithm.adv_estimator={name}; expected the "
+            "names of the rewards for gdpo, for example [score,format] of a reward function that returns "
+            "both, and null for every other estimator."
+        )
+    if weights is not None and len(weights) != len(keys or ()):
+        raise ValueError(
+            f"Found algorithm.gdpo_reward_weights={weights} for gdpo_reward_keys={keys}; expected a number "
+            "for each key, or null for 1 each."
+        )
+    if algorithm.turn_credit and not config.do_search:
+        raise ValueError(
+            f"Found algorithm.turn_credit={algorithm.turn_credit} with do_search=false, where a trajectory "
+            "is a single turn; expected 0."
+        )
+
+
+def _check_penalties(config: Config) -> None:
+    """Rewards that an estimator does not read, or can't take as they are."""
+    algorithm, reward = config.algorithm, config.reward_model
+    kl_in_reward = not config.actor_rollout_ref.actor.use_kl_loss and algorithm.kl_ctrl.kl_coef > 0
+    taken_off = {
+        "algorithm.kl_ctrl.kl_coef": algorithm.kl_ctrl.kl_coef if kl_in_reward else 0,
+        "reward_model.overlong_buffer.enable": reward.overlong_buffer.enable,
+        "reward_model.search_cost": reward.search_cost if algorithm.adv_estimator == "gdpo" else 0,
+    }
+    reasons = {
+        "gdpo": "takes its rewards one by one from gdpo_reward_keys",
+        "maxrl": "divides by the mean score, which must not be negative",
+    }
+    wrong = [key for key, value in taken_off.items() if value]
+    if algorithm.adv_estimator in reasons and wrong:
+        raise ValueError(
+            f"Found {wrong[0]}={taken_off[wrong[0]]} with algorithm.adv_estimator={algorithm.adv_estimator}, "
+            f"which {reasons[algorithm.adv_estimator]}; expected nothing that is taken off the reward. Set "
+            "algorithm.kl_ctrl.kl_coef=0 (a KL can be in the loss: actor_rollout_ref.actor.use_kl_loss="
+            "true), reward_model.overlong_buffer.enable=false and reward_model.search_cost=0."
+        )
+
+
+def _check_filter(config: Config, passes: Passes) -> None:
+    groups, rollout = config.algorithm.filter_groups, config.actor_rollout_ref.rollout
+    if not groups.enable:
+        if groups.metric is not None:
             raise ValueError(
-                f"Found no {name}.{kind}_micro_batch_size and no {kind}_micro_batch_size_per_gpu; expected "
-                "one of them, or dynamic batch sizes (use_dynamic_bsz)."
-            )
-
-
-def _check_rollout(config: DictConfig) -> None:
-    """What one key of the rollout means for another."""
-    rollout, vllm = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.vllm
-    apart = rollout.placement == "apart"
-    if apart and rollout.name != "vllm":
-        raise ValueError(
-            f"Found {ROLLOUT}.placement=apart with {ROLLOUT}.name={rollout.name}, which runs inside of the "
-            f"trainer; expected {ROLLOUT}.name=vllm, or {ROLLOUT}.placement=colocated."
-        )
-    if rollout.tensor_model_parallel_size > 1 and rollout.name != "vllm":
-        raise ValueError(
-            f"Found {ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with "
-            f"{ROLLOUT}.name={rollout.name}, which keeps a whole model in each process; expected 1, or "
-            f"{ROLLOUT}.name=vllm."
-        )
-    for key in ("python", "num_servers", "server_urls", "weight_transfer"):
-        if not apart and vllm[key] != TABLES.defaults[f"{ROLLOUT}.vllm.{key}"]:
-            raise ValueError(
-                f"Found {ROLLOUT}.vllm.{key}={vllm[key]}, which is for servers, with {ROLLOUT}.placement="
-                f"{rollout.placement}; expected {ROLLOUT}.name=vllm {ROLLOUT}.placement=apart."
-            )
-    if vllm.server_urls is not None and (vllm.python is not None or vllm.num_servers != 1):
-        raise ValueError(
-            f"Found {ROLLOUT}.vllm.server_urls, servers that run already, with vllm.python={vllm.python} and "
-            f"vllm.num_servers={vllm.num_servers}, which are for servers to start; expected one or the other."
-        )
-    for url in as_list(vllm.server_urls):
-        if url is not None and not str(url).startswith(("http://", "https://")):
-            raise ValueError(f"Found {ROLLOUT}.vllm.server_urls={url}; expected http://host:port.")
-    if vllm.weight_transfer == "nccl" and config.trainer.device == "cpu":
-        raise ValueError(
-            f"Found {ROLLOUT}.vllm.weight_transfer=nccl with trainer.device=cpu; expected gloo, disk or auto."
-        )
-    if rollout.keep_partial and rollout.straggler_factor is None:
-        raise ValueError(
-            f"Found {ROLLOUT}.keep_partial=true without {ROLLOUT}.straggler_factor, so no group is ever cut; "
-            f"expected both. Set for example {ROLLOUT}.straggler_factor=4."
-        )
-
-
-def _check_rollout_pool(config: DictConfig) -> None:
-    """Processes of their own for the rollout: what else that asks for."""
-    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-    pool = trainer.rollout_pool
-    if pool.n_gpus_per_node is None:
-        if pool.nnodes != 1:
-            raise ValueError(
-                f"Found trainer.rollout_pool.nnodes={pool.nnodes} without n_gpus_per_node, the processes "
-                "on each of these machines; expected both. Set for example "
-                "trainer.rollout_pool.n_gpus_per_node=8."
+                f"Found {_FILTER}.metric={groups.metric} without {_FILTER}.enable=true; expected both."
             )
         return
-    if rollout.placement == "apart":
+    if not passes.compares_group:
         raise ValueError(
-            f"Found trainer.rollout_pool with {ROLLOUT}.placement=apart: vLLM's servers are processes of "
-            f"their own already; expected {ROLLOUT}.placement=colocated (with the pool's processes), or "
-            "trainer.rollout_pool.n_gpus_per_node=null."
+            f"Found {_FILTER}.enable=true with algorithm.adv_estimator={config.algorithm.adv_estimator}, "
+            "which does not compare the answers to one question: groups with equal rewards teach it as much "
+            "as others; expected enable=false, or an estimator such as grpo."
         )
-    if trainer.backend == "local":
+    if rollout.n * rollout.n_agent < 2:
         raise ValueError(
-            "Found trainer.backend=local with trainer.rollout_pool; expected trainer.backend=ray or auto."
+            f"Found {_FILTER}.enable=true with one trajectory a prompt, which differs from no other; "
+            "expected a group. Set actor_rollout_ref.rollout.n_agent, for example to 5."
         )
-    if trainer.val_only is True:
+    if groups.metric == "seq_final_reward":
         raise ValueError(
-            "Found trainer.val_only=true with trainer.rollout_pool: nothing is trained beside the rollout; "
-            "expected trainer.rollout_pool.n_gpus_per_node=null."
+            f"Found {_FILTER}.metric=seq_final_reward, the reward with the KL in it, which is not known when "
+            "groups are chosen; expected seq_reward, acc, or a number that the reward function returns."
         )
 
 
-_INSTALL_VLLM = "`pip install vllm` (without a GPU: `bash scripts/test_vllm.sh` installs its CPU build)"
+def uses_megatron(config: Config) -> bool:
+    """Whether the run trains on megatron-core."""
+    return config.actor_rollout_ref.actor.strategy == "megatron"
 
 
-def _check_vllm_is_there(rollout: DictConfig) -> None:
-    """That the interpreter which is to run vLLM has it: this one, or the one for servers to start."""
-    python = rollout.vllm.python
-    if rollout.name != "vllm" or rollout.vllm.server_urls is not None:
+def check_megatron(config: Config, passes: Passes) -> None:
+    """What `strategy=megatron` needs: the package, processes that can be dealt out, models that can be cut.
+
+    Read from the configuration and the models' config.json alone. What only the worker can see (a model on
+    the hub) is checked there again.
+    """
+    group, actor, megatron = (
+        config.actor_rollout_ref,
+        config.actor_rollout_ref.actor,
+        config.actor_rollout_ref.actor.megatron,
+    )
+    if not uses_megatron(config):
+        for size in SIZES:
+            if megatron[size] > 1:
+                raise ValueError(
+                    f"Found {ACTOR}.megatron.{size}={megatron[size]} with {ACTOR}.strategy={actor.strategy}; "
+                    f"expected {ACTOR}.strategy=megatron."
+                )
         return
-    if python is None:
-        spec = importlib.util.find_spec("vllm")
-        if spec is None or spec.origin is None:  # no origin: a mere folder of that name on the path
-            other = f"{ROLLOUT}.name=native" if rollout.placement == "colocated" else f"{ROLLOUT}.vllm.python"
-            raise ValueError(
-                f"Found {ROLLOUT}.name=vllm, but vLLM is not installed for this interpreter; run "
-                f"{_INSTALL_VLLM}, or set {other}."
-            )
-    elif shutil.which(python) is None:
-        raise ValueError(f"Found no interpreter at {ROLLOUT}.vllm.python={python}; expected one with vLLM.")
-    else:
-        code = "import sys, importlib.util as u; sys.exit(not u.find_spec('vllm'))"
-        found = subprocess.run([python, "-c", code], cwd="/", capture_output=True, timeout=60, check=False)
-        if found.returncode != 0:
-            raise ValueError(
-                f"Found {ROLLOUT}.vllm.python={python}, but vLLM is not installed there; run {_INSTALL_VLLM} "
-                "with that interpreter's pip."
-            )
-
-
-def _check_reference(config: DictConfig) -> None:
-    every, actor = config.actor_rollout_ref.ref.reset_every, config.actor_rollout_ref.actor
-    uses_kl = (actor.kl_loss_coef if actor.use_kl_loss else config.algorithm.kl_ctrl.kl_coef) > 0
-    if every is not None and not uses_kl:
-        raise ValueError(
-            f"Found actor_rollout_ref.ref.reset_every={every}, but no KL to a reference is asked for; "
-            "expected null, or actor.use_kl_loss=true with actor.kl_loss_coef above 0."
-        )
-
-
-def _check_algorithm(config: DictConfig) -> None:
-    control = config.algorithm.kl_ctrl
-    if control.type == "adaptive" and (control.target_kl is None or control.horizon is None):
-        raise ValueError(
-            f"Found algorithm.kl_ctrl.type=adaptive with target_kl={control.target_kl} and horizon="
-            f"{control.horizon}; expected both. Set for example algorithm.kl_ctrl.target_kl=0.1 "
-            "algorithm.kl_ctrl.horizon=10000."
-        )
-    for name in ("actor_rollout_ref.actor", "critic"):
-        check_betas(f"{name}.optim.betas", OmegaConf.select(config, f"{name}.optim.betas"))
-
-
-def _check_kl_and_entropy(config: DictConfig) -> None:
-    actor = config.actor_rollout_ref.actor
-    if actor.use_kl_loss and actor.kl_loss_coef > 0 and actor.kl_loss_type in ("kl", "k1"):
-        raise ValueError(
-            f"Found {ACTOR}.kl_loss_type={actor.kl_loss_type} in the loss, where its gradient is 0 on "
-            "average: it adds noise and holds nothing; expected k2, or k1+ (the same value with k2's "
-            f"gradient). In the reward ({ACTOR}.use_kl_loss=false algorithm.kl_penalty=k1) k1 is right."
-        )
-    control = actor.entropy_ctrl
-    if control.type == "adaptive":
-        if control.target_entropy is None:
-            raise ValueError(
-                f"Found {ACTOR}.entropy_ctrl.type=adaptive without target_entropy; expected the entropy "
-                f"(nats per token) to stay above. Set for example {ACTOR}.entropy_ctrl.target_entropy=0.2."
-            )
-        if not control.min_coeff <= actor.entropy_coeff <= control.max_coeff:
-            raise ValueError(
-                f"Found {ACTOR}.entropy_coeff={actor.entropy_coeff}, where the adaptive weight starts; "
-                f"expected a number from entropy_ctrl.min_coeff={control.min_coeff} to max_coeff="
-                f"{control.max_coeff}."
-            )
-    elif control.target_entropy is not None:
-        raise ValueError(
-            f"Found {ACTOR}.entropy_ctrl.target_entropy={control.target_entropy} with a fixed weight; "
-            f"expected {ACTOR}.entropy_ctrl.type=adaptive."
-        )
-
-
-def _check_rollout_correction(config: DictConfig) -> None:
-    prefix, correction = "algorithm.rollout_correction", config.algorithm.rollout_correction
-    if correction.bypass_mode and (correction.rollout_is or correction.rollout_rs):
-        raise ValueError(
-            f"Found {prefix}.bypass_mode=true with rollout_is={correction.rollout_is} and rollout_rs="
-            f"{correction.rollout_rs}; expected one or the other: with bypass_mode the policy loss has the "
-            "ratio of the trainer to the rollout engine already, and there is nothing to compare it with."
-        )
-    if (correction.rollout_rs is None) != (correction.rollout_rs_threshold is None):
-        raise ValueError(
-            f"Found {prefix}.rollout_rs={correction.rollout_rs} with rollout_rs_threshold="
-            f"{correction.rollout_rs_threshold}; expected both or none, for example {prefix}.rollout_rs="
-            f"token {prefix}.rollout_rs_threshold=2.0."
-        )
-    if correction.rollout_is_batch_normalize and correction.rollout_is is None:
-        raise ValueError(
-            f"Found {prefix}.rollout_is_batch_normalize=true without weights; expected {prefix}.rollout_is="
-            "token or sequence."
-        )
-
-
-def _check_format_scores(config: DictConfig, format_reward: bool) -> None:
-    if format_reward and config.custom_reward_function.path is not None:
-        raise ValueError(
-            "Found custom_reward_function.path in main_ppo_format, which has a reward of its own; "
-            "run `python -m verl.trainer.main_ppo` with it."
-        )
-    for name in FORMAT_SCORES:
-        value = config.reward_model[name]
-        if value and not format_reward:
-            raise ValueError(
-                f"Found reward_model.{name}={value}, but this program scores exact match alone; "
-                "run `python -m verl.trainer.main_ppo_format` for the format reward."
-            )
-
-
-def _check_lists(config: DictConfig) -> None:
-    modes = list(config.trainer.val_modes)
-    if not modes or any(mode not in VAL_MODES for mode in modes):
-        raise ValueError(f"Found trainer.val_modes={modes}; expected one or both of {list(VAL_MODES)}.")
-    check_loggers(config.trainer.logger)
-
-
-def _check_files(config: DictConfig, passes: Passes) -> None:
-    file_keys = ["data.train_files", "data.val_files"]
-    if config.data.extra_val_files is not None:
-        file_keys.append("data.extra_val_files")
-    if config.trainer.dry_run:  # for another machine, perhaps, where the data is
-        file_keys = []
-    for key in file_keys:
-        check_parquet(config, key)
-    model_keys = ["actor_rollout_ref.model.path"]
-    if passes.values:
-        model_keys.append("critic.model.path")
+    check_installed()
+    sizes = ParallelSizes(*(megatron[size] for size in SIZES))
+    sizes.check(config.trainer.nnodes * config.trainer.n_gpus_per_node)
+    models: dict[str, Any] = {"actor_rollout_ref.model.path": group.model}
     if passes.teacher:
-        model_keys.append("actor_rollout_ref.teacher.path")
-    for key in model_keys:
-        check_model(key, OmegaConf.select(config, key))
-    path = config.custom_reward_function.path
-    if path is not None and not Path(path).is_file():
-        raise ValueError(f"Found no file at custom_reward_function.path={path}; expected a python file.")
+        trusted = group.model.trust_remote_code
+        models["actor_rollout_ref.teacher.path"] = {"path": group.teacher.path, "trust_remote_code": trusted}
+    if passes.values:
+        models["critic.model.path"] = config.critic.model
+        _check_trained_on_megatron("critic", "critic.model", config)
+    _check_trained_on_megatron(ACTOR, "actor_rollout_ref.model", config)
+    for key, model in models.items():
+        _check_shape(key, model, sizes, megatron.num_layers_per_virtual_pipeline_stage)
+    key, dtype = f"{ACTOR}.fsdp_config.model_dtype", actor.fsdp_config.model_dtype
+    if dtype != "fp32":
+        raise ValueError(
+            f"Found {key}={dtype} with {ACTOR}.strategy=megatron, whose optimizer keeps the weights in fp32 "
+            "(beside those that it computes with, of mixed_precision.param_dtype); expected fp32."
+        )
+    if actor.ulysses_sequence_parallel_size > 1:
+        raise ValueError(
+            f"Found {ACTOR}.ulysses_sequence_parallel_size={actor.ulysses_sequence_parallel_size} with "
+            f"{ACTOR}.strategy=megatron; expected 1, and {ACTOR}.megatron.context_parallel_size instead."
+        )
+
+
+def _check_trained_on_megatron(name: str, model_name: str, config: Config) -> None:
+    """What a trained model asks for besides."""
+    model, optim = at(config, model_name), at(config, name).optim
+    if model.lora_rank > 0 or model.lora_adapter_path is not None:
+        raise ValueError(
+            f"Found {model_name}.lora_rank={model.lora_rank} (or lora_adapter_path) with {ACTOR}.strategy="
+            f"megatron, which trains whole models; expected lora_rank=0, or {ACTOR}.strategy=fsdp."
+        )
+    if optim.name != "adamw":
+        raise ValueError(
+            f"Found {name}.optim.name={optim.name} with {ACTOR}.strategy=megatron, whose optimizer is spread "
+            f"over processes without regard to matrices; expected {name}.optim.name=adamw, or "
+            f"{ACTOR}.strategy=fsdp."
+        )
+
+
+def _check_shape(key: str, model: Any, sizes: ParallelSizes, num_layers_per_stage: int | None) -> None:
+    """That the heads and layers of a model in a local folder can be dealt out."""
+    from verl.workers.engine.loading import load_hf_config  # slow to import, and FSDP does without
+
+    path = model["path"]
+    if not (Path(path or "") / "config.json").is_file():
+        return
+    try:
+        ModelShape.of(load_hf_config(model)).check(sizes, num_layers_per_stage)
+    except ValueError as error:
+        raise ValueError(f"Found {key}={path}, which can't be cut as asked: {error}") from error

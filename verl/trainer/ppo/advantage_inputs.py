@@ -16,8 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.algos.advantages import AdvantageInputs, RunningBaseline
+from verl.config.schema import AlgorithmConfig
 from verl.protocol import DataProto
-from verl.trainer.ppo.algos.baselines import RunningBaseline
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.core_algos import FixedKLController
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
 from verl.trainer.ppo.scoring import values_named
@@ -26,22 +29,42 @@ from verl.utils.reward_score.qa_em import documents_hold_answer, golden_answers
 COLUMNS = ("values", "old_log_probs", "sum_pi_squared", "rollout_is_weights", "reward_baselines")
 
 
-def record_columns(passes: Passes) -> list[str]:
-    """The columns of objects that `advantage_inputs` reads."""
-    wanted = passes.estimator_inputs
-    by_turn = bool(passes.turn_credit) or "turn_ids" in wanted or "turn_rewards" in wanted
-    return [
-        "uid",
-        *(["data_source"] if "running_baseline" in wanted else []),
-        *(["reward_extra"] if by_turn or "reward_components" in wanted else []),
-        *(["trajectory", "reward_model"] if by_turn else []),
-    ]
+def add_advantages(
+    batch: DataProto,
+    algorithm: AlgorithmConfig,
+    passes: Passes,
+    kl_controller: FixedKLController,
+    running_baseline: RunningBaseline,
+) -> dict[str, float]:
+    """Adds rewards, advantages and returns to a step's batch; which tokens the update leaves out, and how it
+    weighs the others. Returns metrics.
+
+    Raises:
+        RunStopped: rewards that the estimator can't take.
+    """
+    tensors = batch.tensors
+    metrics = core_algos.apply_rollout_correction(batch, algorithm.rollout_correction)
+    if passes.kl_in_reward:
+        metrics |= core_algos.apply_kl_penalty(batch, kl_controller, algorithm.kl_penalty)
+    else:
+        tensors["token_level_rewards"] = tensors["token_level_scores"]
+    inputs = advantage_inputs(batch, algorithm, passes, running_baseline)
+    try:
+        advantages, returns = core_algos.compute_advantage(algorithm.adv_estimator, inputs)
+    except ValueError as error:
+        raise RunStopped(f"the advantages of this step: {error}") from error
+    tensors["advantages"], tensors["returns"] = advantages, returns
+    if inputs.baseline_keys is not None:
+        mask = tensors["response_mask"]
+        running_baseline.update(tensors["token_level_rewards"], mask, inputs.baseline_keys)
+    core_algos.take_out_rejected(batch)
+    return metrics
 
 
 def advantage_inputs(
     batch: DataProto, algorithm: Mapping[str, Any], passes: Passes, running_baseline: RunningBaseline
-) -> dict[str, Any]:
-    """The arguments of `compute_advantage`.
+) -> AdvantageInputs:
+    """What estimators are made of: of the batch all that it has, of the records what is asked for.
 
     Args:
         batch: all rows of the step, with token_level_rewards and what the passes have written.
@@ -55,7 +78,7 @@ def advantage_inputs(
         "config": algorithm,
         "turn_credit": passes.turn_credit,
         **{name: algorithm[name] for name in ("gamma", "lam", "norm_adv_by_std_in_grpo")},
-        **{name: tensors[name] for name in COLUMNS if name in wanted and name in tensors},
+        **{name: tensors[name] for name in COLUMNS if name in tensors},
     }
     if "running_baseline" in wanted:
         inputs |= {"running_baseline": running_baseline, "baseline_keys": baseline_keys(batch)}
@@ -67,7 +90,7 @@ def advantage_inputs(
         inputs["turn_ids"] = turn_ids(batch)
     if passes.turn_credit or "turn_rewards" in wanted:
         inputs["turn_rewards"] = turn_rewards(batch)
-    return inputs
+    return AdvantageInputs(**inputs)
 
 
 def baseline_keys(batch: DataProto) -> list[str]:

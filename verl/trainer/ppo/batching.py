@@ -1,73 +1,27 @@
-"""From dataset rows to the batch that is sampled from, and from trajectories to the order workers want."""
+"""Which process trains which rows of a mini-batch: an equal number each, at about the same cost.
+
+The cost of a sequence is its length n plus n^2 / a. a (`attention_length`) is the length at which attention
+costs as much as everything else of the model. Tokens that sequences of one process have in common from their
+beginning on are computed once there (verl.utils.packing) and are counted once, so it can pay to leave
+the trajectories of a prompt together.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from transformers import PretrainedConfig
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.balancing import balanced_parts
+from verl.trainer.ppo.core_algos import prompt_counts
+from verl.utils.packing import PrefixOrder, prefix_order
+from verl.workers.engine.loading import load_hf_config
 
-TRAIN_STREAM, VALIDATION_STREAM = 0, 1
-
-
-def sampling_seeds(run_seed: int, stream: int, step: int, num_rows: int, round_: int = 0) -> torch.Tensor:
-    """One 64-bit seed for each row of a step; [num_rows] int64.
-
-    A function of its arguments alone, so a resumed run draws what the undisturbed one would have drawn, and
-    the number of processes has no influence. `round_`: for a step that generates more than once.
-    """
-    words = np.random.SeedSequence([run_seed, stream, step, round_]).generate_state(num_rows, np.uint64)
-    return torch.from_numpy(words.view(np.int64).copy())
-
-
-def prompt_batch(rows: list[dict[str, Any]], uid_prefix: str) -> DataProto:
-    """Rows of `RLHFDataset` -> DataProto of non-tensors, with a `uid` for each prompt of this step."""
-    arrays: dict[str, np.ndarray] = {}
-    for key in rows[0]:
-        arrays[key] = np.empty(len(rows), dtype=object)
-        arrays[key][:] = [row[key] for row in rows]
-    arrays["uid"] = np.array([f"{uid_prefix}-{i}" for i in range(len(rows))], dtype=object)
-    return DataProto(batch=None, non_tensor_batch=arrays, meta_info={})
-
-
-def with_samples(prompts: DataProto, generated: DataProto) -> DataProto:
-    """What was known of each row with what was generated for it (same rows, same order)."""
-    columns = prompts.non_tensor_batch | {"trajectory": generated.non_tensor_batch["trajectory"]}
-    return DataProto(generated.batch, columns, dict(generated.meta_info), generated.stored)
-
-
-def with_columns(batch: DataProto, made: DataProto) -> DataProto:
-    """The batch with columns that were made from it, in place of those of the same name; without the
-    meta_info of `made`.
-    """
-    kept = batch.select()
-    names = [*made.widths, *([] if made.batch is None else made.batch.keys())]
-    known = [*kept.widths, *([] if kept.batch is None else kept.batch.keys())]
-    kept.pop([name for name in known if name in names])
-    kept.non_tensor_batch |= made.non_tensor_batch
-    return kept.union(made.select(non_tensor_batch_keys=[], meta_info_keys=[]))
-
-
-def without_padding(batch: DataProto) -> DataProto:
-    """The batch without the columns that are padding in every row, on both sides of its tensors. Reads
-    prompt_length and response_length.
-    """
-    widths, prompt_width = batch.widths, batch.widths["prompts"]
-    first = prompt_width - int(batch.tensors["prompt_length"].max())
-    end = prompt_width + max(int(batch.tensors["response_length"].max()), 1)
-    windows = {}
-    for key, width in widths.items():
-        if key == "prompts":
-            windows[key] = (first, prompt_width)
-        elif width == widths["attention_mask"]:
-            windows[key] = (first, end)
-        else:
-            windows[key] = (0, end - prompt_width)
-    return batch.narrowed(windows)
+KEPT_TOGETHER = 4  # a row that shares at least one part in this many with its neighbour
 
 
 def mini_batch_rows(num_rows: int, num_planned: int, size: int) -> int:
@@ -81,71 +35,136 @@ def mini_batch_rows(num_rows: int, num_planned: int, size: int) -> int:
     return -(-num_rows // -(-num_planned // size))
 
 
-@dataclass(frozen=True)
-class Arrangement:
-    """The order in which rows go to the workers.
+def add_prompt_counts(batch: DataProto, mini_batch_size: int) -> None:
+    """Writes prompt_tokens, prompt_rows [N] int64: sampled tokens, and rows with one, of the row's uid.
 
-    Attributes:
-        order: [M] rows, M a multiple of the number of workers, each of which gets a contiguous chunk; None:
-            as they stand.
-        is_fill: [M] bool, rows that are there to fill up and take part in nothing; None: there is none.
-        tokens_per_rank: tokens of each worker's rows.
+    Counted within mini-batch k, the rows [k*m, (k+1)*m) for m = `mini_batch_size`: what prompt-mean divides
+    by.
     """
+    mask, uids = batch.tensors["response_mask"], batch.non_tensor_batch["uid"]
+    mini_batches = [slice(start, start + mini_batch_size) for start in range(0, len(batch), mini_batch_size)]
+    counts = [prompt_counts(mask[rows], uids[rows]) for rows in mini_batches]
+    tokens, rows = (torch.cat(count) for count in zip(*counts, strict=True))
+    batch.tensors["prompt_tokens"], batch.tensors["prompt_rows"] = tokens, rows
 
-    order: list[int] | None
-    is_fill: np.ndarray | None
-    tokens_per_rank: list[int]
 
-    def of(self, batch: DataProto) -> DataProto:
-        """The rows in this order, with an empty response_mask where they fill up."""
-        if self.order is None:
-            return batch
-        arranged = batch.select_idxs(torch.tensor(self.order, dtype=torch.int64))
-        if self.is_fill is None or not self.is_fill.any():
-            return arranged
-        if arranged.stored is not None:
-            arranged.stored = arranged.stored.filled_up(self.is_fill)
-        else:
-            mask = arranged.tensors["response_mask"]
-            arranged.tensors["response_mask"] = mask * torch.from_numpy(~self.is_fill).long()[:, None]
-        return arranged
+def observation_mask(batch: DataProto) -> Tensor:
+    """[N, R] int64: 1 on tokens of the response that the policy read and did not sample."""
+    tensors = batch.tensors
+    sampled = tensors["sampled_mask" if "sampled_mask" in tensors else "response_mask"]
+    return tensors["attention_mask"][:, -sampled.shape[1] :] * (1 - sampled)
 
 
 def arrange_for_workers(
     batch: DataProto, world_size: int, mini_batch_size: int, attention_length: float = 4096.0
 ) -> tuple[DataProto, list[int]]:
-    """The rows in the order that `arrangement` finds, and per rank its number of tokens."""
-    found = arrangement(batch, world_size, mini_batch_size, attention_length)
-    return found.of(batch), found.tokens_per_rank
-
-
-def arrangement(
-    batch: DataProto, world_size: int, mini_batch_size: int, attention_length: float = 4096.0
-) -> Arrangement:
-    """An order of rows in which contiguous chunks, one a rank, are balanced and mini-batches stay the same
-    sets.
+    """The rows in an order in which contiguous chunks, one a rank, are balanced and mini-batches stay the
+    same sets; and per rank its number of tokens.
 
     Mini-batch k of the whole world is the set of rows [k*m, (k+1)*m), whatever `world_size` is; of it, each
-    rank gets the same number of rows and about the same cost (see `balancing`, also for `attention_length`).
-    Rows that are needed to fill up are copies. Reads input_ids and attention_mask.
+    rank gets the same number of rows and about the same cost. Rows that are needed to fill up are copies with
+    an empty response_mask. Reads input_ids, attention_mask and response_mask.
     """
     attention = batch.tensors["attention_mask"].bool()
     lengths = attention.sum(-1)
     if world_size == 1:
-        return Arrangement(None, None, [int(lengths.sum())])
-    sequences = [part.numpy() for part in batch.tensors["input_ids"][attention].split(lengths.tolist())]
+        return batch, [int(lengths.sum())]
+    sequences = [row.numpy() for row in batch.tensors["input_ids"][attention].split(lengths.tolist())]
     order: list[list[int]] = [[] for _ in range(world_size)]
-    fill: list[list[bool]] = [[] for _ in range(world_size)]
+    is_fill: list[list[bool]] = [[] for _ in range(world_size)]
     for start in range(0, len(batch), mini_batch_size):
-        rows = list(range(start, min(start + mini_batch_size, len(batch))))
-        share = -(-len(rows) // world_size)
-        parts = balanced_parts(sequences[start : start + len(rows)], world_size, attention_length)
-        for rank, part in enumerate([start + i for i in part] for part in parts):
-            missing = share - len(part)
-            order[rank] += part + [rows[0]] * missing
-            fill[rank] += [False] * len(part) + [True] * missing
-    return Arrangement(
-        [i for part in order for i in part],
-        np.array([flag for part in fill for flag in part]),
-        [int(lengths[part].sum()) for part in order],
+        end = min(start + mini_batch_size, len(batch))
+        share = -(-(end - start) // world_size)
+        for rank, rows in enumerate(balanced_parts(sequences[start:end], world_size, attention_length)):
+            missing = share - len(rows)
+            order[rank] += [start + row for row in rows] + [start] * missing
+            is_fill[rank] += [False] * len(rows) + [True] * missing
+    arranged = batch.select_idxs(torch.tensor([row for rows in order for row in rows]))
+    real = torch.tensor([not fill for fills in is_fill for fill in fills])
+    if not real.all():
+        arranged.tensors["response_mask"] = arranged.tensors["response_mask"] * real.long()[:, None]
+    return arranged, [int(lengths[rows].sum()) for rows in order]
+
+
+def attention_length(model_config: Mapping[str, Any]) -> float:
+    """`attention_length_of` the model that a `model` block of the configuration names."""
+    return attention_length_of(load_hf_config(model_config))
+
+
+def attention_length_of(config: PretrainedConfig) -> float:
+    """The length, in tokens, of a sequence whose causal attention takes as many operations as its layers'
+    matrices.
+
+    Per token and layer the matrices of weights take 2 w operations (w: their elements), causal attention over
+    n tokens 2 n h d (h heads of width d; half of 4 n h d): so n = w / (h d). Without embedding and head,
+    which see every token and only loss tokens. A configuration that does not name the width of its layers'
+    inner matrices is taken to have the usual 4 times its own.
+    """
+    text = config.get_text_config()
+    width, heads = text.hidden_size, text.num_attention_heads
+    head_width = getattr(text, "head_dim", None) or width // heads
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    inner_width = getattr(text, "intermediate_size", None) or 4 * width
+    attention = 2 * width * heads * head_width + 2 * width * key_heads * head_width
+    return (attention + 3 * width * inner_width) / (heads * head_width)
+
+
+def balanced_parts(
+    sequences: Sequence[np.ndarray], num_parts: int, attention_length: float
+) -> list[list[int]]:
+    """Splits rows into parts of equal number (rounded up) and about equal cost; returns indices, sorted.
+
+    Tried are rows one by one, and rows that begin alike together; taken is what makes the dearest part
+    cheaper. The same input always gives the same parts.
+    """
+    room = -(-len(sequences) // num_parts)
+    alike = _alike(prefix_order(sequences), sequences, room)
+    single = [[row] for row in range(len(sequences))]
+    plans = [_fill(units, sequences, num_parts, room, attention_length) for units in (single, alike)]
+    plan = min(plans, key=lambda parts: max(_cost_of(part, sequences, attention_length) for part in parts))
+    return [sorted(part) for part in plan]
+
+
+def _alike(by_prefix: PrefixOrder, sequences: Sequence[np.ndarray], room: int) -> list[list[int]]:
+    """Runs of at most `room` rows in prefix order of which each shares much with the one before."""
+    units: list[list[int]] = []
+    for row, shared in zip(by_prefix.order, by_prefix.shared, strict=True):
+        if units and len(units[-1]) < room and shared * KEPT_TOGETHER >= len(sequences[row]):
+            units[-1].append(row)
+        else:
+            units.append([row])
+    return units
+
+
+def _cost_of(rows: Sequence[int], sequences: Sequence[np.ndarray], attention_length: float) -> float:
+    by_prefix = prefix_order([sequences[row] for row in rows])
+    lengths = [len(sequences[rows[place]]) for place in by_prefix.order]
+    return sum(
+        length - shared + (length**2 - shared**2) / attention_length
+        for length, shared in zip(lengths, by_prefix.shared, strict=True)
     )
+
+
+def _fill(
+    units: Sequence[list[int]],
+    sequences: Sequence[np.ndarray],
+    num_parts: int,
+    room: int,
+    attention_length: float,
+) -> list[list[int]]:
+    """Greedy: the dearest unit goes to the cheapest part that has room for it, else in pieces to several."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    totals = [0.0] * num_parts
+    costs = [_cost_of(unit, sequences, attention_length) for unit in units]
+    for index in sorted(range(len(units)), key=lambda i: (-costs[i], units[i])):
+        rows = units[index]
+        while rows:
+            free = [room - len(part) for part in parts]
+            fits = [k for k in range(num_parts) if free[k] >= len(rows)] or [
+                k for k in range(num_parts) if free[k]
+            ]
+            best = min(fits, key=lambda k: (totals[k], k))
+            piece, rows = rows[: free[best]], rows[free[best] :]
+            parts[best] += piece
+            totals[best] += _cost_of(piece, sequences, attention_length)
+    return parts

@@ -1,280 +1,278 @@
-"""One step's trajectories: generated, scored, and chosen among.
+"""Which prompts a step asks, and which of its trajectories it learns from.
 
-    prompts -> generate (with searches) -> score -> usable, informative rows -> the batch of the step
-        ^                                              |
-        +---- too few groups that teach something -----+   (algorithm.filter_groups with refill)
+    rounds: prompts -> (the trainer generates, with searches) -> set_aside_unfinished
+            -> (the trainer scores) -> add
+        ^                            |
+        +-- too few groups teach ----+   (algorithm.filter_groups with refill)
+    selected: the rows that the step learns from
 
-A step's rounds of generation use one policy. Surplus groups of the last round are trained as well, so that
-nothing that teaches is thrown away: a step has `data.train_batch_size` groups or a few more. A group that a
-round did not wait for (`rollout.keep_partial`) goes on in the next round, the last round's in the next step.
+The rounds of a step use one policy. Surplus groups of the last round are trained as well, so that nothing
+that teaches is thrown away: a step has `data.train_batch_size` groups or a few more. A group that a round did
+not wait for (`rollout.keep_partial`) goes on in the next round, the last round's in the next step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 
-from verl.protocol import DataProto
-from verl.trainer.ppo.batching import (
-    TRAIN_STREAM,
-    prompt_batch,
-    sampling_seeds,
-    with_samples,
-    without_padding,
-)
-from verl.trainer.ppo.data_selection import (
+from verl.config import Config
+from verl.protocol import DataProto, object_array
+from verl.trainer.ppo.passes import Passes
+from verl.trainer.ppo.run_state import RunStopped
+from verl.trainer.ppo.scoring import (
     count_groups,
     informative_rows,
     prompts_to_draw,
+    reward_means,
     solve_rates,
     usable_rows,
+    values_named,
 )
-from verl.trainer.ppo.metric_utils import Timer
-from verl.trainer.ppo.partial_groups import PartialGroups, newest_version, staleness, straggler_metrics
-from verl.trainer.ppo.passes import Passes
-from verl.trainer.ppo.run_state import RunStopped
-from verl.trainer.ppo.scoring import reward_means, values_named
-from verl.trainer.ppo.token_worker import TokenWork
 from verl.utils.dataset.difficulty_pools import FILE_NAME as POOLS_FILE
 from verl.utils.dataset.difficulty_pools import DifficultyPools
 from verl.utils.dataset.rl_dataset import PromptSampler, RLHFDataset
 
+TRAIN_STREAM, VALIDATION_STREAM = 0, 1
+KEPT, CUT = "kept", "cut"  # finish reasons of trajectories that a round did not wait for
+PARTIAL_GROUPS_FILE = "partial_groups.pkl"
+
+
+def sampling_seeds(run_seed: int, stream: int, step: int, num_rows: int, round_: int = 0) -> torch.Tensor:
+    """One 64-bit seed for each row of a step; [num_rows] int64.
+
+    A function of its arguments alone, so a resumed run draws what the undisturbed one would have drawn, and
+    the number of processes has no influence. `round_`: for a step that generates more than once.
+    """
+    words = np.random.SeedSequence([run_seed, stream, step, round_]).generate_state(num_rows, np.uint64)
+    return torch.from_numpy(words.view(np.int64).copy())
+
+
+def prompt_batch(rows: list[dict[str, Any]], uid_prefix: str) -> DataProto:
+    """Rows of `RLHFDataset` -> DataProto of non-tensors, with a `uid` for each prompt of this step."""
+    columns = {key: object_array([row[key] for row in rows]) for key in rows[0]}
+    columns["uid"] = object_array([f"{uid_prefix}-{i}" for i in range(len(rows))])
+    return DataProto(None, columns)
+
+
+def with_seeds(prompts: DataProto, seeds: torch.Tensor, **sampling: Any) -> DataProto:
+    """The prompts ready to be generated from: `sampling_seeds` [N] int64, and how to sample as meta_info."""
+    return DataProto.from_dict({"sampling_seeds": seeds}, prompts.non_tensor_batch, sampling)
+
+
+def without_padding(batch: DataProto) -> DataProto:
+    """The batch without the columns that are padding in every row, on both sides of its tensors. Reads
+    prompt_length and response_length.
+    """
+    width, prompt_width = batch.tensors["attention_mask"].shape[1], batch.tensors["prompts"].shape[1]
+    first = prompt_width - int(batch.tensors["prompt_length"].max())
+    end = prompt_width + max(int(batch.tensors["response_length"].max()), 1)
+    narrow = batch.select()
+    for key, tensor in batch.tensors.items():
+        if key == "prompts":
+            narrow.tensors[key] = tensor[:, first:]
+        elif tensor.dim() > 1 and tensor.shape[1] == width:
+            narrow.tensors[key] = tensor[:, first:end]
+        elif tensor.dim() > 1:
+            narrow.tensors[key] = tensor[:, : end - prompt_width]
+    return narrow
+
 
 class TrajectoryCollector:
-    """Makes the batch of each step.
+    """Chooses the prompts and the rows of each step; generates and scores nothing itself.
 
     Args:
         config: the whole configuration. passes: what it asks for.
-        generate: gen_batch -> trajectories; may raise RunStopped.
-        tokens: gives the process that scores and looks at tokens. trajectory_metrics: records of
-            trajectories -> `env/*`.
         dataset, sampler: the training prompts and which of them come next. A `DifficultyPools` hears how
             often each was solved.
+        trajectory_metrics: records of trajectories -> `env/*`.
         say: takes one line for the user.
 
     Attributes:
-        partial_groups: the groups that the next generation goes on with.
+        unfinished: rows that the next generation goes on with, or None: their prompts' columns and
+            `continuation` (see `continuations`).
     """
 
     def __init__(
         self,
-        config: DictConfig,
+        config: Config,
         passes: Passes,
-        generate: Callable[[DataProto], DataProto],
-        tokens: Callable[[], TokenWork],
-        trajectory_metrics: Callable[[list[dict[str, Any]]], dict[str, float]],
         dataset: RLHFDataset,
         sampler: PromptSampler,
+        trajectory_metrics: Callable[[list[dict[str, Any]]], dict[str, float]],
         say: Callable[[str], None],
     ) -> None:
-        self.config, self.passes, self.generate, self.tokens = config, passes, generate, tokens
+        self.config, self.passes, self.dataset, self.sampler = config, passes, dataset, sampler
         self.trajectory_metrics, self.say = trajectory_metrics, say
-        self.dataset, self.sampler = dataset, sampler
         self.pools = sampler if isinstance(sampler, DifficultyPools) else None
-        self.partial_groups = PartialGroups(
-            lambda batch: tokens().continuations(batch), lambda batch: tokens().without_unfinished(batch)
-        )
+        self.unfinished: DataProto | None = None
+        self._rounds: list[DataProto] = []  # of this step, scored
+        self._batch = DataProto(None)  # all their rows
+        self._usable = self._chosen = np.zeros(0, dtype=bool)  # of these rows
+        self.take_state()
 
-    def collect(self, step: int, is_last: bool, timer: Timer) -> tuple[DataProto, dict[str, float]]:
-        """The rows that step number `step` learns from, with their scores, and figures of all that were made.
+    # ---------------------------------------------------------------------------------- rounds of generation
 
-        Raises:
-            RunStopped: there is nothing to learn from.
+    def rounds(self, step: int, is_last: bool) -> Iterator[DataProto]:
+        """The prompts of each round of a step: one round, or more where groups that teach nothing are
+        replaced. What came of a round is given to `add` before the next one is asked for.
         """
         wanted = count = self.config.data.train_batch_size
-        rounds: list[DataProto] = []
-        while True:
-            rounds.append(self._round(step, len(rounds), self._next_rows(count, rounds), is_last, timer))
-            batch = DataProto.concat(rounds)
-            usable = usable_rows(batch, self.passes.compares_group, self.config.algorithm.overlong_filter)
-            chosen = self._informative(batch, usable)
-            found = count_groups(batch.non_tensor_batch["uid"], chosen)
-            num_asked = len(set(batch.non_tensor_batch["uid"]))
-            if found >= wanted or not self._may_go_on(len(rounds), num_asked):
-                break
-            count = prompts_to_draw(wanted, found, num_asked)
-        if self._refills and found < wanted:
+        self._rounds, enough = [], False
+        while not enough:
+            yield self._prompts(step, count, is_last)
+            self._batch = DataProto.concat(self._rounds)
+            uids = self._batch.non_tensor_batch["uid"]
+            self._usable = usable_rows(
+                self._batch, self.passes.compares_group, self.config.algorithm.overlong_filter
+            )
+            self._chosen = self._informative()
+            num_groups, num_prompts = count_groups(uids, self._chosen), len(set(uids))
+            enough = num_groups >= wanted or not self._may_go_on(num_prompts)
+            count = prompts_to_draw(wanted, num_groups, num_prompts)
+        if self._refills and num_groups < wanted:
             self.say(
-                f"step {step}: {found} of {wanted} groups teach something after {len(rounds)} rounds of "
-                f"generation and {num_asked} prompts (algorithm.filter_groups.max_num_gen_batches); the step "
-                "goes on with these"
-            )
-        metrics = self._figures(batch, usable, chosen, len(rounds), timer)
-        if not usable.any():
-            raise RunStopped(f"Step {step}: no trajectory has a token to learn from.")
-        if not chosen.any():
-            chosen = usable  # all advantages are 0 then; the rest of the loss (entropy, KL) is as ever
-        version = newest_version(batch)
-        batch = batch if chosen.all() else batch.select_idxs(chosen)
-        if self.passes.greedy_rollouts:
-            batch, greedy_metrics = self._with_baselines(batch, step, timer)
-            metrics |= greedy_metrics
-        ages = staleness(batch, version)
-        metrics |= {"rollout/staleness/mean": float(ages.mean()), "rollout/staleness/max": float(ages.max())}
-        return without_padding(batch), metrics
-
-    def save(self, folder: Path) -> None:
-        """Writes what the next step depends on, but for the sampler's position, into a checkpoint."""
-        self.partial_groups.save(folder)
-        if self.pools is not None:
-            self.pools.save(folder)
-
-    def load(self, folder: Path) -> None:
-        """Takes what `save` wrote. ValueError if there were pools then and are none now, or the other way."""
-        self.partial_groups.load(folder)
-        if self.pools is not None:
-            self.pools.load(folder)
-        elif (folder / POOLS_FILE).exists():
-            raise ValueError(
-                f"Found {POOLS_FILE} with data.difficulty_pools.enable=false; a run keeps the data order it "
-                "began with. Set it to true, or trainer.resume_mode=none."
+                f"step {step}: {num_groups} of {wanted} groups teach something after {len(self._rounds)} "
+                f"rounds of generation and {num_prompts} prompts "
+                "(algorithm.filter_groups.max_num_gen_batches); the step goes on with these"
             )
 
-    # -------------------------------------------------------------------------------------------- generation
+    def set_aside_unfinished(self, generated: DataProto) -> DataProto:
+        """The rows to score now; see `split_unfinished` for those that go on with the next generation."""
+        now, self.unfinished = split_unfinished(generated)
+        return now
 
-    def _next_rows(self, count: int, rounds: list[DataProto]) -> list[int]:
+    def add(self, scored: DataProto) -> None:
+        """Takes the scored trajectories of a round."""
+        self._rounds.append(scored)
+        if self.pools is not None:
+            scores = np.array([row["score"] for row in scored.non_tensor_batch["reward_extra"]])
+            usable = usable_rows(scored, False, self.config.algorithm.overlong_filter)
+            rates = solve_rates(scored, scores, usable)
+            self.pools.record(list(rates), list(rates.values()))
+
+    def _prompts(self, step: int, count: int, is_last: bool) -> DataProto:
+        """The unfinished rows and `count` fresh prompts, each as often as it is answered."""
+        rollout, number = self.config.actor_rollout_ref.rollout, len(self._rounds)
+        rows = [self.dataset[i] for i in self._next_rows(count)]
+        fresh = prompt_batch(rows, f"step{step}.{number}" if number else f"step{step}")
+        prompts = fresh.repeat(rollout.n_agent * rollout.n, interleave=True)
+        if self.unfinished is not None:
+            prompts.non_tensor_batch["continuation"] = object_array([None] * len(prompts))
+            prompts = DataProto.concat([self.unfinished, prompts])
+        seeds = sampling_seeds(self.config.trainer.seed, TRAIN_STREAM, step, len(prompts), number)
+        return with_seeds(
+            prompts,
+            seeds,
+            **self._sampling(rollout.do_sample),
+            validate=False,
+            keep_partial=rollout.keep_partial and not is_last,
+        )
+
+    def _sampling(self, do_sample: bool) -> dict[str, Any]:
+        rollout = self.config.actor_rollout_ref.rollout
+        truncation = {"top_p": rollout.top_p, "top_k": rollout.top_k}
+        return {"do_sample": do_sample, "temperature": rollout.temperature, **truncation}
+
+    def _next_rows(self, count: int) -> list[int]:
         """The next `count` rows of the data set, not those that a round of this step has asked already."""
         if self.pools is None:
             return self.sampler.take(count)
-        asked = {int(row) for batch in rounds for row in batch.non_tensor_batch["index"]}
+        asked = {int(row) for batch in self._rounds for row in batch.non_tensor_batch["index"]}
         return self.pools.take(count, sorted(asked))
-
-    def _round(self, step: int, number: int, indices: list[int], is_last: bool, timer: Timer) -> DataProto:
-        """Asks these prompts, and goes on with the groups that were kept; scores what is complete.
-
-        Returns whole groups, with figures of the generation as meta_info `metrics`.
-        """
-        rollout = self.config.actor_rollout_ref.rollout
-        rows = [self.dataset[i] for i in indices]
-        name = f"step{step}" if number == 0 else f"step{step}.{number}"
-        prompts = prompt_batch(rows, name).repeat(rollout.n_agent * rollout.n, interleave=True)
-        prompts, continuation = self.partial_groups.join(prompts)
-        keeps = rollout.keep_partial and not is_last
-        with timer("gen"):
-            seeds = sampling_seeds(self.config.trainer.seed, TRAIN_STREAM, step, len(prompts), number)
-            gen_batch = self._gen_batch(prompts, seeds, rollout.do_sample, keeps)
-            if continuation is not None:
-                gen_batch.non_tensor_batch["continuation"] = continuation
-            batch = self.partial_groups.take(with_samples(prompts, self.generate(gen_batch)))
-        with timer("reward"):
-            figures = self._score(batch)
-        batch.meta_info["metrics"] = batch.meta_info.get("metrics", {}) | figures
-        if self.pools is not None:
-            extra = batch.non_tensor_batch["reward_extra"]
-            usable = usable_rows(batch, False, self.config.algorithm.overlong_filter)
-            rates = solve_rates(batch, np.array([row["score"] for row in extra]), usable)
-            self.pools.record(list(rates), list(rates.values()))
-        return batch
-
-    def _score(self, batch: DataProto) -> dict[str, float]:
-        """Adds the scores to a batch; returns figures of them."""
-        scored = self.tokens().score(batch)
-        figures: dict[str, float] = scored.meta_info.pop("metrics")
-        batch.union(scored)
-        return figures
-
-    def _gen_batch(
-        self, prompts: DataProto, seeds: torch.Tensor, do_sample: bool, keep_partial: bool
-    ) -> DataProto:
-        rollout = self.config.actor_rollout_ref.rollout
-        gen_batch = DataProto.from_dict(
-            tensors={"sampling_seeds": seeds},
-            non_tensors={name: prompts.non_tensor_batch[name] for name in ("raw_prompt_ids", "uid")},
-        )
-        gen_batch.meta_info = {
-            "do_sample": do_sample,
-            "temperature": rollout.temperature,
-            "top_p": rollout.top_p,
-            "top_k": rollout.top_k,
-            "validate": False,
-            "keep_partial": keep_partial,
-        }
-        return gen_batch
-
-    def _with_baselines(
-        self, batch: DataProto, step: int, timer: Timer
-    ) -> tuple[DataProto, dict[str, float]]:
-        """Adds reward_baselines [N] float32, the score of one greedy trajectory of each row's prompt (ReMax).
-
-        Rows of a prompt whose greedy trajectory could not be had (its search failed) leave the batch: there
-        is nothing to compare them with.
-        """
-        uids = batch.non_tensor_batch["uid"]
-        names, first = np.unique(uids.astype(str), return_index=True)
-        columns = [
-            name for name in batch.non_tensor_batch if name not in ("trajectory", "em", "reward_extra")
-        ]
-        prompts = batch.select([], columns).select_idxs(first)
-        with timer("gen_max"):
-            seeds = sampling_seeds(self.config.trainer.seed, TRAIN_STREAM, step, len(prompts))
-            gen_batch = self._gen_batch(prompts, seeds, do_sample=False, keep_partial=False)
-            gen_batch.meta_info["validate"] = True  # each is alone with its prompt: none is a straggler
-            greedy = with_samples(prompts, self.generate(gen_batch))
-        with timer("reward"):
-            self._score(greedy)
-        outcomes, complete = greedy.tensors["outcome"], greedy.tensors["num_sampled"] > 0
-        row_of = torch.from_numpy(np.searchsorted(names, uids.astype(str)))
-        batch.tensors["reward_baselines"] = outcomes[row_of]
-        kept = complete[row_of].numpy()
-        if not kept.any():
-            raise RunStopped(f"Step {step}: no greedy trajectory (remax) came to an end.")
-        return batch if kept.all() else batch.select_idxs(kept), {
-            "remax/baseline": float(outcomes[complete].mean()),
-            "remax/left_out": float((~kept).sum()),
-        }
-
-    # --------------------------------------------------------------------------------------------- selection
 
     @property
     def _refills(self) -> bool:
         return self.config.algorithm.filter_groups.enable and self.config.algorithm.filter_groups.refill
 
-    def _may_go_on(self, num_rounds: int, num_asked: int) -> bool:
+    def _may_go_on(self, num_prompts: int) -> bool:
         """Whether a step that lacks groups asks more: within its rounds, and not more than there are rows."""
-        limit = self.config.algorithm.filter_groups.max_num_gen_batches or num_rounds + 1
-        return self._refills and num_rounds < limit and num_asked < len(self.dataset)
+        limit = self.config.algorithm.filter_groups.max_num_gen_batches or len(self._rounds) + 1
+        return self._refills and len(self._rounds) < limit and num_prompts < len(self.dataset)
 
-    def _informative(self, batch: DataProto, usable: np.ndarray) -> np.ndarray:
-        if not self.config.algorithm.filter_groups.enable:
-            return usable
-        return informative_rows(self._compared_values(batch), batch.non_tensor_batch["uid"], usable)
-
-    def _compared_values(self, batch: DataProto) -> np.ndarray:
-        """What the members of a group must differ in, [N] or [N, K] (`algorithm.filter_groups.metric`)."""
-        metric, keys = self.config.algorithm.filter_groups.metric, self.passes.reward_keys
+    def _informative(self) -> np.ndarray:
+        """Usable rows of groups whose members differ (`algorithm.filter_groups`); [N] bool."""
+        algorithm, batch, keys = self.config.algorithm, self._batch, self.passes.reward_keys
+        metric = algorithm.filter_groups.metric
+        if not algorithm.filter_groups.enable:
+            return self._usable
         if metric is None and keys:
             columns = [values_named(batch, name, "algorithm.gdpo_reward_keys") for name in keys]
-            return np.stack(columns, axis=1)
-        if metric in (None, "seq_reward"):
-            return batch.tensors["outcome"].double().numpy()
-        if metric == "acc" and "acc" not in batch.non_tensor_batch["reward_extra"][0]:
-            metric = "em"
-        return values_named(batch, metric, "algorithm.filter_groups.metric")
+            compared = np.stack(columns, axis=1)
+        elif metric in (None, "seq_reward"):
+            compared = batch.tensors["outcome"].double().numpy()
+        else:
+            if metric == "acc" and "acc" not in batch.non_tensor_batch["reward_extra"][0]:
+                metric = "em"
+            compared = values_named(batch, metric, "algorithm.filter_groups.metric")
+        return informative_rows(compared, batch.non_tensor_batch["uid"], self._usable)
 
-    def _figures(
-        self, batch: DataProto, usable: np.ndarray, chosen: np.ndarray, num_rounds: int, timer: Timer
-    ) -> dict[str, float]:
-        """Figures of all trajectories that the step has made, those that are not learnt from too."""
-        columns, seconds = batch.non_tensor_batch, timer.seconds["gen"]
+    # ----------------------------------------------------------------------------------- what is learnt
+
+    def selected(self, seconds: float) -> tuple[DataProto, dict[str, float]]:
+        """The rows that the step learns from, and metrics of all that it has made in `seconds`.
+
+        Raises:
+            RunStopped: there is nothing to learn from.
+        """
+        batch, chosen = self._batch, self._chosen
+        metrics = self._metrics(seconds)
+        if not self._usable.any():
+            raise RunStopped("no trajectory of this step has a token to learn from.")
+        if not chosen.any():
+            chosen = self._usable  # all advantages are 0 then; the rest of the loss (entropy, KL) is as ever
+        newest = max(record["version_last"] or 0 for record in batch.non_tensor_batch["trajectory"])
+        batch = batch if chosen.all() else batch.select_idxs(chosen)
+        ages = staleness(batch, newest)
+        metrics |= {"rollout/staleness/mean": float(ages.mean()), "rollout/staleness/max": float(ages.max())}
+        self._rounds, self._batch = [], DataProto(None)
+        return batch, metrics
+
+    def greedy_prompts(self, batch: DataProto, step: int) -> DataProto:
+        """One row for each prompt of the batch, to be answered greedily (ReMax's baseline)."""
+        uids = batch.non_tensor_batch["uid"].astype(str)
+        first = np.unique(uids, return_index=True)[1]
+        made = ("trajectory", "em", "reward_extra", "continuation")
+        columns = [name for name in batch.non_tensor_batch if name not in made]
+        prompts = batch.select([], columns).select_idxs(first)
+        seeds = sampling_seeds(self.config.trainer.seed, TRAIN_STREAM, step, len(prompts))
+        # "validate": each is alone with its prompt, so none is a straggler
+        return with_seeds(prompts, seeds, **self._sampling(False), validate=True, keep_partial=False)
+
+    def _metrics(self, seconds: float) -> dict[str, float]:
+        """Metrics of all trajectories that the step has made, those that are not learnt from too."""
+        batch, usable, algorithm = self._batch, self._usable, self.config.algorithm
+        columns = batch.non_tensor_batch
         records, uids = columns["trajectory"], columns["uid"]
+        reasons = [record["finish_reason"] for record in records]
+        cut_groups = {uid for uid, reason in zip(uids, reasons, strict=True) if reason == CUT}
+        kept = 0 if self.unfinished is None else len(set(self.unfinished.non_tensor_batch["uid"]))
         metrics: dict[str, float] = batch.meta_info.pop("metrics", {})
-        metrics |= straggler_metrics(batch) | {"env/kept_groups": float(self.partial_groups.num_groups)}
-        metrics |= self.trajectory_metrics(list(records)) | {"env/left_out": float((~usable).sum())}
-        if self.config.algorithm.overlong_filter:
-            cut = [record["finish_reason"] == "length" for record in records]
-            metrics["filter/overlong"] = float(sum(cut))
-        if self.config.algorithm.filter_groups.enable:
-            groups, kept = count_groups(uids, usable), count_groups(uids, chosen)
+        metrics |= {
+            "env/cut_trajectories": float(reasons.count(CUT)),
+            "env/cut_groups": float(len(cut_groups)),
+            "env/kept_groups": float(kept),
+            **self.trajectory_metrics(list(records)),
+            "env/left_out": float((~usable).sum()),
+            "response_length/clip_ratio": reasons.count("length") / len(reasons),
+            "prompt_length/clip_ratio": float(
+                (batch.tensors["prompt_length"] >= self.config.data.max_start_length).float().mean()
+            ),
+        }
+        if algorithm.overlong_filter:
+            metrics["filter/overlong"] = float(reasons.count("length"))
+        if algorithm.filter_groups.enable:
+            groups, informative = count_groups(uids, usable), count_groups(uids, self._chosen)
             metrics |= {
                 "filter/groups": float(groups),
-                "filter/groups_left_out": float(groups - kept),
-                "filter/num_gen_batches": float(num_rounds),
-                "groups/effective_share": kept / max(groups, 1),
+                "filter/groups_left_out": float(groups - informative),
+                "filter/num_gen_batches": float(len(self._rounds)),
+                "groups/effective_share": informative / max(groups, 1),
             }
         if self.pools is not None:
             metrics |= self.pools.metrics()
@@ -285,7 +283,115 @@ class TrajectoryCollector:
                 "train/searches": float(np.mean([record["num_searches"] for record in records[usable]])),
             }
         num_sampled = float(batch.tensors["num_sampled"].sum())
-        return metrics | {
-            "perf/generated_tokens": num_sampled,
-            "perf/generated_tokens_per_second": num_sampled / max(seconds, 1e-9),
-        }
+        metrics["perf/generated_tokens"] = num_sampled
+        metrics["perf/generated_tokens_per_second"] = num_sampled / max(seconds, 1e-9)
+        if num_sampled:
+            metrics["timing_per_token_ms/gen"] = seconds * 1000 / num_sampled
+        return metrics
+
+    # ------------------------------------------------------------------------------------------ checkpoints
+
+    def take_state(self) -> None:
+        """Notes what the next step depends on, for a `save` in the midst of it."""
+        self._state = self.unfinished, copy.deepcopy(self.pools)
+
+    def save(self, folder: Path) -> None:
+        """Writes what `take_state` has noted into a checkpoint (the sampler's position is not in it)."""
+        unfinished, pools = self._state
+        if unfinished is not None:
+            unfinished.save_to_disk(folder / PARTIAL_GROUPS_FILE)
+        if pools is not None:
+            pools.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Takes what `save` wrote. ValueError if there were pools then and are none now."""
+        path = folder / PARTIAL_GROUPS_FILE
+        self.unfinished = DataProto.load_from_disk(path) if path.exists() else None
+        if self.pools is not None:
+            self.pools.load(folder)
+        elif (folder / POOLS_FILE).exists():
+            raise ValueError(
+                f"Found {POOLS_FILE} with data.difficulty_pools.enable=false; a run keeps the data order it "
+                "began with. Set it to true, or trainer.resume_mode=none."
+            )
+        self.take_state()
+
+
+def with_greedy_baselines(batch: DataProto, greedy: DataProto) -> tuple[DataProto, dict[str, float]]:
+    """The batch with reward_baselines [N] float32: the score of the greedy trajectory of each row's prompt.
+
+    Rows of a prompt whose greedy trajectory could not be had (its search failed) leave the batch: there is
+    nothing to compare them with. RunStopped: no row is left.
+    """
+    names = greedy.non_tensor_batch["uid"].astype(str)
+    row_of = torch.from_numpy(np.searchsorted(names, batch.non_tensor_batch["uid"].astype(str)))
+    outcomes, complete = greedy.tensors["outcome"], greedy.tensors["num_sampled"] > 0
+    batch.tensors["reward_baselines"] = outcomes[row_of]
+    kept = complete[row_of].numpy()
+    if not kept.any():
+        raise RunStopped("no greedy trajectory (remax) of this step came to an end.")
+    return batch if kept.all() else batch.select_idxs(kept), {
+        "remax/baseline": float(outcomes[complete].mean()),
+        "remax/left_out": float((~kept).sum()),
+    }
+
+
+def split_unfinished(generated: DataProto) -> tuple[DataProto, DataProto | None]:
+    """(rows to score now, rows for the next generation: their prompts' columns and `continuation`, or None).
+
+    Groups with a member that the round did not wait for are kept whole: in the next generation a row goes on
+    with its tokens, log-probs and turns, and one that had ended stays as it is. A group is kept once: the
+    second time it is waited for or cut like all others, so no token that is trained is older than one step.
+    Groups are known by uid, wherever their rows were generated. Where no other row is left, nothing is kept:
+    what is unfinished is cut, so that the step has something to learn from.
+    """
+    records, uids = generated.non_tensor_batch["trajectory"], generated.non_tensor_batch["uid"]
+    open_groups = {uid for uid, record in zip(uids, records, strict=True) if record["finish_reason"] == KEPT}
+    stays = np.array([uid in open_groups for uid in uids], dtype=bool)
+    if not open_groups:
+        return generated, None
+    if stays.all():
+        return cut_unfinished(generated), None
+    kept = generated.select_idxs(stays)
+    columns = {name: rows for name, rows in kept.non_tensor_batch.items() if name != "trajectory"}
+    return generated.select_idxs(~stays), DataProto(None, {**columns, "continuation": continuations(kept)})
+
+
+def continuations(batch: DataProto) -> np.ndarray:
+    """[N] of dict, what the agent goes on with: `response_ids`, `response_mask` and `log_probs` without
+    padding, and the trajectory's `record`.
+    """
+    tensors = batch.tensors
+    lengths = tensors["attention_mask"][:, -tensors["responses"].shape[1] :].sum(-1).tolist()
+    names = {"response_ids": "responses", "response_mask": "response_mask", "log_probs": "rollout_log_probs"}
+    return object_array(
+        [
+            {name: tensors[column][row, :length].tolist() for name, column in names.items()}
+            | {"record": batch.non_tensor_batch["trajectory"][row]}
+            for row, length in enumerate(lengths)
+        ]
+    )
+
+
+def cut_unfinished(batch: DataProto) -> DataProto:
+    """The batch with an empty response_mask, and log-probs of 0, in rows that were not waited for; their
+    records say that they are cut.
+    """
+    cut = batch.select()
+    records = [dict(record) for record in batch.non_tensor_batch["trajectory"]]
+    unfinished = torch.tensor([record["finish_reason"] == KEPT for record in records])[:, None]
+    for record in records:
+        record["finish_reason"] = CUT if record["finish_reason"] == KEPT else record["finish_reason"]
+    for name in ("response_mask", "rollout_log_probs"):
+        cut.tensors[name] = batch.tensors[name].masked_fill(unfinished, 0)
+    cut.non_tensor_batch["trajectory"] = object_array(records)
+    return cut
+
+
+def staleness(batch: DataProto, version: int) -> np.ndarray:
+    """How many versions (optimizer steps) before `version` each row's first token was sampled; [N] int64.
+
+    A row that had ended in the step before is as old as one that went on. 0 for a row without a token.
+    """
+    first = [record["version_first"] for record in batch.non_tensor_batch["trajectory"]]
+    return np.array([0 if it is None else version - it for it in first], dtype=np.int64)

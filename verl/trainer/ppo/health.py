@@ -71,7 +71,7 @@ def _entropy_falls(seen: _Seen) -> str | None:
 
 
 _MORE_ENTROPY = (
-    "Try actor.entropy_ctrl.type=adaptive, a larger actor.entropy_coeff or actor.clip_ratio_high, or a "
+    "Try actor.entropy_ctrl.target_entropy, a larger actor.entropy_coeff or actor.clip_ratio_high, or a "
     "smaller learning rate."
 )
 

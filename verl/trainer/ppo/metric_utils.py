@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,13 +21,10 @@ REPEAT_LENGTH = 8  # tokens; longer than what the protocol's tags make every tur
 
 
 class Timer:
-    """Wall seconds by phase: `with timer("gen"): ...`; `timer.seconds["gen"]`.
+    """Wall seconds by phase: `with timer("gen"): ...`; `timer.seconds["gen"]`."""
 
-    It begins with what the checkpoint after the step before took, whose line was written already.
-    """
-
-    def __init__(self, seconds: dict[str, float] | None = None) -> None:
-        self.seconds: dict[str, float] = defaultdict(float, seconds or {})
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -78,11 +75,7 @@ def step_metrics(batch: DataProto, timer: Timer, use_critic: bool) -> dict[str, 
         variance = returns.var()
         metrics["critic/vf_explained_var"] = (1 - (returns - values).var() / (variance + 1e-5)).item()
     metrics |= _spread("response_length", sampled)
-    metrics["response_length/clip_ratio"] = (context_lengths == response_width).float().mean().item()
     metrics |= _spread("prompt_length", prompt_lengths)
-    metrics["prompt_length/clip_ratio"] = (
-        (prompt_lengths == attention.shape[1] - response_width).float().mean().item()
-    )
     metrics["state_tokens/total"] = int((context_lengths - sampled).sum())
     metrics["state_tokens/coverage"] = (
         (context_lengths - sampled).sum() / context_lengths.sum().clamp(min=1)
@@ -135,11 +128,9 @@ def effective_group_share(
 def _timing_metrics(timer: Timer, num_sampled: int, num_tokens: int) -> dict[str, float]:
     seconds = timer.seconds
     metrics = {f"timing_s/{name}": value for name, value in seconds.items()}
-    per_token = dict.fromkeys(("ref", "values", "adv", "update_critic", "update_actor"), num_tokens)
-    per_token["gen"] = num_sampled
-    for name, count in per_token.items():
-        if name in seconds and count:
-            metrics[f"timing_per_token_ms/{name}"] = seconds[name] * 1000 / count
+    for name in ("ref", "values", "adv", "update_critic", "update_actor"):
+        if name in seconds and num_tokens:
+            metrics[f"timing_per_token_ms/{name}"] = seconds[name] * 1000 / num_tokens
     metrics["perf/generated_tokens"] = num_sampled
     metrics["perf/trained_tokens"] = num_tokens
     metrics["perf/generated_tokens_per_second"] = num_sampled / max(seconds.get("gen", 0.0), 1e-9)
@@ -149,24 +140,18 @@ def _timing_metrics(timer: Timer, num_sampled: int, num_tokens: int) -> dict[str
     return metrics
 
 
-def search_failures(batch: DataProto) -> list[str]:
+def search_failures(trajectories: Sequence[Mapping[str, Any]] | np.ndarray) -> list[str]:
     """What went wrong in the trajectories that ended because a search failed; one text each."""
-    errors = []
-    for trajectory in batch.non_tensor_batch["trajectory"]:
-        if trajectory["finish_reason"] == "search_failed":
-            errors.append(
-                str(next((turn["error"] for turn in trajectory["turns"] if turn.get("error")), "unknown"))
-            )
-    return errors
+    failed = [record for record in trajectories if record["finish_reason"] == "search_failed"]
+    errors = [[turn["error"] for turn in record["turns"] if turn.get("error")] for record in failed]
+    return [str(texts[0]) if texts else "unknown" for texts in errors]
 
 
-def seqlen_metrics(tokens_per_rank: list[int], lengths: torch.Tensor) -> dict[str, float]:
-    """`global_seqlen/*`: tokens of a rank if rows were dealt out in order, and as they were balanced.
-
-    Args:
-        tokens_per_rank: tokens of each rank after balancing.
-        lengths: [N] int64, tokens of each row before it.
+def seqlen_metrics(tokens_per_rank: list[int], batch: DataProto) -> dict[str, float]:
+    """`global_seqlen/*`: tokens of a rank if the rows of `batch` were dealt out in order, and as they were
+    balanced (`tokens_per_rank`).
     """
+    lengths = batch.tensors["prompt_length"] + batch.tensors["response_length"]
     chunks = [int(chunk.sum()) for chunk in lengths.chunk(len(tokens_per_rank))]
     return {
         "global_seqlen/min": min(chunks),

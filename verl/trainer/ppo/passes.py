@@ -18,10 +18,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from omegaconf import DictConfig
-
+from verl.algos.rollout_correction import check_correction, corrects
+from verl.config import Config
 from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.algos.rollout_correction import corrects
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,11 @@ class Passes:
     turn_credit: float
 
     @classmethod
-    def of(cls, config: DictConfig) -> Passes:
-        """Reads the whole configuration. ValueError for an estimator or a loss that is not there."""
+    def of(cls, config: Config) -> Passes:
+        """Reads the whole configuration. ValueError for an estimator or a loss that is not there,
+        or a rollout correction that can't be."""
         algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+        check_correction(algorithm.rollout_correction, config.actor_rollout_ref.rollout)
         inputs = core_algos.estimator_inputs(algorithm.adv_estimator)
         with_turns = core_algos.estimator_inputs(algorithm.adv_estimator, algorithm.turn_credit)
         kl_in_reward = not actor.use_kl_loss and algorithm.kl_ctrl.kl_coef > 0

@@ -1,11 +1,8 @@
 """The driver of a run: one process that holds the loop, and worker groups that hold the models.
 
-    prompts -> generate (with searches) -> score -> log-probs, values -> advantages
-            -> update critic, update actor -> checkpoint, validation
-
-`RayPPOTrainer.fit` reads in that order. The same trainer runs with a Ray worker group (one actor a process,
-any number of machines) and with the in-process one (`trainer.backend=local`). With Ray the driver holds rows,
-lengths and scores only: weights and tokens never pass through it (see `token_worker`).
+`RayPPOTrainer.fit` is a run, and its loop is a step, from top to bottom. The same trainer runs with a Ray
+worker group (one actor a process, any number of machines) and with the in-process one
+(`trainer.backend=local`). Weights never pass through the driver; the rows of a step do.
 """
 
 from __future__ import annotations
@@ -13,44 +10,50 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
+from verl.algos.aggregation import PROMPT_MEAN
+from verl.config import Config
+from verl.config.policy import Actor
+from verl.config.schema import Critic
 from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
 from verl.single_controller.factory import build_worker_groups
 from verl.trainer.ppo import core_algos, metric_utils
-from verl.trainer.ppo.advantage_inputs import record_columns
-from verl.trainer.ppo.algos.aggregation import PROMPT_MEAN
-from verl.trainer.ppo.balancing import attention_length
-from verl.trainer.ppo.batching import Arrangement, mini_batch_rows, with_columns
-from verl.trainer.ppo.checkpoint_writing import CheckpointWriting
-from verl.trainer.ppo.collection import TrajectoryCollector
+from verl.trainer.ppo.advantage_inputs import add_advantages
+from verl.trainer.ppo.batching import (
+    add_prompt_counts,
+    arrange_for_workers,
+    attention_length,
+    mini_batch_rows,
+    observation_mask,
+)
+from verl.trainer.ppo.collection import TrajectoryCollector, with_greedy_baselines, without_padding
 from verl.trainer.ppo.health import HealthMonitor
 from verl.trainer.ppo.passes import Passes
+from verl.trainer.ppo.resuming import ResumableRun
 from verl.trainer.ppo.roles import ResourcePoolManager, Role
-from verl.trainer.ppo.rollout_apart import RolloutApart
-from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped, StoppedOnRequest
-from verl.trainer.ppo.token_worker import (
-    ADVANTAGE_COLUMNS,
-    FIGURE_COLUMNS,
-    UPDATE_COLUMNS,
-    chosen,
-    start_token_worker,
+from verl.trainer.ppo.run_state import (
+    RunStopped,
+    SearchesFailed,
+    StoppedOnRequest,
+    StopRequest,
 )
-from verl.trainer.ppo.validation import ValidationReport, validate
+from verl.trainer.ppo.scoring import score
+from verl.trainer.ppo.validation import ValidationReport, run_summary, validate
 from verl.utils.dataset.difficulty_pools import DifficultyPools
 from verl.utils.dataset.rl_dataset import PromptSampler, RLHFDataset
 from verl.utils.records import RunRecorder
-from verl.utils.records.trajectories import spread_rows
-from verl.workers.engine.micro_batches import shuffled
+from verl.utils.records.trajectories import TokenTexts, trajectory_records
+from verl.workers.engine.update_loop import shuffled
 from verl.workers.reward_manager import RewardManager
 
+PASS_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")
+NOT_TRAINED_ON = ("prompts", "responses", "token_level_scores", "token_level_rewards")
 
-class RayPPOTrainer:
-    """PPO and its critic-free relatives over worker groups; what a run computes is said by `Passes`.
+
+class RayPPOTrainer(ResumableRun):
+    """PPO and its critic-free relatives over worker groups; `Passes` says what a run computes.
 
     Args:
         config: the whole configuration (`verl/trainer/config/ppo_trainer.yaml`), validated.
@@ -58,15 +61,15 @@ class RayPPOTrainer:
         role_worker_mapping: role -> worker class with its constructor arguments.
         resource_pool_manager: which pool of processes each role lives in.
         reward_fn, val_reward_fn: DataProto -> scores (see `RewardManager`).
-        trajectory_metrics: trajectories of a step -> the agent's figures (`env/*`).
+        trajectory_metrics: trajectories of a step -> the agent's metrics (`env/*`).
         train_dataset, val_dataset: rows of prompts. `extra_val_dataset` is measured at the start and at the
             end, and reported on its own.
-        stop_asked: asked after each step; True ends the run there, with a checkpoint.
+        stop_request: whether the run shall end after the present step, with a checkpoint.
     """
 
     def __init__(
         self,
-        config: DictConfig,
+        config: Config,
         tokenizer: Any,
         role_worker_mapping: dict[Role, ClassWithInitArgs],
         resource_pool_manager: ResourcePoolManager,
@@ -76,49 +79,31 @@ class RayPPOTrainer:
         train_dataset: RLHFDataset,
         val_dataset: RLHFDataset,
         extra_val_dataset: RLHFDataset | None = None,
-        stop_asked: Callable[[], bool] = lambda: False,
+        stop_request: StopRequest | None = None,
     ) -> None:
-        self.config = config
+        super().__init__(config)
         self.tokenizer = tokenizer
-        self.role_worker_mapping = role_worker_mapping
-        self.resource_pool_manager = resource_pool_manager
-        self.reward_fn = reward_fn
-        self.val_reward_fn = val_reward_fn
-        self.trajectory_metrics = trajectory_metrics
-        self.train_dataset = train_dataset
-        self.val_dataset = val_dataset
+        self.role_worker_mapping, self.resource_pool_manager = role_worker_mapping, resource_pool_manager
+        self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
+        self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.extra_val_dataset = extra_val_dataset
-        self.stop_asked = stop_asked
+        self.stop_request = stop_request or StopRequest()
 
         self.passes = Passes.of(config)
         self.kl_controller = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
-        self.health = HealthMonitor()
         self.running_baseline = core_algos.RunningBaseline(config.algorithm.rae_decay)
+        self.health = HealthMonitor()
+        self.texts = TokenTexts(tokenizer)
         self.sampler = self._prompt_sampler()
-        self.total_steps = (
-            config.trainer.total_training_steps or len(self.sampler) * config.trainer.total_epochs
-        )
+        trainer = config.trainer
+        self.total_steps = trainer.total_training_steps or len(self.sampler) * trainer.total_epochs
         for optim in (config.actor_rollout_ref.actor.optim, config.critic.optim):
             if optim.total_training_steps <= 0:
                 optim.total_training_steps = self.total_steps
-        self.state = RunState()
         self.num_restarts = 0  # of this run so far (`verl/trainer/restarts.py`)
-        self.checkpoints = CheckpointStore(config.trainer.default_local_dir, config.trainer.max_ckpt_to_keep)
-        self.checkpoint_writing = CheckpointWriting(self.checkpoints, config.trainer.async_checkpoint)
-        trainer = config.trainer
-        self.resume_folder = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
-        if trainer.val_only and self.resume_folder is not None:
-            self._check_validation_folder(RunState.load(self.resume_folder).step)
         self.recorder = RunRecorder(config, total_steps=self.total_steps)
         self.collector = TrajectoryCollector(
-            config,
-            self.passes,
-            self._generate_sequences,
-            lambda: self.tokens,
-            trajectory_metrics,
-            train_dataset,
-            self.sampler,
-            self._say,
+            config, self.passes, train_dataset, self.sampler, trajectory_metrics, self.recorder.say
         )
         self.worker_groups: dict[str, WorkerGroup] = {}
 
@@ -133,44 +118,31 @@ class RayPPOTrainer:
         pools = data.difficulty_pools
         return DifficultyPools(*order, pools) if pools.enable else PromptSampler(*order)
 
-    def _say(self, line: str) -> None:
-        self.recorder.display.say(line)
-
     # ---------------------------------------------------------------- workers
 
     def init_workers(self) -> None:
         """Take the run folder, start the processes, load the models into them and start the rollout engine.
 
         Raises:
-            ValueError: another run is in the folder, or a model does not fit.
+            ValueError: another run is in the folder, its checkpoint is of a run with other settings, or a
+                model does not fit.
             EngineUnavailable: the rollout engine's servers don't start, or don't answer.
         """
         self.checkpoints.lock()
+        self._choose_checkpoint()
         pools: dict[int, tuple[ResourcePool, dict[str, ClassWithInitArgs]]] = {}
         for role, worker in self.role_worker_mapping.items():
             pool = self.resource_pool_manager.get_resource_pool(role)
             pools.setdefault(id(pool), (pool, {}))[1][role.value] = worker
         for pool, workers in pools.values():
-            backend = self.resource_pool_manager.backend
-            self.worker_groups |= build_worker_groups(backend, pool, workers, columns_stay=True)
-        actor = next(role for role in self.role_worker_mapping if role not in (Role.Critic, Role.Rollout))
+            self.worker_groups |= build_worker_groups(self.resource_pool_manager.backend, pool, workers)
+        actor = next(role for role in self.role_worker_mapping if role is not Role.Critic)
         self.actor_rollout_wg = self.worker_groups[actor.value]
         self.actor_rollout_wg.init_model()
         if self.passes.values:
             self.critic_wg = self.worker_groups[Role.Critic.value]
             self.critic_wg.init_model()
-        self.rollout_wg: WorkerGroup | RolloutApart = self.actor_rollout_wg
-        if Role.Rollout in self.role_worker_mapping:
-            self.rollout_wg = RolloutApart(self.actor_rollout_wg, self.worker_groups[Role.Rollout.value])
-        self.rollout_wg.start_rollout(-(-self._most_rows() // self.rollout_wg.world_size))
-
-    @cached_property
-    def tokens(self) -> WorkerGroup:
-        """The process that looks at tokens, started when it is first needed; a group of one `TokenWorker`."""
-        backend, scores = self.resource_pool_manager.backend, (self.reward_fn, self.val_reward_fn)
-        group = start_token_worker(backend, self.config, self.tokenizer, *scores)
-        self.worker_groups["tokens"] = group
-        return group
+        self.actor_rollout_wg.start_rollout(-(-self._most_rows() // self.actor_rollout_wg.world_size))
 
     def _most_rows(self) -> int:
         """Trajectories of the largest batch that is generated, over all processes."""
@@ -184,7 +156,6 @@ class RayPPOTrainer:
     def shutdown(self) -> None:
         """End the workers that this trainer started, and close the records. Safe to call twice."""
         groups, self.worker_groups = self.worker_groups, {}
-        self.__dict__.pop("tokens", None)
         try:
             self.recorder.close()
         finally:
@@ -192,214 +163,229 @@ class RayPPOTrainer:
                 group.shutdown()
             self.checkpoints.unlock()
 
-    def _check_validation_folder(self, step: int) -> None:
-        later = [other for other in self.checkpoints.steps() if other > step]
-        if later:
-            raise ValueError(
-                f"trainer.val_only=true on the checkpoint of step {step}, but {self.checkpoints.run_dir} "
-                f"holds step {later[-1]} of a run, whose records would be cut back. Set "
-                "trainer.default_local_dir to another folder."
-            )
-
     # ------------------------------------------------------------------- loop
 
-    def fit(self) -> dict[str, Any] | None:
+    def fit(self) -> dict[str, Any]:
         """Run to `total_steps` from where the last checkpoint stands; returns what `summary.json` holds.
 
         Raises:
             RunStopped: it can't go on. StoppedOnRequest: it was asked to stop.
         """
         self._resume()
+        self.recorder.say("\n".join(self._banner()))
+        trainer, actor = self.config.trainer, self.config.actor_rollout_ref.actor
         started = time.perf_counter() - self.state.wall_seconds
-        trainer = self.config.trainer
-        if trainer.val_only:
-            when = "after" if self.state.step else "before"
-            self._record_validation(self._validate(complete=True), when)
-            return self.recorder.finish(self.state, time.perf_counter() - started)
-        if self.state.step == 0 and trainer.val_before_train:
-            self._record_validation(self._validate(complete=True), "before")
-
-        with self.checkpoint_writing.finishing():
-            self._train(started)
-        return self.recorder.finish(self.state, time.perf_counter() - started)
-
-    def _train(self, started: float) -> None:
-        """The steps. RunStopped: see `fit`."""
-        trainer, checkpoint_seconds = self.config.trainer, dict[str, float]()
-        while self.state.step < self.total_steps:
-            self.checkpoint_writing.commit_if_written()
-            timer = metric_utils.Timer(checkpoint_seconds)
-            last = self.state.step + 1 == self.total_steps
-            with timer("step"):
-                batch, metrics = self.collector.collect(self.state.step + 1, last, timer)
-                self.checkpoint_writing.commit_if_written()
-                batch = self._log_probs_and_values(batch, timer)
-                with timer("adv"):
-                    batch, figures = self._advantages(batch)
-                metrics |= figures
-                figures, skipped_update = self._update(batch, timer)
-                metrics |= figures
-                self.state.step += 1
-                if last or (trainer.test_freq > 0 and self.state.step % trainer.test_freq == 0):
-                    with timer("testing"):
-                        report = self._validate(complete=last)
-                    self._record_validation(report, "after" if last else "during")
-                    metrics |= report.metrics()
-            metrics = self._step_metrics(batch, timer) | metrics
-            if trainer.max_restarts:
-                metrics["trainer/num_restarts"] = self.num_restarts
-            self.state.add_step(metrics, timer.seconds, time.perf_counter() - started)
-            # the score of all trajectories: that of those chosen to be trained says little
-            seen = metrics | {"critic/score/mean": metrics["train/score"]}
-            warnings = self.health.check(self.state.step, seen)
-            records = self._records(batch, "train")
-            self.recorder.log_step(self.state, metrics, batch, records, warnings)
-            self._check_updates(metrics, skipped_update)
-            checkpoint_seconds = {}
-            del batch  # its columns are freed before the next ones are made
-            stop = self.stop_asked() and not last
-            if last or stop or (trainer.save_freq > 0 and self.state.step % trainer.save_freq == 0):
-                checkpoint_seconds = self._save_checkpoint()
-            if stop:
-                raise StoppedOnRequest(
-                    f"asked to stop (SIGUSR1); the checkpoint of step {self.state.step} is written, and the "
-                    "same command goes on from it."
+        with self._ending_well():
+            if trainer.val_only or self._lacks_validation():
+                self._record_validation(
+                    self._validate(complete=True), "after" if self.state.step else "before"
                 )
+            while self.state.step < self.total_steps and not trainer.val_only:
+                step = self.stop_request.step = self.state.step + 1
+                timer = metric_utils.Timer()
+                last, trains_actor = step == self.total_steps, step > trainer.critic_warmup
+                with timer("step"):
+                    # Collect trajectories (with searches) and score them, in several rounds where groups that
+                    # teach nothing are replaced.
+                    for prompts in self.collector.rounds(step, last):
+                        with timer("gen"):
+                            generated = self._generate_sequences(prompts)
+                            trajectories = self.collector.set_aside_unfinished(generated)
+                        with timer("reward"):
+                            score(trajectories, self.reward_fn, self.config)
+                        self.collector.add(trajectories)
+                    batch, metrics = self.collector.selected(timer.seconds["gen"])
+                    if self.passes.greedy_rollouts:
+                        with timer("gen_max"):
+                            greedy = self._generate_sequences(self.collector.greedy_prompts(batch, step))
+                        with timer("reward"):
+                            score(greedy, self.reward_fn, self.config)
+                        batch, baseline_metrics = with_greedy_baselines(batch, greedy)
+                        metrics |= baseline_metrics
+                    batch = without_padding(batch)
+                    self.checkpoint_writing.commit_if_written()
+
+                    self._add_log_probs_and_values(batch, trains_actor, timer)
+                    with timer("adv"):
+                        metrics |= add_advantages(
+                            batch,
+                            self.config.algorithm,
+                            self.passes,
+                            self.kl_controller,
+                            self.running_baseline,
+                        )
+
+                    updates: dict[str, dict[str, Any]] = {}
+                    for_actor, tokens_per_rank = self._arranged(batch, self.actor_rollout_wg, actor)
+                    metrics |= metric_utils.seqlen_metrics(tokens_per_rank, batch)
+                    if self.passes.values:
+                        with timer("update_critic"):
+                            for_critic, _ = self._arranged(batch, self.critic_wg, self.config.critic)
+                            updates["critic"] = self.critic_wg.update_critic(for_critic).meta_info
+                    if trains_actor:
+                        with timer("update_actor"):
+                            updates["actor"] = self._update_actor(for_actor, step)
+                    for update in updates.values():
+                        metrics |= update["metrics"]
+                    self.state.step = step
+                    with timer("sync_weights"):
+                        self.actor_rollout_wg.sync_weights()
+
+                    search_failure = None
+                    if last or (trainer.test_freq > 0 and step % trainer.test_freq == 0):
+                        with timer("testing"):
+                            validation, search_failure = self._validate_step("after" if last else "during")
+                        metrics |= validation
+                metrics = metric_utils.step_metrics(batch, timer, self.passes.values) | metrics
+                stop = search_failure is not None or (self.stop_request.asked and not last)
+                warnings = self._take_state(metrics, timer, started)
+                if last or stop or (trainer.save_freq > 0 and step % trainer.save_freq == 0):
+                    with timer("save_checkpoint"):
+                        self._save_checkpoint()
+                    metrics["timing_s/save_checkpoint"] = timer.seconds["save_checkpoint"]
+                self.recorder.log_step(step, metrics, batch, self._records(batch, "train"), warnings)
+                self.checkpoint_writing.commit_if_written()  # no checkpoint is ahead of the records
+                self._check_updates(metrics, updates)
+                if stop:
+                    raise search_failure or StoppedOnRequest(
+                        f"asked to stop; the checkpoint of step {step} is written, and the same command goes "
+                        "on from it."
+                    )
+        return self.recorder.finish(run_summary(self.state, time.perf_counter() - started, trainer.seed))
 
     # ----------------------------------------------------------- parts of a step
 
-    def _generate_sequences(self, gen_batch: DataProto) -> DataProto:
-        generated = self.rollout_wg.generate_sequences(gen_batch)
-        self._check_searches(generated)
-        return generated
+    def _banner(self) -> list[str]:
+        """What this run is, for its first lines."""
+        config, trainer = self.config, self.config.trainer
+        actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+        answers = config.actor_rollout_ref.rollout.n_agent * config.actor_rollout_ref.rollout.n
+        lines = [
+            f"model: {config.actor_rollout_ref.model.path}",
+            f"data: {len(self.train_dataset)} training and {len(self.val_dataset)} validation questions of "
+            f"{config.data.train_files}",
+            f"algorithm: {algorithm.adv_estimator}, loss {actor.policy_loss.loss_mode}, learning rate "
+            f"{actor.optim.lr:g}",
+            f"batch: {config.data.train_batch_size} questions with {answers} answers each, mini-batches of "
+            f"{actor.ppo_mini_batch_size}; {self.total_steps} steps, {self.state.step} of them done",
+            f"processes: {self.actor_rollout_wg.world_size} ({trainer.backend}, {trainer.device})",
+            f"folder: {self.checkpoints.run_dir}",
+        ]
+        if config.do_search:
+            lines.append(f"retriever: {config.retriever.url}")
+        if self.passes.values and self.state.step < trainer.critic_warmup:
+            lines.append(
+                f"the first {trainer.critic_warmup} steps train the critic alone (trainer.critic_warmup); "
+                "the policy learns from then on"
+            )
+        return lines
 
-    def _check_searches(self, generated: DataProto) -> None:
-        """Stops the run when so many searches failed that the rest says little about the policy.
+    def _generate_sequences(self, prompts: DataProto) -> DataProto:
+        """A trajectory for each row of prompts, with the prompts' columns.
 
-        What is left leans to trajectories that did not search, or searched before the server went away.
+        Raises:
+            SearchesFailed: so many searches failed that the rest says little about the policy. What is left
+                leans to trajectories that did not search, or searched before the server went away.
         """
-        failures = metric_utils.search_failures(generated)
-        share, limit = len(failures) / len(generated), self.config.retriever.max_failed_share
-        if share <= limit and share < 1:
-            return
-        self.checkpoint_writing.finish()
-        done = self.checkpoints.steps()
-        resumes = self.config.trainer.resume_mode in ("auto", "latest")
-        raise RunStopped(
-            f"the retrieval server is away: after step {self.state.step} {len(failures)} of {len(generated)} "
-            f"trajectories ended because a search failed (retriever.max_failed_share={limit:g}): "
-            f"{failures[-1]}. Start the server and run the same command again"
-            f"{'' if resumes else ' with trainer.resume_mode=auto'}: the run goes on from "
-            + (f"step {done[-1]}." if done else "its beginning, as it has no checkpoint yet.")
-        )
+        columns = prompts.non_tensor_batch
+        shipped = [name for name in ("raw_prompt_ids", "uid", "continuation") if name in columns]
+        generated = self.actor_rollout_wg.generate_sequences(prompts.select(non_tensor_batch_keys=shipped))
+        trajectories = generated.non_tensor_batch["trajectory"]
+        failures = metric_utils.search_failures(trajectories)
+        limit = self.config.retriever.max_failed_share
+        if len(failures) > limit * len(trajectories) or len(failures) == len(trajectories):
+            raise SearchesFailed(
+                f"{len(failures)} of {len(trajectories)} trajectories ended because a search failed "
+                f"(retriever.max_failed_share={limit:g}): {failures[-1]}"
+            )
+        columns = {name: column for name, column in columns.items() if name != "continuation"}
+        return DataProto(generated.batch, columns | {"trajectory": trajectories}, dict(generated.meta_info))
 
-    def _log_probs_and_values(self, batch: DataProto, timer: metric_utils.Timer) -> DataProto:
-        """Add what the advantages and the update need: nothing is computed that is not used."""
-        passes, updates_actor = self.passes, self._updates_actor()
-        columns = batch.select(non_tensor_batch_keys=["uid"])  # records are not shipped to the workers
-        if passes.old_log_probs(updates_actor, self._num_updates(len(batch))):
+    def _add_log_probs_and_values(
+        self, batch: DataProto, trains_actor: bool, timer: metric_utils.Timer
+    ) -> None:
+        """Adds what the advantages and the update need: nothing is computed that is not used."""
+        passes, actor = self.passes, self.config.actor_rollout_ref.actor
+        num_updates = actor.ppo_epochs * -(-len(batch) // self._mini_batch_rows(len(batch), actor))
+        columns = batch.select(list(PASS_COLUMNS), [])
+        if passes.old_log_probs(trains_actor, num_updates):
             with timer("old_log_prob"):
                 columns.meta_info = {"calculate_sum_pi_squared": passes.sum_pi_squared}
-                batch = batch.union(self.actor_rollout_wg.compute_log_prob(columns))
-        if passes.reference_log_probs(updates_actor):
+                batch.union(self.actor_rollout_wg.compute_log_prob(columns))
+        if passes.reference_log_probs(trains_actor):
             with timer("ref"):
-                batch = batch.union(self.actor_rollout_wg.compute_ref_log_prob(columns))
-        if passes.teacher and updates_actor:
+                batch.union(self.actor_rollout_wg.compute_ref_log_prob(columns))
+        if passes.teacher and trains_actor:
             with timer("teacher"):
-                batch = batch.union(self.actor_rollout_wg.compute_teacher_log_prob(columns))
+                batch.union(self.actor_rollout_wg.compute_teacher_log_prob(columns))
         if passes.values:
             with timer("values"):
-                batch = batch.union(self.critic_wg.compute_values(columns))
-        return batch
+                batch.union(self.critic_wg.compute_values(columns))
 
-    def _num_updates(self, num_rows: int) -> int:
-        """Optimizer steps on the actor for a step of so many rows."""
-        actor = self.config.actor_rollout_ref.actor
-        return actor.ppo_epochs * -(-num_rows // self._mini_batch_rows(num_rows, actor))
+    def _arranged(
+        self, batch: DataProto, group: WorkerGroup, block: Actor | Critic
+    ) -> tuple[DataProto, list[int]]:
+        """The rows as the processes of a group get them, with what its losses (`block`: actor or critic) are
+        divided by; and the tokens of each process.
 
-    def _mini_batch_rows(self, num_rows: int, block: DictConfig) -> int:
+        Rows are shuffled here, not by the processes: so a mini-batch is the same set for any number of them.
+        """
+        columns = [str(name) for name, _ in batch.tensors.items() if name not in NOT_TRAINED_ON]
+        rows = batch.select(columns, ["uid"], [])
+        if block.shuffle:
+            rows = rows.select_idxs(shuffled(len(batch), self.config.trainer.seed, self.state.step, epoch=0))
+        size = self._mini_batch_rows(len(batch), block)
+        if block.loss_agg_mode == PROMPT_MEAN:
+            add_prompt_counts(rows, size)
+        if block.get("echo_coeff"):
+            rows.tensors["observation_mask"] = observation_mask(rows)
+        rows, tokens_per_rank = arrange_for_workers(rows, group.dp_size, size, self._attention_length)
+        rows.meta_info = {"mini_batch_rows": -(-size // group.dp_size), "bypass_mode": self.passes.bypass}
+        return rows, tokens_per_rank
+
+    def _mini_batch_rows(self, num_rows: int, block: Actor | Critic) -> int:
         """Rows of the actor's or the critic's mini-batches, over all processes."""
         rollout = self.config.actor_rollout_ref.rollout
         planned = self.config.data.train_batch_size * rollout.n_agent * rollout.n
         return mini_batch_rows(num_rows, planned, block.ppo_mini_batch_size * rollout.n)
 
-    def _updates_actor(self) -> bool:
-        """Whether this step trains the actor too."""
-        return self.state.step >= self.config.trainer.critic_warmup
+    @cached_property
+    def _attention_length(self) -> float:
+        """See `batching`. Read once, as the model's configuration may be on another machine."""
+        return attention_length(self.config.actor_rollout_ref.model)
 
-    def _step_metrics(self, batch: DataProto, timer: metric_utils.Timer) -> dict[str, float]:
-        return self.tokens.figures(chosen(batch, FIGURE_COLUMNS), timer).meta_info["metrics"]
+    def _update_actor(self, rows: DataProto, step: int) -> dict[str, Any]:
+        """Trains the policy; where it is due, the result is the new reference."""
+        update = self.actor_rollout_wg.update_actor(rows).meta_info
+        reset_every = self.config.actor_rollout_ref.ref.reset_every
+        if self.passes.reference and reset_every and step % reset_every == 0:
+            self.actor_rollout_wg.reset_reference()
+        return update
 
-    def _advantages(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
-        """Rewards, advantages, returns, and the tokens' weights in the update; see `TokenWorker`."""
-        columns = chosen(batch, ADVANTAGE_COLUMNS, record_columns(self.passes))
-        step, baseline = self.state.step + 1, self.running_baseline
-        done = self.tokens.advantages(columns, step, self.kl_controller, baseline)
-        self.kl_controller = done.meta_info["kl_controller"]
-        self.running_baseline = done.meta_info["running_baseline"]
-        return with_columns(batch, done), done.meta_info["metrics"]
+    def _take_state(self, metrics: dict[str, float], timer: metric_utils.Timer, started: float) -> list[str]:
+        """Brings `state` to the end of this step, from where a checkpoint goes on; returns warnings."""
+        if self.config.trainer.max_restarts:
+            metrics["trainer/num_restarts"] = self.num_restarts
+        self.state.add_step(metrics, timer.seconds, time.perf_counter() - started)
+        # the score of all trajectories: that of those chosen to be trained says little
+        warnings = self.health.check(self.state.step, metrics | {"critic/score/mean": metrics["train/score"]})
+        self.state.sampler = self.sampler.state_dict()
+        self.state.kl_controller = self.kl_controller.state_dict()
+        self.state.running_baseline = self.running_baseline.state_dict()
+        self.state.health = self.health.state_dict()
+        self.collector.take_state()
+        return warnings
 
-    def _update(self, batch: DataProto, timer: metric_utils.Timer) -> tuple[dict[str, float], str]:
-        """Train critic and actor. Returns figures, and why an update was skipped, if one was."""
-        lengths = batch.tensors["prompt_length"] + batch.tensors["response_length"]
-        arranged, tokens_per_rank = self._arranged(batch, self.config.actor_rollout_ref.actor)
-        metrics, skipped = metric_utils.seqlen_metrics(tokens_per_rank, lengths), ""
-        if self.passes.values:
-            with timer("update_critic"):
-                for_critic, _ = self._arranged(batch, self.config.critic)
-                done = self.critic_wg.update_critic(for_critic).meta_info
-                metrics, skipped = metrics | done["metrics"], done["skipped_update"]
-        if self._updates_actor():
-            with timer("update_actor"):
-                arranged.meta_info["bypass_mode"] = self.passes.bypass
-                done = self.actor_rollout_wg.update_actor(arranged).meta_info
-                metrics, skipped = metrics | done["metrics"], done["skipped_update"] or skipped
-            reset_every = self.config.actor_rollout_ref.ref.reset_every
-            if self.passes.reference and reset_every and (self.state.step + 1) % reset_every == 0:
-                self.actor_rollout_wg.reset_reference()
-        return metrics, skipped
-
-    def _check_updates(self, metrics: dict[str, float], reason: str) -> None:
+    def _check_updates(self, metrics: dict[str, float], updates: dict[str, dict[str, Any]]) -> None:
         """Stops a run whose updates are skipped again and again."""
         limit = self.config.trainer.max_skipped_updates
-        for name in ("actor", "critic"):
+        for name, update in updates.items():
             count = metrics.get(f"{name}/num_skipped_in_a_row", 0)
             if count >= limit:
                 raise RunStopped(
                     f"step {self.state.step}: {count:g} updates of the {name} in a row were skipped "
-                    f"(trainer.max_skipped_updates={limit}), as loss or gradient was not finite. {reason}"
+                    f"(trainer.max_skipped_updates={limit}): {update['skipped_update']}"
                 )
-
-    def _arranged(self, batch: DataProto, block: DictConfig) -> tuple[DataProto, list[int]]:
-        """The rows as the actor's or the critic's processes get them, and the tokens of each process.
-
-        They are shuffled here, not by the processes: so a mini-batch is the same set for any number of them.
-        """
-        is_actor = block is self.config.actor_rollout_ref.actor
-        if block.shuffle:
-            order = shuffled(len(batch), self.config.trainer.seed, self.state.step, epoch=0)
-            batch = batch.select_idxs(order)
-        else:
-            batch = batch.select()
-        group = self.actor_rollout_wg if is_actor else self.critic_wg
-        num_replicas, size = group.dp_size, self._mini_batch_rows(len(batch), block)
-        done = self.tokens.for_update(
-            chosen(batch, UPDATE_COLUMNS),
-            num_replicas,
-            size,
-            self._attention_length,
-            block.loss_agg_mode == PROMPT_MEAN,
-            is_actor and bool(block.echo_coeff),
-        )
-        found: Arrangement = done.meta_info["arrangement"]
-        arranged = found.of(with_columns(batch, done).select(non_tensor_batch_keys=["uid"]))
-        arranged.meta_info = {"mini_batch_rows": -(-size // num_replicas)}
-        return arranged, found.tokens_per_rank
-
-    @cached_property
-    def _attention_length(self) -> float:
-        """See `balancing`. Read once, as the model's configuration may be on another machine."""
-        return attention_length(self.config.actor_rollout_ref.model)
 
     # ----------------------------------------------------------------- measuring
 
@@ -414,7 +400,7 @@ class RayPPOTrainer:
         def ask(dataset: RLHFDataset) -> ValidationReport:
             return validate(
                 self._generate_sequences,
-                self.tokens.score_answers,
+                self.val_reward_fn,
                 dataset,
                 list(self.config.trainer.val_modes),
                 self.config.data.val_batch_size,
@@ -426,74 +412,28 @@ class RayPPOTrainer:
             report.extra = ask(self.extra_val_dataset)
         return report
 
+    def _validate_step(self, when: str) -> tuple[dict[str, float], SearchesFailed | None]:
+        """A step's validation: its metrics, or why there are none. The step is done all the same."""
+        try:
+            report = self._validate(complete=when == "after")
+        except SearchesFailed as failure:
+            return {}, failure
+        self._record_validation(report, when)
+        return report.metrics(), None
+
+    def _lacks_validation(self) -> bool:
+        """Whether the validation before the first step, or after the last one, has not been made yet."""
+        if self.state.step >= self.total_steps:
+            return "after" not in self.state.validation
+        return self.state.step == 0 and self.config.trainer.val_before_train
+
     def _record_validation(self, report: ValidationReport, when: str) -> None:
         if when != "during":
             self.state.validation[when] = report.summary()
         records = [] if report.samples is None else self._records(report.samples, "val")
-        self.recorder.log_validation(self.state, report, records)
+        self.recorder.log_validation(self.state.step, report.metrics(), report.summary(), records)
 
     def _records(self, batch: DataProto, split: str) -> list[dict[str, Any]]:
         """Those rows of a batch that are kept for the eye."""
-        rows = spread_rows(len(batch), self.config.trainer.num_trajectories_logged)
-        return self.tokens.records(batch.select_idxs(rows), self.state.step, split).meta_info["records"]
-
-    # --------------------------------------------------------------- checkpoints
-
-    def _save_checkpoint(self) -> dict[str, float]:
-        """Write the checkpoint of this step; returns the seconds it took, by the name of the phase."""
-        started = time.perf_counter()
-        self.state.sampler = self.sampler.state_dict()
-        self.state.kl_controller = self.kl_controller.state_dict()
-        self.state.running_baseline = self.running_baseline.state_dict()
-        self.state.health = self.health.state_dict()
-        groups = {"actor": self.actor_rollout_wg}
-        if self.passes.values:
-            groups["critic"] = self.critic_wg
-
-        def beside(folder: Path) -> None:
-            self.collector.save(folder)
-            self.state.save(folder)
-
-        self.checkpoint_writing.save(self.state.step, groups, beside)
-        return {"save_checkpoint": time.perf_counter() - started}
-
-    def _load_checkpoint(self, folder: Path) -> None:
-        """Put everything where the checkpoint in `folder` left it. ValueError if it is of another run."""
-        self.state = RunState.load(folder)
-        if self.state.step == 0:  # weights alone, to start with
-            self.actor_rollout_wg.load_checkpoint(str(folder / "actor"))
-            return
-        self.sampler.load_state_dict(self.state.sampler)
-        self.collector.load(folder)
-        self.kl_controller.load_state_dict(self.state.kl_controller)
-        self.running_baseline.load_state_dict(self.state.running_baseline)
-        self.health.load_state_dict(self.state.health)
-        self.actor_rollout_wg.load_checkpoint(str(folder / "actor"))
-        if isinstance(self.rollout_wg, RolloutApart):
-            self.rollout_wg.forget_weights()
-        if self.passes.values:
-            self.critic_wg.load_checkpoint(str(folder / "critic"))
-
-    def _resume(self) -> None:
-        """Take up the checkpoint that `trainer.resume_mode` asks for; cut the records back to its step."""
-        folder = self.resume_folder
-        aside = self.checkpoints.set_aside() if self.config.trainer.resume_mode == "none" else None
-        if aside is not None:
-            self.checkpoints.lock()
-        self.checkpoints.remove_incomplete()
-        if folder is not None:
-            try:
-                self._load_checkpoint(folder)
-            except ValueError as error:
-                raise RunStopped(f"{folder}: {error}") from error
-            for left_behind in self.checkpoints.set_aside_after(self.state.step):
-                print(f"a checkpoint of a later step is now {left_behind}")
-        self.recorder.start(self.state, resumed_from=folder)
-        if aside is not None:
-            print(f"an earlier run stood in {self.checkpoints.run_dir}; it is now {aside}")
-        if self.state.step >= self.total_steps:
-            print(
-                f"the run in {self.checkpoints.run_dir} is finished ({self.state.step} steps). For a new one "
-                "set trainer.resume_mode=none or another folder; to go on, raise "
-                "trainer.total_training_steps."
-            )
+        count = self.config.trainer.num_trajectories_logged
+        return trajectory_records(batch, self.texts, self.state.step, split, count)

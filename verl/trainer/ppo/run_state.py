@@ -7,8 +7,12 @@
     <run folder>/global_step_N/difficulty_pools.npz how often each prompt was drawn and solved, with pools
     <run folder>/global_step_N/run_state.json     step, data position, KL coefficient, totals (this file)
 
-A checkpoint is written to `global_step_N.incomplete` and renamed when everything is on disk. Whatever bears
-the final name is therefore whole.
+A checkpoint is written to `global_step_N.incomplete` and renamed when everything is on disk: whatever bears
+the final name is whole. With `trainer.async_checkpoint` the workers take snapshots and write them while
+training goes on:
+
+    save(step): workers take snapshots | next step ... commit_if_written() ... | the folder gets its name
+                 their threads write  ----------------->
 """
 
 from __future__ import annotations
@@ -16,13 +20,21 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import queue
 import re
 import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
+from verl.single_controller.base import WorkerGroup
 from verl.utils.durable import sync, sync_tree
+from verl.workers.engine.snapshot import CheckpointFailed
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -31,10 +43,61 @@ State = TypeVar("State", bound="DataclassInstance")
 
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
 STATE_FILE = "run_state.json"
+_SECONDS_AFTER_A_FAILURE = 10.0  # that those who write may take; they may be gone, busy, or wait for another
 
 
 class RunStopped(RuntimeError):
     """The run can't go on, for a reason outside of it; started again it resumes from its last checkpoint."""
+
+
+class SearchesFailed(RunStopped):
+    """Too many searches failed: the retrieval server is away."""
+
+
+class StopRequest:
+    """SIGUSR1 or a first Ctrl-C asks a run to end after its step, with a checkpoint; a second Ctrl-C ends it
+    at once.
+
+    SLURM sends SIGUSR1 before the time limit (scripts/slurm/train.sbatch); by hand it is `kill -USR1 <process
+    id>`. A Ctrl-C before the first step ends the run at once: there is nothing to keep.
+
+    Attributes:
+        asked: whether the run was asked to stop. step: the one that is being made; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.step: int | None = None
+
+    def listen(self) -> StopRequest:
+        """Heed the signals from now on (main thread only). An ignored SIGINT stays so: a script that runs
+        this in the background passes a Ctrl-C on as SIGUSR1.
+        """
+        signal.signal(signal.SIGUSR1, self._ask)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def what_is_kept(self) -> str:
+        """For the message of a run that was ended at once."""
+        if self.step is None:
+            return "no step was begun"
+        return f"step {self.step} is lost; the same command goes on from the last checkpoint"
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.asked or self.step is None:
+            raise KeyboardInterrupt
+        self._ask(number, frame)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if not self.asked:
+            when = "its first step" if self.step is None else f"step {self.step}"
+            print(
+                f"\nstopping: the run ends after {when}, with a checkpoint, and the same command goes on "
+                "from it. A second Ctrl-C ends it at once.",
+                flush=True,
+            )
+        self.asked = True
 
 
 class StoppedOnRequest(RunStopped):
@@ -246,3 +309,106 @@ def _delete(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     os.replace(folder, doomed)
     shutil.rmtree(doomed)
+
+
+class CheckpointWriting:
+    """One checkpoint at a time.
+
+    Args:
+        store: where they go. background: whether training goes on while the workers write.
+    """
+
+    def __init__(self, store: CheckpointStore, background: bool) -> None:
+        self.store, self.background = store, background
+        self._step: int | None = None  # that is being written
+        self._groups: list[WorkerGroup] = []
+
+    def save(self, step: int, groups: Mapping[str, WorkerGroup], beside: Callable[[Path], None]) -> None:
+        """Begins the checkpoint of `step`, and ends the one before it. `commit_if_written` gives it its name.
+
+        groups: folder in the checkpoint -> whose models go there. beside: writes the rest into the folder.
+
+        Raises:
+            RunStopped: this one, or the one before it, could not be written.
+        """
+        self.finish()
+        try:
+            folder = self.store.begin(step)
+            for name, group in groups.items():
+                group.save_checkpoint(str(folder / name), self.background)
+            beside(folder)
+        except (CheckpointFailed, OSError) as error:
+            raise self._failed(step, error) from error
+        self._step, self._groups = step, list(groups.values())
+
+    def commit_if_written(self) -> None:
+        """Gives the checkpoint its name if its files are all there. RunStopped: it could not be written."""
+        self._commit(wait=False)
+
+    def finish(self) -> None:
+        """Waits for the checkpoint that is being written, if there is one. RunStopped: as above."""
+        self._commit(wait=True)
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """A run within: what is being written at its end gets its name, also if the run is stopped
+        (RunStopped), and if it fails or is interrupted, where that takes no more than some seconds.
+        RunStopped: it could not be written.
+        """
+        try:
+            yield
+        except RunStopped:
+            self.finish()
+            raise
+        except BaseException:
+            self._finish_after_a_failure()
+            raise
+        self.finish()
+
+    def _finish_after_a_failure(self) -> None:
+        step, self._step = self._step, None
+        if step is None:
+            return
+        ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def wait() -> None:
+            try:
+                for group in self._groups:
+                    group.checkpoint_is_written(True)
+                ends.put(None)
+            except BaseException as error:  # said below; the run's own error is the one that is raised
+                ends.put(error)
+
+        threading.Thread(target=wait, daemon=True).start()
+        try:
+            error = ends.get(timeout=_SECONDS_AFTER_A_FAILURE)
+            if error is None:
+                self.store.commit(step)
+                return
+            why = f"could not be written: {error}"
+        except queue.Empty:
+            why = f"was not whole within {_SECONDS_AFTER_A_FAILURE:g} s, or its processes are busy"
+        except OSError as error:
+            why = f"could not be given its name: {error}"
+        print(f"note: the checkpoint of step {step} {why}; it is not gone on from", flush=True)
+
+    def _commit(self, wait: bool) -> None:
+        step = self._step
+        if step is None:
+            return
+        try:
+            written = [done for group in self._groups for done in group.checkpoint_is_written(wait)]
+            if all(written):
+                self._step = None
+                self.store.commit(step)
+        except (CheckpointFailed, OSError) as error:
+            self._step = None
+            raise self._failed(step, error) from error
+
+    def _failed(self, step: int, error: Exception) -> RunStopped:
+        kept = self.store.steps()
+        origin = f"step {kept[-1]}" if kept else "its beginning, as it has no checkpoint yet"
+        return RunStopped(
+            f"the checkpoint of step {step} could not be written: {error}. Started again, the run goes on "
+            f"from {origin}."
+        )

@@ -14,15 +14,18 @@ from typing import Any
 import numpy as np
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.batching import (
+from verl.trainer.ppo.collection import (
     VALIDATION_STREAM,
     prompt_batch,
     sampling_seeds,
-    with_samples,
+    with_seeds,
     without_padding,
 )
+from verl.trainer.ppo.run_state import RunState
+from verl.trainer.ppo.scoring import score_answers
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.reward_score.qa_em import documents_hold_answer, golden_answers
+from verl.workers.reward_manager import RewardManager
 
 SAMPLED, GREEDY = "sampled", "greedy"
 
@@ -81,7 +84,7 @@ class ValidationReport:
 
 def validate(
     generate: Callable[[DataProto], DataProto],
-    score: Callable[[DataProto], DataProto],
+    reward_fn: RewardManager,
     dataset: RLHFDataset,
     modes: list[str],
     batch_size: int | None,
@@ -90,8 +93,8 @@ def validate(
     """Ask every question of `dataset` once in each mode.
 
     Args:
-        generate: gen_batch -> trajectories; `generate_sequences` of a worker group.
-        score: the columns that `scoring.score_answers` makes.
+        generate: prompts -> a trajectory for each row, with the prompts' columns.
+        reward_fn: what their answers are worth.
         dataset: the questions; none is dropped, the last batch may be smaller.
         modes: of "sampled" (temperature 1, no truncation of the distribution) and "greedy".
         batch_size: questions in flight at once; None: all.
@@ -105,9 +108,9 @@ def validate(
             prompts = prompt_batch(
                 [dataset[i] for i in range(start, min(start + size, len(dataset)))], f"val-{start}"
             )
-            generated = generate(_generation_batch(prompts, mode, seed, start))
-            batch = with_samples(prompts, generated)
-            batch = without_padding(batch.union(score(batch)))
+            batch = generate(_sampled_as(prompts, mode, seed, start))
+            score_answers(batch, reward_fn)
+            batch = without_padding(batch)
             rows += _records(batch)
             if mode == modes[0]:
                 report.samples = batch if report.samples is None else report.samples
@@ -115,20 +118,11 @@ def validate(
     return report
 
 
-def _generation_batch(prompts: DataProto, mode: str, seed: int, start: int) -> DataProto:
-    gen_batch = DataProto.from_dict(
-        tensors={"sampling_seeds": sampling_seeds(seed, VALIDATION_STREAM, start, len(prompts))},
-        non_tensors={"raw_prompt_ids": prompts.non_tensor_batch["raw_prompt_ids"]},
-    )
+def _sampled_as(prompts: DataProto, mode: str, seed: int, start: int) -> DataProto:
+    seeds = sampling_seeds(seed, VALIDATION_STREAM, start, len(prompts))
     greedy = mode == GREEDY
-    gen_batch.meta_info = {
-        "do_sample": not greedy,
-        "temperature": 0.0 if greedy else 1.0,
-        "top_p": 1.0,
-        "top_k": -1,
-        "validate": True,
-    }
-    return gen_batch
+    sampling = {"do_sample": not greedy, "temperature": 0.0 if greedy else 1.0}
+    return with_seeds(prompts, seeds, **sampling, top_p=1.0, top_k=-1, min_p=0.0, validate=True)
 
 
 def _records(batch: DataProto) -> list[dict[str, Any]]:
@@ -187,3 +181,50 @@ def _group(rows: list[dict[str, Any]], key: str) -> dict[Any, list[dict[str, Any
 
 def _mean(rows: list[dict[str, Any]], key: str) -> float:
     return float(np.mean([row[key] for row in rows])) if rows else 0.0
+
+
+def run_summary(state: RunState, wall_seconds: float, seed: int) -> dict[str, Any]:
+    """What `summary.json` holds.
+
+    Keys: em_before, em_after, em_before_by_hops, em_after_by_hops, searches_by_hops, num_val_questions
+    (sampled at temperature 1 if `trainer.val_modes` has that, else the first mode), and the same with the
+    suffix of every further mode, `_greedy`; for `data.extra_val_files` with the prefix `extra_`. Then steps,
+    wall_seconds, seconds_by_phase, generated_tokens_per_second, trained_tokens_per_second, seed. What was not
+    measured is None.
+    """
+    before, after = (state.validation.get(when) or {} for when in ("before", "after"))
+    seconds = state.seconds_by_phase
+    updating = seconds.get("update_actor", 0.0) + seconds.get("update_critic", 0.0)
+    summary = _validation_summary(before, after, "")
+    if "extra" in before or "extra" in after:
+        summary |= _validation_summary(before.get("extra") or {}, after.get("extra") or {}, "extra_")
+    return summary | {
+        "steps": state.step,
+        "wall_seconds": wall_seconds,
+        "seconds_by_phase": dict(seconds),
+        "generated_tokens_per_second": _rate(state.generated_tokens, seconds.get("gen", 0.0)),
+        "trained_tokens_per_second": _rate(state.trained_tokens, updating),
+        "seed": seed,
+    }
+
+
+def _validation_summary(before: dict[str, Any], after: dict[str, Any], prefix: str) -> dict[str, Any]:
+    modes = [mode for mode in (after or before) if mode != "extra"]
+    modes.sort(key=lambda mode: mode != SAMPLED)  # stable: the others keep their order
+    summary: dict[str, Any] = {}
+    for i, mode in enumerate(modes or [SAMPLED]):
+        first, last = before.get(mode) or {}, after.get(mode) or {}
+        named = {
+            "em_before": first.get("em"),
+            "em_after": last.get("em"),
+            "em_before_by_hops": first.get("em_by_hops"),
+            "em_after_by_hops": last.get("em_by_hops"),
+            "searches_by_hops": (last or first).get("searches_by_hops"),
+            "num_val_questions": (last or first).get("num_questions"),
+        }
+        summary |= {f"{prefix}{name}{f'_{mode}' if i else ''}": value for name, value in named.items()}
+    return summary
+
+
+def _rate(count: int, seconds: float) -> float | None:
+    return count / seconds if seconds > 0 else None

@@ -7,9 +7,9 @@
     trajectories/*.jsonl   some trajectories of each step, in full
     trajectories.html      the same, as one page to read
 
-`RunRecorder` is what the trainer calls; each file has a module of its own.
+`RunRecorder` and `LossRecorder` are what the trainers call.
 """
 
-from verl.utils.records.recorder import RunRecorder
+from verl.utils.records.recorder import LossRecorder, RunRecorder
 
-__all__ = ["RunRecorder"]
+__all__ = ["LossRecorder", "RunRecorder"]

@@ -8,30 +8,18 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 _PACE_OVER = 20  # steps whose mean duration the time left is made from
 
 
-class Display(Protocol):
-    """Shows steps and messages."""
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done."""
-
-    def say(self, text: str) -> None:
-        """One line that stays."""
-
-    def close(self) -> None:
-        """The last thing; safe to call twice."""
-
-
-def make_display(progress: str, total_steps: int, shown: bool = True) -> Display:
+def make_display(progress: str, total_steps: int, shown: bool = True) -> MessagesOnly:
     """The display for `trainer.progress`: live | plain | auto (live if standard output is a terminal).
 
     `shown` is False when "console" is not among the loggers: only messages are printed then.
@@ -42,18 +30,76 @@ def make_display(progress: str, total_steps: int, shown: bool = True) -> Display
     return LiveDisplay(total_steps) if live else PlainDisplay(total_steps)
 
 
-class Pace:
-    """Estimates the time left from the last steps' durations (seconds)."""
+class MessagesOnly:
+    """Prints messages, not steps. The displays are made from it."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is done."""
+
+    def say(self, text: str) -> None:
+        """One line that stays."""
+        print(text, flush=True)
+
+    def close(self) -> None:
+        """The last thing; safe to call twice."""
+
+
+class PlainDisplay(MessagesOnly):
+    """One line for each step; for logs and pipes."""
 
     def __init__(self, total_steps: int) -> None:
         self.total_steps = total_steps
         self.durations: deque[float] = deque(maxlen=_PACE_OVER)
 
-    def left(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Time left after `step`, as h:mm:ss or m:ss."""
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        shown = [
+            f"{value} {name}" if "/" in name else f"{name} {value}" for name, value in step_values(metrics)
+        ]
+        left = self.time_left(step, metrics)
+        print("  ".join([f"step {step}/{self.total_steps}", *shown, f"{left} left"]), flush=True)
+
+    def time_left(self, step: int, metrics: Mapping[str, float]) -> str:
+        """After `step`, from the last steps' durations; as h:mm:ss or m:ss."""
         self.durations.append(metrics.get("timing_s/step", 0.0))
         mean = sum(self.durations) / len(self.durations)
         return clock(mean * (self.total_steps - step))
+
+
+class LiveDisplay(PlainDisplay):
+    """A bar with the last step's values at the foot of the terminal; messages scroll above it."""
+
+    def __init__(self, total_steps: int, console: Console | None = None) -> None:
+        super().__init__(total_steps)
+        self.bar = Progress(
+            TextColumn("[bold]step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[left]} left"),
+            console=console or Console(),
+            expand=True,
+        )
+        self.task: TaskID = self.bar.add_task("run", total=total_steps, left="--:--")
+        self.live = Live(self._table({}), console=self.bar.console, refresh_per_second=4)
+        self.live.start()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.bar.update(self.task, completed=step, left=self.time_left(step, metrics))
+        self.live.update(self._table(metrics))
+
+    def say(self, text: str) -> None:
+        self.live.console.print(text, highlight=True, markup=False)
+
+    def close(self) -> None:
+        self.live.stop()
+
+    def _table(self, metrics: Mapping[str, float]) -> Table:
+        grid, values = Table.grid(expand=True), Table.grid(padding=(0, 3))
+        cells = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in step_values(metrics)]
+        if cells:
+            values.add_row(*cells)
+            grid.add_row(values)
+        grid.add_row(self.bar)
+        return grid
 
 
 def clock(seconds: float) -> str:
@@ -63,7 +109,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def step_figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+def step_values(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """(name, value) of what a line shows, for the metrics that are there."""
     known = (
         ("loss", "train/loss", ".4f"),
@@ -98,71 +144,3 @@ def _mode_line(mode: str, figures: Mapping[str, Any]) -> str:
         f"{mode} EM {figures['em']:.3f}{by_hops(figures['em_by_hops'], '.3f')}, "
         f"searches {figures['searches']:.2f}{by_hops(figures['searches_by_hops'], '.2f')}"
     )
-
-
-class MessagesOnly:
-    """Prints messages, not steps."""
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        print(text, flush=True)
-
-    def close(self) -> None:
-        pass
-
-
-class PlainDisplay(MessagesOnly):
-    """One line for each step; for logs and pipes."""
-
-    def __init__(self, total_steps: int) -> None:
-        self.pace = Pace(total_steps)
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        figures = [
-            f"{value} {name}" if "/" in name else f"{name} {value}" for name, value in step_figures(metrics)
-        ]
-        left = self.pace.left(step, metrics)
-        print("  ".join([f"step {step}/{self.pace.total_steps}", *figures, f"{left} left"]), flush=True)
-
-
-class LiveDisplay:
-    """A bar with the last step's figures at the foot of the terminal; messages scroll above it."""
-
-    def __init__(self, total_steps: int, console: Console | None = None) -> None:
-        self.pace = Pace(total_steps)
-        self.console = console or Console()
-        self.bar = Progress(
-            TextColumn("[bold]step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[left]} left"),
-            console=self.console,
-            expand=True,
-        )
-        self.task: TaskID = self.bar.add_task("run", total=total_steps, left="--:--")
-        self.live = Live(self._table({}), console=self.console, refresh_per_second=4)
-        self.live.start()
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.bar.update(self.task, completed=step, left=self.pace.left(step, metrics))
-        self.live.update(self._table(metrics))
-
-    def say(self, text: str) -> None:
-        self.live.console.print(text, highlight=True, markup=False)
-
-    def close(self) -> None:
-        self.live.stop()
-
-    def _table(self, metrics: Mapping[str, float]) -> Table:
-        grid = Table.grid(expand=True)
-        figures = Table.grid(padding=(0, 3))
-        cells: list[Any] = [
-            f"[dim]{name}[/dim] [bold]{value}[/bold]" for name, value in step_figures(metrics)
-        ]
-        if cells:
-            figures.add_row(*cells)
-            grid.add_row(figures)
-        grid.add_row(self.bar)
-        return grid

@@ -36,11 +36,14 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file, one a line; a last line that a kill left half written is skipped."""
+    """The JSON objects of a file, one a line; a last line that a kill left half written is skipped.
+
+    Lines end at "\\n" alone: a text may hold other letters that end lines, such as U+2028.
+    """
     if not path.is_file():
         return []
     rows: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""RunRecorder: what the trainer calls to leave its records.
+"""What a trainer calls to leave its records.
 
     start -> (log_validation | log_step)* -> finish -> close
 
@@ -14,69 +14,113 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from omegaconf import DictConfig, OmegaConf
 
+from verl.config import Config, SFTConfig, to_dict, write_yaml
 from verl.utils.records.console import make_display, validation_lines
 from verl.utils.records.curves import draw_curves
 from verl.utils.records.files import MetricsFile, to_json, write_text_atomically
-from verl.utils.records.summary import build_summary
 from verl.utils.records.trajectories import TrajectoryFolder, write_page
 from verl.utils.tracking import Tracking
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
-    from verl.trainer.ppo.run_state import RunState
-    from verl.trainer.ppo.validation import ValidationReport
 
 _PAGE_RECORDS = 240  # trajectories on the page; the JSONL files have all that were logged
 _REDRAW_SECONDS = 60.0  # curves and page are drawn again at most this often while the run goes
 
 
-class RunRecorder:
-    """Writes the files of a run and shows its progress.
+class Recorder:
+    """The records that every run has: metrics.jsonl, config.yaml, summary.json, loggers and the display.
 
     Args:
         config: the whole configuration; `trainer.*` says where and how much.
         total_steps: steps that the run will have made at its end.
     """
 
-    def __init__(self, config: DictConfig, total_steps: int) -> None:
-        self.config = config
-        self.total_steps = total_steps
+    def __init__(self, config: Config | SFTConfig, total_steps: int) -> None:
+        self.config, self.total_steps = config, total_steps
         self.run_dir = Path(config.trainer.default_local_dir).expanduser()
         self.metrics = MetricsFile(self.run_dir / "metrics.jsonl")
-        self.trajectories = TrajectoryFolder(self.run_dir / "trajectories")
         self.display = make_display("plain", total_steps, shown=False)
         self.tracking: Tracking | None = None
-        self._drawn_at = time.monotonic()
 
-    def start(self, state: RunState, resumed_from: Path | None) -> None:
-        """Open the records at `state.step`: later lines of an earlier attempt are cut; all, on a new start.
+    def start(self, step: int, resumed_from: Path | None) -> int:
+        """Open the records at `step`: later ones of an earlier attempt are cut; all, on a new start.
+        Returns the last step that is kept, -1 for none.
 
         Raises:
             ValueError: a logger's package is not installed.
         """
-        trainer = self.config.trainer
-        kept = state.step if resumed_from is not None else -1
+        trainer, kept = self.config.trainer, step if resumed_from is not None else -1
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.metrics.cut_after(kept)
-        self.trajectories.cut_after(kept)
         self.tracking = Tracking(
             list(trainer.logger),
             trainer.project_name,
             trainer.experiment_name,
             self.run_dir,
-            OmegaConf.to_container(self.config, resolve=True),  # type: ignore[arg-type]
+            to_dict(self.config),
             first_step=kept + 1,
         )
-        OmegaConf.save(self.config, self.run_dir / "config.yaml")
+        write_yaml(self.config, self.run_dir / "config.yaml")
         self.display = make_display(trainer.progress, self.total_steps, "console" in trainer.logger)
         if resumed_from is not None:
-            self.display.say(f"resumed from {resumed_from}")
+            self.say(f"resumed from {resumed_from}")
+        return kept
+
+    def say(self, line: str) -> None:
+        """Show one line that stays."""
+        self.display.say(line)
+
+    def write(self, step: int, metrics: Mapping[str, Any], texts: Mapping[str, Any] | None = None) -> None:
+        """One line of metrics; `texts` stand in the file alone."""
+        assert self.tracking is not None, "start() comes first"
+        self.metrics.append(step, {**metrics, **(texts or {})})
+        self.tracking.log(metrics, step)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        write_text_atomically(self.run_dir / "summary.json", to_json(summary, indent=2) + "\n")
+
+    def close(self) -> None:
+        """Close the display and the loggers. Safe to call twice, and before the start."""
+        self.display.close()
+        if self.tracking is not None:
+            self.tracking.finish()
+
+
+class LossRecorder(Recorder):
+    """Of a supervised run."""
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one step; step 0 holds what was measured before the first."""
+        self.write(step, metrics)
+        if step:
+            self.display.step(step, metrics)
+        if "val/loss" in metrics:
+            self.say(f"validation at step {step}: loss {metrics['val/loss']:.4f}")
+
+    def finish(self, summary: Mapping[str, Any], model_folder: Path) -> None:
+        """Write `summary.json` and say where the model is."""
+        self.write_summary(summary)
+        self.say(f"done after {summary['steps']} steps; the model is in\n  {model_folder}")
+
+
+class RunRecorder(Recorder):
+    """Of a run of reinforcement learning: trajectories and curves besides."""
+
+    def __init__(self, config: Config, total_steps: int) -> None:
+        super().__init__(config, total_steps)
+        self.trajectories = TrajectoryFolder(self.run_dir / "trajectories")
+        self._drawn_at = time.monotonic()
+
+    def start(self, step: int, resumed_from: Path | None) -> int:
+        kept = super().start(step, resumed_from)
+        self.trajectories.cut_after(kept)
+        return kept
 
     def log_step(
         self,
-        state: RunState,
+        step: int,
         metrics: dict[str, float],
         batch: DataProto,
         records: list[dict[str, Any]],
@@ -85,7 +129,6 @@ class RunRecorder:
         """Record one training step.
 
         Args:
-            state: after the step.
             metrics: of the step; `train/em` and `train/searches` are made from the batch if not there.
             batch: the step's trajectories; of each row em and trajectory are looked at.
             records: `trajectory_records` of some of them.
@@ -97,57 +140,49 @@ class RunRecorder:
             "train/searches": float(np.mean([t["num_searches"] for t in fields["trajectory"]])),
             **metrics,
         }
-        self._write(state.step, metrics, {"warnings": list(warnings)} if warnings else {})
-        self.trajectories.add(state.step, records)
-        self.display.step(state.step, metrics)
+        self.write(step, metrics, {"warnings": list(warnings)} if warnings else {})
+        self.trajectories.add(step, records)
+        self.display.step(step, metrics)
         for line in warnings:
-            self.display.say(f"warning, step {state.step}: {line}")
+            self.say(f"warning, step {step}: {line}")
 
     def log_validation(
-        self, state: RunState, report: ValidationReport, records: list[dict[str, Any]]
+        self,
+        step: int,
+        metrics: dict[str, float],
+        summary: Mapping[str, Any],
+        records: list[dict[str, Any]],
     ) -> None:
         """Record a validation. Its metrics are part of the step's own line; before step 1 they are a line.
-        `records`: `trajectory_records` of some of its rows.
+
+        Args:
+            metrics, summary: of the `ValidationReport`. records: `trajectory_records` of some of its rows.
         """
-        metrics = report.metrics()
-        if state.step == 0:
-            self._write(0, metrics)
-        self.trajectories.add(state.step, records)
-        for line in validation_lines(report.summary(), metrics):
-            self.display.say(f"validation at step {state.step}: {line}")
+        if step == 0:
+            self.write(0, metrics)
+        self.trajectories.add(step, records)
+        for line in validation_lines(summary, metrics):
+            self.say(f"validation at step {step}: {line}")
         if time.monotonic() - self._drawn_at > _REDRAW_SECONDS:
             self._draw()
 
-    def finish(self, state: RunState, wall_seconds: float) -> dict[str, Any]:
-        """Write `summary.json`, the curves and the page; returns the summary."""
-        summary = build_summary(self.config, state, wall_seconds)
-        write_text_atomically(self.run_dir / "summary.json", to_json(summary, indent=2) + "\n")
+    def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """Write `summary.json` (see `run_summary` of the trainer), the curves and the page; returns it."""
+        self.write_summary(summary)
         self._draw()
-        before, after = (_percent(summary[key]) for key in ("em_before", "em_after"))
-        self.display.say(
-            f"done after {state.step} steps: exact match {before} before, {after} after training\n"
-            f"  {self.run_dir / 'summary.json'}\n  {self.run_dir / 'curves.png'}\n"
-            f"  {self.run_dir / 'trajectories.html'}"
+        before, after = (
+            "not measured" if summary[key] is None else f"{summary[key]:.1%}"
+            for key in ("em_before", "em_after")
         )
+        files = "\n  ".join(
+            str(self.run_dir / name) for name in ("summary.json", "curves.png", "trajectories.html")
+        )
+        steps = f"done after {summary['steps']} steps"
+        self.say(f"{steps}: exact match {before} before, {after} after training\n  {files}")
         return summary
-
-    def close(self) -> None:
-        """Close the display and the loggers. Safe to call twice, and before `start`."""
-        self.display.close()
-        if self.tracking is not None:
-            self.tracking.finish()
-
-    def _write(self, step: int, metrics: dict[str, float], texts: Mapping[str, Any] | None = None) -> None:
-        assert self.tracking is not None, "start() comes first"
-        self.metrics.append(step, metrics | dict(texts or {}))
-        self.tracking.log(metrics, step)
 
     def _draw(self) -> None:
         title = f"{self.config.trainer.project_name} / {self.config.trainer.experiment_name}"
         draw_curves(self.metrics.read(), self.run_dir / "curves.png", title)
         write_page(self.trajectories.read(_PAGE_RECORDS), self.run_dir / "trajectories.html", title)
         self._drawn_at = time.monotonic()
-
-
-def _percent(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.1%}"

@@ -80,7 +80,7 @@ class FileReward:
     """
 
     def __init__(self, path: Path, name: str) -> None:
-        self._source = path, name
+        self._source, self.path = (path, name), path
         spec = importlib.util.spec_from_file_location("custom_reward_function", path)
         if spec is None or spec.loader is None:
             raise ValueError(f"Found custom_reward_function.path={path}; expected a python file (.py).")

@@ -40,8 +40,14 @@ def golden_answers(ground_truth: Mapping[str, Any] | str | Iterable[str]) -> lis
 
 
 def em_check(prediction: str, golden: str | Iterable[str]) -> int:
-    """1 if the normalised prediction equals a normalised golden answer, else 0."""
-    normalized = normalize_answer(prediction)
+    """1 if the normalised prediction equals a normalised golden answer, else 0.
+
+    An answer of which the normalisation leaves nothing ("A", "?") is compared as it is written, in whatever
+    case: no answer at all is never a right one.
+    """
+    normalized, written = normalize_answer(prediction), prediction.strip().lower()
+    if not normalized:
+        return int(bool(written) and any(answer.strip().lower() == written for answer in _strings(golden)))
     return int(any(normalize_answer(answer) == normalized for answer in _strings(golden)))
 
 

@@ -1,31 +1,230 @@
-"""The policy's update, and log-probabilities of what was sampled.
+"""The policy: log-probabilities of what was sampled, and its update.
 
     rows -> mini-batches (one optimizer step each) -> micro-batches (one forward and backward pass each)
 
-`UpdateLoop` makes the steps, `PolicyObjective` is their loss; here stands what belongs to one training step:
-which mini-batch is on-policy, which rows have no gradient, the weight of the entropy bonus.
+`UpdateLoop` makes the steps. `PolicyObjective` is the loss of one mini-batch, put together from the
+configuration:
+
+    policy loss (policy_loss.loss_mode) - entropy_coeff * entropy + kl_loss_coef * KL + echo_coeff * echo
+
+Each term is a sum over tokens divided by counts of the mini-batch over all ranks. The policy loss, the KL and
+the entropy are of the tokens that the policy sampled; echo, the cross-entropy of the observations, is of
+tokens that it read. A loss may choose tokens out of a whole mini-batch (`clip_cov`, `kl_cov`): then the
+log-probs of a pass without gradient are gathered over ranks, and each rank takes its own rows of the choice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl.protocol import DataProto
-from verl.trainer.ppo.core_algos import get_entropy_controller, policy_loss_inputs
-from verl.workers.actor.policy_objective import (
-    PolicyObjective,
-    loss_columns,
-    rows_without_gradient,
-    uses_kl_loss,
+from verl.algos.aggregation import PROMPT_MEAN, LossDenominator, agg_loss, echo_loss
+from verl.algos.kl_and_entropy import compute_kl_loss, get_entropy_controller
+from verl.algos.policy_losses import (
+    LossInputs,
+    SelectFn,
+    get_selection_fn,
+    policy_loss,
+    policy_loss_inputs,
+    vanishes_with_advantage,
 )
-from verl.workers.actor.rollout_agreement import RolloutAgreement, warn_of_worst
-from verl.workers.engine.base import Engine
-from verl.workers.engine.micro_batches import MicroBatchLimits, micro_batches, tensors_of
+from verl.algos.rollout_correction import RolloutAgreement
+from verl.protocol import DataProto
+from verl.utils.packing import PackedMicroBatch
+from verl.workers.engine.base import Engine, Outputs, Share
+from verl.workers.engine.micro_batches import EXTRA_LOSS_KEY, MicroBatchLimits, pack_micro_batches, tensors_of
 from verl.workers.engine.update_loop import MiniBatch, UpdateLoop
+
+
+def uses_kl_loss(config: Mapping[str, Any]) -> bool:
+    """Whether a KL to the reference is in the loss. config: the `actor` block."""
+    return bool(config["use_kl_loss"]) and config["kl_loss_coef"] > 0
+
+
+def loss_columns(config: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """(columns that the loss of this `actor` block needs, those that it takes where they are).
+
+    All are [N, R], but for prompt_tokens and prompt_rows [N]: sampled tokens, and rows with one, of all rows
+    of the mini-batch with the row's uid.
+    """
+    needed = ["advantages"]
+    if uses_kl_loss(config):
+        needed.append("ref_log_prob")
+    if config["echo_coeff"]:
+        needed.append("observation_mask")
+    if config["loss_agg_mode"] == PROMPT_MEAN:
+        needed += ["prompt_tokens", "prompt_rows"]
+    optional = ["old_log_probs", "rollout_log_probs", "rollout_is_weights", "teacher_log_prob"]
+    return needed, optional
+
+
+def rows_without_gradient(
+    config: Mapping[str, Any], entropy_coeff: float, batch: Mapping[str, Tensor], rows: list[int]
+) -> list[int]:
+    """Those of the rows that no term of the loss pulls at: all advantages exactly 0 (a group whose members
+    scored the same), a policy loss that vanishes with them, and no other term.
+    """
+    vanishes = vanishes_with_advantage(config["policy_loss"]["loss_mode"])
+    if not vanishes or entropy_coeff or uses_kl_loss(config) or config["echo_coeff"]:
+        return []
+    mask = batch["response_mask"][rows].bool()
+    pulled = (batch["advantages"][rows].masked_fill(~mask, 0.0) != 0).any(dim=1)
+    return [row for row, is_idle in zip(rows, (mask.any(dim=1) & ~pulled).tolist(), strict=True) if is_idle]
+
+
+@dataclass
+class PolicyObjective:
+    """See the top of the file. An `Objective` of the update loop.
+
+    config: the `actor` block. temperature: the one that was sampled with. batch: this rank's columns, [N, R]
+    where they are per token. on_policy: the weights are those of old_log_probs, so that the ratio is 1, and
+    old_log_probs are not read. (If it is False and they are missing, the loss must do without.) limits, seed:
+    for a loss that chooses tokens out of the mini-batch. first_log_probs: [N, R],
+    is filled with this pass's log-probs, if given.
+    """
+
+    config: Mapping[str, Any]
+    engine: Engine
+    temperature: float
+    batch: Mapping[str, Tensor]
+    mini_batch: MiniBatch
+    on_policy: bool
+    entropy_coeff: float
+    idle_rows: list[int]
+    limits: MicroBatchLimits
+    seed: int
+    first_log_probs: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        select = get_selection_fn(self.config["policy_loss"]["loss_mode"])
+        self.selection = None if select is None else self._selected(select)
+        extra = self.batch.get(EXTRA_LOSS_KEY)
+        if extra is not None:
+            count = self.engine.reduce([float(extra[self.mini_batch.rows].sum())], "sum")[0]
+            self.echo_denominator = LossDenominator(max(count, 1.0), 1.0)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"temperature": self.temperature, "with_entropy": True}
+
+    def share(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> Share:
+        """The micro-batch's share of the loss and of the metrics."""
+        log_prob, entropy = micro_batch.unpack(outputs[0]), micro_batch.unpack(outputs[1])
+        if self.first_log_probs is not None and len(micro_batch.cells):
+            self.first_log_probs[micro_batch.rows] = log_prob.detach().cpu()
+        old_log_prob = self._old_log_prob(micro_batch, log_prob)
+        inputs = LossInputs(
+            log_prob=log_prob,
+            response_mask=micro_batch.mask,
+            loss_agg_mode=self.config["loss_agg_mode"],
+            config=self.config,
+            denominator=self.mini_batch.denominator.of_rows(micro_batch.rows),
+            old_log_prob=old_log_prob,
+            advantages=self._rows("advantages", micro_batch),
+            rollout_is_weights=self._rows_if_there("rollout_is_weights", micro_batch),
+            rollout_log_prob=self._rows_if_there("rollout_log_probs", micro_batch),
+            teacher_log_prob=self._rows_if_there("teacher_log_prob", micro_batch),
+            selection=None
+            if self.selection is None
+            else self.selection[micro_batch.rows].to(micro_batch.mask.device),
+        )
+        loss, metrics = policy_loss(self.config["policy_loss"]["loss_mode"], inputs)
+        metrics = {**metrics, "actor/pg_loss": loss}
+        for name, weight, term in self._other_terms(micro_batch, log_prob, entropy):
+            metrics[name] = term
+            loss = loss + weight * term if weight else loss
+        if old_log_prob is not None:
+            metrics |= _ratio_extremes(log_prob.detach() - old_log_prob, micro_batch.mask)
+        return Share(loss, {name: figure.detach() for name, figure in metrics.items()})
+
+    def token_values(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> dict[str, Tensor]:
+        """Per token [B, R], 0 where it takes part in nothing."""
+        log_prob = micro_batch.unpack(outputs[0])
+        columns = {
+            "advantage": "advantages",
+            "old log-prob": "old_log_probs",
+            "reference log-prob": "ref_log_prob",
+            "teacher log-prob": "teacher_log_prob",
+            "rollout weight": "rollout_is_weights",
+        }
+        values = {name: self._rows(key, micro_batch) for name, key in columns.items() if key in self.batch}
+        values["log-prob"] = log_prob
+        old_log_prob = self._old_log_prob(micro_batch, log_prob)
+        if old_log_prob is not None:
+            values["ratio"] = (log_prob - old_log_prob).exp()
+        in_loss = micro_batch.mask | micro_batch.extra_mask
+        return {
+            name: value.masked_fill(~(in_loss if name == "log-prob" else micro_batch.mask), 0.0)
+            for name, value in values.items()
+        }
+
+    def _selected(self, select: SelectFn) -> Tensor:
+        """[N, R] bool on CPU: what the loss chooses out of the mini-batch's rows of all ranks.
+
+        Each rank has as many rows, of one width, and the same seed.
+        """
+        batch, rows, engine = self.batch, self.mini_batch.rows, self.engine
+        log_prob = torch.zeros(batch["response_mask"].shape)
+        micro_batches = pack_micro_batches(batch, rows, engine, self.limits)[1]
+        for micro_batch, outputs in engine.infer(micro_batches, **self.options):
+            if len(micro_batch.cells):  # else the pass is for other replicas, and the row is any
+                log_prob[micro_batch.rows] = micro_batch.unpack(outputs[0]).cpu()
+        old_log_prob = log_prob if self.on_policy else batch["old_log_probs"]
+        mask = batch["response_mask"][rows].bool()
+        own = [x[rows].float().masked_fill(~mask, 0.0) for x in (log_prob, old_log_prob, batch["advantages"])]
+        columns = torch.stack([*own, mask.float()]).to(engine.device)
+        log_probs, old_log_probs, advantages, sampled = torch.cat(engine.gather(columns), dim=1)
+        chosen = select(log_probs, old_log_probs, advantages, sampled.bool(), self.config, self.seed)
+        first = engine.data.rank * len(mask)
+        selection = torch.zeros(log_prob.shape, dtype=torch.bool)
+        selection[rows] = chosen[first : first + len(mask)].cpu()
+        return selection
+
+    def _other_terms(
+        self, micro_batch: PackedMicroBatch, log_prob: Tensor, entropy: Tensor
+    ) -> list[tuple[str, float, Tensor]]:
+        """(name of the metric, weight in the loss, the term), what is only a metric with weight 0."""
+        config, mask, mode = self.config, micro_batch.mask, self.config["loss_agg_mode"]
+        denominator = self.mini_batch.denominator.of_rows(micro_batch.rows)
+        entropy = entropy if self.entropy_coeff else entropy.detach()
+        mean_entropy = agg_loss(entropy.detach(), mask, "token-mean", denominator)
+        entropy_loss = agg_loss(entropy, mask, mode, denominator)
+        terms = [
+            ("actor/entropy", 0.0, mean_entropy),
+            ("actor/entropy_loss", -self.entropy_coeff, entropy_loss),
+        ]
+        if uses_kl_loss(config):
+            reference = self._rows("ref_log_prob", micro_batch)
+            kl_loss = compute_kl_loss(log_prob, reference, mask, config["kl_loss_type"], mode, denominator)
+            terms.append(("actor/kl_loss", config["kl_loss_coef"], kl_loss))
+            kl = compute_kl_loss(
+                log_prob.detach(), reference, mask, config["kl_loss_type"], "token-mean", denominator
+            )
+            terms.append(("actor/ref_kl", 0.0, kl))
+        if config["echo_coeff"]:
+            echo = echo_loss(log_prob, micro_batch.extra_mask, self.echo_denominator)
+            terms.append(("actor/echo_loss", config["echo_coeff"], echo))
+        return terms
+
+    def _old_log_prob(self, micro_batch: PackedMicroBatch, log_prob: Tensor) -> Tensor | None:
+        return log_prob.detach() if self.on_policy else self._rows_if_there("old_log_probs", micro_batch)
+
+    def _rows(self, key: str, micro_batch: PackedMicroBatch) -> Tensor:
+        return self.batch[key][micro_batch.rows].to(self.engine.device)
+
+    def _rows_if_there(self, key: str, micro_batch: PackedMicroBatch) -> Tensor | None:
+        return self._rows(key, micro_batch) if key in self.batch else None
+
+
+def _ratio_extremes(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    return {
+        "actor/ratio/min": log_ratio.masked_fill(~mask, torch.inf).min().exp(),
+        "actor/ratio/max": log_ratio.masked_fill(~mask, -torch.inf).max().exp(),
+    }
 
 
 def compute_log_prob(
@@ -51,7 +250,7 @@ def token_statistics(
     drawn from), each [N, R] float32 on CPU, 0 where the policy sampled nothing.
     """
     batch = tensors_of(data)
-    asked = {
+    options = {
         "temperature": temperature,
         "with_entropy": with_entropy,
         "with_sum_pi_squared": with_sum_pi_squared,
@@ -59,11 +258,11 @@ def token_statistics(
     wanted = {"log_probs": True, "entropys": with_entropy, "sum_pi_squared": with_sum_pi_squared}
     results = {name: torch.zeros(batch["response_mask"].shape) for name, is_on in wanted.items() if is_on}
     with engine.loaded():
-        _, parts = micro_batches(batch, range(len(data)), engine, limits)
-        for part, outputs in engine.infer(parts, **asked):
+        _, micro_batches = pack_micro_batches(batch, range(len(data)), engine, limits)
+        for micro_batch, outputs in engine.infer(micro_batches, **options):
             for name, per_token in zip(wanted, outputs, strict=True):
-                if name in results and len(part.cells):
-                    results[name][part.rows] = part.unpack(per_token).cpu()
+                if name in results and len(micro_batch.cells):
+                    results[name][micro_batch.rows] = micro_batch.unpack(per_token).cpu()
     return results
 
 
@@ -100,7 +299,7 @@ class DataParallelPPOActor:
         the first mini-batch the policy is the one that old_log_probs are of, so its ratio is taken as 1 and
         they are not read; but they are with meta_info `bypass_mode`, where they are the rollout engine's.
         They may be missing if there is only one optimizer step, or if the policy loss does without them: with
-        several steps there are no figures of the ratio then.
+        several steps there are no metrics of the ratio then.
         """
         batch = self._batch(data)
         bypass = bool(data.meta_info.get("bypass_mode", False))
@@ -161,7 +360,7 @@ class DataParallelPPOActor:
         seen = batch["response_mask"].bool() & ~log_probs.isnan()
         agreement = RolloutAgreement(batch["rollout_log_probs"], log_probs, seen)
         responses = batch["input_ids"][:, -log_probs.shape[1] :]
-        warn_of_worst(agreement.worst(), responses, data.non_tensor_batch.get("uid"))
+        agreement.warn_of_worst(responses, data.non_tensor_batch.get("uid"))
         return agreement.metrics(self.engine.reduce)
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.algos.aggregation import agg_loss, compute_value_loss
 from verl.protocol import DataProto
-from verl.trainer.ppo.core_algos import agg_loss, compute_value_loss
 from verl.utils.packing import PackedMicroBatch
 from verl.workers.engine.base import Engine, Outputs, Share
-from verl.workers.engine.micro_batches import MicroBatchLimits, micro_batches, tensors_of
+from verl.workers.engine.micro_batches import MicroBatchLimits, pack_micro_batches, tensors_of
 from verl.workers.engine.update_loop import MiniBatch, UpdateLoop
 
 
@@ -48,10 +48,10 @@ class DataParallelPPOCritic:
         batch = tensors_of(data)
         values = torch.zeros(batch["response_mask"].shape)
         with self.engine.loaded():
-            _, parts = micro_batches(batch, range(len(data)), self.engine, self.forward_limits)
-            for part, outputs in self.engine.infer(parts):
-                if len(part.cells):
-                    values[part.rows] = part.unpack(outputs[0]).cpu()
+            _, micro_batches = pack_micro_batches(batch, range(len(data)), self.engine, self.forward_limits)
+            for micro_batch, outputs in self.engine.infer(micro_batches):
+                if len(micro_batch.cells):
+                    values[micro_batch.rows] = micro_batch.unpack(outputs[0]).cpu()
         return values
 
     def update_critic(self, data: DataProto) -> dict[str, float]:
@@ -82,36 +82,36 @@ class ValueObjective:
     idle_rows: Sequence[int] = ()
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         return {}
 
-    def share(self, part: PackedMicroBatch, outputs: Outputs) -> Share:
+    def share(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> Share:
         """The micro-batch's share of the loss and of the metrics."""
-        vpreds, denominator = part.unpack(outputs[0]), self.mini_batch.denominator
+        vpreds, denominator = micro_batch.unpack(outputs[0]), self.mini_batch.denominator
         loss, clip_fraction = compute_value_loss(
             vpreds,
-            self._rows("returns", part),
-            self._rows("values", part),
-            part.mask,
+            self._rows("returns", micro_batch),
+            self._rows("values", micro_batch),
+            micro_batch.mask,
             self.config["cliprange_value"],
             self.config["loss_agg_mode"],
             denominator,
         )
-        figures = {
+        metrics = {
             "critic/vf_loss": loss.detach(),
             "critic/vf_clipfrac": clip_fraction,
-            "critic/vpred_mean": agg_loss(vpreds.detach(), part.mask, "token-mean", denominator),
+            "critic/vpred_mean": agg_loss(vpreds.detach(), micro_batch.mask, "token-mean", denominator),
         }
-        return Share(loss, figures)
+        return Share(loss, metrics)
 
-    def token_values(self, part: PackedMicroBatch, outputs: Outputs) -> dict[str, Tensor]:
+    def token_values(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> dict[str, Tensor]:
         """Per token [B, R], 0 where it takes part in nothing."""
         values = {
-            "return": self._rows("returns", part),
-            "old value": self._rows("values", part),
-            "value": part.unpack(outputs[0]),
+            "return": self._rows("returns", micro_batch),
+            "old value": self._rows("values", micro_batch),
+            "value": micro_batch.unpack(outputs[0]),
         }
-        return {name: value.masked_fill(~part.mask, 0.0) for name, value in values.items()}
+        return {name: value.masked_fill(~micro_batch.mask, 0.0) for name, value in values.items()}
 
-    def _rows(self, key: str, part: PackedMicroBatch) -> Tensor:
-        return self.batch[key][part.rows].to(self.engine.device)
+    def _rows(self, key: str, micro_batch: PackedMicroBatch) -> Tensor:
+        return self.batch[key][micro_batch.rows].to(self.engine.device)

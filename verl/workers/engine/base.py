@@ -1,11 +1,11 @@
 """What training needs of a model, however its weights are spread over processes.
 
-    parts --infer--> outputs                                        log-probs, values: no gradient
-    parts --forward_backward(share_of)--> shares; gradients add up in the engine
+    micro-batches --infer--> outputs                                log-probs, values: no gradient
+    micro-batches --forward_backward(share_of)--> shares; gradients add up in the engine
           --step--> weights of the next version                     next_lr() once per training step
 
-The actor, the critic and the update loop know nothing else of an engine. `TrainEngine` (engine.py) is one
-over FSDP2, `MegatronEngine` (verl/workers/megatron) one over megatron-core.
+The actor, the critic and the update loop know nothing else of an engine. `TrainEngine` (fsdp_engine.py) is
+one over FSDP2, `MegatronEngine` (verl/workers/megatron) one over megatron-core.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.single_controller.base import DataPosition
 from verl.utils.packing import PackedMicroBatch
+from verl.workers.engine.loading import Precision
 from verl.workers.engine.lora import Adapters
-from verl.workers.engine.precision import Precision
 from verl.workers.engine.snapshot import Snapshot
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -38,16 +38,16 @@ each distinct loss token of a micro-batch (`PackedMicroBatch.unpack` makes rows 
 class Share(NamedTuple):
     """What a micro-batch adds to its mini-batch.
 
-    loss: scalar, with gradient. figures: name -> scalar without; those of the micro-batches are summed, but
+    loss: scalar, with gradient. metrics: name -> scalar without; those of the micro-batches are summed, but
     of `*/min` the least is taken and of `*/max` the greatest (so no token means inf and -inf).
     """
 
     loss: Tensor
-    figures: Mapping[str, Tensor]
+    metrics: Mapping[str, Tensor]
 
     def detach(self) -> Share:
         """The same numbers without gradient."""
-        return Share(self.loss.detach(), {name: figure.detach() for name, figure in self.figures.items()})
+        return Share(self.loss.detach(), {name: figure.detach() for name, figure in self.metrics.items()})
 
 
 ShareOf = Callable[[PackedMicroBatch, Outputs], Share]
@@ -76,6 +76,7 @@ class Engine(ABC):
     scheduler: LambdaLR | None
     weights_version: int
     offloads_params: bool
+    _snapshot = Snapshot()  # the last one; at first there is nothing to wait for
 
     @property
     @abstractmethod
@@ -85,19 +86,19 @@ class Engine(ABC):
 
     @abstractmethod
     def infer(
-        self, parts: Iterable[PackedMicroBatch], **asked: Any
+        self, micro_batches: Iterable[PackedMicroBatch], **options: Any
     ) -> Iterator[tuple[PackedMicroBatch, Outputs]]:
         """Each micro-batch with its outputs, without gradient, the same on every process of the replica.
 
-        asked: what a policy is asked for (`temperature`, `with_entropy`, `with_sum_pi_squared`); nothing for
+        options: what a policy computes (`temperature`, `with_entropy`, `with_sum_pi_squared`); nothing for
         a critic. The iterator must be read to its end.
         """
 
     @abstractmethod
     def forward_backward(
-        self, parts: Iterable[PackedMicroBatch], count: int, share_of: ShareOf, **asked: Any
+        self, micro_batches: Iterable[PackedMicroBatch], count: int, share_of: ShareOf, **options: Any
     ) -> list[Share]:
-        """Adds the gradient of the `count` micro-batches that come next from `parts`.
+        """Adds the gradient of the `count` micro-batches that come next from `micro_batches`.
 
         share_of: called with each micro-batch and its outputs, in some process of the replica at least.
         Returns the shares without gradient, the same on every process of the replica.
@@ -188,6 +189,10 @@ class Engine(ABC):
         """
         self.save(path)
         return Snapshot()
+
+    def wait_for_snapshot(self) -> None:
+        """Returns when the last snapshot is copied, so that the weights may change."""
+        self._snapshot.wait_until_taken()
 
     @abstractmethod
     def load(self, path: str | Path) -> None:

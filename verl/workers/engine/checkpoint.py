@@ -1,6 +1,6 @@
-"""A TrainEngine on disk: a distributed checkpoint to go on from, and a Hugging Face folder to use.
+"""An FSDP2 engine on disk: a distributed checkpoint to go on from, and a Hugging Face folder to use.
 
-`take_snapshot` writes `<folder>/dcp` (torch.distributed.checkpoint: weights and optimizer, each rank its
+A snapshot is `<folder>/dcp` (torch.distributed.checkpoint: weights and optimizer, each rank its
 shard; loads on any number of ranks; with LoRA only what is trained), at once or in the background, and
 `<folder>/schedule.pt` and `<folder>/rng_rank<r>.pt` at once. All ranks call each function together. Writing
 aside and renaming is the trainer's business. What the configuration says (learning rate, betas, weight decay,
@@ -11,14 +11,16 @@ schedule) is not taken from a checkpoint: a run goes on with its present setting
 from __future__ import annotations
 
 import shutil
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,28 +29,18 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase
 
+from verl.workers.engine.base import Engine
 from verl.workers.engine.hf_weights import tensor_names, write_hf_weights
 from verl.workers.engine.lora import save_adapter
 from verl.workers.engine.optim import resume_schedule
 from verl.workers.engine.snapshot import Snapshot, copied_to_cpu
 
-if TYPE_CHECKING:
-    from verl.workers.engine.engine import TrainEngine
-
 COPIED_FILES = ("prompt_template.txt",)
 ADAPTER_FOLDER = "adapter"
-
-
-def _rank(engine: TrainEngine[Any]) -> int:
-    return dist.get_rank() if engine.world_size > 1 else 0
-
-
-def _barrier(engine: TrainEngine[Any]) -> None:
-    if engine.world_size > 1:
-        dist.barrier()
 
 
 def save_tensors(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None = None) -> None:
@@ -62,16 +54,6 @@ def save_tensors(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup
 def load_tensors(tensors: dict[str, Any], folder: Path) -> None:
     """Fills tensors from a folder of `save_tensors`, written by any number of ranks."""
     dcp.load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
-
-
-def _tensors(engine: TrainEngine[Any]) -> dict[str, Any]:
-    """The weights that are trained, and the optimizer with its settings (`param_groups`)."""
-    assert engine.optimizer is not None
-    model = get_model_state_dict(engine.module)
-    if engine.adapters is not None:
-        trained = {name for name, p in engine.module.named_parameters() if p.requires_grad}
-        model = {name: tensor for name, tensor in model.items() if name in trained}
-    return {"model": model, "optimizer": get_optimizer_state_dict(engine.module, engine.optimizer)}
 
 
 def check_fits(expected: Mapping[str, tuple[int, ...]], folder: Path) -> None:
@@ -101,35 +83,24 @@ def _shapes(state: Any, name: str = "") -> Iterator[tuple[str, tuple[int, ...]]]
             yield from _shapes(value, f"{name}.{key}" if name else str(key))
 
 
-def save_checkpoint(engine: TrainEngine[Any], path: str | Path) -> None:
-    """Writes everything that the next update depends on into a folder, which is made."""
-    take_snapshot(engine, path, None).write()
-    _barrier(engine)
+@torch.no_grad()
+def copy_tensors(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    """Each rank copies its shards; dtypes, devices and which ranks shard may differ."""
+    assert source.keys() == target.keys()
+    for name, tensor in target.items():
+        _local(tensor).copy_(_local(_sharded_like(source[name], tensor)))
 
 
-def take_snapshot(engine: TrainEngine[Any], path: str | Path, group: dist.ProcessGroup | None) -> Snapshot:
-    """What `save_checkpoint` writes, its tensors in the snapshot and all else at once; LoRA adapters also as
-    a PEFT folder, `<folder>/adapter`. group: see `save_tensors`.
-    """
-    assert engine.scheduler is not None
-    folder, rank = Path(path), _rank(engine)
-    folder.mkdir(parents=True, exist_ok=True)
-    with engine.loaded(optimizer=True):
-        state = _tensors(engine)
-        held: list[Any] = [{"model": state["model"], "optimizer": {"state": state["optimizer"]["state"]}}]
-        if engine.offloads:  # else the snapshot would keep all of it on the device
-            held.append(copied_to_cpu(held.pop()))
-        if engine.adapters is not None:
-            save_adapter(engine.adapters, folder / ADAPTER_FOLDER, writes=rank == 0)
-    save_progress(folder, engine.scheduler, engine.weights_version, engine.device, rank)
+def _sharded_like(source: Tensor, target: Tensor) -> Tensor:
+    if not (isinstance(source, DTensor) and isinstance(target, DTensor)):
+        return source
+    if source.device_mesh.shape == target.device_mesh.shape:
+        return source
+    return distribute_tensor(source.full_tensor(), target.device_mesh, target.placements, src_data_rank=None)
 
-    def copy() -> None:
-        held.append(copied_to_cpu(held.pop()))
 
-    def write() -> None:
-        save_tensors(held.pop(), folder / "dcp", group)
-
-    return Snapshot(None if engine.offloads else copy, write)
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def save_progress(
@@ -175,86 +146,6 @@ def has_optimizer(folder: Path) -> bool:
     return any(name.startswith("optimizer.state.") for name in entries)
 
 
-def load_checkpoint(engine: TrainEngine[Any], path: str | Path) -> None:
-    """Puts the engine where `save_checkpoint` left another one, on this or any other number of ranks."""
-    assert engine.scheduler is not None and engine.optimizer is not None
-    folder = Path(path)
-    check_complete(folder)
-    groups = engine.optimizer.param_groups
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    with engine.loaded(optimizer=True):
-        state = _tensors(engine)
-        saved: dict[str, Any] = {"model": state["model"]}
-        if has_optimizer(folder):
-            saved["optimizer"] = {"state": state["optimizer"]["state"]}
-        check_fits(dict(_shapes(saved)), folder)
-        load_tensors(saved, folder / "dcp")
-        options = StateDictOptions(strict=engine.adapters is None)  # with LoRA the base is not in it
-        set_model_state_dict(engine.module, state["model"], options=options)
-        if "optimizer" in saved:
-            set_optimizer_state_dict(engine.module, engine.optimizer, state["optimizer"])
-    for group, settings_of_group in zip(engine.optimizer.param_groups, settings, strict=True):
-        group.update(settings_of_group)
-    engine.weights_version = load_progress(folder, engine.scheduler, engine.device, _rank(engine))
-    _barrier(engine)
-
-
-def save_hf(
-    engine: TrainEngine[Any], path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path
-) -> None:
-    """Writes a Hugging Face folder: config, safetensors under plain names and in the weights' dtype,
-    tokenizer. LoRA adapters are merged: it is a plain model.
-
-    `base` is the folder that the model came from; files of COPIED_FILES found there come along.
-    """
-    folder = Path(path)
-    with engine.loaded():
-        state = None
-        if engine.world_size > 1 or engine.adapters is not None:
-            state = _whole_state(engine)
-        if _rank(engine) == 0:
-            engine.module.model.save_pretrained(folder, state_dict=state)
-    if _rank(engine) == 0:
-        save_beside(folder, tokenizer, base)
-    _barrier(engine)
-
-
-def _whole_state(engine: TrainEngine[Any]) -> dict[str, torch.Tensor]:
-    """Everything in a Hugging Face folder, adapters merged, in rank 0's CPU memory (empty on the others)."""
-    model = engine.module.model
-    buffers = {name: t for name, t in model.named_buffers() if name in model.state_dict()}
-    return {n: t.cpu() for n, t in chain(engine.weights(), buffers.items()) if _rank(engine) == 0}
-
-
-def hf_snapshot(
-    engine: TrainEngine[Any],
-    path: str | Path,
-    tokenizer: PreTrainedTokenizerBase | None,
-    base: str | Path,
-    saved: str | Path,
-) -> Snapshot:
-    """What `save_hf` writes. The weights are those that are in `saved` by then, so that none are gathered;
-    but those that adapters are merged into are gathered now, as a checkpoint has the adapters alone.
-    """
-    folder, model = Path(path), engine.module.model
-    state: dict[str, torch.Tensor] = {}
-    if engine.adapters is not None:
-        with engine.loaded():
-            state = _whole_state(engine)
-    if _rank(engine) > 0:
-        return Snapshot()
-    names = tensor_names(model)
-
-    def write() -> None:
-        if state:
-            model.save_pretrained(folder, state_dict=state)
-        else:
-            write_hf_weights(model, names, Path(saved) / "dcp", folder)
-        save_beside(folder, tokenizer, base)
-
-    return Snapshot(write=write)
-
-
 def save_beside(folder: Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path) -> None:
     """Writes what a Hugging Face folder has besides the model."""
     if tokenizer is not None:
@@ -262,3 +153,148 @@ def save_beside(folder: Path, tokenizer: PreTrainedTokenizerBase | None, base: s
     for name in COPIED_FILES:
         if (Path(base).expanduser() / name).is_file():
             shutil.copyfile(Path(base).expanduser() / name, folder / name)
+
+
+class SavedEngine(Engine):
+    """What an FSDP2 engine does with files; see the top of this one.
+
+    Attributes:
+        module: the trained `PolicyModel` or `ValueModel`, with the Hugging Face model as `model`.
+        optimizer: None if the module is frozen. offloads: weights or optimizer are in CPU memory between
+        uses.
+    """
+
+    module: Any
+    optimizer: torch.optim.Optimizer | None
+    _writing_group: dist.ProcessGroup | None = None  # of threads that write snapshots
+
+    @property
+    @abstractmethod
+    def offloads(self) -> bool: ...
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank() if self.world_size > 1 else 0
+
+    def _barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def _tensors(self) -> dict[str, Any]:
+        """The weights that are trained, and the optimizer with its settings (`param_groups`)."""
+        assert self.optimizer is not None
+        model = get_model_state_dict(self.module)
+        if self.adapters is not None:
+            trained = {name for name, p in self.module.named_parameters() if p.requires_grad}
+            model = {name: tensor for name, tensor in model.items() if name in trained}
+        return {"model": model, "optimizer": get_optimizer_state_dict(self.module, self.optimizer)}
+
+    def _frozen_tensors(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.module.named_parameters()}
+
+    def copy_weights(self, source: Engine) -> None:
+        assert isinstance(source, SavedEngine)
+        copy_tensors(dict(source.module.named_parameters()), dict(self.module.named_parameters()))
+
+    def save_weights(self, folder: Path) -> None:
+        save_tensors(self._frozen_tensors(), folder)
+
+    def load_weights(self, folder: Path) -> None:
+        load_tensors(self._frozen_tensors(), folder)
+
+    def save(self, path: str | Path) -> None:
+        self._snapshot_of(path, None).write()
+        self._barrier()
+
+    def snapshot(self, path: str | Path) -> Snapshot:
+        if self._writing_group is None and self.world_size > 1:
+            self._writing_group = dist.new_group(backend="gloo")
+        self._snapshot = self._snapshot_of(path, self._writing_group)
+        return self._snapshot
+
+    def _snapshot_of(self, path: str | Path, group: dist.ProcessGroup | None) -> Snapshot:
+        """What `save` writes, its tensors in the snapshot and all else at once; LoRA adapters also as a PEFT
+        folder, `<folder>/adapter`. group: see `save_tensors`.
+        """
+        assert self.scheduler is not None
+        folder, offloads = Path(path), self.offloads
+        folder.mkdir(parents=True, exist_ok=True)
+        with self.loaded(optimizer=True):
+            state = self._tensors()
+            held: list[Any] = [{"model": state["model"], "optimizer": {"state": state["optimizer"]["state"]}}]
+            if offloads:  # else the snapshot would keep all of it on the device
+                held.append(copied_to_cpu(held.pop()))
+            if self.adapters is not None:
+                save_adapter(self.adapters, folder / ADAPTER_FOLDER, writes=self._rank == 0)
+        save_progress(folder, self.scheduler, self.weights_version, self.device, self._rank)
+
+        def copy() -> None:
+            held.append(copied_to_cpu(held.pop()))
+
+        def write() -> None:
+            save_tensors(held.pop(), folder / "dcp", group)
+
+        return Snapshot(None if offloads else copy, write)
+
+    def load(self, path: str | Path) -> None:
+        assert self.scheduler is not None and self.optimizer is not None
+        folder = Path(path)
+        check_complete(folder)
+        groups = self.optimizer.param_groups
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        with self.loaded(optimizer=True):
+            state = self._tensors()
+            saved: dict[str, Any] = {"model": state["model"]}
+            if has_optimizer(folder):
+                saved["optimizer"] = {"state": state["optimizer"]["state"]}
+            check_fits(dict(_shapes(saved)), folder)
+            load_tensors(saved, folder / "dcp")
+            options = StateDictOptions(strict=self.adapters is None)  # with LoRA the base is not in it
+            set_model_state_dict(self.module, state["model"], options=options)
+            if "optimizer" in saved:
+                set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"])
+        for group, settings_of_group in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(settings_of_group)
+        self.weights_version = load_progress(folder, self.scheduler, self.device, self._rank)
+        self._barrier()
+
+    def save_hf(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path) -> None:
+        folder = Path(path)
+        with self.loaded():
+            state = self._whole_state() if self.world_size > 1 or self.adapters is not None else None
+            if self._rank == 0:
+                self.module.model.save_pretrained(folder, state_dict=state)
+        if self._rank == 0:
+            save_beside(folder, tokenizer, base)
+        self._barrier()
+
+    def _whole_state(self) -> dict[str, Tensor]:
+        """All of a Hugging Face folder, adapters merged, in rank 0's CPU memory (empty on the others)."""
+        model = self.module.model
+        buffers = {name: t for name, t in model.named_buffers() if name in model.state_dict()}
+        return {n: t.cpu() for n, t in chain(self.weights(), buffers.items()) if self._rank == 0}
+
+    def snapshot_hf(
+        self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path, saved: str | Path
+    ) -> Snapshot:
+        """What `save_hf` writes. The weights are those that are in `saved` by then, so that none are
+        gathered; but those that adapters are merged into are gathered now, as a checkpoint has the adapters
+        alone.
+        """
+        folder, model = Path(path), self.module.model
+        state: dict[str, Tensor] = {}
+        if self.adapters is not None:
+            with self.loaded():
+                state = self._whole_state()
+        if self._rank > 0:
+            return Snapshot()
+        names = tensor_names(model)
+
+        def write() -> None:
+            if state:
+                model.save_pretrained(folder, state_dict=state)
+            else:
+                write_hf_weights(model, names, Path(saved) / "dcp", folder)
+            save_beside(folder, tokenizer, base)
+
+        return Snapshot(write=write)

@@ -1,23 +1,34 @@
-"""Models from Hugging Face folders, wrapped for training: packed tokens in, numbers per loss token out."""
+"""Models from Hugging Face folders, wrapped for training: packed tokens in, numbers per loss token out.
+
+The last decoder layer is computed only for the tokens whose hidden states are used: of a trajectory with
+retrieved text fewer than half of the tokens predict a loss token. Keys and values of the last layer are
+needed of all tokens; queries, output and feed-forward network only of those.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.utils import logging as transformers_logging
 
-from verl.utils.attention import PACKED_ATTENTION
 from verl.utils.linear_logprob import linear_log_prob
+from verl.utils.packed_attention import PACKED_ATTENTION, Packing
 from verl.utils.packing import PackedMicroBatch
-from verl.workers.engine.last_layer import shorten_last_layer
 from verl.workers.engine.lora import Adapters, adapter_config, add_adapters, load_adapter, wants_adapters
 
+PLAIN_LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,
@@ -39,6 +50,60 @@ def parse_dtype(name: str | None, default: torch.dtype, key: str) -> torch.dtype
     if str(name).lower() not in DTYPES:
         raise ValueError(f"{key}: found {name!r}, expected one of {', '.join(DTYPES)}, or null.")
     return DTYPES[str(name).lower()]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """dtypes of the stored weights, of the computation, and of gradients on their way between processes."""
+
+    model: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+    @classmethod
+    def from_config(
+        cls, fsdp_config: Mapping[str, Any], device: torch.device, trained: bool = True
+    ) -> Precision:
+        """Null means: computation in bf16 on CUDA and fp32 on CPU; weights fp32 if trained, else like
+        computation.
+        """
+        default = torch.bfloat16 if device.type == "cuda" else torch.float32
+        mixed = fsdp_config["mixed_precision"]
+        compute = parse_dtype(mixed["param_dtype"], default, "fsdp_config.mixed_precision.param_dtype")
+        model = parse_dtype(
+            fsdp_config["model_dtype"], torch.float32 if trained else compute, "fsdp_config.model_dtype"
+        )
+        reduce = parse_dtype(mixed["reduce_dtype"], torch.float32, "fsdp_config.mixed_precision.reduce_dtype")
+        return cls(model, compute, reduce)
+
+
+def shorten_last_layer(backbone: nn.Module) -> bool:
+    """Lets the last layer answer for `wanted` tokens alone (a keyword of the backbone's forward: their places
+    in the pack, ascending), so that the backbone returns hidden states [1, Q, D] instead of [1, T, D]: those
+    of the Q wanted tokens that this process has.
+
+    Returns False, and changes nothing, where the layer is not one of PLAIN_LAYERS.
+    """
+    layers = getattr(backbone, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or type(layers[-1]) not in PLAIN_LAYERS:
+        return False
+    layer: Any = layers[-1]
+    layer.forward = MethodType(_short_forward, layer)
+    return True
+
+
+def _short_forward(
+    self: Any, hidden_states: Tensor, *, packing: Packing, wanted: Tensor | None = None, **kwargs: Any
+) -> Tensor:
+    if wanted is None:
+        whole: Tensor = type(self).forward(self, hidden_states, packing=packing, **kwargs)
+        return whole
+    normed = self.input_layernorm(hidden_states)
+    attended, _ = self.self_attn(hidden_states=normed, packing=replace(packing, wanted=wanted), **kwargs)
+    own = packing.own(wanted)
+    rows = hidden_states.index_select(1, own) + attended.index_select(1, own)
+    out: Tensor = rows + self.mlp(self.post_attention_layernorm(rows))
+    return out
 
 
 class PolicyModel(nn.Module):

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
-from verl.utils.packing import CPU_TOKENS_PER_PACK, PackedMicroBatch, pack_rows, plan_padded
-from verl.utils.shared_prefixes import plan_by_prefix
+from verl.utils.packing import CPU_TOKENS_PER_PACK, PackedMicroBatch, pack_rows, plan_by_prefix, plan_padded
 from verl.workers.engine.base import Engine
 
 PACKING_KEYS = ("input_ids", "attention_mask", "position_ids", "response_mask")
@@ -76,7 +75,7 @@ class MicroBatchLimits:
         return cls(per_rank, pack_limit, not packed)
 
 
-def micro_batches(
+def pack_micro_batches(
     batch: Mapping[str, Tensor], rows: Sequence[int], engine: Engine, limits: MicroBatchLimits
 ) -> tuple[int, Iterator[PackedMicroBatch]]:
     """Packs some rows of a batch, those with at least one loss token. Returns (count, micro-batches).
@@ -100,29 +99,11 @@ def micro_batches(
     count = int(engine.reduce([len(plan)], "max")[0])
 
     def build() -> Iterator[PackedMicroBatch]:
-        for part in plan:
-            yield pack_rows(tensors, index[part].tolist(), engine.device, limits.padded)
+        for micro_batch in plan:
+            yield pack_rows(tensors, index[micro_batch].tolist(), engine.device, limits.padded)
         for _ in range(count - len(plan)):
             row = {key: value[:1] for key, value in tensors.items()}
             without_loss = {key: torch.zeros_like(row[key]) for key in LOSS_MASKS if key in row}
             yield pack_rows(row | without_loss, [0], engine.device)
 
     return count, build()
-
-
-def mini_batches(num_rows: int, size: int) -> list[list[int]]:
-    """Rows 0..num_rows-1 in consecutive parts of `size`; the last may be smaller."""
-    return [list(range(start, min(start + size, num_rows))) for start in range(0, num_rows, size)]
-
-
-def rows_per_rank(mini_batch_size: int, rollout_n: int, world_size: int, name: str) -> int:
-    """Rows of a mini-batch on one rank: ppo_mini_batch_size * rollout.n trajectories over all, rounded up."""
-    if mini_batch_size < 1:
-        raise ValueError(f"{name}.ppo_mini_batch_size: found {mini_batch_size}, expected at least 1.")
-    return -(-mini_batch_size * rollout_n // world_size)
-
-
-def shuffled(num_rows: int, seed: int, training_step: int, epoch: int) -> list[int]:
-    """A permutation that depends on nothing but the arguments, so that a resumed run draws it again."""
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + training_step) * 1_009 + epoch)
-    return torch.randperm(num_rows, generator=generator).tolist()

@@ -1,17 +1,145 @@
-"""The optimizer and the learning-rate schedule, from an `optim` block of the configuration."""
+"""The optimizer and the learning-rate schedule, from an `optim` block of the configuration.
+
+AdamW, or Muon for the matrices of the layers and AdamW for all else, as one optimizer with one state.
+
+Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), with gradient G of W [out, in]:
+
+    M <- momentum * M + G;   U = G + momentum * M;   O = NewtonSchulz(U), about the nearest orthogonal matrix
+    W <- W - lr * (weight_decay * W + 0.2 * sqrt(max(out, in)) * O)
+
+The factor before O is that of Moonlight (Liu et al. 2025, arXiv:2502.16982): it gives an update the size of
+AdamW's, so that a learning rate and a weight decay that suit AdamW suit both.
+
+With sharded weights every process gathers a matrix's U, orthogonalises it whole, and takes its own shard.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.adamw import adamw as adamw_update
 from torch.optim.lr_scheduler import LambdaLR
 
-from verl.workers.engine.muon import MuonWithAdamW, adamw_state
+from verl.workers.engine.lora import whole
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic, as in the post
+NUM_ITERATIONS = 5
+ADAMW_EPS = 1e-8
+
+
+def hidden_matrices(backbone: nn.Module) -> list[nn.Parameter]:
+    """The trained weights [out, in] of a decoder's linear layers; embeddings and norms are not among them."""
+    weights = [module.weight for module in backbone.modules() if isinstance(module, nn.Linear)]
+    return [w for w in weights if isinstance(w, nn.Parameter) and w.requires_grad]
+
+
+def orthogonalised(update: Tensor) -> Tensor:
+    """The update [out, in] with its singular values brought to about 1 (0.7 to 1.2), in its dtype.
+
+    Five steps of X <- a X + (b X X^T + c (X X^T)^2) X from U / |U|; in bf16 on CUDA, as in the post.
+    """
+    a, b, c = COEFFICIENTS
+    x = update.bfloat16() if update.is_cuda else update.float()
+    is_tall = x.shape[0] > x.shape[1]
+    x = x.T if is_tall else x
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(NUM_ITERATIONS):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.T if is_tall else x).to(update.dtype)
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon on some parameters, AdamW on the others. The state exists from the start (zeros).
+
+    Args:
+        matrices: [out, in] each. others: of any shape. One of the two may be empty.
+        lr, adamw_lr: learning rates of the two. momentum: of Muon. betas: of AdamW. weight_decay: of both.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[nn.Parameter],
+        others: Sequence[nn.Parameter],
+        lr: float,
+        adamw_lr: float,
+        momentum: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+    ):
+        groups: list[dict[str, Any]] = [
+            {"params": list(matrices), "lr": lr, "momentum": momentum, "weight_decay": weight_decay},
+            {"params": list(others), "lr": adamw_lr, "betas": betas, "weight_decay": weight_decay},
+        ]
+        super().__init__([group for group in groups if group["params"]], {})
+        for parameter in matrices:
+            self.state[parameter] = {"momentum_buffer": _zeros(parameter)}
+        for parameter in others:
+            self.state[parameter] = adamw_state(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: the loss is known
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if "momentum" in group:
+                for parameter in parameters:
+                    self._muon(parameter, group)
+            elif parameters:
+                self._adamw(parameters, group)
+
+    def _muon(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        gradient, momentum = parameter.grad, group["momentum"]
+        assert gradient is not None
+        average = self.state[parameter]["momentum_buffer"]
+        average.mul_(momentum).add_(gradient)
+        update = orthogonalised(whole(gradient.add(average, alpha=momentum)))
+        if isinstance(parameter, DTensor):  # each process has the whole update: none is sent anything
+            update = distribute_tensor(
+                update, parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
+        size = 0.2 * math.sqrt(max(parameter.shape))
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update.to(parameter.dtype), alpha=-group["lr"] * size)
+
+    def _adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        states = [self.state[p] for p in parameters]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        averages, squares, steps = (
+            [state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")
+        )
+        beta1, beta2 = group["betas"]
+        adamw_update(
+            parameters,
+            gradients,
+            averages,
+            squares,
+            [],
+            steps,
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=ADAMW_EPS,
+            maximize=False,
+        )
+
+
+def adamw_state(parameter: Tensor) -> dict[str, Tensor]:
+    """AdamW's state before the first step, as torch names it."""
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return {"step": step, "exp_avg": _zeros(parameter), "exp_avg_sq": _zeros(parameter)}
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
 def build_optimizer(

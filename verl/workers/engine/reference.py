@@ -15,8 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from verl.workers.engine.base import Engine
-from verl.workers.engine.checkpoint import load_tensors, save_tensors
-from verl.workers.engine.copying import copy_tensors
+from verl.workers.engine.checkpoint import copy_tensors, load_tensors, save_tensors
 
 FOLDER = "reference"
 
@@ -47,6 +46,7 @@ class Reference:
             with adapters.switched_off():
                 yield self.policy
             return
+        self.policy.wait_for_snapshot()  # which is of the trained adapters
         trained = {name: p.detach().clone() for name, p in adapters.parameters().items()}
         copy_tensors(self._kept, adapters.parameters())
         try:

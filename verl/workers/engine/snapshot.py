@@ -134,7 +134,7 @@ def copied_to_cpu(state: object) -> object:
         return {key: copied_to_cpu(value) for key, value in state.items()}
     if isinstance(state, DTensor):
         names, context = state.__tensor_flatten__()
-        parts = {name: getattr(state, name) for name in names}
-        parts["_local_tensor"] = parts["_local_tensor"].to("cpu", copy=True)
-        return DTensor.__tensor_unflatten__(parts, context, state.shape, state.stride())
+        pieces = {name: getattr(state, name) for name in names}
+        pieces["_local_tensor"] = pieces["_local_tensor"].to("cpu", copy=True)
+        return DTensor.__tensor_unflatten__(pieces, context, state.shape, state.stride())
     return state.to("cpu", copy=True) if isinstance(state, Tensor) else state

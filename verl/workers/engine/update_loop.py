@@ -2,10 +2,12 @@
 
     rows -> mini-batches (one optimizer step each) -> micro-batches (one forward and backward pass each)
 
-The model's owner gives an `Objective` for each mini-batch: the loss and the figures of a micro-batch. Both
+The model's owner gives an `Objective` for each mini-batch: the loss and the metrics of a micro-batch. Both
 are sums over its tokens divided by counts of the whole mini-batch over all ranks, so that loss, gradient and
-figures are the same for every way of splitting it. A step whose loss or gradient is not finite is skipped on
-all ranks, counted, and explained (`not_finite.py`).
+metrics are the same for every way of splitting it. A step whose loss or gradient is not finite is skipped on
+all ranks, counted, and explained: the first trajectory and token whose numbers are infinite or NaN are
+looked for after the fact, which costs a forward pass of the mini-batch and, if everything that goes into the
+loss is finite, a backward pass for each row.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from statistics import fmean
 from typing import Any, Protocol
@@ -23,18 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.algos.aggregation import LossDenominator, denominator_counts
 from verl.protocol import DataProto
-from verl.trainer.ppo.algos.aggregation import LossDenominator, denominator_counts
 from verl.utils.packing import PackedMicroBatch
 from verl.workers.engine.base import Engine, Outputs, Share
-from verl.workers.engine.micro_batches import (
-    MicroBatchLimits,
-    micro_batches,
-    mini_batches,
-    rows_per_rank,
-    shuffled,
-)
-from verl.workers.engine.not_finite import first_not_finite
+from verl.workers.engine.micro_batches import MicroBatchLimits, pack_micro_batches
 
 logger = logging.getLogger(__name__)
 
@@ -61,13 +57,13 @@ class Objective(Protocol):
         ...
 
     @property
-    def asked(self) -> Mapping[str, Any]:
-        """What the model is asked for; see `Engine.infer`."""
+    def options(self) -> Mapping[str, Any]:
+        """What the model is to compute; see `Engine.infer`."""
         ...
 
-    def share(self, part: PackedMicroBatch, outputs: Outputs) -> Share: ...
+    def share(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> Share: ...
 
-    def token_values(self, part: PackedMicroBatch, outputs: Outputs) -> dict[str, Tensor]:
+    def token_values(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> dict[str, Tensor]:
         """name -> [B, R]: what the loss is made of, each thing before what follows from it."""
         ...
 
@@ -118,21 +114,24 @@ class UpdateLoop:
             data: this rank's rows; meta_info `mini_batch_rows` says how many make a mini-batch (else as
                 configured), and `uid` names them in the log. batch: its tensors.
         """
-        engine, averages, num_skipped = self.engine, _Averages(), 0
+        engine, averages, num_skipped = self.engine, _StepMetrics(), 0
         with engine.loaded(optimizer=True):
             for mini_batch in self._mini_batches(batch, self._rows_of_mini_batch(data)):
                 objective = objective_of(mini_batch)
-                figures = self._accumulate(batch, mini_batch, objective)
-                if not figures:  # no rank has a loss token
+                metrics = self._accumulate(batch, mini_batch, objective)
+                if not metrics:  # no rank has a token to learn from
+                    num_skipped += 1
+                    self._count_skipped(lambda: "no trajectory of the mini-batch has a token to learn from")
                     continue
-                is_finite = math.isfinite(figures.pop("loss"))
-                figures[f"{self.name}/grad_norm"], applied = engine.step(discard=not is_finite)
+                is_finite = math.isfinite(metrics.pop("loss"))
+                metrics[f"{self.name}/grad_norm"], applied = engine.step(discard=not is_finite)
                 if applied:
                     self.num_skipped_in_a_row = 0
-                    averages.add(figures)
+                    averages.add(metrics)
                 else:
                     num_skipped += 1
-                    self._skipped(batch, mini_batch, objective, data.non_tensor_batch.get("uid"))
+                    rows, names = mini_batch.rows, data.non_tensor_batch.get("uid")
+                    self._count_skipped(partial(first_not_finite, engine, batch, rows, objective, names))
         metrics = averages.result() | {
             f"{self.name}/lr": engine.lr,
             f"{self.name}/num_skipped_updates": float(num_skipped),
@@ -154,11 +153,11 @@ class UpdateLoop:
     def _mini_batches(self, batch: Mapping[str, Tensor], size: int) -> Iterator[MiniBatch]:
         number = 0
         for epoch in range(self.config["ppo_epochs"]):
-            parts = mini_batches(len(batch["response_mask"]), size)
+            all_rows = mini_batches(len(batch["response_mask"]), size)
             if self.config["shuffle"]:
-                order = shuffled(len(parts), self.seed, self.engine.num_training_steps, epoch)
-                parts = [parts[i] for i in order]
-            for rows in parts:
+                order = shuffled(len(all_rows), self.seed, self.engine.num_training_steps, epoch)
+                all_rows = [all_rows[i] for i in order]
+            for rows in all_rows:
                 yield MiniBatch(rows, number, self._denominator(batch, rows))
                 number += 1
 
@@ -172,27 +171,29 @@ class UpdateLoop:
     def _accumulate(
         self, batch: Mapping[str, Tensor], mini_batch: MiniBatch, objective: Objective
     ) -> dict[str, float]:
-        """Gradient of one mini-batch, left in the parameters. Returns figures, the same on every rank; none
+        """Gradient of one mini-batch, left in the parameters. Returns metrics, the same on every rank; none
         if nothing was computed.
 
-        Idle rows add their figures alone, without a backward pass; but one of their micro-batches has it if
+        Idle rows add their metrics alone, without a backward pass; but one of their micro-batches has it if
         there is nothing else: the optimizer steps (momentum, decay) on zeros too. They come first, so that
         the last pass is a backward one, after which sharded weights are given back.
         """
-        engine, figures = self.engine, _Figures()
+        engine, metrics = self.engine, _MiniBatchMetrics()
         idle = set(objective.idle_rows)
         active = [row for row in mini_batch.rows if row not in idle]
         num_idle, idle_parts = self._micro_batches(batch, sorted(idle))
         num_active, active_parts = self._micro_batches(batch, active)
-        parts, asked = chain(idle_parts, active_parts), objective.asked
+        micro_batches, options = chain(idle_parts, active_parts), objective.options
         num_backward = num_active or min(num_idle, 1)
         if not num_backward:
             return {}
-        for part, outputs in engine.infer(islice(parts, num_idle + num_active - num_backward), **asked):
-            figures.add(objective.share(part, outputs))
-        for share in engine.forward_backward(parts, num_backward, objective.share, **asked):
-            figures.add(share)
-        return figures.over_ranks(engine)
+        for micro_batch, outputs in engine.infer(
+            islice(micro_batches, num_idle + num_active - num_backward), **options
+        ):
+            metrics.add(objective.share(micro_batch, outputs))
+        for share in engine.forward_backward(micro_batches, num_backward, objective.share, **options):
+            metrics.add(share)
+        return metrics.over_ranks(engine)
 
     def _micro_batches(
         self, batch: Mapping[str, Tensor], rows: list[int]
@@ -200,36 +201,28 @@ class UpdateLoop:
         """`micro_batches`; none where no rank has such rows."""
         if not any(self.engine.reduce([float(len(rows))], "sum")):
             return 0, ()
-        return micro_batches(batch, rows, self.engine, self.limits)
+        return pack_micro_batches(batch, rows, self.engine, self.limits)
 
-    def _skipped(
-        self,
-        batch: Mapping[str, Tensor],
-        mini_batch: MiniBatch,
-        objective: Objective,
-        names: np.ndarray | None,
-    ) -> None:
-        """Counts a step that was not made. The first in a row is looked into, which costs more passes."""
+    def _count_skipped(self, why: Callable[[], str]) -> None:
+        """Counts a step that was not made. Only of the first in a row the reason is looked for: that may cost
+        more passes.
+        """
         self.num_skipped_in_a_row += 1
         if self.num_skipped_in_a_row > 1:
             return
-
-        def single_rows() -> Iterator[PackedMicroBatch]:
-            return micro_batches(batch, mini_batch.rows, self.engine, MicroBatchLimits(1, None, False))[1]
-
-        self.skipped_update = first_not_finite(self.engine, single_rows, objective, names)
+        self.skipped_update = why()
         if self.engine.world_size == 1 or dist.get_rank() == 0:
             logger.warning("%s: an update is skipped: %s", self.name, self.skipped_update)
 
 
-class _Figures:
-    """Figures of a mini-batch, from the shares of its micro-batches."""
+class _MiniBatchMetrics:
+    """Metrics of a mini-batch, from the shares of its micro-batches."""
 
     def __init__(self) -> None:
         self._shares: dict[str, list[Tensor]] = {}
 
     def add(self, share: Share) -> None:
-        for name, figure in (*share.figures.items(), ("loss", share.loss)):
+        for name, figure in (*share.metrics.items(), ("loss", share.loss)):
             self._shares.setdefault(name, []).append(figure.detach())
 
     def over_ranks(self, engine: Engine) -> dict[str, float]:
@@ -242,14 +235,14 @@ class _Figures:
         return totals
 
 
-class _Averages:
-    """Figures of a training step, from those of its optimizer steps."""
+class _StepMetrics:
+    """Metrics of a training step, from those of its optimizer steps."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = {}
 
-    def add(self, figures: Mapping[str, float]) -> None:
-        for name, value in figures.items():
+    def add(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
             self._values.setdefault(name, []).append(value)
 
     def result(self) -> dict[str, float]:
@@ -261,3 +254,91 @@ class _Averages:
 def _op(name: str) -> str:
     ending = name.rsplit("/", 1)[-1]
     return ending if ending in ("min", "max") else "sum"
+
+
+def mini_batches(num_rows: int, size: int) -> list[list[int]]:
+    """Rows 0..num_rows-1 in consecutive slices of `size`; the last may be smaller."""
+    return [list(range(start, min(start + size, num_rows))) for start in range(0, num_rows, size)]
+
+
+def rows_per_rank(mini_batch_size: int, rollout_n: int, world_size: int, name: str) -> int:
+    """Rows of a mini-batch on one rank: ppo_mini_batch_size * rollout.n trajectories over all, rounded up."""
+    if mini_batch_size < 1:
+        raise ValueError(f"{name}.ppo_mini_batch_size: found {mini_batch_size}, expected at least 1.")
+    return -(-mini_batch_size * rollout_n // world_size)
+
+
+def shuffled(num_rows: int, seed: int, training_step: int, epoch: int) -> list[int]:
+    """A permutation that depends on nothing but the arguments, so that a resumed run draws it again."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + training_step) * 1_009 + epoch)
+    return torch.randperm(num_rows, generator=generator).tolist()
+
+
+def first_not_finite(
+    engine: Engine,
+    batch: Mapping[str, Tensor],
+    rows: list[int],
+    objective: Objective,
+    names: np.ndarray | None,
+) -> str:
+    """What is not finite, in words, the same on every rank; all ranks call it together.
+
+    rows: this rank's rows of the mini-batch. names: uid of each row of the batch.
+    """
+
+    def single_rows() -> Iterator[PackedMicroBatch]:
+        return pack_micro_batches(batch, rows, engine, MicroBatchLimits(1, None, False))[1]
+
+    reason = _over_ranks(engine, _first_token(engine, single_rows(), objective, names))
+    reason = reason or _first_gradient(engine, single_rows(), objective, names)
+    return reason or "the loss or gradient is not finite, though that of each trajectory alone is"
+
+
+def _row_name(row: int, names: np.ndarray | None) -> str:
+    rank = f" of rank {dist.get_rank()}" if dist.is_initialized() and dist.get_world_size() > 1 else ""
+    return f"row {row}{rank}" + ("" if names is None else f" ({names[row]})")
+
+
+def _first_token(
+    engine: Engine, micro_batches: Iterator[PackedMicroBatch], objective: Objective, names: np.ndarray | None
+) -> str:
+    """The first token of this rank's rows with a number that is not finite; "" if there is none."""
+    first: tuple[int, int, str, float] | None = None
+    for micro_batch, outputs in engine.infer(micro_batches, **objective.options):
+        for name, values in objective.token_values(micro_batch, outputs).items():
+            places = (~values.isfinite())[0].nonzero().flatten().tolist()
+            if not places:
+                continue
+            candidate = (int(micro_batch.rows[0]), places[0], name, float(values[0, places[0]]))
+            if first is None or candidate[:2] < first[:2]:
+                first = candidate
+    if first is None:
+        return ""
+    row, place, name, value = first
+    return f"{name} {value} at place {place} of the response of {_row_name(row, names)}"
+
+
+def _first_gradient(
+    engine: Engine,
+    micro_batches: Iterator[PackedMicroBatch],
+    objective: Objective,
+    names: np.ndarray | None,
+) -> str:
+    """The first row whose own gradient is not finite. With several ranks: the rows of that pass."""
+    for micro_batch in micro_batches:
+        engine.forward_backward([micro_batch], 1, objective.share, **objective.options)
+        norm, _ = engine.step(discard=True)
+        if not math.isfinite(norm):
+            row = _row_name(int(micro_batch.rows[0]), names) if len(micro_batch.cells) else ""
+            return f"only the gradient is not finite, that of {_over_ranks(engine, row, every=True)}"
+    return ""
+
+
+def _over_ranks(engine: Engine, text: str, every: bool = False) -> str:
+    """The first rank's text that is not empty, or all of them."""
+    if engine.world_size == 1:
+        return text
+    texts: list[str] = [""] * engine.world_size
+    dist.all_gather_object(texts, text if engine.data.leads else "")
+    present = [text_of_rank for text_of_rank in texts if text_of_rank]
+    return " or ".join(present if every else present[:1])

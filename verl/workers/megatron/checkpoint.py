@@ -40,7 +40,7 @@ from verl.workers.megatron.optimizer import KINDS
 from verl.workers.megatron.weights import Parameter, Piece, WeightMap
 
 if TYPE_CHECKING:
-    from verl.workers.megatron.engine import MegatronEngine
+    from verl.workers.megatron.megatron_engine import MegatronEngine
 
 GENERATION_FILE = "generation_config.json"
 MAX_FILE_BYTES = 5 * 2**30  # of one safetensors file
@@ -73,8 +73,8 @@ def local_tensors(
     stage = mpu.get_pipeline_model_parallel_rank()
     pieces: dict[str, Tensor] = {}
 
-    def read(piece: Piece, part: tuple[slice, ...]) -> Tensor:
-        return pieces[piece.name][part]
+    def read(piece: Piece, region: tuple[slice, ...]) -> Tensor:
+        return pieces[piece.name][region]
 
     for parameter in weights.parameters:
         if not parameter.copied:  # a copy comes right after what it is of

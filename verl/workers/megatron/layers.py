@@ -20,7 +20,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from verl.workers.megatron.attention import PackedCoreAttention
+from verl.workers.megatron.core_attention import PackedCoreAttention
 from verl.workers.megatron.settings import ModelShape, ParallelSizes, StageLayout
 
 

@@ -43,12 +43,12 @@ class _VocabParallelLogProb(torch.autograd.Function):
             hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(4)
         )
         log_p: Tensor | None = None
-        for part in _chunks(len(hidden), rows):
-            logits = _logits(hidden[part], weight, temperature)
+        for chunk in _chunks(len(hidden), rows):
+            logits = _logits(hidden[chunk], weight, temperature)
             greatest = logits.amax(1)
             dist.all_reduce(greatest, dist.ReduceOp.MAX, group=group)
             logits -= greatest[:, None]
-            own, places = _own_labels(labels[part], first_row, weight)
+            own, places = _own_labels(labels[chunk], first_row, weight)
             picked = logits.gather(1, places[:, None])[:, 0] * own
             powers = logits.exp()
             sums = [powers.sum(1), picked]
@@ -59,12 +59,12 @@ class _VocabParallelLogProb(torch.autograd.Function):
             summed = torch.stack(sums)
             dist.all_reduce(summed, group=group)
             total, log_total = summed[0], summed[0].log()
-            log_sum[part] = log_total + greatest
-            log_probs[part] = summed[1] - log_total
+            log_sum[chunk] = log_total + greatest
+            log_probs[chunk] = summed[1] - log_total
             if with_entropy:
-                entropy[part] = log_total - summed[2] / total
+                entropy[chunk] = log_total - summed[2] / total
             if with_sum_pi_squared:
-                sum_pi_squared[part] = summed[-1] / total.square()
+                sum_pi_squared[chunk] = summed[-1] / total.square()
             log_p = logits.sub_(log_total[:, None]) if len(hidden) <= rows else None
         ctx.save_for_backward(hidden, weight, labels, log_sum, entropy, log_p)
         ctx.first_row, ctx.temperature, ctx.rows = first_row, temperature, rows
@@ -79,26 +79,26 @@ class _VocabParallelLogProb(torch.autograd.Function):
         hidden, weight, labels, log_sum, entropy, kept = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for part in _chunks(len(hidden), ctx.rows):
+        for chunk in _chunks(len(hidden), ctx.rows):
             log_p = kept
             if log_p is None:
-                log_p = _logits(hidden[part], weight, ctx.temperature).sub_(log_sum[part, None])
+                log_p = _logits(hidden[chunk], weight, ctx.temperature).sub_(log_sum[chunk, None])
             grad_logits = log_p.exp()
-            a = 0.0 if grad_log_probs is None else grad_log_probs[part, None]
+            a = 0.0 if grad_log_probs is None else grad_log_probs[chunk, None]
             if grad_entropy is None:
                 grad_logits.mul_(-a)
             else:
-                b = grad_entropy[part, None]
-                grad_logits.mul_(torch.addcmul(-a - b * entropy[part, None], log_p, -b))
+                b = grad_entropy[chunk, None]
+                grad_logits.mul_(torch.addcmul(-a - b * entropy[chunk, None], log_p, -b))
             if grad_log_probs is not None:
-                own, places = _own_labels(labels[part], ctx.first_row, weight)
-                grad_logits.scatter_add_(1, places[:, None], (grad_log_probs[part] * own)[:, None])
+                own, places = _own_labels(labels[chunk], ctx.first_row, weight)
+                grad_logits.scatter_add_(1, places[:, None], (grad_log_probs[chunk] * own)[:, None])
             if ctx.temperature != 1.0:
                 grad_logits.mul_(1.0 / ctx.temperature)
             grad_logits = grad_logits.to(weight.dtype)
-            grad_hidden[part] = grad_logits @ weight
+            grad_hidden[chunk] = grad_logits @ weight
             if grad_weight is not None:
-                grad_weight += grad_logits.t() @ hidden[part]
+                grad_weight += grad_logits.t() @ hidden[chunk]
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, None, None
 

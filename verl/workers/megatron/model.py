@@ -1,7 +1,7 @@
 """Policies and critics on Megatron: a process's chunks of one, and what comes out of them.
 
     Hugging Face folder --build_model--> BuiltModel(chunks, weights)
-    PackedMicroBatch --chunk(part, **asked)--> hidden states for the next stage, or outputs of the last one
+    PackedMicroBatch --chunk(pack, **options)--> hidden states for the next stage, or outputs of the last one
 
 Every chunk is called with the same micro-batch; the first embeds its tokens, others take what Megatron's
 schedule gives them (`set_input_tensor`). With context parallelism each process takes its share of the tokens,
@@ -14,7 +14,7 @@ Gradients: a loss is computed by each process of the last stage from these outpu
 a weight is to be summed over its context and data groups; weights with `sequence_parallel`, and those of
 the norms of queries and keys, over its tensor group as well. Megatron's `finalize_model_grads` does both,
 without a division: the configuration says `calculate_per_token_loss`, so the schedule's loss function returns
-(loss, torch.tensor(0), figures), where 0 tokens mean that nothing is divided by them.
+(loss, torch.tensor(0), metrics), where 0 tokens mean that nothing is divided by them.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from verl.utils.packing import PackedMicroBatch
-from verl.utils.ulysses import ShardedMicroBatch, shard_micro_batch
+from verl.utils.packing import PackedMicroBatch, ShardedMicroBatch, shard_micro_batch
 from verl.workers.engine.loading import initial_value_head, load_hf_config
 from verl.workers.engine.lora import wants_adapters
 from verl.workers.megatron import cpu_support, parallel_state
-from verl.workers.megatron.attention import PackedTokens, RotaryEmbedding
+from verl.workers.megatron.core_attention import PackedTokens, RotaryEmbedding
 from verl.workers.megatron.layers import RMSNorm, layer_spec, transformer_config
 from verl.workers.megatron.log_prob import vocab_parallel_log_prob
 from verl.workers.megatron.settings import ModelShape, ParallelSizes, StageLayout
@@ -84,11 +83,11 @@ class _Chunk(GPTModel):
         )
         self.shape, self.rotary = shape, rotary
 
-    def _hidden_states(self, part: PackedMicroBatch, sharded: ShardedMicroBatch | None) -> Tensor:
+    def _hidden_states(self, pack: PackedMicroBatch, sharded: ShardedMicroBatch | None) -> Tensor:
         """[t, 1, D] after this chunk's layers; t tokens of this process, with sequence parallelism of this
         tensor rank.
         """
-        own = part if sharded is None else sharded.own
+        own = pack if sharded is None else sharded.own
         cos, sin = self.rotary(own.position_ids[0], self.config.params_dtype)
         embedded = self.embedding(own.input_ids, own.position_ids) if self.pre_process else None
         hidden: Tensor = self.decoder(
@@ -98,18 +97,18 @@ class _Chunk(GPTModel):
         )
         return hidden
 
-    def _shared(self, part: PackedMicroBatch) -> tuple[PackedMicroBatch, ShardedMicroBatch | None]:
+    def _shared(self, pack: PackedMicroBatch) -> tuple[PackedMicroBatch, ShardedMicroBatch | None]:
         """The micro-batch, padded so that it can be cut, and this process's share with context
         parallelism.
         """
         parallel = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        part = padded(part, parallel * self.config.context_parallel_size)
+        pack = padded(pack, parallel * self.config.context_parallel_size)
         if self.config.context_parallel_size == 1:
-            return part, None
-        return part, shard_micro_batch(part, mpu.get_context_parallel_group())
+            return pack, None
+        return pack, shard_micro_batch(pack, mpu.get_context_parallel_group())
 
 
-class PolicyModel(_Chunk):
+class PolicyChunk(_Chunk):
     """A chunk of a causal language model."""
 
     def forward(
@@ -122,11 +121,11 @@ class PolicyModel(_Chunk):
         """Hidden states [t, 1, D]; of the last chunk (log_probs, entropy, sum_pi_squared), all [U] float32,
         one for each distinct loss token; see `vocab_parallel_log_prob`.
         """
-        part, sharded = self._shared(micro_batch)
-        hidden = self._hidden_states(part, sharded)
+        pack, sharded = self._shared(micro_batch)
+        hidden = self._hidden_states(pack, sharded)
         if not self.post_process:
             return hidden
-        own = part if sharded is None else sharded.own
+        own = pack if sharded is None else sharded.own
         group = mpu.get_tensor_model_parallel_group()
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden)
@@ -151,7 +150,7 @@ class PolicyModel(_Chunk):
         return log_probs, entropy, sum_pi_squared
 
 
-class ValueModel(_Chunk):
+class ValueChunk(_Chunk):
     """A chunk of a backbone with a scalar head."""
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -167,11 +166,11 @@ class ValueModel(_Chunk):
         """Hidden states [t, 1, D]; of the last chunk (values,), [U] float32, one for each distinct
         loss token.
         """
-        part, sharded = self._shared(micro_batch)
-        hidden = self._hidden_states(part, sharded)
+        pack, sharded = self._shared(micro_batch)
+        hidden = self._hidden_states(pack, sharded)
         if not self.post_process:
             return hidden
-        own = part if sharded is None else sharded.own
+        own = pack if sharded is None else sharded.own
         if self.config.sequence_parallel:  # every tensor rank computes all values: each its own gradient
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         rows = hidden[:, 0].index_select(0, own.predicted_from)
@@ -188,7 +187,7 @@ class BuiltModel:
     engine may set its own hooks in it. shape, hugging_face: the model's sizes and config.json.
     """
 
-    chunks: list[PolicyModel] | list[ValueModel]
+    chunks: list[PolicyChunk] | list[ValueChunk]
     weights: WeightMap
     config: TransformerConfig
     shape: ModelShape
@@ -214,7 +213,7 @@ def build_model(
 
     Args:
         device, dtype: of parameters and computation.
-        is_policy: `PolicyModel`s, else `ValueModel`s, whose head is the same for every run and cut.
+        is_policy: `PolicyChunk`s, else `ValueChunk`s, whose head is the same for every run and cut.
         sequence_parallel: deals tokens out between a layer's matrices (no effect with one tensor rank).
         layers_per_virtual_stage: `num_layers_per_virtual_pipeline_stage`; None: one stage per process.
 
@@ -226,7 +225,7 @@ def build_model(
     recompute = bool(model_config.get("enable_gradient_checkpointing"))
     config = transformer_config(shape, sizes, layout, device, dtype, sequence_parallel, recompute)
     rotary = RotaryEmbedding(hugging_face, device)
-    kind: Any = PolicyModel if is_policy else ValueModel
+    kind: Any = PolicyChunk if is_policy else ValueChunk
     with cpu_support.cuda_names(device):
         chunks = [
             kind(config, shape, layout, number, rotary, keeps_head=is_policy)
@@ -247,8 +246,8 @@ def initial_weights(model_config: Mapping[str, Any], built: BuiltModel) -> Read:
         initial = initial_value_head(built.shape.hidden)
         value_head = {f"value_head.{kind}": tensor for kind, tensor in initial.items()}
 
-    def read(piece: Piece, part: tuple[slice, ...]) -> Tensor:
-        return value_head[piece.name][part] if piece.name in value_head else in_folder(piece, part)
+    def read(piece: Piece, pack: tuple[slice, ...]) -> Tensor:
+        return value_head[piece.name][pack] if piece.name in value_head else in_folder(piece, pack)
 
     return read
 
@@ -276,15 +275,15 @@ def model_folder(model_config: Mapping[str, Any]) -> Path:
     return Path(snapshot_download(model_config["path"], allow_patterns=["*.safetensors*", "*.json"]))
 
 
-def padded(part: PackedMicroBatch, multiple: int) -> PackedMicroBatch:
+def padded(pack: PackedMicroBatch, multiple: int) -> PackedMicroBatch:
     """The micro-batch with so many tokens that `multiple` divides them: a sequence of its own at the end,
     which nobody attends to and which predicts nothing.
     """
-    num_tokens = part.input_ids.shape[1]
+    num_tokens = pack.input_ids.shape[1]
     missing = -num_tokens % multiple
     if not missing:
-        return part
-    zeros, packing = part.input_ids.new_zeros(1, missing), part.packing
+        return pack
+    zeros, packing = pack.input_ids.new_zeros(1, missing), pack.packing
     key_index = packing.key_index
     if key_index is not None:
         own = torch.arange(num_tokens, num_tokens + missing, device=key_index.device)
@@ -293,9 +292,9 @@ def padded(part: PackedMicroBatch, multiple: int) -> PackedMicroBatch:
         [*packing.seq_lens, missing], zeros.device, [*packing.key_lens, missing], key_index
     )
     return replace(
-        part,
-        input_ids=torch.cat([part.input_ids, zeros], dim=1),
-        position_ids=torch.cat([part.position_ids, zeros], dim=1),
+        pack,
+        input_ids=torch.cat([pack.input_ids, zeros], dim=1),
+        position_ids=torch.cat([pack.position_ids, zeros], dim=1),
         packing=longer,
     )
 

@@ -21,8 +21,7 @@ from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from verl.workers.engine.muon import adamw_state
-from verl.workers.engine.optim import adamw
+from verl.workers.engine.optim import adamw, adamw_state
 from verl.workers.megatron import cpu_support
 from verl.workers.megatron.model import BuiltModel
 from verl.workers.megatron.storage import ParkedStorage

@@ -3,7 +3,7 @@
     parts --forward--> outputs                 parts --forward_backward(share_of)--> shares
 
 Both are had on every stage. Only the last one has outputs: it sends them to the others, which know the
-micro-batches and so compute the same figures from them; nothing else has to travel.
+micro-batches and so compute the same metrics from them; nothing else has to travel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from verl.utils.attention import Packing
+from verl.utils.packed_attention import Packing
 from verl.utils.packing import PackedMicroBatch
 from verl.workers.engine.base import Outputs, Share, ShareOf
 
@@ -43,50 +43,55 @@ class Pipeline:
         config.finalize_model_grads_func = _finalize
 
     @torch.no_grad()
-    def forward(self, parts: Sequence[PackedMicroBatch], asked: Mapping[str, Any]) -> list[Outputs]:
+    def forward(self, micro_batches: Sequence[PackedMicroBatch], options: Mapping[str, Any]) -> list[Outputs]:
         """The outputs of each micro-batch, the same on every process of the replica."""
 
         def step(iterator: Iterator[PackedMicroBatch], model: nn.Module) -> tuple[Any, None]:
-            return model(next(iterator), **asked), None
+            return model(next(iterator), **options), None
 
-        collected = [as_outputs(output) for output in self._schedule(step, parts, forward_only=True)]
-        return self._spread(parts, collected[: len(parts)])
+        collected = [as_outputs(output) for output in self._schedule(step, micro_batches, forward_only=True)]
+        return self._spread(micro_batches, collected[: len(micro_batches)])
 
     def forward_backward(
-        self, parts: Sequence[PackedMicroBatch], share_of: ShareOf, asked: Mapping[str, Any]
+        self, micro_batches: Sequence[PackedMicroBatch], share_of: ShareOf, options: Mapping[str, Any]
     ) -> list[Share]:
         """Adds the gradients of all micro-batches' losses, and gives their shares without gradient."""
         collected: list[Outputs] = []
 
-        def loss(part: PackedMicroBatch, result: Any) -> tuple[Tensor, Tensor, Share | None]:
+        def loss(micro_batch: PackedMicroBatch, result: Any) -> tuple[Tensor, Tensor, Share | None]:
             outputs = as_outputs(result)
             none = torch.zeros((), dtype=torch.int)  # no number of tokens to divide by
-            if len(collected) == len(parts):  # a micro-batch that only fills the schedule
+            if len(collected) == len(micro_batches):  # a micro-batch that only fills the schedule
                 return torch.stack([x.sum() for x in outputs if x.requires_grad]).sum() * 0.0, none, None
             collected.append(tuple(output.detach() for output in outputs))
-            share = share_of(part, outputs)
+            share = share_of(micro_batch, outputs)
             return share.loss, none, share.detach()
 
         def step(iterator: Iterator[PackedMicroBatch], model: nn.Module) -> tuple[Any, Any]:
-            part = next(iterator)
-            return model(part, **asked), partial(loss, part)
+            micro_batch = next(iterator)
+            return model(micro_batch, **options), partial(loss, micro_batch)
 
-        shares = self._schedule(step, parts, forward_only=False)[: len(parts)]
-        outputs = self._spread(parts, collected)
+        shares = self._schedule(step, micro_batches, forward_only=False)[: len(micro_batches)]
+        outputs = self._spread(micro_batches, collected)
         if self._is_last:
             return shares
         with torch.no_grad():
-            return [share_of(part, out).detach() for part, out in zip(parts, outputs, strict=True)]
+            return [
+                share_of(micro_batch, out).detach()
+                for micro_batch, out in zip(micro_batches, outputs, strict=True)
+            ]
 
-    def _schedule(self, step: Any, parts: Sequence[PackedMicroBatch], forward_only: bool) -> list[Any]:
+    def _schedule(
+        self, step: Any, micro_batches: Sequence[PackedMicroBatch], forward_only: bool
+    ) -> list[Any]:
         """What the last stage's loss function (or its chunk, if there is none) gave, in order."""
-        parts = [*parts, *self._fillers(parts)]
-        iterators = [iter(parts) for _ in self.models]
+        micro_batches = [*micro_batches, *self._fillers(micro_batches)]
+        iterators = [iter(micro_batches) for _ in self.models]
         results: list[Any] = self._run(
             forward_step_func=step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.models,
-            num_microbatches=len(parts),
+            num_microbatches=len(micro_batches),
             seq_length=self.config.tensor_model_parallel_size
             * self.config.context_parallel_size,  # any length
             micro_batch_size=1,
@@ -94,21 +99,21 @@ class Pipeline:
         )
         return results
 
-    def _fillers(self, parts: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
+    def _fillers(self, micro_batches: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
         """With several chunks in a process, micro-batches go round in groups, as many as there are stages."""
         if len(self.models) == 1:
             return []
-        return [_without_loss(parts[0])] * (-len(parts) % self.num_stages)
+        return [_without_loss(micro_batches[0])] * (-len(micro_batches) % self.num_stages)
 
-    def _spread(self, parts: Sequence[PackedMicroBatch], outputs: list[Outputs]) -> list[Outputs]:
+    def _spread(self, micro_batches: Sequence[PackedMicroBatch], outputs: list[Outputs]) -> list[Outputs]:
         """The last stage's outputs, on every stage."""
         if self.num_stages == 1:
             return outputs
-        sizes = [len(part.labels) for part in parts]
+        sizes = [len(micro_batch.labels) for micro_batch in micro_batches]
         if self._is_last:
             flat = torch.cat([torch.cat(of_part).float() for of_part in outputs])
         else:
-            flat = torch.empty(self.num_outputs * sum(sizes), device=parts[0].labels.device)
+            flat = torch.empty(self.num_outputs * sum(sizes), device=micro_batches[0].labels.device)
         group = mpu.get_pipeline_model_parallel_group()
         if len(flat):  # else no micro-batch has a loss token
             dist.broadcast(flat, mpu.get_pipeline_model_parallel_last_rank(), group=group)
@@ -126,20 +131,20 @@ def _finalize(models: list[nn.Module], num_tokens: Tensor | None = None, **optio
     finalize_model_grads(models, None, **options)
 
 
-def _without_loss(part: PackedMicroBatch) -> PackedMicroBatch:
+def _without_loss(micro_batch: PackedMicroBatch) -> PackedMicroBatch:
     """A micro-batch of one token and no loss token."""
-    device = part.input_ids.device
-    empty = part.labels[:0]
+    device = micro_batch.input_ids.device
+    empty = micro_batch.labels[:0]
     return PackedMicroBatch(
-        input_ids=part.input_ids[:, :1],
-        position_ids=torch.zeros_like(part.position_ids[:, :1]),
+        input_ids=micro_batch.input_ids[:, :1],
+        position_ids=torch.zeros_like(micro_batch.position_ids[:, :1]),
         packing=Packing.of([1], device),
         predicted_from=empty,
         predicting=torch.zeros(1, dtype=torch.int64, device=device),
         labels=empty,
-        cells=part.cells[:0],
+        cells=micro_batch.cells[:0],
         distinct=None,
-        sampled=part.sampled[:0],
-        rows=part.rows[:1],
-        shape=(1, part.shape[1]),
+        sampled=micro_batch.sampled[:0],
+        rows=micro_batch.rows[:1],
+        shape=(1, micro_batch.shape[1]),
     )

@@ -37,7 +37,7 @@ class Piece:
     shape: tuple[int, ...]
     cut: int | None = None
 
-    def part(self, rank: int, size: int) -> tuple[slice, ...]:
+    def region(self, rank: int, size: int) -> tuple[slice, ...]:
         """Which part tensor rank `rank` of `size` has. Where `size` does not divide, the last has less."""
         index = [slice(None)] * len(self.shape)
         if self.cut is not None:
@@ -84,7 +84,7 @@ class Parameter:
         rest = tensor.shape[1:]
         counts = [piece.local(size)[0] // self.groups for piece in self.pieces]
         split = tensor.view(self.groups, -1, *rest).split(counts, dim=1)
-        return [part.reshape(-1, *rest) for part in split]
+        return [region.reshape(-1, *rest) for region in split]
 
 
 class WeightMap:
@@ -113,12 +113,12 @@ class WeightMap:
         rank, size = mpu.get_tensor_model_parallel_rank(), self.sizes.tensor
         parts = []
         for piece in parameter.pieces:
-            part = read(piece, piece.part(rank, size))
-            if part.shape != piece.local(size):
+            region = read(piece, piece.region(rank, size))
+            if region.shape != piece.local(size):
                 assert piece.cut == 0
-                padding = part.new_zeros(piece.local(size)[0] - len(part), *part.shape[1:])
-                part = torch.cat([part, padding])
-            parts.append(part)
+                padding = region.new_zeros(piece.local(size)[0] - len(region), *region.shape[1:])
+                region = torch.cat([region, padding])
+            parts.append(region)
         return parameter.fuse(parts)
 
     @torch.no_grad()
@@ -146,20 +146,20 @@ class WeightMap:
                 mine = parameter.unfuse(tensor, self.sizes.tensor)
             for number, piece in enumerate(parameter.pieces):
                 if mine is None:
-                    part = torch.empty(piece.local(self.sizes.tensor), dtype=dtype, device=device)
+                    region = torch.empty(piece.local(self.sizes.tensor), dtype=dtype, device=device)
                 else:
-                    part = mine[number].contiguous()
-                yield piece.name, self._gather(piece, part, parameter.stage)
+                    region = mine[number].contiguous()
+                yield piece.name, self._gather(piece, region, parameter.stage)
 
-    def _gather(self, piece: Piece, part: Tensor, stage: int) -> Tensor:
+    def _gather(self, piece: Piece, region: Tensor, stage: int) -> Tensor:
         """The whole tensor, from this rank's part of it on pipeline rank `stage`."""
         if self.sizes.pipeline > 1:
             pipeline = mpu.get_pipeline_model_parallel_group()
-            dist.broadcast(part, dist.get_global_rank(pipeline, stage), group=pipeline)
+            dist.broadcast(region, dist.get_global_rank(pipeline, stage), group=pipeline)
         if piece.cut is None or self.sizes.tensor == 1:
-            return part
-        parts = [torch.empty_like(part) for _ in range(self.sizes.tensor)]
-        dist.all_gather(parts, part, group=mpu.get_tensor_model_parallel_group())
+            return region
+        parts = [torch.empty_like(region) for _ in range(self.sizes.tensor)]
+        dist.all_gather(parts, region, group=mpu.get_tensor_model_parallel_group())
         whole = torch.cat(parts, dim=piece.cut)
         return whole.narrow(piece.cut, 0, piece.shape[piece.cut])
 
@@ -241,7 +241,7 @@ def read_folder(folder: str | Path) -> Read:
         )
     opened: dict[str, Any] = {}
 
-    def read(piece: Piece, part: tuple[slice, ...]) -> Tensor:
+    def read(piece: Piece, region: tuple[slice, ...]) -> Tensor:
         # a folder of a backbone alone has names without the first word
         name = piece.name if piece.name in files else piece.name.removeprefix("model.")
         if name not in files:
@@ -256,7 +256,7 @@ def read_folder(folder: str | Path) -> Read:
                 f"Model folder {root}: found {name!r} of shape {tuple(found.get_shape())}, but config.json "
                 f"with override_config says {piece.shape}."
             )
-        tensor: Tensor = found[part]
+        tensor: Tensor = found[region]
         return tensor
 
     return read

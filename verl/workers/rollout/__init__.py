@@ -1,1 +1,1 @@
-"""Rollout: sampling trajectories from the policy. `engine.py` is the interface, `native/` our engine."""
+"""Rollout: sampling trajectories from the policy. `base.py` is the interface, `native/` our engine."""

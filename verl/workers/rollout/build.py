@@ -1,7 +1,6 @@
 """From the configuration to a rollout engine: the only place that knows which engines there are.
 
-    rollout.name=native                     NativeEngine         the actor's own weights, one device
-      ... a model that it does not run      TransformersEngine   slower, any Hugging Face model
+    rollout.name=native                     NativeEngine         ours: the actor's own weights, one device
     rollout.name=vllm, placement=colocated  VllmEngine           vLLM in the trainer's process
     rollout.name=vllm, placement=apart      RemoteVllmEngine     vLLM servers of their own
 
@@ -10,7 +9,7 @@ Each is imported when it is asked for, so that a run needs no package of another
 
 from __future__ import annotations
 
-import logging
+import importlib.util
 import math
 import os
 import sys
@@ -19,22 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
 from transformers import PretrainedConfig
 
-from verl.workers.engine.loading import load_hf_config
-from verl.workers.rollout.engine import RolloutEngine
+from verl.config.policy import Policy, Rollout
+from verl.workers.engine.loading import load_hf_config, parse_dtype
+from verl.workers.rollout.base import RolloutEngine
 
 if TYPE_CHECKING:
     from verl.workers.rollout.native.architecture import ModelSpec
-    from verl.workers.rollout.vllm.server import VllmServers
-    from verl.workers.rollout.vllm.weight_transfer import WeightSender
-
-logger = logging.getLogger(__name__)
 
 MIN_SEQUENCES = 128  # so that a small first batch does not make a small engine
 MAX_DEFAULT_KV_BYTES = 4 << 30  # on CPU, where nobody says how much of the memory is free for it
-CUDA_RESERVE_BYTES = 2 << 30  # left free beside the KV cache: activations and logits of a step, CUDA graphs
+CUDA_RESERVE_BYTES = 2 << 30  # left free beside the KV cache: activations and logits of a step
 
 
 @dataclass(frozen=True)
@@ -59,8 +54,28 @@ class Request:
     copies_weights: bool = True
 
 
-def build_engine(rollout: DictConfig, model: DictConfig, request: Request) -> RolloutEngine:
-    """The engine that the configuration asks for. It has no weights yet: `update_weights` comes first.
+def engine_name(rollout: Rollout, device: torch.device | str) -> str:
+    """`rollout.name`, or the engine that `auto` means: vllm on CUDA and for servers apart, native on CPU.
+
+    On CUDA without vLLM `auto` is native. device: that trains, "cpu", "cuda" or "cuda:N".
+    """
+    if rollout.name != "auto":
+        return str(rollout.name)
+    if rollout.placement == "apart":
+        return "vllm"
+    if torch.device(device).type == "cpu":
+        return "native"
+    return "vllm" if importlib.util.find_spec("vllm") is not None else "native"
+
+
+def rollout_dtype(rollout: Rollout, computed_in: torch.dtype) -> torch.dtype:
+    """Of the engine's weights and computation: `rollout.dtype`; with auto, what the actor computes in."""
+    name = rollout.dtype
+    return computed_in if name == "auto" else parse_dtype(name, computed_in, "rollout.dtype")
+
+
+def build_engine(rollout: Rollout, model: Policy, request: Request) -> RolloutEngine:
+    """The engine that the configuration asks for. It has no weights yet: `load_weights` comes first.
 
     Args:
         rollout, model: the blocks `actor_rollout_ref.rollout` and `actor_rollout_ref.model`.
@@ -71,55 +86,30 @@ def build_engine(rollout: DictConfig, model: DictConfig, request: Request) -> Ro
     """
     max_num_seqs = sequences_at_once(rollout.max_num_seqs, request.num_rows)
     model_config = load_hf_config(model)
-    if rollout.name == "native":
-        return local_engine(model_config, request, max_num_seqs, model.trust_remote_code, rollout)
-    arguments = _vllm_arguments(rollout, model, request, max_num_seqs)
+    if engine_name(rollout, request.device) == "native":
+        from verl.workers.rollout.native import NativeEngine
+        from verl.workers.rollout.native.architecture import ModelSpec
+
+        return NativeEngine(
+            model_config,
+            max_num_seqs,
+            request.max_model_len,
+            request.dtype,
+            request.device,
+            kv_budget_bytes=_kv_bytes(rollout, ModelSpec.from_config(model_config), request, max_num_seqs),
+            max_prefill_tokens=rollout.max_num_batched_tokens,
+            block_size=rollout.block_size,
+        )
+    arguments = _vllm_arguments(rollout, model, model_config, request)
     if rollout.placement == "apart":  # colocated, each process has an engine for its own trajectories
         arguments = {"tensor_parallel_size": rollout.tensor_model_parallel_size} | arguments
         return _vllm_apart(rollout, model_config, arguments, request)
-    from verl.workers.rollout.vllm.engine import VllmEngine
+    from verl.workers.rollout.vllm.colocated_engine import VllmEngine
 
     return VllmEngine(**arguments)
 
 
-def local_engine(
-    model_config: PretrainedConfig,
-    request: Request,
-    max_num_seqs: int,
-    trust_remote_code: bool = False,
-    rollout: DictConfig | None = None,
-) -> RolloutEngine:
-    """The native engine, or transformers' for a model that it does not run; both in this process.
-
-    Args:
-        rollout: the block `actor_rollout_ref.rollout`; None: the native engine's own defaults.
-    """
-    from verl.workers.rollout.native import NativeEngine
-    from verl.workers.rollout.native.architecture import ModelSpec
-
-    sizes = max_num_seqs, request.max_model_len, request.dtype, request.device
-    try:
-        spec = ModelSpec.from_config(model_config)
-    except ValueError as reason:
-        from verl.workers.rollout.transformers_engine import TransformersEngine
-
-        logger.warning("%s", reason)  # that engine says what this means
-        return TransformersEngine(model_config, *sizes, trust_remote_code)
-    if rollout is None:
-        return NativeEngine(model_config, *sizes)
-    return NativeEngine(
-        model_config,
-        *sizes,
-        kv_budget_bytes=_kv_bytes(rollout, spec, request, max_num_seqs),
-        max_prefill_tokens=rollout.max_num_batched_tokens,
-        block_size=rollout.block_size,
-        enforce_eager=rollout.enforce_eager,
-        compile=rollout.compile,
-        copies_weights=request.copies_weights,
-    )
-
-
-def _kv_bytes(rollout: DictConfig, spec: ModelSpec, request: Request, max_num_seqs: int) -> int:
+def _kv_bytes(rollout: Rollout, spec: ModelSpec, request: Request, max_num_seqs: int) -> int:
     """What the native engine's KV cache takes: enough for all sequences, within what it may take at most."""
     sequence = sequence_bytes(spec, request.dtype, request.max_model_len, rollout.block_size)
     if request.device.type == "cuda":
@@ -176,9 +166,10 @@ def _gib(num_bytes: int) -> str:
 
 
 def _vllm_arguments(
-    rollout: DictConfig, model: DictConfig, request: Request, max_num_seqs: int
+    rollout: Rollout, model: Policy, model_config: PretrainedConfig, request: Request
 ) -> dict[str, Any]:
     """What vLLM is started with, by the names of vLLM's `EngineArgs`; `vllm.engine_args` wins."""
+    max_num_seqs = sequences_at_once(rollout.max_num_seqs, request.num_rows)
     arguments: dict[str, Any] = {
         "model": model.path,
         "dtype": str(request.dtype).removeprefix("torch."),
@@ -186,50 +177,62 @@ def _vllm_arguments(
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max(rollout.max_num_batched_tokens, max_num_seqs),
         "block_size": rollout.block_size,
-        "enforce_eager": rollout.enforce_eager,
         "trust_remote_code": model.trust_remote_code,
     }
     if model.override_config:
-        arguments["hf_overrides"] = OmegaConf.to_container(model.override_config)
+        arguments["hf_overrides"] = dict(model.override_config)
     if request.device.type == "cuda":
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
     elif rollout.kv_cache_gb is not None:
-        arguments["kv_cache_memory_bytes"] = int(rollout.kv_cache_gb * (1 << 30))
-    extra = OmegaConf.to_container(rollout.vllm.engine_args)
-    assert isinstance(extra, dict)
-    return arguments | {str(name): value for name, value in extra.items()}
+        arguments["kv_cache_memory_bytes"] = most_on_cpu(rollout.kv_cache_gb)
+    else:
+        position = position_bytes(model_config, request.dtype) * rollout.block_size
+        blocks = max_num_seqs * -(-request.max_model_len // rollout.block_size) + 1  # vLLM keeps one itself
+        arguments["kv_cache_memory_bytes"] = min(blocks * position, MAX_DEFAULT_KV_BYTES)
+    return arguments | rollout.vllm.engine_args
+
+
+def position_bytes(model_config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of keys and values of one position in all layers, for any architecture."""
+    config = model_config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize
 
 
 def _vllm_apart(
-    rollout: DictConfig, model_config: PretrainedConfig, arguments: dict[str, Any], request: Request
+    rollout: Rollout, model_config: PretrainedConfig, arguments: dict[str, Any], request: Request
 ) -> RolloutEngine:
     """Rank 0 starts the servers, if any are to be started, and sends the weights; all ranks use them."""
     from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
+    from verl.workers.rollout.vllm.server import ServerOptions, VllmServers
+    from verl.workers.rollout.vllm.weight_transfer import WeightSender
 
+    vllm = rollout.vllm
     servers: VllmServers | None = None
     problem: Exception | None = None
-    urls = (
-        [rollout.vllm.server_urls] if isinstance(rollout.vllm.server_urls, str) else rollout.vllm.server_urls
-    )
+    urls = [vllm.server_urls] if isinstance(vllm.server_urls, str) else vllm.server_urls
     if not urls:
         if request.rank == 0:
+            devices = _other_devices(request.device)
+            options = ServerOptions(arguments, python=vllm.python or sys.executable, devices=devices)
             try:
-                servers = _started_servers(rollout.vllm, model_config, arguments, request)
+                servers = VllmServers.start(options, vllm.num_servers)
             except (ValueError, RuntimeError, OSError) as error:
                 problem = error  # the other ranks wait to hear of it
         urls = servers.urls if servers else []
         if request.world_size > 1:
-            said: list[Any] = [urls, problem]
-            dist.broadcast_object_list(said, src=0)
-            urls, problem = said
+            from_rank_0: list[Any] = [urls, problem]
+            dist.broadcast_object_list(from_rank_0, src=0)
+            urls, problem = from_rank_0
         if problem is not None:  # on every rank: whichever is heard first says why
             raise problem
+    backend = "nccl" if request.device.type == "cuda" else "gloo"
     try:
         return RemoteVllmEngine(
             list(urls),
             max_model_len=request.max_model_len,
             vocab_size=model_config.get_text_config().vocab_size,
-            sender=_sender(rollout.vllm.weight_transfer, request) if request.rank == 0 else None,
+            sender=WeightSender(backend, request.device, request.dtype) if request.rank == 0 else None,
             servers=servers,
             rank=request.rank,
             max_requests=max(rollout.max_num_seqs, request.num_rows),
@@ -238,30 +241,6 @@ def _vllm_apart(
         if servers is not None:
             servers.close()
         raise
-
-
-def _started_servers(
-    vllm: DictConfig, model_config: PretrainedConfig, arguments: dict[str, Any], request: Request
-) -> VllmServers:
-    from verl.workers.rollout.vllm.engine import default_kv_bytes
-    from verl.workers.rollout.vllm.server import ServerOptions, VllmServers
-
-    if request.device.type == "cpu":
-        sizes = (arguments[name] for name in ("max_num_seqs", "max_model_len", "block_size", "dtype"))
-        arguments = {"kv_cache_memory_bytes": default_kv_bytes(model_config, *sizes)} | arguments
-    devices = _other_devices(request.device)
-    options = ServerOptions(arguments, python=vllm.python or sys.executable, devices=devices)
-    return VllmServers.start(options, vllm.num_servers)
-
-
-def _sender(transfer: str, request: Request) -> WeightSender:
-    from verl.workers.rollout.vllm.weight_transfer import DiskSender, GroupSender
-
-    if transfer == "disk":  # in the temporary folder (TMPDIR), which the servers must see too
-        return DiskSender(None, request.dtype)
-    if transfer == "auto":
-        transfer = "nccl" if request.device.type == "cuda" else "gloo"
-    return GroupSender(transfer, request.device, request.dtype)
 
 
 def _other_devices(device: torch.device) -> list[str] | None:

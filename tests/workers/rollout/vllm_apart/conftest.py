@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 from protocol_server import VOCABULARY, ProtocolServer
-from remote_parts import WEIGHTS, FolderSender
+from remote_parts import WEIGHTS, VersionSender
 
 from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
 
@@ -18,12 +18,17 @@ def start():
             servers = [stack.enter_context(ProtocolServer()) for _ in range(num_servers)]
             for server in servers:
                 prepare(server)
-            defaults = {"max_model_len": 256, "sender": FolderSender(), "stream_interval": 4, "patience": 0.3}
+            defaults = {
+                "max_model_len": 256,
+                "sender": VersionSender(),
+                "stream_interval": 4,
+                "patience": 0.3,
+            }
             options = defaults | options
             engine = RemoteVllmEngine([s.url for s in servers], vocab_size=VOCABULARY, **options)
             stack.callback(engine.shutdown)
             if version is not None:
-                engine.update_weights(WEIGHTS, version)
+                engine.load_weights(WEIGHTS, version)
             return engine, servers
 
         yield make

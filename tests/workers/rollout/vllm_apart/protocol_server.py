@@ -53,7 +53,6 @@ class ProtocolServer:
         self.refuses_weights = self.keeps_kv_state = self.unhealthy = False
         self.metrics_seconds, self.holds_at = 0.0, None
         self.max_model_len, self.extension, self.mode = 512, EXTENSION, "processed_logprobs"
-        self.sleep_mode = False
         self.requests, self.dropped, self.calls = [], 0, []
         self.dead = False
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -106,10 +105,7 @@ class ProtocolServer:
                 elif path == "/server_info":
                     config = {
                         "parallel_config": {"worker_extension_cls": server.extension},
-                        "model_config": {
-                            "logprobs_mode": server.mode,
-                            "enable_sleep_mode": server.sleep_mode,
-                        },
+                        "model_config": {"logprobs_mode": server.mode},
                     }
                     self.reply({"vllm_config": config})
                 else:
@@ -132,7 +128,7 @@ class ProtocolServer:
                     server.kv_version = server.kv_version if server.keeps_kv_state else None
                     return self.reply({"success": not server.keeps_kv_state})
                 elif url.path == "/collective_rpc":
-                    if body["method"] == "rollout_load_folder":
+                    if body["method"] == "rollout_receive":
                         if server.refuses_weights:
                             return self.reply("missing weights", 500)
                         server.weights = int(body["kwargs"]["version"])

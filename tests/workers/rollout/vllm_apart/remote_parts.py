@@ -8,12 +8,12 @@ GREEDY = {"temperature": 0.0}
 WEIGHTS = [("weight", torch.zeros(2))]
 
 
-class FolderSender:
+class VersionSender:
     """Tells the servers the version; no weights travel."""
 
     def send(self, servers, weights, version):
         self.names = [name for name, _ in weights]
-        calls = [(s.url, s.call("rollout_load_folder", folder="-", version=str(version))) for s in servers]
+        calls = [(s.url, s.call("rollout_receive", version=str(version))) for s in servers]
         return {url: str(call.exception()) for url, call in calls if call.exception()}
 
     def close(self):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 HERE = Path(__file__).parent
 
@@ -23,19 +22,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def engine_for() -> Iterator[Callable[..., Any]]:
+def engine_for(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
     """engine_for(model name, **arguments) -> a VllmEngine, the same one for the same arguments."""
-    from vllm_models import CONFIGS
+    from vllm_models import KV_BYTES, write_config
 
-    from verl.workers.rollout.vllm.engine import VllmEngine
+    from verl.workers.rollout.vllm.colocated_engine import VllmEngine
 
     engines: dict[Any, VllmEngine] = {}
 
     def get(name: str, **arguments: Any) -> VllmEngine:
         key = (name, *sorted(arguments.items()))
         if key not in engines:
-            defaults = {"max_num_seqs": 64, "max_model_len": 128, "dtype": torch.float32}
-            engines[key] = VllmEngine(CONFIGS[name], **{**defaults, **arguments})
+            defaults = {"max_num_seqs": 64, "max_model_len": 128, "kv_cache_memory_bytes": KV_BYTES}
+            folder = write_config(name, tmp_path_factory.mktemp(name))
+            engines[key] = VllmEngine(folder, **{**defaults, **arguments})
         return engines[key]
 
     yield get

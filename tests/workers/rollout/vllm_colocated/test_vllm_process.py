@@ -11,9 +11,10 @@ from pathlib import Path
 SCRIPT = """
 import json, random, sys, threading
 import numpy as np, torch, torch.distributed as dist
-from vllm_models import CONFIGS, generate, make_model
-from verl.workers.rollout.engine import SamplingParams
-from verl.workers.rollout.vllm.engine import VllmEngine
+from pathlib import Path
+from vllm_models import KV_BYTES, generate, make_model, write_config
+from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.vllm.colocated_engine import VllmEngine
 
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
 for generator in (random, np.random):
@@ -27,10 +28,12 @@ torch.manual_seed(1)
 torch.set_num_threads(2)
 model = make_model("qwen3-tied")
 torch.manual_seed(1)
-engines = [VllmEngine(CONFIGS["qwen3-tied"], max_num_seqs=4, max_model_len=64) for _ in range(2)]
+folder = write_config("qwen3-tied", Path(sys.argv[1]).parent / "model")
+sizes = {"max_num_seqs": 4, "max_model_len": 64, "kv_cache_memory_bytes": KV_BYTES}
+engines = [VllmEngine(folder, **sizes) for _ in range(2)]
 tokens = []
 for engine in engines:
-    engine.update_weights(model.named_parameters(), 1)
+    engine.load_weights(model.named_parameters(), 1)
 for engine in engines:
     tokens.append(generate(engine, [[1, 2, 3]], SamplingParams(8, seed=3))[0].token_ids)
     engine.shutdown()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +21,9 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from verl.workers.rollout.engine import Completion, RolloutEngine, SamplingParams
+from verl.workers.rollout.base import Completion, RolloutEngine, SamplingParams
 
 VOCAB = 97
 _SIZES: dict[str, Any] = {
@@ -57,6 +60,17 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "gemma2-uncapped": Gemma2Config(**_GEMMA, sliding_window=8, attn_logit_softcapping=None),
     "gemma3": Gemma3TextConfig(**_GEMMA, sliding_window=8),
 }
+
+KV_BYTES = 32 << 20  # of the KV cache of an engine in tests
+
+
+def write_config(name: str, folder: Path) -> str:
+    """A folder with the model's configuration, all that vLLM reads of a model here."""
+    config = copy.deepcopy(CONFIGS[name])
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.save_pretrained(folder)
+    return str(folder)
+
 
 # vLLM's CPU kernel approximates the tanh of Gemma 2's attention soft cap
 LOG_PROB_TOLERANCE = dict.fromkeys(CONFIGS, 0.0001) | {"gemma2": 5e-4}

@@ -1,5 +1,5 @@
 """A rollout engine of our own: continuous batching in plain torch, on the policy's own weights."""
 
-from verl.workers.rollout.native.engine import NativeEngine
+from verl.workers.rollout.native.native_engine import NativeEngine
 
 __all__ = ["NativeEngine"]

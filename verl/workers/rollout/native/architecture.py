@@ -4,7 +4,8 @@ Qwen2, Qwen3, Llama, Mistral, Gemma 2 and Gemma 3 (text) are one decoder (RMSNor
 query heads, gated MLP). They differ in biases, in the norm on query and key heads and in sliding windows;
 Gemma also scales its embeddings and its norms by (1 + weight), norms what each half of a layer gives back,
 caps scores and logits, and (Gemma 3) has other rotary frequencies in its windowed layers. `ModelSpec` holds
-those choices and names the parameters as Hugging Face does; `rotary_tables` makes the positions.
+those choices and names the parameters as Hugging Face does; `rotary_tables` makes the positions;
+`WeightStore` checks the parameters that come.
 """
 
 from __future__ import annotations
@@ -70,9 +71,7 @@ class ModelSpec:
         head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
         hidden_act = config.hidden_activation if gemma else config.hidden_act
         if hidden_act not in ACTIVATIONS:
-            raise ValueError(
-                f"the native rollout engine has no activation {hidden_act!r}; it has {', '.join(ACTIVATIONS)}"
-            )
+            raise _unsupported(f"no activation {hidden_act!r}; it has {', '.join(ACTIVATIONS)}")
         if gemma and config.use_bidirectional_attention:
             raise ValueError("the model's attention is bidirectional; expected a causal language model")
         kinds = config.layer_types if kind == "gemma3_text" else [None] * config.num_hidden_layers
@@ -102,6 +101,11 @@ class ModelSpec:
             norm_offset=gemma,
             sandwich_norms=gemma,
         )
+
+    @property
+    def mlp_norm(self) -> str:
+        """Name of the norm before the MLP; Gemma has the other models' name for the one after attention."""
+        return f"{'pre_feedforward' if self.sandwich_norms else 'post_attention'}_layernorm.weight"
 
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
         """Parameters of one layer: name after "model.layers.N." -> shape."""
@@ -140,12 +144,9 @@ class ModelSpec:
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The config of the language model: Gemma 3's multimodal config holds one. ValueError if unsupported."""
+    """The language model's config (Gemma 3's multimodal one holds it). ValueError if it is not supported."""
     if config.model_type not in SUPPORTED:
-        raise ValueError(
-            f"the native rollout engine has no model_type {config.model_type!r}; "
-            f"it runs {', '.join(SUPPORTED)}"
-        )
+        raise _unsupported(f"no model_type {config.model_type!r}; it runs {', '.join(SUPPORTED)}")
     return config.text_config if config.model_type == "gemma3" else config
 
 
@@ -201,17 +202,98 @@ def _frequencies(config: PretrainedConfig, head_dim: int, kind: str | None) -> t
     rope = _rope(config, kind)
     rope_type = rope["rope_type"]
     if rope_type not in _ROPE_TYPES:
-        raise ValueError(
-            f"the native rollout engine has no rope_type {rope_type!r}; it has {', '.join(_ROPE_TYPES)}"
-        )
+        raise _unsupported(f"no rope_type {rope_type!r}; it has {', '.join(_ROPE_TYPES)}")
     if rope_type == "default":
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
         return 1.0 / (rope["rope_theta"] ** exponent), 1.0
     chosen = {} if kind is None else {"layer_type": kind}
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), **chosen)
     if inv_freq.numel() * 2 != head_dim:
-        raise ValueError(
-            f"rotary embedding covers {inv_freq.numel() * 2} of {head_dim} channels of a head; "
-            "the native rollout engine needs all of them"
-        )
+        covered = inv_freq.numel() * 2
+        raise _unsupported(f"no rotary embedding of {covered} of {head_dim} channels of a head, only of all")
     return inv_freq.float(), scaling
+
+
+def _unsupported(what: str) -> ValueError:
+    return ValueError(
+        f"the native rollout engine has {what}. This model needs vLLM (actor_rollout_ref.rollout.name=vllm)"
+    )
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """All parameters; `layers` by their names after "model.layers.N.": [out, in] matrices, norms, biases."""
+
+    embedding: Tensor
+    layers: list[dict[str, Tensor]]
+    norm: Tensor
+    lm_head: Tensor
+
+
+class WeightStore:
+    """One tensor per parameter name; casts into storage of its own only where dtype or device differ.
+
+    Parameters that have the engine's dtype and device are used as they are: on CUDA a colocated engine then
+    costs no memory, and sees an optimizer step at once (its KV state does not). On CPU `CpuModel` packs
+    copies of what it gets.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self._spec = spec
+        self._dtype = dtype
+        self._device = device
+        self._shapes = spec.parameter_shapes()
+        self._own: dict[str, Tensor] = {}
+
+    @torch.no_grad()  # not inference_mode: sharded weights are gathered in this loop, which it does not allow
+    def collect(self, weights: Iterable[tuple[str, Tensor]]) -> ModelWeights:
+        """Take one full set of parameters. ValueError for unknown, missing or wrongly shaped ones."""
+        taken: dict[str, Tensor] = {}
+        unknown: list[str] = []
+        for name, tensor in weights:
+            if name not in self._shapes:
+                unknown.append(name)
+                continue
+            if tuple(tensor.shape) != self._shapes[name]:
+                raise ValueError(
+                    f"weight {name} has shape {tuple(tensor.shape)}; "
+                    f"the model's config says {self._shapes[name]}"
+                )
+            taken[name] = self._take(name, tensor.detach())
+        if self._spec.tie_word_embeddings and "model.embed_tokens.weight" in taken:
+            taken.setdefault("lm_head.weight", taken["model.embed_tokens.weight"])
+        missing = [name for name in self._shapes if name not in taken]
+        if unknown or missing:
+            raise ValueError(
+                f"the weights don't fit the model's config: {_some('unknown', unknown)}; "
+                f"{_some('missing', missing)}. Send (Hugging Face name, full tensor) pairs of the whole model"
+            )
+        layers = [
+            {name: taken[f"model.layers.{layer}.{name}"] for name in self._spec.layer_shapes()}
+            for layer in range(self._spec.num_layers)
+        ]
+        return ModelWeights(
+            taken["model.embed_tokens.weight"], layers, taken["model.norm.weight"], taken["lm_head.weight"]
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the casts."""
+        return sum(tensor.nbytes for tensor in self._own.values())
+
+    def clear(self) -> None:
+        """Give the casts' memory back."""
+        self._own = {}
+
+    def _take(self, name: str, tensor: Tensor) -> Tensor:
+        if tensor.dtype == self._dtype and tensor.device == self._device:
+            self._own.pop(name, None)
+            return tensor
+        if name not in self._own:
+            self._own[name] = torch.empty(tensor.shape, dtype=self._dtype, device=self._device)
+        return self._own[name].copy_(tensor)
+
+
+def _some(what: str, names: list[str], most: int = 5) -> str:
+    listed = ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return f"{len(names)} {what}" + (f" ({listed})" if names else "")

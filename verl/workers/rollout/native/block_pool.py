@@ -5,10 +5,10 @@
                 v
              [free, contents still known] -- share: in use again -- or take: forgotten, filled anew
 
-A block whose positions are all computed can be published under its contents: its tokens and the block before
-it. So a sequence that starts with the same tokens finds it (prefix sharing), also after its last user let go
-of it, until the space is needed. The first positions of a block may be published too (the end of a prompt):
-those are found to be copied. Only numbers are kept here; the tensors belong to the model runner.
+A block can be published under its contents: its tokens and the block before it. So a sequence that starts
+with the same tokens finds it (prefix sharing), also after its last user let go of it, until the space is
+needed. The first positions of a block may be published too (the end of a prompt): those are found to be
+copied. Only numbers are kept here; the tensors belong to the model runner.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import NamedTuple
 ROOT = 0  # the content number before a sequence's first block
 
 
-class Found(NamedTuple):
-    """A block with the contents that were asked for, and the number of these contents."""
+class KnownBlock(NamedTuple):
+    """A block with the contents that were looked for, and the number of these contents."""
 
     block: int
     content: int
@@ -70,7 +70,7 @@ class BlockPool:
 
     def take(self, count: int) -> list[int]:
         """`count` blocks for one sequence alone; what they held is forgotten."""
-        assert count <= self.num_free, f"{count} blocks asked for, {self.num_free} are free"
+        assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} are free"
         blocks = []
         for _ in range(count):
             if self._free:
@@ -120,10 +120,10 @@ class BlockPool:
             self._keys.setdefault(block, []).append(key)
         return entry.content
 
-    def find(self, before: int, tokens: bytes) -> Found | None:
+    def find(self, before: int, tokens: bytes) -> KnownBlock | None:
         """A block whose first positions hold `tokens`, after contents `before`."""
         entry = self._index.get((before, tokens))
-        return None if entry is None else Found(next(iter(entry.blocks)), entry.content)
+        return None if entry is None else KnownBlock(next(iter(entry.blocks)), entry.content)
 
     def _forget(self, block: int) -> None:
         for key in self._keys.pop(block, ()):

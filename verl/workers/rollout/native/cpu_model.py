@@ -21,12 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl.workers.rollout.native import cpu_kernel, cpu_sampler
-from verl.workers.rollout.native.architecture import ModelSpec
-from verl.workers.rollout.native.attention import capped, masked_attention
+from verl.workers.rollout.native.architecture import ModelSpec, ModelWeights
 from verl.workers.rollout.native.cpu_kernel import as_array, share_rows
 from verl.workers.rollout.native.sampler import SamplingRows
 from verl.workers.rollout.native.step_batch import PrefillSpan, StepBatch
-from verl.workers.rollout.native.weights import LayerWeights, ModelWeights
+from verl.workers.rollout.native.torch_model import capped, masked_attention
 
 logger = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -128,18 +127,19 @@ class CpuModel:
         """Use these pools [num_blocks, block_size, num_kv_heads, head_dim], one of each per layer."""
         self._pools = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(keys, values, strict=True)]
 
-    def _packed(self, layer: LayerWeights) -> PackedLayer:
+    def _packed(self, layer: dict[str, Tensor]) -> PackedLayer:
+        after_attention = "post_attention_layernorm.weight" if self._spec.sandwich_norms else ""
         return PackedLayer(
-            attn_norm=self._norm_weight(layer.attn_norm),
-            attn_out_norm=self._norm_weight(layer.attn_out_norm),
-            mlp_norm=self._norm_weight(layer.mlp_norm),
-            mlp_out_norm=self._norm_weight(layer.mlp_out_norm),
-            q_norm=self._norm_weight(layer.q_norm),
-            k_norm=self._norm_weight(layer.k_norm),
-            qkv=_joined((layer.q, layer.k, layer.v), (layer.q_bias, layer.k_bias, layer.v_bias)),
-            o=Product(layer.o, layer.o_bias),
-            gate_up=_joined((layer.gate, layer.up), (layer.gate_bias, layer.up_bias)),
-            down=Product(layer.down, layer.down_bias),
+            attn_norm=self._norm_weight(layer["input_layernorm.weight"]),
+            attn_out_norm=self._norm_weight(layer.get(after_attention)),
+            mlp_norm=self._norm_weight(layer[self._spec.mlp_norm]),
+            mlp_out_norm=self._norm_weight(layer.get("post_feedforward_layernorm.weight")),
+            q_norm=self._norm_weight(layer.get("self_attn.q_norm.weight")),
+            k_norm=self._norm_weight(layer.get("self_attn.k_norm.weight")),
+            qkv=_joined(layer, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            o=_joined(layer, "self_attn.o_proj"),
+            gate_up=_joined(layer, "mlp.gate_proj", "mlp.up_proj"),
+            down=_joined(layer, "mlp.down_proj"),
         )
 
     def _norm_weight(self, weight: Tensor | None) -> np.ndarray:
@@ -288,7 +288,8 @@ def _taken(x: Tensor, rows: np.ndarray) -> Tensor:
     return taken
 
 
-def _joined(weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> Product:
-    """Several matrices with the same input as one."""
-    present = [bias for bias in biases if bias is not None]
-    return Product(torch.cat(weights), torch.cat(present) if present else None)
+def _joined(layer: dict[str, Tensor], *names: str) -> Product:
+    """Matrices with the same input as one."""
+    weights = [layer[f"{name}.weight"] for name in names]
+    biases = [layer[f"{name}.bias"] for name in names if f"{name}.bias" in layer]
+    return Product(torch.cat(weights), torch.cat(biases) if biases else None)

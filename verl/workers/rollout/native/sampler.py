@@ -1,8 +1,8 @@
 """From logits to tokens and their log-probs, with randomness that belongs to the session alone.
 
 The k-th token of a session uses uniform(seed, k), a hash, so a result does not depend on what else is in the
-batch. Sampling is by inverse CDF, in two levels: block sums of the probabilities find the block, a scan
-within it finds the token. That costs one pass over the vocabulary and keeps the sums in float64.
+batch. Sampling is by inverse CDF: the token at which the running sum of probabilities passes that number.
+`cpu_sampler.draw` does the same in compiled code.
 """
 
 from __future__ import annotations
@@ -52,79 +52,53 @@ class SamplingRows:
         )
 
 
-def draw(logits_AV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample one token per row.
-
-    Args:
-        logits_AV: float32 [A, V]; may be overwritten.
-
-    Returns:
-        token ids int64 [A]; log-probs float32 [A] under the tempered, truncated and renormalised distribution
-        that was sampled from (for greedy rows: under the plain softmax); log-probs float32 [A] under the
-        plain softmax. Where a row neither tempers nor truncates, the two are the same number.
-    """
-    device = logits_AV.device
-    greedy = rows.temperature == 0.0
-    cut = truncates(rows, logits_AV.shape[1])
-    tempered = (rows.temperature != 1.0) & ~greedy
-    changed = bool(cut.any() or tempered.any())
-    plain_AV = logits_AV.clone() if changed else logits_AV
-    if tempered.any():
-        scale = torch.from_numpy(np.where(greedy, 1.0, rows.temperature)).to(device, logits_AV.dtype)
-        logits_AV = logits_AV.div_(scale[:, None])
-    if cut.any():
-        index = torch.from_numpy(np.flatnonzero(cut)).to(device)
-        limits = (torch.from_numpy(x[cut]).to(device) for x in (rows.top_k, rows.top_p, rows.min_p))
-        logits_AV[index] = truncate(logits_AV[index], *limits)
-    probs_AV = torch.softmax(logits_AV, -1)
-    if greedy.all():
-        tokens = logits_AV.argmax(-1)
-    else:
-        tokens = inverse_cdf(probs_AV, torch.from_numpy(rows.uniform).to(device))
-        if greedy.any():
-            tokens = torch.where(torch.from_numpy(greedy).to(device), logits_AV.argmax(-1), tokens)
-    log_probs = probs_AV.gather(1, tokens[:, None])[:, 0].log()
-    if not changed:
-        return tokens, log_probs, log_probs
-    return tokens, log_probs, plain_AV.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-
-
 def truncates(rows: SamplingRows, vocab: int) -> np.ndarray:
     """bool [A]: rows whose top-k, top-p or min-p may leave tokens out."""
     top_k = (rows.top_k > 0) & (rows.top_k < vocab)
     return (top_k | (rows.top_p < 1.0) | (rows.min_p > 0.0)) & (rows.temperature > 0.0)
 
 
+def draw(logits_AV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample one token per row, on any device.
+
+    Args:
+        logits_AV: float32 [A, V].
+
+    Returns:
+        token ids int64 [A]; log-probs float32 [A] under the tempered, truncated and renormalised distribution
+        that was sampled from (for greedy rows: under the plain softmax); log-probs float32 [A] under the
+        plain softmax.
+    """
+    device = logits_AV.device
+    greedy_A = torch.from_numpy(rows.temperature == 0.0).to(device)
+    temperature_A = torch.from_numpy(rows.temperature).to(device, logits_AV.dtype)
+    scaled_AV = logits_AV / torch.where(greedy_A, 1.0, temperature_A)[:, None]
+    cut = truncates(rows, logits_AV.shape[1])
+    if cut.any():
+        index = torch.from_numpy(np.flatnonzero(cut)).to(device)
+        limits = (torch.from_numpy(x[cut]).to(device) for x in (rows.top_k, rows.top_p, rows.min_p))
+        scaled_AV[index] = truncate(scaled_AV[index], *limits)
+    sampled_A = inverse_cdf(torch.softmax(scaled_AV, -1), torch.from_numpy(rows.uniform).to(device))
+    tokens_A1 = torch.where(greedy_A, logits_AV.argmax(-1), sampled_A)[:, None]
+    log_probs, model_log_probs = (
+        x_AV.log_softmax(-1).gather(1, tokens_A1)[:, 0] for x_AV in (scaled_AV, logits_AV)
+    )
+    return tokens_A1[:, 0], log_probs, model_log_probs
+
+
 def inverse_cdf(probs_AV: Tensor, uniform_A: Tensor) -> Tensor:
-    """The token at which the running sum of probabilities passes u: int64 [A].
+    """The token at which the running sum of probabilities passes u: int64 [A]; its probability is above 0.
 
     Args:
         probs_AV: float32 [A, V], non-negative, each row's sum > 0 (rows need not sum to 1).
         uniform_A: float64 [A] in [0, 1).
     """
-    num_rows, vocab = probs_AV.shape
-    size = 64 if vocab <= 16384 else 256
-    whole = vocab // size
-    sums = probs_AV[:, : whole * size].unflatten(1, (whole, size)).sum(-1)
-    if whole * size < vocab:
-        sums = torch.cat((sums, probs_AV[:, whole * size :].sum(-1, keepdim=True)), 1)
-    running = sums.to(torch.float64).cumsum(-1)
-    target = _below(uniform_A[:, None] * running[:, -1:], running[:, -1:])
-    block = torch.searchsorted(running, target, right=True).clamp_(max=sums.shape[1] - 1)  # NaN: past the end
-    block_end = running.gather(1, block)
-    block_sum = sums.gather(1, block).to(torch.float64)
-    share = (target - (block_end - block_sum)).clamp_(min=0.0) / block_sum
-
-    members = block * size + torch.arange(size, device=probs_AV.device)
-    inside = probs_AV.gather(1, members.clamp(max=vocab - 1)).to(torch.float64)
-    inside = inside.masked_fill_(members >= vocab, 0.0).cumsum(-1)
-    target = _below(share * inside[:, -1:], inside[:, -1:])
-    return (block * size + torch.searchsorted(inside, target, right=True)).clamp_(max=vocab - 1)[:, 0]
-
-
-def _below(x: Tensor, bound: Tensor) -> Tensor:
-    """x, or the largest number below the bound where rounding took x up to it."""
-    return torch.minimum(x, torch.nextafter(bound, torch.zeros_like(bound)))
+    running_AV = probs_AV.to(torch.float64).cumsum(-1)
+    total_A1 = running_AV[:, -1:]
+    target_A1 = uniform_A[:, None] * total_A1
+    below_A1 = torch.nextafter(total_A1, torch.zeros_like(total_A1))  # where rounding takes the product to 1
+    token_A1 = torch.searchsorted(running_AV, torch.minimum(target_A1, below_A1), right=True)
+    return token_A1.clamp_(max=probs_AV.shape[1] - 1)[:, 0]  # NaN: past the end
 
 
 def truncate(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
@@ -136,22 +110,12 @@ def truncate(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tenso
     Tokens as probable as the last one that top-k or top-p keeps are kept too.
     """
     vocab = logits_RV.shape[1]
-    least_R1 = torch.full_like(logits_RV[:, :1], float("-inf"))
-    if bool((top_p_R < 1.0).any()):
-        ordered = logits_RV.sort(-1, descending=True).values
-        k = torch.where(top_k_R > 0, top_k_R, vocab).clamp(max=vocab)[:, None]
-        ordered = ordered.masked_fill(torch.arange(vocab, device=ordered.device) >= k, float("-inf"))
-        running = torch.softmax(ordered, -1).to(torch.float64).cumsum(-1)
-        limit = torch.where(top_p_R < 1.0, top_p_R, 2.0)[:, None]  # 2: rounding must not cut where it is off
-        kept = ((running < limit).sum(-1, keepdim=True) + 1).minimum(k)
-        least_R1 = ordered.gather(1, kept - 1)
-    elif bool((top_k_R > 0).any()):
-        k = torch.where(top_k_R > 0, top_k_R, vocab).clamp(max=vocab)
-        most = int(torch.where(k < vocab, k, 0).max())
-        ordered = logits_RV.topk(most, -1).values
-        kth = ordered.gather(1, k.clamp(max=most)[:, None] - 1)
-        least_R1 = torch.where(k[:, None] < vocab, kth, least_R1)
-    if bool((min_p_R > 0.0).any()):
-        floor = logits_RV.amax(-1, keepdim=True) + min_p_R.log().to(logits_RV.dtype)[:, None]
-        least_R1 = torch.maximum(least_R1, floor)
+    ordered_RV = logits_RV.sort(-1, descending=True).values
+    k_R1 = torch.where(top_k_R > 0, top_k_R, vocab).clamp(max=vocab)[:, None]
+    beyond_k_RV = torch.arange(vocab, device=logits_RV.device) >= k_R1
+    running_RV = ordered_RV.masked_fill(beyond_k_RV, float("-inf")).softmax(-1).to(torch.float64).cumsum(-1)
+    limit_R1 = torch.where(top_p_R < 1.0, top_p_R, 2.0)[:, None]  # 2: rounding must not cut where it is off
+    kept_R1 = ((running_RV < limit_R1).sum(-1, keepdim=True) + 1).minimum(k_R1)
+    floor_R1 = ordered_RV[:, :1] + min_p_R.log().to(logits_RV.dtype)[:, None]  # -inf where min_p is off
+    least_R1 = torch.maximum(ordered_RV.gather(1, kept_R1 - 1), floor_R1)
     return logits_RV.masked_fill(logits_RV < least_R1, float("-inf"))

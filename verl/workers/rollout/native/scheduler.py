@@ -27,54 +27,55 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from verl.workers.rollout.native.block_pool import BlockPool
-from verl.workers.rollout.native.packing import Span, pack
-from verl.workers.rollout.native.prefixes import Prefix, find_prefix, publish, publish_prompt_end
+from verl.workers.rollout.native.block_pool import ROOT, BlockPool
 from verl.workers.rollout.native.sampler import SamplingRows
 from verl.workers.rollout.native.session import NO_SLOT, Session, SlotTable, State
-from verl.workers.rollout.native.step_batch import StepBatch
+from verl.workers.rollout.native.step_batch import Span, StepBatch, pack
 
 
 @dataclass
 class Step:
-    """One step, planned: what the runner is to do, and whom its results belong to.
-
-    Attributes:
-        sessions: one per row that is sampled, in the order of `batch.out_rows`.
-        copies_before, copies_after: blocks (source, target) to copy before the batch runs, and after it.
-    """
-
-    batch: StepBatch
-    rows: SamplingRows
-    sessions: list[Session]
-    copies_before: list[tuple[int, int]]
-    copies_after: list[tuple[int, int]]
-
-
-@dataclass
-class _Draft:
-    """What is new in the step that is being planned.
+    """One step: what is new in it, and, once it is planned, what the runner is to do.
 
     Attributes:
         room: new tokens that may still be taken.
         spans: prefill, in order.
-        out: sessions that sample, with the index in `spans` of the one whose last row it is.
-        leaders: by all tokens of a session (as bytes): the same, for those that end in this step.
+        started: sessions that sample from the last row of a span, with the index of that span.
+        row_of: by all tokens of a session (as bytes): the entry of `started` that samples behind them.
         decode_first: sessions that have one token to compute and take part as decoding ones at once.
-        promised: blocks that this step fills: later rows may read them, copies may not.
+        filled: blocks that this step fills: later rows may read them, copies may not.
+        copies_before, copies_after: blocks (source, target) to copy before the batch runs, and after it.
+        sessions: one per row that is sampled, in the order of `batch.out_rows`.
     """
 
     room: int
     spans: list[Span] = field(default_factory=list)
-    out: list[tuple[Session, int]] = field(default_factory=list)
-    leaders: dict[bytes, tuple[Session, int]] = field(default_factory=dict)
+    started: list[tuple[Session, int]] = field(default_factory=list)
+    row_of: dict[bytes, tuple[Session, int]] = field(default_factory=dict)
     decode_first: list[Session] = field(default_factory=list)
-    promised: set[int] = field(default_factory=set)
+    filled: set[int] = field(default_factory=set)
     copies_before: list[tuple[int, int]] = field(default_factory=list)
     copies_after: list[tuple[int, int]] = field(default_factory=list)
+    sessions: list[Session] = field(default_factory=list)
+    batch: StepBatch = field(init=False)
+    rows: SamplingRows = field(init=False)
+
+
+class _Prefix(NamedTuple):
+    """KV state for the first `num_tokens` tokens: full blocks to share, and one to copy the rest from.
+
+    `contents` are the content numbers of `blocks`. `source` is a block whose first positions hold the tokens
+    after those of `blocks`, None if there is none.
+    """
+
+    blocks: list[int]
+    contents: list[int]
+    num_tokens: int
+    source: int | None
 
 
 class Scheduler:
@@ -103,12 +104,10 @@ class Scheduler:
         self._free_slots = list(range(max_num_seqs))  # a heap, so that low slots are used first
         self._begun: deque[Session] = deque()  # resumed or preempted: before the new ones
         self._new: deque[Session] = deque()
-        self._queued_kv: OrderedDict[int, Session] = OrderedDict()  # in the queue, with KV state
-        self._parked_kv: OrderedDict[int, Session] = OrderedDict()  # parked, with KV state
+        self._idle: OrderedDict[int, Session] = OrderedDict()  # parked or queued, with KV state
         self._running: dict[int, Session] = {}  # by slot
         self._cut: Session | None = None  # the one whose prefill goes on in the next step
         self._decoding = np.zeros(0, dtype=np.int64)  # slots, ascending
-        self._draft: _Draft | None = None
 
     # ---- sessions ----
 
@@ -130,14 +129,14 @@ class Scheduler:
             self._new.append(session)
             return
         self._begun.append(session)
-        if self._parked_kv.pop(session.session_id, None) is not None:
-            self._queued_kv[session.session_id] = session
+        if session.session_id in self._idle:
+            self._idle.move_to_end(session.session_id)
 
     def park(self, session: Session) -> None:
         """The turn of a running session ended; its KV state stays until somebody needs the blocks."""
         self._leave_slot(session)
         session.state = State.PARKED
-        self._parked_kv[session.session_id] = session
+        self._idle[session.session_id] = session
 
     def remove(self, session: Session) -> None:
         """Forget a session in whatever state it is."""
@@ -145,38 +144,42 @@ class Scheduler:
             self._leave_slot(session)
         elif session.state is State.QUEUED:
             (self._begun if session in self._begun else self._new).remove(session)
-        self._parked_kv.pop(session.session_id, None)
-        self._queued_kv.pop(session.session_id, None)
-        self._drop_blocks(session)
+        self._idle.pop(session.session_id, None)
+        self.pool.release(session.blocks)
+        session.forget_kv()
 
     def drop_kv(self) -> None:
         """Forget all KV state; running sessions go to the head of the queue, the first opened foremost."""
         for session in sorted(self._running.values(), key=_age, reverse=True):
             self._leave_slot(session)
             self._to_head(session)
-        for session in (*self._begun, *self._new, *self._parked_kv.values()):
+        for session in (*self._begun, *self._new, *self._idle.values()):
             session.forget_kv()
-        self._parked_kv.clear()
-        self._queued_kv.clear()
+        self._idle.clear()
         self.pool.clear()
-        self._draft = None
 
     # ---- one step ----
 
     def plan(self) -> Step:
         """Choose what runs now. There must be something (`has_runnable`)."""
-        draft = self._draft = _Draft(self._max_prefill_tokens)
+        step = Step(self._max_prefill_tokens)
         self._extend_decoding()
         if self._cut is not None:
             session, self._cut = self._cut, None
-            self._compute(session, draft)
-        while self._admit_next(draft):
+            self._compute(session, step)
+        while self._admit_next(step):
             pass
-        self.pool.release([source for source, _ in draft.copies_before])
-        if draft.decode_first:
-            started = np.array([session.slot for session in draft.decode_first], dtype=np.int64)
-            self._decoding = np.sort(np.concatenate((self._decoding, started)))
-        return self._step(draft)
+        self.pool.release([source for source, _ in step.copies_before])
+        if step.decode_first:
+            slots = np.array([session.slot for session in step.decode_first], dtype=np.int64)
+            self._decoding = np.sort(np.concatenate((self._decoding, slots)))
+        started = [session for session, _ in step.started]
+        step.sessions = [self._running[slot] for slot in self._decoding.tolist()] + started
+        sampled = [span for _, span in step.started]
+        step.batch = pack(self._slots, self._decoding, step.spans, sampled, self._block_size)
+        slots = np.array([session.slot for session in started], dtype=np.int64)
+        step.rows = self._slots.sampling_rows(np.concatenate((self._decoding, slots)))
+        return step
 
     def finish(self, step: Step, token_ids: np.ndarray) -> None:
         """Book a step that was run, before the sampled tokens are appended to the sessions.
@@ -184,28 +187,26 @@ class Scheduler:
         Args:
             token_ids: int64, one per entry of `step.sessions`.
         """
-        draft, self._draft = self._draft, None
-        assert draft is not None
-        decoding = self._decoding
-        self._slots.kv_len[decoding] += 1
-        self._slots.last_token[decoding] = token_ids[: len(decoding)]
-        if draft.out:
-            started = np.array([session.slot for session, _ in draft.out], dtype=np.int64)
-            self._slots.kv_len[started] = [len(session.tokens) for session, _ in draft.out]
-            self._slots.last_token[started] = token_ids[len(decoding) :]
-            self._decoding = np.sort(np.concatenate((decoding, started)))
-        for session, start, count in draft.spans:
+        rows, decoding = self._slots.rows, self._decoding
+        rows["kv_len"][decoding] += 1
+        rows["last_token"][decoding] = token_ids[: len(decoding)]
+        if step.started:
+            slots = np.array([session.slot for session, _ in step.started], dtype=np.int64)
+            rows["kv_len"][slots] = [len(session.tokens) for session, _ in step.started]
+            rows["last_token"][slots] = token_ids[len(decoding) :]
+            self._decoding = np.sort(np.concatenate((decoding, slots)))
+        for session, start, count in step.spans:
             session.kv_len = start + count
-            publish_prompt_end(self.pool, session, session.kv_len, self._block_size)
-        for session in [*(session for session, _ in draft.out), *draft.decode_first]:
-            publish_prompt_end(self.pool, session, len(session.tokens), self._block_size)
+            self._publish_prompt_end(session, session.kv_len)
+        for session in [*(session for session, _ in step.started), *step.decode_first]:
+            self._publish_prompt_end(session, len(session.tokens))
 
     # ---- planning ----
 
     def _extend_decoding(self) -> None:
         """A block for every decoding session whose last one is full; the first opened is served first."""
-        slots = self._decoding
-        full = slots[self._slots.kv_len[slots] == self._slots.room[slots]]
+        slots, rows = self._decoding, self._slots.rows
+        full = slots[rows["kv_len"][slots] == rows["room"][slots]]
         for session in sorted((self._running[slot] for slot in full.tolist()), key=_age):
             if session.state is not State.RUNNING:  # preempted for an older one
                 continue
@@ -216,138 +217,135 @@ class Scheduler:
                 self._publish(session, len(session.blocks) * self._block_size)
                 (block,) = self.pool.take(1)
                 self._slots.blocks[session.slot, len(session.blocks)] = block
-                self._slots.room[session.slot] += self._block_size
+                rows["room"][session.slot] += self._block_size
                 session.blocks.append(block)
 
-    def _admit_next(self, draft: _Draft) -> bool:
+    def _admit_next(self, step: Step) -> bool:
         """Give the head of the queue a slot and its blocks; False if it has to wait, or there is none."""
         queue = self._begun or self._new
         if not queue or not self._free_slots:
             return False
         session = queue[0]
-        if session.blocks and self._is_behind_an_equal_one(session, draft):
-            self._queued_kv.pop(session.session_id, None)
-            self._publish(session, session.kv_len)
-            self._drop_blocks(session)
-        leader = None if session.blocks else draft.leaders.get(session.tokens.tobytes())
-        if leader is not None:
-            admitted = self._follow(session, leader, draft)
+        equal = step.row_of.get(session.tokens.tobytes())
+        if session.blocks:
+            # Another one of its group, say, wanted the same and got the same documents.
+            enough = session.kv_len + self._block_size
+            if equal is not None or self._find_prefix(session, step).num_tokens >= enough:
+                self._give_up_kv(session)
+        if equal is not None:
+            admitted = self._follow(session, *equal, step)
         else:
-            admitted = draft.room > 0 and self._begin(session, draft)
+            admitted = step.room > 0 and self._begin(session, step)
         if admitted:
             queue.popleft()
         return admitted
 
-    def _is_behind_an_equal_one(self, session: Session, draft: _Draft) -> bool:
-        """Whether there is KV state for more of a resumed session's tokens than its own: of another one of
-        the group, say, that asked the same and found the same documents.
-        """
-        if session.tokens.tobytes() in draft.leaders:
-            return True
-        prefix = find_prefix(self.pool, session, draft.promised, self._block_size)
-        return prefix.num_tokens >= session.kv_len + self._block_size
-
-    def _follow(self, session: Session, leader: tuple[Session, int], draft: _Draft) -> bool:
-        """Admit a session that samples from the row of one with the same tokens."""
-        other, span = leader
+    def _follow(self, session: Session, other: Session, span: int, step: Step) -> bool:
+        """Admit a session that samples from the row of another one with the same tokens."""
         count = len(session.tokens)
         num_full = count // self._block_size
         copied = self._num_blocks(count) - num_full
-        if not self._make_room(copied + self._reserve()):
+        if not self._make_room(copied + self._reserve(), session):
             return False
         self.pool.share(other.blocks[:num_full])
         session.blocks = other.blocks[:num_full] + self.pool.take(copied)
         session.contents = other.contents[:num_full]
         if copied:
-            draft.copies_after.append((other.blocks[num_full], session.blocks[num_full]))
+            step.copies_after.append((other.blocks[num_full], session.blocks[num_full]))
         self.prefix_hit_tokens += count
         session.kv_len = count
         self._enter_slot(session)
-        draft.out.append((session, span))
+        step.started.append((session, span))
         return True
 
-    def _begin(self, session: Session, draft: _Draft) -> bool:
+    def _begin(self, session: Session, step: Step) -> bool:
         """Admit a session on what KV state there is for its tokens: its own, or an equal beginning."""
-        was_queued_kv = self._queued_kv.pop(session.session_id, None) is not None
-        prefix = None if session.blocks else find_prefix(self.pool, session, draft.promised, self._block_size)
-        if prefix is not None:
-            self._hold(prefix)
-        total = self._num_blocks(len(session.tokens))
-        needed = total - len(session.blocks if prefix is None else prefix.blocks)
-        admitted = self._make_room(needed + self._reserve())
-        if not admitted and prefix is not None and prefix.source is not None:
+        is_own, source = bool(session.blocks), None
+        if not is_own:
+            session.blocks, session.contents, session.kv_len, source = self._find_prefix(session, step)
+            self.pool.share(session.blocks if source is None else [*session.blocks, source])
+        wanted = self._num_blocks(len(session.tokens)) - len(session.blocks)
+        admitted = self._make_room(wanted + self._reserve(), session)
+        if not admitted and source is not None:
             # The block to copy from may be the very one that is missing: do without.
-            self._drop_source(prefix)
-            admitted = self._make_room(needed + self._reserve())
+            self.pool.release([source])
+            source, session.kv_len = None, len(session.blocks) * self._block_size
+            admitted = self._make_room(wanted + self._reserve(), session)
         if not admitted:
-            if prefix is not None:
-                self._let_go(prefix)
-            if was_queued_kv:
-                self._queued_kv[session.session_id] = session
-                self._queued_kv.move_to_end(session.session_id, last=False)
+            if not is_own:
+                self.pool.release(session.blocks)
+                session.forget_kv()
             return False
-        if prefix is not None:
-            session.blocks, session.contents = prefix.blocks, prefix.contents
-            session.kv_len = prefix.num_tokens
-            self.prefix_hit_tokens += prefix.num_tokens
-        taken = self.pool.take(needed)
-        if prefix is not None and prefix.source is not None:
-            draft.copies_before.append((prefix.source, taken[0]))  # held until the plan is made
+        taken = self.pool.take(wanted)
+        if source is not None:
+            step.copies_before.append((source, taken[0]))  # held until the plan is made
+        if not is_own:
+            self.prefix_hit_tokens += session.kv_len
         session.blocks += taken
         self._enter_slot(session)
-        if session.kv_len + 1 == len(session.tokens) and draft.promised.isdisjoint(session.blocks):
-            draft.room -= 1
+        if session.kv_len + 1 == len(session.tokens) and step.filled.isdisjoint(session.blocks):
+            step.room -= 1
             self.prefilled_tokens += 1
-            draft.decode_first.append(session)
+            step.decode_first.append(session)
         else:
-            self._compute(session, draft)
+            self._compute(session, step)
         return True
 
-    def _compute(self, session: Session, draft: _Draft) -> None:
+    def _compute(self, session: Session, step: Step) -> None:
         """Take a session's next tokens into the step, as many as the budget allows."""
         start = session.kv_len
-        count = min(len(session.tokens) - start, draft.room)
-        draft.room -= count
+        count = min(len(session.tokens) - start, step.room)
+        step.room -= count
         self.prefilled_tokens += count
-        draft.spans.append(Span(session, start, count))
-        first_filled = start // self._block_size
+        step.spans.append(Span(session, start, count))
         self._publish(session, start + count)
-        draft.promised.update(session.blocks[first_filled : self._num_blocks(start + count)])
+        step.filled.update(session.blocks[start // self._block_size : self._num_blocks(start + count)])
         if start + count < len(session.tokens):
             self._cut = session
             return
-        out = (session, len(draft.spans) - 1)
-        draft.out.append(out)
-        draft.leaders.setdefault(session.tokens.tobytes(), out)
+        step.started.append((session, len(step.spans) - 1))
+        step.row_of.setdefault(session.tokens.tobytes(), step.started[-1])
 
-    def _step(self, draft: _Draft) -> Step:
-        started = [session for session, _ in draft.out]
-        sessions = [self._running[slot] for slot in self._decoding.tolist()] + started
-        out_slots = np.array([session.slot for session in started], dtype=np.int64)
-        return Step(
-            pack(self._slots, self._decoding, draft.spans, [span for _, span in draft.out], self._block_size),
-            self._slots.sampling_rows(np.concatenate((self._decoding, out_slots))),
-            sessions,
-            draft.copies_before,
-            draft.copies_after,
-        )
+    # ---- shared prefixes ----
 
-    def _hold(self, prefix: Prefix) -> None:
-        self.pool.share(prefix.blocks)
-        if prefix.source is not None:
-            self.pool.share([prefix.source])
-
-    def _drop_source(self, prefix: Prefix) -> None:
-        if prefix.source is not None:
-            self.pool.release([prefix.source])
-        prefix.source, prefix.num_tokens = None, len(prefix.blocks) * self._block_size
-
-    def _let_go(self, prefix: Prefix) -> None:
-        self._drop_source(prefix)
-        self.pool.release(prefix.blocks)
+    def _find_prefix(self, session: Session, step: Step) -> _Prefix:
+        """The longest beginning of a session that is there, without its last token: it must be computed."""
+        tokens, size = session.tokens, self._block_size
+        most = len(tokens) - 1
+        blocks: list[int] = []
+        contents: list[int] = []
+        before, start = ROOT, 0
+        while start + size <= most:
+            known = self.pool.find(before, tokens[start : start + size].tobytes())
+            if known is None:
+                break
+            before = known.content
+            blocks.append(known.block)
+            contents.append(before)
+            start += size
+        for end in (start + size, session.prompt_len):
+            if start < end <= min(len(tokens), start + size) and min(end, most) > start:
+                known = self.pool.find(before, tokens[start:end].tobytes())
+                # A whole block may be one that this step fills; the end of a prompt is computed already.
+                if known is not None and (end - start < size or known.block not in step.filled):
+                    return _Prefix(blocks, contents, min(end, most), known.block)
+        return _Prefix(blocks, contents, start, None)
 
     def _publish(self, session: Session, num_tokens: int) -> None:
-        publish(self.pool, session, num_tokens, self._block_size)
+        """Let others find the full blocks among a session's first `num_tokens` positions."""
+        size = self._block_size
+        for index in range(len(session.contents), num_tokens // size):
+            before = session.contents[-1] if index else ROOT
+            tokens = session.tokens[index * size : (index + 1) * size].tobytes()
+            session.contents.append(self.pool.publish(session.blocks[index], before, tokens))
+
+    def _publish_prompt_end(self, session: Session, num_computed: int) -> None:
+        """Let others find the partly filled last block of a prompt, once it is computed."""
+        index, rest = divmod(session.prompt_len, self._block_size)
+        if rest and num_computed >= session.prompt_len:
+            before = session.contents[index - 1] if index else ROOT
+            tokens = session.tokens[index * self._block_size : session.prompt_len].tobytes()
+            self.pool.publish(session.blocks[index], before, tokens)
 
     # ---- memory ----
 
@@ -358,43 +356,47 @@ class Scheduler:
         """Blocks that admission leaves to the running ones, so that a newcomer isn't preempted at once."""
         return len(self._running) // 4
 
-    def _make_room(self, wanted: int) -> bool:
-        """Get `wanted` blocks free, at the cost of sessions that don't run; False if that is too little."""
-        idle = self._parked_kv.values(), self._queued_kv.values()
+    def _make_room(self, wanted: int, newcomer: Session) -> bool:
+        """Get `wanted` blocks free at the cost of others that don't run; False if that is too little."""
         missing = wanted - self.pool.num_free
-        if missing > 0 and missing > sum(len(session.blocks) for group in idle for session in group):
+        others = (other for other in self._idle.values() if other is not newcomer)
+        if missing > 0 and missing > sum(len(other.blocks) for other in others):
             return False
         while self.pool.num_free < wanted:
-            if not self._evict_one():
+            if not self._evict_one(newcomer):
                 return False
         return True
 
-    def _evict_one(self) -> bool:
-        """Drop the KV state of one session that doesn't run; False if there is none."""
-        if self._parked_kv:
-            _, session = self._parked_kv.popitem(last=False)
-        elif self._queued_kv:
-            _, session = self._queued_kv.popitem()
-        else:
+    def _evict_one(self, newcomer: Session | None = None) -> bool:
+        """Drop the KV state of one session that doesn't run, not the newcomer's; False if there is none."""
+        others = [other for other in self._idle.values() if other is not newcomer]
+        if not others:
             return False
-        self._publish(session, session.kv_len)
-        self._drop_blocks(session)
+        parked = (other for other in others if other.state is State.PARKED)
+        self._give_up_kv(next(parked, others[-1]))
         self.evictions += 1
         return True
 
     def _preempt(self, session: Session) -> None:
         """Take slot and blocks from a running session and put it at the head of the queue."""
         self._leave_slot(session)
-        self._publish(session, session.kv_len)
-        self._drop_blocks(session)
+        self._give_up_kv(session)
         self._to_head(session)
         self.preemptions += 1
+
+    def _give_up_kv(self, session: Session) -> None:
+        """Let go of a session's blocks; others can find them until they are taken."""
+        self._idle.pop(session.session_id, None)
+        self._publish(session, session.kv_len)
+        self.pool.release(session.blocks)
+        session.forget_kv()
 
     def _to_head(self, session: Session) -> None:
         session.state = State.QUEUED
         self._begun.appendleft(session)
 
     def _enter_slot(self, session: Session) -> None:
+        self._idle.pop(session.session_id, None)
         session.slot = heapq.heappop(self._free_slots)
         session.state = State.RUNNING
         self._running[session.slot] = session
@@ -410,10 +412,6 @@ class Scheduler:
         del self._running[session.slot]
         heapq.heappush(self._free_slots, session.slot)
         session.slot = NO_SLOT
-
-    def _drop_blocks(self, session: Session) -> None:
-        self.pool.release(session.blocks)
-        session.forget_kv()
 
 
 def _age(session: Session) -> int:

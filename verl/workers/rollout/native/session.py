@@ -1,7 +1,7 @@
-"""One trajectory inside the engine, and the table of per-slot numbers that a decode step reads as arrays.
+"""One trajectory inside the engine, and the table of numbers that a decode step reads as arrays.
 
 A session keeps all its token ids, so its KV state can be dropped and computed again at any time. What the
-scheduler needs of every running session in every step lies in `SlotTable`, one row per running session.
+scheduler needs of every running session in every step lies in `SlotTable`, a row per running session.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from verl.workers.rollout.engine import Completion, Partial, SamplingParams
+from verl.workers.rollout.base import Completion, Partial, SamplingParams
 from verl.workers.rollout.native.sampler import SamplingRows, uniforms
 
 NO_SLOT = -1
 
 
 class State(enum.Enum):
-    """Where a session stands; the drawing is in `verl/workers/rollout/engine.py`."""
+    """Where a session stands; the drawing is in `verl/workers/rollout/base.py`."""
 
     QUEUED = "queued"  # has tokens to compute, and no slot: new, resumed or preempted
     RUNNING = "running"  # has a slot: prefilled in this step or chunk by chunk, then one token per step
@@ -113,46 +113,53 @@ class Session:
         return Partial(self.tokens[self.turn_start :].tolist(), list(self.log_probs), self.version_first)
 
 
+_COLUMNS = [
+    ("last_token", np.int64),  # the token to feed next
+    ("kv_len", np.int64),  # its position
+    ("room", np.int64),  # positions that the slot's blocks have
+    ("counter", np.uint64),  # numbers the next random draw
+    ("seed", np.uint64),
+    ("temperature", np.float64),
+    ("top_k", np.int64),
+    ("top_p", np.float64),
+    ("min_p", np.float64),
+]
+
+
 class SlotTable:
-    """Per-slot numbers of the running sessions, as numpy arrays with a row for each slot.
+    """Numbers of the running sessions, a row for each slot.
 
     Attributes:
-        last_token: int64, the token to feed next; kv_len: int64, its position.
-        room: int64, positions that the slot's blocks have; blocks: int32 [slots, most blocks], 0 beyond them.
-        counter: uint64, numbers the next random draw.
+        rows: numpy record array [slots] with the fields of `_COLUMNS`.
+        blocks: int32 [slots, most blocks], 0 beyond a session's own.
     """
 
     def __init__(self, num_slots: int, max_blocks: int) -> None:
-        self.last_token = np.zeros(num_slots, dtype=np.int64)
-        self.kv_len = np.zeros(num_slots, dtype=np.int64)
-        self.room = np.zeros(num_slots, dtype=np.int64)
+        self.rows = np.zeros(num_slots, dtype=_COLUMNS)
         self.blocks = np.zeros((num_slots, max_blocks), dtype=np.int32)
-        self.counter = np.zeros(num_slots, dtype=np.uint64)
-        self._seed = np.zeros(num_slots, dtype=np.uint64)
-        self._temperature = np.ones(num_slots)
-        self._top_k = np.zeros(num_slots, dtype=np.int64)
-        self._top_p = np.ones(num_slots)
-        self._min_p = np.zeros(num_slots)
 
     def load(self, session: Session, block_size: int) -> None:
         """Fill the session's slot from what it has."""
-        slot, params = session.slot, session.params
-        self.last_token[slot] = session.tokens[-1]
-        self.kv_len[slot] = session.kv_len
-        self.room[slot] = len(session.blocks) * block_size
-        self.blocks[slot] = 0
-        self.blocks[slot, : len(session.blocks)] = session.blocks
-        self.counter[slot] = session.num_sampled
-        self._seed[slot] = params.seed & 0xFFFFFFFFFFFFFFFF
-        self._temperature[slot] = params.temperature
-        self._top_k[slot] = max(params.top_k, 0)
-        self._top_p[slot] = params.top_p
-        self._min_p[slot] = params.min_p
+        params = session.params
+        self.rows[session.slot] = (
+            session.tokens[-1],
+            session.kv_len,
+            len(session.blocks) * block_size,
+            session.num_sampled,
+            params.seed & 0xFFFFFFFFFFFFFFFF,
+            params.temperature,
+            max(params.top_k, 0),
+            params.top_p,
+            params.min_p,
+        )
+        self.blocks[session.slot] = 0
+        self.blocks[session.slot, : len(session.blocks)] = session.blocks
 
     def sampling_rows(self, slots: np.ndarray) -> SamplingRows:
         """What the sampler needs for these slots; each call draws the next number of each slot."""
-        uniform = uniforms(self._seed[slots], self.counter[slots])
-        self.counter[slots] += np.uint64(1)
-        return SamplingRows(
-            self._temperature[slots], self._top_k[slots], self._top_p[slots], self._min_p[slots], uniform
-        )
+        rows = self.rows[slots]
+        self.rows["counter"][slots] += np.uint64(1)
+        choices = {
+            name: np.ascontiguousarray(rows[name]) for name in ("temperature", "top_k", "top_p", "min_p")
+        }
+        return SamplingRows(**choices, uniform=uniforms(rows["seed"], rows["counter"]))

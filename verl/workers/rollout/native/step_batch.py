@@ -1,23 +1,22 @@
-"""What the scheduler asks the model for in one step, as plain arrays: all that passes between the two.
+"""What the scheduler wants of the model in one step, as plain arrays: all that passes between the two.
 
-    Scheduler (sessions, blocks, budget) -- StepBatch, SamplingRows --> ModelRunner (weights, KV, sampling)
+    Scheduler (sessions, blocks, budget) -- StepBatch, SamplingRows --> PagedRunner (weights, KV, sampling)
                                          <------- Sampled ------------
 
-KV state lives in a pool of `num_blocks` blocks of `block_size` positions per layer. A sequence has a table
+KV state lies in a pool of `num_blocks` blocks of `block_size` positions per layer. A sequence has a table
 of blocks: its position p lies in block table[p // block_size] at offset p % block_size, which is the flat
 place table[p // block_size] * block_size + p % block_size of the pool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
 
-from verl.workers.rollout.native.sampler import SamplingRows
+from verl.workers.rollout.native.session import Session, SlotTable
 
 
 @dataclass(frozen=True)
@@ -76,31 +75,54 @@ class Sampled:
     model_log_probs: np.ndarray
 
 
-class ModelRunner(Protocol):
-    """Weights, KV pool and sampling on one device. Knows nothing of sessions."""
+class Span(NamedTuple):
+    """`length` tokens of a session that are computed in this step, from position `start` on."""
 
-    vocab_size: int
-    block_size: int
-    bytes_per_block: int  # keys and values of all layers
+    session: Session
+    start: int
+    length: int
 
-    def allocate(self, num_blocks: int) -> None:
-        """Make the pool (what was in it is gone)."""
 
-    def release_cache(self) -> None:
-        """Give the pool's memory back."""
+def pack(
+    slots: SlotTable, decoding: np.ndarray, spans: Sequence[Span], sampled: Sequence[int], block_size: int
+) -> StepBatch:
+    """One row per decoding slot, then the spans' tokens.
 
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole blocks within the pool, in all layers."""
+    Args:
+        decoding: int64 [D], slots that decode.
+        sampled: indices of spans whose last row is sampled from, an index once per session that does.
+    """
+    num_decode = len(decoding)
+    kv_len = slots.rows["kv_len"][decoding]
+    longest = int(kv_len.max()) + 1 if num_decode else 0
+    tables = slots.blocks[decoding, : -(-longest // block_size)]
+    own_block = tables[np.arange(num_decode), kv_len // block_size]
+    token_ids, positions = [slots.rows["last_token"][decoding]], [kv_len]
+    places = [_places(own_block, kv_len, block_size)]
+    prefill = []
+    last_rows = []
+    row = num_decode
+    for session, start, count in spans:
+        table = np.array(session.blocks[: -(-(start + count) // block_size)], dtype=np.int32)
+        where = np.arange(start, start + count)
+        prefill.append(PrefillSpan(row, count, start, table))
+        token_ids.append(np.array(session.tokens[start : start + count], dtype=np.int64))
+        positions.append(where)
+        places.append(_places(table[where // block_size], where, block_size))
+        row += count
+        last_rows.append(row - 1)
+    out_rows = np.array([last_rows[index] for index in sampled], dtype=np.int64)
+    return StepBatch(
+        token_ids=np.concatenate(token_ids),
+        positions=np.concatenate(positions),
+        places=np.concatenate(places),
+        num_decode=num_decode,
+        decode_tables=tables,
+        decode_lengths=kv_len + 1,
+        spans=prefill,
+        out_rows=np.concatenate((np.arange(num_decode), out_rows)),
+    )
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take a whole set of parameters. ValueError for unknown, missing or wrongly shaped ones."""
 
-    def release_weights(self) -> int:
-        """Drop every reference to weights; returns the bytes of those that were the runner's own."""
-
-    def step(self, batch: StepBatch, rows: SamplingRows) -> Sampled:
-        """Run the model, fill the pool, sample. RuntimeError for log-probs that are not finite.
-
-        Args:
-            rows: sampling choices of the O entries of `batch.out_rows`, in their order.
-        """
+def _places(blocks: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+    return blocks.astype(np.int64) * block_size + positions % block_size

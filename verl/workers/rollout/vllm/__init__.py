@@ -1,1 +1,1 @@
-"""vLLM as a rollout engine: in this process (`engine.py`), or apart in servers of its own."""
+"""vLLM as a rollout engine: in this process (`colocated_engine.py`), or apart in servers of its own."""

@@ -1,6 +1,6 @@
-"""Rollouts on vLLM servers of their own: `RolloutEngine` (verl/workers/rollout/engine.py) over HTTP.
+"""Rollouts on vLLM servers of their own: `RolloutEngine` (verl/workers/rollout/base.py) over HTTP.
 
-    owner's thread:  open, resume, close, step, update_weights
+    owner's thread:  open, resume, close, step, load_weights
                           |  turns             ^  turns that ended (a queue)
     event loop thread:    v                    |
                      a task per turn -> POST /v1/completions -> tokens -> stop strings, end of sequence
@@ -17,6 +17,7 @@ end of a server. The random numbers of a token depend on the session's seed and 
 from __future__ import annotations
 
 import asyncio
+import functools
 import queue
 import threading
 import time
@@ -29,7 +30,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from verl.workers.rollout.engine import (
+from verl.workers.rollout.base import (
     Completion,
     EngineUnavailable,
     Partial,
@@ -37,7 +38,6 @@ from verl.workers.rollout.engine import (
     checked_prompt,
     checked_tokens,
 )
-from verl.workers.rollout.vllm.requests import Session, check_supported
 from verl.workers.rollout.vllm.server import VllmServers
 from verl.workers.rollout.vllm.server_client import (
     RequestRefused,
@@ -46,7 +46,8 @@ from verl.workers.rollout.vllm.server_client import (
     completion_body,
 )
 from verl.workers.rollout.vllm.server_pool import RPC_SECONDS, ServerPool
-from verl.workers.rollout.vllm.weight_transfer import WeightSender
+from verl.workers.rollout.vllm.session import VllmSession, check_supported
+from verl.workers.rollout.vllm.weight_transfer import ServerWorkers, WeightSender
 
 T = TypeVar("T")
 
@@ -55,7 +56,7 @@ _FAILURES = 5  # requests of a turn that fail in a row, without a token, though 
 
 
 @dataclass(eq=False)
-class _RemoteSession(Session):
+class _RemoteSession(VllmSession):
     """A session, the server that it is at, and the task that runs its turn (the loop's thread)."""
 
     server: ServerClient = None  # type: ignore[assignment]
@@ -70,7 +71,7 @@ class RemoteVllmEngine:
 
     Attributes:
         max_model_len: most tokens of one session, prompt and observations included.
-        version: of the present weights; -1 before the first `update_weights`.
+        version: of the present weights; -1 before the first `load_weights`.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class RemoteVllmEngine:
             server_urls: base addresses, "http://host:port".
             max_model_len: most tokens of one session; the servers must allow as many.
             vocab_size: token ids are smaller.
-            sender: brings new weights to the servers. None: another process does, and `update_weights` waits
+            sender: brings new weights to the servers. None: another process does, and `load_weights` waits
                 until the servers have them.
             servers: those that were started for this engine: ended by `shutdown`, and quoted in errors.
             rank: of this process among those that share the servers: they begin with different ones.
@@ -123,11 +124,10 @@ class RemoteVllmEngine:
         self._under_way: set[int] = set()  # of those, whose present turn `step` has not returned yet
         self._next_id = 0
         self._has_weights = False
-        self._asleep = False
         self._failure: BaseException | None = None
         self._counts = {"steps": 0, "generated_tokens": 0}
         self._seconds = 0.0
-        self._server_figures: dict[str, float] = {}
+        self._server_metrics: dict[str, float] = {}
         self._refreshing: Future[None] | None = None
         self._lock = threading.Lock()  # a turn's tokens: written by the loop, read by `partial`
         self._ended: queue.SimpleQueue[Completion | BaseException] = queue.SimpleQueue()
@@ -181,10 +181,8 @@ class RemoteVllmEngine:
         """
         if not self._under_way:
             return []
-        if self._asleep:
-            raise RuntimeError("the engine is asleep; call wake first")
         if not self._has_weights:
-            raise RuntimeError("the servers have no complete weights; call update_weights first")
+            raise RuntimeError("the servers have no complete weights; call load_weights first")
         start = time.perf_counter()
         completions: list[Completion] = []
         wait = _STEP_SECONDS
@@ -208,14 +206,12 @@ class RemoteVllmEngine:
     def partial(self, session_id: int) -> Partial:
         """What a session's present turn has sampled so far; nothing while no turn is under way."""
         session = self._session(session_id)
-        if session_id not in self._under_way:
-            return Partial([], [], None)
         with self._lock:
-            return Partial(list(session.token_ids), list(session.log_probs), session.version_first)
+            return session.partial() if session_id in self._under_way else Partial([], [], None)
 
     # ---- weights and memory ----
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take (Hugging Face name, full tensor) pairs of the whole model as weights `version`.
 
         Turns under way stop, the servers take the weights, the turns go on from their tokens. A server that
@@ -229,10 +225,13 @@ class RemoteVllmEngine:
                 pass  # gathered by all processes together: the sender needs this one to walk them too
             self._call(self._pool.wait_for_version(version, self._update_timeout))
         else:
-            if self._asleep:
-                self._call(self._pool.wake())
             self._call(self._pool.pause())
-            workers = [_Workers(client, self._pool, self._loop) for client in self._pool.living()]
+            workers = [
+                ServerWorkers(
+                    client.url, self._pool.num_workers[client.url], functools.partial(self._rpc, client)
+                )
+                for client in self._pool.living()
+            ]
             for url, reason in self._sender.send(workers, weights, version).items():
                 self._pool.bury(url, reason)
             self._call(self._pool.finish_update(version))
@@ -241,28 +240,11 @@ class RemoteVllmEngine:
         self._go_on()
 
     def sleep(self, level: int = 1) -> int:
-        """Stop the turns; servers that were started with sleep mode give their devices' memory back.
-
-        Returns 0: it is not the trainer's devices whose memory that is.
-        """
-        if level not in (1, 2):
-            raise ValueError(f"sleep level {level}; expected 1 or 2")
-        if not self._asleep:
-            self._asleep = True
-            self._call(self._break_off())
-            if self._sender is not None:
-                self._call(self._pool.sleep(level))
-            if level == 2:
-                self._has_weights, self.version = False, -1
+        """Nothing to give back: the servers' memory is not on the trainer's devices."""
         return 0
 
     def wake(self) -> None:
-        """Go on. Does nothing when awake."""
-        if self._asleep:
-            if self._sender is not None:
-                self._call(self._pool.wake())
-            self._asleep = False
-            self._go_on()
+        """Nothing to take back."""
 
     def stats(self) -> dict[str, float]:
         """As in `RolloutEngine.stats`, and `servers`: how many live.
@@ -273,7 +255,7 @@ class RemoteVllmEngine:
         with self._lock:
             turns = [self._sessions[session_id] for session_id in self._under_way]
             running = sum(1 for session in turns if session.token_ids)
-        figures = {
+        metrics = {
             **{name: float(count) for name, count in self._counts.items()},
             "running": float(running),
             "queued": float(len(turns) - running),
@@ -284,13 +266,13 @@ class RemoteVllmEngine:
         }
         if self._sender is not None:
             if not self._under_way:
-                self._server_figures = self._call(self._pool.figures())
+                self._server_metrics = self._call(self._pool.metrics())
             elif self._refreshing is None or self._refreshing.done():
                 self._refreshing = asyncio.run_coroutine_threadsafe(self._refresh(), self._loop)
-        return figures | self._server_figures
+        return metrics | self._server_metrics
 
     async def _refresh(self) -> None:
-        self._server_figures = await self._pool.figures()
+        self._server_metrics = await self._pool.metrics()
 
     def shutdown(self) -> None:
         """End requests, thread, transfer groups, and the servers that were started for this engine."""
@@ -316,14 +298,13 @@ class RemoteVllmEngine:
         self._under_way.add(session.session_id)
         if session.limit < 1:  # an observation that fills the session up
             self._ended.put(session.end_turn("length", None, self.version))
-        elif self._has_weights and not self._asleep:
+        elif self._has_weights:
             self._loop.call_soon_threadsafe(self._start, session)
 
     def _go_on(self) -> None:
         """Start the turns that are under way, from the tokens that they have."""
-        if self._has_weights and not self._asleep:
-            for session_id in self._under_way:
-                self._loop.call_soon_threadsafe(self._start, self._sessions[session_id])
+        for session_id in self._under_way:
+            self._loop.call_soon_threadsafe(self._start, self._sessions[session_id])
 
     def _start(self, session: _RemoteSession) -> None:
         if session.under_way and session.task is None and session.session_id in self._sessions:
@@ -422,24 +403,15 @@ class RemoteVllmEngine:
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
+    def _rpc(self, client: ServerClient, method: str, **arguments: str) -> Future[list[Any]]:
+        """Call a method of `WeightReceiver` in a server's workers."""
+        call = client.call_workers(method, RPC_SECONDS, **arguments)
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
+
     def _session(self, session_id: int) -> _RemoteSession:
         if session_id not in self._sessions:
             raise ValueError(f"no session {session_id}: it was closed")
         return self._sessions[session_id]
-
-
-class _Workers:
-    """`weight_transfer.Workers` of one server."""
-
-    def __init__(self, client: ServerClient, pool: ServerPool, loop: asyncio.AbstractEventLoop) -> None:
-        self.url = client.url
-        self.num_workers = pool.num_workers[client.url]
-        self._client = client
-        self._loop = loop
-
-    def call(self, method: str, **arguments: str) -> Future[list[Any]]:
-        call = self._client.call_workers(method, RPC_SECONDS, **arguments)
-        return asyncio.run_coroutine_threadsafe(call, self._loop)
 
 
 def _cancel(session: _RemoteSession) -> None:

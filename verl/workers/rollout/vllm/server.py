@@ -8,8 +8,7 @@ weights; the policy's come by transfer (`weight_transfer.py`), through a worker 
 Servers end with `close`, and also when the trainer dies, in whatever way (`verl/utils/process_guard.py`).
 
 They run with VLLM_SERVER_DEV_MODE=1: whoever reaches their address can pause them, change their weights and
-call methods of their workers. They listen on 127.0.0.1 unless another host is given; give another one only
-in a network whose users are all trusted.
+call methods of their workers. They listen on 127.0.0.1 alone.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,12 +34,13 @@ import httpx
 
 import verl
 from verl.utils import process_guard
-from verl.workers.rollout.engine import EngineUnavailable
+from verl.workers.rollout.base import EngineUnavailable
+from verl.workers.rollout.vllm.weight_transfer import WORKER_EXTENSION
 
 logger = logging.getLogger(__name__)
 
 SERVED_MODEL_NAME = "policy"
-WORKER_EXTENSION = "verl.workers.rollout.vllm.weight_transfer.WeightReceiver"
+HOST = "127.0.0.1"
 _LOG_LINES = 30
 _PORTS = range(20000, 32768)  # below those that the system gives to outgoing connections
 # What a launcher or an engine in this process has set for this process alone.
@@ -60,17 +60,13 @@ class ServerOptions:
             folder with a configuration and a tokenizer (weights are not read). They win over ours; True and
             False are flags, None leaves an argument out.
         python: interpreter with vLLM.
-        host: address to listen on.
         devices: CUDA devices of all servers in order, tensor_parallel_size of them each; None: whatever the
             environment shows.
-        environment: more variables for the servers. They win over what is set already, and that over ours.
     """
 
     engine_args: Mapping[str, Any]
     python: str = sys.executable
-    host: str = "127.0.0.1"
     devices: Sequence[str] | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def devices_per_server(self) -> int:
@@ -88,7 +84,7 @@ class ServerOptions:
             "enable_prefix_caching": True,
             "uvicorn_log_level": "warning",
         }
-        arguments = ours | dict(self.engine_args) | {"host": self.host, "port": port}
+        arguments = ours | dict(self.engine_args) | {"host": HOST, "port": port}
         module = [self.python, "-m", "vllm.entrypoints.openai.api_server"]
         return module + [word for name, value in arguments.items() for word in _flag(name, value)]
 
@@ -106,7 +102,6 @@ class ServerOptions:
         if self.devices is not None:
             first, size = index * self.devices_per_server, self.devices_per_server
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices[first : first + size])
-        environment |= self.environment
         paths = [package_folder, environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         return environment
@@ -127,8 +122,8 @@ class ServerProcess:
     """One running server and its log file."""
 
     def __init__(self, options: ServerOptions, index: int, folder: Path) -> None:
-        port = _free_port(options.host)
-        self.url = f"http://{_bracketed(options.host)}:{port}"
+        port = _free_port()
+        self.url = f"http://{HOST}:{port}"
         self.log_path = folder / f"server-{index}.log"
         command = [sys.executable, process_guard.__file__, str(_GRACE_SECONDS), *options.command(port)]
         with self.log_path.open("wb") as log:
@@ -271,15 +266,10 @@ def _offer_package(folder: Path) -> None:
         link.symlink_to(Path(verl.__file__).parent, target_is_directory=True)
 
 
-def _free_port(host: str) -> int:
+def _free_port() -> int:
     """A port that nobody listens on; the server will take it in a few seconds."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in random.Random().sample(_PORTS, 100):  # not the program's seed: two runs would collide
-        with socket.socket(family) as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
             return port
-    raise RuntimeError(f"no free port on {host} among {_PORTS.start} to {_PORTS.stop - 1}")
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    raise RuntimeError(f"no free port on {HOST} among {_PORTS.start} to {_PORTS.stop - 1}")

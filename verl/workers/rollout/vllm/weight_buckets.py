@@ -114,14 +114,19 @@ class Group:
 
         Raises what the invitation raised, or TimeoutError.
         """
-        meeting = Meeting(address)
-        invited = invite(meeting.port)
-
-        def check() -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family)
+        port = int(listener.getsockname()[1])
+        store = _store(address, port, listener.detach())
+        invited = invite(port)
+        deadline = time.monotonic() + JOIN_SECONDS
+        while not store.check([f"ready/{rank}" for rank in range(1, size)]):
             if invited.done():
                 raise RuntimeError(f"the invitation ended with {invited.exception() or invited.result()!r}")
-
-        group = meeting.gather(backend, device, size, check)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"its workers did not join within {JOIN_SECONDS:g} seconds")
+            time.sleep(0.005)
+        group = cls(store, backend, device, 0, size, address)
         invited.result(JOIN_SECONDS)
         return group
 
@@ -159,30 +164,6 @@ class Group:
             self._group.broadcast(data, 0).wait()
             yield from unpack([Entry(**entry) for entry in message["entries"]], data)
             number += 1
-
-
-class Meeting:
-    """Where the others of a group are to come: rank 0's store, which listens on `address`, `port`."""
-
-    def __init__(self, address: str) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family)
-        self.address, self.port = address, int(listener.getsockname()[1])
-        self._store = _store(address, self.port, listener.detach())
-
-    def gather(
-        self, backend: str, device: torch.device, size: int, check: Callable[[], None] = lambda: None
-    ) -> Group:
-        """The group of rank 0, as soon as the others have joined. TimeoutError if they don't; raises what
-        `check` raises, which is asked again and again meanwhile.
-        """
-        deadline = time.monotonic() + JOIN_SECONDS
-        while not self._store.check([f"ready/{rank}" for rank in range(1, size)]):
-            check()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"its workers did not join within {JOIN_SECONDS:g} seconds")
-            time.sleep(0.005)
-        return Group(self._store, backend, device, 0, size, self.address)
 
 
 def _store(host: str, port: int, listener: int | None) -> Any:

@@ -1,27 +1,30 @@
-"""The policy's weights from the trainer into the workers of vLLM servers, in buckets.
+"""The policy's weights from the trainer into vLLM's workers, and into vLLM's model.
 
-    trainer: (name, tensor) pairs -> pack -> buckets --broadcast (NCCL, gloo)-> worker: unpack -> load_weights
-                                                \\---> a safetensors file each -> (the workers read them)
+    apart: (name, tensor) pairs -> pack -> buckets --broadcast (NCCL, gloo)-> worker: unpack -+
+    colocated: (name, tensor) pairs ----------------------------------------------------------+-> vLLM's model
 
 With each server the trainer has a group of its own: trainer rank 0 and the server's workers. A server that
-dies takes no other server's group with it. All servers receive the same bucket at the same time.
+dies takes no other server's group with it. All servers receive the same bucket at the same time. Both ends
+listen and connect on the address that leads from the trainer to the server; nothing is encrypted.
 
-`WeightReceiver` is the other end, vLLM's `worker_extension_cls`: it runs in the server's environment. Both
-ends listen and connect on the address that leads from the trainer to the server; nothing is encrypted.
+`WeightReceiver` is vLLM's `worker_extension_cls`, in this process or in a server's: vLLM mixes the class into
+its worker, on every rank, and `collective_rpc("rollout_...")` calls its methods.
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
+import ctypes
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from verl.workers.rollout.vllm.weight_buckets import (
     BUCKET_BYTES,
@@ -31,48 +34,32 @@ from verl.workers.rollout.vllm.weight_buckets import (
     Pairs,
     local_address,
     pack,
-    unpack,
 )
-from verl.workers.rollout.vllm.weights import checked_stream, expected_shapes
-from verl.workers.rollout.vllm.worker_extension import RolloutWorkerExtension
+
+WORKER_EXTENSION = "verl.workers.rollout.vllm.weight_transfer.WeightReceiver"
+TIED_HEAD = "lm_head.weight"
 
 
-class Workers(Protocol):
-    """The workers of one server, as a sender sees them."""
+# ---- the trainer's side ----
+
+
+@dataclass(frozen=True)
+class ServerWorkers:
+    """The workers of one server. call(method, **arguments): their answers, in order, some time later."""
 
     url: str
     num_workers: int
-
-    def call(self, method: str, **arguments: str) -> Future[list[Any]]:
-        """Start a method of `WeightReceiver` on all workers; their answers, in order."""
+    call: Callable[..., Future[list[Any]]]
 
 
-class WeightSender(Protocol):
-    """Brings weights to servers that are paused."""
-
-    def send(self, servers: Sequence[Workers], weights: Pairs, version: int) -> dict[str, str]:
-        """Walk `weights` once; returns why it failed by address, for servers it failed with.
-
-        What goes wrong with `weights` itself is raised, once the servers know that they got only a part.
-        """
-
-    def close(self) -> None:
-        """Leave the groups, delete the files."""
-
-
-# ---- broadcast ----
-
-
-class GroupSender:
-    """Sends by broadcast, over NCCL between CUDA devices or gloo between CPUs."""
+class WeightSender:
+    """Brings weights to servers that are paused, over NCCL between CUDA devices or gloo between CPUs."""
 
     def __init__(
         self, backend: str, device: torch.device, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
         if backend == "nccl" and device.type != "cuda":
-            raise ValueError(
-                f"weight_transfer is nccl and the trainer runs on {device.type}; use gloo or disk"
-            )
+            raise ValueError(f"weight_transfer is nccl and the trainer runs on {device.type}; use gloo")
         self._backend = backend
         self._device = device if backend == "nccl" else torch.device("cpu")
         self._dtype = dtype
@@ -80,20 +67,14 @@ class GroupSender:
         self._groups: dict[str, Group] = {}
         self._update = 0
 
-    def send(self, servers: Sequence[Workers], weights: Pairs, version: int) -> dict[str, str]:
-        """See `WeightSender`. Groups are set up with servers that are new."""
-        failed: dict[str, str] = {}
+    def send(self, servers: Sequence[ServerWorkers], weights: Pairs, version: int) -> dict[str, str]:
+        """Walk `weights` once; returns why it failed by address, for servers it failed with.
+
+        Groups are set up with servers that are new. What goes wrong with `weights` itself is raised, once the
+        servers know that they got only a part.
+        """
         self._update += 1
-        urls = {server.url for server in servers}
-        self._groups = {url: group for url, group in self._groups.items() if url in urls}
-        for server in servers:
-            if server.url not in self._groups:
-                try:
-                    self._groups[server.url] = self._join(server)
-                except (
-                    Exception
-                ) as error:  # torch raises what its store and sockets raise: this server's loss
-                    failed[server.url] = f"no group with its workers: {error}"
+        failed = self._meet(servers)
         receiving = {
             server.url: server.call("rollout_receive", update=str(self._update), version=str(version))
             for server in servers
@@ -109,20 +90,42 @@ class GroupSender:
             end = {"failed": repr(error)}
             raise
         finally:
-            for url in [url for url in receiving if url not in failed]:
+            for url in receiving.keys() - failed.keys():
                 self._groups[url].announce(self._update, number, end)
-        for url, answer in receiving.items():
-            if url not in failed:
-                _check(answer, url, version, failed)
+        for url in receiving.keys() - failed.keys():
+            try:
+                versions = receiving[url].result(TRANSFER_SECONDS)
+            except Exception as error:  # whatever the call or the worker raised: it has no usable weights
+                failed[url] = f"its workers did not take the weights: {error}"
+                continue
+            if any(str(answer) != str(version) for answer in versions):
+                failed[url] = f"its workers have the versions {versions} instead of {version}"
         for url in failed:
             self._groups.pop(url, None)
         return failed
 
     def close(self) -> None:
+        """Leave the groups."""
         self._groups.clear()
 
-    def _join(self, server: Workers) -> Group:
-        host = local_address(*_address(server.url))
+    def _meet(self, servers: Sequence[ServerWorkers]) -> dict[str, str]:
+        """A group with each server, and with no other; why there is none, by address."""
+        failed = {}
+        urls = {server.url for server in servers}
+        self._groups = {url: group for url, group in self._groups.items() if url in urls}
+        for server in servers:
+            if server.url not in self._groups:
+                try:
+                    self._groups[server.url] = self._join(server)
+                except Exception as error:  # torch raises what its store and sockets raise
+                    failed[server.url] = f"no group with its workers: {error}"
+        return failed
+
+    def _join(self, server: ServerWorkers) -> Group:
+        address = urlsplit(server.url)
+        if address.hostname is None:
+            raise ValueError(f"{server.url!r} is no server address; expected http://HOST:PORT")
+        host = local_address(address.hostname, address.port or 80)
         size = 1 + server.num_workers
 
         def invite(port: int) -> Future[list[Any]]:
@@ -159,86 +162,26 @@ class GroupSender:
                 failed[url] = f"the transfer broke: {error}"
 
 
-def _check(answer: Future[list[Any]], url: str, version: int, failed: dict[str, str]) -> None:
-    try:
-        versions = [str(found) for found in answer.result(TRANSFER_SECONDS)]
-    except Exception as error:  # whatever the call or the worker raised: this server has no usable weights
-        failed[url] = f"its workers did not take the weights: {error}"
-        return
-    if any(found != str(version) for found in versions):
-        failed[url] = f"its workers have the versions {versions} instead of {version}"
+# ---- the worker's side ----
 
 
-# ---- files ----
+class WeightReceiver:
+    """Methods for vLLM's `Worker`; `self` is the worker.
 
-
-class DiskSender:
-    """Writes one file per bucket into a new folder under `folder`, which the servers must see as well.
-
-    The new folder gets its name when it is complete, and is deleted when all servers have read it.
-    """
-
-    def __init__(self, folder: str | None, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES) -> None:
-        """`folder` None: a temporary one of this machine."""
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
-        if folder is None:
-            self._scratch = tempfile.TemporaryDirectory(prefix="vllm-weights-")
-            folder = self._scratch.name
-        self._folder = Path(folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._dtype = dtype
-        self._bucket_bytes = bucket_bytes
-
-    def send(self, servers: Sequence[Workers], weights: Pairs, version: int) -> dict[str, str]:
-        """See `WeightSender`."""
-        written = self._write(weights, version)
-        try:
-            answers = [
-                (server.url, server.call("rollout_load_folder", folder=str(written), version=str(version)))
-                for server in servers
-            ]
-            failed: dict[str, str] = {}
-            for url, answer in answers:
-                _check(answer, url, version, failed)
-            return failed
-        finally:
-            shutil.rmtree(written)
-
-    def close(self) -> None:
-        """Delete a temporary folder."""
-        if self._scratch is not None:
-            self._scratch.cleanup()
-
-    def _write(self, weights: Pairs, version: int) -> Path:
-        from safetensors.torch import save_file
-
-        scratch = Path(tempfile.mkdtemp(prefix=f".weights-{version}-", dir=self._folder))
-        try:
-            for number, (entries, data) in enumerate(
-                pack(weights, self._dtype, torch.device("cpu"), self._bucket_bytes)
-            ):
-                save_file(dict(unpack(entries, data)), scratch / f"{number:05d}.safetensors")
-            final = scratch.with_name(scratch.name.removeprefix("."))
-            scratch.rename(final)
-            return final
-        except BaseException:
-            shutil.rmtree(scratch)
-            raise
-
-
-# ---- the server's side ----
-
-
-class WeightReceiver(RolloutWorkerExtension):
-    """vLLM's `worker_extension_cls`: mixed into each worker of a server, called by `collective_rpc`.
-
-    Arguments are strings: HTTP allows no others. Errors go back to the caller; the server lives on, with
-    weights of which only a part may be new.
+    Over HTTP arguments are strings. Errors go back to the caller; a server lives on, with weights of which
+    only a part may be new.
     """
 
     rank: int
     device: torch.device
+    model_runner: Any
     model_config: Any
+
+    def rollout_install_sampler(self) -> None:
+        """Replace the sampler by one with seeds per session and both kinds of log-prob (`sampler.py`)."""
+        from verl.workers.rollout.vllm.sampler import SessionSampler
+
+        self.model_runner.sampler = SessionSampler(self.model_runner)
 
     def rollout_join(self, backend: str, host: str, port: str, size: str) -> None:
         """Enter the group of the trainer that listens there."""
@@ -249,32 +192,110 @@ class WeightReceiver(RolloutWorkerExtension):
         """Take the weights that the trainer broadcasts; answers their version."""
         stream = self._rollout_group.receive(int(update))
         try:
-            self.rollout_load_weights(checked_stream(stream, self._rollout_shapes()))
+            self.rollout_load_weights(stream)
         finally:
             for _ in stream:  # also after an error: nobody else must wait for this worker
                 pass
         return version
 
-    def rollout_load_folder(self, folder: str, version: str) -> str:
-        """Take the weights from a folder of safetensors files; answers their version."""
-        self.rollout_load_weights(checked_stream(_stored(Path(folder)), self._rollout_shapes()))
-        return version
+    def rollout_load_weights(self, weights: Pairs) -> None:
+        """Take the whole model: each tensor in full (not a shard), in the checkpoint's format.
 
-    def _rollout_shapes(self) -> dict[str, tuple[int, ...]]:
-        return expected_shapes(self.model_config.hf_config)
+        They are cast to the model's dtype and cut to this rank's shard. At most the tensors of one layer are
+        held, if those of a layer come one after another. KV state of the old weights is the caller's
+        business. ValueError for unknown, missing or wrongly shaped ones.
+        """
+        shapes = expected_shapes(self.model_config.hf_config, self.model_config.trust_remote_code)
+        self._rollout_reload(checked_stream(weights, shapes))
+
+    def _rollout_reload(self, weights: Pairs) -> None:
+        """A plain copy into the parameters would be wrong for two reasons.
+
+        - vLLM merges and repacks matrices when it loads them (q, k, v into one; on CPU into oneDNN's own
+          layout, the original is dropped). vLLM's layer-wise reload builds each layer anew and keeps the
+          storage that is in use.
+        - With tied embeddings that reload never sees a tensor for `lm_head`, so on CPU the head's packed copy
+          would stay that of the old weights, silently: it is packed again here.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
+
+        worker: Any = self
+        model = worker.model_runner.get_model()
+        with set_current_vllm_config(worker.vllm_config), torch.no_grad():
+            initialize_layerwise_reload(model)
+            try:
+                model.load_weights(weights)
+            finally:  # also after an error: until then the model lies on the meta device
+                finalize_layerwise_reload(model, worker.model_config)
+            _repack_tied_head(model)
+
+    def rollout_release_kv_pages(self) -> int:
+        """Give the KV cache's memory back to the system (CPU); its contents are lost. Returns bytes.
+
+        The tensors stay: a page is zero, and takes memory again, when it is next touched.
+        """
+        before = _resident_bytes()
+        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in self.model_runner.kv_caches}
+        for address, tensor in storages.items():
+            first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+            length = (address + tensor.untyped_storage().nbytes() - first) // mmap.PAGESIZE * mmap.PAGESIZE
+            if length > 0:
+                ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+        return max(0, before - _resident_bytes())
 
 
-def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    from safetensors import safe_open
-
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - no dict
-                yield name, file.get_tensor(name)
+def expected_shapes(config: PretrainedConfig, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter that a full set of weights must have; no tied `lm_head.weight`."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def _address(url: str) -> tuple[str, int]:
-    parts = urlsplit(url)
-    if parts.hostname is None:
-        raise ValueError(f"{url!r} is no server address; expected http://HOST:PORT")
-    return parts.hostname, parts.port or 80
+def checked_stream(
+    weights: Iterable[tuple[str, Tensor]], expected: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Pass pairs on; ValueError at an unknown or wrongly shaped one, and at the end if some are missing.
+
+    A tied `lm_head.weight` (one that `expected` doesn't have) is left out: the embedding brings it.
+    """
+    missing = dict(expected)
+    for name, tensor in weights:
+        if name == TIED_HEAD and TIED_HEAD not in expected:
+            continue
+        if name not in expected:
+            raise ValueError(f"the model has no weight {name}; send Hugging Face names of {_some(expected)}")
+        if tuple(tensor.shape) != expected[name]:
+            raise ValueError(
+                f"weight {name} has shape {tuple(tensor.shape)}; the model's config says {expected[name]}"
+            )
+        missing.pop(name, None)
+        yield name, tensor.detach()
+    if missing:
+        raise ValueError(f"missing weights: {_some(missing)}. Send the whole model")
+
+
+def _repack_tied_head(model: torch.nn.Module) -> None:
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return  # elsewhere the head multiplies with the embedding's own storage
+    tables = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    embeddings = {id(table.weight) for table in tables if not isinstance(table, ParallelLMHead)}
+    for table in tables:
+        if isinstance(table, ParallelLMHead) and id(table.weight) in embeddings:
+            dispatch_cpu_unquantized_gemm(table, remove_weight=False)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def _some(names: Iterable[str], most: int = 3) -> str:
+    listed = list(names)
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

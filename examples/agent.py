@@ -1,0 +1,38 @@
+"""The agent loop without a trainer: a model searches and answers, and each token is told apart.
+
+bash retrieval_launch.sh &
+python examples/agent.py "What is the birthplace of the director of Sleeping Hotel?"
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from data_prep.prompts import MICROWORLD_PROMPT
+from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
+from verl.protocol import DataProto, object_array
+from verl.workers.rollout.native import NativeEngine
+
+
+def ask(question: str, model_folder: str, url: str = "http://127.0.0.1:8000/retrieve") -> DataProto:
+    """One trajectory as training sees it: responses, response_mask (1: sampled), rollout_log_probs, ..."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    engine = NativeEngine(model.config, 1, 1024, torch.float32, "cpu")
+    engine.load_weights(model.state_dict().items(), version=0)
+    config = GenerationConfig(3, 200, 1000, 64, 200, search_url=url, temperature=0.0)
+    manager = LLMGenerationManager(tokenizer, engine, None, config)
+    ids = object_array([tokenizer.encode(MICROWORLD_PROMPT.format(question=question))])
+    prompts = DataProto.from_dict({"sampling_seeds": torch.tensor([0])}, {"raw_prompt_ids": ids})
+    try:
+        return manager.run_llm_loop(prompts)
+    finally:
+        manager.close()
+
+
+if __name__ == "__main__":
+    for turn in ask(sys.argv[1], "data_prep/base_model").non_tensor_batch["trajectory"][0]["turns"]:
+        print(turn["text"], [document["contents"] for document in turn["documents"] or []])

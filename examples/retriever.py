@@ -1,0 +1,40 @@
+"""A search engine of one's own: anything that answers `POST /retrieve` as Search-R1's servers do.
+
+python examples/retriever.py 8000 &
+RETRIEVER_URL=http://127.0.0.1:8000/retrieve bash train_grpo.sh
+"""
+
+import re
+import sys
+
+import uvicorn
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+# ranks by the number of words that query and passage share
+PASSAGES = ['"Rome"\nRome is the capital of Italy.', '"Oslo"\nOslo is the capital of Norway.']
+app = FastAPI()
+
+
+class Request(BaseModel):
+    queries: list[str]
+    topk: int = 3
+    return_scores: bool = True
+
+
+def words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text.lower()))
+
+
+@app.post("/retrieve")
+def retrieve(request: Request) -> dict[str, list[list[dict]]]:
+    """For each query its documents, best first. The first line of `contents` is the title."""
+    result = []
+    for query in request.queries:
+        best = sorted(PASSAGES, key=lambda text: -len(words(query) & words(text)))[: request.topk]
+        result.append([{"document": {"contents": text}, "score": 1.0} for text in best])
+    return {"result": result}
+
+
+if __name__ == "__main__":
+    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]))

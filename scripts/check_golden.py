@@ -1,0 +1,250 @@
+"""The golden run: this checkout trains exactly as a reference commit does.
+
+    python scripts/check_golden.py                            all scenarios, against the default reference
+    python scripts/check_golden.py --reference COMMIT_OR_FOLDER --scenarios grpo,ppo --cache DIR
+    python scripts/check_golden.py --vllm-python .venv-vllm/bin/python      with the scenarios that need vLLM
+
+Each scenario is a documented command line on CPU, with the shipped tiny model in the microworld. It runs here
+and in the reference, and every number of the two metrics.jsonl is compared: bit by bit, and the last weights
+too, where a run is repeatable (native engine, one process), elsewhere within a tolerance. Rounding depends on
+the CPU, therefore both sides run on this machine; `--cache` keeps what a reference commit has given. Runs
+that are killed and resumed are compared with an undisturbed reference.
+
+Exit status 0: equal; 1: something differs or a run failed; 2: a mistake in the arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN_NAME = f"golden-{os.getpid()}"
+# Metrics that begin with one of these depend on the clock, or on what a new process has not in memory.
+NOT_REPEATABLE = ("timing_", "perf/", "rollout/seconds", "rollout/tokens_per_second", "retrieval/")
+# Metrics that differ from the default reference on purpose: name -> why.
+INTENDED = {
+    "response_length/clip_ratio": "counts trajectories that a limit has cut, not the step's longest row",
+    "prompt_length/clip_ratio": "the same",
+    "trainer/num_restarts": "a run that was killed counts its restarts",
+}
+RENAMED: dict[str, str] = {}  # the reference's name -> the name here
+USERS = ("VERL__", "BASE_MODEL", "RETRIEVER_URL", "RAY_ADDRESS", "CONDA_PREFIX")  # not for these runs
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A command line (`script`, then `settings`), and how its metrics must agree (tolerances 0: bit by bit).
+
+    `killed`: this checkout's run gets SIGKILL as soon as that step's checkpoint is there, and starts again.
+    """
+
+    what: str
+    script: str
+    settings: str
+    rtol: float = 0.0
+    atol: float = 0.0
+    killed: int | None = None
+    skip: tuple[str, ...] = ()  # beginnings of further metrics that depend on the clock
+
+    def agree(self, expected: object, found: object) -> bool:
+        if isinstance(expected, float | int) and isinstance(found, float | int):
+            both_nan = math.isnan(expected) and math.isnan(found)
+            return both_nan or math.isclose(found, expected, rel_tol=self.rtol, abs_tol=self.atol)
+        return expected == found
+
+
+SMALL = """
+    data.train_batch_size=4 data.val_data_num=16 data.extra_val_files=null trainer.val_modes=[greedy]
+    actor_rollout_ref.rollout.n_agent=4 actor_rollout_ref.actor.ppo_mini_batch_size=8
+    actor_rollout_ref.actor.ppo_micro_batch_size=8 trainer.total_training_steps=2 trainer.device=cpu"""
+PPO = f"""{SMALL}
+    critic.ppo_mini_batch_size=4 critic.ppo_micro_batch_size=4 trainer.critic_warmup=0
+    actor_rollout_ref.actor.shuffle=true actor_rollout_ref.actor.use_kl_loss=true"""
+TWO_EPOCHS = """
+    actor_rollout_ref.actor.ppo_epochs=2 trainer.critic_warmup=1 trainer.total_training_steps=3"""
+FIVE_STEPS = "trainer.total_training_steps=5 trainer.save_freq=1"
+RAE = "algorithm.adv_estimator=rae"
+ADAPTIVE_KL = """
+    actor_rollout_ref.actor.use_kl_loss=false algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0.05
+    algorithm.kl_ctrl.target_kl=0.01 algorithm.kl_ctrl.horizon=50"""
+ON_RAY = "trainer.backend=ray trainer.n_gpus_per_node=2"
+MEGATRON = """
+    --config-name ppo_megatron_trainer actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"""
+VLLM = """
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.max_num_seqs=16
+    actor_rollout_ref.rollout.max_num_batched_tokens=1024"""
+LOAD = tuple(f"rollout/{name}" for name in ("steps", "running", "queued", "parked", "kv_used_share"))
+APART = "actor_rollout_ref.rollout.placement=apart"
+SCENARIOS = {
+    "grpo": Scenario("GRPO", "train_grpo.sh", SMALL),
+    "ppo": Scenario("PPO, critic warm-up over", "train_ppo.sh", f"{PPO} {TWO_EPOCHS}"),
+    "sft": Scenario("supervised", "train_sft.sh", "trainer.total_training_steps=6 trainer.device=cpu"),
+    "resume-kl": Scenario("PPO, adaptive KL", "train_ppo.sh", f"{PPO} {FIVE_STEPS} {ADAPTIVE_KL}", killed=2),
+    "resume-rae": Scenario("running baseline", "train_grpo.sh", f"{SMALL} {FIVE_STEPS} {RAE}", killed=2),
+    "ray": Scenario("PPO, two processes on Ray", "train_ppo.sh", f"{PPO} {ON_RAY}", 1e-5, 1e-7),
+    "megatron": Scenario("PPO, tensor parallel", "train_ppo.sh", f"{PPO} {ON_RAY} {MEGATRON}", 1e-3, 1e-6),
+    "vllm": Scenario("GRPO, vLLM colocated", "train_grpo.sh", f"{SMALL} {VLLM}", 1e-3, 1e-3),
+    "vllm-apart": Scenario(
+        "GRPO, vLLM apart", "train_grpo.sh", f"{SMALL} {VLLM} {APART}", 1e-3, 1e-3, skip=LOAD
+    ),
+}
+
+
+class Checkout:
+    """A folder with the project, which runs scenarios in worlds that its own code makes."""
+
+    def __init__(self, root: Path, work: Path, vllm_python: str) -> None:
+        self.root, self.work, self.vllm_python = root, work, vllm_python
+        self.work.mkdir()
+
+    def cached_result(self, name: str, cache: Path) -> dict:
+        """The result of an undisturbed run, from the folder `cache` if this command line's is there."""
+        line = " ".join([SCENARIOS[name].script, *SCENARIOS[name].settings.split(), sys.version])
+        file = cache / f"{name}-{hashlib.sha256(line.encode()).hexdigest()[:12]}.json"
+        cache.mkdir(parents=True, exist_ok=True)
+        if not file.exists():
+            file.with_suffix(".part").write_text(json.dumps(self.result(name)))
+            file.with_suffix(".part").replace(file)
+        return json.loads(file.read_text())
+
+    def result(self, name: str, killed: int | None = None) -> dict:
+        """The rows of metrics.jsonl, and a digest of each file of weights in the last checkpoint."""
+        if not (world := self._world(name)).exists():
+            self._run(["python", "-m", f"data_prep.{world.name}", "--seed", "7", "--out", str(world)], name)
+        run_dir = self.root / "verl_checkpoints" / RUN_NAME
+        command = ["bash", SCENARIOS[name].script, *SCENARIOS[name].settings.split()]
+        for _ in range(2):  # a kernel that was compiled just now rounds otherwise than from numba's cache
+            kernels = self._kernels()
+            try:
+                if killed:
+                    self._run(command, name, until=run_dir / f"global_step_{killed}")
+                self._run(command, name)
+                rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+                weights = {
+                    str(file.relative_to(run_dir)): hashlib.sha256(file.read_bytes()).hexdigest()
+                    for file in run_dir.glob(f"global_step_{rows[-1]['step']}/**/model.safetensors")
+                }
+            finally:
+                shutil.rmtree(run_dir, ignore_errors=True)
+            if self._kernels() == kernels:
+                break
+        return {"rows": rows, "weights": weights}
+
+    def _world(self, name: str) -> Path:
+        return self.work / ("sft_rows" if name == "sft" else "microworld")
+
+    def _kernels(self) -> set[tuple[Path, int]]:
+        return {(file, file.stat().st_mtime_ns) for file in (self.root / "verl").rglob("*.nbc")}
+
+    def _run(self, command: list[str], name: str, until: Path | None = None) -> None:
+        """Runs the command to its end; with `until`, to SIGKILL as soon as that path is there."""
+        python = Path(self.vllm_python if name.startswith("vllm") else sys.executable).absolute()
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(USERS)} | {
+            "VIRTUAL_ENV": str(python.parent.parent),
+            "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "PYTHONPATH": str(self.root),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "DATA_DIR": str(self._world(name)),
+            "SEED": "7",
+            "EXPERIMENT_NAME": RUN_NAME,
+        }
+        log = self.work / f"{name}.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                command, cwd=self.root, env=environment, stdout=out, stderr=out, start_new_session=True
+            )
+        try:
+            while process.poll() is None and not (until and until.exists()):
+                time.sleep(0.02)
+        finally:
+            status = process.returncode
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if status != (None if until else 0):
+            end = log.read_text(errors="replace")[-3000:]
+            raise ChildProcessError(f"{' '.join(command)}\nended too early, with status {status}:\n{end}")
+
+
+def compare(scenario: Scenario, expected: dict, found: dict) -> tuple[int, list[str]]:
+    """How many values were compared, and a line for each that differs."""
+    there, here = ({row["step"]: row for row in result["rows"]} for result in (expected, found))
+    steps = sorted(there.keys() | here.keys())
+    pairs = [(f"step {step}: ", there.get(step, {}), here.get(step, {})) for step in steps]
+    if not scenario.rtol:
+        pairs.append(("sha256 of ", expected["weights"], found["weights"]))
+    num_compared, lines = 0, []
+    for where, left, right in pairs:
+        left = {RENAMED.get(name, name): value for name, value in left.items()}
+        for name in sorted(left.keys() | right.keys()):
+            if name.startswith(NOT_REPEATABLE + scenario.skip) or name in INTENDED:
+                continue
+            num_compared += 1
+            if name not in left or name not in right or not scenario.agree(left[name], right[name]):
+                lines.append(f"{where}{name}: {left.get(name)} there, {right.get(name)} here")
+    return num_compared, lines
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--reference", default="beb3494", help="commit or folder (default %(default)s)")
+    parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="default: %(default)s")
+    parser.add_argument("--cache", type=Path, help="folder that keeps the results of reference commits")
+    parser.add_argument("--vllm-python", default="", help="interpreter of an environment that has vLLM")
+    options = parser.parse_args()
+    names = options.scenarios.split(",")
+    if unknown := set(names) - SCENARIOS.keys():
+        parser.error(f"there is no scenario {min(unknown)!r}, but {', '.join(SCENARIOS)}")
+    failed = False
+    with tempfile.TemporaryDirectory(prefix="golden-") as temporary:
+        work, folder = Path(temporary), Path(options.reference).resolve()
+        cache = work / "cache"
+        if is_commit := not folder.is_dir():
+            commit = git("rev-parse", "--short=12", f"{options.reference}^{{commit}}").strip()
+            folder, cache = work / "reference", (options.cache or work) / commit
+            git("worktree", "add", "--detach", str(folder), commit)
+        try:
+            there = Checkout(folder, work / "there", options.vllm_python)
+            here = Checkout(ROOT, work / "here", options.vllm_python)
+            for name in names:
+                if name.startswith("vllm") and not options.vllm_python:
+                    print(f"{name:11} skipped: it needs --vllm-python")
+                    continue
+                scenario, started = SCENARIOS[name], time.monotonic()
+                try:
+                    expected = there.cached_result(name, cache)
+                    num_compared, lines = compare(scenario, expected, here.result(name, scenario.killed))
+                except ChildProcessError as error:
+                    num_compared, lines = 0, [str(error)]
+                failed = failed or bool(lines)
+                how = f"to {scenario.rtol:g} or {scenario.atol:g}" if scenario.rtol else "bit by bit"
+                what = scenario.what + (", killed and resumed" if scenario.killed else "")
+                print(f"{name:11} {'DIFFERS' if lines else 'equal':8} {num_compared:5} values", end=" ")
+                print(f"{how:17} {time.monotonic() - started:4.0f} s  {what}", flush=True)
+                print(*(f"    {line}\n" for line in lines[:40]), sep="", end="", flush=True)
+        finally:
+            if is_commit:
+                git("worktree", "remove", "--force", str(folder))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Counts the lines of the Python files: all of them, and those of code (no docstring, comment or blank line).
+
+    python scripts/count_lines.py                                     a table, room by room
+    python scripts/count_lines.py --max-lines 40000 --max-code 28500 --max-file 450     exit 1 above a limit
+
+Files are those that git knows or would add. The limits are for the source, which is everything but tests/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Count(NamedTuple):
+    lines: int
+    code: int
+
+
+def python_files(root: Path = ROOT) -> list[Path]:
+    """Every Python file of the repository, relative to its root."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.py"]
+    names = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split("\0")
+    return sorted(Path(name) for name in names if name and (root / name).exists())
+
+
+def count(source: str) -> Count:
+    lines = source.splitlines()
+    code = {
+        number for number, line in enumerate(lines, 1) if line.strip() and not line.strip().startswith("#")
+    }
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant | ast.JoinedStr):  # its blank lines and those with a # are code
+            code.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        elif (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and node.value.value is not ...
+        ):
+            docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return Count(len(lines), len(code - docstrings))
+
+
+def room(file: Path) -> str:
+    """The folder that a file is counted in: two levels of verl and search_r1, one of others."""
+    depth = 2 if file.parts[0] in ("verl", "search_r1") else 1
+    return "/".join(file.parent.parts[:depth]) or "."
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--max-lines", type=int, help="most lines of source")
+    parser.add_argument("--max-code", type=int, help="most lines of code in the source")
+    parser.add_argument("--max-file", type=int, help="most lines of a file, tests too")
+    limits = parser.parse_args()
+    counts = {file: count((ROOT / file).read_text(encoding="utf-8")) for file in python_files()}
+    rooms: dict[str, list[Path]] = {}
+    for file in counts:
+        rooms.setdefault(room(file), []).append(file)
+    rooms["all source"] = [file for file in counts if file.parts[0] != "tests"]
+    print(f"{'':24} {'files':>6} {'lines':>7} {'code':>7}")
+    for name, files in rooms.items():
+        lines, code = sum(counts[file].lines for file in files), sum(counts[file].code for file in files)
+        print(f"{name:24} {len(files):6} {lines:7} {code:7}")
+    checks = [("all source: lines", lines, limits.max_lines), ("all source: code", code, limits.max_code)]
+    checks += [(str(file), counts[file].lines, limits.max_file) for file in counts]
+    over = [check for check in checks if check[2] is not None and check[1] > check[2]]
+    for what, number, limit in over:
+        print(f"{what}: {number}, at most {limit} are allowed")
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

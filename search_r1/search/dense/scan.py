@@ -1,0 +1,192 @@
+"""Exact search by torch: every vector is multiplied, chunk by chunk, on the CPU or on all GPUs.
+
+    stored vectors -> a tensor mapped from the file (CPU), or a float16 tensor on each GPU
+    queries [Q, D] -> for each chunk of rows: float32 product, its best k + EXTRA_ROWS -> merged over chunks
+                   -> these few rows scored again, in double precision -> top k, ties by row
+
+The order of a product's sums depends on the shape of the batch, so its scores may be wrong by ROUNDING. The
+second scoring is the same for a row in any batch. A query whose dropped rows could still belong to its top k
+(many equal vectors, say) is scanned once more and keeps every row that could.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from search_r1.search.dense.embeddings import Embeddings
+from search_r1.search.memory import format_bytes
+
+CPU_CHUNK_ROWS, GPU_CHUNK_ROWS = 2048, 32 * 1024  # rows that are in float32 at once
+EXTRA_ROWS = 8  # kept beside k: makes a second scan rare
+MAX_QUERIES = 512  # of one scan
+ROUNDING = 1e-5  # of |query| |row|: more than the error of a float32 sum
+GPU_RESERVE_BYTES = 2 << 30  # of each GPU: CUDA itself, the encoder, one chunk and its scores
+
+
+def dot_rows(vectors: np.ndarray, queries: np.ndarray) -> np.ndarray:
+    """The inner product of each row of `vectors` [n, D] with the same row of `queries`: float32 [n].
+
+    A pair gets the same bits whatever other pairs are there.
+    """
+    return (vectors.astype(np.float64) * queries).sum(axis=1).astype(np.float32)
+
+
+def check_gpus(num_rows: int, dimension: int, free: list[int]) -> str:
+    """A line with the size. Raises ValueError when `free` (bytes of each GPU) is too little."""
+
+    def needed(num_gpus: int) -> int:
+        return -(-num_rows // num_gpus) * dimension * 2 + GPU_RESERVE_BYTES
+
+    size = (
+        f"{num_rows:,} x {dimension} in float16: {format_bytes(num_rows * dimension * 2)} on {len(free)} "
+        f"GPUs, {format_bytes(needed(len(free)))} each with working memory, {format_bytes(min(free))} free"
+    )
+    if min(free) >= needed(len(free)):
+        return size
+    enough = next((count for count in range(1, 1025) if needed(count) <= max(free)), None)
+    more = f"use {enough} GPUs like these (CUDA_VISIBLE_DEVICES), " if enough else ""
+    raise ValueError(
+        f"the exact index doesn't fit: {size}. Free the memory of these GPUs, {more}search on the CPU, or "
+        "build a FAISS index that needs less (--faiss_type IVF4096,SQ8)"
+    )
+
+
+class VectorScan:
+    """Top k of inner products over stored vectors. Use by one thread at a time."""
+
+    def __init__(self, parts: list[torch.Tensor]) -> None:
+        """`parts`: neighbouring rows [n, D] float16 or float32, each where it is searched."""
+        self._chunks: list[tuple[int, torch.Tensor]] = []  # first row, rows
+        self.num_rows = 0
+        for part in parts:
+            for chunk in part.split(CPU_CHUNK_ROWS if part.device.type == "cpu" else GPU_CHUNK_ROWS):
+                self._chunks.append((self.num_rows, chunk))
+                self.num_rows += len(chunk)
+        self._parts = parts
+        self._buffers: dict[torch.device, torch.Tensor] = {}
+        self._longest = 0.0  # row; known after the first scan
+        self._scan(parts[0][:1].float().cpu().numpy(), 1)  # reads the file once
+
+    @classmethod
+    def on_cpu(cls, embeddings: Embeddings) -> VectorScan:
+        """Searches the file where it lies: memory-mapped, one copy for all processes."""
+        return cls([torch.from_numpy(embeddings.array)])
+
+    @classmethod
+    def on_devices(
+        cls,
+        embeddings: Embeddings,
+        devices: list[torch.device] | None = None,
+        report: Callable[[str], None] = lambda line: None,
+    ) -> VectorScan:
+        """Copies stored vectors in float16 to `devices` (all visible GPUs), an equal part to each.
+
+        Raises ValueError when they don't fit, before anything is loaded.
+        """
+        if devices is None:
+            devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+            report(check_gpus(*embeddings.shape, [torch.cuda.mem_get_info(device)[0] for device in devices]))
+        size = -(-len(embeddings) // len(devices))
+        parts = []
+        for first, device in zip(range(0, len(embeddings), size), devices, strict=False):
+            rows = embeddings.array[first : first + size]
+            part = torch.empty(rows.shape, dtype=torch.float16, device=device)
+            for start in range(0, len(rows), GPU_CHUNK_ROWS):
+                chunk = torch.from_numpy(rows[start : start + GPU_CHUNK_ROWS]).to(device).half()
+                if not bool(torch.isfinite(chunk).all()):
+                    raise ValueError(
+                        f"{embeddings.path} has values that float16 can't hold: search on the CPU"
+                    )
+                part[start : start + len(chunk)] = chunk
+            report(f"{device}: {len(rows):,} vectors loaded")
+            parts.append(part)
+        return cls(parts)
+
+    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Scores float32 and rows int64 [Q, min(k, N)] of queries [Q, D] float32, best first, ties by row.
+
+        Raises ValueError for values that are not finite numbers.
+        """
+        k = min(k, self.num_rows)
+        queries = np.ascontiguousarray(queries, np.float32)
+        if not np.isfinite(queries).all():
+            raise ValueError("a query's vector has a value that is not a finite number")
+        scores = np.empty((len(queries), k), np.float32)
+        rows = np.empty((len(queries), k), np.int64)
+        for start in range(0, len(queries), MAX_QUERIES):
+            self._search(queries[start : start + MAX_QUERIES], scores[start:], rows[start:])
+        return scores, rows
+
+    def close(self) -> None:
+        self._chunks, self._parts, self._buffers = [], [], {}
+
+    @torch.inference_mode()
+    def _search(self, queries: np.ndarray, scores: np.ndarray, rows: np.ndarray) -> None:
+        """Fills the first rows of `scores` and `rows` [.., k]."""
+        k = scores.shape[1]
+        kept = min(k + EXTRA_ROWS, self.num_rows)
+        best, best_rows = self._scan(queries, kept)
+        slack = ROUNDING * np.linalg.norm(queries, axis=1) * self._longest
+        for number, query in enumerate(queries):
+            scores[number], rows[number] = self._best(query, best_rows[number], k)
+            limit = scores[number, -1] - slack[number]
+            if kept < self.num_rows and best[number, -1] >= limit:
+                possible = self._rows_above(query, float(limit))
+                scores[number], rows[number] = self._best(query, possible, k)
+
+    def _scan(self, queries: np.ndarray, kept: int) -> tuple[np.ndarray, np.ndarray]:
+        """Products float32 and rows [Q, kept], best first: one pass over all vectors."""
+        best_on: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        queries_on = {part.device: torch.from_numpy(queries).to(part.device) for part in self._parts}
+        longest = []
+        for first, chunk in self._chunks:  # on GPUs this only puts work on their queues
+            vectors = self._as_float32(chunk)
+            if not self._longest:
+                longest.append(vectors.norm(dim=1).max())
+            top = (queries_on[chunk.device] @ vectors.T).topk(min(kept, len(chunk)), dim=1)
+            products, rows = top.values, top.indices + first
+            if chunk.device in best_on:
+                before, rows_before = best_on[chunk.device]
+                products, rows = torch.cat([before, products], 1), torch.cat([rows_before, rows], 1)
+                top = products.topk(min(kept, products.shape[1]), dim=1)
+                products, rows = top.values, rows.gather(1, top.indices)
+            best_on[chunk.device] = products, rows
+        self._longest = self._longest or max([float(norm) for norm in longest], default=0.0)
+        products = torch.cat([pair[0].cpu() for pair in best_on.values()], 1)
+        rows = torch.cat([pair[1].cpu() for pair in best_on.values()], 1)
+        top = products.topk(kept, dim=1)
+        return top.values.numpy(), rows.gather(1, top.indices).numpy()
+
+    def _as_float32(self, chunk: torch.Tensor) -> torch.Tensor:
+        """The chunk's rows in float32. In the device's one buffer: new memory costs more than the product."""
+        if chunk.dtype == torch.float32:
+            return chunk
+        if chunk.device not in self._buffers:
+            rows = max(len(rows) for _, rows in self._chunks)
+            self._buffers[chunk.device] = chunk.new_empty(rows, chunk.shape[1], dtype=torch.float32)
+        return self._buffers[chunk.device][: len(chunk)].copy_(chunk)
+
+    def _rows_above(self, query: np.ndarray, limit: float) -> np.ndarray:
+        """All rows whose product is at least `limit`, ascending."""
+        rows = []
+        for first, chunk in self._chunks:
+            products = self._as_float32(chunk) @ torch.from_numpy(query).to(chunk.device)
+            rows.append(torch.nonzero(products >= limit).flatten().cpu() + first)
+        return torch.cat(rows).numpy()
+
+    def _best(self, query: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """The k best of some rows, scored again."""
+        scores = np.empty(len(rows), np.float32)
+        first = 0
+        for part in self._parts:
+            here = np.flatnonzero((rows >= first) & (rows < first + len(part)))
+            for start in range(0, len(here), CPU_CHUNK_ROWS):
+                some = here[start : start + CPU_CHUNK_ROWS]
+                index = torch.from_numpy(rows[some] - first).to(part.device)
+                scores[some] = dot_rows(part[index].float().cpu().numpy(), query)
+            first += len(part)
+        order = np.lexsort((rows, -scores))[:k]
+        return scores[order], rows[order]

@@ -1,0 +1,395 @@
+"""What the search client's thread does: which query travels in which request, to which address, and again.
+
+    accept --equal query under way?--> joins it, with a deadline of its own
+       |
+       +--> waiting --(all that wait, when an address has room)--> POST /retrieve --> callers' Futures
+               ^------ no answer, 5xx, 429, nonsense: elsewhere, until the deadline ----+
+
+While requests are out new queries pile up, to go together in the next one: batches grow with the load and
+nobody waits for a batch to fill. A request without an answer for a share of the deadline is left open and its
+queries are sent once more; the first answer counts. An address that fails is left alone for a while, 0.1 s,
+doubled up to 2 s, or what Retry-After says; then one query sees whether it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import TypeAlias
+from urllib.parse import urlsplit, urlunsplit
+
+import httpx
+
+from search_r1.search.replies import (
+    FoundDocument,
+    SearchError,
+    error_text,
+    parse_reply,
+    reason_of,
+    retry_after,
+    wants_single_query,
+)
+
+MAX_BATCH = 512  # queries in one request
+MIN_SHARE = 32  # fewer waiting queries than this are not dealt out over several addresses
+MAX_REPLY_BYTES = 256 * 2**20
+SLOTS = 2  # requests that one address gets at a time: while it works on one, the next is on its way
+SINGLE_QUERY_SLOTS = 16  # the same for an address that takes a single query in each request
+FIRST_PAUSE, MAX_PAUSE = 0.1, 2.0  # seconds for an address that fails, or a query that breaks its requests
+MAX_TOLD_PAUSE = 60.0  # seconds; the most that a server's Retry-After is believed
+MIN_PATIENCE, USUAL_TIMES = 1.0, 10.0  # another address is asked after 10 times the usual seconds, 1 at least
+MIN_WAIT_TO_TELL = 0.5  # seconds; a shorter wait says less than the address's last problem
+
+Key: TypeAlias = tuple[str, int]  # query, topk
+Documents: TypeAlias = list[FoundDocument]
+STATISTICS = {
+    "shared": 0,  # searches whose query was under way already
+    "failed": 0,  # searches that ended in a SearchError
+    "failovers": 0,  # searches that were answered by another address than was asked first
+    "requests": 0,  # HTTP requests that brought an answer
+    "request_seconds": 0.0,  # these took, added up
+    "failed_requests": 0,  # HTTP requests that brought none, or none in time
+}
+
+
+@dataclass(eq=False)
+class _Address:
+    """One server. It is up while `num_failures` is 0; `problem` says what is wrong while it is not."""
+
+    url: str
+    in_flight: int = 0
+    num_failures: int = 0  # since its last answer
+    paused_until: float = 0.0
+    last_used: float = 0.0
+    problem: str = ""
+    is_unreachable: bool = False  # its last request found no connection
+    takes_single_query: bool = False  # as SkyRL's server
+
+    @property
+    def name(self) -> str:
+        """The address for messages: without user and password."""
+        split = urlsplit(self.url)
+        return urlunsplit(split._replace(netloc=split.netloc.rpartition("@")[2]))
+
+    @property
+    def num_slots(self) -> int:
+        return SINGLE_QUERY_SLOTS if self.takes_single_query else SLOTS
+
+    def revive(self) -> None:
+        """It answered."""
+        self.num_failures, self.paused_until, self.problem, self.is_unreachable = 0, 0.0, "", False
+
+
+@dataclass(eq=False)
+class _Search:
+    """A query under way, for one caller or several."""
+
+    key: Key
+    futures: list[Future[Documents]] = field(default_factory=list)
+    requests: list[_Request] = field(default_factory=list)  # that carry it now
+    first_address: _Address | None = None
+    nonsense_from: set[_Address] = field(default_factory=set)
+    limit: int = MAX_BATCH  # the largest batch it may travel in: one that fails is sent again in parts
+    num_broken: int = 0  # requests that failed with it in a way that may be its own fault
+    problem: str = ""  # of its last request
+    is_done: bool = False
+
+
+@dataclass(eq=False)
+class _Request:
+    """One HTTP request."""
+
+    address: _Address
+    searches: list[_Search]
+    started: float
+    is_overdue: bool = False  # nothing came for long: its queries are sent once more
+    task: asyncio.Task[None] | None = None
+
+
+class Dispatcher:
+    """The searches and requests of one client, in one asyncio loop, on its clock (time.monotonic)."""
+
+    def __init__(
+        self,
+        urls: list[str],
+        http: httpx.AsyncClient,
+        timeout: float,
+        keep: Callable[[Key, Documents], None],
+    ) -> None:
+        """`timeout`: seconds that a search may take. `keep` is told every answer."""
+        self.addresses, self.timeout = [_Address(url) for url in urls], timeout
+        self.statistics: dict[str, float] = dict(STATISTICS)
+        self._http, self._keep = http, keep
+        self._open: dict[Key, _Search] = {}
+        self._waiting: OrderedDict[_Search, None] = OrderedDict()  # to be sent, in this order
+        self._wake: asyncio.TimerHandle | None = None
+        self._usual_seconds: float | None = None  # of a request, smoothed
+        self._jitter = random.Random()  # of its own: a retry must not move anybody's random numbers
+
+    def accept(self, new: Sequence[tuple[Key, Future[Documents]]], submitted: float) -> None:
+        """Takes searches in. Their deadlines count from `submitted`."""
+        for key, future in new:
+            search = self._open.get(key)
+            if search is None:
+                search = self._open[key] = _Search(key)
+                self._waiting[search] = None
+            else:
+                self.statistics["shared"] += 1
+            search.futures.append(future)
+            _loop().call_at(submitted + self.timeout, self._expire, search, future)
+        self._dispatch()
+
+    async def close(self) -> None:
+        """Fails what is open. The end of the loop ends the requests."""
+        for search in list(self._open.values()):
+            self._finish(search, SearchError("the search client was closed"))
+        await self._http.aclose()
+
+    def _expire(self, search: _Search, future: Future[Documents]) -> None:
+        """Tells a caller whose time is over what is wrong with each address."""
+        if search.is_done:
+            return
+        now, problems = _loop().time(), []
+        for address in self.addresses:
+            waits = [now - request.started for request in search.requests if request.address is address]
+            if max(waits, default=0.0) >= (MIN_WAIT_TO_TELL if address.problem else 0.05):
+                problems.append(f"{address.name}: no answer for {max(waits):.1f} s")
+            elif address.problem:
+                problems.append(address.problem)
+        what = "connection" if all(address.is_unreachable for address in self.addresses) else "answer"
+        names = ", ".join(address.name for address in self.addresses)
+        reasons = "; ".join(problems) or search.problem or f"{names}: other searches came first"
+        error = SearchError(f"no {what} within {self.timeout:g} s ({reasons})")
+        search.futures.remove(future)
+        self._end(future, error)
+        if not search.futures:
+            self._finish(search, error)
+
+    def _finish(self, search: _Search, outcome: Documents | SearchError) -> None:
+        """Ends a search for all its callers, and the requests that nobody waits for any more."""
+        search.is_done = True
+        self._open.pop(search.key, None)
+        self._waiting.pop(search, None)
+        if not isinstance(outcome, SearchError):
+            self._keep(search.key, outcome)
+        for future in search.futures:
+            self._end(future, outcome)
+        for request in search.requests:
+            if all(other.is_done for other in request.searches) and request.task is not None:
+                request.task.cancel()
+
+    def _end(self, future: Future[Documents], outcome: Documents | SearchError) -> None:
+        with contextlib.suppress(InvalidStateError):  # the caller cancelled it
+            if isinstance(outcome, SearchError):
+                self.statistics["failed"] += 1
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
+    # ---- requests
+
+    def _dispatch(self) -> None:
+        """Sends what waits to the addresses that have room."""
+        now = _loop().time()
+        up = [address for address in self.addresses if not address.num_failures]
+        share = max(MIN_SHARE, -(-len(self._waiting) // max(1, len(up))))
+        down = [address for address in self.addresses if address.num_failures and not address.in_flight]
+        due = [address for address in down if now >= address.paused_until]
+        if up:  # one query each sees whether they are back
+            for address in due[: len(self._waiting)]:
+                self._start(address, self._take_batch(1))
+        while self._waiting:
+            free = [address for address in up if address.in_flight < address.num_slots]
+            if not up:
+                free = [address for address in due if not address.in_flight]
+            if not free:
+                break
+            address = min(free, key=lambda each: (each.num_failures, each.in_flight, each.last_used))
+            self._start(address, self._take_batch(1 if address.takes_single_query else min(MAX_BATCH, share)))
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+        pauses = [address.paused_until for address in down if not address.in_flight]
+        if self._waiting and pauses and not up:
+            self._wake = _loop().call_at(max(now, min(pauses)), self._dispatch)
+
+    def _take_batch(self, limit: int) -> list[_Search]:
+        """The searches that go next, at most `limit`, all with one topk."""
+        batch: list[_Search] = []
+        for search in self._waiting:
+            limit = min(limit, search.limit)
+            if batch and (len(batch) >= limit or search.key[1] != batch[0].key[1]):
+                break
+            batch.append(search)
+        for search in batch:
+            del self._waiting[search]
+        return batch
+
+    def _start(self, address: _Address, batch: list[_Search]) -> None:
+        address.in_flight += 1
+        address.last_used = address.in_flight + time.monotonic()
+        request = _Request(address, batch, _loop().time())
+        for search in batch:
+            search.requests.append(request)
+            search.first_address = search.first_address or address
+        request.task = _loop().create_task(self._run(request))
+        request.task.add_done_callback(lambda _: self._ended(request))  # also if it is cancelled unstarted
+
+    async def _run(self, request: _Request) -> None:
+        address = request.address
+        overdue = _loop().call_later(self._patience(), self._overdue, request)
+        topk = request.searches[0].key[1]
+        queries = [search.key[0] for search in request.searches]
+        fields: dict[str, object] = {"queries": queries, "topk": topk, "return_scores": True}
+        if address.takes_single_query and len(queries) == 1:
+            fields["query"] = queries[0]  # beside `queries`: another server may stand there by now
+        try:
+            try:
+                response, body = await self._post(address.url, fields)
+            finally:
+                overdue.cancel()
+                self._ended(request)
+            self._judge(request, response, body, "query" in fields)
+        except asyncio.CancelledError:
+            pass  # nobody waits for it any more
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            self._failed(request, f"{address.name}: {reason_of(error)}")
+            address.is_unreachable = True
+            self._again(request.searches)
+        except httpx.TransportError as error:  # a query may have brought the server down
+            self._failed(request, f"{address.name}: {reason_of(error)}")
+            self._again(request.searches, in_parts=True)
+        except Exception as error:  # other kinds of httpx, or a mistake of ours: the callers must hear of it
+            self._nonsense(request, request.searches, f"{address.name}: {reason_of(error)}")
+        self._dispatch()
+
+    async def _post(self, url: str, fields: dict[str, object]) -> tuple[httpx.Response, bytes]:
+        content, headers = json.dumps(fields).encode("ascii"), {"Content-Type": "application/json"}
+        body = bytearray()
+        async with self._http.stream("POST", url, content=content, headers=headers) as response:
+            async for chunk in response.aiter_bytes():
+                body += chunk
+                if len(body) > MAX_REPLY_BYTES:
+                    raise httpx.DecodingError(f"the reply is larger than {MAX_REPLY_BYTES} bytes")
+        return response, bytes(body)
+
+    def _ended(self, request: _Request) -> None:
+        if request not in request.searches[0].requests:
+            return
+        if not request.is_overdue:
+            request.address.in_flight -= 1
+        for search in request.searches:
+            search.requests.remove(request)
+
+    def _patience(self) -> float:
+        """Seconds until a request is overdue."""
+        share = self.timeout / (len(self.addresses) + 1)
+        if len(self.addresses) == 1 or self._usual_seconds is None:
+            return share
+        return min(share, max(MIN_PATIENCE, USUAL_TIMES * self._usual_seconds))
+
+    def _overdue(self, request: _Request) -> None:
+        """Nothing came for long: the queries go out once more, while this request stays open."""
+        seconds = _loop().time() - request.started
+        request.is_overdue = True
+        request.address.in_flight -= 1
+        self._failed(request, f"{request.address.name}: no answer for {seconds:.1f} s")
+        copies = max(2, len(self.addresses))
+        self._again([search for search in request.searches if len(search.requests) < copies])
+
+    # ---- what came back
+
+    def _judge(self, request: _Request, response: httpx.Response, body: bytes, was_single: bool) -> None:
+        address, searches, status = request.address, request.searches, response.status_code
+        problem = f"{address.name} answered {status}: {error_text(body)}"
+        if response.is_success:
+            try:
+                results = parse_reply(body, len(searches))
+            except SearchError as error:
+                self._nonsense(request, searches, f"{address.name}: {error}")
+            else:
+                self._answered(request, results)
+        elif status >= 500 or status in (408, 429):
+            self._failed(request, problem, retry_after(response.headers))
+            self._again(searches, in_parts=status in (500, 501, 503))
+        elif not was_single and wants_single_query(status, body):
+            address.revive()
+            address.takes_single_query = True
+            self._again(searches)
+        else:
+            address.revive()
+            if status in (400, 413, 422) and len(searches) > 1:  # one of them is at fault: the others go on
+                self._again(searches, in_parts=True)
+            else:
+                for search in searches:
+                    if not search.is_done:
+                        self._finish(search, SearchError(problem))
+
+    def _answered(self, request: _Request, results: list[Documents | SearchError]) -> None:
+        seconds = _loop().time() - request.started
+        self.statistics["requests"] += 1
+        self.statistics["request_seconds"] += seconds
+        usual = seconds if self._usual_seconds is None else self._usual_seconds
+        self._usual_seconds = 0.8 * usual + 0.2 * seconds
+        request.address.revive()
+        for search, result in zip(request.searches, results, strict=True):
+            if isinstance(result, SearchError):
+                self._nonsense(request, [search], f"{request.address.name}: {result}")
+            elif not search.is_done:
+                self.statistics["failovers"] += search.first_address is not request.address
+                self._finish(search, result)
+
+    def _nonsense(self, request: _Request, searches: list[_Search], problem: str) -> None:
+        """A reply without sense: the fault of the address. A search fails when every address gave such."""
+        self._failed(request, problem)
+        for search in searches:
+            search.nonsense_from.add(request.address)
+            if len(search.nonsense_from) == len(self.addresses) and not search.is_done:
+                self._finish(search, SearchError(problem))
+        self._again(searches)
+
+    def _failed(self, request: _Request, problem: str, told_pause: float | None = None) -> None:
+        """Leaves an address alone for a while, for `told_pause` seconds at least."""
+        self.statistics["failed_requests"] += 1
+        now, address = _loop().time(), request.address
+        pause = min(MAX_PAUSE, FIRST_PAUSE * 2 ** min(address.num_failures, 10))
+        pause *= self._jitter.uniform(0.5, 1.0)
+        if told_pause is not None:  # never earlier, and not with everybody else at the same moment
+            pause = max(pause, min(told_pause, MAX_TOLD_PAUSE) * self._jitter.uniform(1.0, 1.1))
+        address.num_failures += 1
+        address.paused_until = max(address.paused_until, now + pause)
+        address.problem, address.is_unreachable = problem, False
+        address.takes_single_query = False  # another server may come up there
+        for search in request.searches:
+            search.problem = problem
+
+    def _again(self, searches: list[_Search], in_parts: bool = False, at_the_end: bool = False) -> None:
+        """Lets searches wait again, in front, but for those that another request carries.
+
+        `in_parts`: in batches of half the size, so that a query that breaks its request ends up alone. One
+        that every address had alone goes behind the others, after a pause.
+        """
+        if in_parts:
+            for search in searches:
+                search.limit = min(search.limit, -(-len(searches) // 2))
+                search.num_broken += 1
+            rounds = max(search.num_broken for search in searches) // len(self.addresses)
+            if len(searches) == 1 and rounds:
+                pause = min(MAX_PAUSE, FIRST_PAUSE * 2 ** min(rounds, 10))
+                _loop().call_later(pause, self._again, searches, False, True)
+                return
+        for search in reversed(searches):
+            if not search.is_done and all(request.is_overdue for request in search.requests):
+                self._waiting[search] = None
+                self._waiting.move_to_end(search, last=at_the_end)
+        self._dispatch()
+
+
+_loop = asyncio.get_running_loop

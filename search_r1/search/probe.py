@@ -1,0 +1,130 @@
+"""What the checks before a run ask of the search side: servers, the corpus that is meant, an index.
+
+Servers are asked with the trainer's own client, so that proxies, keys and addresses count as in training.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import httpx
+
+from search_r1.search.backend_plan import holds
+from search_r1.search.client import SearchClient, SearchError, parse_urls
+from search_r1.search.corpus import file_identity
+from search_r1.search.manifest import check_files, read_manifest
+
+HEALTH_SECONDS, SEARCH_SECONDS = 2.0, 10.0
+_INDEX_PROBLEMS = {
+    "nothing": "nothing is there",
+    "begun": "its build was begun and not finished; start the index builder again with the same flags",
+    "lfs": "it is a git-lfs pointer; fetch the file with `git lfs pull`",
+    "unknown": "it is no index that the server knows",
+}
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """One retrieval server as this machine sees it.
+
+    url: without user and password. problem: why a search got no documents. addresses: what its host's name
+    resolves to. health: what GET /health says; {} of a server without it, such as Search-R1's own.
+    """
+
+    url: str
+    problem: str | None
+    addresses: tuple[str, ...]
+    health: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is on this machine."""
+        return any(map(is_own, self.addresses))
+
+    @property
+    def corpus(self) -> dict[str, Any] | None:
+        """`file_identity` of its corpus; None where it does not say it in our words."""
+        corpus = self.health.get("corpus")
+        is_ours = isinstance(corpus, dict) and {"num_bytes", "sample_sha256"} <= corpus.keys()
+        return corpus if is_ours else None
+
+
+class RetrievalProbe:
+    """Handed to the preflight by the program; each machine of a run uses it."""
+
+    def servers(
+        self, urls: str | Sequence[str], topk: int, timeout: float, use_proxy: bool
+    ) -> list[ServerState]:
+        """Asks each server for its health and one search, all at once. ValueError: an address is none."""
+
+        def look(url: str) -> ServerState:
+            split, problem = urlsplit(url), None
+            with SearchClient([url], topk, min(SEARCH_SECONDS, timeout), use_proxy=use_proxy) as client:
+                try:
+                    client.batch_search(["is anybody there?"])
+                except SearchError as error:
+                    problem = str(error)
+            shown = split._replace(netloc=split.netloc.rpartition("@")[2]).geturl()
+            return ServerState(shown, problem, resolve(split.hostname or ""), _health(url, use_proxy))
+
+        addresses = parse_urls(urls)
+        with ThreadPoolExecutor(len(addresses)) as pool:
+            return list(pool.map(look, addresses))
+
+    def corpus(self, path: str) -> dict[str, Any]:
+        """What tells the corpus from another. OSError: it can't be read."""
+        return file_identity(path)
+
+    def index(self, path: str) -> tuple[int, bool]:
+        """(bytes, whether it is dense and searched on GPUs where there are some) of an index for a server.
+
+        Raises:
+            ValueError: it is not whole, or none.
+        """
+        folder = Path(path)
+        kind = holds(folder)
+        if kind in _INDEX_PROBLEMS:
+            raise ValueError(_INDEX_PROBLEMS[kind])
+        manifest = read_manifest(folder)
+        if manifest is not None:
+            check_files(folder, manifest)
+        files = [folder] if folder.is_file() else [file for file in folder.rglob("*") if file.is_file()]
+        return sum(file.stat().st_size for file in files), kind in ("exact", "faiss")
+
+
+def _health(url: str, use_proxy: bool) -> dict[str, Any]:
+    split = urlsplit(url)
+    address = urlunsplit(split._replace(path=split.path.rstrip("/").rpartition("/")[0] + "/health", query=""))
+    try:
+        verify = split.scheme == "https"  # certificates take a tenth of a second to load
+        with httpx.Client(trust_env=use_proxy, timeout=HEALTH_SECONDS, verify=verify) as client:
+            reply = client.get(address)
+            health = reply.json() if reply.status_code == 200 else {}
+    except (httpx.HTTPError, ValueError):
+        return {}
+    return health if isinstance(health, dict) else {}
+
+
+def resolve(host: str) -> tuple[str, ...]:
+    """The addresses of a name; () for one that is not known."""
+    try:
+        return tuple(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, None)))
+    except (OSError, UnicodeError):
+        return ()
+
+
+def is_own(address: str) -> bool:
+    """Whether an IP address is one of this machine's: nobody else can listen there."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,117 @@
+"""What retrieval servers answer: documents, refusals, and why a request failed, as text for people.
+
+    bytes of a reply --parse_reply--> per query: documents, or a SearchError that says what is wrong with them
+
+Reads the replies of all Search-R1's servers: documents with or without scores, as objects or plain strings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import ssl
+from collections.abc import Mapping
+from typing import TypedDict
+
+SHOWN_CHARS = 200  # of what a server said, in an error
+
+
+class FoundDocument(TypedDict):
+    """A document as the agent sees it. `contents`: `"Title"` line, then text. `score`: None if not given."""
+
+    contents: str
+    score: float | None
+
+
+class SearchError(RuntimeError):
+    """A search got no usable answer until its deadline, or was refused. Says what the server said."""
+
+
+def without_surrogates(text: str) -> str:
+    """The text with "?" for each half of a surrogate pair: no tokenizer and no file takes such a half."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def parse_document(item: object) -> FoundDocument:
+    """A document from what servers send: `{"document": ..., "score": s}`, the document alone, or a string."""
+    score = None
+    if isinstance(item, dict) and "document" in item:
+        score, item = item.get("score"), item["document"]
+    contents = item.get("contents") if isinstance(item, dict) else item
+    if not isinstance(contents, str):
+        found = f"fields {sorted(item)}" if isinstance(item, dict) else f"a {type(item).__name__}"
+        raise SearchError(f"the reply has a document without 'contents' (text): found {found}")
+    number = None
+    with contextlib.suppress(OverflowError):  # JSON has integers of any length
+        number = float(score) if isinstance(score, int | float) else None
+    return {"contents": without_surrogates(contents), "score": number}
+
+
+def parse_reply(body: bytes, num_queries: int) -> list[list[FoundDocument] | SearchError]:
+    """Per query its documents, or what is wrong with one of them. Raises SearchError for another reply."""
+    try:
+        reply = json.loads(body)
+    except (ValueError, RecursionError):
+        start = body[:SHOWN_CHARS].decode("utf-8", "replace").strip()
+        raise SearchError(f"the reply is not JSON; it begins with {start!r}") from None
+    result = reply.get("result") if isinstance(reply, dict) else None
+    if not isinstance(result, list) or not all(isinstance(documents, list) for documents in result):
+        raise SearchError("the reply has no 'result' list of lists: is this /retrieve?")
+    if len(result) != num_queries:
+        raise SearchError(f"the reply has {len(result)} lists for {num_queries} queries")
+    parsed: list[list[FoundDocument] | SearchError] = []
+    for documents in result:
+        try:
+            parsed.append([parse_document(item) for item in documents])
+        except SearchError as error:
+            parsed.append(error)
+    return parsed
+
+
+def wants_single_query(status: int, body: bytes) -> bool:
+    """Whether a reply is the refusal of a server that takes one `query` a request, as SkyRL's does."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+        return status == 422 and any(item["loc"] == ["body", "query"] for item in json.loads(body)["detail"])
+    return False
+
+
+def error_text(body: bytes) -> str:
+    """What a server says is wrong: FastAPI's `detail` if there is one, or the start of the body. One line."""
+    try:
+        reply = json.loads(body)
+        text = str(reply.get("detail", reply) if isinstance(reply, dict) else reply)
+    except (ValueError, RecursionError):
+        text = body[: 4 * SHOWN_CHARS].decode("utf-8", "replace")
+    return without_surrogates(" ".join(text.split())[:SHOWN_CHARS]) or "no text"
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds of a Retry-After header; None if there is none that is a number."""
+    with contextlib.suppress(ValueError):
+        seconds = float(headers.get("retry-after", ""))
+        return max(0.0, seconds) if seconds < float("inf") else None
+    return None
+
+
+def reason_of(error: BaseException) -> str:
+    """The text of the cause that lies deepest: "refused the connection" rather than "All attempts failed".
+
+    Of several attempts, as to each address of a name, one that was refused: there is such a machine.
+    """
+    while True:
+        attempts = getattr(error, "exceptions", ())
+        refused = [attempt for attempt in attempts if isinstance(attempt, ConnectionRefusedError)]
+        cause = error.__cause__ or error.__context__ or next(iter([*refused, *attempts[-1:]]), None)
+        if cause is None:
+            break
+        error = cause
+    if isinstance(error, ConnectionRefusedError):
+        return "refused the connection"
+    if isinstance(error, socket.gaierror):  # its numbers are no errno
+        is_unknown = error.errno in (socket.EAI_NONAME, socket.EAI_NODATA)
+        return f"the host name {'is not known' if is_unknown else f'does not resolve ({error.strerror})'}"
+    if isinstance(error, OSError) and not isinstance(error, ssl.SSLError) and error.errno:
+        return os.strerror(error.errno)
+    return without_surrogates(" ".join(str(error).split())) or type(error).__name__

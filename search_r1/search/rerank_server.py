@@ -1,0 +1,103 @@
+"""Search-R1's reranker as a server of its own: POST /rerank on port 6980, Search-R1's flags and JSON.
+
+    {"queries": [str], "documents": [[{"contents": ...} or {"document": {...}}]], "rerank_topk": int?,
+     "return_scores": bool?}
+        -> {"result": [[{"document": ..., "score": ...}, ...], ...]}   one list per query, best first
+
+A document goes back as it came. (Search-R1 pairs every query with the documents of all queries, and sends
+each document back as a string.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # this folder's files are no packages of their own
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from search_r1.search.rerank import CrossEncoder
+
+
+def create_app(encoder: CrossEncoder, rerank_topk: int) -> FastAPI:
+    """The server over a cross-encoder. `rerank_topk`: documents per query when a request does not say."""
+    from fastapi import Body, FastAPI, HTTPException
+
+    app = FastAPI(title="Search-R1 rerank server", docs_url=None, redoc_url=None)
+    one_at_a_time = threading.Lock()
+
+    @app.post("/rerank")
+    def rerank(
+        queries: list[str] = Body(),  # noqa: B008  # FastAPI's way to name a field of the body
+        documents: list[list[dict[str, Any]]] = Body(),  # noqa: B008
+        topk: int | None = Body(None, alias="rerank_topk"),  # noqa: B008
+        return_scores: bool = Body(False),  # noqa: B008
+    ) -> dict[str, Any]:
+        if len(queries) != len(documents):
+            raise HTTPException(422, f"found {len(documents)} lists of documents for {len(queries)} queries")
+        texts = [[_text(document) for document in row] for row in documents]
+        pairs = [(query, text) for query, row in zip(queries, texts, strict=True) for text in row]
+        with one_at_a_time:
+            scores = iter(encoder.score(pairs))
+        result = []
+        for row in documents:
+            scored = sorted(((document, next(scores)) for document in row), key=lambda pair: -pair[1])
+            best = scored[: topk or rerank_topk]
+            result.append(
+                [{"document": document, "score": score} for document, score in best]
+                if return_scores
+                else [document for document, _ in best]
+            )
+        return {"result": result}
+
+    def _text(document: dict[str, Any]) -> str:
+        inner = document.get("document", document)
+        text = inner.get("contents") if isinstance(inner, dict) else None
+        if not isinstance(text, str):
+            raise HTTPException(422, "a document has no 'contents' (text)")
+        return text
+
+    return app
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serves until interrupted. Returns the exit status: 2 for a mistake in the flags."""
+    from search_r1.search.backend_plan import check_model_folder, check_packages
+
+    parser = argparse.ArgumentParser(description="Rerank server")
+    parser.add_argument("--max_length", type=int, default=512, help="tokens of a pair (default: 512)")
+    parser.add_argument("--rerank_topk", type=int, default=3, help="documents per query (default: 3)")
+    parser.add_argument("--rerank_model_name_or_path", default="cross-encoder/ms-marco-MiniLM-L12-v2")
+    parser.add_argument("--batch_size", type=int, default=32, help="pairs at once (default: 32)")
+    parser.add_argument("--reranker_type", choices=["sentence_transformer"], default="sentence_transformer")
+    parser.add_argument("--host", default="0.0.0.0", help="where to listen; 127.0.0.1: this machine only")
+    parser.add_argument("--port", type=int, default=6980)
+    arguments = parser.parse_args(argv)
+    try:
+        for name in ("max_length", "rerank_topk", "batch_size"):
+            if getattr(arguments, name) < 1:
+                raise ValueError(f"--{name}: found {getattr(arguments, name)}, expected at least 1")
+        check_packages("rerank")
+        check_model_folder("--rerank_model_name_or_path", arguments.rerank_model_name_or_path)
+        from search_r1.search.rerank import CrossEncoder
+
+        encoder = CrossEncoder(
+            arguments.rerank_model_name_or_path, arguments.batch_size, arguments.max_length
+        )
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    import uvicorn
+
+    uvicorn.run(create_app(encoder, arguments.rerank_topk), host=arguments.host, port=arguments.port)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Search-R1's retrieval without a server: the questions of a data set through a backend.
+
+    <dataset_path>/<data_split>.jsonl, {"question": ...} a line -> its first 512 questions
+        -> <index_path>/<method>_Flat.index or <index_path>/bm25
+        -> stdout, a line each: {"question": ..., "documents": [...], "scores": [...]}
+
+The flags are Search-R1's. (Search-R1 prints and saves nothing of what it retrieves.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # this folder's files are no packages of their own
+
+MAX_QUESTIONS = 512
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints what is retrieved. Returns the exit status: 2 for a mistake in the flags or the files."""
+    from search_r1.search.launch import add_backend_arguments, check_backend_arguments, open_retriever
+
+    parser = argparse.ArgumentParser(description="Retrieval for the questions of a data set")
+    parser.add_argument("--retrieval_method", required=True, help="bm25, or a dense encoder: e5, bge, ...")
+    parser.add_argument("--retrieval_topk", type=int, default=10, help="documents per question")
+    parser.add_argument("--index_path", required=True, help="folder of <method>_Flat.index, or of bm25/")
+    parser.add_argument("--corpus_path", required=True, help="jsonl file of the passages")
+    parser.add_argument("--dataset_path", required=True, help="folder of <data_split>.jsonl")
+    parser.add_argument("--data_split", default="train")
+    parser.add_argument("--retrieval_model_path", help="folder or hub name of the encoder")
+    parser.add_argument("--retrieval_pooling_method", default="mean")
+    parser.add_argument("--retrieval_query_max_length", type=int, default=256)
+    parser.add_argument("--retrieval_batch_size", type=int, default=512, help="questions at once")
+    parser.add_argument("--faiss_gpu", help="no effect: a GPU is used if there is one")
+    parser.add_argument("--retrieval_use_fp16", action="store_true", help="no effect: as the device has it")
+    arguments = parser.parse_args(argv)
+    name = "bm25" if arguments.retrieval_method == "bm25" else f"{arguments.retrieval_method}_Flat.index"
+    flags = ["--retriever_name", arguments.retrieval_method, "--corpus_path", arguments.corpus_path]
+    flags += ["--index_path", str(Path(arguments.index_path) / name)]
+    if arguments.retrieval_method != "bm25":
+        flags += ["--pooling_method", arguments.retrieval_pooling_method]
+        flags += ["--query_max_length", str(arguments.retrieval_query_max_length)]
+        if arguments.retrieval_model_path:
+            flags += ["--retriever_model", arguments.retrieval_model_path]
+    backend_parser = argparse.ArgumentParser()
+    add_backend_arguments(backend_parser)
+    backend = backend_parser.parse_args(flags)
+    try:
+        questions = _questions(Path(arguments.dataset_path) / f"{arguments.data_split}.jsonl")
+        check_backend_arguments(backend)
+        retriever = open_retriever(backend, lambda line: print(line, file=sys.stderr))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        for start in range(0, len(questions), arguments.retrieval_batch_size):
+            batch = questions[start : start + arguments.retrieval_batch_size]
+            documents, scores = retriever.batch_search(batch, arguments.retrieval_topk)
+            for question, row, row_scores in zip(batch, documents, scores, strict=True):
+                fields = {"question": question, "documents": [document.fields for document in row]}
+                print(json.dumps(fields | {"scores": [float(score) for score in row_scores]}))
+    finally:
+        retriever.close()
+    return 0
+
+
+def _questions(path: Path) -> list[str]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            questions = [json.loads(line)["question"] for line in islice(lines, MAX_QUESTIONS)]
+    except OSError as error:
+        raise ValueError(f"--dataset_path: can't read {path} ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"--dataset_path: {path}: expected a JSON object with 'question' a line") from None
+    return questions
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""What the search client is made of: replies, health of addresses, which query goes in which request."""

@@ -1,0 +1,95 @@
+"""What the notes at a run's start say of settings that change nothing is true."""
+
+import pytest
+import torch
+
+from verl.algos.policy_losses import loss_traits
+from verl.config import load_config
+from verl.config.policy import ACTOR, LOSS_AGG_MODES, LOSS_MODES, ROLLOUT
+from verl.trainer.config.validation import settings_without_effect
+from verl.trainer.ppo import core_algos as algos
+
+
+class Watched:
+    """A block that remembers the dotted names of what was read."""
+
+    def __init__(self, read, prefix=""):
+        self.read, self.prefix = read, prefix
+
+    def __getattr__(self, name):
+        if name == "policy_loss":
+            return Watched(self.read, "policy_loss.")
+        self.read.add(self.prefix + name)
+        return 1.5
+
+
+@pytest.mark.parametrize("loss_mode", LOSS_MODES)
+def test_a_loss_reads_the_settings_that_are_said_to_be_its_own_and_no_others(loss_mode):
+    read: set[str] = set()
+    config, ones = Watched(read), torch.ones(2, 3)
+    select = algos.get_selection_fn(loss_mode)
+    inputs = algos.LossInputs(
+        log_prob=-ones,
+        old_log_prob=-ones,
+        advantages=ones,
+        response_mask=ones,
+        loss_agg_mode="token-mean",
+        config=config,
+        teacher_log_prob=-ones,
+        selection=select and select(-ones, -ones, ones, ones, config, 0),
+    )
+    algos.policy_loss(loss_mode, inputs)
+    assert read == set(loss_traits(loss_mode).reads)
+
+
+def test_a_setting_of_another_loss_is_noted():
+    settings = [f"{ACTOR}.tau_pos=2", f"{ACTOR}.loss_scale_factor=100"]
+    notes = settings_without_effect(load_config(settings))
+    assert notes == [
+        f"{ACTOR}.tau_pos=2 has no effect: it is for loss_mode sapo, not vanilla.",
+        f"{ACTOR}.loss_scale_factor=100 has no effect: it is for loss_agg_mode seq-mean-token-sum-norm.",
+    ]
+    chosen = [
+        f"{ACTOR}.policy_loss.loss_mode=dro_sequence",
+        f"{ACTOR}.loss_agg_mode=seq-mean-token-sum",
+        f"{ACTOR}.policy_loss.dro_beta=0.1",
+    ]
+    assert settings_without_effect(load_config(chosen)) == []
+    own = [f"{ACTOR}.policy_loss.loss_mode=json:loads", f"{ACTOR}.policy_loss.dro_beta=0.1"]
+    assert settings_without_effect(load_config(own)) == []
+
+
+def test_an_aggregation_that_a_loss_is_not_meant_for_is_noted():
+    (note,) = settings_without_effect(load_config([f"{ACTOR}.policy_loss.loss_mode=gspo"]))
+    assert f"gspo is meant for {ACTOR}.loss_agg_mode=seq-mean-token-mean" in note
+    meant_for = {loss_traits(name).meant_for for name in LOSS_MODES} - {None}
+    assert meant_for <= set(LOSS_AGG_MODES)
+
+
+@pytest.mark.parametrize("key", [f"{ACTOR}.policy_loss.loss_mode", "algorithm.adv_estimator"])
+def test_a_function_of_the_users_own_may_be_named_if_its_module_is_there(key, tmp_path, monkeypatch):
+    (tmp_path / "my_own_functions.py").write_text("def mine(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    load_config([f"{key}=my_own_functions:mine"])
+    for wrong in ("no_such_module_here:mine", "my_own_functions:", "my_own_functions:not a name", ":mine"):
+        with pytest.raises(ValueError, match=f"Found {key}={wrong}; expected package.module:function"):
+            load_config([f"{key}={wrong}"])
+    with pytest.raises(ValueError, match="or your own as package.module:function"):
+        load_config([f"{key}=nonsense"])
+
+
+def test_a_setting_without_meaning_beside_the_others_is_said():
+    assert settings_without_effect(load_config([])) == []
+    parallel = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"]
+    (line,) = settings_without_effect(load_config(parallel))
+    assert "tensor_model_parallel_size=2 has no effect" in line and "placement=apart splits it" in line
+    assert settings_without_effect(load_config([*parallel, f"{ROLLOUT}.placement=apart"])) == []
+
+
+def test_restarts_in_a_run_without_ray_are_said_to_have_no_effect():
+    for backend in ("auto", "local"):
+        config = load_config(["trainer.max_restarts=2", f"trainer.backend={backend}"])
+        (line,) = settings_without_effect(config)
+        assert line.startswith("trainer.max_restarts=2 has no effect: ") and "trainer.backend=ray" in line
+    for more in ("trainer.backend=ray", "trainer.nnodes=2"):
+        assert settings_without_effect(load_config(["trainer.max_restarts=2", more])) == []

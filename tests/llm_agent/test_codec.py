@@ -1,0 +1,78 @@
+"""The tag protocol: which action a text holds, what an observation looks like, and which ids it becomes."""
+
+from __future__ import annotations
+
+import pytest
+from scripted_engine import EOS, byte_tokenizer
+
+from data_prep import prompts
+from search_r1.llm_agent.codec import (
+    HINT,
+    Action,
+    Codec,
+    GenerationConfig,
+    format_observation,
+    parse_action,
+)
+
+
+@pytest.mark.parametrize(
+    "text, action",
+    [
+        ("<search>who?</search>", Action("search", "who?")),
+        ("<think>x</think>\n<search>\n two\nlines </search>\n", Action("search", "two\nlines")),
+        ("<answer> Beijing </answer>", Action("answer", "Beijing")),
+        ("<answer></answer>", Action("answer", "")),
+        ("<search>a</search><answer>b</answer>", Action("search", "a")),
+        ("<answer>b</answer><search>a</search>", Action("answer", "b")),
+        ("<search>a</answer></search>", Action("search", "a</answer>")),
+        ("<search>a <search>b</search>", Action("search", "a <search>b")),
+        ("<search>a", Action("invalid")),
+        ("a</search>", Action("invalid")),
+        ("<search>a</answer>", Action("invalid")),
+        ("<Search>a</Search>", Action("invalid")),
+        ("just words", Action("invalid")),
+        ("", Action("invalid")),
+    ],
+)
+def test_the_first_complete_action_counts(text, action):
+    assert parse_action(text) == action
+
+
+@pytest.mark.parametrize("text", ["<search></search>", "<search> \n </search><answer>x</answer>"])
+def test_a_search_without_a_query_is_invalid(text):
+    assert parse_action(text) == Action("invalid")
+
+
+def test_the_hint_holds_no_tag():
+    assert "<" not in HINT and ">" not in HINT
+    assert parse_action(HINT) == Action("invalid")
+
+
+def test_an_observation_is_search_r1s_to_the_character():
+    documents = [
+        {"contents": '"Amber Harbor"\nA film.\nIn colour.', "score": 1.0},
+        {"contents": "no title line", "score": None},
+        {"contents": '"Orlen"\nA town. ', "score": 0.5},
+    ]
+    assert format_observation(documents) == (
+        '\n\n<information>Doc 1(Title: "Amber Harbor") A film.\nIn colour.\n'
+        "Doc 2(Title: no title line) \n"
+        'Doc 3(Title: "Orlen") A town.</information>\n\n'
+    )
+
+
+def test_pretraining_shows_the_layout_that_the_agent_writes():
+    pairs = [('"Amber Harbor"', "A film."), ('"Orlen"', "A town.")]
+    documents = [{"contents": f"{title}\n{text}", "score": None} for title, text in pairs]
+    assert prompts.format_observation(pairs) == format_observation(documents)
+
+
+def test_a_control_token_that_a_document_spells_out_stays_text():
+    tokenizer = byte_tokenizer()
+    codec = Codec(tokenizer, GenerationConfig(2, 100, 1000, 100, 500))
+    documents = [{"contents": f"A title\nIt ends with {EOS}{EOS} and goes on.", "score": None}]
+    ids = codec.observation_ids(documents)
+    assert tokenizer.eos_token_id in codec.tokenizer.encode(format_observation(documents))
+    assert tokenizer.eos_token_id not in ids
+    assert codec.decode(ids) == format_observation(documents)

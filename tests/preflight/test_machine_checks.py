@@ -1,0 +1,212 @@
+"""Checks of a machine: its troubles are provoked for real, those of GPUs come from recorded output."""
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from preflight_cases import (
+    CLONE_NEWNET,
+    CLONE_NEWNS,
+    TWO_NODES,
+    TWO_ON_RAY,
+    can_unshare,
+    find,
+    in_child,
+    sh,
+    target_of,
+)
+
+from verl.preflight import machine_checks
+from verl.preflight.machine import (
+    cpu_quotas,
+    driver_version,
+)
+from verl.preflight.target import Cluster, RayNode
+
+needs_namespaces = pytest.mark.skipif(can_unshare() is not None, reason=str(can_unshare()))
+
+
+@pytest.mark.parametrize(
+    ("files", "own", "expected"),
+    [
+        ({"cpu.max": "max 1000", "a/cpu.max": "2000 1000", "a/b/cpu.max": "max 1000"}, "0::/a/b", [2.0]),
+        ({"a/cpu.max": "150000 100000", "a/b/cpu.max": "400000 100000"}, "0::/a/b", [4.0, 1.5]),
+        ({"cpu,cpuacct/job/cpu.cfs_quota_us": "70000", "cpu,cpuacct/job/cpu.cfs_period_us": "100000"},
+         "4:cpu,cpuacct:/job", [0.7]),
+        ({"cpu/cpu.cfs_quota_us": "60000", "cpu/cpu.cfs_period_us": "100000"}, "4:cpu:/docker/not/here",
+         [0.6]),
+    ],
+)  # fmt: skip
+def test_limits_of_both_versions_and_of_all_control_groups_above_count(tmp_path, files, own, expected):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "own").write_text(own)
+    assert cpu_quotas(tmp_path, tmp_path / "own") == expected
+
+
+def test_an_affinity_to_one_core_counts_against_what_ray_counts():
+    def pin() -> None:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+    cluster = Cluster("10.0.0.1:6379", nodes=(RayNode("node1", "127.0.0.1", 64, 0, True),))
+    (line,) = in_child(lambda: find("cpus", target_of(*TWO_ON_RAY, cluster=cluster)), pin)
+    assert "Ray counts 64 cores, this job may use 1" in line and "--num-cpus=1" in line
+    assert in_child(lambda: find("cpus", target_of()), pin) == []  # without Ray nobody counts
+
+
+def test_few_open_files():
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, 3000))
+
+    (line,) = in_child(lambda: find("open-files", target_of()), limit)
+    assert "ulimit -n 256" in line
+    (line,) = in_child(lambda: find("open-files", target_of(*TWO_ON_RAY)), limit)
+    assert "4096 may be needed" in line and "the administrator" in line
+    apart = target_of("actor_rollout_ref.rollout.placement=apart")
+    assert "2304 may be needed" in in_child(lambda: find("open-files", apart), limit)[0]
+
+
+def mount(folder: Path, options: str) -> None:
+    sh("mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder))
+
+
+@needs_namespaces
+def test_a_read_only_run_folder(tmp_path):
+    folder = tmp_path / "runs" / "new" / "deep"
+    target = target_of(f"trainer.default_local_dir={folder}")
+    assert find("writable", target) == []
+    (line,) = in_child(
+        lambda: find("writable", target), lambda: mount(tmp_path, "ro,size=1m"), namespaces=CLONE_NEWNS
+    )
+    assert f"{folder} can't be written (Read-only file system)" in line
+    assert not (tmp_path / "runs").exists()
+
+
+@needs_namespaces
+def test_a_full_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def fill() -> None:
+        mount(tmp_path, "size=200k")
+        with open(tmp_path / "fill", "wb", buffering=0) as file:
+            while True:
+                try:
+                    file.write(bytes(4096))
+                except OSError:
+                    return
+
+    (line,) = in_child(lambda: find("home", target_of()), fill, namespaces=CLONE_NEWNS)
+    assert "can't be written (No space left on device)" in line and "export HF_HOME=" in line
+
+
+@needs_namespaces
+def test_a_disk_too_small_for_the_checkpoints(tmp_path):
+    folder = f"trainer.default_local_dir={tmp_path}"
+    often = (folder, "trainer.save_freq=10", "trainer.total_training_steps=100")
+
+    def lines(*settings: str) -> list[str]:
+        return in_child(
+            lambda: find("checkpoints", target_of(*settings)),
+            lambda: mount(tmp_path, "size=40m"),
+            namespaces=CLONE_NEWNS,
+        )
+
+    (line,) = lines(*often)
+    assert "4 checkpoints of about 0.0 GB need 0.1 GB" in line and "Do: trainer.max_ckpt_to_keep=1" in line
+    assert lines(*often, "trainer.max_ckpt_to_keep=1") == []
+    for step in (10, 20, 30):  # they are there already
+        (tmp_path / f"global_step_{step}").mkdir()
+    assert find("checkpoints", target_of(*often)) == []
+
+
+@needs_namespaces
+def test_a_small_dev_shm():
+    (line,) = in_child(
+        lambda: find("shm", target_of(*TWO_ON_RAY)),
+        lambda: mount(Path("/dev/shm"), "size=64m"),
+        namespaces=CLONE_NEWNS,
+    )
+    assert "/dev/shm has 0.1 GB free" in line and "docker run --shm-size=" in line
+
+
+@needs_namespaces
+def test_several_network_cards_and_a_chosen_one_that_is_not_there(monkeypatch):
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def plug() -> None:
+        for number, name in enumerate(("eth0", "ib0", "docker0", "down0")):
+            sh("ip", "link", "add", name, "type", "veth", "peer", "name", f"veth{number}")
+            sh("ip", "link", "set", f"veth{number}", "up")
+            sh("ip", "address", "add", f"10.88.{number}.1/24", "dev", name)
+            if name != "down0":
+                sh("ip", "link", "set", name, "up")
+
+    def lines(target) -> list[str]:
+        return in_child(lambda: find("network-card", target), plug, namespaces=CLONE_NEWNET)
+
+    (line,) = lines(target_of(*TWO_NODES))
+    assert "eth0 (10.88.0.1), ib0 (10.88.1.1)" in line
+    assert lines(target_of()) == []  # one node talks to nobody
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib")
+    assert lines(target_of(*TWO_NODES)) == []
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ens")
+    assert (
+        "NCCL_SOCKET_IFNAME=ens names no card that is up (docker0, eth0, ib0, lo)"
+        in lines(target_of(*TWO_NODES))[0]
+    )
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth")  # gloo takes whole names
+    assert "GLOO_SOCKET_IFNAME=eth names no card" in lines(target_of(*TWO_NODES))[0]
+
+
+def test_more_threads_than_cores(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    (finding,) = find("threads", target_of("trainer.n_gpus_per_node=8"), num_cpus=16.0)
+    assert finding.do == "export OMP_NUM_THREADS=2"
+    assert find("threads", target_of("trainer.n_gpus_per_node=4"), num_cpus=16.0) == []
+
+
+def test_a_model_that_is_not_on_the_node(tmp_path):
+    (tmp_path / "model").mkdir()
+    target = target_of(f"actor_rollout_ref.model.path={tmp_path / 'model'}")
+    assert find("shared-paths", target) == []
+    (tmp_path / "model").rmdir()
+    assert f"{tmp_path / 'model'} is not there" in find("shared-paths", target)[0].what
+
+
+# -------------------------------------------------------------------------------- GPUs
+
+
+def test_one_gpu_for_two_ranks(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,1")
+    assert find("gpu-shared", target_of())[0].do == "export CUDA_VISIBLE_DEVICES=0,1"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
+    assert "all of them take the first" in find("gpu-shared", target_of(), num_gpus=2)[0].why
+
+
+def test_a_driver_too_old_for_the_wheel_and_a_wheel_without_cuda(tmp_path, monkeypatch):
+    file = tmp_path / "version"
+    assert driver_version(file) is None
+    file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build\n")
+    assert driver_version(file) == "580.82.07"
+    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Thu Mar  7 2024\n")
+    monkeypatch.setattr(machine_checks, "driver_version", lambda: driver_version(file))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    (finding,) = find("cuda", target_of())
+    assert "the driver 535.161.08 is too old" in finding.what and "needs 580.65 or newer" in finding.what
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert find("cuda", target_of()) == []
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "built without CUDA" in find("cuda", target_of())[0].what
+    assert find("cuda", target_of("trainer.device=cpu")) == []
+
+
+def test_gpus_that_others_hold_are_named(monkeypatch):
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda i: ((80, 30)[i] * 10**9, 85 * 10**9))
+    (finding,) = find("gpu-health", target_of(is_thorough=True), num_gpus=2)
+    assert "GPU 1 has 55.0 of 85.0 GB in use already" in finding.what

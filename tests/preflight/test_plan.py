@@ -1,0 +1,188 @@
+"""The memory plan: who goes where, what fits, what a dry run prints; its accuracy against a real update."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from known_models import NUM_PARAMETERS, search_r1_settings, write_config, write_small
+from preflight_cases import BASE_MODEL
+
+from verl.preflight.plan import GIB, DeviceLoad, Hardware, Plan, build_plan
+from verl.preflight.report import report, verdict
+from verl.trainer import main_ppo
+from verl.trainer.config import load_config
+from verl.workers.rollout.base import SamplingParams
+
+H80 = Hardware("cuda", 80 * GIB, "80 GB")
+ACTOR = "actor_rollout_ref.actor"
+SEVEN = NUM_PARAMETERS["7B"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return {size: write_config(tmp_path_factory.mktemp(size), size) for size in ("7B", "72B")}
+
+
+def plan_of(folder: Path, estimator: str, *settings: str, hardware: Hardware = H80) -> tuple[Plan, list[str]]:
+    """The plan, and the lines that a dry run prints about it."""
+    config = load_config([*search_r1_settings(folder, estimator), *settings])
+    plan = build_plan(config, hardware)
+    return plan, [*report(plan, config), *verdict(plan, config)]
+
+
+def gib_of(load: DeviceLoad, name: str) -> float:
+    item = next(item for item in load.items if item.name == name)
+    return max(item.phases.values()) / GIB
+
+
+def test_ppo_of_7b_fits_on_8_gpus_of_80_gb(models):
+    plan, lines = plan_of(models["7B"], "gae", "trainer.n_gpus_per_node=8")
+    assert plan.fits and lines[-1].startswith("fits: node 0, GPU 0 has ")
+    assert [(load.node, load.device, load.ranks) for load in plan.loads] == [(0, i, (i,)) for i in range(8)]
+    assert plan.positions[5] == "dp 5 shard 5/8"
+    load = plan.loads[0]
+    assert gib_of(load, "actor: weights") == pytest.approx(4 * SEVEN / 8 / GIB, rel=1e-3)
+    assert gib_of(load, "actor: optimizer state") == pytest.approx(8 * SEVEN / 8 / GIB, rel=1e-3)
+    assert gib_of(load, "reference: weights") == pytest.approx(2 * SEVEN / 8 / GIB, rel=1e-3)
+    assert gib_of(load, "rollout: weights of its own") == pytest.approx(2 * SEVEN / GIB, rel=1e-3)
+    assert "  rank 7: node 0, GPU 7, dp 7 shard 7/8" in lines
+    text = "\n".join(lines)
+    for column in ("rollout", "log-probs", "reference", "values", "critic's update", "actor's update"):
+        assert column in text
+
+
+def test_grpo_of_72b_on_4_nodes_names_the_device_the_lack_and_what_to_change(models):
+    plan, lines = plan_of(models["72B"], "grpo", "trainer.nnodes=4", "trainer.n_gpus_per_node=8")
+    load, phase, left = plan.tightest
+    assert not plan.fits and len(plan.positions) == 32 and plan.loads[31].node == 3
+    assert phase == "rollout" and left == 80 * GIB - load.total(phase) < -50 * GIB
+    assert any(line.startswith(f"{load.name} would need") for line in lines)
+    assert lines[-1].startswith("what to change: actor_rollout_ref.rollout.placement=apart")
+    apart = ("actor_rollout_ref.rollout.placement=apart", "actor_rollout_ref.rollout.name=vllm")
+    split = (
+        *apart,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=8",
+        f"{ACTOR}.use_dynamic_bsz=true",
+    )
+    budgets = [f"actor_rollout_ref.{part}.log_prob_use_dynamic_bsz=true" for part in ("rollout", "ref")]
+    nodes = ("trainer.nnodes=4", "trainer.n_gpus_per_node=8", f"{ACTOR}.ppo_max_token_len_per_gpu=4096")
+    fitting, after = plan_of(models["72B"], "grpo", *nodes, *split, *budgets)
+    assert fitting.fits and after[-1].startswith("fits")
+    tight, words = plan_of(models["72B"], "grpo", *nodes, *apart, *budgets, f"{ACTOR}.use_dynamic_bsz=true")
+    assert (
+        not tight.fits and "leaves no KV cache within" in tight.problems[0] and words[-2] == tight.problems[0]
+    )
+
+
+def test_a_cache_below_one_trajectory_is_a_problem_of_its_own(tmp_path):
+    small = "actor_rollout_ref.rollout.kv_cache_gb=0.0001"
+    laptop = Hardware("cpu", 8 * GIB, "a laptop")
+    plan, lines = plan_of(write_small(tmp_path), "grpo", small, hardware=laptop)
+    assert plan.tightest[2] > 0 and not plan.fits
+    assert "one trajectory of 4096 tokens needs" in plan.problems[0]
+    assert "actor_rollout_ref.rollout.kv_cache_gb" in lines[-1]
+
+
+# -------------------------------------------------------------------------------- the program
+
+
+@pytest.fixture
+def nothing_is_started(monkeypatch):
+    def refuse(*arguments: object, **keywords: object) -> None:
+        raise AssertionError("a dry run starts nothing")
+
+    for name in ("verl.trainer.placement.start_ray", "verl.preflight.preflight.start_is_sound"):
+        monkeypatch.setattr(name, refuse)
+    monkeypatch.setattr(main_ppo, "build_trainer", refuse)
+
+
+@pytest.mark.usefixtures("nothing_is_started")
+def test_a_dry_run_needs_a_config_json_alone_also_for_vllm(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "vllm" else object())
+    line = [*search_r1_settings(write_small(tmp_path), "grpo"), "trainer.dry_run=true"]
+    assert main_ppo.run([*line, "trainer.device=cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "driver: this process, on " in out and "rank 0: node 0, CPU, dp 0" in out and "\nfits: " in out
+    gpu = ["actor_rollout_ref.rollout.name=vllm", "trainer.dry_run_gpu_memory_gb=80"]
+    assert main_ppo.run([*line, *gpu]) == 0
+    assert "80.00 GiB for each GPU" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("nothing_is_started")
+def test_a_dry_run_that_cannot_fit_ends_with_2_and_says_why(models, capsys):
+    line = [*search_r1_settings(models["7B"], "gae"), "trainer.n_gpus_per_node=8", "trainer.dry_run=true"]
+    assert main_ppo.run([*line, "trainer.dry_run_gpu_memory_gb=40"]) == 2
+    out, err = capsys.readouterr()
+    assert "40.00 GiB for each GPU" in out
+    assert "error: node 0, GPU 0 would need" in err and "GiB too much" in err
+    assert "error: what to change: " in err
+    assert main_ppo.run([*line, "trainer.device=cuda"]) == 2
+    assert "trainer.dry_run_gpu_memory_gb=80" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------- accuracy
+
+
+@pytest.mark.slow
+def test_the_plan_is_what_the_tensors_of_a_real_update_take():
+    """A PPO step's engines in one process: storages of all tensors after a backward pass and a step."""
+    from verl.trainer.main_ppo import worker_classes
+    from verl.utils.packing import pack_rows
+    from verl.workers.engine.base import Share
+
+    rows, length = 2, 24
+    config = load_config(
+        [
+            *search_r1_settings(BASE_MODEL, "gae"),
+            "trainer.device=cpu",
+            "data.max_prompt_length=512",
+            "data.train_batch_size=8",
+            "data.val_batch_size=8",
+            f"{ACTOR}.ppo_mini_batch_size=8",
+        ]
+    )
+    plan = build_plan(config, Hardware.of(config))
+    expected = {item.name: max(item.phases.values()) for item in plan.loads[0].items}
+    actor_class, critic_class = worker_classes(config)
+    actor = actor_class(
+        config.actor_rollout_ref, "actor_rollout_ref", agent_factory=lambda *_: None, device="cpu"
+    )
+    critic = critic_class(config.critic, device="cpu")
+    batch = {
+        "input_ids": torch.arange(rows * length).view(rows, length) % 997,
+        "attention_mask": torch.ones(rows, length, dtype=torch.int64),
+        "position_ids": torch.arange(length).expand(rows, length),
+        "response_mask": torch.ones(rows, length // 2, dtype=torch.bool),
+    }
+    for owner, worker, options in (
+        ("actor", actor, {"temperature": 1.0, "with_entropy": True}),
+        ("critic", critic, {}),
+    ):
+        worker.init_model()
+        engine = worker.engine
+        pack = pack_rows(batch, list(range(rows)), engine.device)
+        engine.forward_backward([pack], 1, lambda _, out: Share(out[0].square().sum(), {}), **options)
+        assert expected[f"{owner}: weights"] == num_bytes(engine.module.parameters())
+        assert expected[f"{owner}: gradients"] == num_bytes(p.grad for p in engine.module.parameters())
+        engine.step()
+        states = [x for values in engine.optimizer.state.values() for x in values.values()]
+        assert expected[f"{owner}: optimizer state"] == num_bytes(x for x in states if torch.is_tensor(x))
+    assert expected["reference: weights"] == num_bytes(actor.reference.own.module.parameters())
+    actor.start_rollout(config.data.train_batch_size)
+    rollout = actor.rollout_engine
+    with torch.no_grad():
+        rollout.load_weights(actor.engine.weights(), 0)
+    rollout.open([1, 2, 3, 4], SamplingParams(max_tokens=4, ignore_eos=True))
+    while rollout.has_runnable:
+        rollout.step()
+    runner = rollout._runner
+    assert expected["rollout: weights of its own"] == pytest.approx(runner._own_bytes, rel=0.01)
+    assert expected["rollout: KV cache"] == pytest.approx(
+        num_bytes([*runner._keys, *runner._values]), rel=0.01
+    )
+
+
+def num_bytes(tensors) -> int:
+    """Of the tensors' storages, each once."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

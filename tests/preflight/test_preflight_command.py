@@ -1,0 +1,114 @@
+"""The command and the start of a run: exit statuses, JSON, chosen checks, and no false alarm."""
+
+import json
+import tempfile
+
+import pytest
+from preflight_cases import BASE_MODEL, ROOT
+
+from data_prep.microworld import write_world
+from search_r1.search.probe import RetrievalProbe
+from verl.preflight.findings import choose
+from verl.preflight.preflight import start_is_sound
+from verl.trainer.config import load_config
+from verl.trainer.main_ppo import run as train
+from verl.trainer.main_preflight import main
+
+DOWN = ["retriever.url=http://127.0.0.1:9/retrieve", "retriever.timeout=0.3"]
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch):
+    """Ray as on a machine of one's own: a cluster that somebody else has started here is not seen."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:  # short: sockets are below it
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        yield
+
+
+@pytest.fixture(scope="module")
+def for_everybody(tmp_path_factory, serve_documents):
+    """The settings of `bash train_grpo.sh` in a small world with its server."""
+    world = tmp_path_factory.mktemp("world")
+    write_world(3, world, num_train=32, num_test=8, num_3hop=2)
+    documents = [json.loads(line) for line in (world / "corpus.jsonl").open(encoding="utf-8")]
+    with serve_documents(documents) as address:
+        yield [
+            *quickstart("grpo"),
+            f"data.train_files={world}/train.parquet",
+            f"data.val_files={world}/test.parquet",
+            f"actor_rollout_ref.model.path={BASE_MODEL}",
+            f"critic.model.path={BASE_MODEL}",
+            "algorithm.adv_estimator=grpo",
+            f"retriever.url={address}/retrieve",
+        ]
+
+
+def quickstart(kind: str) -> list[str]:
+    return [f"@{ROOT}/configs/microworld_{kind}.yaml"]
+
+
+@pytest.fixture
+def overrides(for_everybody, tmp_path):
+    return [*for_everybody, f"trainer.default_local_dir={tmp_path}/run"]
+
+
+def test_the_quickstart_on_this_machine_has_no_findings(overrides, capsys):
+    assert main(overrides) == 0
+    note, count = capsys.readouterr().out.splitlines()
+    num_looked = int(count.split()[0])
+    assert count == f"{num_looked} checks of this run on 1 machine: 0 errors, 0 warnings"
+    assert note.startswith(f"note: {len(choose()) - num_looked} checks had nothing to look at: ")
+    idle = note.partition(" at: ")[2].split(", ")
+    assert {"index", "ray-address", "nodes"} <= set(idle) and not {"retriever", "settings"} & set(idle)
+
+
+def test_errors_end_with_2_and_json_says_the_same(overrides, capsys):
+    line = [*overrides, *DOWN]
+    assert main(line) == 2
+    assert capsys.readouterr().out.startswith("error: [retriever] retriever.url=http://127.0.0.1:9/retrieve")
+    assert main(["--json", "--only", "retriever,home", *line]) == 2
+    told = json.loads(capsys.readouterr().out)
+    assert set(told["checks"]) == {"home", "retriever"} and (told["errors"], told["warnings"]) == (1, 0)
+    finding = told["findings"][0]
+    assert (finding["check"], finding["level"]) == ("retriever", "error") and finding["do"]
+    assert main(["--skip", "retriever", *line]) == 0
+
+
+def test_warnings_alone_end_with_0(overrides, capsys):
+    assert main(["--quick", *overrides, "trainer.max_restarts=2"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("warning: [no-effect] trainer.max_restarts=2 has no effect: the run is one")
+
+
+def test_passwords_in_addresses_are_not_said(overrides, capsys):
+    line = [*overrides, "retriever.url='http://me:hunter2@127.0.0.1:9/a,http://you:hunter2@[::1]:9/b'"]
+    line += ["retriever.timeout=0.3", "--quick"]
+    assert main(line) == main(["--json", *line]) == 2
+    told = capsys.readouterr()
+    assert "hunter2" not in told.out + told.err and "http://127.0.0.1:9/a" in told.out
+
+
+def test_the_list_names_every_check(capsys):
+    assert main(["--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == choose()
+
+
+def test_the_start_of_a_run_ends_with_2_at_an_error_and_goes_on_at_a_warning(overrides, capsys, tmp_path):
+    assert train([*overrides, *DOWN]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: [retriever]") and len(said.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+    uneven = load_config([*overrides, "actor_rollout_ref.actor.ppo_mini_batch_size=50"])
+    assert start_is_sound(uneven, "ppo_trainer")
+    assert capsys.readouterr().err.startswith("warning: [batches]")
+
+
+def test_the_start_leaves_out_what_doctor_skip_names(overrides, capsys):
+    def start(skipped: str) -> bool:
+        config = load_config([*overrides, *DOWN, f"trainer.doctor_skip=[{skipped}]"])
+        return start_is_sound(config, "ppo_trainer", RetrievalProbe())
+
+    assert start("retriever") and capsys.readouterr().err == ""
+    with pytest.raises(ValueError, match="no check named 'retrever'"):
+        start("retrever")

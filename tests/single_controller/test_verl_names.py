@@ -1,0 +1,191 @@
+"""What code written for verl calls on workers, groups and batches.
+
+Read from verl's own tests, v0.7.0: tests/test_protocol_on_cpu.py and, in tests/single_controller,
+base/test_decorator.py, test_decorator_on_cpu.py, test_auto_padding_on_cpu.py, test_colocated_workers.py; of
+v0.2 tests/ray/test_colocated_workers.py and tests/utility/test_tensor_dict_utilities.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from verl import DataProto
+from verl.protocol import (
+    DataProtoConfig,
+    fold_batch_dim,
+    unfold_batch_dim,
+    union_numpy_dict,
+    union_tensor_dict,
+)
+from verl.single_controller.base import ClassWithInitArgs, Worker
+from verl.single_controller.base.colocate import create_colocated_worker_cls
+from verl.single_controller.base.decorator import (
+    DISPATCH_MODE_FN_REGISTRY,
+    Dispatch,
+    get_predefined_dispatch_fn,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+    register_dispatch_mode,
+)
+from verl.single_controller.local import LocalWorkerGroup
+from verl.trainer.ppo.roles import ResourcePoolManager, Role
+
+
+def batch(num_rows: int, **meta_info) -> DataProto:
+    labels = np.array([f"row {i}" for i in range(num_rows)], dtype=object)
+    return DataProto.from_dict(
+        {"x": torch.arange(num_rows)}, {"labels": labels}, meta_info, auto_padding=True
+    )
+
+
+class Adder(Worker):
+    def __init__(self, amount: int = 1) -> None:
+        super().__init__()
+        self.amount = amount
+        self._register_dispatch_collect_info(mesh_name="train", dp_rank=self.rank, is_collect=True)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    async def add(self, data: DataProto) -> DataProto:
+        data.batch["x"] = data.batch["x"] + self.amount
+        return data
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"))
+    def add_in_mesh(self, data: DataProto) -> DataProto:
+        data.batch["x"] = data.batch["x"] + self.amount
+        return data
+
+    @register(
+        dispatch_mode={
+            "dispatch_fn": lambda group, number: (([number] * group.world_size,), {}),
+            "collect_fn": lambda group, outputs: sum(outputs) + 100 * group.world_size,
+        }
+    )
+    def double(self, number: int) -> int:
+        return 2 * number
+
+    def plain(self, number: int) -> int:
+        return number + self.amount
+
+
+def test_async_methods_and_modes_given_as_dicts_run():
+    with LocalWorkerGroup(ClassWithInitArgs(Adder, amount=5)) as group:
+        assert group.add(batch(3)).batch["x"].tolist() == [5, 6, 7]
+        assert group.add_in_mesh(batch(2)).batch["x"].tolist() == [5, 6]
+        assert group.double(4) == 108
+
+
+def test_any_method_runs_on_all_ranks_by_its_name():
+    with LocalWorkerGroup(ClassWithInitArgs(Adder, amount=5)) as group:
+        assert group.execute_all_sync("plain", 1) == [6]
+        assert group.execute_all_sync("plain", [2]) == [7], "a list with an entry for each rank is dealt out"
+        assert group.execute_rank_zero_sync("plain", number=3) == 8
+        assert len(group.execute_all_async("plain", 1)) == 1
+
+
+def test_roles_are_spawned_by_prefix_set():
+    colocated = create_colocated_worker_cls(
+        {"actor": ClassWithInitArgs(Adder), "critic": ClassWithInitArgs(Adder, 7)}
+    )
+    with LocalWorkerGroup(colocated) as group:
+        roles = group.spawn(prefix_set={"actor": 0, "critic": 0}.keys())
+        assert roles["critic"].add(batch(1)).batch["x"].tolist() == [7]
+        assert roles["critic"].add_in_mesh(batch(1)).batch["x"].tolist() == [7]
+
+
+def test_a_new_dispatch_mode_becomes_a_name():
+    def split(group, *args):
+        return args, {}
+
+    def join(group, outputs):
+        return outputs
+
+    try:
+        register_dispatch_mode("SPLIT_MODE", split, join)
+        assert get_predefined_dispatch_fn(Dispatch.SPLIT_MODE) == {"dispatch_fn": split, "collect_fn": join}
+    finally:
+        DISPATCH_MODE_FN_REGISTRY.pop("SPLIT_MODE", None)
+        Dispatch.remove("SPLIT_MODE")
+
+
+def test_roles_and_pools_take_verls_arguments():
+    manager = ResourcePoolManager({"global_pool": [2]}, {Role.RefPolicy: "global_pool"})
+    manager.create_resource_pool()
+    pool = manager.get_resource_pool(Role.RefPolicy)
+    assert pool.process_on_nodes == [2]
+
+
+@pytest.mark.ray
+def test_ray_pools_and_groups_take_verls_arguments():
+    pytest.importorskip("ray")
+    from verl.single_controller.ray.base import RayResourcePool
+
+    pool = RayResourcePool(process_on_nodes=[2], use_gpu=False, name_prefix="a", max_colocate_count=3)
+    assert pool.world_size == 2
+
+
+def test_metrics_as_lists_of_dicts_are_joined():
+    parts = [
+        batch(2, metrics=[{"loss": 0.5}], flag=True),
+        batch(2, flag=True),
+        batch(1, metrics=[{"loss": 0.6}]),
+    ]
+    joined = DataProto.concat(parts)
+    assert joined.meta_info == {"metrics": {"loss": [0.5, 0.6]}, "flag": True} and len(joined) == 5
+
+
+def test_what_does_not_go_together_is_also_an_assertion_error():
+    with pytest.raises(AssertionError, match="Conflicting values for meta_info key 'step'"):
+        DataProto.concat([batch(1, step=1), batch(1, step=2)])
+    with pytest.raises(AssertionError):
+        batch(3).chunk(2)
+    with pytest.raises(AssertionError):
+        DataProto.from_dict({"x": torch.zeros(2, 2)}, num_batch_dims=2)
+    one, other = batch(2).batch, batch(2).batch + 1
+    with pytest.raises(AssertionError):
+        union_tensor_dict(one, other)
+
+
+def test_unions_keep_equal_columns_and_know_nan_and_arrays_that_hold_themselves():
+    assert union_tensor_dict(batch(2).batch, batch(2).batch)["x"].tolist() == [0, 1]
+    nan = np.array([1.0, np.nan, "nan"], dtype=object)
+    assert union_numpy_dict({"a": nan}, {"a": nan.copy(), "b": nan}).keys() == {"a", "b"}
+    circles = [np.array([None], dtype=object) for _ in range(2)]
+    for circle in circles:
+        circle[0] = circle
+    union_numpy_dict({"a": circles[0]}, {"a": circles[1]})
+    with pytest.raises(AssertionError, match="`a`"):
+        union_numpy_dict({"a": circles[0]}, {"a": np.array([None], dtype=object)})
+
+
+def test_rows_fold_unfold_repeat_and_pad():
+    data = batch(3).repeat(2)
+    folded = fold_batch_dim(data, new_batch_size=3)
+    assert folded.batch["x"].tolist() == [[0, 0], [1, 1], [2, 2]] and folded.non_tensor_batch[
+        "labels"
+    ].shape == (3, 2)
+    folded.reorder(torch.tensor([2, 0, 1]))
+    assert unfold_batch_dim(folded, batch_dims=2).batch["x"].tolist() == [2, 2, 0, 0, 1, 1]
+    repeated = batch(3).sample_level_repeat([2, 0, 1])
+    assert repeated.non_tensor_batch["labels"].tolist() == ["row 0", "row 0", "row 2"]
+    padded = batch(3)
+    padded.padding(2)
+    assert padded.batch["x"].tolist() == [0, 1, 2, 0, 0] and padded.is_padding_enabled()
+    assert DataProtoConfig.auto_padding is False
+
+
+def test_columns_unfold_into_rows():
+    data = DataProto.from_dict(
+        {"a": torch.arange(4).reshape(2, 2), "b": torch.tensor([5, 6])}, {"c": ["x", "y"]}
+    )
+    rows = data.unfold_column_chunks(2, split_keys=["a"])
+    assert rows.batch["a"].tolist() == [[0], [1], [2], [3]] and rows.batch["b"].tolist() == [5, 5, 6, 6]
+    assert rows.non_tensor_batch["c"].tolist() == ["x", "x", "y", "y"]
+
+
+def test_a_subclass_makes_batches_of_its_own_kind():
+    class Custom(DataProto):
+        pass
+
+    assert type(Custom.from_single_dict({"x": torch.tensor([0])})) is Custom

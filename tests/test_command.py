@@ -1,0 +1,40 @@
+"""The search-r1 command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from search_r1 import command
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "search_r1.command", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, timeout=60)
+
+
+def test_help_lists_every_command_and_needs_nothing_else():
+    result = run("--help")
+    assert result.returncode == 0
+    for name in (*command.SHELL, *command.MODULES, *command.FILES):
+        assert f"  {name} " in result.stdout
+
+
+def test_an_unknown_command_names_the_nearest_one():
+    result = run("trian")
+    assert result.returncode == 2 and "did you mean train?" in result.stderr
+
+
+@pytest.mark.parametrize("name", command.MODULES)
+def test_each_module_shows_its_own_help(name):
+    result = run(name, "--help")
+    assert result.returncode == 0 and result.stdout.startswith("usage:")
+
+
+def test_what_each_command_runs_is_there():
+    for script, _ in command.SHELL.values():
+        assert (command.ROOT / script[0]).is_file()
+    for path, _ in command.FILES.values():
+        assert (command.ROOT / path).is_file()

@@ -1,0 +1,130 @@
+"""Whole runs of the real trainer in this process, with workers that answer at once and can be saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from transformers import AutoTokenizer
+
+from scripts.bench.instant_workers import InstantCritic, InstantPolicy, prompt_rows
+from scripts.bench_controller import MODEL, make_config
+from search_r1.llm_agent.trajectory import env_metrics
+from verl.protocol import DataProto
+from verl.single_controller.base import ClassWithInitArgs, Dispatch, register
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.roles import ResourcePoolManager, Role, actor_role
+from verl.workers.reward_manager import RewardManager
+
+TOKENS = 220
+
+
+class SavedWorker:
+    """Checkpoints of nothing."""
+
+    @register()
+    def save_checkpoint(self, path: str, background: bool) -> None:
+        Path(path).mkdir()
+
+    @register()
+    def checkpoint_is_written(self, wait: bool) -> bool:
+        return True
+
+    @register()
+    def load_checkpoint(self, path: str) -> None:
+        assert Path(path).is_dir()
+
+
+class Policy(SavedWorker, InstantPolicy):
+    """Keeps what the updates got. After `answered` generations every search fails; None: never.
+
+    Log-probs depend on the tokens alone.
+    """
+
+    updates: ClassVar[list[DataProto]] = []
+    asked: ClassVar[list[list[str]]] = []
+    answered: ClassVar[int | None] = None
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        Policy.asked.append([str(ids) for ids in prompts.non_tensor_batch["raw_prompt_ids"]])
+        made = super().generate_sequences(prompts)
+        if Policy.answered is not None and len(Policy.asked) > Policy.answered:
+            for record in made.non_tensor_batch["trajectory"]:
+                record["finish_reason"] = "search_failed"
+            made.tensors["response_mask"][:] = 0
+        return made
+
+    def _numbers(self, data: DataProto, value: float) -> Any:
+        mask = data.tensors["response_mask"]
+        tokens = data.tensors["input_ids"][:, -mask.shape[1] :]
+        return (tokens % 97 / 970 + value).float() * mask
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_actor(self, data: DataProto) -> DataProto:
+        Policy.updates.append(data)
+        return super().update_actor(data)
+
+
+class Critic(SavedWorker, InstantCritic):
+    updates: ClassVar[list[DataProto]] = []
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_values(self, data: DataProto) -> DataProto:
+        mask = data.tensors["response_mask"]
+        return DataProto.from_dict({"values": data.tensors["input_ids"][:, -mask.shape[1] :] % 31 / 31})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_critic(self, data: DataProto) -> DataProto:
+        Critic.updates.append(data)
+        return super().update_critic(data)
+
+
+def instant_trainer(folder: Path, *settings: str, algorithm: str = "grpo", rows: int = 32) -> RayPPOTrainer:
+    """A trainer of `rows` trajectories a step over 8 times as many questions as a step takes."""
+    config = make_config(
+        rows,
+        TOKENS,
+        algorithm,
+        str(folder),
+        "data.val_batch_size=2",
+        "trainer.val_modes=[greedy]",
+        "trainer.save_freq=-1",
+        "trainer.test_freq=-1",
+        "retriever.max_failed_share=0.5",
+        *settings,
+    )
+    files = folder.parent / "questions.parquet"
+    if not files.exists():
+        files.write_bytes(b"questions")
+    config.data.train_files = str(files)
+    config.trainer.backend = "local"
+    pools = ResourcePoolManager({"all": [1]}, dict.fromkeys(Role, "all"), "local", use_gpu=False)
+    pools.create_resource_pool()
+    tokenizer = AutoTokenizer.from_pretrained(str(MODEL))
+    dataset: Any = prompt_rows(MODEL, rows)
+    role = actor_role(with_reference=config.algorithm.kl_ctrl.kl_coef > 0)
+    Policy.updates, Policy.asked, Policy.answered, Critic.updates = [], [], None, []
+    return RayPPOTrainer(
+        config=config,
+        tokenizer=tokenizer,
+        role_worker_mapping={
+            role: ClassWithInitArgs(Policy, model=MODEL, width=TOKENS),
+            Role.Critic: ClassWithInitArgs(Critic),
+        },
+        resource_pool_manager=pools,
+        reward_fn=RewardManager(tokenizer),
+        val_reward_fn=RewardManager(tokenizer),
+        trajectory_metrics=env_metrics,
+        train_dataset=dataset,
+        val_dataset=dataset[:2],
+    )
+
+
+def run(trainer: RayPPOTrainer) -> dict[str, Any]:
+    """From the start to the end of a run."""
+    try:
+        trainer.init_workers()
+        return trainer.fit()
+    finally:
+        trainer.shutdown()

@@ -1,0 +1,75 @@
+"""What a run hands to its updates: a shuffle of each step, mini-batches of each role, a running baseline."""
+
+import functools
+
+import pytest
+from small_runs import arguments, metrics
+
+from verl.trainer.main_ppo import run
+from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
+
+
+def record_updates(monkeypatch, worker, name):
+    """Batches that the method gets: (the group of each row, counted as they come; rows of a mini-batch)."""
+    update, batches = getattr(worker, name), []
+
+    @functools.wraps(update)  # with what the decorator has noted on it
+    def recorded(self, data):
+        numbers: dict[str, int] = {}
+        groups = [numbers.setdefault(uid, len(numbers)) for uid in data.non_tensor_batch["uid"]]
+        batches.append((groups, data.meta_info["mini_batch_rows"]))
+        return update(self, data)
+
+    monkeypatch.setattr(worker, name, recorded)
+    return batches
+
+
+@pytest.mark.slow
+def test_each_step_is_shuffled_in_its_own_way_and_the_critic_has_its_own_mini_batches(
+    world, url, tmp_path, monkeypatch
+):
+    actor = record_updates(monkeypatch, ActorRolloutRefWorker, "update_actor")
+    critic = record_updates(monkeypatch, CriticWorker, "update_critic")
+    line = arguments(
+        world,
+        url,
+        tmp_path,
+        algorithm__adv_estimator="gae",
+        actor_rollout_ref__actor__shuffle="true",
+        actor_rollout_ref__actor__ppo_mini_batch_size=8,
+        critic__ppo_mini_batch_size=4,
+        trainer__val_before_train="false",
+        trainer__test_freq=-1,
+        trainer__save_freq=-1,
+        data__val_data_num=2,
+    )
+    assert run(line) == 0
+    for batches, rows in ((actor, 8), (critic, 4)):
+        (first, first_rows), (second, second_rows) = batches
+        assert first_rows == second_rows == rows
+        assert sorted(first) == sorted(second) == [group for group in range(4) for _ in range(4)]
+        assert first != second and sorted(first) != first
+
+
+@pytest.mark.slow
+def test_a_run_with_a_running_baseline_goes_on_with_it(world, url, tmp_path):
+    def line(folder: str, num_steps: int) -> list[str]:
+        return arguments(
+            world,
+            url,
+            tmp_path / folder,
+            algorithm__adv_estimator="rae",
+            trainer__val_before_train="false",
+            trainer__test_freq=-1,
+            trainer__total_training_steps=num_steps,
+            actor_rollout_ref__rollout__temperature=0.3,  # some answers are right
+            data__val_data_num=2,
+        )
+
+    for folder, num_steps in (("whole", 3), ("parts", 2), ("parts", 3)):
+        assert run(line(folder, num_steps)) == 0
+    whole, parts = (metrics(tmp_path / folder)[-1] for folder in ("whole", "parts"))
+    names = [name for name in whole if name.startswith(("actor/", "critic/advantages/"))]
+    assert names and [parts[name] for name in names] == [whole[name] for name in names]
+    scores = [row["critic/score/mean"] for row in metrics(tmp_path / "whole")[:2]]
+    assert max(scores) > 0  # else there is no baseline to lose

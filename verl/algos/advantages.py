@@ -1,0 +1,291 @@
+"""Advantage estimators by name, and the one call that the trainer makes.
+
+    estimator_inputs(name)           -> what has to be computed before (values, reward_baselines, ...)
+    compute_advantage(name, inputs)  -> advantages, returns [N, R]
+
+The estimators stand in `group_estimators` and `token_estimators`. A user's own is registered with
+`register_adv_est`, or named by its import path; it names as parameters the fields of `AdvantageInputs` that
+it needs.
+
+Credit for turns (MT-GRPO and MT-PPO, Zeng et al. 2025, arXiv:2505.11821) gives the tokens of a turn a reward
+of their own. A turn is what the policy sampled between two observations. A useful reward for searching is 1
+for the first search whose documents hold the answer and 0 for every other search: asking again wins nothing.
+
+    turn_ids       0 0 0 -1 -1 1 1 -1 2 2      three turns, observations between them
+    turn_rewards   [0., 1., nan]               the second search found it; the answer has the outcome alone
+
+`turn_credit` is its weight. An estimator that is registered as `token_wise` credits each token with the
+rewards that come after it: turn_credit * reward is added to the reward of the turn's last sampled token. With
+any other one A_t = A_outcome + turn_credit * A_turn(turn of t), see `turn_advantages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.algos.grouping import Groups, outcome_scores
+from verl.algos.registry import Registry, call_with, named_inputs, plain_name
+
+AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
+ADV_ESTIMATORS: Registry[AdvantageFn] = Registry("algorithm.adv_estimator")
+_TOKEN_WISE: set[AdvantageFn] = set()
+
+
+class AdvantageEstimator(str, Enum):
+    """The estimators that come with the project, for `algorithm.adv_estimator`."""
+
+    GAE = "gae"
+    GRPO = "grpo"
+    GRPO_PASSK = "grpo_passk"
+    RLOO = "rloo"
+    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
+    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
+    REMAX = "remax"
+    OPO = "opo"
+    GPG = "gpg"
+    GDPO = "gdpo"
+    MAXRL = "maxrl"
+    RAE = "rae"
+    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
+    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"
+
+
+class RunningBaseline:
+    """A running mean of scores for each key (a data source, or data source and role), kept over steps.
+
+    b <- decay^n * b + (1 - decay^n) * mean for n new scores with that mean: the exponential moving average of
+    n updates, in whatever order the rows stand. A key that is new starts at 0.
+
+    Args:
+        decay: what is left of the old value after one score, in [0, 1).
+
+    Attributes:
+        values: key -> the running mean.
+    """
+
+    def __init__(self, decay: float = 0.95) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"The decay of a running baseline must be in [0, 1), found {decay}.")
+        self.decay = decay
+        self.values: dict[str, float] = {}
+
+    def baselines(self, keys: Sequence[str] | np.ndarray) -> Tensor:
+        """[N] float64: the running mean of each row's key."""
+        return torch.tensor([self.values.get(str(key), 0.0) for key in keys], dtype=torch.float64)
+
+    def update(
+        self, token_level_rewards: Tensor, response_mask: Tensor, baseline_keys: Sequence[str] | np.ndarray
+    ) -> None:
+        """Takes in the scores of a step: rewards [N, R] summed over the sampled tokens of each row.
+
+        To be called once for each step, after its advantages. Rows without a sampled token don't count.
+        """
+        mask = response_mask.bool()
+        keys = [str(key) for key in baseline_keys]
+        scores, groups = outcome_scores(token_level_rewards, mask), Groups.of(keys, mask.any(dim=-1))
+        means, counts = groups.mean(scores).tolist(), groups.count().tolist()
+        new = {}
+        for key, mean, count in zip(keys, means, counts, strict=True):
+            kept = self.decay**count
+            if count:
+                new[key] = kept * self.values.get(key, 0.0) + (1 - kept) * mean
+        self.values |= new
+
+    def state_dict(self) -> dict[str, Any]:
+        """The running means; plain JSON."""
+        return {"values": dict(self.values)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.values = {str(key): float(value) for key, value in state["values"].items()}
+
+
+@dataclass(frozen=True, eq=False)
+class AdvantageInputs:
+    """What estimators are made of: all rows of a step. N trajectories, R response tokens, T turns.
+
+    Nothing under a 0 of the mask has any influence. A field that no estimator of the run reads stays None.
+
+    Attributes:
+        token_level_rewards: [N, R] float, the outcome on the last sampled token, a KL penalty on any of them.
+        response_mask: [N, R], 1 where the policy sampled the token.
+        index: [N] uid of each row: one prompt of one step. Rows with equal uids are a group.
+        values: [N, R] the critic's value of the state before each token.
+        gamma, lam: discount per sampled token, and lambda of GAE.
+        norm_adv_by_std_in_grpo: whether group estimators divide by the group's standard deviation.
+        reward_baselines: [N] score of the greedy answer to the row's prompt.
+        reward_components: name -> [N], the rewards that the outcome is made of.
+        reward_weights: name -> weight of that component; 1 where it is not named.
+        old_log_probs: [N, R] log-probability of each sampled token under the policy before the update.
+        sum_pi_squared: [N, R] sum over the vocabulary of that policy's squared probabilities.
+        rollout_is_weights: [N, R] importance weights that the loss will be multiplied with.
+        running_baseline: kept over steps. Estimators only read it: afterwards call its `update`.
+        baseline_keys: [N] which running mean each row belongs to (its data source, or data source/role).
+        turn_ids: [N, R] int64 number of the turn, from 0, that each sampled token belongs to; -1 elsewhere.
+        turn_rewards: [N, T] reward of each turn, NaN where a turn has none of its own.
+        turn_credit: weight of the turn rewards; 0 leaves them out.
+        config: the configuration's `algorithm` block, for a user's own estimator.
+    """
+
+    token_level_rewards: Tensor
+    response_mask: Tensor
+    index: Sequence[Any] | np.ndarray | None = None
+    values: Tensor | None = None
+    gamma: float = 1.0
+    lam: float = 1.0
+    norm_adv_by_std_in_grpo: bool = True
+    reward_baselines: Tensor | None = None
+    reward_components: Mapping[str, Tensor] | None = None
+    reward_weights: Mapping[str, float] | None = None
+    old_log_probs: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
+    rollout_is_weights: Tensor | None = None
+    running_baseline: RunningBaseline | None = None
+    baseline_keys: Sequence[str] | np.ndarray | None = None
+    turn_ids: Tensor | None = None
+    turn_rewards: Tensor | None = None
+    turn_credit: float = 0.0
+    config: Any = None
+
+
+def register_adv_est(name: str | Enum, token_wise: bool = False) -> Callable[[AdvantageFn], AdvantageFn]:
+    """Decorator: makes an estimator known under a name, for `algorithm.adv_estimator`.
+
+    The function names as parameters those fields of `AdvantageInputs` that it needs (one with `**kwargs` gets
+    all that there are); it returns (advantages, returns), both [N, R].
+
+    Args:
+        token_wise: it credits each token with the rewards that come after it, so that a turn's reward can be
+            one of them.
+    """
+
+    def decorate(fn: AdvantageFn) -> AdvantageFn:
+        ADV_ESTIMATORS.register(name)(fn)
+        if token_wise:
+            _TOKEN_WISE.add(fn)
+        return fn
+
+    return decorate
+
+
+def get_adv_estimator_fn(name: str | Enum) -> AdvantageFn:
+    """The estimator registered under a name, or at an import path `package.module:function`."""
+    return ADV_ESTIMATORS.get(name)
+
+
+def estimator_inputs(name: str | Enum, turn_credit: float = 0.0) -> set[str]:
+    """Those fields of `AdvantageInputs` that the named estimator asks for by name, optional ones included.
+
+    What is not in it need not be computed: "values" stands for a critic, "index" for groups (or for what
+    turns are compared in), "reward_baselines" for greedy rollouts, and so on. `turn_credit` other than 0 adds
+    what credit for turns takes.
+    """
+    fn = get_adv_estimator_fn(name)
+    inputs = {field.name for field in fields(AdvantageInputs)} & named_inputs(fn)
+    if turn_credit:
+        inputs |= {"turn_ids", "turn_rewards"} | (set() if fn in _TOKEN_WISE else {"index"})
+    return inputs - {"turn_credit"}
+
+
+def compute_advantage(adv_estimator: str | Enum, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """(advantages, returns) [N, R] of the named estimator; both are 0 where nothing was sampled.
+
+    Raises:
+        ValueError: an input that the estimator needs is None, or does not fit the others.
+    """
+    fn, what = get_adv_estimator_fn(adv_estimator), f"Estimator {plain_name(adv_estimator)!r}"
+    if not inputs.turn_credit:
+        return call_with(fn, inputs, what)
+    if inputs.turn_ids is None or inputs.turn_rewards is None:
+        raise ValueError("Credit for turns needs turn_ids and turn_rewards, which this batch does not have.")
+    mask, credit = inputs.response_mask, inputs.turn_credit
+    if fn in _TOKEN_WISE:
+        rewards = add_turn_rewards(
+            inputs.token_level_rewards, mask, inputs.turn_ids, inputs.turn_rewards, credit
+        )
+        return call_with(fn, replace(inputs, token_level_rewards=rewards), what)
+    if inputs.index is None:
+        raise ValueError(f"{what} takes credit for turns from their groups and needs index.")
+    advantages, returns = call_with(fn, inputs, what)
+    by_turn = turn_advantages(
+        mask, inputs.turn_ids, inputs.turn_rewards, inputs.index, inputs.norm_adv_by_std_in_grpo
+    )
+    return advantages + (credit * by_turn).to(advantages.dtype), returns
+
+
+def _checked_turns(turn_ids: Tensor, turn_rewards: Tensor, mask: Tensor) -> Tensor:
+    """[N, R]: turn of each token, -1 where nothing was sampled. ValueError if the two misfit."""
+    if turn_ids.shape != mask.shape or turn_rewards.dim() != 2 or len(turn_rewards) != len(mask):
+        raise ValueError(
+            f"turn_ids must be {list(mask.shape)} as response_mask, and turn_rewards [{len(mask)}, turns]; "
+            f"found {list(turn_ids.shape)} and {list(turn_rewards.shape)}."
+        )
+    turns = turn_ids.masked_fill(~mask, -1)
+    if mask.any() and int(turns[mask].min()) < 0:
+        raise ValueError("turn_ids holds -1 on a sampled token; number the turns of each row from 0.")
+    if mask.any() and int(turns.max()) >= turn_rewards.shape[1]:
+        raise ValueError(
+            f"turn_ids goes up to {int(turns.max())}, but turn_rewards has {turn_rewards.shape[1]} columns; "
+            "it needs one for each turn (NaN: no reward of its own)."
+        )
+    return turns
+
+
+def add_turn_rewards(
+    token_level_rewards: Tensor, response_mask: Tensor, turn_ids: Tensor, turn_rewards: Tensor, weight: float
+) -> Tensor:
+    """[N, R]: the rewards with `weight` * the turn's reward added on the last sampled token of each turn.
+
+    NaN, and the rewards of turns without a sampled token, add nothing.
+    """
+    mask = response_mask.bool()
+    turns = _checked_turns(turn_ids, turn_rewards, mask)
+    columns = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+    last = columns.new_full((len(mask), turn_rewards.shape[1] + 1), -1)
+    last = last.scatter_reduce(1, turns + 1, columns, "amax")[:, 1:]
+    takes = (last >= 0) & ~turn_rewards.isnan()
+    added = torch.where(takes, weight * turn_rewards, 0.0).to(token_level_rewards.dtype)
+    rewards = token_level_rewards.masked_fill(~mask, 0.0)
+    return rewards.scatter_add(1, last.clamp(min=0), added)
+
+
+def turn_advantages(
+    response_mask: Tensor,
+    turn_ids: Tensor,
+    turn_rewards: Tensor,
+    index: Iterable[Hashable],
+    normalise: bool = True,
+    epsilon: float = 1e-6,
+) -> Tensor:
+    """[N, R] float64: how much better each turn did than the same turn of the others of its group.
+
+    The return of turn k is the sum of the rewards of turns k, k+1, .. of its row. Among the rows of a uid
+    whose turn k has a reward: A_turn = (return - mean) / (std + epsilon), without the division unless
+    `normalise`. 0 where the turn has no reward, and where no other row's turn k has one.
+
+    Zeng et al. have two turns, of which the first has a reward; for more of them this sums up what is to
+    come, as GTPO does (Ding et al. 2025, arXiv:2511.14846; here undiscounted).
+    """
+    mask = response_mask.bool()
+    turns, num_turns = _checked_turns(turn_ids, turn_rewards, mask), turn_rewards.shape[1]
+    has_tokens = turns.new_zeros(len(turns), num_turns + 1).scatter(1, turns + 1, 1)[:, 1:].bool()
+    rewarded = has_tokens & ~turn_rewards.isnan()
+    kept = torch.where(rewarded, turn_rewards.double(), 0.0)
+    returns = kept.flip(1).cumsum(1).flip(1)
+
+    rows = Groups.of(index, mask.any(dim=-1))
+    turn_numbers = torch.arange(num_turns, device=mask.device)
+    same_turn = Groups((rows.ids.unsqueeze(1) * num_turns + turn_numbers).flatten(), rewarded.flatten())
+    flat = returns.flatten()
+    advantages = flat - same_turn.mean(flat)
+    if normalise:
+        advantages = advantages / (same_turn.std(flat) + epsilon)
+    by_turn = torch.where(same_turn.taken, advantages, 0.0).view(len(mask), num_turns)
+    no_turn = by_turn.new_zeros(len(mask), 1)
+    return torch.cat([no_turn, by_turn], dim=1).gather(1, turns + 1)

@@ -1,0 +1,221 @@
+"""From per-token losses to a scalar: means over the tokens that the policy sampled, and the two losses that
+are little more than that (the critic's, and echo's).
+
+    per-token losses [B, R], mask --agg_loss, LossDenominator--> a micro-batch's share of the loss
+
+Each share is a sum divided by counts of the whole mini-batch over all ranks, so the shares of any split of
+its rows add up to the same loss and gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: far outside of any clip range, and finite in float32
+PROMPT_MEAN = "prompt-mean"
+LOSS_AGG_MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "seq-mean-token-mean",
+    PROMPT_MEAN,
+)
+
+
+def masked_whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
+    """(x - mean) / sqrt(var + epsilon), mean and unbiased variance taken where mask is 1; 0 elsewhere."""
+    mask = mask.bool()
+    kept = values[mask]
+    if kept.numel() == 0:
+        return torch.zeros_like(values)
+    variance = kept.var() if kept.numel() > 1 else kept.new_zeros(())
+    return ((values - kept.mean()) * torch.rsqrt(variance + epsilon)).masked_fill(~mask, 0.0)
+
+
+def denominator_counts(mask: Tensor, prompt_rows: Tensor | None = None) -> list[float]:
+    """[sampled tokens, rows with at least one, prompts] of these rows: what is summed over ranks for
+    `LossDenominator.from_counts`.
+
+    mask [B, R]. prompt_rows [B]: how many non-empty rows of the whole mini-batch have the row's uid, so that
+    the rows of a prompt count 1 together on whatever ranks they are; without it prompts count 0.
+    """
+    mask = mask.bool()
+    full = mask.any(dim=-1)
+    prompts = 0.0 if prompt_rows is None else float((1.0 / prompt_rows[full].double()).sum())
+    return [float(mask.sum()), float(full.sum()), prompts]
+
+
+@dataclass(frozen=True, eq=False)
+class LossDenominator:
+    """What a loss over the whole mini-batch (all micro-batches, all ranks) is divided by.
+
+    A micro-batch's losses and metrics divided by these add up to those of the whole mini-batch, however it
+    was split.
+
+    Attributes:
+        num_tokens: sampled tokens. num_sequences: rows with at least one.
+        scale_factor: constant that seq-mean-token-sum-norm divides by (`actor.loss_scale_factor`); None: the
+            width R of the losses, that of the step's longest response (verl pads all steps to one width).
+        num_prompts: uids with a sampled token; tokens_of_prompt: [B], for each row the sampled tokens of all
+            rows of the mini-batch with its uid. Both for prompt-mean only.
+
+    An actor makes it from counts, and takes the rows of each micro-batch out of it:
+
+        counts = reduce_sum_over_ranks(denominator_counts(mask, prompt_rows))
+        whole = LossDenominator.from_counts(counts, scale_factor, prompt_tokens)  # rows of this rank
+        agg_loss(losses[rows], mask[rows], mode, whole.of_rows(rows))
+    """
+
+    num_tokens: float
+    num_sequences: float
+    scale_factor: float | None = None
+    num_prompts: float = 0.0
+    tokens_of_prompt: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        mask: Tensor,
+        uids: Sequence[Any] | np.ndarray | None = None,
+        scale_factor: float | None = None,
+    ) -> LossDenominator:
+        """Counts the [N, R] mask of a whole mini-batch; `uids` [N] name each row's prompt. An empty
+        mini-batch gives a loss of 0.
+        """
+        if uids is None:
+            return cls.from_counts(denominator_counts(mask), scale_factor)
+        if len(uids) != len(mask):
+            raise ValueError(
+                f"uids must name the prompt of each of the {len(mask)} rows, found {len(uids)} entries."
+            )
+        tokens, rows = prompt_counts(mask, uids)
+        return cls.from_counts(denominator_counts(mask, rows), scale_factor, tokens)
+
+    @classmethod
+    def from_counts(
+        cls,
+        counts: Sequence[float],
+        scale_factor: float | None = None,
+        tokens_of_prompt: Tensor | None = None,
+    ) -> LossDenominator:
+        """From `denominator_counts` summed over ranks; at least 1 each. The sum of fractions that counts the
+        prompts is rounded, to be the same for every distribution of the rows.
+        """
+        tokens, sequences, prompts = (max(float(round(count)), 1.0) for count in counts)
+        return cls(tokens, sequences, scale_factor, prompts, tokens_of_prompt)
+
+    def of_rows(self, rows: Sequence[int] | Tensor) -> LossDenominator:
+        """The same denominator for some of the rows, in that order."""
+        if self.tokens_of_prompt is None:
+            return self
+        index = torch.as_tensor(rows, dtype=torch.long, device=self.tokens_of_prompt.device)
+        return replace(self, tokens_of_prompt=self.tokens_of_prompt[index])
+
+
+def prompt_counts(mask: Tensor, uids: Sequence[Any] | np.ndarray) -> tuple[Tensor, Tensor]:
+    """(tokens, rows) [N] int64: sampled tokens, and rows with at least one, of all rows with the row's uid.
+
+    mask [N, R] and uids [N] are those of one mini-batch.
+    """
+    mask = mask.bool()
+    groups = np.unique(np.asarray(uids), return_inverse=True)[1].reshape(-1)
+    group_of = torch.from_numpy(groups).to(mask.device)
+    per_row = torch.stack([mask.sum(dim=-1), mask.any(dim=-1).long()])
+    totals = torch.zeros_like(per_row).index_add(1, group_of, per_row)[:, group_of]
+    return totals[0], totals[1]
+
+
+def agg_loss(
+    loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, denominator: LossDenominator | None = None
+) -> Tensor:
+    """Reduces per-token losses [B, R] to a scalar over the entries where the mask is 1.
+
+    With T the sampled tokens of the mini-batch, N its rows that have one, P its prompts, n_i the tokens of
+    row i and n_p those of all rows of prompt p:
+
+        token-mean               sum_it l / T                       (DAPO, arXiv:2503.14476)
+        token-sum                sum_it l
+        seq-mean-token-sum       sum_i (sum_t l) / N
+        seq-mean-token-sum-norm  sum_i (sum_t l) / (N S), S the scale factor (Dr. GRPO, arXiv:2503.20783)
+        seq-mean-token-mean      sum_i (sum_t l / n_i) / N          (GRPO, arXiv:2402.03300)
+        prompt-mean              sum_p (sum_{i of p, t} l / n_p) / P
+
+    T, N, P, S and n_p come from `denominator`, by default this very mask's: give the whole mini-batch's for a
+    part of it. Rows without a sampled token count nowhere.
+
+    Raises:
+        ValueError: an unknown mode, or prompt-mean without the tokens of the rows' prompts.
+    """
+    if loss_agg_mode not in LOSS_AGG_MODES:
+        raise ValueError(
+            f"loss_agg_mode: found {loss_agg_mode!r}, expected one of {', '.join(LOSS_AGG_MODES)}."
+        )
+    mask = loss_mask.bool()
+    denominator = denominator or LossDenominator.of(mask)
+    loss_mat = loss_mat.masked_fill(~mask, 0.0)
+    if loss_agg_mode == "token-sum":
+        return loss_mat.sum()
+    if loss_agg_mode == "token-mean":
+        return loss_mat.sum() / denominator.num_tokens
+    if loss_agg_mode == PROMPT_MEAN:
+        tokens = denominator.tokens_of_prompt
+        if tokens is None or len(tokens) != len(mask):
+            raise ValueError(
+                f"loss_agg_mode prompt-mean needs the prompt tokens of each of {len(mask)} rows, found "
+                f"{'none' if tokens is None else len(tokens)}; make the denominator with "
+                "LossDenominator.of(mask, uids), or from_counts with tokens_of_prompt and of_rows."
+            )
+        weights = tokens.to(loss_mat).clamp(min=1).unsqueeze(-1)
+        return (loss_mat / weights).sum() / denominator.num_prompts
+    if loss_agg_mode == "seq-mean-token-mean":
+        loss_mat = loss_mat / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+    if loss_agg_mode == "seq-mean-token-sum-norm":
+        width = mask.shape[-1] if denominator.scale_factor is None else denominator.scale_factor
+        loss_mat = loss_mat / width
+    return loss_mat.sum() / denominator.num_sequences
+
+
+def compute_value_loss(
+    vpreds: Tensor,
+    returns: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    cliprange_value: float,
+    loss_agg_mode: str = "token-mean",
+    denominator: LossDenominator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """PPO's clipped value loss: 0.5 * max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2).
+
+    vpreds V, values V_old and returns R are [N, R]. Returns (loss, fraction of tokens where the clipped
+    term is larger).
+    """
+    mask = response_mask.bool()
+    vpreds, returns, values = (x.masked_fill(~mask, 0.0) for x in (vpreds, returns, values))
+    clipped_vpreds = torch.minimum(torch.maximum(vpreds, values - cliprange_value), values + cliprange_value)
+    squared, clipped_squared = (vpreds - returns).square(), (clipped_vpreds - returns).square()
+    loss = 0.5 * agg_loss(torch.maximum(squared, clipped_squared), mask, loss_agg_mode, denominator)
+    return loss, agg_loss((clipped_squared > squared).float(), mask, "token-mean", denominator)
+
+
+def echo_loss(
+    log_prob: Tensor,
+    observation_mask: Tensor,
+    denominator: LossDenominator | None = None,
+    loss_agg_mode: str = "token-mean",
+) -> Tensor:
+    """Cross-entropy on the tokens of observations: the policy learns to foresee what its actions bring
+    (`echo` in prime-rl). A term of its own beside the policy loss, weighted by `actor.echo_coeff`.
+
+    log_prob [B, R]: the policy's log-probs of the observations' tokens; observation_mask [B, R]: 1 on these.
+    `denominator` counts the observation tokens of the whole mini-batch (by default this very mask's), not the
+    sampled ones. Returns the scalar share of the mini-batch's mean, in nats.
+    """
+    mask = observation_mask.bool()
+    return agg_loss(-log_prob.masked_fill(~mask, 0.0), mask, loss_agg_mode, denominator)

@@ -1,0 +1,304 @@
+"""Policy losses that hold the ratio r near 1: PPO's clip, GSPO, GMPO, SAPO's soft gate; and Clip-Cov and
+KL-Cov, which hold back the few tokens that entropy collapses by (Cui et al. 2025, arXiv:2505.22617).
+
+Where r is 1 their gradient is that of -A log pi. Symbols: see `policy_losses`.
+
+Clip-Cov and KL-Cov choose tokens out of the whole mini-batch:
+
+    all rows of the mini-batch --select_*--> bool [N, R] --its rows, as `selection`--> loss of a micro-batch
+
+by cov = (A - mean A) (log pi - mean log pi), both means over all sampled tokens of the mini-batch, float64.
+Tokens are told apart by cov, then by column, then by the length of their row: where the rows stand has no
+influence. (Rows of a prompt that begin alike have equal tokens there; in the loss they differ at most by the
+weight that their row's length gives them.)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.algos.aggregation import LossDenominator, agg_loss
+from verl.algos.policy_losses import CLIP_RANGE, TokenLosses, clip_range, limited, token_loss
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, low: float, high: float, clip_ratio_c: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """PPO's per-token loss max(-A r, -A clip(r, 1 - low, 1 + high)) (Schulman et al. 2017, arXiv:1707.06347,
+    eq. 7). Dual clip (Ye et al. 2019, arXiv:1912.09729, eq. 5): at most -A * clip_ratio_c where A < 0.
+
+    Returns (losses, where the clip removes the gradient, where the dual clip does).
+    """
+    if clip_ratio_c is not None and clip_ratio_c <= 1.0:
+        raise ValueError(
+            f"clip_ratio_c: found {clip_ratio_c}, expected a number greater than 1, or null for no dual clip."
+        )
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    losses = torch.maximum(unclipped, clipped)
+    under_dual_clip = torch.zeros_like(losses, dtype=torch.bool)
+    if clip_ratio_c is not None:
+        ceiling = -advantages * clip_ratio_c
+        under_dual_clip = (advantages < 0) & (losses > ceiling)
+        losses = torch.where(advantages < 0, torch.minimum(losses, ceiling), losses)
+    return losses, clipped > unclipped, under_dual_clip
+
+
+def compute_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    cliprange: float | None = None,
+    cliprange_low: float | None = None,
+    cliprange_high: float | None = None,
+    clip_ratio_c: float | None = 3.0,
+    loss_agg_mode: str = "token-mean",
+    denominator: LossDenominator | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """PPO's clipped policy loss with its settings as arguments, as in verl: `clipped_surrogate` with low and
+    high, which default to `cliprange`.
+
+    The dual clip is on by default here, as in verl; the configuration's `actor.clip_ratio_c` is null.
+
+    Returns four scalars: loss; clip fraction (tokens whose gradient the clip removes); ppo_kl, the mean of
+    old_log_prob - log_prob; fraction of tokens under the dual clip. The last three are token means.
+    """
+    low = cliprange if cliprange_low is None else cliprange_low
+    high = cliprange if cliprange_high is None else cliprange_high
+    if low is None or high is None:
+        raise ValueError(
+            f"compute_policy_loss: found cliprange={cliprange}, cliprange_low={cliprange_low} and "
+            f"cliprange_high={cliprange_high}; expected cliprange, or both of the others."
+        )
+    mask = response_mask.bool()
+    log_ratio = limited((log_prob - old_log_prob).masked_fill(~mask, 0.0))
+    losses, *where = clipped_surrogate(
+        log_ratio.exp(), advantages.masked_fill(~mask, 0.0), low, high, clip_ratio_c
+    )
+    clip_fraction, ppo_kl, dual_fraction = (
+        agg_loss(x.detach().to(losses.dtype), mask, "token-mean", denominator)
+        for x in (where[0], -log_ratio, where[1])
+    )
+    return agg_loss(losses, mask, loss_agg_mode, denominator), clip_fraction, ppo_kl, dual_fraction
+
+
+@token_loss("vanilla", vanishes_with_advantage=True, reads=(*CLIP_RANGE, "clip_ratio_c"))
+def compute_policy_loss_vanilla(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, config: Any
+) -> TokenLosses:
+    """PPO: `clipped_surrogate` with the clip range of the `actor` block; low and high may differ
+    (clip-higher, DAPO, arXiv:2503.14476).
+
+    `actor/pg_clipfrac` is the share of tokens whose gradient the clip removes, `actor/pg_clipfrac_lower` of
+    those under the dual clip, if it is on.
+    """
+    log_ratio = limited(log_prob - old_log_prob)
+    losses, is_clipped, under_dual_clip = clipped_surrogate(
+        log_ratio.exp(), advantages, *clip_range(config), config.clip_ratio_c
+    )
+    metrics = {"pg_clipfrac": is_clipped, "ppo_kl": -log_ratio}
+    if config.clip_ratio_c is not None:
+        metrics["pg_clipfrac_lower"] = under_dual_clip
+    return TokenLosses(losses, metrics)
+
+
+@token_loss("gspo", vanishes_with_advantage=True, reads=CLIP_RANGE, meant_for="seq-mean-token-mean")
+def compute_policy_loss_gspo(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any
+) -> TokenLosses:
+    """GSPO: PPO's clip on the ratio of a whole sequence (Zheng et al. 2025, arXiv:2507.18071).
+
+    s_i = exp(mean over the row's sampled tokens of log r). Each token has s_it = sg[s_i] pi / sg[pi], which
+    is s_i in value and lets tokens have advantages of their own (GSPO-token); with the same advantage all
+    over a row the gradient is GSPO's. loss = max(-A s, -A clip(s, 1 - low, 1 + high)).
+
+    Meant for a small clip range: the paper has clip_ratio_low 3e-4, clip_ratio_high 4e-4. The aggregation is
+    the configured one, as in verl 0.9.1 (verl 0.7.0 takes seq-mean-token-mean whatever is configured).
+    """
+    log_ratio = log_prob.detach() - old_log_prob
+    row_mean = log_ratio.sum(dim=-1, keepdim=True) / response_mask.sum(dim=-1, keepdim=True).clamp(min=1)
+    ratio = limited(row_mean + log_prob - log_prob.detach()).exp()
+    losses, is_clipped, _ = clipped_surrogate(ratio, advantages, *clip_range(config))
+    return TokenLosses(losses, {"pg_clipfrac": is_clipped, "ppo_kl": -limited(log_ratio)})
+
+
+@token_loss(
+    "geo_mean",
+    vanishes_with_advantage=True,
+    reads=CLIP_RANGE,
+    meant_for="seq-mean-token-mean",
+    is_weighted=False,
+)
+def compute_policy_loss_geo_mean(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    config: Any,
+    rollout_is_weights: Tensor | None = None,
+) -> TokenLosses:
+    """GMPO: the geometric mean of a row's clipped ratios (Zhao et al. 2025, arXiv:2507.20673).
+
+    loss_i = -A_i exp(mean_t c_t) with c_t the log-ratio cut to [-low, high] on the side that the advantage
+    pushes to: min(log r, high) where A_i > 0, max(log r, -low) where A_i < 0. A_i is the mean of the row's
+    advantages (the paper has one per row). The clip range is one of log-ratios: the paper has 0.4 on both
+    sides. A row's rollout weights are taken together by their geometric mean too. Rows without a sampled
+    token have no part in the mean over rows (in verl they have).
+
+    As in verl `actor/pg_clipfrac` is the share of tokens with A > 0 whose log-ratio is outside of [-low,
+    high], on either side, `actor/pg_clipfrac_lower` that of those with A < 0.
+    """
+    low, high = clip_range(config)
+    lengths = response_mask.sum(dim=-1, keepdim=True).clamp(min=1)
+
+    def row_mean(values: Tensor) -> Tensor:
+        return values.masked_fill(~response_mask, 0.0).sum(dim=-1, keepdim=True) / lengths
+
+    advantage = row_mean(advantages)
+    log_ratio = log_prob - old_log_prob
+    cut = torch.where(advantage > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-low))
+    row_losses = -advantage * limited(row_mean(cut)).exp()
+    if rollout_is_weights is not None:
+        row_losses = row_losses * row_mean(rollout_is_weights.log()).exp()
+    is_outside = (log_ratio > high) | (log_ratio < -low)
+    metrics = {
+        "pg_clipfrac": is_outside & (advantages > 0),
+        "pg_clipfrac_lower": is_outside & (advantages < 0),
+        "ppo_kl": -limited(log_ratio),
+    }
+    return TokenLosses(row_losses.expand(log_prob.shape), metrics)
+
+
+@token_loss(
+    "sapo", vanishes_with_advantage=True, reads=("tau_pos", "tau_neg"), meant_for="seq-mean-token-mean"
+)
+def compute_policy_loss_sapo(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, config: Any
+) -> TokenLosses:
+    """SAPO: a soft gate in place of the clip (Gao et al. 2025, arXiv:2511.20347).
+
+    loss = -A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos where A > 0, else tau_neg. The gradient is that of
+    -A r times 4 p (1 - p), p the sigmoid: 1 at r = 1, less on both sides. (verl aggregates by
+    seq-mean-token-mean whatever is configured; here the setting counts.) `actor/sapo_gate` is the mean of
+    4 p (1 - p): 1 while nothing is held back.
+    """
+    log_ratio = limited(log_prob - old_log_prob)
+    positive, negative = (advantages.new_tensor(x) for x in (config.tau_pos, config.tau_neg))
+    tau = torch.where(advantages > 0, positive, negative)
+    gate = torch.sigmoid(tau * (log_ratio.exp() - 1))
+    return TokenLosses(
+        -advantages * gate * 4 / tau, {"sapo_gate": 4 * gate * (1 - gate), "ppo_kl": -log_ratio}
+    )
+
+
+def _covariances(log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """[N, R] float64, -inf where nothing was sampled."""
+    spread = [torch.zeros(mask.shape, dtype=torch.float64, device=mask.device) for _ in range(2)]
+    for centred, values in zip(spread, (log_prob, advantages), strict=True):
+        sampled = values.detach()[mask].double()
+        centred[mask] = sampled - sampled.mean()
+    return (spread[0] * spread[1]).masked_fill(~mask, -math.inf)
+
+
+def _by_covariance(candidates: Tensor, covariances: Tensor, mask: Tensor) -> Tensor:
+    """Flat indices of the candidates [N, R], greatest covariance first, then leftmost column, then the row
+    with the fewest sampled tokens.
+    """
+    by_length = mask.sum(dim=-1).argsort(stable=True)
+    columns, places = candidates[by_length].T.nonzero(as_tuple=True)
+    rows = by_length[places]
+    order = covariances[rows, columns].argsort(descending=True, stable=True)
+    return (rows * candidates.shape[1] + columns)[order]
+
+
+def _at(flat_indices: Tensor, mask: Tensor) -> Tensor:
+    chosen = torch.zeros_like(mask).flatten()
+    chosen[flat_indices] = True
+    return chosen.view_as(mask)
+
+
+def _count(share: float, mask: Tensor) -> int:
+    """That share of the sampled tokens, rounded down; at least one."""
+    return max(1, math.floor(share * int(mask.sum()) + 1e-9))
+
+
+def select_clip_cov(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    config: Any,
+    seed: int,
+) -> Tensor:
+    """Clip-Cov's tokens: a share policy_loss.clip_cov_ratio of the sampled tokens, drawn at random out of
+    those with clip_cov_lb < cov < clip_cov_ub that PPO's clip leaves alone. See `SelectFn`.
+    """
+    mask, settings = response_mask.bool(), config.policy_loss
+    log_ratio = limited((log_prob - old_log_prob).masked_fill(~mask, 0.0))
+    _, is_clipped, _ = clipped_surrogate(
+        log_ratio.exp(), advantages.masked_fill(~mask, 0.0), *clip_range(config)
+    )
+    covariances = _covariances(log_prob, advantages, mask)
+    within = (covariances > settings.clip_cov_lb) & (covariances < settings.clip_cov_ub)
+    indices = _by_covariance(within & mask & ~is_clipped, covariances, mask)
+    drawn = torch.randperm(len(indices), generator=torch.Generator().manual_seed(seed))
+    drawn = drawn[: _count(settings.clip_cov_ratio, mask)]
+    return _at(indices[drawn.to(indices.device)], mask)
+
+
+def select_kl_cov(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    config: Any,
+    seed: int,
+) -> Tensor:
+    """KL-Cov's tokens: the share policy_loss.kl_cov_ratio of the sampled tokens with the greatest cov. See
+    `SelectFn`.
+    """
+    mask = response_mask.bool()
+    indices = _by_covariance(mask, _covariances(log_prob, advantages, mask), mask)
+    return _at(indices[: _count(config.policy_loss.kl_cov_ratio, mask)], mask)
+
+
+@token_loss(
+    "clip_cov",
+    select=select_clip_cov,
+    vanishes_with_advantage=True,
+    reads=(*CLIP_RANGE, *(f"policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub"))),
+)
+def compute_policy_loss_clip_cov(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, config: Any, selection: Tensor
+) -> TokenLosses:
+    """Clip-Cov: PPO's clipped loss, and 0 for the chosen tokens.
+
+    (verl chooses in each micro-batch by itself, so that its loss depends on the split.) As in verl
+    `actor/pg_clipfrac` is the share of chosen tokens; `actor/ppo_clipfrac` is that of those that PPO's clip
+    holds.
+    """
+    log_ratio = limited(log_prob - old_log_prob)
+    losses, is_clipped, _ = clipped_surrogate(log_ratio.exp(), advantages, *clip_range(config))
+    metrics = {"pg_clipfrac": selection, "ppo_clipfrac": is_clipped, "ppo_kl": -log_ratio}
+    return TokenLosses(losses.masked_fill(selection, 0.0), metrics)
+
+
+@token_loss("kl_cov", select=select_kl_cov, reads=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"))
+def compute_policy_loss_kl_cov(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, config: Any, selection: Tensor
+) -> TokenLosses:
+    """KL-Cov: loss = -A r, and for the chosen tokens + ppo_kl_coef |log r|.
+
+    The distance is |log r| as in the authors' code and in verl: unlike an unbiased estimate of the KL it
+    draws each of these few tokens back to the old policy, wherever it went. There is no clip. As in verl
+    `actor/ppo_kl` is the mean of |log r| here. `actor/cov_share` is the share of chosen tokens.
+    """
+    log_ratio = limited(log_prob - old_log_prob)
+    penalty = config.policy_loss.ppo_kl_coef * log_ratio.abs()
+    losses = -advantages * log_ratio.exp() + penalty.masked_fill(~selection, 0.0)
+    return TokenLosses(losses, {"cov_share": selection, "ppo_kl": log_ratio.abs()})

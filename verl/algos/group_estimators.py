@@ -1,0 +1,216 @@
+"""Advantages of whole trajectories, relative to the others of their group (one prompt of one step).
+
+A row's score is the sum of its rewards over its sampled tokens; each of its sampled tokens gets the row's
+advantage, and the returns are the same numbers. Three rules hold for all of them:
+
+- rows without a sampled token count nowhere;
+- a group whose scores are all equal has advantages of exactly 0 (before a normalisation over the batch);
+- a row that is alone in its group has nothing to be compared with: its score is its advantage, as in verl
+  (whose grpo_passk refuses such a group).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.algos.advantages import register_adv_est
+from verl.algos.aggregation import masked_whiten
+from verl.algos.grouping import Groups, outcome_scores, spread
+
+Index = Sequence[Any] | np.ndarray
+
+
+def _grouped(token_level_rewards: Tensor, mask: Tensor, index: Index) -> tuple[Tensor, Groups]:
+    """([N] float64 scores, the groups of the rows that sampled something)."""
+    return outcome_scores(token_level_rewards, mask), Groups.of(index, mask.any(dim=-1))
+
+
+@register_adv_est("grpo")
+def compute_grpo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """GRPO with outcome rewards (Shao et al. 2024, arXiv:2402.03300, 4.1.2): A = (score - mean) / (std +
+    epsilon).
+
+    Mean and unbiased std are over the rows with the same `index` (the uid of one prompt of one step).
+    `norm_adv_by_std_in_grpo=False` leaves out the division (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783). A
+    group of one row has mean 0 and std 1.
+    """
+    mask = response_mask.bool()
+    scores, groups = _grouped(token_level_rewards, mask, index)
+    advantages = groups.centred(scores)
+    if norm_adv_by_std_in_grpo:
+        advantages = advantages / (groups.std(scores) + epsilon)
+    return spread(advantages, mask, token_level_rewards.dtype)
+
+
+@register_adv_est("grpo_passk")
+def compute_grpo_passk_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Training for pass@k (Tang et al. 2025, arXiv:2503.19595): only the best row of a group is credited.
+
+    A = (r_max - r_second) / (std + epsilon) for the best row and 0 for the others: what the group's best
+    score would lose without it. Without the division unless `norm_adv_by_std_in_grpo`. Two best rows that are
+    equal both get 0.
+    """
+    mask = response_mask.bool()
+    scores, groups = _grouped(token_level_rewards, mask, index)
+    best = groups.max(scores)
+    is_best = groups.taken & (scores == best)
+    second = Groups(groups.ids, groups.taken & ~is_best).max(scores)
+    alone = groups.count() == 1
+    gain = torch.where(alone, scores, best - second)
+    credited = alone | (is_best & (groups.sum(is_best) == 1))
+    advantages = torch.where(credited & groups.taken, gain, 0.0)
+    if norm_adv_by_std_in_grpo:
+        advantages = advantages / (groups.std(scores) + epsilon)
+    return spread(advantages, mask, token_level_rewards.dtype)
+
+
+@register_adv_est("rloo")
+def compute_rloo_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index
+) -> tuple[Tensor, Tensor]:
+    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740, eq. 8).
+
+    A = score - mean score of the *other* rows of the group = n / (n - 1) * (score - mean).
+    """
+    mask = response_mask.bool()
+    scores, groups = _grouped(token_level_rewards, mask, index)
+    count = groups.count()
+    left_out = torch.where(count > 1, count / (count - 1).clamp(min=1), 1.0)
+    return spread(left_out * groups.centred(scores), mask, token_level_rewards.dtype)
+
+
+@register_adv_est("reinforce_plus_plus_baseline")
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index
+) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ with a baseline (Hu et al. 2025, arXiv:2501.03262): differences from the group's mean,
+    whitened over the sampled tokens of the batch.
+
+    A = (d - mean(d)) / sqrt(var(d) + 1e-8), d = score - mean of the group; mean and unbiased variance over
+    all sampled tokens. A group of equal scores gets what is left when the batch's mean is taken off its 0.
+    """
+    mask = response_mask.bool()
+    scores, groups = _grouped(token_level_rewards, mask, index)
+    differences, _ = spread(groups.centred(scores), mask, torch.float64)
+    advantages = masked_whiten(differences, mask).to(token_level_rewards.dtype)
+    return advantages, advantages.clone()
+
+
+@register_adv_est("opo")
+def compute_opo_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index
+) -> tuple[Tensor, Tensor]:
+    """OPO, on-policy RL with the optimal reward baseline (Hao et al. 2025, arXiv:2505.23585).
+
+    A = score - sum(l * score) / sum(l) over the group, l the number of tokens that the row sampled: the
+    baseline of least variance if a row's squared gradient grows with its length.
+    """
+    mask = response_mask.bool()
+    scores, groups = _grouped(token_level_rewards, mask, index)
+    baseline = groups.mean(scores, weights=mask.sum(dim=-1))
+    advantages = scores - torch.where(groups.count() > 1, baseline, 0.0)
+    return spread(advantages, mask, token_level_rewards.dtype)
+
+
+@register_adv_est("gpg")
+def compute_gpg_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index, f_norm: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """GPG, group policy gradient (Chu et al. 2025, arXiv:2504.02546): A = alpha * (score - mean) / f_norm.
+
+    alpha = B / (B - M) makes up for the M of the batch's B rows whose groups are all right or all wrong and
+    add nothing to the gradient. (verl divides B by the number of rows with a score other than 0, which takes
+    groups that are all right for ones that add something, and wrong rows of mixed groups for idle ones.)
+    """
+    mask = response_mask.bool()
+    scores, groups = _grouped(token_level_rewards, mask, index)
+    advantages = groups.centred(scores)
+    adds = groups.taken & (groups.max(advantages.abs()) > 0)
+    alpha = groups.taken.sum().double() / adds.sum().clamp(min=1)
+    return spread(alpha * advantages / f_norm, mask, token_level_rewards.dtype)
+
+
+@register_adv_est("maxrl")
+def compute_maxrl_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index
+) -> tuple[Tensor, Tensor]:
+    """MaxRL, maximum likelihood RL (Tajwar, Zeng et al. 2026, arXiv:2602.02710, algorithm 1).
+
+    A = (score - mean) / mean over the group, 0 where no row has a score. With n rows and scores of 0 and 1
+    its expected gradient is that of log p, p the chance of a right answer, cut off after n - 1 terms of the
+    series -sum over k of (1 - p)^k / k. (n terms in the paper, without the control variate.) A group of one
+    is plain REINFORCE, the first term.
+
+    Raises:
+        ValueError: a score is negative. The mean stands for a probability of success.
+    """
+    mask = response_mask.bool()
+    scores, groups = _grouped(token_level_rewards, mask, index)
+    if bool((scores[groups.taken] < 0).any()):
+        raise ValueError(
+            f"maxrl divides by the group's mean score and needs scores of 0 or more, found "
+            f"{float(scores[groups.taken].min()):g}. Take penalties (and a KL) out of the reward, or choose "
+            "algorithm.adv_estimator=grpo."
+        )
+    mean = groups.mean(scores)
+    scale = torch.where((groups.count() > 1) & (mean > 0), mean, 1.0)
+    return spread(groups.centred(scores) / scale, mask, token_level_rewards.dtype)
+
+
+@register_adv_est("gdpo")
+def compute_gdpo_outcome_advantage(
+    response_mask: Tensor,
+    index: Index,
+    reward_components: Mapping[str, Tensor],
+    reward_weights: Mapping[str, float] | None = None,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """GDPO, group reward-decoupled normalisation (Liu et al. 2026, arXiv:2601.05242): several rewards, each
+    compared within its group on its own scale.
+
+    A_k = (r_k - mean) / (std + epsilon) for each component; S = sum of weight_k * A_k; A = (S - mean(S)) /
+    (std(S) + epsilon) over the rows of the batch that sampled something. (verl takes this last mean over
+    tokens, so that long rows count for more.) The components [N] are the whole reward: token_level_rewards,
+    and with it a KL in the reward, is not used.
+
+    Raises:
+        ValueError: there is no component, or a weight names none.
+    """
+    mask, weights = response_mask.bool(), reward_weights or {}
+    unknown = set(weights) - set(reward_components)
+    if not reward_components or unknown:
+        raise ValueError(
+            f"gdpo needs the rewards that it weighs: found {sorted(reward_components) or 'none'}, with "
+            f"weights for {sorted(weights) or 'none'}."
+        )
+    groups = Groups.of(index, mask.any(dim=-1))
+    total = torch.zeros(len(mask), dtype=torch.float64, device=mask.device)
+    for name, component in reward_components.items():
+        component = component.double()
+        advantages = groups.centred(component)
+        if norm_adv_by_std_in_grpo:
+            advantages = advantages / (groups.std(component) + epsilon)
+        total = total + weights.get(name, 1.0) * advantages
+    batch = Groups(torch.zeros_like(groups.ids), groups.taken)
+    mean, std = batch.mean(total), batch.std(total)
+    # each group's advantages add up to 0: what is left of it by rounding must not reach groups that are all 0
+    mean = torch.where(mean.abs() > 1e-12 * std, mean, 0.0)
+    return spread((total - mean) / (std + epsilon), mask, torch.float32)

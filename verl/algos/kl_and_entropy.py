@@ -1,0 +1,253 @@
+"""What holds the policy near a reference, and what keeps its entropy up: estimators of the KL, KL in the
+reward, and the coefficients of both terms, fixed or steered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from verl.algos.aggregation import LOG_RATIO_LIMIT, LossDenominator, agg_loss
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+
+KL_VALUES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KL_PENALTIES = (*KL_VALUES, *(f"{name}+" for name in KL_VALUES))
+
+
+class FixedKLController:
+    """A KL coefficient that never changes."""
+
+    def __init__(self, kl_coef: float):
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Does nothing: the coefficient is fixed."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """The coefficient stays the configured one."""
+
+
+class AdaptiveKLController(FixedKLController):
+    """Steers the KL coefficient so that the KL stays near a target (Ziegler et al. 2019,
+    arXiv:1909.08593, section 2.2).
+
+    error = clip(current_kl / target_kl - 1, -0.2, 0.2); value *= 1 + error * min(n_steps / horizon, 1),
+    with n_steps the number of trajectories since the last update. More of them than the horizon count as the
+    horizon: else the value could turn negative, and the KL would be rewarded.
+    """
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float):
+        if target_kl <= 0 or horizon <= 0:
+            raise ValueError(
+                f"algorithm.kl_ctrl: target_kl and horizon must be positive, found target_kl={target_kl}, "
+                f"horizon={horizon}; set both for the adaptive controller."
+            )
+        super().__init__(init_kl_coef)
+        self.target_kl, self.horizon = target_kl, horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * min(n_steps, self.horizon) / self.horizon
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.value = float(state["value"])
+
+
+def get_kl_controller(kl_ctrl: Any) -> FixedKLController:
+    """The controller that `algorithm.kl_ctrl` {type, kl_coef, target_kl, horizon} describes."""
+    if kl_ctrl.type == "fixed":
+        return FixedKLController(kl_ctrl.kl_coef)
+    if kl_ctrl.type == "adaptive":
+        target_kl, horizon = kl_ctrl.target_kl, kl_ctrl.horizon
+        if target_kl is None or horizon is None:
+            raise ValueError(
+                "algorithm.kl_ctrl.type=adaptive needs kl_ctrl.target_kl and kl_ctrl.horizon, "
+                f"found target_kl={target_kl}, horizon={horizon}."
+            )
+        return AdaptiveKLController(kl_ctrl.kl_coef, target_kl, horizon)
+    raise ValueError(f"algorithm.kl_ctrl.type: found {kl_ctrl.type!r}, expected 'fixed' or 'adaptive'.")
+
+
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """Per-token estimate of KL(policy || reference) from the sampled token, same shape as the inputs.
+
+    With d = logprob - ref_logprob of a token drawn from the policy p (reference q), s = grad log p of it, and
+    expectations over p (Schulman 2020, "Approximating KL Divergence"; for the gradients Tang & Munos 2025,
+    arXiv:2506.09477, and Liu et al. 2025, arXiv:2510.01555):
+
+        name            value            its mean     gradient         the mean of that
+        kl, k1          d                KL(p||q)     s                0
+        abs             |d|              -            sign(d) s        grad sum |p - q|
+        mse, k2         d^2 / 2          -            d s              grad KL(p||q)
+        low_var_kl, k3  exp(-d) - 1 + d  KL(p||q)     (1 - exp(-d)) s  grad KL(q||p)
+        any with `+`    of that name     of that one  d s, k2's        grad KL(p||q)
+
+    So in a loss k2 or a name with `+` (verl's straight-through form) pulls by the KL that is meant; k3 pulls
+    by the KL with its sides exchanged; k1 does not pull at all. All of these see the KL of each token after
+    its prefix, not what a token does to the KL of those after it. In a reward nothing is differentiated, k1
+    is the unbiased one, and its gradient is that of the whole trajectory's KL.
+
+    k3 is limited to [-10, 10], as in verl, with d limited to [-20, 20] before the exponential: where d < -2.6
+    its gradient is 0; `k3+` has k2's there.
+
+    Raises:
+        ValueError: no such estimator.
+    """
+    if kl_penalty not in KL_PENALTIES:
+        hint = (
+            " ('full' needs the logits of the whole vocabulary, which are never built)"
+            if kl_penalty == "full"
+            else ""
+        )
+        raise ValueError(
+            f"KL estimator: found {kl_penalty!r}, expected one of {', '.join(KL_PENALTIES)}{hint}."
+        )
+    difference = logprob - ref_logprob
+    value = _kl_value(difference, kl_penalty.removesuffix("+"))
+    if not kl_penalty.endswith("+"):
+        return value
+    k2 = 0.5 * difference.square()
+    return value.detach() + (k2 - k2.detach())
+
+
+def _kl_value(difference: Tensor, name: str) -> Tensor:
+    if name in ("kl", "k1"):
+        return difference
+    if name == "abs":
+        return difference.abs()
+    if name in ("mse", "k2"):
+        return 0.5 * difference.square()
+    negative = (-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return (negative.exp() - negative - 1).clamp(-10.0, 10.0)
+
+
+def compute_kl_loss(
+    log_prob: Tensor,
+    ref_log_prob: Tensor,
+    response_mask: Tensor,
+    kl_loss_type: str,
+    loss_agg_mode: str = "token-mean",
+    denominator: LossDenominator | None = None,
+) -> Tensor:
+    """The KL term of the actor's loss: `kl_penalty` of the sampled tokens [N, R], reduced to a scalar.
+
+    Only log_prob carries a gradient. The expectations in `kl_penalty` hold where the tokens come from the
+    policy itself: from the second optimizer step of a batch on they are as far off as the policy has moved.
+    """
+    mask = response_mask.bool()
+    log_prob, ref_log_prob = (x.masked_fill(~mask, 0.0) for x in (log_prob, ref_log_prob.detach()))
+    return agg_loss(kl_penalty(log_prob, ref_log_prob, kl_loss_type), mask, loss_agg_mode, denominator)
+
+
+def apply_kl_penalty(
+    data: DataProto, kl_ctrl: FixedKLController, kl_penalty_type: str = "kl"
+) -> dict[str, float]:
+    """KL in the reward: writes token_level_rewards = token_level_scores - coefficient * KL, updates the
+    controller.
+
+    Reads token_level_scores, old_log_probs, ref_log_prob, response_mask from `data.batch`. Returns metrics:
+    critic/kl (mean over trajectories of the mean over their sampled tokens) and critic/kl_coeff (as applied).
+    """
+    assert data.batch is not None
+    mask = data.batch["response_mask"].bool()
+    kl = kl_penalty(data.batch["old_log_probs"], data.batch["ref_log_prob"], kl_penalty_type)
+    kl = kl.masked_fill(~mask, 0.0)
+    data.batch["token_level_rewards"] = data.batch["token_level_scores"] - kl_ctrl.value * kl
+    current_kl = agg_loss(kl, mask, "seq-mean-token-mean").item()
+    metrics = {"critic/kl": current_kl, "critic/kl_coeff": kl_ctrl.value}
+    kl_ctrl.update(current_kl, n_steps=int(mask.any(dim=-1).sum()))
+    return metrics
+
+
+def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:
+    """The mean entropy (nats) of next-token distributions, as in verl: logits [N, R, V] -> scalar.
+
+    The actor never builds such logits; it aggregates the entropies that `linear_log_prob` gives.
+    """
+    log_p = logits.float().log_softmax(dim=-1)
+    return agg_loss(-(log_p.exp() * log_p).sum(dim=-1), response_mask, loss_agg_mode)
+
+
+class EntropyController:
+    """A fixed weight of the entropy bonus.
+
+    `value` is the weight in the next update; after it `update` takes the entropy that was measured in it.
+    """
+
+    def __init__(self, coeff: float):
+        self.coeff = coeff
+
+    @property
+    def value(self) -> float:
+        return self.coeff
+
+    def update(self, entropy: float) -> None:
+        """Does nothing: the weight is fixed."""
+
+    def state_dict(self) -> dict[str, float | None]:
+        return {"coeff": self.coeff, "entropy": None}
+
+    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
+        """The weight stays the configured one."""
+
+
+class AdaptiveEntropyController(EntropyController):
+    """Keeps the entropy from falling below a target (Skywork-OR1, He et al. 2025, arXiv:2505.22312).
+
+    After each step with mean token entropy e: coeff += delta if e < target_entropy, -= delta if e >
+    target_entropy, within [min_coeff, max_coeff]. The bonus is on only where it is needed: value = coeff if
+    e <= target_entropy, else 0. e is that of the step before (the paper's is that of the step itself, which
+    would cost a pass of its own); before the first step the value is the coefficient that it starts with.
+    """
+
+    def __init__(self, coeff: float, target_entropy: float, delta: float, min_coeff: float, max_coeff: float):
+        if not min_coeff <= coeff <= max_coeff:
+            raise ValueError(
+                f"actor.entropy_coeff={coeff} is where the adaptive weight starts; expected a number from "
+                f"entropy_ctrl.min_coeff={min_coeff} to entropy_ctrl.max_coeff={max_coeff}."
+            )
+        super().__init__(coeff)
+        self.target_entropy, self.delta = target_entropy, delta
+        self.min_coeff, self.max_coeff = min_coeff, max_coeff
+        self.entropy: float | None = None
+
+    @property
+    def value(self) -> float:
+        return self.coeff if self.entropy is None or self.entropy <= self.target_entropy else 0.0
+
+    def update(self, entropy: float) -> None:
+        """Takes the mean entropy (nats) of the step's sampled tokens; passes over one that is not finite."""
+        if not math.isfinite(entropy):
+            return
+        self.entropy = entropy
+        step = self.delta * ((entropy < self.target_entropy) - (entropy > self.target_entropy))
+        self.coeff = min(max(self.coeff + step, self.min_coeff), self.max_coeff)
+
+    def state_dict(self) -> dict[str, float | None]:
+        return {"coeff": self.coeff, "entropy": self.entropy}
+
+    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
+        """Goes on where a run stopped, within the limits that are configured now."""
+        coeff = state["coeff"]
+        assert coeff is not None
+        self.coeff, self.entropy = min(max(coeff, self.min_coeff), self.max_coeff), state["entropy"]
+
+
+def get_entropy_controller(actor: Any) -> EntropyController:
+    """The controller that the `actor` block describes: `entropy_coeff`, `entropy_ctrl` {target_entropy,
+    delta, max_coeff}; without a target the weight stays.
+    """
+    control, coeff = actor.entropy_ctrl, actor.entropy_coeff
+    if control.target_entropy is None:
+        return EntropyController(coeff)
+    return AdaptiveEntropyController(
+        coeff, control.target_entropy, control.delta, control.min_coeff, control.max_coeff
+    )

@@ -1,0 +1,240 @@
+"""Policy losses by name, and what they have in common.
+
+    LossInputs --policy_loss(name)--> scalar, metrics
+
+A loss of ours is a formula for each token, registered with `token_loss`, which adds what is the same for all:
+nothing under a 0 of the mask has any influence, rollout weights multiply the losses, `agg_loss` makes one
+number of them. A user's loss is registered with `register_policy_loss`, or named by its import path; it names
+as parameters the fields of `LossInputs` that it needs and returns its rows' loss and a dictionary of metrics.
+Each number is a sum divided by counts of the whole mini-batch (`denominator`), so that those of the
+micro-batches add up to those of the mini-batch.
+
+In all of them r = pi(y_t) / pi_old(y_t) = exp(log_prob - old_log_prob), A is the advantage, and sg[x] is x
+without gradient. Log-ratios are limited to [-20, 20] before they are exponentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from verl.algos.aggregation import LOG_RATIO_LIMIT, LossDenominator, agg_loss
+from verl.algos.registry import Registry, call_with, named_inputs
+
+LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
+PolicyLossFn = Callable[..., LossAndMetrics]
+POLICY_LOSSES: Registry[PolicyLossFn] = Registry("actor_rollout_ref.actor.policy_loss.loss_mode")
+
+
+@dataclass(frozen=True, eq=False)
+class LossInputs:
+    """What a policy loss is made of: the rows of a micro-batch. B rows, R response tokens.
+
+    Attributes:
+        log_prob: [B, R] float32 with gradient, of the sampled tokens under the policy.
+        response_mask: [B, R], 1 where the policy sampled the token. Nothing else has any influence.
+        loss_agg_mode: how per-token losses become one number, see `agg_loss`.
+        config: the `actor_rollout_ref.actor` block.
+        denominator: counts of the whole mini-batch; None: those of this very mask.
+        old_log_prob: [B, R] of the policy before the update. It is computed for losses that can't do without
+            it; others get it where it is there.
+        advantages: [B, R].
+        rollout_is_weights: [B, R] detached importance weights of `algorithm.rollout_correction`, if it is on.
+        rollout_log_prob: [B, R], the rollout engine's own.
+        teacher_log_prob: [B, R], for distillation.
+        selection: [B, R] bool, tokens that the loss chose out of the whole mini-batch (`clip_cov`, `kl_cov`).
+    """
+
+    log_prob: Tensor
+    response_mask: Tensor
+    loss_agg_mode: str
+    config: Any
+    denominator: LossDenominator | None = None
+    old_log_prob: Tensor | None = None
+    advantages: Tensor | None = None
+    rollout_is_weights: Tensor | None = None
+    rollout_log_prob: Tensor | None = None
+    teacher_log_prob: Tensor | None = None
+    selection: Tensor | None = None
+
+
+class SelectFn(Protocol):
+    """Chooses tokens out of all rows of a mini-batch, of all ranks.
+
+    Arguments are [N, R] on one device, `config` the actor block. The answer is bool [N, R], False where
+    nothing was sampled; it is the same for the same seed, in whatever order the rows stand.
+    """
+
+    def __call__(
+        self,
+        log_prob: Tensor,
+        old_log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        config: Any,
+        seed: int,
+    ) -> Tensor: ...
+
+
+class LossTraits(NamedTuple):
+    """What is declared of a loss beside its function.
+
+    Attributes:
+        needs: the fields of `LossInputs` that it can't do without.
+        select: makes the `selection` that it asks for.
+        vanishes_with_advantage: a row whose advantages are all 0 has loss 0 and no gradient, so that its
+            backward pass can be left out.
+        reads: those settings of the actor block that some losses read and others don't ("policy_loss.x").
+        meant_for: the aggregation of its paper, where it is part of the method.
+    """
+
+    needs: frozenset[str]
+    select: SelectFn | None = None
+    vanishes_with_advantage: bool = False
+    reads: tuple[str, ...] = ()
+    meant_for: str | None = None
+
+
+_TRAITS: dict[PolicyLossFn, LossTraits] = {}
+
+
+def register_policy_loss(
+    name: str, select: SelectFn | None = None, vanishes_with_advantage: bool = False
+) -> Callable[[PolicyLossFn], PolicyLossFn]:
+    """Decorator: gives a name to a policy loss, for `actor.policy_loss.loss_mode`. See `LossTraits`."""
+
+    def decorate(fn: PolicyLossFn) -> PolicyLossFn:
+        needs = frozenset(named_inputs(fn, required_only=True))
+        _TRAITS[fn] = LossTraits(needs, select, vanishes_with_advantage)
+        return POLICY_LOSSES.register(name)(fn)
+
+    return decorate
+
+
+def get_policy_loss_fn(name: str) -> PolicyLossFn:
+    """The policy loss registered under a name, or at an import path `package.module:function`."""
+    return POLICY_LOSSES.get(name)
+
+
+def loss_traits(loss_mode: str) -> LossTraits:
+    """What is declared of the named loss; of one that is named by import path what its parameters say."""
+    fn = get_policy_loss_fn(loss_mode)
+    return _TRAITS.get(fn) or LossTraits(frozenset(named_inputs(fn, required_only=True)))
+
+
+def get_selection_fn(loss_mode: str) -> SelectFn | None:
+    """What makes the `selection` of a loss; None for a loss that looks at each row alone."""
+    return loss_traits(loss_mode).select
+
+
+def vanishes_with_advantage(loss_mode: str) -> bool:
+    """Whether a row whose advantages are all 0 has no part in the loss. False for what nobody said it of."""
+    return loss_traits(loss_mode).vanishes_with_advantage
+
+
+def policy_loss_inputs(loss_mode: str) -> set[str]:
+    """Names of those fields of `LossInputs` that the loss can't do without: what must be computed. A loss
+    with a `select` function can't do without what that one takes.
+    """
+    traits = loss_traits(loss_mode)
+    return set(traits.needs) | ({"old_log_prob", "advantages"} if traits.select else set())
+
+
+def policy_loss(loss_mode: str, inputs: LossInputs) -> LossAndMetrics:
+    """(loss, metrics) of the named loss, called with those fields of the inputs that it names as parameters.
+
+    Raises:
+        ValueError: no loss has the name, or the loss needs an input that is None.
+    """
+    loss, metrics = call_with(get_policy_loss_fn(loss_mode), inputs, f"Policy loss {loss_mode!r}")
+    return loss, metrics
+
+
+class TokenLosses(NamedTuple):
+    """losses [B, R]; metrics: name -> [B, R], whose token mean is reported as `actor/<name>`."""
+
+    losses: Tensor
+    metrics: dict[str, Tensor]
+
+
+def token_loss(
+    name: str,
+    select: SelectFn | None = None,
+    vanishes_with_advantage: bool = False,
+    reads: tuple[str, ...] = (),
+    meant_for: str | None = None,
+    is_weighted: bool = True,
+) -> Callable[[Callable[..., TokenLosses]], PolicyLossFn]:
+    """Decorator: makes a policy loss of a formula for each token, and registers it. See `LossTraits`.
+
+    The formula names as parameters the fields of `LossInputs` that it needs, all 0 where nothing was sampled.
+    What comes out can be called as verl's losses are.
+
+    Args:
+        is_weighted: the losses are multiplied by the rollout weights. Else the formula sees to it.
+    """
+
+    def decorate(formula: Callable[..., TokenLosses]) -> PolicyLossFn:
+        def loss(
+            old_log_prob: Tensor | None = None,
+            log_prob: Tensor | None = None,
+            advantages: Tensor | None = None,
+            response_mask: Tensor | None = None,
+            loss_agg_mode: str = "token-mean",
+            config: Any = None,
+            rollout_is_weights: Tensor | None = None,
+            denominator: LossDenominator | None = None,
+            teacher_log_prob: Tensor | None = None,
+            selection: Tensor | None = None,
+        ) -> LossAndMetrics:
+            assert log_prob is not None and response_mask is not None
+            mask = response_mask.bool()
+            tensors = (log_prob, old_log_prob, advantages, rollout_is_weights, teacher_log_prob)
+            log_prob, old_log_prob, advantages, rollout_is_weights, teacher_log_prob = (
+                None if x is None else x.masked_fill(~mask, 0.0) for x in tensors
+            )
+            assert log_prob is not None
+            inputs = LossInputs(
+                log_prob=log_prob,
+                response_mask=mask,
+                loss_agg_mode=loss_agg_mode,
+                config=config,
+                denominator=denominator,
+                old_log_prob=old_log_prob,
+                advantages=advantages,
+                rollout_is_weights=rollout_is_weights,
+                teacher_log_prob=teacher_log_prob,
+                selection=None if selection is None else selection & mask,
+            )
+            losses, per_token = call_with(formula, inputs, f"Policy loss {name!r}")
+            if is_weighted and rollout_is_weights is not None:
+                losses = losses * rollout_is_weights
+            metrics = {
+                f"actor/{key}": agg_loss(x.detach().to(losses.dtype), mask, "token-mean", denominator)
+                for key, x in per_token.items()
+            }
+            return agg_loss(losses, mask, loss_agg_mode, denominator), metrics
+
+        loss.__name__, loss.__doc__, loss.__module__ = formula.__name__, formula.__doc__, formula.__module__
+        needs = named_inputs(formula, required_only=True) & {field.name for field in fields(LossInputs)}
+        _TRAITS[loss] = LossTraits(frozenset(needs), select, vanishes_with_advantage, reads, meant_for)
+        return POLICY_LOSSES.register(name)(loss)
+
+    return decorate
+
+
+def clip_range(config: Any) -> tuple[float, float]:
+    """(low, high) of the actor block: clip_ratio, where clip_ratio_low or clip_ratio_high is null."""
+    low, high, both = config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio
+    return both if low is None else low, both if high is None else high
+
+
+CLIP_RANGE = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")  # what `clip_range` reads
+
+
+def limited(log_ratio: Tensor) -> Tensor:
+    """Within [-20, 20], so that its exponential is finite; beyond that it has no gradient."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -1,0 +1,429 @@
+"""How far the rollout engine's log-probs are from the trainer's, and what corrects the difference.
+
+    rollout_log_probs, old_log_probs --apply_rollout_correction--> rollout_is_weights, rejected_mask, metrics
+    advantages are computed from all that was sampled
+    rejected_mask --take_out_rejected--> response_mask
+
+With d = old_log_prob - rollout_log_prob of a sampled token, its ratio is exp(d), trainer to engine. It is not
+1 when the engine computes in another precision, sampled with older weights, or never got the weights: the
+`RolloutAgreement` of a step shows it. Two remedies, alone or together:
+
+- weights (`rollout_is`): each token's policy loss is multiplied by a truncated ratio (truncated importance
+  sampling, Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training");
+- rejection (`rollout_rs`): tokens or rows that are out of bounds are not trained (tokens: IcePop, Ling team
+  2025, arXiv:2510.18855; rows: Liu, Li et al. 2025, "When Speed Kills Stability").
+
+A third way needs neither: `bypass_mode` takes the engine's log-probs as the old ones. The ratio of the policy
+loss is then that of the trainer's policy to the policy that really sampled, and no pass for old log-probs is
+made.
+
+With top-p, top-k or min-p the engine's log-probs are those of the truncated distribution and the trainer's
+are not: the agreement then holds that gap too, and the remedies are refused (`check_correction`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.algos.aggregation import LOG_RATIO_LIMIT
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+
+logger = logging.getLogger(__name__)
+
+WORST_DIFFERENCE = 1.0  # nats: rounding in bfloat16 stays well below, weights that did not arrive well above
+REJECTION_NAMES = tuple(
+    f"{level}_{name}"
+    for level, names in (
+        ("token", ("k1", "k2", "k3")),
+        ("seq_sum", ("k1", "k2", "k3")),
+        ("seq_mean", ("k1", "k2", "k3")),
+        ("seq_max", ("k2", "k3")),
+    )
+    for name in names
+)
+RATIO_NAMES = {"token": "token_k1", "geometric": "seq_mean_k1", "sequence": "seq_sum_k1"}
+
+Reduce = Callable[[Sequence[float], str], list[float]]
+
+
+def corrects(config: Any) -> bool:
+    """Whether weights or rejection are asked for: they need old log-probs of the trainer's own.
+
+    Args:
+        config: the `algorithm.rollout_correction` block.
+    """
+    return config.rollout_is is not None or config.rollout_rs is not None
+
+
+def check_correction(config: Any, rollout: Any) -> None:
+    """Checks the `algorithm.rollout_correction` block beside the `actor_rollout_ref.rollout` block.
+
+    Raises:
+        ValueError: a name or a threshold of the rejection is wrong, or the correction would compare a
+            truncated distribution with a whole one.
+    """
+    if config.rollout_rs is not None and config.rollout_rs_threshold is not None:
+        rejection_rules(config.rollout_rs, config.rollout_rs_threshold, config.rollout_rs_threshold_lower)
+    if not corrects(config) and not config.bypass_mode:
+        return
+    cuts = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k > 0, "min_p": rollout.min_p > 0}
+    for name, is_on in cuts.items():
+        if is_on:
+            raise ValueError(
+                f"Found actor_rollout_ref.rollout.{name}={getattr(rollout, name)} with algorithm."
+                "rollout_correction, which would compare the engine's truncated distribution with the "
+                "trainer's whole one; sample without top_p, top_k and min_p, or turn the correction off."
+            )
+
+
+def apply_rollout_correction(batch: DataProto, config: Any) -> dict[str, float]:
+    """Adds what the correction needs to the batch; to be called before the advantages, with every row of the
+    step in the batch.
+
+    Reads rollout_log_probs, old_log_probs, response_mask [N, R]. Writes, as far as `config` (the
+    `algorithm.rollout_correction` block) asks for it:
+        rollout_is_weights [N, R] float32, 0 where nothing was sampled; rejected_mask [N, R] bool;
+        old_log_probs, in bypass mode.
+    Both remedies look at every sampled token; with both, the weights' batch mean is that of what is kept.
+
+    Returns:
+        `rollout_corr/*`: how far engine and trainer agree, and the metrics of the remedies. In bypass mode,
+        or without old_log_probs, nothing: the actor measures the agreement then.
+    """
+    tensors = batch.tensors
+    if "rollout_log_probs" not in tensors:
+        if config.bypass_mode or corrects(config):
+            raise ValueError(
+                "algorithm.rollout_correction needs rollout_log_probs, which this batch does not have; use a "
+                "rollout engine that returns them, or turn the correction off."
+            )
+        return {}
+    rollout, mask = tensors["rollout_log_probs"], tensors["response_mask"].bool()
+    if config.bypass_mode:
+        tensors["old_log_probs"] = rollout
+        return {}
+    if "old_log_probs" not in tensors:
+        if corrects(config):
+            raise ValueError(
+                "algorithm.rollout_correction needs old_log_probs; call compute_log_prob before."
+            )
+        return {}
+    old = tensors["old_log_probs"]
+    agreement = RolloutAgreement(rollout, old, mask)
+    agreement.warn_of_worst(tensors["responses"], batch.non_tensor_batch.get("uid"))
+    metrics = agreement.metrics(lambda values, op: list(values))
+    rejected = torch.zeros_like(mask)
+    if config.rollout_rs is not None:
+        bounds = (config.rollout_rs, config.rollout_rs_threshold, config.rollout_rs_threshold_lower)
+        rejected, more = rejection_mask(old, rollout, mask, *bounds)
+        tensors["rejected_mask"] = rejected
+        metrics |= more
+    if config.rollout_is is not None:
+        kept = mask & ~rejected if config.rollout_is_batch_normalize else None
+        tensors["rollout_is_weights"], more = importance_weights(
+            old, rollout, mask, config.rollout_is, config.rollout_is_threshold, kept
+        )
+        metrics |= more
+    return metrics
+
+
+def take_out_rejected(batch: DataProto) -> None:
+    """Takes rejected tokens out of `response_mask`; to be called after the advantages.
+
+    After, because a rejected row is a fair sample of the policy that rolled out: its reward belongs into its
+    group's baseline, and into the returns of its own kept tokens. (verl rejects before.) From then on a
+    rejected token takes part in nothing: policy loss, entropy bonus, KL, critic, or what they are divided by.
+    The batch keeps what was sampled as `sampled_mask` [N, R], for metrics of lengths. Without a
+    `rejected_mask` nothing changes.
+    """
+    tensors = batch.tensors
+    if "rejected_mask" not in tensors:
+        return
+    rejected = tensors.pop("rejected_mask")
+    tensors["sampled_mask"] = tensors["response_mask"]
+    tensors["response_mask"] = tensors["response_mask"].masked_fill(rejected, 0)
+
+
+def _log_ratio(old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor:
+    """d [N, R] float64, 0 where nothing was sampled."""
+    difference = old_log_prob.detach().double() - rollout_log_prob.detach().double()
+    return difference.masked_fill(~mask, 0.0)
+
+
+def importance_weights(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    level: str,
+    threshold: float,
+    normalize_over: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """Truncated importance weights: (weights [N, R] float32 without gradient, metrics).
+
+    `token`: w = min(exp(d), threshold) of each sampled token: little variance, some bias. `sequence`: every
+    token of a row has w = min(exp(sum of the row's d), threshold): what the theory asks for before it is
+    truncated, but its variance grows with the length. d (or its sum) is limited to [-20, 20] first.
+
+    Args:
+        level: token | sequence.
+        threshold: what a weight is at most.
+        normalize_over: [N, R] bool; divide the weights so that their mean over these tokens (over these rows,
+            for `sequence`) is 1, after the truncation. None: don't.
+
+    Metrics, as in verl 0.9.1 but that rows without a token don't count: rollout_is_mean, _std and
+    _eff_sample_size, 1 / mean((w / mean w)^2), over tokens, whose w is their row's for `sequence`;
+    rollout_is_max and _min of w over tokens (for `sequence`: of the ratio before truncation over rows);
+    rollout_is_ratio_fraction_high and _low, the share of tokens (rows) whose ratio is above `threshold` and
+    below 1 / threshold; rollout_is_batch_norm_factor, the mean that was divided by.
+    """
+    mask = response_mask.bool()
+    ratios = _log_ratio(old_log_prob, rollout_log_prob, mask)
+    units = mask  # what has a weight of its own: tokens [N, R], or rows [N, 1]
+    if level == "sequence":
+        ratios, units = ratios.sum(dim=1, keepdim=True), mask.any(dim=1, keepdim=True)
+    raw = ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    weights = raw.clamp(max=threshold)
+    metrics: dict[str, float] = {}
+    if mask.any():
+        tokens, ratio = weights.expand(mask.shape)[mask], raw[units]
+        extremes = tokens if level == "token" else ratio
+        values = {
+            "mean": tokens.mean(),
+            "std": tokens.std(unbiased=False),
+            "max": extremes.max(),
+            "min": extremes.min(),
+            "ratio_fraction_high": (ratio > threshold).double().mean(),
+            "ratio_fraction_low": (ratio < 1 / threshold).double().mean(),
+            "eff_sample_size": 1 / (tokens / tokens.mean()).square().mean(),
+        }
+        metrics = {f"rollout_corr/rollout_is_{name}": float(value) for name, value in values.items()}
+    if normalize_over is not None:
+        kept = normalize_over if level == "token" else normalize_over.any(dim=1, keepdim=True)
+        factor = float(weights[kept].mean()) if kept.any() else 1.0
+        weights = weights / factor
+        metrics["rollout_corr/rollout_is_batch_norm_factor"] = factor
+    return weights.expand(mask.shape).masked_fill(~mask, 0.0).float(), metrics
+
+
+class RejectionRule(NamedTuple):
+    """A token is kept where lower <= value <= upper. value: its k1 = -d, k2 = d^2 / 2 or k3 = exp(d) - 1 - d
+    or, with the levels seq_sum, seq_mean and seq_max, that of all tokens of its row.
+    """
+
+    level: str
+    value: str
+    lower: float
+    upper: float
+
+
+def rejection_rules(
+    rollout_rs: str, threshold: float | str | None, threshold_lower: float | None = None
+) -> list[RejectionRule]:
+    """The rules that `algorithm.rollout_correction.rollout_rs` and its thresholds stand for.
+
+    rollout_rs: verl's names (token_k1, seq_mean_k3, ...; see `REJECTION_NAMES`), several of them with commas:
+    each must keep a token. Their thresholds stand in `threshold`, one for all or one for each, with commas:
+    for k1 the bounds of the ratio of engine to trainer as "0.5_5.0" (one number u is 1/u_u), for the others
+    the greatest value.
+    Or `token`, `geometric` (a row's mean), `sequence` (a row's sum): k1 with `threshold` and
+    `threshold_lower` as bounds of the ratio of trainer to engine (lower None: 1 / threshold; 0: no bound).
+
+    Raises:
+        ValueError: there is no such name, or a threshold does not fit it.
+    """
+    names = [name.strip() for name in rollout_rs.split(",")]
+    texts = [text.strip() for text in str(threshold).split(",")]
+    texts = texts * len(names) if len(texts) == 1 else texts
+    if threshold is None or len(texts) != len(names):
+        raise ValueError(
+            f"rollout_rs_threshold: found {threshold!r} for rollout_rs={rollout_rs!r}; expected one "
+            "threshold, or one for each name, with commas."
+        )
+    rules = []
+    for name, text in zip(names, texts, strict=True):
+        if name not in RATIO_NAMES and name not in REJECTION_NAMES:
+            expected = ", ".join((*RATIO_NAMES, *REJECTION_NAMES))
+            raise ValueError(f"rollout_rs: found {name!r}, expected one or more of {expected}.")
+        level, _, value = RATIO_NAMES.get(name, name).rpartition("_")
+        takes_two = value == "k1" and name not in RATIO_NAMES
+        try:
+            numbers = [float(number) for number in text.split("_")]
+        except ValueError:
+            numbers = []
+        counts = (1, 2) if takes_two else (1,)
+        if len(numbers) not in counts or numbers != sorted(numbers) or numbers[0] <= 0:
+            raise ValueError(
+                f"rollout_rs_threshold: found {text!r} for rollout_rs={name}, expected a number above 0"
+                + (', or two of them, the lower one first, like "0.5_5.0".' if takes_two else ".")
+            )
+        lower, upper = -math.inf, numbers[-1]
+        if value == "k1":
+            upper = math.log(numbers[-1])
+            lower = math.log(numbers[0]) if len(numbers) == 2 else -upper
+        if name in RATIO_NAMES and threshold_lower is not None:
+            upper = -math.log(threshold_lower) if threshold_lower else math.inf
+        rules.append(RejectionRule(level, value, lower, upper))
+    return rules
+
+
+def rejection_mask(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    rollout_rs: str,
+    threshold: float | str | None,
+    threshold_lower: float | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """What any of the `rejection_rules` rejects: ([N, R] bool, metrics); of rows all tokens or none.
+
+    Metrics: rollout_rs_masked_fraction, of sampled tokens; rollout_rs_seq_masked_fraction, of rows with a
+    token: those that lost at least one. (verl divides the latter by all rows.)
+    """
+    mask = response_mask.bool()
+    log_ratio = _log_ratio(old_log_prob, rollout_log_prob, mask)
+    rejected = torch.zeros_like(mask)
+    for rule in rejection_rules(rollout_rs, threshold, threshold_lower):
+        values = -log_ratio
+        if rule.value != "k1":
+            bounded = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+            values = bounded.square() / 2 if rule.value == "k2" else bounded.expm1() - bounded
+        if rule.level == "seq_max":
+            values = values.amax(dim=1, keepdim=True)  # of k2 or k3, which are 0 where nothing was sampled
+        elif rule.level != "token":
+            values = values.sum(dim=1, keepdim=True)
+        if rule.level == "seq_mean":
+            values = values / mask.sum(dim=1, keepdim=True).clamp(min=1)
+        rejected |= ((values < rule.lower) | (values > rule.upper)) & mask
+    rows = mask.any(dim=1)
+    if not rows.any():
+        return rejected, {}
+    return rejected, {
+        "rollout_corr/rollout_rs_masked_fraction": float(rejected[mask].double().mean()),
+        "rollout_corr/rollout_rs_seq_masked_fraction": float(rejected.any(dim=1)[rows].double().mean()),
+    }
+
+
+class WorstToken(NamedTuple):
+    """The token with the greatest difference: its row and column in [N, R], and both log-probs."""
+
+    row: int
+    column: int
+    rollout: float
+    trainer: float
+
+
+class RolloutAgreement:
+    """How far engine and trainer agree on some trajectories; every rank has its own, and `metrics` puts them
+    together.
+
+    Names and definitions of the metrics are those of verl's rollout correction; `log_prob_diff_mean` and
+    `_max` (absolute, per token) are ours. `kl` and `k3_kl` estimate KL(rollout || trainer) by k1 and k3 of
+    Schulman 2020, "Approximating KL Divergence". Log-ratios that are squared are limited to [-20, 20], so
+    that chi2_* stay finite.
+
+    Args:
+        rollout, trainer: [N, R] log-probs (nats) of the sampled tokens.
+        mask: [N, R] bool, where the policy sampled; nothing else is looked at.
+
+    Example, one trajectory of two tokens, the engine's log-probs [-1.0, -2.0], the trainer's [-1.1, -2.0]: kl
+    0.05, log_prob_diff_max 0.1, rollout_log_ppl 1.5, training_log_ppl 1.55, ppl_ratio exp(0.05).
+    """
+
+    def __init__(self, rollout: Tensor, trainer: Tensor, mask: Tensor) -> None:
+        rows = mask.any(dim=1)
+        self._mask = mask[rows]
+        self._rows = rows.nonzero().flatten()
+        self._rollout, self._trainer = (
+            x.detach()[rows].double().masked_fill(~self._mask, 0.0) for x in (rollout, trainer)
+        )
+        self._log_ratio = self._trainer - self._rollout
+
+    def worst(self) -> WorstToken | None:
+        """The token with the greatest difference on this rank; None if nothing was sampled."""
+        if not len(self._rows):
+            return None
+        index = int(self._log_ratio.abs().masked_fill(~self._mask, -torch.inf).argmax())
+        row, column = divmod(index, self._mask.shape[1])
+        rollout, trainer = (float(x[row, column]) for x in (self._rollout, self._trainer))
+        return WorstToken(int(self._rows[row]), column, rollout, trainer)
+
+    def warn_of_worst(self, token_ids: Tensor, names: np.ndarray | None) -> None:
+        """Writes a log line if engine and trainer can't have had the same weights and context for some token.
+
+        Args:
+            token_ids: [N, R] int64, the responses. names: [N] of str, the trajectories, if they have any.
+        """
+        worst = self.worst()
+        if worst is None or abs(worst.rollout - worst.trainer) <= WORST_DIFFERENCE:  # NaN is worth a line
+            return
+        logger.warning(
+            "rollout engine and trainer disagree: log-probs %.3f and %.3f of token %d, place %d of the "
+            "response of trajectory %s",
+            worst.rollout,
+            worst.trainer,
+            int(token_ids[worst.row, worst.column]),
+            worst.column,
+            worst.row if names is None else names[worst.row],
+        )
+
+    def metrics(self, reduce: Reduce) -> dict[str, float]:
+        """`rollout_corr/*`; nothing if no rank sampled anything.
+
+        Args:
+            reduce: `Engine.reduce`, (values, "sum" or "max") -> the same over all ranks.
+        """
+        per_token, per_sequence, greatest = self._values()
+        counts = [float(self._mask.sum()), float(len(self._rows))]
+        sums = [float(values.sum()) for values in (*per_token.values(), *per_sequence.values())]
+        most = [float(values.max()) if len(values) else -torch.inf for values in greatest.values()]
+        (num_tokens, num_sequences, *sums), most = reduce([*counts, *sums], "sum"), reduce(most, "max")
+        if not num_tokens:
+            return {}
+        divisors = [num_tokens] * len(per_token) + [num_sequences] * len(per_sequence)
+        means = [total / divisor for total, divisor in zip(sums, divisors, strict=True)]
+        metrics = dict(zip((*per_token, *per_sequence, *greatest), [*means, *most], strict=True))
+        metrics["log_ppl_diff_min"] *= -1
+        return {f"rollout_corr/{name}": value for name, value in metrics.items()}
+
+    def _values(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """name -> values of which it is the mean over tokens, the mean over sequences, the greatest."""
+        log_ratio = self._log_ratio  # 0 where nothing was sampled, as are the values made of it
+        lengths = self._mask.sum(dim=1)
+        rollout_log_ppl, training_log_ppl = (-x.sum(dim=1) / lengths for x in (self._rollout, self._trainer))
+        log_ppl_diff = training_log_ppl - rollout_log_ppl
+        per_token = {
+            "log_prob_diff_mean": log_ratio.abs(),
+            "kl": -log_ratio,
+            "k3_kl": log_ratio.expm1() - log_ratio,
+            "chi2_token": _chi2(log_ratio),
+        }
+        per_sequence = {
+            "training_ppl": training_log_ppl.exp(),
+            "training_log_ppl": training_log_ppl,
+            "rollout_ppl": rollout_log_ppl.exp(),
+            "rollout_log_ppl": rollout_log_ppl,
+            "log_ppl_diff": log_ppl_diff,
+            "log_ppl_abs_diff": log_ppl_diff.abs(),
+            "ppl_ratio": log_ppl_diff.exp(),
+            "chi2_seq": _chi2(log_ratio.sum(dim=1)),
+        }
+        greatest = {
+            "log_prob_diff_max": log_ratio.abs().flatten(),
+            "log_ppl_diff_max": log_ppl_diff,
+            "log_ppl_diff_min": -log_ppl_diff,
+        }
+        return per_token, per_sequence, greatest
+
+
+def _chi2(log_ratio: Tensor) -> Tensor:
+    """ratio^2 - 1"""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).mul(2).expm1()

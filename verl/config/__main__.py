@@ -1,0 +1,59 @@
+"""Looks at arguments without torch, and writes what is made from the schema.
+
+python -m verl.config ppo_trainer key=value ...   ends with 0 if a run takes these, else with 2
+python -m verl.config --check                     whether what is made from the schema is fresh
+python -m verl.config                             writes it
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from verl.config.checks import check_config, check_sft_config
+from verl.config.command_line import read_arguments
+from verl.config.loading import PROGRAMS
+from verl.config.render import json_schema, yaml_file
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def made_files() -> dict[Path, str]:
+    """File -> its content."""
+    folder = ROOT / "verl" / "trainer" / "config"
+    readable = {folder / f"{name}.yaml": yaml_file(name) for name in ("ppo_trainer", "sft_trainer")}
+    return {**readable, ROOT / "configs" / "schema.json": json_schema()}
+
+
+def check_arguments(name: str, arguments: list[str]) -> int:
+    """Whether a program would take these arguments; its data may still have to be made."""
+    try:
+        if name == "sft_trainer":
+            check_sft_config(read_arguments(arguments, (name,)).config, with_data=False)
+        else:
+            check_config(read_arguments(arguments).config, with_data=False)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def main() -> int:
+    if sys.argv[1:2] and sys.argv[1] in PROGRAMS:
+        return check_arguments(sys.argv[1], sys.argv[2:])
+    stale = [
+        p for p, text in made_files().items() if not p.is_file() or p.read_text(encoding="utf-8") != text
+    ]
+    if "--check" in sys.argv[1:]:
+        for path in stale:
+            print(f"{path.relative_to(ROOT)} is not what the schema says; run python -m verl.config")
+        return 1 if stale else 0
+    for path in stale:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(made_files()[path], encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

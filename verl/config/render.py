@@ -1,0 +1,144 @@
+"""The schema as people and editors read it: yaml with the meaning of each key, a JSON schema, a table."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl.config.keys import Block, Key, at, settable, to_dict
+from verl.config.loading import PROGRAMS, Loaded
+from verl.config.values import read_number
+
+_COMMENT_AT, _WIDTH = 34, 120
+_JSON_TYPES: dict[type, str] = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
+_HEADER = """\
+Made by `python -m verl.config` from the schema in verl/config; don't edit it. Each key is set by `key=value`
+on the command line, by a file of such keys (`@ file.yaml` or .toml), or by an environment variable
+(VERL__TRAINER__SEED=1), the later of these last and the command line above all.
+"""
+
+
+class _YamlDumper(yaml.SafeDumper):
+    """Puts text such as 1e5 in quotes, which files of keys have as a number and yaml 1.1 as text."""
+
+
+_YamlDumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style=None if read_number(text) is text else "'"
+    ),
+)
+
+
+def to_yaml(
+    config_name: str, loaded: Loaded | None = None, with_origins: bool = False, with_meaning: bool = True
+) -> str:
+    """Every key that can be set, in blocks, with its value and a comment.
+
+    Args:
+        loaded: whose values are shown; None: the defaults, with `${key}` where one follows another.
+        with_origins, with_meaning: what the comment says: where the value is from, or what the key means.
+    """
+    keys = settable(PROGRAMS[config_name].schema)
+    preset = PROGRAMS[config_name].preset
+    lines: list[str] = []
+    shown_groups: list[str] = []
+    for path, each in keys.items():
+        *groups, name = path.split(".")
+        common = 0
+        while common < min(len(groups), len(shown_groups)) and groups[common] == shown_groups[common]:
+            common += 1
+        for depth in range(common, len(groups)):
+            lines += [""] * (depth == 0) + ["  " * depth + groups[depth] + ":"]
+        shown_groups = groups
+        if loaded is not None:
+            value = at(loaded.config, path)
+        else:
+            value = preset.get(path, f"${{{each.follows}}}" if each.follows else each.default)
+        comment = each.meaning if with_meaning else ""
+        if loaded is not None and with_origins:
+            comment = loaded.origins[path]
+        setting = "  " * len(groups) + f"{name}: {_scalar(value)}"
+        lines += _line(setting, comment) if comment else [setting]
+    return "\n".join(lines) + "\n"
+
+
+def _line(setting: str, comment: str) -> list[str]:
+    """The setting with its comment beside it, and below where that is long."""
+    start = max(_COMMENT_AT, len(setting) + 2)
+    wrapped = textwrap.wrap(comment, _WIDTH - start - 2) if _WIDTH - start > 30 else None
+    if wrapped is None:
+        return [
+            *(f"{'':{_COMMENT_AT}}# {line}" for line in textwrap.wrap(comment, _WIDTH - _COMMENT_AT - 2)),
+            setting,
+        ]
+    return [f"{setting:{start}}# {wrapped[0]}", *(f"{'':{start}}# {line}" for line in wrapped[1:])]
+
+
+def _scalar(value: Any) -> str:
+    """A value on one line of yaml."""
+    text = yaml.dump(value, Dumper=_YamlDumper, default_flow_style=True, width=10_000)
+    return text.removesuffix("...\n").strip()
+
+
+def yaml_file(config_name: str) -> str:
+    """The readable file of a program's keys."""
+    module = {"sft_trainer": "fsdp_sft_trainer"}.get(config_name, "main_ppo")
+    first = f"Configuration of `python -m verl.trainer.{module} key=value ...`.\n"
+    return "".join(f"# {line}\n" for line in (first + _HEADER).splitlines()) + to_yaml(config_name)
+
+
+def json_schema() -> str:
+    """For editors: what a file of keys (a recipe in configs/) may hold, for either program."""
+    programs = [_object(PROGRAMS[name].schema) for name in ("ppo_trainer", "sft_trainer")]
+    top = {"$schema": "https://json-schema.org/draft/2020-12/schema", "anyOf": programs}
+    return json.dumps(top, indent=1) + "\n"
+
+
+def _object(schema: type[Block]) -> dict[str, Any]:
+    top: dict[str, Any] = {"type": "object", "additionalProperties": False, "properties": {}}
+    for path, each in settable(schema).items():
+        *groups, name = path.split(".")
+        inner = top
+        for group in groups:
+            inner = inner["properties"].setdefault(
+                group, {"type": "object", "additionalProperties": False, "properties": {}}
+            )
+        inner["properties"][name] = _property(each)
+    return top
+
+
+def _property(each: Key) -> dict[str, Any]:
+    kinds = [_JSON_TYPES[kind] for kind in each.types] + (["null"] if each.nullable else [])
+    entry: dict[str, Any] = {"description": each.meaning, "type": kinds if len(kinds) > 1 else kinds[0]}
+    if each.choices and not each.importable:
+        entry["enum"] = list(dict.fromkeys([*each.choices, *([None] if each.nullable else [])]))
+    if each.low is not None:
+        entry["exclusiveMinimum" if each.above else "minimum"] = each.low
+    if each.high is not None:
+        entry["exclusiveMaximum" if each.below else "maximum"] = each.high
+    return entry
+
+
+def write_yaml(config: Block, path: Path) -> None:
+    """A run's config.yaml: the keys with their values, which `@ path` reads again."""
+    text = yaml.dump(to_dict(config), Dumper=_YamlDumper, sort_keys=False, width=100, allow_unicode=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def read_yaml(path: Path) -> Mapping[str, Any]:
+    """What `write_yaml` wrote."""
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}

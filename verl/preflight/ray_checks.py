@@ -1,0 +1,145 @@
+"""Checks of the Ray cluster that a run of several processes needs, and that its machines are alike."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from verl.preflight.cluster import MachineReport, versions
+from verl.preflight.findings import Finding, check, error, warning
+from verl.preflight.target import Target
+from verl.trainer.placement import num_processes
+
+_JOIN = "bash scripts/ray_node.sh"
+
+
+def _has_cluster(target: Target) -> bool:
+    return target.cluster is not None
+
+
+@check("ray-address", _has_cluster)
+def find_wrong_address(target: Target) -> Iterator[Finding]:
+    """RAY_ADDRESS unset although a cluster is there or needed, or one that nobody answers at"""
+    ray, nnodes = target.cluster, 1 if target.config is None else target.config.trainer.nnodes
+    assert ray is not None
+    do = f"export RAY_ADDRESS={ray.started[0]} (a cluster that answers here)" if ray.started else ""
+    if ray.port_holder is not None:
+        yield error(
+            f"the port of RAY_ADDRESS={ray.address} is held by {ray.port_holder}, which is no Ray head node",
+            "the run could not join a cluster, and a head node can't start there",
+            do or f"{_JOIN} head --port 6380, and export RAY_ADDRESS=<this machine>:6380",
+        )
+    elif ray.problem is not None:
+        yield error(ray.problem.rstrip("."), "", do)
+    elif ray.address is None and ray.started:
+        make = error if nnodes > 1 else warning
+        yield make(
+            f"RAY_ADDRESS is not set, and a Ray cluster runs here at {ray.started[0]}",
+            "a run of several processes would start a second Ray of this machine alone, beside the cluster",
+            f"export RAY_ADDRESS={ray.started[0]}",
+        )
+    elif ray.address is None and nnodes > 1:
+        yield error(
+            f"trainer.nnodes={nnodes}, and RAY_ADDRESS is not set",
+            "a Ray that the run starts by itself has one node, and the run would wait for the others",
+            f"{_JOIN} head here, {_JOIN} worker --head <this machine>:6379 on the others, export "
+            "RAY_ADDRESS=<this machine>:6379",
+        )
+
+
+@check("ray-resources", lambda target: target.config is not None)
+def find_missing_resources(target: Target) -> Iterator[Finding]:
+    """fewer GPUs, CPUs or nodes than the run asks for (a local Ray started by mistake)"""
+    assert target.config is not None
+    trainer, ray, asked = target.config.trainer, target.cluster, target.num_gpus_asked
+    if ray is not None and ray.address is not None:
+        if not ray.nodes:
+            return  # it could not be asked; the check of the address says why
+        per_node = trainer.n_gpus_per_node if asked else 0
+        able = [node for node in ray.alive if node.num_gpus >= per_node]
+        num_cpus, num_gpus = sum(node.num_cpus for node in ray.alive), int(sum(n.num_gpus for n in ray.alive))
+        where = "the cluster has"
+        if len(able) < trainer.nnodes and num_gpus >= asked:
+            dead = [node.name for node in ray.nodes if not node.is_alive]
+            yield error(
+                f"trainer.nnodes={trainer.nnodes}, the cluster has {len(able)} "
+                f"{f'nodes with {per_node} GPUs' if per_node else 'nodes'}"
+                + (f" ({', '.join(dead)} left it)" if dead else ""),
+                "the run would wait for a minute and end",
+                f"{_JOIN} worker --head {ray.address} on the missing ones, or trainer.nnodes={len(able)}",
+            )
+    else:
+        num_cpus, num_gpus = float(os.cpu_count() or 1), torch.cuda.device_count()
+        where = "the Ray that it would start on this machine has" if target.needs_ray else "this machine has"
+    processes, each = num_processes(target.config), trainer.cpus_per_process if target.is_policy_run else 0
+    if target.needs_ray and processes * each > num_cpus:
+        yield error(
+            f"{processes} processes reserve {each:g} of Ray's CPUs each, {where} {num_cpus:g}",
+            "the run would wait for them, or end",
+            f"at most {num_cpus / each:g} processes on these machines",
+        )
+    if num_gpus < asked:
+        do = "trainer.device=cpu to train without GPUs, or fewer trainer.n_gpus_per_node"
+        if ray is not None and ray.address is None:
+            do = f"export RAY_ADDRESS={ray.started[0] if ray.started else f'<head node>:6379, or {do}'}"
+        yield error(
+            f"the run asks for {asked} GPUs, {where} {num_gpus}", "it would wait for them, or end", do
+        )
+
+
+@check("driver-node", lambda target: target.cluster is not None and target.cluster.alive)
+def find_driver_outside(target: Target) -> Iterator[Finding]:
+    """a driver whose machine is no node of the cluster"""
+    from verl.single_controller.ray.environment import card_of_address
+
+    ray = target.cluster
+    assert ray is not None
+    if not any(card_of_address(node.address) is not None for node in ray.alive):
+        names = ", ".join(f"{node.name} ({node.address})" for node in ray.alive[:4])
+        yield error(
+            f"this machine ({socket.gethostname()}) is no node of the cluster at {ray.address}: {names}",
+            "Ray reaches its driver through a node's own processes, and would wait a minute for them",
+            f"start the run on one of these nodes, or {_JOIN} worker --head {ray.address} here",
+        )
+
+
+@check("ray-files", lambda target: target.cluster is not None and target.cluster.address is None)
+def find_bad_ray_folder(target: Target) -> Iterator[Finding]:
+    """a folder for Ray's files on NFS, or with too long a path for its sockets"""
+    from verl.single_controller.ray.temp_dir import choose_temp_dir
+
+    try:
+        _, note = choose_temp_dir()
+    except ValueError as problem:
+        yield error(str(problem).rstrip("."))
+        return
+    if note is not None:
+        yield warning(note, "logs and spilled objects go there", "export RAY_TMPDIR=<a short local path>")
+
+
+# ------------------------------------------------------------------------------ of all machines together
+
+
+@check("nodes", lambda target: target.reports or (target.cluster is not None and target.cluster.silent))
+def compare_nodes(target: Target) -> Iterator[Finding]:
+    """nodes that run no task, or have other versions of Python, torch, Ray, transformers or NCCL"""
+    reports: Sequence[MachineReport] = target.reports
+    for name in target.cluster.silent if target.cluster is not None else ():
+        yield error(
+            f"the node {name} did not run the preflight's task",
+            "a process of the run that is put there would not start either",
+            "look at /tmp/ray/session_latest/logs/raylet.out there, or take the node out with `ray stop`",
+        )
+    for package, ours in versions().items():
+        others = {report.name: report.versions.get(package, "none") for report in reports}
+        others = {name: version for name, version in others.items() if version != ours}
+        theirs = ", ".join(sorted(set(others.values())))
+        if others:
+            yield error(
+                f"{package} is {ours} here and {theirs} on {', '.join(others)}",
+                "objects and collectives between them fail, or give wrong numbers",
+                "on each node: pip install -c constraints.txt -e '.[train]' (or one shared environment)",
+            )

@@ -1,0 +1,349 @@
+"""Checks of a run by its settings and the files that it reads: no machine beside this one is asked."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from huggingface_hub import constants
+from safetensors import SafetensorError, safe_open
+
+from verl.config import Config, SFTConfig
+from verl.config.checks import FORMAT_SCORES, check_sft_config
+from verl.config.keys import as_list
+from verl.preflight.findings import Finding, check, error, warning
+from verl.preflight.machine import existing_parent, memory_of_machine
+from verl.preflight.plan import Hardware, build_plan, engines_of, layout_of, rows_of_step
+from verl.preflight.report import verdict
+from verl.preflight.target import Target, local_folder
+from verl.trainer.config.validation import settings_without_effect, validate
+from verl.trainer.placement import num_processes
+from verl.trainer.ppo.run_state import CheckpointStore
+from verl.utils.tracking import has_wandb_key
+from verl.workers.engine.loading import load_hf_config
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_END = "the run would end before its first step"
+
+
+def _is_run(target: Target) -> bool:
+    return target.config is not None
+
+
+def _is_policy_run(target: Target) -> bool:
+    return target.is_policy_run
+
+
+def _is_asked_about(target: Target) -> bool:
+    """A run that starts has validated its settings, and printed which of them have no effect."""
+    return target.config is not None and not target.at_start
+
+
+def mistake_of(target: Target) -> str | None:
+    """What validation says of the run's settings."""
+    config = target.config
+    try:
+        if isinstance(config, SFTConfig):
+            check_sft_config(config)
+        elif config is not None:
+            validate(config, format_reward=any(config.reward_model[name] for name in FORMAT_SCORES))
+    except ValueError as problem:
+        return str(problem)
+    return None
+
+
+@check("settings", _is_asked_about)
+def find_mistakes(target: Target) -> Iterator[Finding]:
+    """what validation refuses: types, ranges, missing files, dp x tp x pp and processes, keys at odds"""
+    if (mistake := mistake_of(target)) is not None:
+        yield error(mistake.rstrip("."))
+
+
+@check("no-effect", _is_asked_about)
+def find_settings_without_effect(target: Target) -> Iterator[Finding]:
+    """keys that are set and change nothing, and a loss with an aggregation that it is not meant for"""
+    if mistake_of(target) is not None:
+        return
+    notes = list(target.notes)
+    if isinstance(target.config, Config):
+        notes += settings_without_effect(target.config)
+    yield from (warning(note.rstrip(".")) for note in notes)
+
+
+@check("batches", lambda target: target.is_policy_run and not target.config.trainer.val_only)
+def find_uneven_batches(target: Target) -> Iterator[Finding]:
+    """batch sizes that don't divide: mini-batches of a step, processes of a mini-batch"""
+    config = target.config
+    assert config is not None
+    rows, n = rows_of_step(config), config.actor_rollout_ref.rollout.n
+    blocks = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor}
+    if target.passes.values:
+        blocks["critic"] = config.critic
+    try:
+        replicas = layout_of(config, num_processes(config)).replicas
+    except ValueError:  # the check of settings says why
+        return
+    for name, block in blocks.items():
+        key, mini = f"{name}.ppo_mini_batch_size", block.ppo_mini_batch_size * n
+        if mini < rows and rows % mini:
+            divisor = next(size for size in range(mini, 0, -1) if rows % size == 0)
+            yield warning(
+                f"a step has {rows} trajectories, no multiple of {key}={block.ppo_mini_batch_size}"
+                + (f" (times rollout.n: {mini})" if n > 1 else ""),
+                f"the last update of each step has only {rows % mini} of them, and counts as the others",
+                f"{key}={max(1, divisor // n)}",
+            )
+        if min(mini, rows) % replicas:
+            yield warning(
+                f"{key} gives updates of {min(mini, rows)} trajectories for {replicas} replicas of the model",
+                f"each is filled up with {-min(mini, rows) % replicas} copies that teach nothing",
+                f"set {key} to a multiple of {replicas}",
+            )
+
+
+@check("lengths", _is_policy_run)
+def find_lengths_that_do_not_fit(target: Target) -> Iterator[Finding]:
+    """contexts longer than the model's positions; turns that leave no room for a search"""
+    config = target.config
+    assert config is not None
+    data, longest = config.data, config.data.max_prompt_length + config.data.max_response_length
+    blocks = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model}
+    if target.passes.values:
+        blocks["critic.model.path"] = config.critic.model
+    for key, block in blocks.items():
+        positions = _max_positions(block) if block.path and local_folder(block.path) else None
+        if positions is not None and longest > positions:
+            yield error(
+                f"a trajectory may get {longest} tokens (data.max_prompt_length={data.max_prompt_length} and "
+                f"a last turn of max_response_length={data.max_response_length}), {key}={block.path} knows "
+                f"{positions}",
+                "past its last position a model writes nonsense, or fails",
+                f"data.max_prompt_length={max(1, positions - data.max_response_length)}, or a model with "
+                "more positions (RoPE scaling in its config.json)",
+            )
+    one_search = data.max_start_length + data.max_response_length + data.max_obs_length
+    if target.searches and config.max_turns > 0 and one_search > data.max_prompt_length:
+        yield warning(
+            f"data.max_start_length={data.max_start_length}, max_response_length={data.max_response_length} "
+            f"and max_obs_length={data.max_obs_length} make {one_search} tokens, data.max_prompt_length is "
+            f"{data.max_prompt_length}",
+            "a trajectory may be full before it has read what its first search found",
+            f"data.max_prompt_length={one_search + data.max_response_length}, or shorter parts",
+        )
+
+
+def _max_positions(block: dict) -> int | None:
+    """Positions that a model has, those of a stretched RoPE (YaRN, linear, ...) included."""
+    try:
+        fields = load_hf_config(block).get_text_config().to_dict()
+    except ValueError:  # the check of models says why
+        return None
+    positions = fields.get("max_position_embeddings")
+    scaling = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if positions is None or not isinstance(factor := scaling.get("factor"), int | float):
+        return positions
+    return max(positions, int(factor * scaling.get("original_max_position_embeddings", positions)))
+
+
+@check("model", _is_run)
+def find_broken_models(target: Target) -> Iterator[Finding]:
+    """models that are not whole, or without a tokenizer"""
+    for key, path in target.models.items():
+        folder = local_folder(path)
+        if folder is None:
+            continue
+        missing = [] if (folder / "config.json").exists() else ["config"]
+        files = sorted(folder.glob("*.safetensors"))
+        if not files and not any(folder.glob("pytorch_model*.bin")):
+            missing.append("weights")
+        if not any((folder / name).exists() for name in TOKENIZERS):
+            missing.append("tokenizer")
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            text = index.read_text(encoding="utf-8")
+            shards = sorted(set(json.loads(text)["weight_map"].values()))
+            missing += [name for name in shards if not (folder / name).exists()]
+        if missing:
+            names = ", ".join(missing)
+            do = f"copy {names} into {path}" if Path(path).is_dir() else f"hf download {path}"
+            yield error(f"{key}={path} is not whole: no {names}", _END, do)
+        for file in files:
+            if (problem := _problem_of_file(file)) is not None:
+                yield error(f"{key}={path} can't be read: {file.name}: {problem}", _END, f"copy {file} again")
+
+
+def _problem_of_file(path: Path) -> str | None:
+    """What is wrong with a file of a model or of data that is there."""
+    if not os.access(path, os.R_OK):
+        return "it can't be read by this user"
+    with path.open("rb") as file:
+        start = file.read(16)
+    if start.startswith(b"version https://"):
+        return "it is a git-lfs pointer; fetch the file with `git lfs pull`"
+    if path.suffix == ".parquet" and not start.startswith(b"PAR1"):
+        return "it is no parquet file"
+    if path.suffix == ".safetensors":
+        try:
+            safe_open(path, framework="pt").__enter__()
+        except SafetensorError as problem:
+            return f"it was cut short, or is no such file ({problem})"
+    return None
+
+
+@check("hub-offline", _is_run)
+def find_uncached_models(target: Target) -> Iterator[Finding]:
+    """the hub switched off, and a model that is not in the cache"""
+    for key, path in target.models.items():
+        if constants.HF_HUB_OFFLINE and local_folder(path) is None:
+            yield error(
+                f"HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set, and {key}={path} is not in the cache",
+                "it can't be loaded, and nothing may be fetched",
+                f"on a machine with network: hf download {path} (same HF_HOME), or unset the variable",
+            )
+
+
+@check("data", _is_run)
+def find_broken_data(target: Target) -> Iterator[Finding]:
+    """data files that are broken or can't be read"""
+    data = target.config.data  # type: ignore[union-attr]
+    files = {"data.train_files": data.train_files, "data.val_files": data.val_files}
+    if target.is_policy_run:
+        files["data.extra_val_files"] = data.extra_val_files
+    for key, value in files.items():
+        for path in [Path(str(one)) for one in as_list(value) if one is not None]:
+            if path.is_file() and (problem := _problem_of_file(path)) is not None:
+                yield error(f"{key}={path}: {problem}", _END, f"{key}=<file>")
+
+
+@check("wandb-key", _is_run)
+def find_missing_key(target: Target) -> Iterator[Finding]:
+    """wandb among the loggers without an API key"""
+    loggers = target.config.trainer.logger  # type: ignore[union-attr]
+    if "wandb" in loggers and not os.environ.get("WANDB_MODE") and not has_wandb_key():
+        yield warning(
+            "trainer.logger has wandb, and there is no WANDB_API_KEY and no `wandb login`",
+            "the run is kept on disk only, and nobody sees its curves while it goes",
+            "export WANDB_API_KEY=..., or WANDB_MODE=offline to mean it",
+        )
+
+
+def _plans_here(target: Target) -> bool:
+    """Whether the run's memory is that of machines like this one: it may be on other nodes, with GPUs."""
+    if not target.is_policy_run or not target.has_models:
+        return False
+    cluster_gpus = sum(node.num_gpus for node in target.cluster.alive) if target.cluster else 0
+    device = target.config.trainer.device  # type: ignore[union-attr]
+    return device == "cpu" or torch.cuda.is_available() or (not target.num_gpus_asked and not cluster_gpus)
+
+
+@check("memory", _plans_here)
+def find_little_memory(target: Target) -> Iterator[Finding]:
+    """a run that does not fit into its GPUs, or a machine whose memory is below what the models take"""
+    try:
+        plan = build_plan(target.config, Hardware.of(target.config))  # type: ignore[arg-type]
+    except ValueError:  # a model that can't be read, or sizes that can't be: other checks say why
+        return
+    if plan.hardware.device == "cuda":
+        if not plan.fits:
+            what, *do = verdict(plan, target.config)  # type: ignore[arg-type]
+            yield error(what, "the run would end with out of memory", "; ".join(do))
+        return
+    # on CPUs much is paged and shared: only what models keep for the whole run is certain
+    kept = ("weights", "gradients", "optimizer state")
+    load = plan.loads[0]
+    needed = max(
+        sum(item.phases.get(phase, 0) for item in load.items if item.name.endswith(kept))
+        for phase in plan.phases
+    )
+    if needed > memory_of_machine():
+        yield error(
+            f"this machine (or its control group) has {_gb(memory_of_machine())} of memory, weights, "
+            f"gradients and optimizer states need {_gb(needed)}",
+            "the kernel would kill the processes, without a word in their log",
+            "ask for more memory (sbatch --mem=...) or more nodes; trainer.dry_run=true shows the plan",
+        )
+
+
+@check("checkpoints", lambda t: t.is_policy_run and t.has_models and not t.config.trainer.val_only)
+def find_no_room_for_checkpoints(target: Target) -> Iterator[Finding]:
+    """a file system too small for the checkpoints that the run keeps"""
+    try:
+        size = checkpoint_bytes(target)
+    except ValueError:  # a model that can't be read: another check says why
+        return
+    trainer, there = target.config.trainer, len(CheckpointStore(target.run_folder, None).steps())  # type: ignore[union-attr]
+    sizes = os.statvfs(existing_parent(target.run_folder))
+    free = sizes.f_bavail * sizes.f_frsize
+    kept, at_once = checkpoints_at_once(trainer)
+    if max(1, at_once - there) * size > free:
+        yield error(
+            f"{target.run_folder} has {_gb(free)} free, {at_once} checkpoints of about {_gb(size)} need "
+            f"{_gb(at_once * size)} (trainer.max_ckpt_to_keep={trainer.max_ckpt_to_keep}, and one being "
+            f"written{f', {there} are there' if there else ''})",
+            "the run would end when the disk is full, hours from now",
+            f"trainer.max_ckpt_to_keep={max(1, free // size - 1)}"
+            if free >= 2 * size and kept > 1
+            else "trainer.default_local_dir=<folder on a file system with room>",
+        )
+
+
+def checkpoints_at_once(trainer: object) -> tuple[int, int]:
+    """(checkpoints that stay, those on disk while the next one is written before the oldest goes)."""
+    steps, frequency, kept = trainer.total_training_steps, trainer.save_freq, trainer.max_ckpt_to_keep  # type: ignore[attr-defined]
+    if frequency <= 0:
+        return 1, 1
+    if steps is None:
+        return (kept or 1), (kept or 1) + 1
+    written = -(-steps // frequency)
+    stay = min(kept or written, written)
+    return stay, min(stay + 1, written)
+
+
+def checkpoint_bytes(target: Target) -> int:
+    """About what one checkpoint takes: per trained parameter the weight and AdamW's two averages, and the
+    policy's weights again in a Hugging Face folder.
+    """
+    total, device = 0, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for engine in engines_of(target.config, target.passes, device):  # type: ignore[arg-type]
+        if engine.update is None:
+            continue
+        width = engine.precision.model.itemsize
+        for p in engine.shapes.parameters:
+            total += p.numel * (3 * (4 if p.is_adapter else width) if p.trained else 0)
+            total += p.numel * width if engine.owner == "actor" and not p.is_adapter else 0
+    return total
+
+
+@check("index", lambda target: target.index_path is not None and target.probe is not None)
+def find_unfit_index(target: Target) -> Iterator[Finding]:
+    """an index (--index_path) that is not whole, or larger than the memory it is searched in"""
+    assert target.index_path is not None and target.probe is not None
+    name = f"--index_path {target.index_path}"
+    try:
+        num_bytes, on_gpu = target.probe.index(target.index_path)
+    except (OSError, ValueError) as problem:
+        yield error(f"{name}: {problem}", "the retrieval server would not start")
+        return
+    num_gpus = torch.cuda.device_count()
+    if on_gpu and num_gpus:
+        room = sum(torch.cuda.mem_get_info(index)[0] for index in range(num_gpus))
+        if num_bytes > room:
+            yield error(
+                f"{name} has {_gb(num_bytes)}, the {num_gpus} GPUs here have {_gb(room)} free",
+                "the retrieval server would end with out of memory, after minutes of loading",
+                "bash retrieval_launch.sh --device cpu, or an index of half the size (python -m "
+                "search_r1.search.index_builder), or more GPUs",
+            )
+    elif num_bytes > memory_of_machine():
+        yield warning(
+            f"{name} has {_gb(num_bytes)}, this machine {_gb(memory_of_machine())} of memory",
+            "each search would read from disk, at a fraction of the speed",
+            "serve it on a machine with more memory: retriever.url=http://<machine>:8000/retrieve",
+        )
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f} GB"

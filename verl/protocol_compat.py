@@ -1,0 +1,125 @@
+"""What verl's users call on batches beside the core of `DataProto`; `verl.protocol` hands all of it on.
+
+`DataProto` inherits `VerlBatchMethods`. The functions take and return whatever batch class they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from verl.utils.columns import BatchError, same
+
+
+class DataProtoConfig:
+    """verl's switch for padding in dispatch. Worker groups here always pad, so it changes nothing."""
+
+    auto_padding: bool = False
+
+
+class VerlBatchMethods:
+    """Methods of verl's DataProto that a training step of this project does not need."""
+
+    batch: TensorDict | None
+    non_tensor_batch: dict[str, np.ndarray]
+    meta_info: dict[str, Any]
+
+    def is_padding_enabled(self) -> bool:
+        """True: worker groups pad each batch to a multiple of their size and take the padding off again."""
+        return True
+
+    def padding(self, padding_size: int, padding_candidate: str = "") -> None:
+        """Appends `padding_size` copies of a row in place: of the first, or with "last" of the last one."""
+        num_rows = len(self)  # type: ignore[arg-type]
+        source = num_rows - 1 if padding_candidate == "last" else 0
+        padded = self[[*range(num_rows), *[source] * padding_size]]  # type: ignore[index]
+        self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
+
+    def sample_level_repeat(self, repeat_times: Sequence[int] | torch.Tensor) -> Any:
+        """Row i `repeat_times[i]` times, copies side by side; `repeat_times` has N entries of at least 0."""
+        times = torch.as_tensor(repeat_times)
+        if len(times) != len(self):  # type: ignore[arg-type]
+            raise BatchError(f"repeat_times has {len(times)} entries for {len(self)} rows")  # type: ignore
+        return self[torch.arange(len(times)).repeat_interleave(times)]  # type: ignore[index]
+
+    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Any:
+        """Each row becomes `n_split` rows: named columns [N, W, ...] are cut along W, others repeated.
+
+        Args:
+            split_keys: of tensors and arrays; None: none is cut. W must be a multiple of `n_split`.
+        """
+
+        def unfolded(key: str, value: Any) -> Any:
+            if key not in (split_keys or ()):
+                return value[np.arange(len(value)).repeat(n_split)]
+            if not torch.is_tensor(value):
+                value = np.array(value.tolist(), dtype=object)
+            if value.shape[1] % n_split:
+                raise BatchError(f"column {key!r} has width {value.shape[1]}, no multiple of {n_split}")
+            return value.reshape(len(value) * n_split, value.shape[1] // n_split, *value.shape[2:])
+
+        num_rows = len(self) * n_split  # type: ignore[arg-type]
+        columns = {} if self.batch is None else self.batch
+        tensors = {key: unfolded(key, value) for key, value in columns.items()}
+        objects = {key: unfolded(key, value) for key, value in self.non_tensor_batch.items()}
+        batch = TensorDict(tensors, batch_size=[num_rows]) if tensors else None
+        return type(self)(batch, objects, dict(self.meta_info))  # type: ignore[call-arg]
+
+
+def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
+    """Adds the second's columns to the first, in place. BatchError if a common name holds other values."""
+    if tensor_dict1.batch_size != tensor_dict2.batch_size:
+        raise BatchError(
+            f"two TensorDicts with batch sizes {tuple(tensor_dict1.batch_size)} and "
+            f"{tuple(tensor_dict2.batch_size)} cannot be joined; they must be the same"
+        )
+    for key, value in tensor_dict2.items():
+        if key in tensor_dict1.keys():  # noqa: SIM118  a TensorDict refuses `in`
+            _check_same(key, tensor_dict1[key], value)
+        tensor_dict1[key] = value
+    return tensor_dict1
+
+
+def union_numpy_dict(
+    tensor_dict1: dict[str, np.ndarray], tensor_dict2: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """As `union_tensor_dict` for arrays; NaN equals NaN."""
+    for key, value in tensor_dict2.items():
+        if key in tensor_dict1:
+            _check_same(key, tensor_dict1[key], value)
+        tensor_dict1[key] = value
+    return tensor_dict1
+
+
+def _check_same(key: str, one: Any, other: Any) -> None:
+    if not same(one, other):
+        raise BatchError(f"`{key}` in tensor_dict1 and tensor_dict2 are not the same object.")
+
+
+def fold_batch_dim(data: Any, new_batch_size: int) -> Any:
+    """[B, ...] -> [new_batch_size, B / new_batch_size, ...] in every column; B must be a multiple."""
+    num_rows = len(data)
+    if new_batch_size < 1 or num_rows % new_batch_size:
+        raise BatchError(f"{num_rows} rows do not fold into {new_batch_size} of equal size")
+    shape = (new_batch_size, num_rows // new_batch_size)
+    return _reshaped(data, new_batch_size, lambda value: value.reshape(*shape, *value.shape[1:]))
+
+
+def unfold_batch_dim(data: Any, batch_dims: int = 2) -> Any:
+    """[A, B, ...] -> [A * B, ...] for the first `batch_dims` dimensions of every column: undoes folding."""
+    sizes = {tuple(value.shape[:batch_dims]) for value in data.batch.values()}
+    if len(sizes) != 1:
+        raise BatchError(f"the first {batch_dims} dimensions of the columns differ: {sorted(sizes)}")
+    return _reshaped(
+        data, int(np.prod(sizes.pop())), lambda value: value.reshape(-1, *value.shape[batch_dims:])
+    )
+
+
+def _reshaped(data: Any, num_rows: int, reshape: Any) -> Any:
+    tensors = {key: reshape(value) for key, value in data.batch.items()}
+    objects = {key: reshape(value) for key, value in data.non_tensor_batch.items()}
+    return type(data)(TensorDict(tensors, batch_size=[num_rows]), objects, dict(data.meta_info))

@@ -1,0 +1,89 @@
+"""`python -m verl.preflight [options] [the run's overrides]`: checks before anything is spent.
+
+    python -m verl.preflight                                     this machine, and the cluster at RAY_ADDRESS
+    python -m verl.preflight trainer.nnodes=2 retriever.url=...  a run: the arguments of verl.trainer.main_ppo
+    python -m verl.preflight --only retriever,proxy --json ...   some checks, for a script
+
+One line for each finding: what is wrong, why it will hurt, what to type; then a note on the checks that had
+nothing to look at, and the count of the others. Exit status: 0 nothing, or warnings only; 2 errors (also in
+the arguments).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from search_r1.search.probe import RetrievalProbe
+from verl.config import PROGRAMS, Loaded, load
+from verl.preflight.findings import CHECKS, choose
+from verl.preflight.preflight import Preflight, look
+from verl.preflight.target import Target
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m verl.preflight",
+        description="Checks before anything is spent. Arguments key=value are the run's overrides.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    program_help = "the program's schema, e.g. sft_trainer (default: %(default)s)"
+    add("--config-name", default="ppo_trainer", choices=PROGRAMS, help=program_help)
+    add("--json", action="store_true", help="print one JSON object")
+    add("--quick", action="store_true", help="only what the trainer looks at when it starts")
+    add("--only", type=_names, default=[], metavar="NAME,..", help="these checks alone")
+    add("--skip", type=_names, default=[], metavar="NAME,..", help="not these")
+    add("--list", action="store_true", help="print the names of the checks and what they find")
+    add("--index_path", help="an index that the retrieval server is to load on this machine")
+    add("overrides", nargs="*", metavar="key=value", help="as for the trainer")
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program. Returns the exit status."""
+    arguments = build_parser().parse_intermixed_args(argv)
+    program = arguments.config_name
+    try:
+        if arguments.list:
+            for name in choose(arguments.only, arguments.skip):
+                print(f"{name:15} {CHECKS[name].about}")
+            return 0
+        has_run = arguments.overrides or program != "ppo_trainer"
+        loaded = load(arguments.overrides, program) if has_run else Loaded(None, {}, [])
+        config, notes, is_thorough = loaded.config, tuple(loaded.notes), not arguments.quick
+        target = Target(config, program, RetrievalProbe(), arguments.index_path, is_thorough, notes=notes)
+        preflight = look(target, arguments.only, arguments.skip)
+    except (ValueError, OSError) as error:
+        if arguments.json:
+            print(json.dumps({"error": str(error)}))
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps(_as_json(preflight), indent=1))
+    else:
+        for finding in preflight.findings:
+            print(finding.line)
+        if preflight.idle:
+            print(f"note: {len(preflight.idle)} checks had nothing to look at: {', '.join(preflight.idle)}")
+        of = "this run on" if config is not None else "this machine, or the cluster at RAY_ADDRESS:"
+        errors, warnings = preflight.num_errors, len(preflight.findings) - preflight.num_errors
+        machines = f"{len(preflight.machines)} machine{'s' if len(preflight.machines) > 1 else ''}"
+        print(f"{len(preflight.looked)} checks of {of} {machines}: {errors} errors, {warnings} warnings")
+    return 2 if preflight.num_errors else 0
+
+
+def _as_json(preflight: Preflight) -> dict[str, object]:
+    return {
+        "errors": preflight.num_errors,
+        "warnings": len(preflight.findings) - preflight.num_errors,
+        "checks": preflight.looked,
+        "without_a_look": preflight.idle,
+        "findings": [finding.to_json() for finding in preflight.findings],
+    }

@@ -1,1 +1,0 @@
-"""The algorithms, a file per family; `verl.trainer.ppo.core_algos` has them all under one name."""

@@ -1,0 +1,374 @@
+"""Attention over packed sequences, as an attention implementation that any Hugging Face decoder can use.
+
+A model built with `attn_implementation="packed"` gets one row of T tokens (several sequences end to end) and
+the keyword `packing`, a `Packing`, which travels through the model's forward to every layer. A sequence may
+have its beginning in common with others (`Packing.key_index`): its keys are gathered then. On CPU the
+sequences are attended one by one (neighbours of equal length together), which beats any mask; on CUDA with
+16-bit floats torch's variable-length flash kernel takes the pack at once, where torch and the GPU have it. On
+the first way long sequences go to `causal_attention` and others to SDPA, with masks for sliding windows,
+and for sequences that share more than half of their keys. A layer of which only some tokens' outputs are
+wanted (`Packing.wanted`) attends from those alone. Where several processes have a share of the pack each
+(`Packing.share`), the model's row is this process's tokens, and attention exchanges them for heads.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import AttentionInterface
+
+from verl.utils.ulysses import TokenShare
+
+PACKED_ATTENTION = "packed"
+BLOCK = 64  # queries
+FEWEST_SCORES = 2**17  # heads * queries * keys: below, SDPA's single call is faster
+MOST_SCORES = 2**25  # above, SDPA: 64 MB of probabilities a layer would be kept
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the sequences of a pack begin and end, and what they attend to.
+
+    seq_lens: length of each sequence in the pack, in order, on the host. cu_seqlens [B + 1] int32: their
+    running sum from 0, on the model's device. A sequence attends to itself, causally, and to what it has in
+    common with sequences before it: key_lens are the lengths with it, cu_key_lens their running sum,
+    key_index [sum of key_lens] the tokens' places in the pack, or None if nothing is shared. wanted: places
+    in the pack, ascending, of the tokens whose output is asked for (None: all); others' may be 0. share:
+    which of the pack's tokens each process of a group has (None: this one has them all).
+    """
+
+    seq_lens: tuple[int, ...]
+    cu_seqlens: Tensor
+    key_lens: tuple[int, ...]
+    cu_key_lens: Tensor
+    key_index: Tensor | None
+    wanted: Tensor | None = None
+    share: TokenShare | None = None
+
+    @classmethod
+    def of(
+        cls,
+        seq_lens: Sequence[int],
+        device: torch.device | str,
+        key_lens: Sequence[int] | None = None,
+        key_index: Tensor | None = None,
+    ) -> Packing:
+        """Without key_lens and key_index each sequence attends to itself alone."""
+        cu_seqlens = _running_sum(seq_lens, device)
+        if key_lens is None or key_index is None:
+            return cls(tuple(seq_lens), cu_seqlens, tuple(seq_lens), cu_seqlens, None)
+        cu_key_lens = _running_sum(key_lens, device)
+        return cls(tuple(seq_lens), cu_seqlens, tuple(key_lens), cu_key_lens, key_index.to(device))
+
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(count, length, length with what is shared) of each run of neighbours with equal lengths."""
+        lengths = zip(self.seq_lens, self.key_lens, strict=True)
+        return [(len(list(group)), *pair) for pair, group in groupby(lengths)]
+
+    def own(self, places: Tensor) -> Tensor:
+        """Places in the pack as places among the tokens that this process has, of those that it has."""
+        return places if self.share is None else self.share.own(places)
+
+
+def _running_sum(lengths: Sequence[int], device: torch.device | str) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+
+
+def _mask(places: Tensor, num_keys: int, window: int | None) -> Tensor:
+    """[N, num_keys] bool: what the queries at `places` [N] may attend to."""
+    distance = places[:, None] - torch.arange(num_keys, device=places.device)
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def _one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None
+) -> Tensor:
+    """Attention of each sequence. q [1, H, T, D], k and v [1, G, K, D] (K: keys of all sequences) -> [1, T,
+    H, D].
+    """
+    runs = packing.runs
+    query_sizes = [count * length for count, length, _ in runs]
+    key_sizes = [count * length for count, _, length in runs]
+    outputs = []
+    # split, not slices: its backward is one concatenation, where each slice's would be a full tensor of zeros
+    split = (query[0].split(query_sizes, 1), key[0].split(key_sizes, 1), value[0].split(key_sizes, 1))
+    for (count, num_queries, num_keys), q, k, v in zip(runs, *split, strict=True):
+        if count == 1 and is_worth_it(q, num_keys):
+            places = torch.arange(num_keys - num_queries, num_keys)
+            out = causal_attention(q, k, v, places, scale, window).transpose(0, 1)
+        else:
+            q, k, v = (x.view(x.shape[0], count, -1, x.shape[-1]).transpose(0, 1) for x in (q, k, v))
+            out = _by_sdpa(q, k, v, scale, window).transpose(1, 2).flatten(0, 1)
+        outputs.append(out)
+    return torch.cat(outputs).unsqueeze(0)
+
+
+def _by_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """Attention of sequences of equal lengths: q [B, H, N, D], k and v [B, G, K, D] -> [B, H, N, D]; the
+    queries are the last ones.
+    """
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    missing, mask = num_keys - num_queries, None
+    if window is not None and num_keys > window or 2 * num_queries < num_keys:
+        mask = _mask(torch.arange(missing, num_keys, device=q.device), num_keys, window)
+    elif missing:  # no mask needed for queries of nothing in front: what they cost is less than half
+        q = F.pad(q, (0, 0, missing, 0))
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+    return out if mask is not None else out[:, :, missing:]
+
+
+def _wanted_one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None
+) -> Tensor:
+    """As `_one_by_one`, of the tokens at `packing.wanted` alone; the others' output is 0."""
+    wanted = packing.wanted
+    assert wanted is not None
+    starts = packing.cu_seqlens.to(wanted.dtype)
+    counts = torch.searchsorted(wanted, starts).diff().tolist()
+    # of each wanted token, its place among the keys of its sequence
+    in_sequence = torch.searchsorted(starts, wanted, right=True) - 1
+    shift = starts[1:] - packing.cu_key_lens[1:].to(wanted.dtype)  # both end at a sequence's last token
+    key_starts = packing.cu_key_lens[:-1].to(wanted.dtype)
+    places = (wanted - shift[in_sequence] - key_starts[in_sequence]).split(counts)
+    queries = query[0].index_select(1, wanted).split(counts, 1)
+    keys, values = (x[0].split(list(packing.key_lens), 1) for x in (key, value))
+    outputs = []
+    for q, k, v, at in zip(queries, keys, values, places, strict=True):
+        if not len(at):
+            continue
+        if is_worth_it(q, k.shape[1]):
+            out = causal_attention(q, k, v, at, scale, window)
+        else:
+            mask, grouped = _mask(at, k.shape[1], window), len(q) != len(k)
+            out = F.scaled_dot_product_attention(
+                q[None], k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=grouped
+            )[0]
+        outputs.append(out.transpose(0, 1))
+    full = query.new_zeros(query.shape[2], query.shape[1], value.shape[-1])
+    return full.index_copy(0, wanted, torch.cat(outputs)).unsqueeze(0)
+
+
+def _flash_varlen(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None
+) -> Tensor:
+    """The same by torch's variable-length flash attention (CUDA, 16-bit floats).
+
+    Where a sequence has fewer queries than keys, its queries are the last ones: causality is aligned at the
+    end, as flash attention does since 2.1.
+    """
+    kernel = _varlen_kernel()
+    assert kernel is not None
+    out = kernel(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        packing.cu_seqlens,
+        packing.cu_key_lens,
+        max(packing.seq_lens),
+        max(packing.key_lens),
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out.unsqueeze(0)
+
+
+@cache
+def _varlen_kernel() -> Callable[..., Any] | None:
+    """torch's `varlen_attn`; None where torch has none, or one without scale, windows and grouped heads."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    has = inspect.signature(varlen_attn).parameters
+    return varlen_attn if {"scale", "window_size", "enable_gqa"} <= has.keys() else None
+
+
+@cache
+def _is_recent_gpu(device: torch.device) -> bool:
+    """Whether flash attention's kernels run there: compute capability 8.0 (Ampere) or more."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _takes_flash(query: Tensor) -> bool:
+    width = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and width % 8 == 0
+        and width <= 256
+        and _varlen_kernel() is not None
+        and _is_recent_gpu(query.device)
+    )
+
+
+def _in_autocast_type(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As autocast would cast the inputs of scaled_dot_product_attention, which the flash kernel is not.
+
+    Under autocast the rotary embedding leaves queries and keys in float32 and values in the 16-bit type.
+    """
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
+
+
+def packed_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packing: Packing | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention function in transformers' sense: q [1, H, T, D], k and v [1, G, T, D] -> ([1, T, H, D],
+    None). With `packing.share` T are the tokens of this process, before and after.
+
+    `dropout` is not applied: the probability of a sampled token must not depend on chance. A window of w
+    tokens (itself among them) is kept where a layer has one.
+    """
+    if packing is None:
+        raise ValueError(
+            "A model with packed attention was called without packing=Packing.of(lengths, device)."
+        )
+    for name in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"Packed attention has no {name!r}, which {type(module).__name__} asks for; "
+                "use a model without it (Qwen2, Qwen3, Llama and Mistral are tested)."
+            )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = _in_autocast_type(query, key, value)
+    if packing.share is not None:
+        own = (x[0].transpose(0, 1) for x in (query, key, value))
+        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in packing.share.to_heads(*own))
+    if packing.key_index is not None:
+        key, value = (x.index_select(2, packing.key_index) for x in (key, value))
+    attend = _one_by_one if packing.wanted is None else _wanted_one_by_one
+    if _takes_flash(query):
+        attend = _flash_varlen
+    out = attend(query, key, value, packing, scale, sliding_window)
+    if packing.share is not None:
+        out = packing.share.to_tokens(out[0]).unsqueeze(0)
+    return out, None
+
+
+# Causal attention of one long sequence on CPU in float32, where it beats SDPA (by about a quarter). Queries
+# are taken block by block, each against only the keys that it may see, so the work is that of the triangle.
+# The probabilities are kept for the backward pass: a fifth less to compute than SDPA, which makes them
+# again, for `4 * heads * queries * keys / 2` bytes. `is_worth_it` says where this pays.
+def is_worth_it(query: Tensor, num_keys: int) -> bool:
+    """Whether `causal_attention` is the faster way for query [H, N, D], and its memory bearable."""
+    scores = query.shape[0] * query.shape[1] * num_keys
+    return (
+        query.device.type == "cpu" and query.dtype == torch.float32 and FEWEST_SCORES <= scores <= MOST_SCORES
+    )
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, places: Tensor, scale: float, window: int | None = None
+) -> Tensor:
+    """Attention of a sequence: query [H, N, D], key and value [G, K, D] (G divides H) -> [H, N, D], float32.
+
+    places [N] int64, ascending: where among the keys each query stands; it sees the keys up to there, of
+    these the last `window` if one is given.
+    """
+    is_kept = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    return _CausalAttention.apply(query, key, value, places, scale, window, is_kept)
+
+
+class _CausalAttention(torch.autograd.Function):
+    """With P the probabilities, O = P V: dV = P' dO, dS = P (dO V' - rowsum(dO O)), dQ = dS K, dK = dS' Q."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        places: Tensor,
+        scale: float,
+        window: int | None,
+        is_kept: bool,
+    ) -> Tensor:
+        query = _by_group(query, len(key)) * scale
+        key_t = key.transpose(1, 2)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        blocks, kept = list(_blocks(places, window)), []
+        for rows, keys in blocks:
+            scores = torch.bmm(_rows(query, rows), key_t[:, :, keys])
+            _hide_(scores, places[rows], keys, window)
+            torch.softmax(scores, -1, out=scores)
+            out[:, :, rows] = torch.bmm(scores, value[:, keys]).view_as(out[:, :, rows])
+            if is_kept:
+                kept.append(scores)
+        if is_kept:
+            ctx.save_for_backward(query, key, value, *kept)
+        ctx.blocks, ctx.scale = blocks, scale
+        return out.flatten(0, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        query, key, value, *kept = ctx.saved_tensors
+        grad_out, value_t = _by_group(grad_out, len(key)), value.transpose(1, 2)
+        grad_query = torch.empty_like(query)
+        grad_key, grad_value = (torch.zeros(x.shape, dtype=x.dtype) for x in (key, value))
+        for (rows, keys), probs in zip(ctx.blocks, kept, strict=True):
+            grad = _rows(grad_out, rows)
+            grad_value[:, keys].baddbmm_(probs.transpose(1, 2), grad)
+            grad_probs = torch.bmm(grad, value_t[:, :, keys])
+            grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
+            grad_query[:, :, rows] = torch.bmm(grad_scores, key[:, keys]).view_as(grad_query[:, :, rows])
+            grad_key[:, keys].baddbmm_(grad_scores.transpose(1, 2), _rows(query, rows))
+        return grad_query.mul_(ctx.scale).flatten(0, 1), grad_key, grad_value, None, None, None, None
+
+
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """[H, N, D] -> [G, H / G, N, D]."""
+    return x.unflatten(0, (groups, -1))
+
+
+def _rows(x: Tensor, rows: slice) -> Tensor:
+    """Some rows of all heads of a group, one below the other: [G, r, N, D] -> [G, r * rows, D]."""
+    return x[:, :, rows].flatten(1, 2)
+
+
+def _blocks(places: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]:
+    """(queries, all keys that any of them sees) of each block."""
+    for start in range(0, len(places), BLOCK):
+        rows = slice(start, min(start + BLOCK, len(places)))
+        first, last = int(places[rows.start]), int(places[rows.stop - 1])
+        yield rows, slice(0 if window is None else max(0, first - window + 1), last + 1)
+
+
+def _hide_(scores: Tensor, places: Tensor, keys: slice, window: int | None) -> None:
+    """Puts -inf where a query does not see a key. scores [G, r * rows, keys]."""
+    begin = keys.start if window is not None else int(places[0])  # every query of the block sees those before
+    at = torch.arange(begin, keys.stop)
+    hidden = at > places[:, None]
+    if window is not None:
+        hidden |= at <= places[:, None] - window
+    bias = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+    scores.unflatten(1, (-1, len(places)))[..., begin - keys.start :].add_(bias)
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention_forward)

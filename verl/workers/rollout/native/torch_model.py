@@ -1,0 +1,223 @@
+"""The decoder in plain torch operations, on any device: what runs where there are no kernels of ours.
+
+    token ids [T] -> embedding -> layers (norm, attention over the pools, MLP) -> rows that need logits [O]
+
+A batch is packed: one row per token, no padding; the decoding sequences' last tokens first, then spans of new
+tokens. On CPU, float32 and bfloat16 have `cpu_model.py`, which is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from verl.workers.rollout.native.architecture import ModelSpec, ModelWeights
+from verl.workers.rollout.native.sampler import SamplingRows, draw
+from verl.workers.rollout.native.step_batch import StepBatch
+
+_MAX_SCORES = 1 << 24  # of `masked_attention`, which holds four tensors of so many float32
+_Sequences = list[tuple[slice, Tensor, Tensor]]
+"""Of sequences that attend together: rows, positions int64 [B, Q], places of what they see int64 [B, L]."""
+
+
+class TorchModel:
+    """Weights (references to what it is given), pools and one step of the decoder."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tables: Mapping[str | None, tuple[Tensor, Tensor]],
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """tables: from `rotary_tables`."""
+        self._spec = spec
+        self._tables = {
+            kind: (cos.to(device, dtype), sin.to(device, dtype)) for kind, (cos, sin) in tables.items()
+        }
+        self._block_size = block_size
+        self._device = device
+        self._activation = F.silu if spec.hidden_act == "silu" else partial(F.gelu, approximate="tanh")
+        self._weights: ModelWeights | None = None
+        self._pools: list[tuple[Tensor, Tensor]] = []
+
+    def load(self, weights: ModelWeights) -> int:
+        """Use these weights where they are; returns the bytes of copies made: none."""
+        self._weights = weights
+        return 0
+
+    def unload(self) -> None:
+        """Drop all weights."""
+        self._weights = None
+
+    def attach(self, keys: list[Tensor], values: list[Tensor]) -> None:
+        """Use these pools [num_blocks, block_size, num_kv_heads, head_dim], one of each per layer."""
+        self._pools = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(keys, values, strict=True)]
+
+    def hidden(self, batch: StepBatch) -> Tensor:
+        """Run the layers and fill the pools; normed hidden states [O, hidden_size] of `batch.out_rows`."""
+        assert self._weights is not None
+        token_ids, positions, places, out_rows = (
+            torch.from_numpy(array).to(self._device)
+            for array in (batch.token_ids, batch.positions, batch.places, batch.out_rows)
+        )
+        rotations = {
+            kind: (cos[positions][:, None], sin[positions][:, None])
+            for kind, (cos, sin) in self._tables.items()
+        }
+        sequences = self._sequences(batch)
+        x = F.embedding(token_ids, self._weights.embedding)
+        if self._spec.embedding_scale != 1.0:
+            x = x * torch.full((), self._spec.embedding_scale, dtype=x.dtype, device=x.device)
+        for index, layer in enumerate(self._weights.layers):
+            rotation = rotations[self._spec.rope_kinds[index]]
+            normed = self._norm(x, layer["input_layernorm.weight"])
+            out = self._attention(index, layer, normed, places, rotation, sequences)
+            if self._spec.sandwich_norms:
+                out = self._norm(out, layer["post_attention_layernorm.weight"])
+            x = x + out
+            normed = self._norm(x, layer[self._spec.mlp_norm])
+            gate = self._activation(_linear(normed, layer, "mlp.gate_proj"))
+            out = _linear(gate.mul_(_linear(normed, layer, "mlp.up_proj")), layer, "mlp.down_proj")
+            if self._spec.sandwich_norms:
+                out = self._norm(out, layer["post_feedforward_layernorm.weight"])
+            x = x + out
+        return self._norm(x.index_select(0, out_rows), self._weights.norm)
+
+    def sample(self, hidden: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens and both log-probs (see `Sampled`) for hidden states from `hidden`."""
+        assert self._weights is not None
+        logits = capped(F.linear(hidden, self._weights.lm_head).float(), self._spec.logit_softcap)
+        drawn = torch.stack([x.to(torch.float64) for x in draw(logits, rows)])
+        tokens, log_probs, model_log_probs = drawn.cpu().numpy()  # the step's one wait for the device
+        return tokens.astype(np.int64), log_probs, model_log_probs
+
+    def _sequences(self, batch: StepBatch) -> _Sequences:
+        """The decoding sequences together, padded to the longest; then each span alone."""
+        sequences = []
+        if batch.num_decode:
+            longest = int(batch.decode_lengths.max())
+            sequences.append(
+                (
+                    slice(0, batch.num_decode),
+                    batch.decode_lengths[:, None] - 1,
+                    self._places(batch.decode_tables, longest),
+                )
+            )
+        for span in batch.spans:
+            end = span.start + span.count
+            sequences.append(
+                (
+                    slice(span.first, span.first + span.count),
+                    np.arange(span.start, end)[None],
+                    self._places(span.table[None], end),
+                )
+            )
+        return [
+            (rows, torch.from_numpy(positions).to(self._device), torch.from_numpy(places).to(self._device))
+            for rows, positions, places in sequences
+        ]
+
+    def _places(self, tables: np.ndarray, length: int) -> np.ndarray:
+        """Where in the flat pool the first `length` positions of sequences lie: int64 [B, length]."""
+        positions = np.arange(length)
+        blocks = tables[:, positions // self._block_size].astype(np.int64)
+        return blocks * self._block_size + positions % self._block_size
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        width, eps = (x.shape[-1],), self._spec.rms_norm_eps
+        if self._spec.norm_offset:  # in float32, as the reference does: 1 + w loses w's digits in bfloat16
+            return F.rms_norm(x.float(), width, 1.0 + weight.float(), eps).to(x.dtype)
+        return F.rms_norm(x, width, weight, eps)
+
+    def _attention(
+        self,
+        index: int,
+        layer: dict[str, Tensor],
+        x: Tensor,
+        places: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        sequences: _Sequences,
+    ) -> Tensor:
+        """x [T, hidden_size] -> [T, hidden_size]; the new keys and values go into the pools first."""
+        spec = self._spec
+        heads = (x.shape[0], -1, spec.head_dim)
+        query, key, value = (_linear(x, layer, f"self_attn.{name}_proj").view(heads) for name in "qkv")
+        if spec.qk_norm:
+            query = self._norm(query, layer["self_attn.q_norm.weight"])
+            key = self._norm(key, layer["self_attn.k_norm.weight"])
+        query, key = _turned(query, *rotation), _turned(key, *rotation)
+        keys, values = self._pools[index]
+        keys.index_copy_(0, places, key)
+        values.index_copy_(0, places, value)
+        attended = [
+            masked_attention(
+                query[rows].view(*positions.shape, *query.shape[1:]),
+                keys[seen],
+                values[seen],
+                positions,
+                spec.windows[index],
+                spec.softcap,
+                spec.scale,
+            ).flatten(0, 1)
+            for rows, positions, seen in sequences
+        ]
+        return _linear(torch.cat(attended).flatten(1), layer, "self_attn.o_proj")
+
+
+def masked_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    window: int | None,
+    softcap: float | None,
+    scale: float,
+) -> Tensor:
+    """Attention by the book, in float32, for a bounded number of scores at a time.
+
+    Args:
+        query: [B, Q, num_heads, head_dim].
+        keys, values: [B, L, num_kv_heads, head_dim], positions 0 to L - 1.
+        positions: int64 [B, Q] of the queries; each sees the positions up to its own.
+        window: positions that a token sees, itself included (None = all).
+        softcap: scores become softcap * tanh(scores / softcap) (None = they stay).
+
+    Returns:
+        [B, Q, num_heads, head_dim] in the dtype of the query
+    """
+    batch, count, num_heads, head_dim = query.shape
+    most = max(1, _MAX_SCORES // max(1, batch * num_heads * keys.shape[1]))
+    if count > most:
+        pieces = zip(query.split(most, 1), positions.split(most, 1), strict=True)
+        return torch.cat(
+            [masked_attention(piece, keys, values, at, window, softcap, scale) for piece, at in pieces], 1
+        )
+    grouped = query.float().view(batch, count, keys.shape[2], -1, head_dim)
+    scores = capped(torch.einsum("bqkgd,blkd->bqkgl", grouped, keys.float()) * scale, softcap)
+    behind = positions[:, :, None] - torch.arange(keys.shape[1], device=query.device)
+    seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+    probs = scores.masked_fill_(~seen[:, :, None, None], float("-inf")).softmax(-1)
+    attended = torch.einsum("bqkgl,blkd->bqkgd", probs, values.float())
+    return attended.reshape(batch, count, num_heads, head_dim).to(query.dtype)
+
+
+def capped(x: Tensor, bound: float | None) -> Tensor:
+    """bound * tanh(x / bound), in place; x as it is without a bound."""
+    return x if bound is None else x.div_(bound).tanh_().mul_(bound)
+
+
+def _linear(x: Tensor, layer: dict[str, Tensor], name: str) -> Tensor:
+    return F.linear(x, layer[f"{name}.weight"], layer.get(f"{name}.bias"))
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding (Su et al., 2021) of [T, heads, head_dim]; cos, sin [T, 1, head_dim // 2]."""
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

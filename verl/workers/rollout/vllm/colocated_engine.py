@@ -1,0 +1,329 @@
+"""vLLM in the trainer's process as a `RolloutEngine` (verl/workers/rollout/base.py).
+
+    open/resume -> request with all tokens so far -> vLLM's scheduler -> step(): one token each
+                                                                           |
+    close <- waiting for its owner <- Completion <- stop string, eos, limit +
+
+Exact where vLLM by itself is not: a stop string ends a turn at the token that completes it (matched on the
+bytes of tokens, `stop.py`; vLLM's own looks at detokenised text, which leaves special tokens out and waits
+for whole characters); random numbers belong to (seed, position) (`sampler.py`); after new weights no KV state
+of older ones is used and nothing derived from them is left (`weight_transfer.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.workers.rollout.base import Completion, Partial, SamplingParams, checked_prompt, checked_tokens
+from verl.workers.rollout.vllm import start as vllm_process
+from verl.workers.rollout.vllm.session import SESSION_SEED, VllmSession, check_supported
+
+
+class VllmEngine:
+    """`RolloutEngine` on vLLM's V1 engine, driven step by step.
+
+    Requests that don't fit wait in vLLM's queue; when the KV cache is full vLLM preempts the youngest. A
+    session whose turn ended holds no memory that others could not take: its blocks stay in the prefix cache
+    until they are needed, then they are computed again.
+
+    Attributes:
+        max_model_len: most tokens of one session, prompt and observations included.
+        version: of the present weights; -1 before the first `load_weights` and after `sleep(2)`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        dtype: torch.dtype | str = torch.float32,
+        kv_cache_memory_bytes: int | None = None,
+        block_size: int = 32,
+        enforce_eager: bool = False,
+        tensor_parallel_size: int = 1,
+        **engine_args: Any,
+    ) -> None:
+        """Start vLLM with random weights: `load_weights` comes before the first step.
+
+        Args:
+            model: folder or hub name of a Hugging Face model, of which only the configuration is read.
+            max_num_seqs: sessions that run at a time.
+            dtype: of weights, computation and KV cache.
+            kv_cache_memory_bytes: of the KV cache. None: what `gpu_memory_utilization` leaves (CUDA), or what
+                vLLM takes by itself (CPU; VLLM_CPU_KVCACHE_SPACE in the environment wins over both).
+            block_size: positions per block of the KV cache, the unit of prefix caching.
+            tensor_parallel_size: must be 1.
+            enforce_eager: no CUDA graphs and no torch.compile. On CPU always so.
+            engine_args: anything else of vLLM's `EngineArgs`.
+
+        Raises:
+            ValueError: vLLM is not installed, does not know an argument or the model, or the KV cache does
+                not hold one sequence of max_model_len.
+        """
+        if tensor_parallel_size > 1:
+            raise ValueError(
+                f"tensor_model_parallel_size={tensor_parallel_size} with placement=colocated: each process "
+                "has an engine of its own, for its own trajectories. Take placement=apart, whose "
+                "servers split the model over their GPUs, or tensor_model_parallel_size=1"
+            )
+        vllm_process.prepare_environment()
+        from vllm.platforms import current_platform
+
+        self._on_cpu = current_platform.is_cpu()
+        arguments: dict[str, Any] = {
+            "model": str(model),
+            "max_num_seqs": max_num_seqs,
+            "max_model_len": max_model_len,
+            "dtype": str(dtype).removeprefix("torch."),
+            "block_size": block_size,
+            "enforce_eager": enforce_eager or self._on_cpu,
+            "enable_prefix_caching": True,
+            "enable_sleep_mode": not self._on_cpu,
+            "disable_log_stats": True,
+            "seed": 0,
+            **engine_args,
+        }
+        if kv_cache_memory_bytes is not None:
+            arguments["kv_cache_memory_bytes"] = kv_cache_memory_bytes
+        self._keep_process_group = dist.is_initialized()
+        self._llm: Any = vllm_process.start(arguments)
+        self._llm.collective_rpc("rollout_install_sampler")
+        self._vocab_size = self._llm.model_config.hf_config.get_text_config().vocab_size
+        self.max_model_len = max_model_len
+        self.version = -1
+        self._has_weights = False
+        self._asleep = 0
+        self._next_id = 0
+        self._sessions: dict[int, VllmSession] = {}
+        self._requests: dict[str, VllmSession] = {}
+        self._full: list[VllmSession] = []  # resumed with more than max_model_len holds
+        self._counts = dict.fromkeys(
+            ("steps", "generated_tokens", "prefilled_tokens", "prefix_hit_tokens", "preemptions"), 0
+        )
+        self._seconds = 0.0
+
+    # ---- sessions ----
+
+    @property
+    def has_runnable(self) -> bool:
+        """True if a turn is under way or waits to be."""
+        return bool(self._requests or self._full)
+
+    def open(self, token_ids: Sequence[int], params: SamplingParams) -> int:
+        """Queue a prompt. ValueError if it is empty, has unknown ids, or leaves no room to generate."""
+        tokens = checked_prompt(token_ids, self._vocab_size, self.max_model_len)
+        check_supported(params)
+        session = VllmSession(self._next_id, [])
+        self._next_id += 1
+        self._sessions[session.session_id] = session
+        self._begin_turn(session, tokens, params)
+        return session.session_id
+
+    def resume(self, session_id: int, token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Append observation tokens (none is fine) and sample another turn.
+
+        If they leave no room within max_model_len, the next `step` returns an empty completion with "length".
+        """
+        session = self._session(session_id)
+        if session.under_way:
+            raise ValueError(f"session {session_id} has a turn under way; only one that ended can be resumed")
+        check_supported(params)
+        self._begin_turn(session, checked_tokens(token_ids, self._vocab_size), params)
+
+    def partial(self, session_id: int) -> Partial:
+        """What a session's present turn has sampled so far; nothing while no turn is under way."""
+        return self._session(session_id).partial()
+
+    def close(self, session_id: int) -> None:
+        """Forget a session, whatever its state."""
+        session = self._sessions.pop(self._session(session_id).session_id)
+        if session.request_id in self._requests:
+            self._drop_request(session)
+            self._llm.abort_request([session.request_id])
+        elif session in self._full:
+            self._full.remove(session)
+
+    def _begin_turn(self, session: VllmSession, new_tokens: list[int], params: SamplingParams) -> None:
+        from vllm.inputs import tokens_input
+
+        session.begin_turn(new_tokens, params, self.max_model_len)
+        if session.limit < 1:
+            self._full.append(session)
+            return
+        request_id = session.request_id
+        name = self._llm.add_request(
+            request_id, tokens_input(list(session.context)), vllm_params(params, session.limit)
+        )
+        session.request = self._scheduler.requests[name]
+        self._requests[request_id] = session
+
+    def _drop_request(self, session: VllmSession) -> None:
+        del self._requests[session.request_id]
+        self._counts["preemptions"] += session.request.num_preemptions
+        session.request = None
+
+    # ---- one step ----
+
+    def step(self) -> list[Completion]:
+        """Advance everything that runs by one token; return the turns that ended."""
+        if not self.has_runnable:
+            return []
+        if self._asleep:
+            raise RuntimeError("the engine is asleep; call wake first")
+        if not self._has_weights:
+            raise RuntimeError("the engine has no weights; call load_weights first")
+        start = time.perf_counter()
+        ended = [session.end_turn("length", None, self.version) for session in self._full]
+        self._full = []
+        stopped: list[str] = []
+        for output in self._llm.step() if self._requests else ():
+            session = self._requests[output.request_id]
+            finish = self._accept(session, output)
+            if finish is not None:
+                if not output.finished:
+                    stopped.append(session.request_id)
+                self._drop_request(session)
+                ended.append(session.end_turn(*finish, self.version))
+        if stopped:
+            self._llm.abort_request(stopped)
+        self._counts["steps"] += 1
+        self._seconds += time.perf_counter() - start
+        return ended
+
+    def _accept(self, session: VllmSession, output: Any) -> tuple[str, str | None] | None:
+        """Book a session's new token; how its turn ended, if it did."""
+        (sampled,) = output.outputs
+        if not sampled.token_ids:
+            return None
+        (token_id,), (log_prob, model_log_prob) = sampled.token_ids, sampled.logprobs.logprobs
+        if not (math.isfinite(log_prob) and math.isfinite(model_log_prob)):
+            raise RuntimeError(
+                f"sampling met a log-prob that is not finite: weights version {self.version} hold or "
+                "produce NaN or infinity"
+            )
+        if session.version_first is None:
+            session.version_first = self.version
+            hits = output.num_cached_tokens or 0
+            self._counts["prefix_hit_tokens"] += hits
+            self._counts["prefilled_tokens"] += len(session.context) - hits
+        self._counts["generated_tokens"] += 1
+        finish = session.accept(token_id, log_prob, model_log_prob)
+        assert finish is not None or not output.finished, "vLLM ended a turn that has room to go on"
+        return finish
+
+    # ---- weights and memory ----
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take all parameters, as (Hugging Face name, full tensor), as weights `version`.
+
+        Sessions stay. Turns under way are preempted: their KV state is computed again with the new weights,
+        then they go on. ValueError for unknown, missing or wrongly shaped ones (`lm_head.weight` may be left
+        out when embeddings are tied); the engine then has no weights until the next call.
+        """
+        self._has_weights = False
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+        if self._asleep == 2 and not self._on_cpu:
+            self._llm.wake_up(["weights"])
+        self._llm.collective_rpc("rollout_load_weights", args=(weights,))
+        self._has_weights = True
+        self.version = version
+
+    def sleep(self, level: int = 1) -> int:
+        """Give memory to the trainer; returns the bytes given back.
+
+        On CUDA it is vLLM's sleep: level 1 drops the KV cache and moves the weights to the host until
+        `wake`, level 2 drops both. On CPU vLLM has none: the pages of the KV cache are given back to the
+        system, weights stay.
+        """
+        if level not in (1, 2):
+            raise ValueError(f"sleep level {level}; expected 1 or 2")
+        if self._asleep:
+            return 0
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+        if self._on_cpu:
+            freed = sum(self._llm.collective_rpc("rollout_release_kv_pages"))
+        else:
+            before = torch.cuda.mem_get_info()[0]
+            self._llm.sleep(level, mode="keep")
+            freed = max(0, torch.cuda.mem_get_info()[0] - before)
+        self._asleep = level
+        if level == 2:
+            self._has_weights, self.version = False, -1
+        return freed
+
+    def wake(self) -> None:
+        """Take the memory again. Does nothing when awake."""
+        if self._asleep and not self._on_cpu:
+            self._llm.wake_up()
+        self._asleep = 0
+
+    def stats(self) -> dict[str, float]:
+        """As in `RolloutEngine.stats`; `prefilled_tokens` leaves out what preemption computes again."""
+        scheduler = self._scheduler
+        running, queued = scheduler.get_request_counts()
+        used = scheduler.get_kv_cache_usage()
+        size = sum(tensor.size for tensor in scheduler.kv_cache_config.kv_cache_tensors)
+        preemptions = sum(session.request.num_preemptions for session in self._requests.values())
+        return {
+            **{name: float(count) for name, count in self._counts.items()},
+            "running": float(running),
+            "queued": float(queued),
+            "parked": float(sum(not session.under_way for session in self._sessions.values())),
+            "kv_bytes": float(used * size),
+            "kv_used_share": float(used),
+            "weight_version": float(self.version),
+            "preemptions": float(self._counts["preemptions"] + preemptions),
+            "seconds": self._seconds,
+        }
+
+    def shutdown(self) -> None:
+        """End vLLM in this process: its threads, its groups, its memory. Safe to call twice."""
+        if self._llm is not None:
+            vllm_process.end(self._llm, keep_process_group=self._keep_process_group)
+        self._llm = None
+        self._sessions, self._requests, self._full = {}, {}, []
+
+    # ---- small things ----
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._llm.engine_core.engine_core.scheduler
+
+    def _session(self, session_id: int) -> VllmSession:
+        if session_id not in self._sessions:
+            raise ValueError(f"no session {session_id}: it was closed")
+        return self._sessions[session_id]
+
+
+def vllm_params(params: SamplingParams, limit: int) -> Any:
+    """The turn's parameters in vLLM's words.
+
+    Token ids out, as they are sampled, with two log-probs each (see `sampler.py`). vLLM ends the request at
+    an eos token or the limit; stop strings are matched here, on the bytes of whole tokens.
+    """
+    from vllm import SamplingParams as VllmSamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return VllmSamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        min_p=params.min_p,
+        max_tokens=limit,
+        stop_token_ids=None if params.ignore_eos else sorted(params.eos_token_ids),
+        ignore_eos=True,
+        logprobs=1,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={SESSION_SEED: params.seed},
+    )
