@@ -1,12 +1,9 @@
-"""What one rank does in tests of sequence parallelism (gloo, CPU); run by `torch.multiprocessing.spawn`."""
-
-import os
+"""What one rank does in tests of sequence parallelism; run by `ranks.run_ranks`."""
 
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from verl.single_controller.base.worker import get_free_port
 from verl.utils.packed_attention import PACKED_ATTENTION, Packing, packed_attention_forward
 from verl.utils.packing import pack_rows, shard_micro_batch
 from verl.utils.ulysses import TokenShare
@@ -102,17 +99,5 @@ def cases(group=None):
     return results
 
 
-def _rank_main(rank, port, out):
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
-    try:
-        torch.save(cases(dist.group.WORLD), out / f"rank{rank}.pt")
-    finally:
-        dist.destroy_process_group()
-
-
-def run_ranks(out):
-    """Runs `cases` in NUM_RANKS processes; returns the results of each."""
-    torch.multiprocessing.spawn(_rank_main, (get_free_port(), out), nprocs=NUM_RANKS)
-    return [torch.load(out / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
+def save_cases(rank, world_size, out):
+    torch.save(cases(dist.group.WORLD), out / f"rank{rank}.pt")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import sequence_ranks
 import torch
+from ranks import run_ranks
 
 from verl.utils.packing import shard_micro_batch
 from verl.utils.ulysses import TokenShare
@@ -47,7 +48,9 @@ def test_a_share_of_a_micro_batch_holds_the_tokens_and_the_loss_tokens_that_they
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return sequence_ranks.run_ranks(tmp_path_factory.mktemp("sequence"))
+    out = tmp_path_factory.mktemp("sequence")
+    run_ranks(sequence_ranks.save_cases, sequence_ranks.NUM_RANKS, out)
+    return [torch.load(out / f"rank{rank}.pt") for rank in range(sequence_ranks.NUM_RANKS)]
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
 """What one of four ranks does in tests of hybrid sharding and sequence parallelism; run by
-`sharded_ranks.run_ranks`.
+`ranks.run_ranks`.
 """
 
 import torch

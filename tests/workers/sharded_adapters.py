@@ -1,4 +1,4 @@
-"""What one rank does in tests of LoRA and Muon over several processes; run by `sharded_ranks.run_ranks`."""
+"""What one rank does in tests of LoRA and Muon over several processes; run by `ranks.run_ranks`."""
 
 import torch
 from sharded_ranks import go_on, my_rows

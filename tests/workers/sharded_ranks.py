@@ -1,13 +1,8 @@
-"""What one rank does in tests of several processes (gloo, CPU); run by `torch.multiprocessing.spawn`."""
-
-import os
-from pathlib import Path
+"""What one rank does in tests of several processes; run by `ranks.run_ranks`."""
 
 import torch
-import torch.distributed as dist
 from tiny_training import gradients_of, make_actor, make_batch, make_config, make_critic
 
-from verl.single_controller.base.worker import get_free_port
 from verl.trainer.ppo.batching import arrange_for_workers
 
 NUM_ROWS = 11  # no multiple of 2 or 3: some ranks get a copy that takes part in nothing
@@ -67,20 +62,3 @@ def first_run(rank, world_size, model_path, out):
     results["weights"] = {name: tensor.clone() for name, tensor in actor.engine.weights()}
     results["next"] = go_on(actor)
     torch.save(results, out / f"rank{rank}.pt")
-
-
-def _rank_main(rank, function, world_size, port, model_path, out):
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    try:
-        function(rank, world_size, model_path, out)
-    finally:
-        dist.destroy_process_group()
-
-
-def run_ranks(function, world_size, model_path, out: Path):
-    """Runs `function(rank, world_size, model_path, out)` in as many processes, and waits for them."""
-    torch.multiprocessing.spawn(
-        _rank_main, (function, world_size, get_free_port(), model_path, out), nprocs=world_size
-    )

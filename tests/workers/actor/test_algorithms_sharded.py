@@ -2,8 +2,8 @@
 
 import algorithm_ranks
 import pytest
-import sharded_ranks
 import torch
+from ranks import run_ranks
 from tiny_training import assert_same_gradients
 
 pytestmark = pytest.mark.slow
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 def two(tmp_path_factory, model_path):
     """What each of two ranks found."""
     out = tmp_path_factory.mktemp("two_ranks_of_algorithms")
-    sharded_ranks.run_ranks(algorithm_ranks.rank_main, 2, model_path, out)
+    run_ranks(algorithm_ranks.rank_main, 2, model_path, out)
     return [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -4,6 +4,7 @@ import layout_ranks
 import pytest
 import sharded_ranks
 import torch
+from ranks import run_ranks
 from tiny_training import assert_same_gradients, make_actor
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.slow
 def two(tmp_path_factory, model_path):
     """Folder with what two ranks did, and their results."""
     out = tmp_path_factory.mktemp("two_ranks")
-    sharded_ranks.run_ranks(sharded_ranks.first_run, 2, model_path, out)
+    run_ranks(sharded_ranks.first_run, 2, model_path, out)
     return out, [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 
@@ -54,7 +55,7 @@ def assert_goes_on_alike(got, want):
 @pytest.fixture(scope="module")
 def four(two, model_path):
     """What four ranks did, in every layout; they have gone on from the two ranks' checkpoint."""
-    sharded_ranks.run_ranks(layout_ranks.run, 4, model_path, two[0])
+    run_ranks(layout_ranks.run, 4, model_path, two[0])
     return [torch.load(two[0] / f"rank{rank}_of_4.pt", weights_only=False) for rank in range(4)]
 
 

@@ -4,6 +4,7 @@ import pytest
 import sharded_adapters
 import sharded_ranks
 import torch
+from ranks import run_ranks
 from tiny_training import assert_same_gradients, make_actor, make_config
 
 from verl.workers.actor.dp_actor import compute_log_prob
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.slow
 def two(tmp_path_factory, model_path):
     """Folder with what two ranks did, and their results."""
     out = tmp_path_factory.mktemp("two_ranks_adapters")
-    sharded_ranks.run_ranks(sharded_adapters.first_run, 2, model_path, out)
+    run_ranks(sharded_adapters.first_run, 2, model_path, out)
     return out, [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 

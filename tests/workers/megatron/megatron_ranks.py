@@ -1,15 +1,14 @@
-"""What one rank does in tests of models on Megatron (gloo, CPU); run by `torch.multiprocessing.spawn`."""
+"""What one rank does in tests of models on Megatron; run by `run_ranks`."""
 
 import multiprocessing
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 
+import ranks
 import torch
-import torch.distributed as dist
 from tiny_training import make_batch
 from transformers import (
     LlamaConfig,
@@ -20,7 +19,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from verl.single_controller.base.worker import get_free_port
 from verl.utils.packing import pack_rows
 
 SIZES = {
@@ -205,26 +203,11 @@ def start_server():
 
 
 def run_ranks(function, world_size, *args):
-    """Runs function(rank, world_size, *args) in as many processes over gloo, and waits for them. They are
-    forked from a server that has imported Megatron already, which takes seconds.
+    """As `ranks.run_ranks`, in processes forked from a server that has imported Megatron already, which takes
+    seconds.
     """
     start_server()
-    torch.multiprocessing.start_processes(
-        _rank_main,
-        (function, world_size, get_free_port(), args),
-        nprocs=world_size,
-        start_method="forkserver",
-    )
-
-
-def _rank_main(rank, function, world_size, port, args):
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    try:
-        function(rank, world_size, *args)
-    finally:
-        dist.destroy_process_group()
+    ranks.run_ranks(function, world_size, *args, start_method="forkserver")
 
 
 def run_cases(rank, world_size, out, folders, cases):

@@ -1,7 +1,8 @@
 """Worker, the base of every class that runs in the processes of a WorkerGroup.
 
 A worker learns its place from the environment, which its group sets before making it: RANK, WORLD_SIZE,
-LOCAL_RANK, and for more than one process MASTER_ADDR and MASTER_PORT, where torch.distributed meets.
+LOCAL_RANK, and for more than one process MASTER_ADDR and MASTER_PORT, where a TCPStore runs already in which
+the ranks meet: the group started it, as torchrun would.
 Several workers (actor, critic) may live in one process; they then share its process group.
 """
 
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import ClassVar
@@ -77,11 +77,14 @@ class Worker:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ValueError(f"{' and '.join(missing)} must be set to join {self.world_size} processes")
+        timeout = timedelta(seconds=timeout_seconds)
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         torch.distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
             rank=self.rank,
             world_size=self.world_size,
-            timeout=timedelta(seconds=timeout_seconds),
+            timeout=timeout,
+            store=torch.distributed.TCPStore(address, port, is_master=False, timeout=timeout),
         )
         return device
 
@@ -89,13 +92,6 @@ class Worker:
         """Frees what the process's end would not: called once by the group's `shutdown`. To be extended."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-
-
-def get_free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

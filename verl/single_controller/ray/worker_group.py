@@ -20,9 +20,10 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch.distributed import TCPStore
 
 from verl.single_controller.base.decorator import Call
-from verl.single_controller.base.worker import Worker, get_free_port
+from verl.single_controller.base.worker import Worker
 from verl.single_controller.base.worker_group import (
     ClassWithInitArgs,
     ResourcePool,
@@ -64,8 +65,10 @@ class RankProcess:
     def locate(self) -> RankPlace:
         return RankPlace.here()
 
-    def find_port(self) -> int:
-        return get_free_port()
+    def start_store(self) -> int:
+        """Starts the store in which all ranks meet, on a port that the system picks; returns the port."""
+        self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        return self.store.port
 
     def make_worker(
         self, cls_with_init: ClassWithInitArgs, variables: dict[str, str], several_nodes: bool
@@ -126,7 +129,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def _make_workers(self, pool: RayResourcePool, cls_with_init: ClassWithInitArgs) -> None:
         self._rank_places = self._resolve_all([actor.locate.remote() for actor in self._actors], "its start")
-        (port,) = self._resolve_all([self._actors[0].find_port.remote()], "its start")
+        (port,) = self._resolve_all([self._actors[0].start_store.remote()], "its start")
         several_nodes = len({place.node for place in self._rank_places}) > 1
         refs = []
         for rank, (actor, (node, local_rank)) in enumerate(zip(self._actors, pool.places, strict=True)):
