@@ -1,28 +1,82 @@
-"""Writing whole files: each is written beside its place and renamed, so that nobody sees half of one."""
+"""Whole files. Reading names the place of a mistake; what is written is made beside its place and renamed, so
+that nobody sees half of a file.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 
-def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> int:
-    """One JSON object a line, UTF-8; returns the number of rows."""
+def describe(value: Any) -> str:
+    """Type and beginning of a value, for error messages."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def take(value: Any, key: str, expected: type, where: str) -> Any:
+    """`value[key]`, or a ValueError that says what was found in its place."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: expected an object with {key!r}, found {describe(value)}")
+    if key not in value:
+        raise ValueError(f"{where}: no {key!r}; its keys are {sorted(map(str, value))}")
+    if not isinstance(value[key], expected):
+        raise ValueError(f"{where}: {key!r} must be a {expected.__name__}, found {describe(value[key])}")
+    return value[key]
+
+
+def read_text(path: Path) -> str:
+    """A whole UTF-8 file. Raises ValueError if it can't be read."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: can't be read ({error})") from None
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file. Raises ValueError with the line of a mistake."""
+    try:
+        return json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from None
+
+
+def read_records(path: Path) -> Iterator[tuple[str, Any]]:
+    """(place, record) of each record in JSON lines (.jsonl) or in a JSON list. Raises ValueError."""
+    if path.suffix != ".jsonl":
+        records = read_json(path)
+        if not isinstance(records, list):
+            raise ValueError(f"{path}: expected a list, found {describe(records)}")
+        yield from ((f"{path}, [{number}]", record) for number, record in enumerate(records))
+        return
+    for number, line in enumerate(read_text(path).split("\n"), 1):  # splitlines would cut at U+2028
+        if line.strip():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from None
+            yield f"{path}, line {number}", record
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    count = 0
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                count += 1
+        write(temporary)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    return count
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> int:
+    """One JSON object a line, UTF-8; returns the number of rows."""
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    text = "".join(lines)
+    _write(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    return len(lines)
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> int:
@@ -37,13 +91,7 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> int:
 
     if not rows:
         raise ValueError(f"there are no rows to write to {path}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        pq.write_table(pa.Table.from_pylist(rows), temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    _write(path, lambda temporary: pq.write_table(pa.Table.from_pylist(rows), temporary))
     return len(rows)
 
 
@@ -61,3 +109,9 @@ def make_row(
         "reward_model": {"style": "rule", "ground_truth": {"target": answers}},
         "extra_info": {"split": split, "index": index, **extra},
     }
+
+
+def tidy_question(question: str) -> str:
+    """As in Search-R1's rows, and infer.py: without blanks around it, and with a question mark."""
+    question = question.strip()
+    return question if question.endswith("?") else question + "?"

@@ -1,28 +1,27 @@
-"""Search-R1's training and test sets: question sets merged into train.parquet and test.parquet.
+"""Search-R1's question sets as parquet rows, from the FlashRAG collection.
 
-    python -m data_prep.qa_search                   both files, from the FlashRAG collection on the hub
-    python -m data_prep.qa_search --raw_dir raw     the same from files on disk, FlashRAG's or the authors'
-    python -m data_prep.qa_search --split test --data_sources nq,hotpotqa --local_dir data/small
+    python -m data_prep.qa_search                       Search-R1's training and test sets, in data/nq_search
+    python scripts/data_process/nq_search.py            Search-R1's scripts: its flags, files and fields
 
-    source names -> file of the split -> questions -> rows in Search-R1's schema -> one parquet file
+    {source}/{split}.jsonl (of the hub, or of --raw_dir) -> questions -> rows -> train.parquet, test.parquet
 
-Training: nq and hotpotqa. Test: nq, triviaqa, popqa, hotpotqa, 2wikimultihopqa, musique and bamboogle; a
-source without a test split gives its development set, or else its training set. `extra_info.index` counts
-over the whole file, and `id` has the source in it, so that neither is ever repeated.
+The prompt has this project's words; `--template FILE` gives any others. Records without an accepted answer
+are left out and counted. `extra_info.index` counts within each source, as it does in Search-R1; `id` is
+never repeated.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.files import make_row, write_parquet
+from data_prep.files import describe, make_row, read_json, read_records, take, tidy_question, write_parquet
 from data_prep.hub import fetch_file
 from data_prep.prompts import (
-    MICROWORLD_PROMPT,
     NO_SEARCH_PROMPT,
     RAG_PROMPT,
     SEARCH_PROMPT,
@@ -30,226 +29,161 @@ from data_prep.prompts import (
     format_passages,
     read_template,
 )
-from data_prep.qa_sources import SOURCES, Questions, find_file, read_questions
-from verl.utils.reward_score.qa_em import normalize_answer
 
-DEFAULT_SOURCES = {
-    "train": ["nq", "hotpotqa"],
-    "test": ["nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle"],
-}
-SPLITS_TO_TRY = {"train": ("train",), "test": ("test", "dev", "train")}
-TEMPLATES = {
-    "base": SEARCH_PROMPT,
-    "no_search": NO_SEARCH_PROMPT,
-    "rag": RAG_PROMPT,
-    "short": MICROWORLD_PROMPT,
-}
-RAG_BATCH = 256  # questions per request
 REPOSITORY = "RUC-NLPIR/FlashRAG_datasets"
-TEMPLATE_HELP = "file with the prompt in your own words; {question} stands for the question"
+TEST_SOURCES = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+SOURCES = (*TEST_SOURCES, "web_questions", "strategyqa")
+SPLITS_TO_TRY = {"train": ("train",), "test": ("test", "dev", "train")}
 
-Report = Callable[[str], None]
+
+@dataclass(frozen=True)
+class Script:
+    """Where a program writes, its prompt, and the sources of each split; (): a flag says which."""
+
+    local_dir: str
+    template: str
+    sources: dict[str, tuple[str, ...]]
 
 
-def locate(source: str, split: str, raw_dir: Path | None) -> tuple[str, Path]:
-    """(split that was found, its file) for a source, from a folder or from the hub.
+SCRIPTS = {
+    "qa_search": Script("data/nq_search", SEARCH_PROMPT, {"train": ("nq", "hotpotqa"), "test": TEST_SOURCES}),
+    "nq": Script("./data/nq", NO_SEARCH_PROMPT, {"train": ("nq",), "test": ("nq",)}),
+    "nq_rag": Script("./data/nq_rag", RAG_PROMPT, {"train": ("nq",), "test": ("nq",)}),
+    "nq_search": Script("./data/nq_search", SEARCH_PROMPT, {"train": ("nq",), "test": ("nq",)}),
+    "qa_search_train_merge": Script("./data/nq_search", SEARCH_PROMPT, {"train": ()}),
+    "qa_search_test_merge": Script("./data/nq_search", SEARCH_PROMPT, {"test": ()}),
+}
 
-    Raises ValueError where there is none, with the names that are looked for.
+
+def build_parser(name: str) -> argparse.ArgumentParser:
+    script = SCRIPTS[name]
+    parser = argparse.ArgumentParser(description="Search-R1's question sets as parquet rows.")
+    parser.add_argument("--local_dir", type=Path, default=Path(script.local_dir), help="where to write")
+    parser.add_argument("--hdfs_dir", help="refused: there is no HDFS here")
+    parser.add_argument("--template_type", choices=["base"], default="base")
+    parser.add_argument(
+        "--template", type=Path, help="file with your own prompt; {question} stands for the question"
+    )
+    parser.add_argument("--raw_dir", type=Path, help="folder with {source}/{split}.jsonl; default: the hub")
+    if () in script.sources.values():
+        parser.add_argument("--data_sources", default="nq", help=f"comma list of {', '.join(SOURCES)} (nq)")
+    if name == "nq_rag":
+        parser.add_argument("--topk", type=int, default=3, help="passages of a question (3)")
+        parser.add_argument("--corpus_path", type=Path, required=True, help="wiki-18.jsonl")
+        for split in script.sources:
+            parser.add_argument(f"--{split}_retrieval_cache", type=Path, required=True,
+                                help='JSON file {question: [{"id"}, ...]}')  # fmt: skip
+    return parser
+
+
+def read_split(source: str, split: str, raw_dir: Path | None) -> list[dict[str, Any]]:
+    """A source's rows, without a prompt; where there is no test split its dev split, or else train.
+
+    Raises ValueError: there is no such split, or a record is malformed.
     """
     for name in SPLITS_TO_TRY[split]:
-        if raw_dir is not None:
-            path = find_file(source, name, raw_dir)
+        path: Path | None
+        if raw_dir is None:
+            path = fetch_file(REPOSITORY, f"{source}/{name}.jsonl")
         else:
-            path = fetch_file(REPOSITORY, f"{source}/{name}.jsonl", "or put the files in a folder: --raw_dir")
-        if path is not None:
-            return name, path
-    tried = SPLITS_TO_TRY[split]
-    if raw_dir is None:
-        raise ValueError(f"{source} has no {' or '.join(tried)} split in {REPOSITORY}")
-    names = [f"{source}/{name}.jsonl" for name in tried]
-    names += [file for name in tried for file in SOURCES[source].files.get(name, ())]
-    raise ValueError(
-        f"{raw_dir}: found no {' or '.join(tried)} file of {source}. Looked for {', '.join(names)} there and "
-        f"in {source}/, also as .gz or .bz2"
-    )
-
-
-def tidy_question(question: str) -> str:
-    """As in Search-R1's rows: without blanks around it, and with a question mark."""
-    question = question.strip()
-    return question if question.endswith("?") else question + "?"
-
-
-def merge(sources: Iterable[tuple[str, Questions]], split: str) -> list[dict[str, Any]]:
-    """Rows of all sources one after the other, without a prompt; `index` and `id` are unique among them."""
+            path = raw_dir / source / f"{name}.jsonl"
+        if path is not None and path.is_file():
+            break
+    else:
+        tried = " or ".join(f"{source}/{name}.jsonl" for name in SPLITS_TO_TRY[split])
+        raise ValueError(f"{raw_dir or REPOSITORY} has no {tried}")
     rows: list[dict[str, Any]] = []
-    taken: set[str] = set()
-    for source, read in sources:
-        for number, question in enumerate(read.questions):
-            identifier = unique_id(f"{source}_{question.source_id or f'{split}_{number}'}", taken)
-            row = make_row(source, "", tidy_question(question.question), question.answers, split, len(rows))
-            # `source_id` also keeps the column from being an object without fields, which parquet can't hold.
-            row["metadata"] = {"source_id": question.source_id, **question.metadata}
-            row["id"] = identifier
-            rows.append(row)
+    identifiers: set[str] = set()
+    num_without_answer = 0
+    for where, record in read_records(path):
+        question = take(record, "question", str, where)
+        answers = accepted_answers(take(record, "golden_answers", object, where), where)
+        if not question.strip():
+            raise ValueError(f"{where}: the question is empty")
+        if not answers:
+            num_without_answer += 1
+            continue
+        source_id, number = str(record.get("id", "")), 1
+        wanted = identifier = f"{source}_{source_id or f'{split}_{len(rows)}'}"
+        while identifier in identifiers:
+            number += 1
+            identifier = f"{wanted}#{number}"
+        identifiers.add(identifier)
+        row = make_row(source, "", tidy_question(question), answers, split, len(rows))
+        facts = {
+            key: str(value)
+            for key, value in (record.get("metadata") or {}).items()
+            if isinstance(value, str | int | float)
+        }
+        # `source_id` keeps the column from being an object without fields, which parquet can't hold.
+        rows.append({**row, "id": identifier, "metadata": {"source_id": source_id, **facts}})
+    print(f"{split}: {source}: {len(rows):,} questions from {path}, {num_without_answer:,} without an answer")
     return rows
 
 
-def unique_id(wanted: str, taken: set[str]) -> str:
-    """`wanted`, or with #2, #3, ... after it if it is taken; the result is added to `taken`."""
-    identifier, number = wanted, 1
-    while identifier in taken:
-        number += 1
-        identifier = f"{wanted}#{number}"
-    taken.add(identifier)
-    return identifier
+def accepted_answers(values: Any, where: str) -> list[str]:
+    """Distinct texts of one value or of a list of them, truth values as yes and no."""
+    answers = []
+    for value in values if isinstance(values, list) else [values]:
+        if not isinstance(value, str | int | float):
+            raise ValueError(f"{where}: an answer must be a text, found {describe(value)}")
+        answers.append({True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value).strip())
+    return list(dict.fromkeys(answer for answer in answers if answer))
 
 
-def add_prompts(rows: list[dict[str, Any]], template: str, passages: list[str] | None = None) -> None:
-    """Fills in the prompt of every row, with its passages where the template has a place for them."""
-    before, marker, after = template.partition("{passages}")
-    for number, row in enumerate(rows):
-        # The passages last: a question may have braces in it.
-        text = fill_prompt(before, row["question"])
-        if marker:
-            assert passages is not None
-            text += passages[number] + after
-        row["prompt"] = [{"role": "user", "content": text}]
-
-
-def _search(rows: list[dict[str, Any]], url: str, topk: int) -> list[str]:
-    """The passages of each row's question, as the server at `url` finds them."""
-    from search_r1.search.client import SearchClient, SearchError
-
-    texts = []
-    with SearchClient(url, topk=topk) as client:
-        for start in range(0, len(rows), RAG_BATCH):
-            batch = [row["question"] for row in rows[start : start + RAG_BATCH]]
-            try:
-                results = client.batch_search(batch)
-            except SearchError as error:
-                raise ValueError(f"--retriever_url: {error}") from None
-            for found in results:
-                parts = [document["contents"].partition("\n") for document in found]
-                texts.append(format_passages([(title, text) for title, _, text in parts]))
-    return texts
-
-
-def without_overlap(rows: list[dict[str, Any]], others: Iterable[str]) -> list[dict[str, Any]]:
-    """The rows whose question is not among the other questions, numbered anew.
-
-    Compared as exact match compares answers: case, punctuation and articles don't count.
-    """
-    known = {normalize_answer(question) for question in others}
-    kept = [row for row in rows if normalize_answer(row["question"]) not in known]
-    return [{**row, "extra_info": {**row["extra_info"], "index": i}} for i, row in enumerate(kept)]
-
-
-def read_split(split: str, names: list[str], raw_dir: Path | None, report: Report) -> list[dict[str, Any]]:
-    """The merged rows of a split; `report` gets what was read and what was left out, with places."""
-    sources = []
-    for source in names:
-        used, path = locate(source, split, raw_dir)
-        read = read_questions(source, path)
-        sources.append((source, read))
-        report(f"{split}: {source}: {len(read.questions):,} questions from {path} ({used})")
-        if read.num_without_answer:
-            report(f"  {read.num_without_answer:,} without an accepted answer left out")
-        if read.num_malformed:
-            report(f"  {read.num_malformed:,} malformed records left out, the first of them:")
-            for problem in read.problems:
-                report(f"    {problem}")
-    return merge(sources, split)
-
-
-def _report_overlap(
-    rows: list[dict[str, Any]], test: list[str], drop: bool, report: Report
-) -> list[dict[str, Any]]:
-    """The training rows to write: without the test set's questions if `drop`."""
-    if not test:
-        report("train: not compared with a test set, because there is none yet")
-        return rows
-    kept = without_overlap(rows, test)
-    done = "left out" if drop else "stay in; --drop_overlap leaves them out"
-    report(f"train: {len(rows) - len(kept):,} questions that the test set asks too ({done})")
-    return kept if drop else rows
-
-
-def _existing_questions(path: Path) -> list[str]:
-    import pyarrow.parquet as pq
-
-    return pq.read_table(path, columns=["question"])["question"].to_pylist() if path.is_file() else []
-
-
-def prepare(options: argparse.Namespace, report: Report = print) -> None:
-    """Writes the parquet files that the command line asks for. Raises ValueError for bad options or files."""
-    sets = _sets(options)
-    if options.drop_overlap and "train" not in sets:
-        raise ValueError(
-            "--drop_overlap takes questions out of the training set: it needs --split train or all"
-        )
-    template = read_template(options.template) if options.template else TEMPLATES[options.template_type]
-    if "{passages}" in template and options.retriever_url is None:
-        raise ValueError("--template_type rag needs --retriever_url: the passages are searched there")
-    rows = {split: read_split(split, names, options.raw_dir, report) for split, names in sets.items()}
-    if "train" in rows:
-        test_file = options.local_dir / "test.parquet"
-        test = [row["question"] for row in rows["test"]] if "test" in rows else _existing_questions(test_file)
-        rows["train"] = _report_overlap(rows["train"], test, options.drop_overlap, report)
-    for split, part in rows.items():
-        passages = None
-        if "{passages}" in template:
-            passages = _search(part, options.retriever_url, options.topk)
-        add_prompts(part, template, passages)
+def prepare(name: str, options: argparse.Namespace) -> None:
+    """Writes the program's files. Raises ValueError for bad options or files."""
+    script = SCRIPTS[name]
+    if options.hdfs_dir is not None:
+        raise ValueError(f"--hdfs_dir: there is no HDFS here; leave it out and copy {options.local_dir}")
+    template = read_template(options.template) if options.template else script.template
+    # The passages last: a question may have braces in it.
+    before, _, after = template.partition("{passages}") if name == "nq_rag" else (template, "", "")
+    for split, sources in script.sources.items():
+        sources = sources or tuple(word.strip() for word in options.data_sources.split(","))
+        if unknown := [source for source in sources if source not in SOURCES]:
+            raise ValueError(f"--data_sources: found {unknown[0]!r}, expected some of {', '.join(SOURCES)}")
+        rows = [row for source in sources for row in read_split(source, split, options.raw_dir)]
+        for row in rows:
+            row["prompt"][0]["content"] = fill_prompt(before, row["question"])
+        if name == "nq_rag":
+            cache = getattr(options, f"{split}_retrieval_cache")
+            for row, text in zip(rows, cached_passages(rows, cache, options), strict=True):
+                row["prompt"][0]["content"] += text + after
         path = options.local_dir / f"{split}.parquet"
-        report(f"{path}: {write_parquet(path, part):,} rows")
+        print(f"{path}: {write_parquet(path, rows):,} rows")
 
 
-def _sets(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Split -> source names that the options ask for."""
-    if options.split == "all":
-        if options.data_sources:
-            raise ValueError("--data_sources needs --split train or test: the two have different sources")
-        return DEFAULT_SOURCES
-    given = (options.data_sources or "").split(",") if options.data_sources else []
-    names = [name.strip() for name in given if name.strip()] or DEFAULT_SOURCES[options.split]
-    for name in names:
-        if name not in SOURCES:
-            raise ValueError(f"--data_sources: found {name!r}, expected some of {', '.join(SOURCES)}")
-    if len(set(names)) < len(names):
-        raise ValueError(f"--data_sources: {options.data_sources} names a source twice")
-    return {options.split: names}
+def cached_passages(rows: list[dict[str, Any]], cache: Path, options: argparse.Namespace) -> list[str]:
+    """The passages of each row's question: their ids are in `cache`, their texts in --corpus_path."""
+    cached = read_json(cache)
+    if not isinstance(cached, dict):
+        raise ValueError(f"{cache}: expected an object {{question: [{{id}}, ...]}}")
+    ids = {tidy_question(text): [str(each["id"]) for each in each_list] for text, each_list in cached.items()}
+    if missing := [row["question"] for row in rows if row["question"] not in ids]:
+        raise ValueError(f"{cache}: no passages for {missing[0]!r} and {len(missing) - 1} other questions")
+    chosen = [ids[row["question"]][: options.topk] for row in rows]
+    wanted = {each for some in chosen for each in some}
+    passages: dict[str, tuple[str, str]] = {}
+    with options.corpus_path.open("rb") as lines:  # line by line: wiki-18.jsonl has 14 GB
+        for record in map(json.loads, lines):
+            if str(record["id"]) in wanted:
+                title, _, text = record["contents"].partition("\n")
+                passages[str(record["id"])] = title, text
+    if absent := wanted - passages.keys():
+        raise ValueError(f"{options.corpus_path}: no passage has the id {min(absent)!r}, which {cache} names")
+    return [format_passages([passages[each] for each in some]) for some in chosen]
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description="Question sets -> Search-R1's train.parquet and test.parquet."
-    )
-    parser.add_argument(
-        "--local_dir", type=Path, default=Path("data/nq_search"), help="where to write (data/nq_search)"
-    )
-    parser.add_argument("--split", choices=["all", "train", "test"], default="all", help="what to make (all)")
-    parser.add_argument("--data_sources", help=f"comma list of {', '.join(SOURCES)}; default: Search-R1's")
-    parser.add_argument(
-        "--raw_dir", type=Path, help="folder with the files; without it the FlashRAG collection is downloaded"
-    )
-    parser.add_argument(
-        "--template_type", choices=sorted(TEMPLATES), default="base",
-        help="base: explains the search engine; no_search; rag: with passages; short: for the tiny model",
-    )  # fmt: skip
-    parser.add_argument("--template", type=Path, help=TEMPLATE_HELP)
-    parser.add_argument("--retriever_url", help="server that finds the passages of --template_type rag")
-    parser.add_argument("--topk", type=int, default=3, help="passages for --template_type rag (3)")
-    parser.add_argument(
-        "--drop_overlap", action="store_true", help="leave out of train what the test set asks"
-    )
-    options = parser.parse_args(argv)
+def main(name: str = "qa_search", argv: list[str] | None = None) -> int:
+    """Runs the program `name`. Exit status: 0, or 2 for a mistake of the user."""
     try:
-        prepare(options)
-    except ValueError as error:
+        prepare(name, build_parser(name).parse_args(argv))
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

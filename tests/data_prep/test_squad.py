@@ -1,12 +1,15 @@
 """SQuAD-format files and passage lists: everything arrives, and malformed input is named exactly."""
 
 import json
+from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from data_prep.prompts import MICROWORLD_PROMPT, SEARCH_PROMPT
 from data_prep.squad import convert
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
 
 
 def squad_file(folder, name="squad.json", **changes):
@@ -81,8 +84,15 @@ def test_a_malformed_question_is_named_with_its_place(tmp_path, changes, message
 
 
 def test_a_missing_file_and_a_bad_share_are_refused_and_nothing_is_written(tmp_path):
-    with pytest.raises(ValueError, match="no such file"):
+    with pytest.raises(ValueError, match="No such file"):
         run(tmp_path, [tmp_path / "none.json"])
     with pytest.raises(ValueError, match="--test-share 1.5"):
         run(tmp_path, [squad_file(tmp_path)], test_share=1.5)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"the data sets are not in {DATA}")
+def test_the_published_files_give_6359_passages(tmp_path):
+    passages = [DATA / "2wikimultihopqa_corpus.json"]
+    counts = run(tmp_path, [DATA / "xquad.en.json"], passages, test_share=0.25)
+    assert (counts["passages"], counts["train questions"] + counts["test questions"]) == (6359, 1190)
