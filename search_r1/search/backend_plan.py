@@ -158,7 +158,7 @@ def _check_sparse_index(plan: BackendPlan) -> None:
         raise ValueError("--index_path is missing: the folder of the Lucene index")
     if plan.kind == "lucene" and held != "lucene":
         raise _wrong_index(plan.index_path, held, "expected a Lucene index")
-    if plan.kind == "bm25" and held not in ("bm25", "nothing"):
+    if plan.kind == "bm25" and plan.index_path is not None and held != "bm25":
         raise _wrong_index(plan.index_path, held, f"--retriever_name {plan.name} needs one of BM25")
 
 

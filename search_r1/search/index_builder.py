@@ -182,10 +182,10 @@ def plan_jobs(arguments: argparse.Namespace, corpus: Corpus) -> list[IndexJob]:
     method, folder = arguments.retrieval_method.lower(), Path(arguments.save_dir)
 
     def build_bm25(corpus: Corpus, folder: Path, progress: Progress) -> dict[str, Any]:
-        from search_r1.search.bm25 import BM25BuildOptions, build_index
+        from search_r1.search.bm25 import build_index
 
-        options = BM25BuildOptions(int(arguments.memory_limit_gb * 2**30), _num_processes(arguments))
-        return build_index(corpus, folder, options, progress)
+        memory = int(arguments.memory_limit_gb * 2**30)
+        return build_index(corpus, folder, progress, memory, _num_processes(arguments))
 
     def build_lucene(corpus: Corpus, folder: Path, progress: Progress) -> dict[str, Any]:
         from search_r1.search.lucene import build_index

@@ -2,12 +2,11 @@
 
 corpus -> build_index -> folder -> BM25Retriever(corpus, folder).batch_search(queries, topk)
 
-word_break, porter -> analysis (text to terms)
-spill -> terms -> postings -> build (the index, out of core)
+analysis, word_break (text to terms) -> build (the index, out of core)
 index (Lucene's formula, the files) -> kernel (exact MaxScore) -> retriever
 """
 
-from search_r1.search.bm25.build import BM25BuildOptions, build_index
+from search_r1.search.bm25.build import build_index
 from search_r1.search.bm25.retriever import BM25Retriever
 
-__all__ = ["BM25BuildOptions", "BM25Retriever", "build_index"]
+__all__ = ["BM25Retriever", "build_index"]

@@ -8,7 +8,6 @@ from the word as written to whatever it needs, and calls `normalize` for words t
 
 from __future__ import annotations
 
-from search_r1.search.bm25.porter import stem
 from search_r1.search.bm25.word_break import JOINER_CHARACTERS, find_words
 
 ANALYSIS_VERSION = 2  # part of what an index must agree with: raise it when a text's terms change
@@ -19,6 +18,26 @@ this to was will with
 """
 STOP_WORDS = frozenset(STOP_WORD_TEXT.split())
 POSSESSIVES = ("'s", "'S", "’s", "’S", "＇s", "＇S")
+
+VOWELS = frozenset("aeiou")
+UNCHANGED_ENDINGS = ("a", "o", "f", "k", "h", "b", "p", "w", "x", "z", "v", "j", "q")
+"""No rule takes off a suffix that ends so."""
+
+DOUBLE_SUFFIXES = {
+    "ational": "ate", "tional": "tion", "enci": "ence", "anci": "ance", "izer": "ize", "bli": "ble",
+    "alli": "al", "entli": "ent", "eli": "e", "ousli": "ous", "ization": "ize", "ation": "ate", "ator": "ate",
+    "alism": "al", "iveness": "ive", "fulness": "ful", "ousness": "ous", "aliti": "al", "iviti": "ive",
+    "biliti": "ble", "logi": "log",
+}  # fmt: skip
+SINGLE_SUFFIXES = {
+    "icate": "ic", "ative": "", "alize": "al", "iciti": "ic", "ical": "ic", "ful": "", "ness": "",
+}  # fmt: skip
+LAST_SUFFIXES = (
+    "al", "ance", "ence", "er", "ic", "able", "ible", "ant", "ement", "ment", "ent", "sion", "tion", "ou",
+    "ism", "ate", "iti", "ous", "ive", "ize",
+)  # fmt: skip
+# `str.endswith` with a tuple is one fast call; most words fail it.
+REPLACED = [(tuple(suffixes), suffixes) for suffixes in (DOUBLE_SUFFIXES, SINGLE_SUFFIXES)]
 
 
 def words(text: str) -> list[str]:
@@ -61,3 +80,82 @@ def _pieces(word: str) -> list[str]:
             start, units = place, 0
         units += width
     return [*pieces, word[start:]]
+
+
+def stem(word: str) -> str:
+    """Porter's stem of a lower-case word, as Lucene has it: "directors" -> "director".
+
+    M.F. Porter, "An algorithm for suffix stripping", Program 14 (1980), with the two changes that he made
+    later ("bli" -> "ble", "logi" -> "log") and words of up to two letters left alone. Packages differ from
+    Lucene in one of these or in which doubled letters are halved; then the two would not find the same.
+    What is no letter from a to z counts as a consonant.
+    """
+    if len(word) <= 2 or word.endswith(UNCHANGED_ENDINGS):
+        return word
+    word = _strip_inflection(word)
+    for endings, suffixes in REPLACED:
+        if word.endswith(endings):
+            suffix = next(ending for ending in endings if word.endswith(ending))
+            base = word.removesuffix(suffix)
+            word = base + suffixes[suffix] if _measure(base) > 0 else word
+    if word.endswith(LAST_SUFFIXES):
+        suffix = next(ending for ending in LAST_SUFFIXES if word.endswith(ending))
+        base = word[:-3] if suffix in ("sion", "tion") else word.removesuffix(suffix)
+        word = base if _measure(base) > 1 else word
+    if word.endswith("e"):
+        measure = _measure(word[:-1])
+        if measure > 1 or (measure == 1 and not _ends_short(word[:-1])):
+            word = word[:-1]
+    if word.endswith("ll") and _measure(word) > 1:
+        word = word[:-1]
+    return word
+
+
+def _shape(text: str) -> str:
+    """ "v" for each vowel and "c" for each consonant; y is a vowel after a consonant."""
+    shape = []
+    vowel = True  # a y at the start is a consonant
+    for letter in text:
+        vowel = letter in VOWELS or (letter == "y" and not vowel)
+        shape.append("v" if vowel else "c")
+    return "".join(shape)
+
+
+def _measure(text: str) -> int:
+    """m of a stem `[C](VC)^m[V]`: how many times a vowel is followed by a consonant."""
+    return _shape(text).count("vc")
+
+
+def _ends_short(text: str) -> bool:
+    """Ends in consonant, vowel, consonant other than w, x, y: "hop"."""
+    return text[-1:] not in ("w", "x", "y") and _shape(text).endswith("cvc")
+
+
+def _strip_inflection(word: str) -> str:
+    """Plurals, -ed, -ing, and y -> i."""
+    if word.endswith("s"):
+        if word.endswith(("sses", "ies")):
+            word = word[:-2]
+        elif not word.endswith("ss"):
+            word = word[:-1]
+    if word.endswith("eed"):
+        if _measure(word[:-3]) > 0:
+            word = word[:-1]
+    elif word.endswith(("ed", "ing")):
+        base = word[:-2] if word.endswith("d") else word[:-3]
+        if "v" in _shape(base):
+            word = _mend_ending(base)
+    if word.endswith("y") and "v" in _shape(word[:-1]):
+        word = word[:-1] + "i"
+    return word
+
+
+def _mend_ending(base: str) -> str:
+    """What is left of a word without -ed or -ing: conflat -> conflate, hopp -> hop, fil -> file."""
+    if base.endswith(("at", "bl", "iz")):
+        return base + "e"
+    if len(base) > 1 and base[-1] == base[-2] and _shape(base)[-1] == "c":
+        return base if base[-1] in "lsz" else base[:-1]
+    if _measure(base) == 1 and _ends_short(base):
+        return base + "e"
+    return base

@@ -1,122 +1,286 @@
-"""Builds an index out of core: `build_index(corpus, folder, options, progress)`.
+"""Builds an index: `build_index(corpus, folder, progress)`.
 
-    corpus -> spill (several processes) -> parts -> merge_terms -> terms -> write_postings -> files of Index
+    corpus -> parts: runs of documents, each with its terms and postings sorted   several processes, on disk
+           -> all terms, sorted; each part's terms get their numbers there        in memory, 150 bytes a term
+           -> postings of all parts, range of terms by range of terms -> the files of Index
 
-Memory stays under `memory_limit_bytes` whatever the size of the corpus; the disk holds the postings twice
-for a while. Each step leaves files behind in `<folder>/work`, so that a build that was killed goes on when
-called again. The finished files are the same bytes for any limit and any number of processes.
+The finished files are the same bytes for any memory limit and any number of processes. A build that was
+killed goes on when called again: the parts of a task are done when its .json is there, all else is made anew.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import shutil
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from search_r1.search.bm25.analysis import normalize, words
 from search_r1.search.bm25.index import (
     HEADER_NAME,
+    MIN_SKIPPED,
     RARE_CODE,
+    SKIP_WIDTH,
     IndexHeader,
     encode_lengths,
     inverse_norms,
     read_header,
-    write_header,
 )
-from search_r1.search.bm25.postings import BYTES_PER_POSTING, Merge, join_chunks, write_postings
-from search_r1.search.bm25.spill import BYTES_PER_TOKEN, spill, spill_rows
-from search_r1.search.bm25.terms import map_array, merge_terms
 from search_r1.search.child_process import end_with_parent, signals_held
 from search_r1.search.corpus import Corpus
 from search_r1.search.corpus_files import Progress
 
 TASK_BYTES = 32 * 2**20  # of the corpus; what is done again after a kill
 MAX_TOKENS = 1 << 23  # of a part
+BYTES_PER_TOKEN = 400  # of memory that a process needs, at worst: each token another term
+BYTES_PER_POSTING = 32  # of memory while a range of terms is written
+NORMALIZED_WORDS = 1 << 18  # kept by a process from part to part, about 50 MB
+MAX_FREQUENCY = 255  # from here on a posting has no code of its own
 
-
-@dataclass(frozen=True)
-class BM25BuildOptions:
-    """How to build; the index does not depend on it.
-
-    memory_limit_bytes: for all processes together, at least 256 MiB.
-    num_processes: that read and cut the texts into words; 0: one for each CPU that this process may use.
-    """
-
-    memory_limit_bytes: int = 4 * 2**30
-    num_processes: int = 0
-
-    def __post_init__(self) -> None:
-        if self.memory_limit_bytes < 256 * 2**20:
-            raise ValueError(f"memory_limit_bytes: found {self.memory_limit_bytes}, expected 256 MiB or more")
-        if self.num_processes < 0:
-            raise ValueError(f"num_processes: found {self.num_processes}, expected 0 (all CPUs) or more")
+_normalize = lru_cache(NORMALIZED_WORDS)(normalize)
+_open_corpus = lru_cache(1)(Corpus.open)  # in a worker process
 
 
 def build_index(
-    corpus: Corpus, folder: Path, options: BM25BuildOptions, progress: Progress
+    corpus: Corpus,
+    folder: Path,
+    progress: Progress,
+    memory_limit_bytes: int = 4 * 2**30,
+    num_processes: int = 1,
 ) -> dict[str, Any]:
     """Writes the index of `corpus` into `folder`, which exists; returns its parameters for the manifest.
 
-    Goes on from what an earlier call left in `folder`. progress(stage, done, total) is called between steps.
-    Raises ValueError for a broken line of the corpus and for a corpus without words.
+    `memory_limit_bytes`: for all processes together, beside the terms. `num_processes`: that cut the texts
+    into words. Goes on from what an earlier call left in `folder`. Raises ValueError for a broken line of the
+    corpus and for a corpus without words.
     """
     work = folder / "work"
-    if (folder / HEADER_NAME).exists():  # killed while `work` was removed
-        header = read_header(folder)
+    if not (folder / HEADER_NAME).exists():  # else killed while `work` was removed
+        parts = _make_parts(corpus, work / "sorted", memory_limit_bytes, num_processes, progress)
+        header = _write_index(parts, folder, memory_limit_bytes // 2 // BYTES_PER_POSTING, progress)
+        partial = work / HEADER_NAME
+        partial.write_text(json.dumps(asdict(header), indent=1) + "\n", encoding="utf-8")
+        partial.replace(folder / HEADER_NAME)
+    shutil.rmtree(work, ignore_errors=True)
+    return asdict(read_header(folder))
+
+
+def _make_parts(
+    corpus: Corpus, folder: Path, memory_limit_bytes: int, num_processes: int, progress: Progress
+) -> list[Path]:
+    """The parts of the whole corpus, in order of rows; makes those that are not there yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = max(1, len(corpus) * TASK_BYTES // corpus.num_bytes)
+    tasks = {
+        folder / f"{number:06d}": (start, min(start + rows, len(corpus)))
+        for number, start in enumerate(range(0, len(corpus), rows))
+    }
+    waiting = {task: span for task, span in tasks.items() if not task.with_suffix(".json").exists()}
+    num_processes = min(num_processes, len(tasks))
+    max_tokens = min(MAX_TOKENS, memory_limit_bytes // num_processes // BYTES_PER_TOKEN)
+    finished: Iterator[int]
+    if corpus.path is None or num_processes == 1 or len(waiting) < 2:
+        finished = (_make_task(corpus, task, *span, max_tokens) for task, span in waiting.items())
     else:
-        header = _write_files(corpus, folder, work, options, progress)
-        write_header(folder, header)
-    if work.exists():
-        shutil.rmtree(work)
-    return asdict(header)
+        finished = _make_in_processes(corpus.path, waiting, max_tokens, num_processes)
+    num_done = len(corpus) - sum(stop - start for start, stop in waiting.values())
+    progress("reading the corpus", num_done, len(corpus))
+    for num_rows in finished:
+        num_done += num_rows
+        progress("reading the corpus", num_done, len(corpus))
+    return [folder / name for task in tasks for name in json.loads(task.with_suffix(".json").read_text())]
 
 
-def _write_files(
-    corpus: Corpus, folder: Path, work: Path, options: BM25BuildOptions, progress: Progress
-) -> IndexHeader:
-    parts = _spill_corpus(corpus, work, options, progress)
-    lengths = np.concatenate([np.fromfile(part / "lengths", np.int64) for part in parts])
-    if not lengths.any():
+def _make_in_processes(
+    path: Path, waiting: dict[Path, tuple[int, int]], max_tokens: int, num_processes: int
+) -> Iterator[int]:
+    """Makes the parts of all tasks; yields the number of rows of each when it is done."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_processes, context, end_with_parent) as pool:
+        with signals_held():
+            running = [
+                pool.submit(_make_task, path, task, *span, max_tokens) for task, span in waiting.items()
+            ]
+        try:
+            yield from (future.result() for future in as_completed(running))
+        except BaseException:  # Ctrl-C too: a part that was begun is not waited for, the next build makes it
+            for process in multiprocessing.active_children():
+                process.kill()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _make_task(corpus: Corpus | Path, task: Path, start: int, stop: int, max_tokens: int) -> int:
+    """Writes the parts of the rows from start to stop as <task>-000 and so on; returns how many rows it were.
+
+    A part ends with the document that brings it to `max_tokens` words.
+    """
+    for left_over in task.parent.glob(f"{task.name}-*"):  # of a run that was killed
+        shutil.rmtree(left_over)
+    corpus = _open_corpus(corpus) if isinstance(corpus, Path) else corpus
+    texts, row = corpus.iter_contents(start, stop), start
+    names: list[str] = []
+    while row < stop:
+        names.append(f"{task.name}-{len(names):03d}")
+        row += _write_part(texts, task.with_name(names[-1]), row, max_tokens)
+    partial = task.with_suffix(".partial")
+    partial.write_text(json.dumps(names))
+    partial.rename(task.with_suffix(".json"))
+    return stop - start
+
+
+class _TermNumbers(dict):
+    """Numbers of words as written: 0 for one that is not indexed, else its term's number, from 1 on."""
+
+    def __init__(self) -> None:
+        self.of_term: dict[str, int] = {}
+
+    def __missing__(self, word: str) -> int:
+        term = _normalize(word)
+        number = 0 if term is None else self.of_term.setdefault(term, len(self.of_term) + 1)
+        self[word] = number
+        return number
+
+
+def _write_part(texts: Iterable[str], folder: Path, first_row: int, max_tokens: int) -> int:
+    """Takes texts until they have `max_tokens` words; writes their terms and postings, sorted.
+
+    Returns how many texts it were.
+    """
+    numbers, tokens, text_ends = _TermNumbers(), array("I"), array("q")
+    for text in texts:
+        tokens.extend(map(numbers.__getitem__, words(text)))
+        text_ends.append(len(tokens))
+        if len(tokens) >= max_tokens:
+            break
+    unsorted = list(numbers.of_term)
+    order = np.array(
+        sorted(range(len(unsorted)), key=unsorted.__getitem__), dtype=np.int64
+    )  # as UTF-8 orders
+    rank_of_number = np.zeros(len(unsorted) + 1, dtype=np.uint64)
+    rank_of_number[order + 1] = np.arange(len(unsorted), dtype=np.uint64)
+
+    ids = np.asarray(tokens, dtype=np.uint32)
+    places = np.repeat(np.arange(len(text_ends), dtype=np.uint64), np.diff(text_ends, prepend=0))[ids != 0]
+    lengths = np.bincount(places.astype(np.int64), minlength=len(text_ends))
+    keys = rank_of_number[ids[ids != 0]] << np.uint64(32) | places
+    keys.sort()
+    firsts = np.flatnonzero(np.diff(keys, prepend=~keys[:1]))
+    frequencies = np.diff(firsts, append=len(keys))
+    rows = (keys[firsts] & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    # Only frequencies that fit a byte may get a code.
+    pairs = (frequencies << 8 | encode_lengths(lengths)[rows])[frequencies < MAX_FREQUENCY]
+
+    folder.mkdir()
+    (folder / "terms").write_bytes("\n".join([unsorted[number] for number in order]).encode())
+    counts = np.bincount((keys[firsts] >> np.uint64(32)).astype(np.int64), minlength=len(unsorted))
+    arrays = {
+        "counts": counts.astype(np.uint32),
+        "documents": (rows + first_row).astype(np.uint32),
+        "frequencies": frequencies.astype(np.uint32),
+        "lengths": lengths,
+        "pair_counts": np.bincount(pairs, minlength=1 << 16),
+    }
+    for name, values in arrays.items():
+        np.save(folder / f"{name}.npy", values)
+    return len(text_ends)
+
+
+def _load(part: Path, name: str) -> np.ndarray:
+    return np.load(part / f"{name}.npy", mmap_mode="r")
+
+
+def _terms(part: Path) -> list[bytes]:
+    text = (part / "terms").read_bytes()
+    return text.split(b"\n") if text else []
+
+
+def _starts(sizes: np.ndarray) -> np.ndarray:
+    """Where each of the things of these sizes begins, and where the last ends."""
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+
+
+def _write_index(parts: list[Path], folder: Path, max_postings: int, progress: Progress) -> IndexHeader:
+    """Writes all files but the header."""
+    lengths = np.concatenate([_load(part, "lengths") for part in parts])
+    num_filled, num_tokens = int(np.count_nonzero(lengths)), int(lengths.sum())
+    if not num_tokens:
         raise ValueError("the corpus has no words to index (only stop words and punctuation)")
     norms = encode_lengths(lengths)
-    np.save(folder / "norms.npy", norms)
 
     progress("merging the terms", 0, 1)
-    num_terms, firsts = merge_terms(parts, folder)
-    _save_starts(work / "parts" / "all_lengths", folder / "term_starts.npy")
-    posting_starts = _save_starts(work / "parts" / "all_counts", folder / "posting_starts.npy")
-    pairs, code_of_pair = _choose_pairs(parts)
-    np.save(folder / "pairs.npy", pairs)
+    distinct: set[bytes] = set()
+    for part in parts:
+        distinct.update(_terms(part))
+    terms = sorted(distinct)
+    del distinct
+    (folder / "terms.bin").write_bytes(b"".join(terms))
+    term_starts = _starts(np.fromiter(map(len, terms), np.int64, len(terms)))
+    number_of = {term: number for number, term in enumerate(terms)}
+    num_terms = len(terms)
+    del terms
+    num_postings = np.zeros(num_terms, dtype=np.int64)
+    for part in parts:
+        numbers = np.fromiter(map(number_of.__getitem__, _terms(part)), np.uint32)
+        np.save(part / "numbers.npy", numbers)
+        num_postings[numbers] += _load(part, "counts")
+    del number_of
+    posting_starts = _starts(num_postings)
 
-    num_filled, num_tokens = int(np.count_nonzero(lengths)), int(lengths.sum())
-    merge = Merge(
-        parts=parts,
-        firsts=firsts,
-        numbers=map_array(work / "parts" / "numbers", np.uint32),
-        counts=map_array(work / "parts" / "counts", np.uint32),
-        posting_starts=posting_starts,
-        norms=norms,
-        inverse_norms=inverse_norms(num_tokens / num_filled),
-        code_of_pair=code_of_pair,
+    # The most frequent (frequency, norm) get a code; the order of equal ones is that of the pairs.
+    pair_counts = np.sum([_load(part, "pair_counts") for part in parts], axis=0)
+    chosen = np.argsort(-pair_counts, kind="stable")[:RARE_CODE]
+    chosen = chosen[pair_counts[chosen] > 0]
+    code_of_pair = np.full(1 << 16, RARE_CODE, dtype=np.uint8)
+    code_of_pair[chosen] = np.arange(len(chosen))
+
+    documents_file, codes_file = (
+        np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, (int(posting_starts[-1]),))
+        for name, dtype in (("documents", np.uint32), ("codes", np.uint8))
     )
-    chunks_folder = work / "chunks"
-    chunks_folder.mkdir(exist_ok=True)
-    max_postings = options.memory_limit_bytes // 4 // BYTES_PER_POSTING
-
-    def report(done: int, total: int) -> None:
-        progress("writing the postings", done, total)
-
-    chunks = write_postings(merge, folder, chunks_folder, max_postings, report)
-    for name in ("highest", "rare_at", "rare_frequency", "skip_terms", "skips"):
-        np.save(folder / f"{name}.npy", join_chunks(chunks, name))
+    factors = inverse_norms(num_tokens / num_filled)
+    num_blocks = -(-len(norms) // SKIP_WIDTH)
+    block_starts = np.arange(num_blocks + 1, dtype=np.int64) * SKIP_WIDTH
+    highest, rare_at, rare_frequency, skip_terms = [], [], [], []
+    skips = [np.zeros((0, num_blocks + 1), np.uint32)]
+    for first, stop, documents, frequencies in _gather(parts, posting_starts, max_postings):
+        offset = int(posting_starts[first])
+        starts = posting_starts[first : stop + 1] - offset
+        norm = norms[documents]
+        codes = code_of_pair[np.minimum(frequencies, MAX_FREQUENCY) << 8 | norm]
+        documents_file[offset : offset + len(documents)] = documents
+        codes_file[offset : offset + len(documents)] = codes
+        highest.append(np.maximum.reduceat(frequencies.astype(np.float32) * factors[norm], starts[:-1]))
+        rare_at.append(np.flatnonzero(codes == RARE_CODE) + offset)
+        rare_frequency.append(frequencies[codes == RARE_CODE])
+        frequent = np.flatnonzero(np.diff(starts) * SKIP_WIDTH >= MIN_SKIPPED * len(norms))
+        skip_terms.append(frequent + first)
+        blocks = [np.searchsorted(documents[starts[t] : starts[t + 1]], block_starts) for t in frequent]
+        skips.append(np.array(blocks, dtype=np.uint32).reshape(-1, num_blocks + 1))
+        progress("writing the postings", int(posting_starts[stop]), int(posting_starts[-1]))
+    documents_file.flush()
+    codes_file.flush()
+    arrays = {
+        "norms": norms,
+        "term_starts": term_starts,
+        "posting_starts": posting_starts,
+        "pairs": np.stack([chosen >> 8, chosen & 255], axis=1).astype(np.uint8),
+        "highest": np.concatenate(highest),
+        "rare_at": np.concatenate(rare_at),
+        "rare_frequency": np.concatenate(rare_frequency),
+        "skip_terms": np.concatenate(skip_terms),
+        "skips": np.concatenate(skips),
+    }
+    for name, values in arrays.items():
+        np.save(folder / f"{name}.npy", values)
     return IndexHeader(
         num_documents=len(norms),
         num_filled=num_filled,
@@ -126,93 +290,33 @@ def _write_files(
     )
 
 
-def _spill_corpus(corpus: Corpus, work: Path, options: BM25BuildOptions, progress: Progress) -> list[Path]:
-    """The parts of the whole corpus, in order of rows; makes those that are not there yet."""
-    folder = work / "parts"
-    folder.mkdir(parents=True, exist_ok=True)
-    tasks = _plan_tasks(corpus)
-    waiting = [task for task in tasks if not (folder / f"{task:06d}.json").exists()]
-    num_processes = min(options.num_processes or len(os.sched_getaffinity(0)), len(tasks))
-    max_tokens = min(MAX_TOKENS, options.memory_limit_bytes // num_processes // BYTES_PER_TOKEN)
-    num_done = len(corpus) - sum(tasks[task][1] - tasks[task][0] for task in waiting)
-    progress("reading the corpus", num_done, len(corpus))
-    if corpus.path is None or num_processes == 1 or len(waiting) < 2:
-        finished = _spill_here(corpus, tasks, waiting, folder, max_tokens)
-    else:
-        finished = _spill_in_processes(corpus.path, tasks, waiting, folder, max_tokens, num_processes)
-    for task in finished:
-        num_done += tasks[task][1] - tasks[task][0]
-        progress("reading the corpus", num_done, len(corpus))
-    names = (json.loads((folder / f"{task:06d}.json").read_text(encoding="utf-8")) for task in tasks)
-    return [folder / name for task_names in names for name in task_names]
+def _gather(
+    parts: list[Path], posting_starts: np.ndarray, max_postings: int
+) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
+    """(first term, term to stop at, rows uint32, frequencies uint32), sorted by term and row, of ranges of
+    terms with at most `max_postings` postings, or of one term.
 
-
-Tasks = dict[int, tuple[int, int]]
-"""Rows [start, stop) of each task, by its number."""
-
-
-def _spill_here(
-    corpus: Corpus, tasks: Tasks, waiting: list[int], folder: Path, max_tokens: int
-) -> Iterator[int]:
-    """Does the tasks that wait in this process; yields each when it is done."""
-    for task in waiting:
-        start, stop = tasks[task]
-        spill(corpus.iter_contents(start, stop), start, folder, task, max_tokens)
-        yield task
-
-
-def _spill_in_processes(
-    path: Path, tasks: Tasks, waiting: list[int], folder: Path, max_tokens: int, num_processes: int
-) -> Iterator[int]:
-    """The same in several processes."""
-    context = multiprocessing.get_context("spawn")
-    others = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(num_processes, context, end_with_parent) as pool:
-        with signals_held():
-            running = {
-                pool.submit(spill_rows, path, *tasks[task], folder, task, max_tokens): task
-                for task in waiting
-            }
-        try:
-            for future in as_completed(running):
-                future.result()
-                yield running[future]
-        except BrokenProcessPool:
-            raise ValueError(
-                "a process of the builder was killed, probably for want of memory: start the build again "
-                "with a smaller memory limit or fewer processes; it goes on from here"
-            ) from None
-        except BaseException:  # Ctrl-C too: a part that was begun is not waited for, the next build makes it
-            for process in set(multiprocessing.active_children()) - others:
-                process.kill()
-            raise
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _plan_tasks(corpus: Corpus) -> Tasks:
-    """Ranges of rows of about TASK_BYTES, by number."""
-    rows = max(1, len(corpus) * TASK_BYTES // corpus.num_bytes)
-    return {
-        number: (start, min(start + rows, len(corpus)))
-        for number, start in enumerate(range(0, len(corpus), rows))
-    }
-
-
-def _choose_pairs(parts: list[Path]) -> tuple[np.ndarray, np.ndarray]:
-    """The RARE_CODE most frequent (frequency, norm) [C, 2] and the code of each pair [65536], all uint8."""
-    counts = np.sum([np.fromfile(part / "pair_counts", np.int64) for part in parts], axis=0)
-    order = np.argsort(-counts, kind="stable")[:RARE_CODE]
-    chosen = order[counts[order] > 0]
-    code_of_pair = np.full(1 << 16, RARE_CODE, dtype=np.uint8)
-    code_of_pair[chosen] = np.arange(len(chosen))
-    return np.stack([chosen >> 8, chosen & 255], axis=1).astype(np.uint8), code_of_pair
-
-
-def _save_starts(sizes_path: Path, target: Path) -> np.ndarray:
-    """Where each of the things begins whose sizes (int64) are in a file, and where the last ends."""
-    sizes = np.fromfile(sizes_path, np.int64)
-    starts = np.zeros(len(sizes) + 1, dtype=np.int64)
-    np.cumsum(sizes, out=starts[1:])
-    np.save(target, starts)
-    return starts
+    Each part holds a range's postings in one piece; part after part they are copied to their places, so that
+    rows ascend.
+    """
+    next_terms, next_postings = [0] * len(parts), [0] * len(parts)
+    first = 0
+    while first < len(posting_starts) - 1:
+        limit = posting_starts[first] + max_postings
+        stop = max(first + 1, int(np.searchsorted(posting_starts, limit, side="right")) - 1)
+        starts = posting_starts[first : stop + 1] - posting_starts[first]
+        documents, frequencies = (np.empty(starts[-1], dtype=np.uint32) for _ in range(2))
+        free = starts[:-1].copy()  # the next place of each term
+        for number, part in enumerate(parts):
+            numbers, begin, source = _load(part, "numbers"), next_terms[number], next_postings[number]
+            end = begin + int(np.searchsorted(numbers[begin:], stop))
+            terms = numbers[begin:end].astype(np.int64) - first
+            counts = _load(part, "counts")[begin:end].astype(np.int64)
+            size = int(counts.sum())
+            places = np.repeat(free[terms] - (np.cumsum(counts) - counts), counts) + np.arange(size)
+            documents[places] = _load(part, "documents")[source : source + size]
+            frequencies[places] = _load(part, "frequencies")[source : source + size]
+            free[terms] += counts
+            next_terms[number], next_postings[number] = end, source + size
+        yield first, stop, documents, frequencies
+        first = stop

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -92,20 +92,6 @@ SKIP_BITS = 12
 SKIP_WIDTH = 1 << SKIP_BITS  # documents
 MIN_SKIPPED = 8  # a term with as many postings in SKIP_WIDTH documents, on average, has skips
 
-ARRAYS = {
-    "term_starts": np.int64,
-    "posting_starts": np.int64,
-    "documents": np.uint32,
-    "codes": np.uint8,
-    "pairs": np.uint8,
-    "rare_at": np.int64,
-    "rare_frequency": np.uint32,
-    "highest": np.float32,
-    "norms": np.uint8,
-    "skip_terms": np.int64,
-    "skips": np.uint32,
-}
-
 
 @dataclass(frozen=True)
 class IndexHeader:
@@ -127,23 +113,15 @@ class IndexHeader:
         return self.num_tokens / self.num_filled
 
 
-def write_header(folder: Path, header: IndexHeader) -> None:
-    """Writes index.json atomically: with it the index is whole."""
-    partial = folder / "index.partial"
-    partial.write_text(json.dumps(asdict(header), indent=1) + "\n", encoding="utf-8")
-    partial.replace(folder / HEADER_NAME)
-
-
 def read_header(folder: Path) -> IndexHeader:
     """Raises ValueError when `folder` holds no index of this kind or one of another version."""
     try:
-        fields: dict[str, Any] = json.loads((folder / HEADER_NAME).read_text(encoding="utf-8"))
-        header = IndexHeader(**fields)
+        header = IndexHeader(**json.loads((folder / HEADER_NAME).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         raise ValueError(
-            f"--index_path: {folder} is not a BM25 index of this server. Build one with "
-            "`python -m search_r1.search.index_builder --retrieval_method bm25`, give a new folder, or leave "
-            "--index_path out to index in memory"
+            f"--index_path: {folder} is not a BM25 index of this server. Build one with `python -m "
+            "search_r1.search.index_builder --retrieval_method bm25`, or leave --index_path out to index in "
+            "memory"
         ) from None
     current = (FORMAT_VERSION, ANALYSIS_VERSION, K1, B)
     version = (header.format_version, header.analysis_version, header.k1, header.b)
@@ -155,9 +133,12 @@ def read_header(folder: Path) -> IndexHeader:
     return header
 
 
+@dataclass(frozen=True)
 class Index:
-    """The mapped files of an index, read-only: the names in ARRAYS and `terms` (uint8)."""
+    """The mapped files of an index, read-only: see the top of this file."""
 
+    header: IndexHeader
+    num_bytes: int
     terms: np.ndarray
     term_starts: np.ndarray
     posting_starts: np.ndarray
@@ -171,27 +152,28 @@ class Index:
     skip_terms: np.ndarray
     skips: np.ndarray
 
-    def __init__(self, folder: Path) -> None:
+    @classmethod
+    def open(cls, folder: Path) -> Index:
         """Raises ValueError for a folder that holds no whole index."""
-        self.header = read_header(folder)
-        self.num_bytes = sum(path.stat().st_size for path in folder.iterdir())
+        header = read_header(folder)
+        num_bytes = sum(path.stat().st_size for path in folder.iterdir())
         try:
-            self.terms = np.asarray(np.memmap(folder / "terms.bin", dtype=np.uint8, mode="r"))
-            for name, dtype in ARRAYS.items():
-                array = np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False))
-                if array.dtype != dtype:
-                    raise ValueError(f"{name}.npy holds {array.dtype}")
-                setattr(self, name, array)
-            counts = (len(self.norms), len(self.term_starts) - 1, len(self.documents), len(self.codes))
-            header = self.header
+            terms = np.asarray(np.memmap(folder / "terms.bin", dtype=np.uint8, mode="r"))
+            arrays = {
+                field.name: np.asarray(np.load(folder / f"{field.name}.npy", mmap_mode="r"))
+                for field in fields(cls)[3:]
+            }
+            index = cls(header, num_bytes, terms, **arrays)
+            counts = (len(index.norms), len(index.term_starts) - 1, len(index.documents), len(index.codes))
             if counts != (header.num_documents, header.num_terms, header.num_postings, header.num_postings):
                 raise ValueError(f"found {counts} documents, terms and postings, expected {header}")
-            if len(self.terms) != self.term_starts[-1]:
-                raise ValueError(f"terms.bin has {len(self.terms)} bytes, expected {self.term_starts[-1]}")
+            if len(terms) != index.term_starts[-1]:
+                raise ValueError(f"terms.bin has {len(terms)} bytes, expected {index.term_starts[-1]}")
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"--index_path: the index in {folder} is damaged ({error}); build it again"
             ) from None
+        return index
 
     def find_term(self, term: str) -> int:
         """The number of a term, -1 if no document has it."""

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from search_r1.search.bm25.analysis import normalize, words
-from search_r1.search.bm25.build import BM25BuildOptions, build_index
-from search_r1.search.bm25.index import HEADER_NAME, K1, B, Index, idf, inverse_norms
+from search_r1.search.bm25.build import build_index
+from search_r1.search.bm25.index import K1, B, Index, idf, inverse_norms
 from search_r1.search.bm25.kernel import WINDOW, search
 from search_r1.search.corpus import Corpus
-from search_r1.search.manifest import Manifest, check_manifest, write_manifest
+from search_r1.search.manifest import check_manifest
 from search_r1.search.retriever import SearchResult
 
 MAX_UNBUILT_BYTES = 256 * 2**20  # of a corpus that is indexed at the start, in about a minute
@@ -34,30 +34,33 @@ class BM25Retriever:
     name = "bm25"
 
     def __init__(self, corpus: Corpus, index_path: str | Path | None = None, num_threads: int = 1) -> None:
-        """Opens the index in the folder `index_path`; builds it there if there is nothing yet.
+        """Opens the index in the folder `index_path`; without it one is built that goes with the process.
 
-        Without `index_path` the index is built in a temporary folder that is gone when the process ends.
         Raises ValueError for an index of another corpus, for a folder that holds something else, and when an
         index is to be built now for a corpus above MAX_UNBUILT_BYTES.
         """
         self._corpus = corpus
-        folder = None if index_path is None else Path(index_path)
-        if folder is None:
-            with tempfile.TemporaryDirectory(prefix="bm25-") as temporary:
-                _build_now(corpus, Path(temporary))
-                self._index = Index(Path(temporary))  # the mapped files live on without their names
+        self._index_path = None if index_path is None else Path(index_path)
+        if self._index_path is not None:
+            self._index = Index.open(self._index_path)
+            check_manifest(self._index_path, corpus, expected_backend=self.name)
+        elif corpus.num_bytes > MAX_UNBUILT_BYTES:
+            raise ValueError(
+                f"the corpus has {corpus.num_bytes / 1e6:,.0f} MB, and an index is built at the start only "
+                f"up to {MAX_UNBUILT_BYTES / 1e6:,.0f} MB. Build it with `python -m "
+                f"search_r1.search.index_builder --retrieval_method bm25 --corpus_path {corpus.path} "
+                "--save_dir FOLDER` and give --index_path FOLDER/bm25"
+            )
         else:
-            if not folder.exists():
-                _build_and_keep(corpus, folder)
-            self._index = Index(folder)
-            check_manifest(folder, corpus, expected_backend=self.name)
+            with tempfile.TemporaryDirectory(prefix="bm25-") as folder:
+                build_index(corpus, Path(folder), lambda stage, done, total: None)
+                self._index = Index.open(Path(folder))  # the mapped files live on without their names
         if self._index.header.num_documents != len(corpus):
             raise ValueError(
-                f"--index_path: {folder} is an index of {self._index.header.num_documents} documents, "
+                f"--index_path: {index_path} is an index of {self._index.header.num_documents} documents, "
                 f"the corpus has {len(corpus)}: it belongs to another corpus"
             )
         self.num_documents = len(corpus)
-        self._index_path = folder
         self._inverse_norms = inverse_norms(self._index.header.average_length)
         self._terms = _KnownWords(self._index)
         self._workers = [_Worker(self._index, self._inverse_norms) for _ in range(num_threads)]
@@ -165,31 +168,3 @@ class _Worker:
             num_found,
         )  # fmt: skip
         return [(rows[i, :count], scores[i, :count]) for i, count in enumerate(num_found.tolist())]
-
-
-def _build_now(corpus: Corpus, folder: Path) -> dict[str, Any]:
-    if corpus.num_bytes > MAX_UNBUILT_BYTES:
-        raise ValueError(
-            f"the corpus has {corpus.num_bytes / 1e6:,.0f} MB, and an index is built at the start only up to "
-            f"{MAX_UNBUILT_BYTES / 1e6:,.0f} MB. Build it with `python -m search_r1.search.index_builder "
-            f"--retrieval_method bm25 --corpus_path {corpus.path} --save_dir FOLDER` and give "
-            "--index_path FOLDER/bm25"
-        )
-    return build_index(corpus, folder, BM25BuildOptions(num_processes=1), lambda stage, done, total: None)
-
-
-def _build_and_keep(corpus: Corpus, folder: Path) -> None:
-    """Builds beside `folder` and renames, so that a half-written index is never read."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=folder.name + ".", dir=folder.parent) as temporary:
-        aside = Path(temporary) / folder.name
-        aside.mkdir()
-        parameters = _build_now(corpus, aside)
-        name = corpus.path.name if corpus.path else "memory"
-        identity = corpus.fingerprint() | {"sha256": corpus.sha256(), "name": name}
-        write_manifest(aside, Manifest("bm25", identity, parameters, {}))
-        try:
-            aside.rename(folder)
-        except OSError:
-            if not (folder / HEADER_NAME).exists():  # else another process was quicker; its index is checked
-                raise

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from search_r1.search.bm25.analysis import analyze
-from search_r1.search.bm25.porter import stem
+from search_r1.search.bm25.analysis import analyze, stem
 from search_r1.search.lucene import check_java, java_class, on_java_thread
 
 DATA = Path(__file__).parents[4] / "shared" / "data"

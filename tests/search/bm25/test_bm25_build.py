@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 from bm25_reference import Reference
 
-from search_r1.search.bm25 import BM25BuildOptions, build, build_index, postings, terms
+from search_r1.search.bm25 import build, build_index
 from search_r1.search.bm25.index import Index
 from search_r1.search.corpus import Corpus
-
-ONE = BM25BuildOptions(num_processes=1)
 
 
 def texts(count: int, seed: int = 0) -> list[str]:
@@ -33,42 +31,38 @@ def corpus(tmp_path_factory) -> Corpus:
     return Corpus.open(path)
 
 
-def built(corpus: Corpus, folder: Path, options: BM25BuildOptions = ONE, progress=lambda *_: None) -> dict:
+def built(corpus: Corpus, folder: Path, progress=lambda *_: None, **options: int) -> dict:
     """Builds, and returns the files' bytes by name."""
     folder.mkdir(exist_ok=True)
-    build_index(corpus, folder, options, progress)
+    build_index(corpus, folder, progress, **options)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture
 def in_pieces(monkeypatch):
-    """Small tasks, parts, batches and chunks, so that a small corpus has many of each."""
+    """Small tasks, parts and ranges of terms, so that a small corpus has many of each."""
     monkeypatch.setattr(build, "TASK_BYTES", 30_000)
     monkeypatch.setattr(build, "MAX_TOKENS", 1000)
-    monkeypatch.setattr(build, "BYTES_PER_POSTING", 10**6)
-    monkeypatch.setattr(terms, "BATCH_TERMS", 7)
+    monkeypatch.setattr(build, "BYTES_PER_POSTING", 3 * 10**6)
 
 
 def test_the_index_does_not_depend_on_how_the_work_is_cut(corpus, tmp_path, in_pieces, monkeypatch):
-    written = []
-    monkeypatch.setattr(
-        postings, "_write_chunk", lambda *given, real=postings._write_chunk: written.append(real(*given))
-    )
-    pieces = built(corpus, tmp_path / "pieces")
-    assert len(written) > 8
+    stages = []
+    pieces = built(corpus, tmp_path / "pieces", lambda stage, *_: stages.append(stage))
+    assert stages.count("writing the postings") > 5 < stages.count("reading the corpus")
     monkeypatch.undo()
     assert built(corpus, tmp_path / "whole") == pieces
 
 
 @pytest.mark.slow
 def test_the_index_does_not_depend_on_the_number_of_processes(corpus, tmp_path, in_pieces):
-    several = built(corpus, tmp_path / "several", BM25BuildOptions(2**28, num_processes=3))
+    several = built(corpus, tmp_path / "several", memory_limit_bytes=2**28, num_processes=3)
     assert several == built(corpus, tmp_path / "one")
 
 
 def test_the_index_holds_what_the_texts_say(corpus, tmp_path, in_pieces):
     built(corpus, tmp_path / "index")
-    index, reference = Index(tmp_path / "index"), Reference(texts(600))
+    index, reference = Index.open(tmp_path / "index"), Reference(texts(600))
     assert index.header.num_terms == len({term for document in reference.documents for term in document})
     assert index.header.num_tokens == sum(document.total() for document in reference.documents)
     for term in ("w1é", "w2999é", "only17", "東"):
@@ -85,7 +79,7 @@ def test_the_index_holds_what_the_texts_say(corpus, tmp_path, in_pieces):
 
 def test_a_part_that_was_half_written_is_made_again(corpus, tmp_path, in_pieces):
     whole = built(corpus, tmp_path / "whole")
-    half = tmp_path / "index" / "work" / "parts" / "000001-000"
+    half = tmp_path / "index" / "work" / "sorted" / "000001-000"
     half.mkdir(parents=True)
-    (half / "terms.bin").write_bytes(b"half")
+    (half / "terms").write_bytes(b"half")
     assert built(corpus, tmp_path / "index") == whole

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from bm25_reference import corpus_of
 
-from search_r1.search.bm25 import BM25BuildOptions, BM25Retriever, build_index, retriever
+from search_r1.search.bm25 import BM25Retriever, build_index
 from search_r1.search.corpus import Corpus
-from search_r1.search.manifest import read_manifest
+from search_r1.search.manifest import Manifest, write_manifest
 
 TEXTS = [
     '"Amber Harbor"\nAmber Harbor is a film. Its director is Tomas Weld.',
@@ -42,36 +42,38 @@ def test_a_corpus_without_words_is_refused():
         BM25Retriever(corpus_of(["the", "..."]))
 
 
-def test_a_kept_index_answers_like_a_fresh_one_and_is_not_built_again(tmp_path, monkeypatch):
-    folder = tmp_path / "deep" / "index"
-    fresh = BM25Retriever(corpus_of(TEXTS), folder)
-    assert [path.name for path in folder.parent.iterdir()] == ["index"]
-    manifest = read_manifest(folder)
-    assert manifest is not None and manifest.backend == "bm25"
-    monkeypatch.setattr(retriever, "build_index", lambda *arguments: pytest.fail("built again"))
-    kept = BM25Retriever(corpus_of(TEXTS), folder)
+@pytest.fixture
+def index(tmp_path):
+    """An index of TEXTS with its manifest, as the index builder leaves it."""
+    corpus, folder = corpus_of(TEXTS), tmp_path / "index"
+    folder.mkdir()
+    parameters = build_index(corpus, folder, lambda *_: None)
+    write_manifest(folder, Manifest("bm25", corpus.fingerprint(), parameters, {}))
+    return folder
+
+
+def test_a_kept_index_answers_like_a_fresh_one(index):
+    kept, fresh = BM25Retriever(corpus_of(TEXTS), index), BM25Retriever(corpus_of(TEXTS))
     for query in ("director Orlen", "Amber", "zebra"):
         assert kept.batch_search([query], 3) == fresh.batch_search([query], 3)
 
 
-def test_an_index_of_another_corpus_is_refused(tmp_path):
-    BM25Retriever(corpus_of(TEXTS), tmp_path / "index")
+def test_an_index_of_another_corpus_is_refused(index):
     for other in (TEXTS[:3], [*TEXTS[:3], '"Copper Lantern"\nCopper Lantern is a novel by Eda Quist.']):
         with pytest.raises(ValueError, match="corpus"):
-            BM25Retriever(corpus_of(other), tmp_path / "index")
+            BM25Retriever(corpus_of(other), index)
 
 
-def test_an_index_of_another_version_is_refused(tmp_path):
-    BM25Retriever(corpus_of(TEXTS), tmp_path / "index")
-    header = tmp_path / "index" / "index.json"
+def test_an_index_of_another_version_is_refused(index):
+    header = index / "index.json"
     header.write_text(header.read_text().replace('"analysis_version": 2', '"analysis_version": 1'))
     with pytest.raises(ValueError, match="another version"):
-        BM25Retriever(corpus_of(TEXTS), tmp_path / "index")
+        BM25Retriever(corpus_of(TEXTS), index)
 
 
 @pytest.mark.parametrize("name", ["documents.npy", "codes.npy", "terms.bin", "norms.npy"])
 def test_an_index_with_a_file_cut_short_is_refused(tmp_path, name):
-    build_index(corpus_of(TEXTS), tmp_path, BM25BuildOptions(num_processes=1), lambda *_: None)
+    build_index(corpus_of(TEXTS), tmp_path, lambda *_: None)
     whole = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="damaged"):
