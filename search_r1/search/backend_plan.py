@@ -15,7 +15,7 @@ from pathlib import Path
 
 from search_r1.search.manifest import WORK_SUFFIX, read_manifest
 
-ONLINE = ("serpapi", "google", "json")
+ONLINE = ("serpapi", "google")
 SPARSE = ("bm25", "lucene")
 DENSE = ("e5", "bge", "contriever", "minilm", "gte", "dpr", "jina", "nomic")  # examples: any name will do
 DEFAULT_MODELS = {"e5": "intfloat/e5-base-v2"}  # as Search-R1's server
@@ -34,7 +34,7 @@ EXTRAS = {
 class BackendPlan:
     """One backend to open.
 
-    `name`: the user's word. `kind`: bm25, lucene, exact, faiss, serpapi, google or json.
+    `name`: the user's word. `kind`: bm25, lucene, exact, faiss, serpapi or google.
     `model`: encoder of a dense one; None: what the index's manifest names.
     """
 

@@ -97,7 +97,7 @@ def add_backend_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--retriever_name",
         default="bm25",
-        help="bm25 (default), lucene, a dense encoder (e5, bge, ...), or online: serpapi, google, json; "
+        help="bm25 (default), lucene, a dense encoder (e5, bge, ...), or online: serpapi, google; "
         "two with + between them are fused (bm25+e5)",
     )
     what.add_argument("--num_threads", type=int, default=1, help="threads of a search (default: 1)")
@@ -140,10 +140,6 @@ def _add_online_arguments(parser: argparse.ArgumentParser) -> None:
     online.add_argument("--serp_engine", default="google", help="engine behind SerpAPI (default: google)")
     online.add_argument("--cse_id", help="Google's search engine id; default: GOOGLE_CSE_ID")
     online.add_argument("--snippet_only", action="store_true", help="google: don't fetch the pages found")
-    online.add_argument("--allow_private_pages", action="store_true", help="also fetch pages of this network")
-    online.add_argument("--search_template", help="json: file that describes the engine (see the docs)")
-    online.add_argument("--search_cache", help="file that keeps answers, so that none is paid for twice")
-    online.add_argument("--search_cache_days", type=float, default=30, help="their age limit (default: 30)")
     online.add_argument("--search_rate", type=float, default=5, help="requests per second (default: 5)")
     online.add_argument("--search_timeout", type=float, default=20, help="seconds for a batch (default: 20)")
 
@@ -172,9 +168,9 @@ def check_backend_arguments(arguments: argparse.Namespace, is_installed: bool = 
     for plan in plans:
         check_plan(plan, bool(arguments.corpus_path), is_installed)
         if plan.kind in ONLINE and is_installed:
-            from search_r1.search.online.retriever import check_online_arguments
+            from search_r1.search.online.retriever import online_engine
 
-            check_online_arguments(plan.kind, arguments)
+            online_engine(plan.kind, arguments)
     _refuse_unused(arguments, {plan.kind for plan in plans})
     if arguments.reranker_model:
         if is_installed:
@@ -259,9 +255,14 @@ def _open(
     plan: BackendPlan, corpus: Corpus | None, arguments: argparse.Namespace, report: Report
 ) -> Retriever:
     if plan.kind in ONLINE:
-        from search_r1.search.online.retriever import open_online
+        from search_r1.search.online.retriever import OnlineRetriever, online_engine
 
-        return open_online(plan.kind, arguments, report)
+        return OnlineRetriever(
+            online_engine(plan.kind, arguments),
+            arguments.search_rate,
+            arguments.search_timeout,
+            read_pages=plan.kind == "google" and not arguments.snippet_only,
+        )
     manifest = None
     if corpus is not None and plan.index_path is not None and plan.index_path.exists():
         manifest = check_manifest(

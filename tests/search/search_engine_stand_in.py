@@ -1,7 +1,6 @@
-"""A server on this machine that speaks as SerpAPI, Google's Custom Search and a made-up JSON engine do.
+"""A server on this machine that speaks as SerpAPI and Google's Custom Search do.
 
     GET  /search           SerpAPI          GET /customsearch/v1    Google
-    POST /made-up          {"q", "n"} -> {"web": {"hits": [{"name", "body": [text], "href", "rank": {...}}]}}
     GET  /page/NAME        a web page of `pages`
 
 `faults` holds what the next requests get instead of an answer.
@@ -40,19 +39,10 @@ class StandIn:
     def queries(self) -> list[str]:
         return [request["parameters"].get("q", "") for request in self.requests]
 
-    def answer(self, path: str, parameters: dict[str, Any], headers: dict[str, str]) -> tuple[int, Any]:
+    def answer(self, path: str, parameters: dict[str, Any]) -> tuple[int, Any]:
         if path == "/search":
             return self.serpapi(parameters)
-        if path == "/customsearch/v1":
-            return self.google(parameters)
-        if headers.get("authorization") != f"Bearer {KEY}":
-            return 401, {"message": f"the token {headers.get('authorization')} is not known"}
-        numbers = range(min(parameters["n"], self.num_results))
-        hits = [
-            {"name": f"T{n}", "body": [f"{parameters['q']} {n}"], "href": f"u{n}", "rank": {"score": 9.5 - n}}
-            for n in numbers
-        ]
-        return 200, {"web": {"hits": hits}} if hits else {}
+        return self.google(parameters)
 
     def serpapi(self, parameters: dict[str, str]) -> tuple[int, Any]:
         if parameters.get("api_key") != KEY:
@@ -127,14 +117,7 @@ def serve_stand_in() -> Iterator[StandIn]:
 
         def do_GET(self) -> None:
             parts = urlsplit(self.path)
-            parameters = {name: values[0] for name, values in parse_qs(parts.query).items()}
-            self.reply(parts.path, parameters)
-
-        def do_POST(self) -> None:
-            length = int(self.headers["Content-Length"])
-            self.reply(self.path, json.loads(self.rfile.read(length)))
-
-        def reply(self, path: str, parameters: dict[str, Any]) -> None:
+            path, parameters = parts.path, {name: values[0] for name, values in parse_qs(parts.query).items()}
             headers = {name.lower(): value for name, value in self.headers.items()}
             with stand_in.lock:
                 stand_in.requests.append(
@@ -150,7 +133,7 @@ def serve_stand_in() -> Iterator[StandIn]:
                 kind, body = stand_in.pages.get(path.removeprefix("/page/"), ("", b""))
                 self.send(200 if kind else 404, {"Content-Type": kind}, body)
             else:
-                status, reply = stand_in.answer(path, parameters, headers)
+                status, reply = stand_in.answer(path, parameters)
                 self.send(status, {"Content-Type": "application/json"}, json.dumps(reply).encode())
 
         def send(self, status: int, headers: dict[str, str], body: bytes) -> None:

@@ -35,72 +35,61 @@ class NotFetched(Exception):
     """Why a page was not fetched."""
 
 
-def fetch_page(client: httpx.Client, url: str, deadline: float, allow_private: bool = False) -> str:
+def fetch_page(client: httpx.Client, url: str, deadline: float) -> str:
     """The HTML of a page. `client` must not follow redirects. Raises NotFetched."""
     deadline = min(deadline, time.monotonic() + PAGE_SECONDS)
     for _ in range(MAX_REDIRECTS + 1):
         try:
             parsed = httpx.URL(url)
-            status, headers, content = _get(client, parsed, deadline, allow_private)
+            response, content = _get(client, parsed, deadline)
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             raise NotFetched(f"{type(error).__name__}: {error}") from None
-        if 300 <= status < 400 and "location" in headers:
-            url = str(parsed.join(headers["location"]))
+        if response.has_redirect_location:
+            url = str(parsed.join(response.headers["location"]))
             continue
-        if status != 200:
-            raise NotFetched(f"status {status}")
-        charset = re.search(r"charset=[\"']?([\w-]+)", f"{headers.get('content-type')} {content[:2048]!r}")
+        if response.status_code != 200:
+            raise NotFetched(f"status {response.status_code}")
+        kind = response.headers.get("content-type", "")
+        if "html" not in kind:
+            raise NotFetched(f"not a page but {kind or 'something without a type'}")
+        charset = re.search(r"charset=[\"']?([\w-]+)", f"{kind} {content[:2048]!r}")
         with contextlib.suppress(LookupError, UnicodeError):  # no such encoding, or none for web pages
             return content.decode(charset[1] if charset else "utf-8", "replace")
         return content.decode("utf-8", "replace")
     raise NotFetched(f"more than {MAX_REDIRECTS} redirects")
 
 
-def _get(
-    client: httpx.Client, url: httpx.URL, deadline: float, allow_private: bool
-) -> tuple[int, httpx.Headers, bytes]:
-    if url.scheme not in ("http", "https") or not url.host:
-        raise NotFetched(f"not an address of a web page: {url}")
-    address = url.host
-    if not allow_private:
-        if url.port not in (None, *PORTS):
-            raise NotFetched(f"port {url.port} is not one of a web page")
-        address = public_address(url.host, url.port or (443 if url.scheme == "https" else 80))
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise NotFetched("no time was left")
+def _get(client: httpx.Client, url: httpx.URL, deadline: float) -> tuple[httpx.Response, bytes]:
+    """One request, and the beginning of its reply until MAX_BYTES or the deadline."""
+    if url.scheme not in ("http", "https") or not url.host or url.port not in (None, *PORTS):
+        raise NotFetched(f"not the address of a web page: {url}")
     request = client.build_request(
         "GET",
-        url.copy_with(host=address),  # connects to what was checked, whatever the name says a moment later
+        # Connects to the address that was checked, whatever the name resolves to a moment later.
+        url.copy_with(host=public_address(url.host, url.port or (443 if url.scheme == "https" else 80))),
         headers={"Host": url.netloc.decode("ascii"), "Accept": "text/html", "Accept-Encoding": "identity"},
-        timeout=left,
+        timeout=max(0.001, deadline - time.monotonic()),
         extensions={"sni_hostname": url.host},
     )
     content = bytearray()
     response = client.send(request, stream=True)
-    try:
-        kind = response.headers.get("content-type", "")
-        if response.status_code == 200 and "html" not in kind:
-            raise NotFetched(f"not a page but {kind or 'something without a type'}")
-        for chunk in response.iter_bytes(65536) if response.status_code == 200 else ():
+    with contextlib.closing(response):
+        for chunk in response.iter_bytes(65536):
             content += chunk
             if len(content) > MAX_BYTES or time.monotonic() > deadline:
-                break  # the beginning of a long page will do
-    finally:
-        response.close()
-    return response.status_code, response.headers, bytes(content[:MAX_BYTES])
+                break
+    return response, bytes(content[:MAX_BYTES])
 
 
 def public_address(host: str, port: int) -> str:
     """An address of a host, all of whose addresses must be public. Raises NotFetched."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise NotFetched(f"{host} has no address ({error})") from None
-    addresses = [ipaddress.ip_address(str(entry[4][0]).split("%")[0]) for entry in found]
+    addresses = [ipaddress.ip_address(str(info[4][0]).split("%")[0]) for info in infos]
     for address in addresses:
-        inside = any(address in tunnel for tunnel in TUNNELS)
-        if not address.is_global or address.is_multicast or inside:
+        if not address.is_global or address.is_multicast or any(address in tunnel for tunnel in TUNNELS):
             raise NotFetched(f"{host} is at {address}, which is not a public address")
     return str(addresses[0])
 
@@ -111,7 +100,7 @@ class _Paragraphs(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.paragraphs: list[str] = []
-        self._parts: list[str] = []
+        self._pieces: list[str] = []
         self._skipped: list[str] = []  # open tags whose content is not text
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -128,11 +117,11 @@ class _Paragraphs(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if not self._skipped:
-            self._parts.append(data)
+            self._pieces.append(data)
 
     def finish(self) -> None:
-        text = " ".join("".join(self._parts).split())
-        self._parts.clear()
+        text = " ".join("".join(self._pieces).split())
+        self._pieces.clear()
         if len(text) >= MIN_PARAGRAPH_CHARS:
             self.paragraphs.append(text)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import socket
 import time
 from collections.abc import Iterator
@@ -11,10 +10,9 @@ import httpx
 import pytest
 from search_engine_stand_in import KEY, StandIn, serve_stand_in
 
-from search_r1.search.launch import add_backend_arguments
 from search_r1.search.online import pages as pages_module
 from search_r1.search.online.pages import NotFetched, best_text, fetch_page, public_address
-from search_r1.search.online.retriever import OnlineRetriever, open_online
+from search_r1.search.online.retriever import GoogleSearch, OnlineRetriever
 
 HTML = """<!doctype html><html><head><title>T</title><style>p { color: red }</style>
 <script>var hidden = "snippet 0 in a script that nobody should read as text";</script></head>
@@ -40,40 +38,42 @@ def soon() -> float:
     return time.monotonic() + 3
 
 
-def google(site: StandIn, monkeypatch, *flags: str) -> OnlineRetriever:
-    monkeypatch.setenv("GOOGLE_API_KEY", KEY)
-    monkeypatch.setenv("GOOGLE_CSE_ID", "an-engine")
-    parser = argparse.ArgumentParser()
-    add_backend_arguments(parser)
-    arguments = parser.parse_args(["--search_url", site.address + "/customsearch/v1", *flags])
-    return open_online("google", arguments)
+@pytest.fixture
+def google(site) -> Iterator[OnlineRetriever]:
+    engine = GoogleSearch(KEY, "an-engine", site.address + "/customsearch/v1")
+    retriever = OnlineRetriever(engine, rate=1000, read_pages=True)
+    yield retriever
+    retriever.close()
 
 
-def test_google_reads_the_pages_it_found(site, monkeypatch):
+@pytest.fixture
+def allowed(site, monkeypatch) -> None:
+    """Pages of the stand-in may be fetched."""
+    monkeypatch.setattr(pages_module, "PORTS", (int(site.address.rsplit(":", 1)[1]),))
+    monkeypatch.setattr(pages_module, "public_address", lambda host, port: "127.0.0.1")
+
+
+def test_google_reads_the_pages_it_found(site, google, allowed):
     site.pages["0"] = ("text/html; charset=utf-8", HTML.encode())
     site.pages["1"] = ("application/pdf", b"%PDF")
-    retriever = google(site, monkeypatch, "--allow_private_pages")
-    [[first, second, third]], _ = retriever.batch_search(["film's"], 3)
+    [[first, second, third]], _ = google.batch_search(["film's"], 3)
     assert first.contents == (
         '"T0"\nHere stands the film\'s snippet 0, in a paragraph with more words than the engine showed.'
     )
     assert second.contents == '"T1"\nfilm\'s snippet 1'
     assert second.fields["page"] == "not a page but application/pdf"
     assert third.fields["page"] == "status 404"
-    num_requests = len(site.requests)
-    retriever.batch_search(["film's"], 3)
-    assert len(site.requests) == num_requests, "pages are kept, too"
-    retriever.close()
 
 
-def test_pages_of_the_own_network_are_not_fetched_unless_told_to(site, monkeypatch):
+def test_pages_of_the_own_network_are_not_fetched(site, google, monkeypatch):
     site.pages["0"] = ("text/html", HTML.encode())
-    retriever = google(site, monkeypatch)
-    [[first]], _ = retriever.batch_search(["film's"], 1)
+    [[first]], _ = google.batch_search(["film's"], 1)
     assert first.contents == '"T0"\nfilm\'s snippet 0'
-    assert "is not one of a web page" in first.fields["page"]
+    assert "not the address of a web page" in first.fields["page"]
+    monkeypatch.setattr(pages_module, "PORTS", (int(site.address.rsplit(":", 1)[1]),))
+    [[first]], _ = google.batch_search(["film's"], 1)
+    assert "127.0.0.1, which is not a public address" in first.fields["page"]
     assert {request["path"] for request in site.requests} == {"/customsearch/v1"}
-    retriever.close()
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,10 @@ def test_a_name_with_one_private_address_is_refused(monkeypatch):
         public_address("rebinding.example", 80)
 
 
-def test_the_connection_goes_to_the_address_that_was_checked(site, client, monkeypatch):
+def test_the_connection_goes_to_the_address_that_was_checked(site, client, allowed):
     """A name server may give another address the second time; it is asked once."""
     port = int(site.address.rsplit(":", 1)[1])
     site.pages["0"] = ("text/html", HTML.encode())
-    monkeypatch.setattr(pages_module, "PORTS", (port,))
-    monkeypatch.setattr(pages_module, "public_address", lambda host, port: "127.0.0.1")
     html = fetch_page(client, f"http://pages.example:{port}/page/0", soon())
     assert html == HTML
     assert site.requests[0]["headers"]["host"] == f"pages.example:{port}"
@@ -124,14 +122,14 @@ def test_a_redirect_is_checked_as_the_first_address_was(site, client, monkeypatc
     assert len(site.requests) == 1
 
 
-def test_a_long_page_is_read_to_a_bound_and_a_slow_one_to_a_deadline(site, client, monkeypatch):
+def test_a_long_page_is_read_to_a_bound_and_a_slow_one_to_a_deadline(site, client, allowed, monkeypatch):
     monkeypatch.setattr(pages_module, "MAX_BYTES", 100_000)
     site.pages["long"] = ("text/html", b"x" * 5_000_000)
-    assert len(fetch_page(client, site.address + "/page/long", soon(), allow_private=True)) == 100_000
+    assert len(fetch_page(client, site.address + "/page/long", soon())) == 100_000
     site.faults.append(20.0)
     began = time.monotonic()
     with pytest.raises(NotFetched, match="ReadTimeout"):
-        fetch_page(client, site.address + "/page/long", time.monotonic() + 0.3, allow_private=True)
+        fetch_page(client, site.address + "/page/long", time.monotonic() + 0.3)
     assert time.monotonic() - began < 2
 
 
