@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from transformers import (
 import infer
 from data_prep.prompts import SEARCH_PROMPT
 from search_r1.llm_agent.codec import format_observation
+from search_r1.llm_agent.generation import LLMGenerationManager
 from search_r1.llm_agent.loop import Event
 from search_r1.search.client import SearchClient
 
@@ -155,9 +157,8 @@ def test_a_file_of_questions_gives_one_json_object_each_and_nothing_else(
 
 def test_a_failing_search_of_a_piped_question_is_status_1(run_dir, url, monkeypatch):
     answers = iter([True, False, True])
-    monkeypatch.setattr(infer.Asker, "__post_init__", lambda self: None)
-    monkeypatch.setattr(infer.Asker, "close", lambda self: None)
-    monkeypatch.setattr(infer.Asker, "ask", lambda self, question: next(answers))
+    monkeypatch.setattr(infer, "load_manager", lambda *_: io.StringIO())
+    monkeypatch.setattr(infer, "ask", lambda *_: next(answers))
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\nc\n"))
     assert ask(monkeypatch, "--model", str(run_dir), "--retriever-url", url) == 1
     assert list(answers) == []
@@ -175,29 +176,33 @@ def test_a_model_that_the_native_engine_does_not_run_is_refused(run_dir, url, tm
     MambaConfig(vocab_size=257, hidden_size=8, num_hidden_layers=1, state_size=2).save_pretrained(tmp_path)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(infer.find_model(str(run_dir))) / file, tmp_path)
-    monkeypatch.setattr(infer, "find_settings", lambda *_: infer.Settings(0, 1, 400, 420, 4, 150))
     assert ask(monkeypatch, "--question", "x", "--model", str(tmp_path), "--retriever-url", url) != 0
     error = capsys.readouterr().err
     assert "'mamba'" in error and "vLLM" in error
 
 
-def test_turns_end_where_they_do_in_training(run_dir, tmp_path):
-    """That is, at the tokenizer's end of sequence; a generation_config.json may name others."""
+def load(model: Path | str, *flags: str, console: Console | None = None) -> LLMGenerationManager:
+    arguments = infer.build_parser().parse_args(flags)
+    settings, _ = infer.find_settings(str(model), None, None)
+    return infer.load_manager(str(model), settings, arguments, console or Console())
+
+
+def test_the_ids_of_the_models_generation_config_end_a_turn_too(run_dir, tmp_path):
     folder = shutil.copytree(infer.find_model(str(run_dir)), tmp_path / "model")
-    arguments = infer.build_parser().parse_args([])
     GenerationConfig(eos_token_id=[0, 256]).save_pretrained(folder)
-    asker = infer.Asker(str(folder), "Q: {question}\n", infer.Settings(), arguments, Console())
-    assert asker.manager.codec.eos_token_ids == {256}
-    asker.close()
+    with closing(load(folder)) as manager:
+        assert manager.codec.eos_token_ids == {0, 256}
+    (folder / "generation_config.json").unlink()
+    with closing(load(folder)) as manager:
+        assert manager.codec.eos_token_ids == {256}
 
 
-def test_a_failing_search_is_one_line_and_status_1(run_dir, url, monkeypatch, capsys):
-    arguments = infer.build_parser().parse_args(["--retriever-url", "http://127.0.0.1:1"])
+def test_a_failing_search_is_one_line_and_status_1(run_dir, monkeypatch, capsys):
     monkeypatch.setattr(SearchClient.__init__, "__defaults__", (3, 0.3, 0))
-    model = infer.find_model(str(run_dir))
-    settings = infer.find_settings(model, None, None)
-    asker = infer.Asker(model, "Q: {question}\n", settings, arguments, Console(file=io.StringIO()))
-    assert asker.ask(QUESTION) is False
+    flags, console = ["--retriever-url", "http://127.0.0.1:1"], Console(file=io.StringIO())
+    with closing(load(infer.find_model(str(run_dir)), *flags, console=console)) as manager:
+        arguments = infer.build_parser().parse_args(flags)
+        assert infer.ask(manager, "Q: {question}\n", QUESTION, arguments, console) is False
     error = capsys.readouterr().err
     assert error.startswith("error: the search failed: no connection within 0.3 s") and error.count("\n") == 1
 
@@ -273,7 +278,7 @@ def test_a_dead_retriever_is_one_line_before_anything_is_loaded(run_dir):
     ],
 )
 def test_a_server_of_another_host_is_to_be_started_there(url, said):
-    assert infer._how_to_start(url) == said
+    assert infer.how_to_start(url.split(",")) == said
 
 
 def test_no_question_on_an_empty_input_is_a_mistake(run_dir, url, monkeypatch, capsys):
@@ -302,23 +307,21 @@ def test_the_newest_finished_checkpoint_is_taken(tmp_path, monkeypatch):
 
 
 def test_the_runs_settings_hold_unless_a_flag_says_otherwise(run_dir, tmp_path):
-    model = infer.find_model(str(run_dir))
-    assert infer.find_settings(model, None, None) == infer.Settings(2, 1, 60, 400, 40, 150)
-    assert infer.find_settings(model, 0, 5) == infer.Settings(0, 5, 60, 400, 40, 150)
-    assert infer.find_settings(str(tmp_path), None, None) == infer.Settings()
-    assert "max_turns=4 topk=3" in (said := infer.told_settings(str(tmp_path), infer.Settings()))
-    assert "defaults and flags, as no config.yaml of a run was found" in said
+    model, names = infer.find_model(str(run_dir)), list(infer.DEFAULT_SETTINGS)
+    of_run = dict(zip(names, (2, 1, 60, 400, 40, 150), strict=True))
+    assert infer.find_settings(model, None, None)[0] == of_run
+    assert infer.find_settings(model, 0, 5)[0] == of_run | {"max_turns": 0, "topk": 5}
+    settings, line = infer.find_settings(str(tmp_path), None, None)
+    assert settings == infer.DEFAULT_SETTINGS and "max_turns=4 topk=3" in line
+    assert "defaults and flags, as no config.yaml of a run was found" in line
 
 
 def test_a_converted_models_settings_are_those_beside_it(run_dir, tmp_path):
     shutil.copy(run_dir / "config.yaml", tmp_path)
-    settings = infer.find_settings(str(tmp_path), None, None)
-    assert settings == infer.Settings(2, 1, 60, 400, 40, 150)
-    assert infer.told_settings(str(tmp_path), settings).endswith(f"(from {tmp_path}/config.yaml)")
-    (tmp_path / "config.yaml").write_text(
-        yaml.safe_dump({"model": {"partial_pretrain": "x"}})
-    )  # a supervised run
-    assert infer.find_settings(str(tmp_path), None, None) == infer.Settings()
+    settings, line = infer.find_settings(str(tmp_path), None, None)
+    assert settings["max_obs_length"] == 150 and line.endswith(f"(from {tmp_path}/config.yaml)")
+    (tmp_path / "config.yaml").write_text("model: {partial_pretrain: x}")  # a supervised run
+    assert infer.find_settings(str(tmp_path), None, None)[0] == infer.DEFAULT_SETTINGS
 
 
 def test_the_template_is_the_flags_else_the_models_else_the_general_one(run_dir, tmp_path):

@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
 from search_r1.search.client import FoundDocument
@@ -81,6 +82,7 @@ class GenerationConfig:
     `straggler_factor`: training batches don't wait for groups later than so many times the median (see
     `stragglers.py`); measured in seconds, with `search_delay_steps` in engine steps; None: they wait.
     `temperature`, `top_p`, `top_k` are used where a batch's `meta_info` does not say.
+    `eos_token_ids`: ids that end a turn beside the tokenizer's end of sequence (`generation_eos_ids`).
     """
 
     max_turns: int
@@ -101,34 +103,21 @@ class GenerationConfig:
     top_k: int = -1
     min_p: float = 0.0
     ignore_eos: bool = False
+    eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_start_length",
-            "max_prompt_length",
-            "max_response_length",
-            "max_obs_length",
-            "topk",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: found {getattr(self, name)}, expected at least 1")
-        if self.max_turns < 0:
-            raise ValueError(f"max_turns: found {self.max_turns}, expected 0 or more")
+        least = dict.fromkeys(
+            ("max_start_length", "max_prompt_length", "max_response_length", "max_obs_length", "topk"), 1
+        )
+        least |= {"max_turns": 0, "search_delay_steps": 0, "max_in_flight": 1, "straggler_factor": 1}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and not value >= bound:
+                raise ValueError(f"{name}: found {value}, expected {bound} or more")
         if self.max_start_length >= self.max_prompt_length:
             raise ValueError(
                 f"max_start_length: found {self.max_start_length}, expected less than max_prompt_length "
                 f"({self.max_prompt_length}), which bounds the prompt and everything after it"
-            )
-        if self.search_delay_steps is not None and self.search_delay_steps < 0:
-            raise ValueError(
-                f"search_delay_steps: found {self.search_delay_steps}, expected 0 or more, or null"
-            )
-        if self.max_in_flight is not None and self.max_in_flight < 1:
-            raise ValueError(f"max_in_flight: found {self.max_in_flight}, expected at least 1, or null")
-        if self.straggler_factor is not None and not self.straggler_factor >= 1:
-            raise ValueError(
-                f"straggler_factor: found {self.straggler_factor}, expected 1 or more "
-                "(times the median), or null"
             )
         if self.no_think_rl:
             raise ValueError(
@@ -136,12 +125,25 @@ class GenerationConfig:
             )
 
 
+def generation_eos_ids(model: str | None) -> tuple[int, ...]:
+    """The ids that end a turn by the model's generation_config.json; () without a model or such a file."""
+    from transformers import GenerationConfig as ModelGenerationConfig
+
+    if model is None:
+        return ()
+    try:
+        eos = ModelGenerationConfig.from_pretrained(Path(model).expanduser()).eos_token_id
+    except OSError:
+        return ()
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+
 class Codec:
     """Tokenizer, stop strings and lengths of one run.
 
     Attributes:
         stop: ends a turn at `</search>` and `</answer>` (without search: at `</answer>`).
-        eos_token_ids: the tokenizer's end of sequence, if it has one.
+        eos_token_ids: the tokenizer's end of sequence, if it has one, and the model's.
         hint_ids: tokens of the hint that follows a turn without an action.
     """
 
@@ -150,7 +152,7 @@ class Codec:
         self.tokenizer, self.max_obs_length = tokenizer, config.max_obs_length
         self.stop = StopCondition(tokenizer, [SEARCH_END, ANSWER_END] if config.do_search else [ANSWER_END])
         eos = tokenizer.eos_token_id
-        self.eos_token_ids: frozenset[int] = frozenset() if eos is None else frozenset({eos})
+        self.eos_token_ids = frozenset(config.eos_token_ids) | (set() if eos is None else {eos})
         # Ids that no document may become: an end of sequence that it spells out is plain text.
         added = tokenizer.added_tokens_decoder.items()
         self._control_ids = {*tokenizer.all_special_ids, *(id_ for id_, token in added if token.special)}

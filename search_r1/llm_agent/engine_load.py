@@ -28,7 +28,7 @@ import numpy as np
 from verl.workers.rollout.base import RolloutEngine
 
 SAMPLE_STEPS = 16
-GAUGES = ("running", "queued", "parked", "kv_used_share")
+GAUGES = ("running", "queued", "parked", "kv_used_share", "kv_bytes")
 SUMS = ("steps", "seconds", "generated_tokens", "prefilled_tokens", "prefix_hit_tokens", "preemptions")
 
 
@@ -47,19 +47,16 @@ class EngineLoad:
     def metrics(self) -> dict[str, float]:
         """The batch's figures, once it is over."""
         after = self._engine.stats()
-        figures: dict[str, float] = {}
+        metrics = {name: float(after[name] - self._before.get(name, 0.0)) for name in SUMS if name in after}
         for name in GAUGES:
             values = [stats[name] for stats in self._seen if name in stats]
             if values:
-                figures |= {f"{name}/mean": float(np.mean(values)), f"{name}/max": float(max(values))}
-        held = [stats["kv_bytes"] for stats in self._seen if "kv_bytes" in stats]
-        if held:
-            figures["kv_bytes/max"] = float(max(held))
-        sums = {name: float(after[name] - self._before.get(name, 0.0)) for name in SUMS if name in after}
-        figures |= sums
-        if sums.get("seconds") and "generated_tokens" in sums:
-            figures["tokens_per_second"] = sums["generated_tokens"] / sums["seconds"]
-        prompt_tokens = sums.get("prefilled_tokens", 0.0) + sums.get("prefix_hit_tokens", 0.0)
-        if prompt_tokens and "prefix_hit_tokens" in sums:
-            figures["prefix_hit_share"] = sums["prefix_hit_tokens"] / prompt_tokens
-        return {f"rollout/{name}": value for name, value in figures.items()}
+                metrics[f"{name}/max"] = float(max(values))
+                if name != "kv_bytes":
+                    metrics[f"{name}/mean"] = float(np.mean(values))
+        if metrics.get("seconds") and "generated_tokens" in metrics:
+            metrics["tokens_per_second"] = metrics["generated_tokens"] / metrics["seconds"]
+        prompt_tokens = metrics.get("prefilled_tokens", 0.0) + metrics.get("prefix_hit_tokens", 0.0)
+        if prompt_tokens and "prefix_hit_tokens" in metrics:
+            metrics["prefix_hit_share"] = metrics["prefix_hit_tokens"] / prompt_tokens
+        return {f"rollout/{name}": value for name, value in metrics.items()}

@@ -11,19 +11,17 @@ made any more.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-from search_r1.llm_agent.codec import Codec, GenerationConfig
+from search_r1.llm_agent.codec import Codec, GenerationConfig, generation_eos_ids
 from search_r1.llm_agent.loop import Event, TrajectoryLoop
 from search_r1.llm_agent.trajectory import Trajectory, search_metrics, to_tensors
 from search_r1.search.client import SearchClient
 from verl.config import Config
-from verl.config.schema import Retriever
 from verl.protocol import DataProto
 from verl.workers.rollout.base import RolloutEngine, SamplingParams
 
-__all__ = ["Event", "GenerationConfig", "LLMGenerationManager", "build_agent", "build_search_client"]
+__all__ = ["Event", "GenerationConfig", "LLMGenerationManager", "build_agent"]
 
 
 class LLMGenerationManager:
@@ -68,15 +66,35 @@ class LLMGenerationManager:
             gen_batch's non_tensor_batch but `continuation`, and `trajectory`: `Trajectory.record`. meta_info
             `metrics`: the `retrieval/*` and `rollout/*` (`engine_load.py`) figures of this process.
         """
-        trajectories = self._trajectories(gen_batch)
-        params, meta_info = self._sampling_params(gen_batch.meta_info), gen_batch.meta_info
-        groups = None if meta_info.get("validate", False) else gen_batch.non_tensor_batch.get("uid")
-        before = self._search_statistics()
+        config, meta_info, columns = self.config, gen_batch.meta_info, gen_batch.non_tensor_batch
+        seeds = gen_batch.tensors["sampling_seeds"].tolist()
+        prompts = [[int(id_) for id_ in ids[-config.max_start_length :]] for ids in columns["raw_prompt_ids"]]
+        trajectories = [
+            Trajectory(row, prompt_ids, seed)
+            if state is None
+            else Trajectory.continued(row, prompt_ids, seed, state)
+            for row, (prompt_ids, seed, state) in enumerate(
+                zip(prompts, seeds, columns.get("continuation", [None] * len(seeds)), strict=True)
+            )
+        ]
+        sampling: dict[str, Any] = {"temperature": 0.0}
+        if meta_info.get("do_sample", True):
+            names = ("temperature", "top_p", "top_k", "min_p")
+            sampling = {name: meta_info.get(name, getattr(config, name)) for name in names}
+        params = SamplingParams(
+            max_tokens=config.max_response_length,
+            stop=self.codec.stop,
+            eos_token_ids=self.codec.eos_token_ids,
+            ignore_eos=config.ignore_eos,
+            **sampling,
+        )
+        groups = None if meta_info.get("validate", False) else columns.get("uid")
+        before = {} if self.search_client is None else self.search_client.statistics()
         loop = TrajectoryLoop(
             self.codec,
             self.engine,
             self.search_client,
-            self.config,
+            config,
             params,
             trajectories,
             self.on_event,
@@ -84,82 +102,34 @@ class LLMGenerationManager:
             keep_partial=meta_info.get("keep_partial", False),
         )
         loop.run()
-        pad_token_id = self.tokenizer.pad_token_id
         tensors = to_tensors(
             trajectories,
-            self.config.max_start_length,
-            self.config.max_prompt_length,
-            0 if pad_token_id is None else pad_token_id,
+            config.max_start_length,
+            config.max_prompt_length,
+            self.tokenizer.pad_token_id or 0,
         )
         records = [trajectory.record(self.codec.decode(trajectory.prompt_ids)) for trajectory in trajectories]
-        non_tensors = {**gen_batch.non_tensor_batch, "trajectory": records}
+        non_tensors = {**columns, "trajectory": records}
         non_tensors.pop("continuation", None)
-        metrics = search_metrics(before, self._search_statistics(), trajectories) | loop.load.metrics()
+        after = {} if self.search_client is None else self.search_client.statistics()
+        metrics = search_metrics(before, after, trajectories) | loop.load.metrics()
         return DataProto.from_dict(
             tensors=tensors, non_tensors=non_tensors, meta_info={"metrics": metrics} if metrics else {}
         )
-
-    def _trajectories(self, gen_batch: DataProto) -> list[Trajectory]:
-        columns, keep = gen_batch.non_tensor_batch, self.config.max_start_length
-        seeds = gen_batch.tensors["sampling_seeds"].tolist()
-        states = columns.get("continuation", [None] * len(seeds))
-        trajectories = []
-        for row, (ids, seed, state) in enumerate(zip(columns["raw_prompt_ids"], seeds, states, strict=True)):
-            prompt_ids = [int(token) for token in ids[-keep:]]
-            trajectories.append(
-                Trajectory(row, prompt_ids, seed)
-                if state is None
-                else Trajectory.continued(row, prompt_ids, seed, state)
-            )
-        return trajectories
 
     def close(self) -> None:
         """Ends the search client."""
         if self.search_client is not None:
             self.search_client.close()
 
-    def _search_statistics(self) -> dict[str, float]:
-        return {} if self.search_client is None else self.search_client.statistics()
-
-    def _sampling_params(self, meta_info: dict[str, Any]) -> SamplingParams:
-        config = self.config
-        params = SamplingParams(
-            max_tokens=config.max_response_length,
-            stop=self.codec.stop,
-            eos_token_ids=self.codec.eos_token_ids,
-            ignore_eos=config.ignore_eos,
-        )
-        if not meta_info.get("do_sample", True):
-            return replace(params, temperature=0.0)
-        return replace(
-            params,
-            temperature=meta_info.get("temperature", config.temperature),
-            top_p=meta_info.get("top_p", config.top_p),
-            top_k=meta_info.get("top_k", config.top_k),
-            min_p=meta_info.get("min_p", config.min_p),
-        )
-
-
-def build_search_client(
-    retriever: Retriever, api_key: str | None = None, timeout: float | None = None
-) -> SearchClient:
-    """A client from the `retriever` block. `api_key`: as for SearchClient; `timeout`: instead of the block's.
-
-    Raises ValueError for an address or a proxy that can't be used.
-    """
-    return SearchClient(
-        retriever.url,
-        topk=retriever.topk,
-        timeout=retriever.timeout if timeout is None else timeout,
-        api_key=api_key,
-        use_proxy=retriever.use_proxy,
-    )
-
 
 def build_agent(
     config: Config, tokenizer: Any, engine: RolloutEngine, *, api_key: str | None = None
 ) -> LLMGenerationManager:
-    """The agent of a training run from its whole configuration. `api_key`: of the retrieval servers."""
+    """The agent of a training run from its whole configuration. `api_key`: of the retrieval servers.
+
+    Raises ValueError for an address or a proxy that can't be used.
+    """
     data, rollout, retriever = config.data, config.actor_rollout_ref.rollout, config.retriever
     generation = GenerationConfig(
         max_turns=config.max_turns,
@@ -176,6 +146,15 @@ def build_agent(
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         min_p=rollout.min_p,
+        eos_token_ids=generation_eos_ids(config.actor_rollout_ref.model.path),
     )
-    client = build_search_client(retriever, api_key) if config.do_search else None
+    client = None
+    if config.do_search:
+        client = SearchClient(
+            retriever.url,
+            topk=retriever.topk,
+            timeout=retriever.timeout,
+            api_key=api_key,
+            use_proxy=retriever.use_proxy,
+        )
     return LLMGenerationManager(tokenizer, engine, client, generation)

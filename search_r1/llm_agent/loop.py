@@ -27,8 +27,6 @@ from search_r1.llm_agent.trajectory import KEPT, Trajectory, Turn
 from search_r1.search.client import FoundDocument, SearchClient, SearchError
 from verl.workers.rollout.base import Completion, Partial, RolloutEngine, SamplingParams
 
-EventKind = Literal["text", "search", "observation", "hint", "end"]
-
 
 @dataclass(frozen=True)
 class Event:
@@ -38,14 +36,14 @@ class Event:
     came) | "hint" (`text` is said to the policy after a turn without an action) | "end" (`text`: the reason).
     """
 
-    kind: EventKind
+    kind: Literal["text", "search", "observation", "hint", "end"]
     row: int
     text: str = ""
     documents: list[FoundDocument] = field(default_factory=list)
 
 
 @dataclass
-class _Search:
+class _PendingSearch:
     """A search under way. `due`: the engine step at which its observation joins, with a fixed delay."""
 
     session_id: int | None  # None: of a continued trajectory, whose session is opened with the documents
@@ -56,10 +54,7 @@ class _Search:
     finished: float | None = None
 
     def __post_init__(self) -> None:
-        self.future.add_done_callback(self._note_time)
-
-    def _note_time(self, _: Future[list[FoundDocument]]) -> None:
-        self.finished = time.perf_counter()
+        self.future.add_done_callback(lambda _: setattr(self, "finished", time.perf_counter()))
 
 
 class TrajectoryLoop:
@@ -94,13 +89,11 @@ class TrajectoryLoop:
         self.pending = deque(trajectory for trajectory in trajectories if not trajectory.finish_reason)
         self.num_in_flight = 0
         self.sessions: dict[int, Trajectory] = {}
-        self.searches: list[_Search] = []
+        self.searches: list[_PendingSearch] = []
         self.num_steps = 0
         self.shown: dict[int, int] = {}  # characters of the running turn that `on_event` has seen, by session
         self.watch: StragglerWatch | None = None
-        self.unstarted: deque[int] = (
-            deque()
-        )  # sessions in the order of opening, none of whose tokens was seen
+        self.unstarted: deque[int] = deque()  # sessions, as opened, none of whose tokens was seen
         if groups is not None and config.straggler_factor is not None:
             self.watch = StragglerWatch(config.straggler_factor, groups)
             for trajectory in trajectories:
@@ -116,7 +109,11 @@ class TrajectoryLoop:
                     completions = self.engine.step()
                     self.num_steps += 1
                     self.load.sample(self.num_steps)
-                    self._show_partial()
+                    if self.on_event is not None:
+                        for session_id in self.sessions:
+                            text = self.codec.decode_turn(self.engine.partial(session_id).token_ids)
+                            if not text.endswith("\ufffd"):  # a character whose last bytes are still to come
+                                self._show(session_id, text)
                     self._handle(completions)
                 elif self.searches:
                     self._wait_for_searches()
@@ -167,9 +164,18 @@ class TrajectoryLoop:
         for completion in sorted(completions, key=lambda c: self.sessions[c.session_id].row):
             session_id, trajectory = completion.session_id, self.sessions[completion.session_id]
             self._note_start(trajectory)
-            turn = self._add_turn(trajectory, completion)
-            self._show_rest(session_id, turn)
-            is_last = len(trajectory.turns) > self.max_turns
+            start, end = trajectory.add_sampled(completion.token_ids, completion.log_probs)
+            if trajectory.version_first is None:
+                trajectory.version_first = completion.version_first
+            trajectory.version_last = completion.version_last
+            text = self.codec.decode_turn(trajectory.response_ids[start:end])
+            self._show(session_id, text)
+            self.shown.pop(session_id, None)
+            action = parse_action(text, self.config.do_search)
+            is_last = len(trajectory.turns) == self.max_turns
+            kind = "none" if action.kind == "invalid" and is_last else action.kind
+            turn = Turn(kind, text, action.content if kind == "search" else None, start, end)
+            trajectory.turns.append(turn)
             if turn.action == "answer":
                 self._finish(session_id, trajectory, "answer")
             elif is_last:
@@ -184,27 +190,13 @@ class TrajectoryLoop:
         if asked:
             self._search(asked)
 
-    def _add_turn(self, trajectory: Trajectory, completion: Completion) -> Turn:
-        start, end = trajectory.add_sampled(completion.token_ids, completion.log_probs)
-        if trajectory.version_first is None:
-            trajectory.version_first = completion.version_first
-        trajectory.version_last = completion.version_last
-        text = self.codec.decode_turn(trajectory.response_ids[start:end])
-        action = parse_action(text, self.config.do_search)
-        is_last = len(trajectory.turns) == self.max_turns
-        kind = "none" if action.kind == "invalid" and is_last else action.kind
-        query = action.content if kind == "search" else None
-        turn = Turn(kind, text, query, start, end)
-        trajectory.turns.append(turn)
-        return turn
-
     def _search(self, asked: list[tuple[int | None, Trajectory, str]]) -> None:
         assert self.search_client is not None
         due = self.num_steps + (self.config.search_delay_steps or 0)
         started = time.perf_counter()
         futures = self.search_client.submit([query for _, _, query in asked], self.config.topk)
         for (session_id, trajectory, _), future in zip(asked, futures, strict=True):
-            self.searches.append(_Search(session_id, trajectory, future, due, started))
+            self.searches.append(_PendingSearch(session_id, trajectory, future, due, started))
 
     def _wait_for_searches(self) -> None:
         """Nothing can be decoded: until the next documents, or until a group is late."""
@@ -217,29 +209,26 @@ class TrajectoryLoop:
 
     def _join_searches(self) -> None:
         """Resumes the trajectories whose documents are there, or due."""
-        if not self.searches:
-            return
-        if self.config.search_delay_steps is None:
-            ready = [search for search in self.searches if search.future.done()]
-        else:
-            ready = [search for search in self.searches if search.due <= self.num_steps]
+        is_timed = self.config.search_delay_steps is not None
+        ready = [
+            search
+            for search in self.searches
+            if (search.due <= self.num_steps if is_timed else search.future.done())
+        ]
         for search in sorted(ready, key=lambda search: search.trajectory.row):
             self.searches.remove(search)
-            self._receive(search)
-
-    def _receive(self, search: _Search) -> None:
-        trajectory = search.trajectory
-        turn = trajectory.turns[-1]
-        try:
-            turn.documents = search.future.result()
-        except SearchError as error:
-            turn.error = str(error)
-            trajectory.mask()
-            self._finish(search.session_id, trajectory, "search_failed")
-            return
-        turn.search_seconds = (search.finished or time.perf_counter()) - search.started
-        self._emit("observation", trajectory, documents=turn.documents)
-        self._go_on(search.session_id, trajectory, self.codec.observation_ids(turn.documents))
+            trajectory = search.trajectory
+            turn = trajectory.turns[-1]
+            try:
+                turn.documents = search.future.result()
+            except SearchError as error:
+                turn.error = str(error)
+                trajectory.mask()
+                self._finish(search.session_id, trajectory, "search_failed")
+                continue
+            turn.search_seconds = (search.finished or time.perf_counter()) - search.started
+            self._emit("observation", trajectory, documents=turn.documents)
+            self._go_on(search.session_id, trajectory, self.codec.observation_ids(turn.documents))
 
     def _go_on(self, session_id: int | None, trajectory: Trajectory, token_ids: Sequence[int]) -> None:
         """Appends tokens that the policy did not write and starts its next turn, if both fit."""
@@ -263,8 +252,6 @@ class TrajectoryLoop:
             self.watch.end(trajectory.row, self._now())
         self._emit("end", trajectory, reason)
 
-    # ------------------------------------------------------------------------------------------- stragglers
-
     def _now(self) -> float:
         """The clock of the straggler policy."""
         return time.perf_counter() if self.config.search_delay_steps is None else float(self.num_steps)
@@ -277,30 +264,23 @@ class TrajectoryLoop:
         """Ends the unfinished members of groups that the batch should not wait for."""
         if self.watch is None:
             return
-        self._note_starts()
+        while self.unstarted:  # engines start sessions in the order in which they were opened
+            trajectory = self.sessions.get(self.unstarted[0])
+            if trajectory is not None and not self.watch.has_started(trajectory.row):
+                if not self.engine.partial(self.unstarted[0]).token_ids:
+                    break
+                self._note_start(trajectory)
+            self.unstarted.popleft()
         for rows in self.watch.late(self._now()):
             self.watch.cut(rows)
             for row in rows:
                 self._cut(self.trajectories[row])
 
-    def _note_starts(self) -> None:
-        """Engines start sessions in the order in which they were opened, so the first ones are looked at."""
-        assert self.watch is not None
-        while self.unstarted:
-            trajectory = self.sessions.get(self.unstarted[0])
-            if trajectory is not None and not self.watch.has_started(trajectory.row):
-                if not self.engine.partial(self.unstarted[0]).token_ids:
-                    return
-                self._note_start(trajectory)
-            self.unstarted.popleft()
-
     def _cut(self, trajectory: Trajectory) -> None:
         session_id = next((key for key, value in self.sessions.items() if value is trajectory), None)
-        for search in self.searches:
-            if search.trajectory is trajectory:
-                search.future.cancel()
-                self.searches.remove(search)
-                break
+        for search in [search for search in self.searches if search.trajectory is trajectory]:
+            search.future.cancel()
+            self.searches.remove(search)
         if not self.keep_partial or trajectory.num_old_turns is not None:
             trajectory.mask()
             self._finish(session_id, trajectory, "cut")
@@ -316,7 +296,7 @@ class TrajectoryLoop:
 
     def _emit(
         self,
-        kind: EventKind,
+        kind: Literal["text", "search", "observation", "hint", "end"],
         trajectory: Trajectory,
         text: str = "",
         documents: Sequence[FoundDocument] = (),
@@ -324,22 +304,9 @@ class TrajectoryLoop:
         if self.on_event is not None:
             self.on_event(Event(kind, trajectory.row, text, list(documents)))
 
-    def _show_partial(self) -> None:
-        """Tells `on_event` what running turns have written since the last step."""
-        if self.on_event is None:
-            return
-        for session_id in self.sessions:
-            text = self.codec.decode_turn(self.engine.partial(session_id).token_ids)
-            if not text.endswith("\ufffd"):  # a character whose last bytes are still to come
-                self._show(session_id, text)
-
-    def _show_rest(self, session_id: int, turn: Turn) -> None:
-        if self.on_event is not None:
-            self._show(session_id, turn.text)
-            self.shown.pop(session_id, None)
-
     def _show(self, session_id: int, text: str) -> None:
+        """Tells `on_event` what a running turn has written since the last time; `text`: all of the turn."""
         new = text[self.shown.get(session_id, 0) :]
-        if new:
+        if new and self.on_event is not None:
             self.shown[session_id] = len(text)
             self._emit("text", self.sessions[session_id], new)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from search_r1.search.client import FoundDocument
+from verl.utils.reward_score.qa_em import join_turns
 from verl.workers.rollout.base import Partial
 
 KEPT = "kept"  # finish_reason of a trajectory that goes on in the next step
@@ -145,7 +146,7 @@ class Trajectory:
             "version_last": self.version_last,
             "num_begun": self.num_begun,
             "prompt_text": prompt_text,
-            "policy_text": "\n".join(turn.text for turn in self.turns),
+            "policy_text": join_turns(turn.text for turn in self.turns),
         }
 
 

@@ -13,7 +13,7 @@ import math
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from search_r1.search.retriever import Document, Retriever, SearchResult
+from search_r1.search.retriever import Document, SearchBackend, SearchResult
 
 DEFAULT_DEPTH, DEFAULT_K = 100, 60
 
@@ -21,7 +21,9 @@ DEFAULT_DEPTH, DEFAULT_K = 100, 60
 class HybridRetriever:
     """Fuses backends over one corpus. They are called at the same time, each from its own thread."""
 
-    def __init__(self, retrievers: list[Retriever], depth: int = DEFAULT_DEPTH, k: int = DEFAULT_K) -> None:
+    def __init__(
+        self, retrievers: list[SearchBackend], depth: int = DEFAULT_DEPTH, k: int = DEFAULT_K
+    ) -> None:
         """`depth`: documents asked of each backend, or more when a query wants more.
 
         Raises ValueError when the backends hold different numbers of documents.

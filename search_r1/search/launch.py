@@ -30,7 +30,7 @@ from search_r1.search.backend_plan import (
     plan_backends,
 )
 from search_r1.search.manifest import Manifest, check_manifest
-from search_r1.search.retriever import Retriever
+from search_r1.search.retriever import SearchBackend
 
 if TYPE_CHECKING:
     from search_r1.search.corpus import Corpus
@@ -188,7 +188,7 @@ def _refuse_unused(arguments: argparse.Namespace, kinds: set[str]) -> None:
         raise ValueError("--verify compares the corpus with the index: --corpus_path is missing")
 
 
-def open_retriever(arguments: argparse.Namespace, report: Report = print) -> Retriever:
+def open_retriever(arguments: argparse.Namespace, report: Report = print) -> SearchBackend:
     """Loads the corpus and the backends. `report` gets lines of progress.
 
     From a second to many minutes. Raises ValueError for a broken corpus, an index that does not belong to it,
@@ -212,7 +212,7 @@ def open_retriever(arguments: argparse.Namespace, report: Report = print) -> Ret
     return retriever
 
 
-def _combine(retrievers: list[Retriever], arguments: argparse.Namespace, report: Report) -> Retriever:
+def _combine(retrievers: list[SearchBackend], arguments: argparse.Namespace, report: Report) -> SearchBackend:
     retriever = retrievers[0]
     if len(retrievers) > 1:
         from search_r1.search.hybrid import HybridRetriever
@@ -253,7 +253,7 @@ def _progress(report: Report) -> Callable[[str, int, int], None]:
 
 def _open(
     plan: BackendPlan, corpus: Corpus | None, arguments: argparse.Namespace, report: Report
-) -> Retriever:
+) -> SearchBackend:
     if plan.kind in ONLINE:
         from search_r1.search.online.retriever import OnlineRetriever, online_engine
 
@@ -290,7 +290,7 @@ def _open_dense(
     manifest: Manifest | None,
     arguments: argparse.Namespace,
     report: Report,
-) -> Retriever:
+) -> SearchBackend:
     from search_r1.search.dense.encoder import Encoder
 
     assert plan.index_path is not None  # a dense plan has one

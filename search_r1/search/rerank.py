@@ -18,7 +18,7 @@ import transformers
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from search_r1.search.dense.packed_bert import first_position
-from search_r1.search.retriever import Document, Retriever, SearchResult
+from search_r1.search.retriever import Document, SearchBackend, SearchResult
 
 DECIMALS = 4  # of a logit: a pair's last bits depend on the pairs that it is batched with, its place must not
 
@@ -83,7 +83,7 @@ class RerankRetriever:
 
     def __init__(
         self,
-        inner: Retriever,
+        inner: SearchBackend,
         model: str,
         retrieval_topk: int = 10,
         batch_size: int = 32,

@@ -1,6 +1,6 @@
 """What every search backend is: queries in, documents and scores out.
 
-    [query, ...] -> Retriever.batch_search(queries, topk) -> [[Document, ...], ...], [[score, ...], ...]
+    [query, ...] -> SearchBackend.batch_search(queries, topk) -> [[Document, ...], ...], [[score, ...], ...]
 
 A document travels as the JSON text of its corpus line. Nothing decodes it on its way from the corpus to the
 reply, so all its fields reach the client as they are.
@@ -46,7 +46,7 @@ SearchResult = tuple[list[list[Document]], list[list[float]]]
 """For each query its documents, best first, and as many scores (higher is better)."""
 
 
-class Retriever(Protocol):
+class SearchBackend(Protocol):
     """A search backend. Its methods are called from one thread at a time."""
 
     name: str

@@ -34,7 +34,7 @@ from search_r1.search.launch import (
     check_server_arguments,
     open_retriever,
 )
-from search_r1.search.retriever import Retriever
+from search_r1.search.retriever import SearchBackend
 from search_r1.search.serving.metrics import FOLDER_VARIABLE
 from search_r1.search.serving.service import RetrievalService
 
@@ -66,7 +66,7 @@ def create_service(arguments: argparse.Namespace) -> RetrievalService:
     """The service that the flags ask for, not loaded yet. Raises ValueError for a wrong flag."""
     settings = check_server_arguments(arguments)
 
-    def load() -> Retriever:
+    def load() -> SearchBackend:
         retriever = open_retriever(arguments, service.report)
         if arguments.workers > 1 and uses_gpu():
             retriever.close()

@@ -420,3 +420,11 @@ def test_the_agent_of_a_run_follows_its_configuration():
     agent.close()
     with pytest.raises(RuntimeError, match="closed"):
         agent.search_client.submit(["x"])
+
+
+def test_the_ids_of_the_models_generation_config_end_a_turn_too(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    config = run_config(f"actor_rollout_ref.model.path={tmp_path}", "do_search=false", "max_turns=0")
+    agent = build_agent(config, TOKENIZER, ScriptedEngine(TOKENIZER, turns()))
+    assert agent.codec.eos_token_ids == {TOKENIZER.eos_token_id, 1, 2}
+    assert agent.codec.decode_turn([*encode("end"), 2, 1]) == "end"

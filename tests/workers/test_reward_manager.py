@@ -88,6 +88,18 @@ def test_rule_8_an_answer_is_read_from_what_the_policy_wrote():
     assert result["answer"] == [None, None, None]
 
 
+def test_an_answer_stands_in_one_turn_as_in_the_agent_loop():
+    seen = ("<information>Doc 1</information>", 0)
+    data = batch(
+        [
+            [("<search>x</search><answer>Bei", 1), seen, ("jing</answer>", 1)],
+            [("<answer> Paris", 1), seen, ("<answer>Beijing</answer> <answer>", 1)],
+        ]
+    )
+    result = RewardManager(ByteTokenizer())(data, return_dict=True)
+    assert result["answer"] == [None, "Beijing"] and result["score"] == [0.0, 1.0]
+
+
 def test_rows_without_a_sampled_token_score_nothing():
     data = batch([[], [("observed <answer>Beijing</answer>", 0)], [("<answer>Beijing</answer>", 1)]])
     result = RewardManager(ByteTokenizer())(data, return_dict=True)

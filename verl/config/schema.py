@@ -81,7 +81,6 @@ class Data(Block):
         True, "new order of the training rows each epoch (seeded by trainer.seed)"
     )
     difficulty_pools: PoolsConfig = group(PoolsConfig)
-    return_raw_chat: ClassVar[bool] = False
 
 
 @dataclass(slots=True)

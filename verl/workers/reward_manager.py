@@ -139,7 +139,7 @@ class RewardManager:
     def _score_row(self, data: DataProto, i: int, segments: list[Segment]) -> dict[str, Any]:
         fields = data.non_tensor_batch
         ground_truth = fields["reward_model"][i]["ground_truth"]
-        text = "\n".join(segment.text for segment in segments if segment.sampled)
+        text = qa_em.join_turns(segment.text for segment in segments if segment.sampled)
         answer = qa_em.extract_solution(text)
         result: dict[str, Any] = {"score": 0.0, "em": 0.0, "answer": answer, "text": text}
         if not any(segment.sampled for segment in segments):

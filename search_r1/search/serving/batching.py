@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from search_r1.search.launch import BatchSettings
-from search_r1.search.retriever import RetrievalUnavailable, Retriever
+from search_r1.search.retriever import RetrievalUnavailable, SearchBackend
 from search_r1.search.serving.metrics import Metrics
 from search_r1.search.serving.result_cache import Hits, ResultCache
 
@@ -101,7 +101,7 @@ Outcome = Hits | Exception
 class Batcher:
     """The queue in front of one backend. `submit` and `drop` are called on one event loop."""
 
-    def __init__(self, retriever: Retriever, settings: BatchSettings, metrics: Metrics) -> None:
+    def __init__(self, retriever: SearchBackend, settings: BatchSettings, metrics: Metrics) -> None:
         self.settings = settings
         self.cache = ResultCache(settings.cache_size, MAX_CACHE_BYTES)
         self.num_queries = 0  # of open requests, like the next two

@@ -11,7 +11,7 @@ from typing import Any
 
 from search_r1.search.corpus import file_identity
 from search_r1.search.launch import BatchSettings
-from search_r1.search.retriever import Retriever
+from search_r1.search.retriever import SearchBackend
 from search_r1.search.serving.batching import Batcher
 from search_r1.search.serving.metrics import Metrics
 
@@ -39,7 +39,7 @@ class RetrievalService:
 
     def __init__(
         self,
-        load: Callable[[], Retriever],
+        load: Callable[[], SearchBackend],
         corpus_path: str | None,
         backend: str,
         topk: int,
@@ -53,7 +53,7 @@ class RetrievalService:
         self.settings = settings or BatchSettings()
         self.api_key = api_key
         self.metrics = Metrics()
-        self.retriever: Retriever | None = None
+        self.retriever: SearchBackend | None = None
         self.batcher: Batcher | None = None
         self.error: BaseException | None = None
         self.progress = "starting"

@@ -11,7 +11,6 @@ CONFIG = {
     "truncation": "error",
     "max_prompt_length": 40,
     "max_start_length": 20,
-    "return_raw_chat": False,
 }
 
 
@@ -52,14 +51,12 @@ def test_a_row_has_what_generation_and_reward_need(tmp_path):
     assert bytes(row["raw_prompt_ids"]) == b"where?"
     assert row["data_source"] == "nq" and row["extra_info"]["index"] == 1
     assert list(row["reward_model"]["ground_truth"]["target"]) == ["WHERE?"]
-    assert "raw_prompt" not in row
 
 
 def test_the_chat_template_is_used_if_there_is_one(tmp_path):
     file = write(tmp_path / "a.parquet", ["who?"])
-    row = RLHFDataset(file, ByteTokenizer("template"), {**CONFIG, "return_raw_chat": True})[0]
+    row = RLHFDataset(file, ByteTokenizer("template"), CONFIG)[0]
     assert bytes(row["raw_prompt_ids"]) == b"[user]who?[me]"
-    assert row["raw_prompt"] == [{"role": "user", "content": "who?"}]
 
 
 def test_a_subset_is_search_r1s_subset(tmp_path):

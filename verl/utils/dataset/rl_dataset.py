@@ -27,7 +27,7 @@ class RLHFDataset:
         files: a parquet file or several, read one after the other; "~" is expanded.
         tokenizer: the policy's; its chat template is used if it has one, else the first message's content.
         data_config: the `data` block of the configuration: prompt_key, truncation, max_prompt_length,
-            max_start_length, return_raw_chat.
+            max_start_length.
         num_rows: use this many rows, drawn without replacement with a fixed seed; None: all.
 
     Raises:
@@ -79,22 +79,17 @@ class RLHFDataset:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """One row: raw_prompt_ids (list[int], no special tokens added but the chat template's), data_source
-        (str), reward_model (dict), extra_info (dict), index (int, its place in the data set), and raw_prompt
-        (list of messages) with data.return_raw_chat.
+        (str), reward_model (dict), extra_info (dict), index (int, its place in the data set).
         """
         row = self.rows[index]
-        messages = _messages(row[self.prompt_key])
         extra_info = row.get("extra_info")
-        item = {
-            "raw_prompt_ids": self._prompt_ids(messages),
+        return {
+            "raw_prompt_ids": self._prompt_ids(_messages(row[self.prompt_key])),
             "data_source": row["data_source"],
             "reward_model": row["reward_model"],
             "extra_info": dict(extra_info) if isinstance(extra_info, Mapping) else {},
             "index": index,
         }
-        if self.config["return_raw_chat"]:
-            item["raw_prompt"] = messages
-        return item
 
     def _check_lengths(self, files: str) -> None:
         """Refuses prompts that are too long before anything else is started.

@@ -14,6 +14,7 @@ import numpy as np
 
 # From the last opening tag before a closing one: an answer that was begun and not closed spoils no later one.
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_OPEN_ANSWER = re.compile(r"<answer>(?!.*</answer>)", re.DOTALL)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -68,6 +69,15 @@ def extract_solution(solution_str: str) -> str | None:
     """The text in the last `<answer>...</answer>` of what the policy wrote, stripped; None without one."""
     answers = _ANSWER.findall(solution_str)
     return answers[-1].strip() if answers else None
+
+
+def join_turns(turns: Iterable[str]) -> str:
+    """What the policy wrote in its turns as one text, for `extract_solution`.
+
+    An answer stands in one turn, as in the agent loop: an opening tag that its turn does not close is left
+    out, so that no later closing tag can complete it.
+    """
+    return "\n".join(_OPEN_ANSWER.sub("", turn) for turn in turns)
 
 
 def compute_score_em(
