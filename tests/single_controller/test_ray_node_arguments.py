@@ -10,13 +10,11 @@ from verl.single_controller.ray import node
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("head --address 127.0.0.1", "--address 127.0.0.1 reaches this machine alone"),
-        ("head --address localhost", "leave it out, or give the address of the network card"),
-        ("worker --head alpha:6379 --address ::1", "--address ::1 reaches this machine alone"),
-        ("worker --address alpha:6379", "Expected --head alpha:6379"),
-        ("head --address 10.0.0.1:6380", "Expected --address and --port apart"),
-        ("head --head alpha:6379", "--head alpha:6379 is for a worker"),
-        ("worker --head alpha:6379 --port 6380", "--port is the head's"),
+        ("head --address 127.0.0.1", "--address 127.0.0.1: expected the address of this node's network card"),
+        ("worker --head alpha:6379 --address ::1", "--address ::1: expected"),
+        ("worker --address alpha:6379", "reach, without a port"),
+        ("head --head alpha:6379", "--head is for a worker"),
+        ("worker --head alpha:6379 --port 6380", "--port is for a head"),
     ],
 )
 def test_what_can_not_be_heeded_is_refused(line, says, capsys, monkeypatch):

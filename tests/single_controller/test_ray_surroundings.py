@@ -1,4 +1,4 @@
-"""What stands around a Ray run: addresses, variables for workers, its folder, room, deaths."""
+"""What stands around a Ray run: addresses, variables for workers, its folder."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from ray.exceptions import OutOfMemoryError, RayActorError
-
-from verl.single_controller.ray import environment, failures, session, temp_dir
+from verl.single_controller.ray import environment, session, temp_dir
 
 # ---------------------------------------------------------------- address
 
@@ -119,39 +117,3 @@ def test_a_network_file_system_is_refused_when_asked_for_and_left_when_it_is_the
     assert note.startswith("Ray works in /tmp/ray: /home/me/tmp is on a network file system (nfs4)")
     with pytest.raises(ValueError, match="can't be used either. Set RAY_TMPDIR"):
         temp_dir.choose_temp_dir(["server:/ / nfs rw 0 0"])
-
-
-# ------------------------------------------------------------------- room
-
-
-# ----------------------------------------------------------------- deaths
-
-
-@pytest.mark.parametrize(
-    ("error", "lines", "oom_kills", "cause"),
-    [
-        (RayActorError(), ["Fatal Python error: Segmentation fault"], 0, "killed by SIGSEGV"),
-        (RayActorError(), ["*** SIGABRT received at time=1 on cpu 0 ***"], 0, "killed by SIGABRT"),
-        (RayActorError(), ["Fatal Python error: none_dealloc"], 0, "fatal error: none_dealloc"),
-        (
-            RayActorError(),
-            ["all is well"],
-            1,
-            "killed by the kernel's OOM killer (SIGKILL): the node's memory was used up",
-        ),
-        (RayActorError(), [], 0, "it ended without a word: SIGKILL from outside (kill -9), or os._exit"),
-        (
-            RayActorError(error_msg="Worker exits with an exit code 4."),
-            [],
-            0,
-            "it ended itself with exit code 4",
-        ),
-        (RayActorError(error_msg="exit code 1. The process receives a SIGTERM."), [], 0, "killed by SIGTERM"),
-        (OutOfMemoryError("x"), [], 0, "killed by Ray, as the node was running out of memory"),
-    ],
-)
-def test_the_cause_of_a_death_is_read_from_what_is_left(error, lines, oom_kills, cause):
-    assert failures.cause_of_death(error, lines, oom_kills).startswith(cause)
-
-
-# ------------------------------------------------------------------- node

@@ -77,7 +77,7 @@ def test_a_killed_rank_is_named_at_once_although_others_wait_for_it(ray_backend)
     with ray_backend.RayWorkerGroup(ResourcePool([2]), ClassWithInitArgs(ScaleWorker, 2)) as group:
         start = time.monotonic()
         pid = group.pid()[1]
-        named = rf"rank 1 .*died during die_in_all_reduce \(node .*, pid {pid}\): it ended without a word"
+        named = rf"rank 1 .*died during die_in_all_reduce \(node .*, pid {pid}\): The actor is dead because"
         with pytest.raises(ray_backend.WorkerDiedError, match=named):
             group.die_in_all_reduce(1)
         assert time.monotonic() - start < 200, "below the 240 s after which the other rank would give up"

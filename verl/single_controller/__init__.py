@@ -1,4 +1,13 @@
-"""One driver, many processes: workers, worker groups and how calls travel between them."""
+"""One driver, many processes: workers, worker groups and how calls travel between them.
+
+groups = build_worker_groups(backend, pool, {"actor_rollout": ClassWithInitArgs(..), "critic": ..})
+groups["critic"].compute_values(batch)          # the same lines for both backends
+for group in groups.values(): group.shutdown()  # the first one ends them all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
 
 from verl.single_controller.base import (
     ClassWithInitArgs,
@@ -11,7 +20,6 @@ from verl.single_controller.base import (
     create_colocated_worker_cls,
     register,
 )
-from verl.single_controller.factory import build_worker_groups
 
 __all__ = [
     "ClassWithInitArgs",
@@ -25,3 +33,28 @@ __all__ = [
     "create_colocated_worker_cls",
     "register",
 ]
+
+
+def build_worker_groups(
+    backend: str,
+    resource_pool: ResourcePool,
+    roles: Mapping[str, ClassWithInitArgs],
+) -> dict[str, WorkerGroup]:
+    """One group per role; all roles share the pool's processes, one worker of each per process.
+
+    `backend` is "local" (this process; the pool must have one process) or "ray" (ray must be initialised;
+    see verl.single_controller.ray.init_ray). Roles on separate processes are separate calls.
+    """
+    colocated = create_colocated_worker_cls(roles)
+    owner: WorkerGroup
+    if backend == "local":
+        from verl.single_controller.local import LocalWorkerGroup
+
+        owner = LocalWorkerGroup(colocated, resource_pool)
+    elif backend == "ray":
+        from verl.single_controller.ray import RayWorkerGroup  # imports ray, which a local run does without
+
+        owner = RayWorkerGroup(resource_pool, colocated)
+    else:
+        raise ValueError(f"backend is {backend!r}; it must be 'local' or 'ray'")
+    return owner.spawn(list(roles))

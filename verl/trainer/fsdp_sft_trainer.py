@@ -29,9 +29,8 @@ from verl.config.command_line import read_arguments
 from verl.config.loading import absolute_folders
 from verl.preflight.preflight import start_is_sound
 from verl.protocol import DataProto
-from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
-from verl.single_controller.base.errors import WorkerDiedError
-from verl.single_controller.factory import build_worker_groups
+from verl.single_controller import build_worker_groups
+from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerDiedError, WorkerGroup
 from verl.trainer.placement import place, start_ray
 from verl.trainer.ppo.batching import arrange_for_workers
 from verl.trainer.ppo.run_state import (

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.single_controller.base import ClassWithInitArgs, Worker, register
-from verl.single_controller.base.errors import WorkerDiedError
+from verl.single_controller.base import ClassWithInitArgs, Worker, WorkerDiedError, register
 from verl.single_controller.local import LocalWorkerGroup
 from verl.trainer.ppo import run_state
 from verl.trainer.ppo.run_state import CheckpointStore, CheckpointWriting, RunState, RunStopped

@@ -3,7 +3,13 @@
 from verl.single_controller.base.colocate import create_colocated_worker_cls
 from verl.single_controller.base.decorator import DataPosition, Dispatch, Execute, register
 from verl.single_controller.base.worker import Worker
-from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool, WorkerGroup
+from verl.single_controller.base.worker_group import (
+    ClassWithInitArgs,
+    ResourcePool,
+    WorkerDiedError,
+    WorkerFailedError,
+    WorkerGroup,
+)
 
 __all__ = [
     "ClassWithInitArgs",
@@ -12,6 +18,8 @@ __all__ = [
     "Execute",
     "ResourcePool",
     "Worker",
+    "WorkerDiedError",
+    "WorkerFailedError",
     "WorkerGroup",
     "create_colocated_worker_cls",
     "register",

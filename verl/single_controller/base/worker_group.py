@@ -26,6 +26,21 @@ from verl.single_controller.base.decorator import (
 from verl.single_controller.base.worker import Worker
 
 
+class WorkerFailedError(RuntimeError):
+    """Which rank raised, and its traceback; the cause of the exception that is raised."""
+
+
+class WorkerDiedError(RuntimeError):
+    """The process of a rank, or its node, is gone in the middle of a call or before it.
+
+    Its state is lost: nothing is tried again. Shut the group down and build it anew.
+    """
+
+
+class ConnectionLostError(WorkerDiedError):
+    """A rank lost its connection to another one, and it is not known which process or node is gone."""
+
+
 class ClassWithInitArgs:
     """A Worker class and the arguments to make it with, later and elsewhere."""
 
@@ -41,7 +56,11 @@ class ClassWithInitArgs:
 
 
 class ResourcePool:
-    """How many processes run on each node, and whether each has a GPU of its own."""
+    """How many processes run on each node, and whether each has a GPU of its own.
+
+    Attributes:
+        timeout_seconds: how long a worker group waits until a cluster has room for them.
+    """
 
     def __init__(self, process_on_nodes: Sequence[int], use_gpu: bool = False) -> None:
         if not process_on_nodes or any(count < 1 for count in process_on_nodes):
@@ -50,6 +69,7 @@ class ResourcePool:
             )
         self.process_on_nodes = list(process_on_nodes)
         self.use_gpu = use_gpu
+        self.timeout_seconds = 60.0
 
     @property
     def world_size(self) -> int:

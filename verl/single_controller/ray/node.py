@@ -106,31 +106,19 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--port", type=int, help="head: where it listens; default: 6379")
     parser.add_argument("--head", help="worker: host:port of the head node; default: RAY_ADDRESS")
     options, more = parser.parse_known_args(argv)
-    if (mistake := _mistake(options)) is not None:
-        parser.error(mistake)
+    if (options.head if options.kind == "head" else options.port) is not None:
+        parser.error("--port is for a head, where it listens; --head is for a worker, which joins it there")
+    address = options.address or ""
+    if address in ("localhost", "::1") or address.startswith("127.") or address.count(":") == 1:
+        parser.error(
+            f"--address {address}: expected the address of this node's network card that the other nodes "
+            "reach, without a port; leave it out if there is one card"
+        )
     options.port = options.port or 6379
     options.head = options.head or os.environ.get("RAY_ADDRESS")
     if options.kind == "worker" and not options.head:
         parser.error("a worker needs --head host:port, or RAY_ADDRESS")
     return options, more
-
-
-def _mistake(options: argparse.Namespace) -> str | None:
-    """What was typed that could not be heeded."""
-    if options.kind == "head" and options.head is not None:
-        return f"--head {options.head} is for a worker; a head takes --address (its own) and --port"
-    if options.kind == "worker" and options.port is not None:
-        return "--port is the head's; a worker is given it with --head host:port"
-    address = options.address
-    if address in ("localhost", "::1") or (address or "").startswith("127."):
-        return (
-            f"--address {address} reaches this machine alone, and Ray would put another in its place; "
-            "leave it out, or give the address of the network card that the other nodes reach"
-        )
-    if address is not None and address.count(":") == 1:
-        hint = f"--head {address}" if options.kind == "worker" else "--address and --port apart"
-        return f"--address {address} has a port; --address is this node's own, without one. Expected {hint}"
-    return None
 
 
 def main(argv: list[str]) -> int:

@@ -10,7 +10,6 @@ through the node's own processes. What is wrong with an address is said within s
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -18,13 +17,12 @@ import socket
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterator
 from typing import Any
 
 import ray
 from ray.exceptions import RpcError
 
-from verl.single_controller.ray.environment import RAY_SETTINGS, card_of_address
+from verl.single_controller.ray.environment import RAY_SETTINGS
 from verl.single_controller.ray.temp_dir import choose_temp_dir
 
 _SECONDS_TO_ANSWER = 5.0
@@ -74,55 +72,30 @@ def init_ray(num_cpus: int | None = None, log_to_driver: bool = True) -> RaySess
         return RaySession(owned=False)
     for name, value in RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
-    with _own_answer_to_sigterm():
-        if os.environ.get("RAY_ADDRESS"):
-            _connect(log_to_driver)
-        else:
-            _start_here(num_cpus, log_to_driver)
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    options: dict[str, Any] = {}
+    if address == "local":
+        temp_dir, note = choose_temp_dir()
+        if note is not None:
+            print(f"note: {note}", file=sys.stderr)
+        options = {"num_cpus": num_cpus, "include_dashboard": False, "_temp_dir": temp_dir}
+        advice = f"The machine may be too busy (Ray waits 30 s); its logs: {temp_dir}/session_latest/logs"
+    else:
+        advice = _ADVICE
+        if address != "auto":
+            check_address(address)
+    answer_to_sigterm = signal.getsignal(signal.SIGTERM)  # Ray sets one of its own, which ends the program
+    try:
+        ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.WARNING, **options)
+    except Exception as error:  # no cluster, one of another version, or processes that don't come up in time
+        what = "Ray did not start on this machine" if address == "local" else f"RAY_ADDRESS={address}"
+        raise ValueError(f"{what}: {' '.join(str(error).split())} {advice}.") from error
+    finally:
+        if callable(answer_to_sigterm) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, answer_to_sigterm)
     if log_to_driver:
         _keep_last_lines()
     return RaySession(owned=True)
-
-
-@contextlib.contextmanager
-def _own_answer_to_sigterm() -> Iterator[None]:
-    """Ray sets one of its own, which ends the program with status 15: what stood there before stays."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if callable(before) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
-
-
-def _start_here(num_cpus: int | None, log_to_driver: bool) -> None:
-    temp_dir, note = choose_temp_dir()
-    if note is not None:
-        print(f"note: {note}", file=sys.stderr)
-    try:
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            log_to_driver=log_to_driver,
-            logging_level=logging.WARNING,
-            _temp_dir=temp_dir,
-        )
-    except Exception as error:  # Ray raises no narrower one when its processes don't come up in time
-        raise ValueError(
-            f"Ray did not start on this machine: {' '.join(str(error).split())} The machine may be too busy "
-            f"(Ray waits 30 s); its logs: {temp_dir}/session_latest/logs."
-        ) from error
-
-
-def _connect(log_to_driver: bool) -> None:
-    address = os.environ["RAY_ADDRESS"]
-    if address != "auto":
-        _check_own_node(address)
-    try:
-        ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.WARNING)
-    except (ConnectionError, RuntimeError, ValueError) as error:  # no cluster found, or of another version
-        raise ValueError(f"RAY_ADDRESS={address}: {' '.join(str(error).split())} {_ADVICE}.") from error
 
 
 def check_address(address: str) -> None:
@@ -164,18 +137,6 @@ def list_nodes(address: str) -> list[Any]:
         return list(GcsClient(address=address).get_all_node_info(timeout=_SECONDS_TO_ANSWER).values())
     except RpcError as error:
         raise ValueError(_NO_HEAD.format(address=address)) from error
-
-
-def _check_own_node(address: str) -> None:
-    """The driver's machine must be in the cluster; Ray itself would look for a minute and say less."""
-    nodes = list_nodes(address)
-    alive = sorted({node.node_manager_address for node in nodes if node.state == 0})
-    if not any(card_of_address(node) is not None for node in alive):
-        raise ValueError(
-            f"this machine ({socket.gethostname()}) is no node of the Ray cluster at RAY_ADDRESS={address}, "
-            f"whose nodes are {', '.join(alive)}. Start the run on one of them, or join this one with "
-            f"`bash scripts/ray_node.sh worker --head {address}`."
-        )
 
 
 _LAST_LINES: dict[tuple[str, int], deque[str]] = defaultdict(lambda: deque(maxlen=LINES_KEPT))

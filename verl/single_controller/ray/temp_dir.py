@@ -15,39 +15,23 @@ NETWORK_FILE_SYSTEMS = re.compile(
     r"fuse\.(glusterfs|sshfs|ceph|s3fs|gcsfuse)"
 )
 LOCAL_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
-_LONGEST_SOCKET_PATH = 107
-# What Ray appends: ray/<session of date, microseconds and process>/sockets/plasma_store.<number>
-_LONGEST_END = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.99"
-LONGEST_FOLDER = _LONGEST_SOCKET_PATH - len(_LONGEST_END)
-
-
-def file_system_of(path: str, mounts: Sequence[str] | None = None) -> str:
-    """Type of the file system that `path` is (or would be) on, as /proc/mounts names it; "" if unknown."""
-    if mounts is None:
-        try:
-            mounts = Path("/proc/mounts").read_text().splitlines()
-        except OSError:  # not Linux
-            return ""
-    real, best, found = os.path.realpath(path), "", ""
-    for line in mounts:
-        _, point, kind = line.split(" ")[:3]
-        point = point.replace("\\040", " ")
-        inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best) and kind != "autofs":
-            best, found = point, kind
-    return found
+# 107 bytes less what Ray appends
+LONGEST_FOLDER = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.99")
 
 
 def trouble_with(folder: str, mounts: Sequence[str] | None = None) -> str | None:
-    """Why Ray can't work below `folder`; None if it can."""
-    kind = file_system_of(folder, mounts)
+    """Why Ray can't work below `folder`; None if it can. `mounts`: lines of /proc/mounts."""
+    if mounts is None:
+        table = Path("/proc/mounts")
+        mounts = table.read_text().splitlines() if table.exists() else []
+    real = os.path.realpath(folder) + "/"
+    holding = [(point, kind) for _, point, kind in (line.split(" ")[:3] for line in mounts)]
+    holding = [(point, kind) for point, kind in holding if real.startswith(point.rstrip("/") + "/")]
+    kind = max(holding, key=lambda mount: len(mount[0]))[1] if holding else ""
     if NETWORK_FILE_SYSTEMS.fullmatch(kind):
         return f"is on a network file system ({kind}), where Ray's sockets and locks don't work"
     if len(os.fsencode(os.path.abspath(folder))) > LONGEST_FOLDER:
-        return (
-            f"has a path of more than {LONGEST_FOLDER} bytes, and a socket's path below it would have more "
-            f"than {_LONGEST_SOCKET_PATH}"
-        )
+        return f"has a path of more than {LONGEST_FOLDER} bytes, too long for the sockets below it"
     if not os.access(folder, os.W_OK | os.X_OK):
         return "can't be written" if os.path.isdir(folder) else "does not exist"
     return None
@@ -61,21 +45,15 @@ def choose_temp_dir(mounts: Sequence[str] | None = None) -> tuple[str, str | Non
     Raises:
         ValueError: RAY_TMPDIR can't be used, or nothing can.
     """
-    if asked := os.environ.get("RAY_TMPDIR"):
-        if why := trouble_with(asked, mounts):
-            raise ValueError(
-                f"RAY_TMPDIR={asked} {why}. Set RAY_TMPDIR to a folder on a local disk with a short path, "
-                "such as /tmp, or unset it."
-            )
-        return os.path.join(asked, "ray"), None
-    usual = os.environ.get("TMPDIR") or LOCAL_FOLDERS[0]
+    wanted = os.environ.get("RAY_TMPDIR")
+    usual = wanted or os.environ.get("TMPDIR") or LOCAL_FOLDERS[0]
     why = trouble_with(usual, mounts)
     if why is None:
         return os.path.join(usual, "ray"), None
+    advice = "Set RAY_TMPDIR to a folder on a local disk with a short path, such as /tmp."
+    if wanted:
+        raise ValueError(f"RAY_TMPDIR={wanted} {why}. {advice}")
     for folder in LOCAL_FOLDERS:
         if trouble_with(folder, mounts) is None:
             return os.path.join(folder, "ray"), f"Ray works in {folder}/ray: {usual} {why}"
-    raise ValueError(
-        f"{usual} {why}, and {', '.join(LOCAL_FOLDERS)} can't be used either. Set RAY_TMPDIR to a folder on "
-        "a local disk with a short path."
-    )
+    raise ValueError(f"{usual} {why}, and {', '.join(LOCAL_FOLDERS)} can't be used either. {advice}")

@@ -17,8 +17,8 @@ from verl.config import Config
 from verl.config.policy import Actor
 from verl.config.schema import Critic
 from verl.protocol import DataProto
+from verl.single_controller import build_worker_groups
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
-from verl.single_controller.factory import build_worker_groups
 from verl.trainer.ppo import core_algos, metric_utils
 from verl.trainer.ppo.advantage_inputs import add_advantages
 from verl.trainer.ppo.batching import (

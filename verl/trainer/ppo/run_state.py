@@ -174,11 +174,15 @@ class CheckpointStore:
     Args:
         run_dir: where the `global_step_N` folders are.
         max_to_keep: how many stay on disk (the newest); None or 0 keeps all.
+
+    Attributes:
+        last_written: step of the newest checkpoint that this object has committed, None before the first.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], max_to_keep: int | None) -> None:
         self.run_dir = Path(run_dir).expanduser().absolute()  # workers may have another working directory
         self.max_to_keep = max_to_keep
+        self.last_written: int | None = None
         self._lock: TextIO | None = None
 
     def steps(self) -> list[int]:
@@ -206,6 +210,7 @@ class CheckpointStore:
             _delete(target)
         os.replace(aside, target)
         sync(self.run_dir)
+        self.last_written = step
         self._prune()
 
     def _unfinished(self, step: int) -> Path:

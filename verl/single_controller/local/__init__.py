@@ -1,5 +1,0 @@
-"""The in-process backend."""
-
-from verl.single_controller.local.worker_group import LocalWorkerGroup
-
-__all__ = ["LocalWorkerGroup"]
