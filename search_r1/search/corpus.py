@@ -5,25 +5,24 @@
 
 In memory is only where the rows begin, and that memory-mapped. What a server sends are the bytes of the line,
 so a line has to be right before it is sent. `parse_line` says what right means, and each line passes it:
-at `open` for a file of up to CHECK_BYTES, else at its first use (one byte of memory and a microsecond each).
+at `open` for a file of up to CHECK_BYTES, else at each use (a microsecond).
 A line that is dropped or shifted would make an index answer with the wrong passage; so lines are never
 skipped, except blank ones, and a broken one is an error that names it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import orjson
 
-from search_r1.search.corpus_files import BYTE_ORDER_MARK, Progress, RowOffsets, find_rows, unpack_gzip
+from search_r1.search.corpus_files import BYTE_ORDER_MARK, Progress, find_rows, unpack_gzip
 from search_r1.search.retriever import Document
 
 CHECK_BYTES = 256 * 2**20  # files up to here are checked whole when they are opened, in about a second
@@ -35,53 +34,24 @@ EXAMPLE = '{"id": "7", "contents": "\\"Title\\"\\ntext"}'
 def parse_line(line: bytes) -> dict[str, Any]:
     """The fields of one line. Raises ValueError with the reason when it may not be in a corpus.
 
-    Refused, because a client couldn't read the reply or would read another text than was indexed: what is
-    not UTF-8, NaN, Infinity and numbers that overflow a double, half of a surrogate pair ("\\ud83d" alone),
-    a byte order mark, an object with two `contents` or two `id`, one without `contents` as a string.
+    Refused, because a client couldn't read the reply: what is not UTF-8, NaN, Infinity and numbers that
+    overflow a double, half of a surrogate pair ("\\ud83d" alone), a byte order mark, an object without
+    `contents` as a string.
     """
     try:
         fields = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise ValueError(_json_problem(line, error)) from None
+        if line.startswith(BYTE_ORDER_MARK):
+            problem = "begins with a byte order mark inside the file (several files joined?); remove it"
+        else:
+            problem = f"not valid JSON ({error.msg} at column {error.colno})"
+        raise ValueError(problem) from None
     if type(fields) is not dict:
         raise ValueError(f"found a JSON {type(fields).__name__}, expected an object: {EXAMPLE}")
     if type(fields.get("contents")) is not str:
         names = ", ".join(map(repr, list(fields)[:8])) or "no fields"
         raise ValueError(f"expected the text as one string under 'contents', found {names}: {EXAMPLE}")
-    if line.count(b'"contents"') > 1 or line.count(b'"id"') > 1:
-        _refuse_double_fields(line)
     return fields
-
-
-def _json_problem(line: bytes, error: orjson.JSONDecodeError) -> str:
-    """Why orjson refused the line, in words that help to mend it."""
-    if line.startswith(BYTE_ORDER_MARK):
-        return "begins with a byte order mark inside the file (several files joined?); remove it"
-    try:
-        line.decode("utf-8")
-    except UnicodeDecodeError as wrong:
-        return f"not UTF-8 ({wrong.reason} at byte {wrong.start})"
-    if b"NaN" in line or b"Infinity" in line:
-        with contextlib.suppress(ValueError, RecursionError):
-            json.loads(line)  # Python's own reader lets these pass
-            return "not valid JSON (NaN or Infinity stands for a number; write null)"
-    if "surrogate" in error.msg:
-        return f"half of a surrogate pair, which is no character ({error.msg} at column {error.colno})"
-    return f"not valid JSON ({error.msg} at column {error.colno})"
-
-
-def _refuse_double_fields(line: bytes) -> None:
-    """Raises ValueError when the object itself, not one inside it, has `contents` or `id` twice."""
-    top: list[str] = []
-
-    def keep_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        top[:] = [name for name, _ in pairs]  # the outermost object comes last
-        return dict(pairs)
-
-    json.loads(line, object_pairs_hook=keep_names)
-    for name in ("contents", "id"):
-        if top.count(name) > 1:
-            raise ValueError(f"has the field '{name}' twice; readers disagree about which one counts")
 
 
 class Corpus:
@@ -90,52 +60,42 @@ class Corpus:
     Example: Corpus.open("wiki-18.jsonl").rows([0])[0].contents
     """
 
-    def __init__(self, rows: RowOffsets, read: Callable[[int, int], bytes], path: Path | None) -> None:
-        """Use `open` or `from_documents`. `read(start, stop)` gives the bytes from start to stop."""
-        self.path = path
-        self.num_bytes = int(rows.starts[-1])
-        self.starts = rows.starts
-        self.num_blank_lines = rows.num_blank_lines
-        self._read = read
-        self._fd = -1
-        self._checked: np.ndarray | None = np.zeros(len(self), dtype=bool)  # None: all of them are
+    def __init__(self, file: IO[bytes], starts: np.ndarray, num_blank_lines: int, path: Path | None) -> None:
+        """Use `open` or `from_documents`. `starts`, `num_blank_lines`: see `find_rows`."""
+        self._file, self.starts, self.num_blank_lines, self.path = file, starts, num_blank_lines, path
+        self.num_bytes = int(starts[-1])
+        self._is_checked = False
 
     @classmethod
-    def open(cls, path: str | Path, progress: Progress | None = None) -> Corpus:
+    def open(cls, path: str | Path, progress: Progress | None = None, check: bool = True) -> Corpus:
         """Opens a .jsonl file, or a .jsonl.gz file, which is unpacked once beside itself.
 
         The first time it is read once to find the lines (about a second per GB); this is kept in
         `<path>.offsets.npy`. Raises ValueError with the line number for a broken line (see the top of this
-        file for when), for a file that can't be read and for one without documents.
+        file for when; not without `check`), for a file that can't be read and for one without documents.
         """
         path = Path(path)
         if not path.is_file():
             raise ValueError(f"--corpus_path: there is no file {path}")
         try:
-            if path.suffix == ".gz":
-                path = unpack_gzip(path, progress)
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            path = unpack_gzip(path, progress) if path.suffix == ".gz" else path
+            file = path.open("rb", buffering=0)
         except OSError as error:
             raise ValueError(f"--corpus_path: can't read {path} ({error.strerror})") from None
-        try:
-            corpus = cls(find_rows(path, progress), lambda start, stop: _read_file(fd, start, stop), path)
-            corpus._fd = fd
-            if corpus.num_bytes <= CHECK_BYTES:
-                corpus.check_all()
-        except BaseException:
-            os.close(fd)
-            raise
+        corpus = cls(file, *find_rows(path, progress), path)
+        if check and corpus.num_bytes <= CHECK_BYTES:
+            corpus.check_all()
         return corpus
 
     @classmethod
     def from_documents(cls, documents: Sequence[dict[str, Any]]) -> Corpus:
-        """A corpus in memory. Raises ValueError for documents that `parse_line` refuses, and for none."""
+        """A corpus of its own. Raises ValueError for documents that `parse_line` refuses, and for none."""
         if not documents:
             raise ValueError("the corpus has no documents")
         lines = [Document.from_fields(fields).json + b"\n" for fields in documents]
-        text = b"".join(lines)
-        starts = np.cumsum([0, *map(len, lines)], dtype=np.uint64)
-        corpus = cls(RowOffsets(starts, 0), lambda start, stop: text[start:stop], None)
+        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # open while the corpus is
+        file.write(b"".join(lines))
+        corpus = cls(file, np.cumsum([0, *map(len, lines)], dtype=np.uint64), 0, None)
         corpus.check_all()
         return corpus
 
@@ -150,10 +110,10 @@ class Corpus:
 
     def close(self) -> None:
         """Closes the file. May be called twice; nothing may be read after it."""
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
-        self._read = _closed
+        self._file.close()
+
+    def _read(self, start: int, stop: int) -> bytes:
+        return _read_file(self._file.fileno(), start, stop)
 
     def rows(self, numbers: Sequence[int] | np.ndarray) -> list[Document]:
         """The documents of these rows, in this order; a row may come several times.
@@ -167,19 +127,15 @@ class Corpus:
             row = int(number)
             if not 0 <= row < num_rows:
                 raise IndexError(f"row {row}: the corpus has rows 0 to {num_rows - 1}")
-            raw = self._read(start_of(row), start_of(row + 1))
-            documents.append(Document(self._line(row, raw), row))
+            line = self._read(start_of(row), start_of(row + 1)).strip(b" \t\r\n")
+            if not self._is_checked:
+                self._parse(row, line)
+            if not line.startswith(b"{") or not line.endswith(b"}") or b"\n" in line:
+                raise ValueError(
+                    f"{self.where(row)}: no JSON object any more; the file was changed while in use"
+                )
+            documents.append(Document(line, row))
         return documents
-
-    def _line(self, row: int, raw: bytes) -> bytes:
-        """The JSON text of a row from its bytes; checked if it never was."""
-        line = raw.strip(b" \t\r\n")
-        if self._checked is not None and not self._checked[row]:
-            self._parse(row, line)
-            self._checked[row] = True
-        if not line.startswith(b"{") or not line.endswith(b"}") or b"\n" in line:
-            raise ValueError(f"{self.where(row)}: no JSON object any more; the file was changed while in use")
-        return line
 
     def _parse(self, row: int, line: bytes) -> dict[str, Any]:
         try:
@@ -187,43 +143,45 @@ class Corpus:
         except ValueError as error:
             raise ValueError(f"{self.where(row)}: {error}") from None
 
+    def line_number(self, row: int) -> int:
+        """From 1 on. Where lines are blank, the file is read up to the row."""
+        if not self.num_blank_lines:
+            return row + 1
+        start = int(self.starts[row])
+        blocks = (self._read(at, min(at + READ_BYTES, start)) for at in range(0, start, READ_BYTES))
+        return 1 + sum(block.count(b"\n") for block in blocks)
+
     def where(self, row: int) -> str:
         """File and line of a row, for messages: "corpus.jsonl, line 7"."""
-        if self.path is None:
-            return f"document {row}"
-        start = int(self.starts[row])
-        if self.num_blank_lines == 0:
-            return f"{self.path}, line {row + 1}"
-        if start <= CHECK_BYTES:
-            return f"{self.path}, line {self._read(0, start).count(10) + 1}"
-        return f"{self.path}, document {row + 1} (at byte {start})"
+        return f"document {row}" if self.path is None else f"{self.path}, line {self.line_number(row)}"
 
-    def _blocks(self, first: int, stop: int) -> Iterator[tuple[int, bytes, list[int]]]:
-        """(first row, bytes of some rows, where each begins in them and the last ends) from row to row."""
-        while first < stop:
-            begin = int(self.starts[first])
-            limit = np.uint64(begin + READ_BYTES)  # an int would have NumPy copy all starts to float64
+    def lines(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
+        """The bytes of the rows from `start` up to `stop`, read in large blocks. Nothing is checked."""
+        stop = len(self) if stop is None else min(stop, len(self))
+        while start < stop:
+            limit = self.starts[start] + np.uint64(READ_BYTES)  # an int would have NumPy copy all to float64
             after = int(np.searchsorted(self.starts, limit, side="right")) - 1
-            after = min(max(after, first + 1), stop)
-            bounds = (self.starts[first : after + 1] - self.starts[first]).tolist()
-            yield first, self._read(begin, int(self.starts[after])), bounds
-            first = after
+            after = min(max(after, start + 1), stop)
+            begin = int(self.starts[start])
+            block = self._read(begin, int(self.starts[after]))
+            ends = (self.starts[start : after + 1] - self.starts[start]).tolist()
+            for row in range(start, after):
+                yield row, block[ends[row - start] : ends[row - start + 1]]
+            start = after
 
     def iter_contents(self, start: int = 0, stop: int | None = None) -> Iterator[str]:
-        """The `contents` of the rows from `start` up to `stop`, read in large blocks.
+        """The `contents` of the rows from `start` up to `stop`.
 
         Raises ValueError with the line number at a broken line.
         """
-        stop = len(self) if stop is None else min(stop, len(self))
-        for first, block, bounds in self._blocks(start, stop):
-            for number, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-                yield self._parse(first + number, block[begin:end])["contents"]
+        for row, line in self.lines(start, stop):
+            yield self._parse(row, line)["contents"]
 
     def check_all(self) -> None:
         """Checks each line now, so that `rows` needn't. Raises ValueError that names the first broken one."""
         for _ in self.iter_contents():
             pass
-        self._checked = None
+        self._is_checked = True
 
     def fingerprint(self) -> dict[str, Any]:
         """What tells this corpus from another in a moment: counts, and a SHA-256 of evenly spaced blocks.
@@ -235,7 +193,7 @@ class Corpus:
         return {
             "num_documents": len(self),
             "num_bytes": self.num_bytes,
-            "sample_sha256": _sample_sha256(self._read, self.num_bytes),
+            "sample_sha256": _sample_sha256(self._file.fileno(), self.num_bytes),
         }
 
     def sha256(self, progress: Progress | None = None) -> str:
@@ -256,24 +214,19 @@ def file_identity(path: str | Path) -> dict[str, Any]:
     Raises OSError for a file that can't be read.
     """
     path = Path(path)
-    path = path.with_suffix("") if path.suffix == ".gz" else path
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        size = os.fstat(fd).st_size
-        sample = _sample_sha256(lambda start, stop: _read_file(fd, start, stop), size)
-    finally:
-        os.close(fd)
-    return {"num_bytes": size, "sample_sha256": sample}
+    with (path.with_suffix("") if path.suffix == ".gz" else path).open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        return {"num_bytes": size, "sample_sha256": _sample_sha256(file.fileno(), size)}
 
 
-def _sample_sha256(read: Callable[[int, int], bytes], num_bytes: int) -> str:
+def _sample_sha256(fd: int, num_bytes: int) -> str:
     digest = hashlib.sha256()
     width = FINGERPRINT_BLOCK_BYTES
     if num_bytes <= FINGERPRINT_BLOCKS * width:
-        digest.update(read(0, num_bytes))
+        digest.update(_read_file(fd, 0, num_bytes))
     else:
         for begin in np.linspace(0, num_bytes - width, FINGERPRINT_BLOCKS, dtype=np.int64).tolist():
-            digest.update(read(begin, begin + width))
+            digest.update(_read_file(fd, begin, begin + width))
     return digest.hexdigest()
 
 
@@ -285,7 +238,3 @@ def _read_file(fd: int, start: int, stop: int) -> bytes:
             raise ValueError(f"the corpus file was cut short since it was opened (byte {stop} is gone)")
         data += more
     return data
-
-
-def _closed(start: int, stop: int) -> bytes:
-    raise ValueError("the corpus is closed")

@@ -147,18 +147,18 @@ def check_or_raise(arguments: argparse.Namespace, progress: ProgressLine) -> Cor
         f"{checked.path}: {checked.num_documents:,} documents, {checked.num_bytes:,} bytes, "
         f"sha256 {checked.sha256}"
     )
-    if checked.num_empty:
-        lines = _first(checked.empty, checked.num_empty)
-        progress.report(f"note: {checked.num_empty:,} documents without text: {lines}")
+    if checked.empty.count:
+        progress.report(f"note: {checked.empty.count:,} documents without text: {checked.empty}")
     faults = []
-    if checked.num_problems:
-        lines = _first(checked.problems, checked.num_problems)
+    if checked.broken.count:
         faults.append(
-            f"{checked.path} has {checked.num_problems:,} broken lines; mend or remove them: {lines}"
+            f"{checked.path} has {checked.broken.count:,} broken lines; mend or remove them: {checked.broken}"
         )
-    if checked.num_duplicates:
-        lines = _first(checked.duplicates, checked.num_duplicates)
-        text = f"{checked.path} has {checked.num_duplicates:,} ids that stand in several lines: {lines}"
+    if checked.duplicates.count:
+        text = (
+            f"{checked.path} has {checked.duplicates.count:,} ids that stand in several lines: "
+            f"{checked.duplicates}"
+        )
         if arguments.allow_duplicate_ids:
             progress.report(f"note: {text}")
         else:
@@ -166,11 +166,6 @@ def check_or_raise(arguments: argparse.Namespace, progress: ProgressLine) -> Cor
     if faults:
         raise ValueError("\n".join(faults))
     return checked
-
-
-def _first(lines: list[str], count: int) -> str:
-    more = [f"... and {count - len(lines):,} more"] if count > len(lines) else []
-    return "".join(f"\n  {line}" for line in [*lines, *more])
 
 
 def _num_processes(arguments: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from search_r1.search import index_builder
 from search_r1.search.retriever import Document, RetrievalUnavailable, SearchResult
 from search_r1.search.serving.batching import BatchSettings
 from search_r1.search.serving.service import RetrievalService
@@ -94,6 +95,14 @@ def write_corpus(folder: Path, more: str = "") -> Path:
     path = folder / "corpus.jsonl"
     path.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS) + more)
     return path
+
+
+def write_bm25(folder: Path) -> Path:
+    """Builds folder/bm25, an index of DOCUMENTS; returns their file."""
+    corpus = write_corpus(folder)
+    flags = ["--corpus_path", str(corpus), "--save_dir", str(folder), "--num_processes", "1"]
+    assert index_builder.main(["--retrieval_method", "bm25", *flags]) == 0
+    return corpus
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server_parts import DOCUMENTS, write_corpus
+from server_parts import DOCUMENTS, write_bm25, write_corpus
 
 ROOT = Path(__file__).parents[2]
 FREE_PORT = " --host 127.0.0.1 --port 0"  # as the tests need it; everything before it is Search-R1's
@@ -93,7 +93,7 @@ def test_the_bm25_launcher_serves(tmp_path):
         "example/retriever/retrieval_launch_bm25.sh",
         FREE_PORT,
         index_file=tmp_path / "bm25",
-        corpus_file=write_corpus(tmp_path),
+        corpus_file=write_bm25(tmp_path),
         retriever_name="bm25",
     )
     reply = ask(parts, {"queries": ["town"], "topk": 3, "return_scores": True})
@@ -183,7 +183,7 @@ def test_retrieval_without_a_server_names_the_data_set_that_is_missing(tmp_path)
 def test_retrieval_without_a_server_prints_what_it_finds(tmp_path):
     (tmp_path / "test.jsonl").write_text('{"question": "town"}\n{"question": "film"}\n')
     flags = f"--retrieval_method bm25 --retrieval_topk 1 --index_path {tmp_path} --dataset_path {tmp_path} "
-    flags += f"--corpus_path {write_corpus(tmp_path)} --data_split test --faiss_gpu True"
+    flags += f"--corpus_path {write_bm25(tmp_path)} --data_split test --faiss_gpu True"
     done = run([sys.executable, "search_r1/search/retrieval.py", *flags.split()])
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(line["question"], line["documents"]) for line in lines] == [

@@ -24,7 +24,7 @@ from typing import Any
 
 from search_r1.search.corpus import Corpus
 from search_r1.search.corpus_files import Progress
-from search_r1.search.indexing.corpus_check import CorpusReport, is_changed
+from search_r1.search.indexing.corpus_check import CorpusReport
 from search_r1.search.manifest import WORK_SUFFIX, Manifest, manifest_path, read_manifest, write_manifest
 
 
@@ -88,7 +88,7 @@ def run_job(
             _check_disk_space(job)
             folder.mkdir(exist_ok=True)
             parameters = _build_once(job, corpus, folder, progress)
-            if is_changed(checked.path, checked.num_bytes, checked.mtime_ns):
+            if checked.is_outdated():
                 raise ValueError(f"{checked.path} was changed while the index was built: build it again")
             built = {
                 "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from search_r1.search import corpus as corpus_module
 from search_r1.search.corpus import Corpus
-from search_r1.search.indexing import corpus_check
-from search_r1.search.indexing.corpus_check import check_corpus
+from search_r1.search.indexing.corpus_check import Faults, check_corpus
 
 
 def line(identifier: object, contents: str = "text") -> str:
@@ -32,8 +32,7 @@ def test_a_good_corpus_has_no_problems_and_its_hash(write):
     report = check_corpus(path)
     assert (report.num_documents, report.num_bytes) == (52, path.stat().st_size)
     assert report.sha256 == hashlib.sha256(path.read_bytes()).hexdigest() == Corpus.open(path).sha256()
-    assert report.problems == report.duplicates == report.empty == []
-    assert (report.num_problems, report.num_duplicates, report.num_empty) == (0, 0, 0)
+    assert report.broken == report.duplicates == report.empty == Faults()
 
 
 def broken_corpus() -> str:
@@ -50,30 +49,26 @@ def broken_corpus() -> str:
 
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
 def test_faults_are_named_by_their_line_and_counted(write, monkeypatch, chunk):
-    monkeypatch.setattr(corpus_check, "BLOCK_BYTES", chunk)
+    monkeypatch.setattr(corpus_module, "READ_BYTES", chunk)
     report = check_corpus(write(broken_corpus()))
-    assert [text.split(":")[0] for text in report.problems] == ["line 7", "line 1401"]
-    assert "not valid JSON" in report.problems[0] and "'contents', found 'id', 'text'" in report.problems[1]
-    assert report.duplicates == [
+    assert [text.split(":")[0] for text in report.broken.named] == ["line 7", "line 1401"]
+    assert "not valid JSON" in report.broken.named[0]
+    assert "'contents', found 'id', 'text'" in report.broken.named[1]
+    assert report.duplicates.named == [
         "line 1001: the id '7' is at line 15 already",
         "line 1003: the id '7' is at line 15 already",
         "line 1999: the id '998' is at line 1997 already",
     ]
-    assert report.empty == ["line 1403: the contents are empty"]
-    assert (report.num_problems, report.num_duplicates, report.num_empty) == (2, 3, 1)
+    assert report.empty.named == ["line 1403: the contents are empty"]
+    assert (report.broken.count, report.duplicates.count, report.empty.count) == (2, 3, 1)
 
 
-def test_a_corpus_that_changes_during_the_check_is_refused(write, monkeypatch):
-    path = write("\n".join(line(k) for k in range(100)))
-    monkeypatch.setattr(corpus_check, "BLOCK_BYTES", 200)
-    Corpus.open(path).close()  # the offsets are there; a shorter file can't have so many rows
-    plain = corpus_check.find_rows
+def test_a_corpus_that_changes_during_the_check_is_refused(write):
+    path = write("\n".join(line(k) for k in range(1000)))
 
-    def find_rows(*arguments):
-        rows = plain(*arguments)
-        path.write_text("\n".join(line(k) for k in range(90)))
-        return rows
+    def progress(stage: str, done: int, total: int) -> None:
+        if stage == "checking the corpus":
+            path.write_text(path.read_text().replace("text", "TEXT"))
 
-    monkeypatch.setattr(corpus_check, "find_rows", find_rows)
     with pytest.raises(ValueError, match="was changed while it was checked"):
-        check_corpus(path)
+        check_corpus(path, progress)
