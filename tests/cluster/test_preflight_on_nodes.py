@@ -50,10 +50,6 @@ def told(tmp_path_factory) -> dict[str, list[str]]:
         only_there = Path(one.folder / "tmp" / "model")  # /tmp/model, on node1 alone
         only_there.symlink_to(REPOSITORY / "data_prep" / "base_model")
         one.run(["ip", "address", "add", "10.99.0.1/32", "dev", "lo"])  # an address that node2 does not reach
-        two.run(["ip", "link", "add", "ib0", "type", "veth", "peer", "name", "veth0"])
-        for card in ("veth0", "ib0"):
-            two.run(["ip", "link", "set", card, "up"])
-        two.run(["ip", "address", "add", "10.88.0.2/24", "dev", "ib0"])
         environment = {**VARIABLES, **dict.fromkeys(("RAY_ADDRESS", *CARDS))}
         server = one.start(
             [sys.executable, "-m", "search_r1.search.server", "--corpus_path", world / "corpus.jsonl"],
@@ -107,19 +103,16 @@ def _cases(world: Path) -> dict[str, dict]:
     def case(*more: str, quick: bool = True, **variables: str | None) -> dict:
         return {"overrides": _overrides(world, *more), "variables": VARIABLES | variables, "quick": quick}
 
-    no_cards = dict.fromkeys(CARDS)
     only_node1 = ["retriever.url=http://10.99.0.1:8000/retrieve", "actor_rollout_ref.model.path=/tmp/model"]
     return {
         "healthy": case(quick=False),
         "healthy at the start": case(),
-        "only on node1": case(*only_node1, quick=False, **no_cards),
+        "only on node1": case(*only_node1, quick=False),
         "three nodes": case(
             "trainer.nnodes=3", "data.train_batch_size=192", f"{ACTOR}.ppo_mini_batch_size=192"
         ),
         "gpus": case("trainer.nnodes=1", "trainer.n_gpus_per_node=8", "trainer.device=cuda"),
         "unset": case(RAY_ADDRESS=None),
-        "stale": case(RAY_ADDRESS="10.77.0.1:6390"),
-        "another program": case(RAY_ADDRESS="10.77.0.1:8000"),
     }
 
 
@@ -133,13 +126,10 @@ def test_a_healthy_cluster_has_no_findings(told):
 
 def test_what_one_node_lacks_is_said_with_its_name(told):
     lines = told["only on node1"]
-    assert len(lines) == 3, lines
+    assert len(lines) == 2, lines
     assert any(line.startswith("error: [shared-paths] node2: /tmp/model is not there") for line in lines)
     assert any(
         line.startswith("error: [retriever] node2: retriever.url=http://10.99.0.1:8000") for line in lines
-    )
-    assert any(
-        "[network-card] node2: several network cards" in line and "ib0 (10.88.0.2)" in line for line in lines
     )
 
 

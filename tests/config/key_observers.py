@@ -331,17 +331,16 @@ def structure(config: Config) -> Any:
 
 
 def corpora(config: Config) -> Any:
-    machine = SimpleNamespace(target=Target(config, probe=RetrievalProbe()), servers=[])
-    return list(find_wrong_corpora(machine))  # type: ignore[arg-type]
+    return list(find_wrong_corpora(Target(config, RetrievalProbe())))
 
 
 def start(config: Config) -> Any:
     """Which checks a run makes at its start."""
     try:
-        start_is_sound(config, "ppo_trainer")
+        start_is_sound(config)
     except ValueError as error:
         return str(error)
-    return look(Target(config, at_start=True), skip=config.trainer.doctor_skip).looked
+    return look(Target(config, at_start=True), skip=config.trainer.doctor_skip).checks
 
 
 def restart(config: Config) -> Any:

@@ -9,7 +9,8 @@ import os
 import sys
 
 from search_r1.search.probe import RetrievalProbe
-from verl.preflight.preflight import Target, look
+from verl.preflight.preflight import look
+from verl.preflight.target import Target
 from verl.trainer.config import load_config
 
 

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from search_r1.search.probe import RetrievalProbe, ServerState
-from verl.preflight.findings import CHECKS, Finding
-from verl.preflight.machine import Machine
-from verl.preflight.preflight import Target
+from verl.preflight.findings import Finding
+from verl.preflight.preflight import CHECKS
+from verl.preflight.target import Target
 from verl.trainer.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,14 +34,9 @@ def target_of(*overrides: str, **changes: Any) -> Target:
     return Target(load_config([*model, *lengths, *one_update, *overrides]), **changes)
 
 
-def find(name: str, target: Target, **machine: Any) -> list[Finding]:
-    """What one check finds; `machine`: what is known of the machine already, such as its servers."""
-    check = CHECKS[name]
-    subject: Any = target
-    if check.on_machines:
-        subject = Machine(target)
-        vars(subject).update(machine)
-    return check.run(subject) or []
+def find(name: str, target: Target) -> list[Finding]:
+    """What one check finds."""
+    return [replace(finding, check=name) for finding in CHECKS[name](target)]
 
 
 class ScriptedProbe(RetrievalProbe):

@@ -31,21 +31,18 @@ def plan_of(folder: Path, estimator: str, *settings: str, hardware: Hardware = H
 
 
 def gib_of(load: DeviceLoad, name: str) -> float:
-    item = next(item for item in load.items if item.name == name)
-    return max(item.phases.values()) / GIB
+    return max(load.items[name].values()) / GIB
 
 
 def test_ppo_of_7b_fits_on_8_gpus_of_80_gb(models):
     plan, lines = plan_of(models["7B"], "gae", "trainer.n_gpus_per_node=8")
-    assert plan.fits and lines[-1].startswith("fits: node 0, GPU 0 has ")
-    assert [(load.node, load.device, load.ranks) for load in plan.loads] == [(0, i, (i,)) for i in range(8)]
-    assert plan.positions[5] == "dp 5 shard 5/8"
-    load = plan.loads[0]
+    assert plan.fits and lines[-1].startswith("fits: each of the 8 GPUs has ")
+    assert "processes: 1 x 8, FSDP2; each: actor_rollout_ref, critic" in lines
+    (load,) = plan.loads
     assert gib_of(load, "actor: weights") == pytest.approx(4 * SEVEN / 8 / GIB, rel=1e-3)
     assert gib_of(load, "actor: optimizer state") == pytest.approx(8 * SEVEN / 8 / GIB, rel=1e-3)
     assert gib_of(load, "reference: weights") == pytest.approx(2 * SEVEN / 8 / GIB, rel=1e-3)
     assert gib_of(load, "rollout: weights of its own") == pytest.approx(2 * SEVEN / GIB, rel=1e-3)
-    assert "  rank 7: node 0, GPU 7, dp 7 shard 7/8" in lines
     text = "\n".join(lines)
     for column in ("rollout", "log-probs", "reference", "values", "critic's update", "actor's update"):
         assert column in text
@@ -54,24 +51,18 @@ def test_ppo_of_7b_fits_on_8_gpus_of_80_gb(models):
 def test_grpo_of_72b_on_4_nodes_names_the_device_the_lack_and_what_to_change(models):
     plan, lines = plan_of(models["72B"], "grpo", "trainer.nnodes=4", "trainer.n_gpus_per_node=8")
     load, phase, left = plan.tightest
-    assert not plan.fits and len(plan.positions) == 32 and plan.loads[31].node == 3
-    assert phase == "rollout" and left == 80 * GIB - load.total(phase) < -50 * GIB
-    assert any(line.startswith(f"{load.name} would need") for line in lines)
+    assert not plan.fits and phase == "rollout" and left == 80 * GIB - load.total(phase) < -50 * GIB
+    assert any(line.startswith("each of the 32 GPUs would need") for line in lines)
     assert lines[-1].startswith("what to change: actor_rollout_ref.rollout.placement=apart")
     apart = ("actor_rollout_ref.rollout.placement=apart", "actor_rollout_ref.rollout.name=vllm")
-    split = (
-        *apart,
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=8",
-        f"{ACTOR}.use_dynamic_bsz=true",
-    )
-    budgets = [f"actor_rollout_ref.{part}.log_prob_use_dynamic_bsz=true" for part in ("rollout", "ref")]
-    nodes = ("trainer.nnodes=4", "trainer.n_gpus_per_node=8", f"{ACTOR}.ppo_max_token_len_per_gpu=4096")
-    fitting, after = plan_of(models["72B"], "grpo", *nodes, *split, *budgets)
+    split = (*apart, "actor_rollout_ref.rollout.tensor_model_parallel_size=8")
+    budgets = (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=4096")
+    nodes = ("trainer.nnodes=4", "trainer.n_gpus_per_node=8", *budgets)
+    fitting, after = plan_of(models["72B"], "grpo", *nodes, *split)
     assert fitting.fits and after[-1].startswith("fits")
-    tight, words = plan_of(models["72B"], "grpo", *nodes, *apart, *budgets, f"{ACTOR}.use_dynamic_bsz=true")
-    assert (
-        not tight.fits and "leaves no KV cache within" in tight.problems[0] and words[-2] == tight.problems[0]
-    )
+    tight, words = plan_of(models["72B"], "grpo", *nodes, *apart)
+    assert not tight.fits and "leaves no KV cache within" in tight.problems[0]
+    assert words[-2] == tight.problems[0]
 
 
 def test_a_cache_below_one_trajectory_is_a_problem_of_its_own(tmp_path):
@@ -102,7 +93,7 @@ def test_a_dry_run_needs_a_config_json_alone_also_for_vllm(tmp_path, capsys, mon
     line = [*search_r1_settings(write_small(tmp_path), "grpo"), "trainer.dry_run=true"]
     assert main_ppo.run([*line, "trainer.device=cpu"]) == 0
     out = capsys.readouterr().out
-    assert "driver: this process, on " in out and "rank 0: node 0, CPU, dp 0" in out and "\nfits: " in out
+    assert "driver: this process, on " in out and "processes: 1 x 1, FSDP2" in out and "\nfits: " in out
     gpu = ["actor_rollout_ref.rollout.name=vllm", "trainer.dry_run_gpu_memory_gb=80"]
     assert main_ppo.run([*line, *gpu]) == 0
     assert "80.00 GiB for each GPU" in capsys.readouterr().out
@@ -114,7 +105,7 @@ def test_a_dry_run_that_cannot_fit_ends_with_2_and_says_why(models, capsys):
     assert main_ppo.run([*line, "trainer.dry_run_gpu_memory_gb=40"]) == 2
     out, err = capsys.readouterr()
     assert "40.00 GiB for each GPU" in out
-    assert "error: node 0, GPU 0 would need" in err and "GiB too much" in err
+    assert "error: each of the 8 GPUs would need" in err and "GiB too much" in err
     assert "error: what to change: " in err
     assert main_ppo.run([*line, "trainer.device=cuda"]) == 2
     assert "trainer.dry_run_gpu_memory_gb=80" in capsys.readouterr().err
@@ -142,7 +133,7 @@ def test_the_plan_is_what_the_tensors_of_a_real_update_take():
         ]
     )
     plan = build_plan(config, Hardware.of(config))
-    expected = {item.name: max(item.phases.values()) for item in plan.loads[0].items}
+    expected = {name: max(phases.values()) for name, phases in plan.loads[0].items.items()}
     actor_class, critic_class = worker_classes(config)
     actor = actor_class(
         config.actor_rollout_ref, "actor_rollout_ref", agent_factory=lambda *_: None, device="cpu"
@@ -166,7 +157,8 @@ def test_the_plan_is_what_the_tensors_of_a_real_update_take():
         assert expected[f"{owner}: gradients"] == num_bytes(p.grad for p in engine.module.parameters())
         engine.step()
         states = [x for values in engine.optimizer.state.values() for x in values.values()]
-        assert expected[f"{owner}: optimizer state"] == num_bytes(x for x in states if torch.is_tensor(x))
+        in_all = num_bytes(x for x in states if torch.is_tensor(x))
+        assert expected[f"{owner}: optimizer state"] == pytest.approx(in_all, rel=1e-3)
     assert expected["reference: weights"] == num_bytes(actor.reference.own.module.parameters())
     actor.start_rollout(config.data.train_batch_size)
     rollout = actor.rollout_engine

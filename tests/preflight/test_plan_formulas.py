@@ -8,57 +8,41 @@ import torch
 from known_models import NUM_PARAMETERS, SIZES, write_config, write_small
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from verl.preflight.engine_memory import FsdpLayout, MegatronLayout, layer_bytes, update_pass
+from verl.preflight.memory import Layout, hold, layer_bytes, size_of, update_pass
 from verl.preflight.plan import tokens_of
-from verl.preflight.shapes import policy_shapes, value_shapes
 from verl.utils.packed_attention import PACKED_ATTENTION
 from verl.utils.packing import pack_rows
 from verl.workers.engine.loading import PolicyModel, Precision
 from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.engine.optim import build_optimizer
-from verl.workers.megatron.settings import ParallelSizes
 
 FP32 = Precision(torch.float32, torch.float32, torch.float32)
 MIXED = Precision(torch.float32, torch.bfloat16, torch.float32)
 BF16 = Precision(torch.bfloat16, torch.bfloat16, torch.float32)
-OPTIM = {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.0, "momentum": 0.9, "adamw_lr": None}
+OPTIM = {"name": "adamw", "lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.0}
+FSDP = SimpleNamespace(fsdp_size=-1, reshard_after_forward=True)
 
 
 @pytest.fixture
 def small(tmp_path):
     folder = write_small(tmp_path)
-    return SimpleNamespace(folder=folder, shapes=policy_shapes({"path": str(folder)}))
-
-
-def hold(shapes, num_processes: int, precision, optimizer: str | None = None, **fsdp: object):
-    """What one of so many FSDP processes holds."""
-    settings = SimpleNamespace(**{"fsdp_size": -1, "reshard_after_forward": True} | fsdp)
-    return FsdpLayout(num_processes, -1, 1).hold(shapes, precision, optimizer, settings, rank=0)
+    return SimpleNamespace(folder=folder, size=size_of({"path": str(folder)}))
 
 
 def bytes_of(tensors) -> int:
     return sum(t.untyped_storage().nbytes() for t in tensors)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("precision", [FP32, BF16])
-def test_one_processes_weights_gradients_and_optimizer_state_are_torchs_to_the_byte(name, precision, small):
+def test_weights_gradients_and_optimizer_state_are_torchs(precision, small):
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(small.folder), dtype=precision.model)
-    matrices = [m.weight for m in model.base_model.modules() if isinstance(m, torch.nn.Linear)]
-    optimizer = build_optimizer(model.parameters(), OPTIM | {"name": name}, matrices)
+    optimizer = build_optimizer(model.parameters(), OPTIM, [])
     state = [x for values in optimizer.state.values() for x in values.values() if isinstance(x, torch.Tensor)]
-    memory = hold(small.shapes, 1, precision, name)
+    memory = hold(small.size, Layout(1), 0, precision, True, FSDP)
     assert memory.weights == memory.gradients == bytes_of(model.parameters())
-    assert memory.optimizer == bytes_of(state)
-
-
-@pytest.mark.parametrize("processes", [2, 3, 7])
-def test_each_process_holds_the_largest_chunk_of_every_tensor(processes, small):
-    expected = sum(
-        max(len(chunk) for chunk in torch.empty(p.shape[0]).chunk(processes)) * p.numel // p.shape[0] * 4
-        for p in small.shapes.parameters
-    )
-    assert hold(small.shapes, processes, FP32).weights == expected
+    assert memory.optimizer == pytest.approx(bytes_of(state), rel=2e-3)  # and a counter for each
+    shared = hold(small.size, Layout(4), 0, precision, True, FSDP)
+    assert shared.weights == -(-memory.weights // 4)
 
 
 def kept_by_autograd(folder, num_layers: int, length: int, dtype, autocasts: bool, qwen3: bool) -> int:
@@ -120,16 +104,17 @@ def test_what_a_layer_keeps_for_backward_is_what_autograd_saves(precision, autoc
         )
         return (long - short) / 96
 
-    shapes = replace(small.shapes, dims=replace(small.shapes.dims, qk_norm=qwen3))
     measured = (per_token(4) - per_token(2)) / 2
-    assert layer_bytes(shapes, precision, autocasts) == pytest.approx(measured, rel=0.06)
+    assert layer_bytes(replace(small.size, qk_norm=qwen3), precision, autocasts) == pytest.approx(
+        measured, rel=0.06
+    )
 
 
 def test_checkpointing_keeps_each_layers_input_and_one_layer(small):
-    held = hold(small.shapes, 1, FP32, "adamw")
-    plain, _ = update_pass(held, FP32, tokens=100, checkpointing=False)
-    saved, _ = update_pass(held, FP32, tokens=100, checkpointing=True)
-    layer = layer_bytes(small.shapes, FP32, False)
+    held = hold(small.size, Layout(1), 0, FP32, True, FSDP)
+    plain, _ = update_pass(small.size, held, FP32, tokens=100, checkpointing=False)
+    saved, _ = update_pass(small.size, held, FP32, tokens=100, checkpointing=True)
+    layer = layer_bytes(small.size, FP32, False)
     assert plain - saved == 100 * (3 * layer - 4 * 48 * 4)
 
 
@@ -147,45 +132,32 @@ def test_tokens_of_a_pass_are_bounded_by_rows_budget_and_the_longest_trajectory(
 
 
 def test_megatrons_stages_and_tensor_ranks_make_up_the_model(small):
-    layout = MegatronLayout(8, ParallelSizes(tensor=2, pipeline=2), None)
-    stages = [layout.shapes_of(small.shapes, stage) for stage in (0, 1)]
-    assert [len(stage.layers) for stage in stages] == [2, 2]
-    cut = {"q_proj.weight": (24, 48), "o_proj.weight": (48, 24), "q_proj.bias": (24,), "gate_proj": (40, 48)}
-    for part, shape in cut.items():
-        assert all(p.shape == shape for stage in stages for p in stage.parameters if part in p.name)
-    whole = sum(p.numel for p in small.shapes.parameters if "norm" not in p.name)
-    parts = sum(p.numel for stage in stages for p in stage.parameters if "norm" not in p.name)
-    assert parts == pytest.approx(whole / 2, rel=1e-2)  # the vocabulary of 101 is padded
-    assert [layout.position(rank) for rank in (0, 1, 2, 7)] == [
-        "dp 0 tp 0 pp 0 cp 0",
-        "dp 0 tp 1 pp 0 cp 0",
-        "dp 1 tp 0 pp 0 cp 0",
-        "dp 1 tp 1 pp 1 cp 0",
-    ]
-
-
-# -------------------------------------------------------------------------------- shapes
+    layout = Layout(8, True, tensor=2, pipeline=2)
+    stages = [hold(small.size, layout, stage, FP32, True, FSDP) for stage in (0, 1)]
+    assert 2 * sum(stage.weights for stage in stages) == 4 * small.size.num_parameters
+    assert [stage.num_layers for stage in stages] == [2, 2]
+    assert [stage.has_head for stage in stages] == [False, True]
+    assert all(stage.optimizer == stage.weights for stage in stages)  # two moments, over two replicas
 
 
 @pytest.mark.parametrize("size", ["3B", "7B", "72B"])
 def test_counts_of_published_models_are_those_of_the_model_card(size, tmp_path):
-    shapes = policy_shapes({"path": str(write_config(tmp_path, size))})
-    assert shapes.num_parameters == NUM_PARAMETERS[size]
-    assert len(shapes.layers) == SIZES[size]["num_hidden_layers"]
+    counted = size_of({"path": str(write_config(tmp_path, size))})
+    assert counted.num_parameters == NUM_PARAMETERS[size]
+    assert counted.num_layers == SIZES[size]["num_hidden_layers"]
+    assert counted.ties_embeddings == (size == "3B")
 
 
 def test_a_critic_is_the_backbone_and_a_scalar_head(small):
     with torch.device("meta"):
         backbone = AutoModel.from_config(AutoConfig.from_pretrained(small.folder))
-    expected = {name: tuple(p.shape) for name, p in backbone.named_parameters()}
-    shapes = {p.name: p.shape for p in value_shapes({"path": str(small.folder)}).parameters}
-    assert shapes == expected | {"value_head.weight": (1, 48), "value_head.bias": (1,)}
+    expected = sum(p.numel() for p in backbone.parameters()) + 48 + 1
+    assert size_of({"path": str(small.folder)}, is_critic=True).num_parameters == expected
 
 
 def test_adapters_alone_are_trained_with_lora(small):
-    shapes = policy_shapes({"path": str(small.folder), "lora_rank": 4, "lora_alpha": 8})
-    assert {p.name.rpartition("lora_")[2][:1] for p in shapes.parameters if p.trained} == {"A", "B"}
-    assert shapes.num_parameters == small.shapes.num_parameters
+    size = size_of({"path": str(small.folder), "lora_rank": 4, "lora_alpha": 8})
+    assert size.num_parameters == small.size.num_parameters and size.layer == small.size.layer
     d, kv, i = 48, 24, 80
     per_layer = 4 * sum(a + b for a, b in ((d, d), (d, kv), (d, kv), (d, d), (d, i), (d, i), (i, d)))
-    assert sum(p.numel for p in shapes.parameters if p.trained) == 4 * per_layer
+    assert size.trained == size.adapters == 4 * per_layer

@@ -8,8 +8,7 @@ from preflight_cases import BASE_MODEL, ROOT
 
 from data_prep.microworld import write_world
 from search_r1.search.probe import RetrievalProbe
-from verl.preflight.findings import choose
-from verl.preflight.preflight import start_is_sound
+from verl.preflight.preflight import choose, start_is_sound
 from verl.trainer.config import load_config
 from verl.trainer.main_ppo import run as train
 from verl.trainer.main_preflight import main
@@ -55,12 +54,8 @@ def overrides(for_everybody, tmp_path):
 
 def test_the_quickstart_on_this_machine_has_no_findings(overrides, capsys):
     assert main(overrides) == 0
-    note, count = capsys.readouterr().out.splitlines()
-    num_looked = int(count.split()[0])
-    assert count == f"{num_looked} checks of this run on 1 machine: 0 errors, 0 warnings"
-    assert note.startswith(f"note: {len(choose()) - num_looked} checks had nothing to look at: ")
-    idle = note.partition(" at: ")[2].split(", ")
-    assert {"index", "ray-address", "nodes"} <= set(idle) and not {"retriever", "settings"} & set(idle)
+    expected = f"{len(choose())} checks of this run on 1 machine: 0 errors, 0 warnings\n"
+    assert capsys.readouterr().out == expected
 
 
 def test_errors_end_with_2_and_json_says_the_same(overrides, capsys):
@@ -100,14 +95,14 @@ def test_the_start_of_a_run_ends_with_2_at_an_error_and_goes_on_at_a_warning(ove
     assert said.startswith("error: [retriever]") and len(said.splitlines()) == 1
     assert not (tmp_path / "run").exists()
     uneven = load_config([*overrides, "actor_rollout_ref.actor.ppo_mini_batch_size=50"])
-    assert start_is_sound(uneven, "ppo_trainer")
+    assert start_is_sound(uneven)
     assert capsys.readouterr().err.startswith("warning: [batches]")
 
 
 def test_the_start_leaves_out_what_doctor_skip_names(overrides, capsys):
     def start(skipped: str) -> bool:
         config = load_config([*overrides, *DOWN, f"trainer.doctor_skip=[{skipped}]"])
-        return start_is_sound(config, "ppo_trainer", RetrievalProbe())
+        return start_is_sound(config, RetrievalProbe())
 
     assert start("retriever") and capsys.readouterr().err == ""
     with pytest.raises(ValueError, match="no check named 'retrever'"):

@@ -53,16 +53,16 @@ def test_a_server_with_the_corpus_meant_is_no_trouble_and_another_corpus_is_an_e
         (finding,) = look(url, corpus=meant)
         assert "No such file" in look(url, corpus=tmp_path / "none.jsonl")[0].what
     assert f"serves {served}" in finding.what and f"retriever.corpus_path={meant}" in finding.what
-    assert finding.do == f"bash retrieval_launch.sh --corpus_path {meant}" and finding.is_error
+    assert finding.do == f"bash retrieval_launch.sh --corpus_path {meant}" and finding.level == "error"
 
 
 def test_a_server_that_is_not_there_is_an_error_and_beside_one_that_answers_a_warning(tmp_path, serve_file):
     (finding,) = look(NOBODY, timeout=0.3)
-    assert f"retriever.url={NOBODY} does not answer searches" in finding.what and finding.is_error
+    assert f"retriever.url={NOBODY} does not answer searches" in finding.what and finding.level == "error"
     assert finding.do.startswith("bash retrieval_launch.sh, or do_search=false")
     with serve_file(write_corpus(tmp_path / "corpus.jsonl")) as address:
         (finding,) = look(f"{address}/retrieve", NOBODY, timeout=2)
-    assert not finding.is_error and "the other servers" in finding.why
+    assert finding.level == "warning" and "the other servers" in finding.why
 
 
 def test_a_server_that_still_loads_is_said_to(serve):
@@ -132,7 +132,7 @@ def test_search_r1s_own_servers_have_no_health_and_are_no_trouble(http_server):
     url = f"http://127.0.0.1:{http_server.server_port}/retrieve"
     assert look(url) == []
     (finding,) = look(url, corpus=__file__)
-    assert "does not say which corpus it serves" in finding.what and not finding.is_error
+    assert "does not say which corpus it serves" in finding.what and finding.level == "warning"
 
 
 @pytest.mark.parametrize(

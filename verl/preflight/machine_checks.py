@@ -4,65 +4,56 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment
 
+import psutil
 import torch
+from huggingface_hub import constants
 
-from verl.preflight.findings import Finding, check, error, warning
+from verl.config import Config
+from verl.preflight.findings import Finding, error, warning
 from verl.preflight.machine import (
-    VIRTUAL_CARDS,
-    Machine,
-    driver_version,
     existing_parent,
     memory_of_machine,
     port_holder,
     problem_of_writing,
+    ray_folder,
+    read_text,
 )
-from verl.preflight.target import local_folder
+from verl.preflight.target import Target
 
 HOME_BYTES = 1e9
 BASE_FILES, RAY_FILES = 256, 4096  # open files of a run in one process, and on Ray
 STORE_SHARE, STORE_BYTES = 0.3, 10e9  # what Ray gives its object store: of the memory, and all the same below
-OLDEST_DRIVER = {"11": (450, 80), "12": (525, 60), "13": (580, 65)}  # by CUDA's major version
+DRIVER = Path("/proc/driver/nvidia/version")
 BUSY_SHARE = 0.1  # of a GPU's memory that others may hold
 
 
-def _is_run(machine: Machine) -> bool:
-    return machine.target.config is not None
-
-
-def _has_servers(machine: Machine) -> bool:
-    return bool(machine.servers)
-
-
-@check("writable", lambda machine: _is_run(machine) or machine.target.cluster, on_machines=True)
-def find_places_that_can_not_be_written(machine: Machine) -> Iterator[Finding]:
+def find_places_that_can_not_be_written(target: Target) -> Iterator[Finding]:
     """folders of the run that are full, over quota, read-only or not the user's"""
-    from huggingface_hub import constants
-
-    target, places = machine.target, []
+    places = []
     if target.run_folder:
         do = "trainer.default_local_dir=<folder on a file system with room>"
         places.append(("run folder", target.run_folder, "nothing of the run could be kept", do))
-    if not all(map(local_folder, target.models.values())):
+    if not target.has_models:
         do = "export HF_HOME=<folder on a file system with room>"
         places.append(("models from the hub", constants.HF_HUB_CACHE, "the model could not be fetched", do))
     if target.cluster is not None:
         do = "export RAY_TMPDIR=<folder on a local disk with a short path>"
-        places.append(("Ray's files", machine.ray_folder, "Ray would not start", do))
+        places.append(("Ray's files", ray_folder(), "Ray would not start", do))
     for used_for, path, why, do in places:
         if (problem := problem_of_writing(path)) is not None:
             yield error(f"{used_for}: {path} can't be written ({problem})", why, do)
 
 
-@check("home", on_machines=True)
-def find_full_home(machine: Machine) -> Iterator[Finding]:
+def find_full_home(target: Target) -> Iterator[Finding]:
     """a home folder that is full or over quota"""
     problem, free = problem_of_writing("~"), shutil.disk_usage(existing_parent("~")).free
     if problem is not None or free < HOME_BYTES:
@@ -75,102 +66,94 @@ def find_full_home(machine: Machine) -> Iterator[Finding]:
         )
 
 
-@check("ray-disk", lambda machine: machine.target.needs_ray, on_machines=True)
-def find_full_ray_disk(machine: Machine) -> Iterator[Finding]:
+def find_full_ray_disk(target: Target) -> Iterator[Finding]:
     """the disk of Ray's files more than 95 % full"""
-    total, used, _ = shutil.disk_usage(existing_parent(machine.ray_folder))
-    if used > 0.95 * total:
+    total, used, _ = shutil.disk_usage(existing_parent(ray_folder()))
+    if target.needs_ray and used > 0.95 * total:
         yield warning(
-            f"{machine.ray_folder}, where Ray keeps its files, is {100 * used / total:.0f} % full",
+            f"{ray_folder()}, where Ray keeps its files, is {100 * used / total:.0f} % full",
             "above 95 % Ray refuses to move objects to disk, and tasks fail",
             "export RAY_TMPDIR=<folder on a local disk with room>",
         )
 
 
-@check("shared-paths", lambda machine: machine.target.model_folders, on_machines=True)
-def find_paths_missing_on_nodes(machine: Machine) -> Iterator[Finding]:
+def find_paths_missing_on_nodes(target: Target) -> Iterator[Finding]:
     """models that a node of the cluster does not have at the same path"""
-    for path in machine.target.model_folders:
+    for path in target.model_folders:
         if not Path(path).exists():
-            yield error(
-                f"{path} is not there",
-                "the processes on this node could not load it",
-                f"copy it to the same path on every node, or to a folder that all share: rsync -a {path} "
-                f"<node>:{path}",
-            )
+            do = f"copy it to the same path on every node: rsync -a {path} <node>:{path}"
+            yield error(f"{path} is not there", "the processes on this node could not load it", do)
 
 
-@check("open-files", on_machines=True)
-def find_few_open_files(machine: Machine) -> Iterator[Finding]:
+def find_few_open_files(target: Target) -> Iterator[Finding]:
     """`ulimit -n` below what the run opens"""
-    target, (soft, hard) = machine.target, resource.getrlimit(resource.RLIMIT_NOFILE)
+    config, (soft, hard) = target.config, resource.getrlimit(resource.RLIMIT_NOFILE)
     # Ray raises the soft limit itself
     needed, allowed = (RAY_FILES, hard) if target.needs_ray else (BASE_FILES, soft)
-    if target.is_policy_run:
-        rollout = target.config.actor_rollout_ref.rollout  # type: ignore[union-attr]
-        if rollout.placement == "apart":
-            needed, allowed = needed + 2 * rollout.max_num_seqs, soft
+    if isinstance(config, Config) and config.actor_rollout_ref.rollout.placement == "apart":
+        needed, allowed = needed + 2 * config.actor_rollout_ref.rollout.max_num_seqs, soft
     if allowed < needed:
-        do = f"ulimit -n {min(needed, hard)}"
-        if hard < needed:
-            do += f" (more than {hard}: the administrator, in limits.conf or LimitNOFILE=)"
+        more = f" (more than {hard}: the administrator, in limits.conf or LimitNOFILE=)"
         yield warning(
             f"`ulimit -n` allows {allowed} open files, {needed} may be needed",
             "connections and worker processes fail with 'Too many open files', often hours later",
-            do,
+            f"ulimit -n {min(needed, hard)}" + more * (hard < needed),
         )
 
 
-@check("cpus", lambda machine: machine.target.needs_ray, on_machines=True)
-def find_cpus_counted_wrong(machine: Machine) -> Iterator[Finding]:
-    """more cores counted by Ray than the control group or the affinity allows"""
-    counted = machine.cpus_of_ray
-    if counted >= machine.num_cpus + 1:
+def find_cpus_counted_wrong(target: Target) -> Iterator[Finding]:
+    """more cores counted by Ray than the affinity allows"""
+    if not target.needs_ray:
+        return
+    from ray._private.utils import get_num_cpus
+
+    own = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses}
+    nodes = target.cluster.alive if target.cluster is not None else []
+    listed = [node.num_cpus for node in nodes if node.address in own]
+    counted = listed[0] if listed else get_num_cpus(override_docker_cpu_warning=True)
+    allowed = len(os.sched_getaffinity(0))
+    if counted > allowed:
         yield warning(
-            f"Ray counts {counted:.0f} cores, this job may use {machine.num_cpus:.3g}",
+            f"Ray counts {counted:.0f} cores, this job may use {allowed}",
             "it starts that many processes at once, and all of them share the few cores",
-            f"ray start ... --num-cpus={max(1, int(machine.num_cpus))} "
-            "(with `--head` on this machine, and export RAY_ADDRESS=<it>:6379)",
+            f"ray start ... --num-cpus={allowed} (with `--head` on this machine, and export "
+            "RAY_ADDRESS=<it>:6379)",
         )
 
 
-@check("shm", lambda machine: machine.target.needs_ray, on_machines=True)
-def find_small_shm(machine: Machine) -> Iterator[Finding]:
+def find_small_shm(target: Target) -> Iterator[Finding]:
     """/dev/shm too small for Ray's object store"""
+    if not target.needs_ray:
+        return
     free, wanted = shutil.disk_usage("/dev/shm").free, min(STORE_SHARE * memory_of_machine(), STORE_BYTES)
     if free < wanted:
         size = -(-int(wanted) // 10**9)
         yield warning(
             f"/dev/shm has {free / 1e9:.1f} GB free, Ray's object store wants {wanted / 1e9:.1f} GB",
             "Ray keeps its objects on disk instead, and every batch goes through files",
-            f"docker run --shm-size={size}g ..., or mount -o remount,size={size}g /dev/shm, or rm what "
-            "is left there",
+            f"docker run --shm-size={size}g ..., or mount -o remount,size={size}g /dev/shm",
         )
 
 
-@check("threads", _is_run, on_machines=True)
-def find_too_many_threads(machine: Machine) -> Iterator[Finding]:
+def find_too_many_threads(target: Target) -> Iterator[Finding]:
     """OMP_NUM_THREADS times the processes of a machine above its cores"""
-    config, text = machine.target.config, machine.environment.get("OMP_NUM_THREADS", "")
-    processes = config.trainer.n_gpus_per_node  # type: ignore[union-attr]
-    if machine.num_gpus or not text.isdigit() or processes == 1 or int(text) == 1:
-        return
-    if int(text) * processes > machine.num_cpus:
+    config, text, allowed = target.config, os.environ.get("OMP_NUM_THREADS", ""), len(os.sched_getaffinity(0))
+    processes = 1 if config is None or torch.cuda.device_count() else config.trainer.n_gpus_per_node
+    if processes > 1 and text.isdigit() and int(text) > 1 and int(text) * processes > allowed:
         yield warning(
-            f"OMP_NUM_THREADS={text} for each of {processes} processes, on {machine.num_cpus:.3g} cores",
+            f"OMP_NUM_THREADS={text} for each of {processes} processes, on {allowed} cores",
             "with more busy threads than cores a process is 3 to 5 times slower",
-            f"export OMP_NUM_THREADS={max(1, int(machine.num_cpus) // processes)}",
+            f"export OMP_NUM_THREADS={max(1, allowed // processes)}",
         )
 
 
 # -------------------------------------------------------------------------------- retrieval servers
 
 
-@check("proxy", _has_servers, on_machines=True)
-def find_proxies_in_the_way(machine: Machine) -> Iterator[Finding]:
+def find_proxies_in_the_way(target: Target) -> Iterator[Finding]:
     """a proxy of the environment that would catch requests to a retrieval server of this network"""
     proxies = getproxies_environment()
-    for server in machine.servers:
+    for server in target.servers:
         split = urlsplit(server.url)
         proxy, host = proxies.get(split.scheme) or proxies.get("all"), split.hostname or ""
         is_inside = "." not in host or any(ipaddress.ip_address(a).is_private for a in server.addresses)
@@ -178,25 +161,20 @@ def find_proxies_in_the_way(machine: Machine) -> Iterator[Finding]:
         blind = [
             name
             for name in ("NO_PROXY", "no_proxy")
-            if not {host, "*"} & {entry.strip() for entry in machine.environment.get(name, "").split(",")}
+            if not {host, "*"} & {entry.strip() for entry in os.environ.get(name, "").split(",")}
         ]
         if proxy and is_inside and blind:
-            uses_it = machine.target.config.retriever.use_proxy  # type: ignore[union-attr]
             yield warning(
                 f"the proxy {proxy.rpartition('@')[2]} would catch requests to {server.url}: "
                 f"{' and '.join(blind)} {'do' if len(blind) > 1 else 'does'} not hold {host}",
-                "searches may go to the proxy (retriever.use_proxy=true)"
-                if uses_it
-                else "the trainer goes around it (retriever.use_proxy=false), but your reward function, curl "
-                "and other programs would ask the proxy",
+                "the trainer goes around it unless retriever.use_proxy=true, your reward function may not",
                 f'export NO_PROXY="${{NO_PROXY:+$NO_PROXY,}}{host}" && export no_proxy="$NO_PROXY"',
             )
 
 
-@check("retriever", _has_servers, on_machines=True)
-def find_silent_servers(machine: Machine) -> Iterator[Finding]:
+def find_silent_servers(target: Target) -> Iterator[Finding]:
     """retrieval servers that don't answer, or are not ready"""
-    silent = [server for server in machine.servers if server.problem is not None]
+    silent = [server for server in target.servers if server.problem is not None]
     for server in silent:
         split = urlsplit(server.url)
         what = f"retriever.url={server.url} does not answer searches: {server.problem}"
@@ -206,28 +184,27 @@ def find_silent_servers(machine: Machine) -> Iterator[Finding]:
         if not server.addresses:
             do = f"look whether {split.hostname} is the right name"
         elif server.is_here:
-            do = "bash retrieval_launch.sh"
-            holder = port_holder(split.port or 80)
+            do, port = "bash retrieval_launch.sh", split.port or 80
+            holder = port_holder(port)
             if holder is not None and not server.health:
-                port = (split.port or 80) + 1
-                what = f"port {port - 1} of this machine is held by {holder}, no retrieval server: {what}"
-                do += f" --port {port} and retriever.url=http://127.0.0.1:{port}/retrieve"
-        if len(silent) < len(machine.servers):
-            yield warning(
-                what, "the other servers have to do its work", f"{do}, or take it out of retriever.url"
-            )
+                what = f"port {port} of this machine is held by {holder}, no retrieval server: {what}"
+                do += f" --port {port + 1} and retriever.url=http://127.0.0.1:{port + 1}/retrieve"
+        if len(silent) < len(target.servers):
+            why = "the other servers have to do its work"
+            yield warning(what, why, f"{do}, or take it out of retriever.url")
         else:
             why = "no trajectory could search, and all would be left out"
             yield error(what, why, f"{do}, or do_search=false to train without a search engine")
 
 
-@check("corpus", _has_servers, on_machines=True)
-def find_wrong_corpora(machine: Machine) -> Iterator[Finding]:
+def find_wrong_corpora(target: Target) -> Iterator[Finding]:
     """servers with another corpus than is meant (retriever.corpus_path), or than each other"""
-    target, path = machine.target, machine.target.config.retriever.corpus_path  # type: ignore[union-attr]
-    answering = [server for server in machine.servers if server.problem is None]
-    served = {json.dumps(one.corpus, sort_keys=True): one.url for one in answering if one.corpus is not None}
+    config, probe = target.config, target.probe
+    if probe is None or not isinstance(config, Config):
+        return
+    path, answering = config.retriever.corpus_path, [s for s in target.servers if s.problem is None]
     if path is None:
+        served = {json.dumps(s.corpus, sort_keys=True): s.url for s in answering if s.corpus is not None}
         if len(served) > 1:
             yield warning(
                 f"the servers {' and '.join(served.values())} serve different corpora",
@@ -236,7 +213,7 @@ def find_wrong_corpora(machine: Machine) -> Iterator[Finding]:
             )
         return
     try:
-        meant = target.probe.corpus(path)  # type: ignore[union-attr]
+        meant = probe.corpus(path)
     except OSError as problem:
         yield error(
             f"retriever.corpus_path={path} can't be read ({problem.strerror})",
@@ -267,46 +244,33 @@ def _describe(corpus: dict[str, Any]) -> str:
 # -------------------------------------------------------------------------------- network cards, GPUs
 
 
-@check("network-card", lambda machine: machine.target.has_several_nodes, on_machines=True)
-def find_cards_to_choose_from(machine: Machine) -> Iterator[Finding]:
-    """several network cards without a chosen one, or a chosen one that is not there"""
-    cards = {n: address for n, address in machine.cards.items() if not n.startswith(VIRTUAL_CARDS)}
-    names, is_chosen = {*machine.cards, "lo"}, False
+def find_cards_that_are_not_there(target: Target) -> Iterator[Finding]:
+    """a network card that is chosen by NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, and is not there"""
+    states = psutil.net_if_stats()
+    up = sorted(name for name in psutil.net_if_addrs() if name in states and states[name].isup)
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        chosen = machine.environment.get(variable, "")
-        is_chosen = is_chosen or bool(chosen)
+        text = os.environ.get(variable, "")
         # NCCL takes beginnings of names, "=" before exact ones, "^" before those left out; gloo exact names
-        exact, wanted = variable.startswith("GLOO") or chosen.startswith("="), chosen.lstrip("=").split(",")
-        fits = any(name == one if exact else name.startswith(one) for name in names for one in wanted)
-        if chosen and not chosen.startswith("^") and not fits:
+        exact, wanted = variable.startswith("GLOO") or text.startswith("="), text.lstrip("=").split(",")
+        fits = any(name == one if exact else name.startswith(one) for name in up for one in wanted)
+        if text and not text.startswith("^") and not fits:
             yield error(
-                f"{variable}={chosen} names no card that is up ({', '.join(sorted(names))})",
+                f"{variable}={text} names no card that is up ({', '.join(up)})",
                 "the processes would not find each other",
-                f"export {variable}={next(iter(cards), '<card>')}",
+                f"unset {variable}: the card with Ray's address is taken then",
             )
-    if len(cards) > 1 and not is_chosen:
-        shown = ", ".join(f"{name} ({address})" for name, address in cards.items())
-        last = list(cards)[-1]
-        yield warning(
-            f"several network cards, and none is chosen: {shown}",
-            "weights and gradients go over the card with Ray's address, which need not be the fast one",
-            "ray start --node-ip-address=<address of the fast card> on each node, or export "
-            f"NCCL_SOCKET_IFNAME={last} GLOO_SOCKET_IFNAME={last}",
-        )
 
 
-@check("gpu-shared", on_machines=True)
-def find_shared_gpus(machine: Machine) -> Iterator[Finding]:
+def find_shared_gpus(target: Target) -> Iterator[Finding]:
     """two ranks on one GPU"""
-    visible = machine.environment.get("CUDA_VISIBLE_DEVICES", "")
-    entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
+    entries = [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     if len(set(entries)) < len(entries):
         yield error(
-            f"CUDA_VISIBLE_DEVICES={visible} names a GPU twice",
+            f"CUDA_VISIBLE_DEVICES={','.join(entries)} names a GPU twice",
             "two ranks would share it: NCCL refuses that, and memory runs out",
             f"export CUDA_VISIBLE_DEVICES={','.join(dict.fromkeys(entries))}",
         )
-    if machine.num_gpus and machine.environment.get("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"):
+    if torch.cuda.device_count() and os.environ.get("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"):
         yield error(
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set",
             "Ray then gives no process a GPU of its own, and all of them take the first",
@@ -314,33 +278,22 @@ def find_shared_gpus(machine: Machine) -> Iterator[Finding]:
         )
 
 
-@check("cuda", on_machines=True)
-def find_unusable_cuda(machine: Machine) -> Iterator[Finding]:
-    """a driver too old for torch's CUDA, or a torch without CUDA beside a GPU"""
-    config, driver, cuda = machine.target.config, driver_version(), torch.version.cuda
-    if driver is None or (config is not None and config.trainer.device == "cpu"):
-        return
-    if cuda is None:
-        yield warning(
-            f"this machine has an NVIDIA driver, torch {torch.__version__} is built without CUDA",
-            "the run would train on the CPU",
-            "pip install torch --force-reinstall (the wheel with CUDA), or trainer.device=cpu to mean it",
-        )
-        return
-    oldest = OLDEST_DRIVER.get(cuda.split(".")[0], (0, 0))
-    if tuple(int(part) for part in driver.split(".")[:2]) < oldest:
+def find_unusable_cuda(target: Target) -> Iterator[Finding]:
+    """a GPU's driver beside a torch that can't use it: built without CUDA, or for a newer driver"""
+    driver, config = read_text(DRIVER).splitlines(), target.config
+    is_wanted = config is None or config.trainer.device != "cpu"
+    if driver and is_wanted and not torch.cuda.is_available() and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        built_for = f"with CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
         yield error(
-            f"the driver {driver} is too old for torch {torch.__version__} with CUDA {cuda}, which needs "
-            f"{oldest[0]}.{oldest[1]} or newer",
-            "torch would see no GPU",
-            "a newer driver (the administrator), or a torch for an older CUDA",
+            f"torch {torch.__version__}, built {built_for}, sees no GPU beside the driver {driver[0]}",
+            "the run would train on the CPU",
+            "a torch for this driver's CUDA, a newer driver, or trainer.device=cpu to mean it",
         )
 
 
-@check("gpu-health", lambda machine: machine.target.is_thorough and machine.num_gpus, on_machines=True)
-def find_busy_gpus(machine: Machine) -> Iterator[Finding]:
+def find_busy_gpus(target: Target) -> Iterator[Finding]:
     """GPUs that others hold, or that can't be used"""
-    for index in range(machine.num_gpus):
+    for index in range(torch.cuda.device_count() if target.is_thorough else 0):
         try:
             free, total = torch.cuda.mem_get_info(index)
         except RuntimeError as problem:
@@ -352,3 +305,22 @@ def find_busy_gpus(machine: Machine) -> Iterator[Finding]:
                 "the run has less memory and less time on it than it counts on",
                 f"nvidia-smi -i {index} shows by whom",
             )
+
+
+MACHINE_CHECKS: dict[str, Callable[[Target], Iterator[Finding]]] = {
+    "writable": find_places_that_can_not_be_written,
+    "home": find_full_home,
+    "ray-disk": find_full_ray_disk,
+    "shared-paths": find_paths_missing_on_nodes,
+    "open-files": find_few_open_files,
+    "cpus": find_cpus_counted_wrong,
+    "shm": find_small_shm,
+    "threads": find_too_many_threads,
+    "proxy": find_proxies_in_the_way,
+    "retriever": find_silent_servers,
+    "corpus": find_wrong_corpora,
+    "network-card": find_cards_that_are_not_there,
+    "gpu-shared": find_shared_gpus,
+    "cuda": find_unusable_cuda,
+    "gpu-health": find_busy_gpus,
+}

@@ -1,7 +1,7 @@
 """Who goes where, and how full each device gets in each phase of a step: the memory plan of a run.
 
-    configuration -> Passes, pools_of (as the run) -> engines of each process -> items: bytes in each phase
-                  -> DeviceLoad of each GPU (or node) -> Plan: fits, or which device lacks what in which phase
+    configuration -> Passes, pools_of (as the run) -> engines of a process -> DeviceLoad: bytes in each phase
+                  -> Plan: it fits, or which device lacks what in which phase
 
 A phase is a pass of the step. What is offloaded takes memory of the node instead (`host`), and of the device
 only while it is needed.
@@ -9,24 +9,21 @@ only while it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from verl.config import Config
-from verl.preflight.engine_memory import FsdpLayout, MegatronLayout, forward_pass, update_pass
 from verl.preflight.machine import memory_of_machine
-from verl.preflight.shapes import ModelShapes, policy_shapes, value_shapes
+from verl.preflight.memory import Layout, ModelSize, forward_pass, hold, size_of, update_pass
 from verl.trainer.placement import pools_of
 from verl.trainer.ppo.passes import Passes
-from verl.workers.engine.loading import Precision, load_hf_config
+from verl.workers.engine.loading import Precision
 from verl.workers.engine.micro_batches import MicroBatchLimits
-from verl.workers.megatron.settings import ParallelSizes
 from verl.workers.rollout import build
-from verl.workers.rollout.native.architecture import ModelSpec
 
 GIB = 1 << 30
 PHASES = ("rollout", "log_probs", "reference", "teacher", "values", "update_critic", "update_actor")
@@ -69,45 +66,39 @@ class Hardware:
         return cls("cuda", properties.total_memory, f"{properties.name} of this machine")
 
 
-@dataclass(frozen=True)
-class Item:
-    """name: "owner: what". phases: bytes on the device. host: bytes in the node's memory beside a GPU."""
-
-    name: str
-    phases: Mapping[str, int]
-    host: int = 0
-
-
-@dataclass(frozen=True)
+@dataclass
 class DeviceLoad:
-    """A GPU (device: its number on the node), or the memory of a node without any (device: -1), with the
-    ranks that live there and what they hold; items of one name are one.
+    """What a GPU, or the memory of a node without any, holds. name: which devices are meant, in words.
+
+    items: "owner: what" -> phase -> bytes. host: bytes in the node's memory beside a GPU.
     """
 
-    node: int
-    device: int
+    name: str
     capacity: int
-    ranks: tuple[int, ...]
-    items: tuple[Item, ...]
+    items: dict[str, dict[str, int]] = field(default_factory=dict)
+    host: int = 0
+
+    def add(self, item: str, phases: Iterable[str], num_bytes: int, host: int = 0) -> None:
+        """The item takes so many bytes more in these phases, and `host` in all."""
+        self.host += host
+        for phase in phases:
+            if num_bytes:
+                taken = self.items.setdefault(item, {})
+                taken[phase] = taken.get(phase, 0) + num_bytes
 
     def total(self, phase: str) -> int:
-        return sum(item.phases.get(phase, 0) for item in self.items)
-
-    @property
-    def name(self) -> str:
-        return f"node {self.node}" + (f", GPU {self.device}" if self.device >= 0 else "")
+        return sum(phases.get(phase, 0) for phases in self.items.values())
 
 
 @dataclass(frozen=True)
 class Plan:
-    """roles: of each process. positions: of each rank, in words. parameters: of each model. problems: what
-    can't work whatever else is free, in words (a KV cache below one trajectory).
+    """who_goes_where: in words. loads: one of each kind of device. problems: what can't work whatever else is
+    free (a KV cache below one trajectory). parameters: number of each model's.
     """
 
     hardware: Hardware
     phases: tuple[str, ...]
-    roles: tuple[str, ...]
-    positions: tuple[str, ...]
+    who_goes_where: str
     loads: tuple[DeviceLoad, ...]
     problems: tuple[str, ...]
     parameters: Mapping[str, int]
@@ -130,22 +121,21 @@ class EngineUse:
     """One model of a training process, as its engine is configured.
 
     Attributes:
-        owner: "actor", "critic", "reference", "teacher".
-        optimizer: its name; None for a frozen model. fsdp: the block `fsdp_config`.
-        forwards: limits of its passes without gradient, by phase.
-        update: (phase, limits, trajectories of a mini-batch) of its update; None: it is not trained.
-        sequence: processes that share its tokens, where that is not as for the actor.
+        owner: "actor", "critic", "reference", "teacher". fsdp: the block `fsdp_config`.
+        passes: phase -> (limits of its micro-batches, trajectories of the whole run). A phase
+            that begins with "update" trains it.
     """
 
     owner: str
-    shapes: ModelShapes
+    size: ModelSize
     precision: Precision
-    optimizer: str | None
     fsdp: Any
-    forwards: Mapping[str, MicroBatchLimits]
-    update: tuple[str, MicroBatchLimits, int] | None = None
+    passes: Mapping[str, tuple[MicroBatchLimits, int]]
     checkpointing: bool = False
-    sequence: int | None = None
+
+    @property
+    def is_trained(self) -> bool:
+        return self.owner in ("actor", "critic")
 
 
 def build_plan(config: Config, hardware: Hardware) -> Plan:
@@ -154,44 +144,30 @@ def build_plan(config: Config, hardware: Hardware) -> Plan:
     Raises:
         ValueError: a model's config.json can't be read, or the processes can't be dealt out.
     """
-    passes = Passes.of(config)
+    passes, on_cuda, layout = Passes.of(config), hardware.device == "cuda", Layout.of(config)
     pool, phases = pools_of(config, passes)[0], phases_of(config, passes)
     engines = engines_of(config, passes, torch.device(hardware.device))
-    layout = layout_of(config, pool.world_size)
-    on_cuda = hardware.device == "cuda"
+    num_nodes, processes = config.trainer.nnodes, config.trainer.n_gpus_per_node
     problems: list[str] = []
-    held: dict[int, list[Item]] = {}  # processes of one kind hold the same
-    for rank in range(pool.world_size):
-        kind = layout.kind(rank)
-        if kind not in held:
-            held[kind] = [
-                i for use in engines for i in _engine_items(config, use, layout, rank, on_cuda, phases)
-            ]
-            held[kind].append(_process_item(hardware, pool.world_size, phases))
-            if config.actor_rollout_ref.rollout.placement != "apart":
-                rest = held[kind]
-                held[kind] = rest + _rollout_items(
-                    config, engines[0], hardware, pool.world_size, rest, phases, problems
-                )
-    devices: dict[tuple[int, int], list[int]] = {}
-    for rank, (node, local) in enumerate(pool.places):
-        devices.setdefault((node, local if on_cuda else -1), []).append(rank)
     loads = []
-    for (node, device), ranks in devices.items():
-        items = [item for rank in ranks for item in held[layout.kind(rank)]]
-        if (node, device) == (0, -1) and pool.world_size > 1:
-            items.append(Item("driver process", dict.fromkeys(phases, PROCESS_BYTES)))
-        loads.append(DeviceLoad(node, device, hardware.device_bytes, tuple(ranks), _added_up(items)))
-    if config.actor_rollout_ref.rollout.placement == "apart" and on_cuda:
-        _check_servers(config, engines[0], hardware, problems)
+    for stage in range(layout.pipeline):
+        of_stage = f" of pipeline stage {stage}" if layout.pipeline > 1 else ""
+        count = pool.world_size // layout.pipeline if on_cuda else num_nodes
+        each, kind = f"each of the {count}" if count > 1 else "the", "GPU" if on_cuda else "node"
+        load = DeviceLoad(f"{each} {kind}{'s' * (count > 1)}{of_stage}", hardware.device_bytes)
+        for _ in range(1 if on_cuda else processes):
+            for use in engines:
+                _add_engine(load, config, use, layout, stage, on_cuda, phases)
+            _add_process(load, hardware, pool.world_size, phases)
+            _add_rollout(load, config, engines[0], hardware, pool.world_size, phases, problems)
+        loads.append(load)
     return Plan(
         hardware,
         phases,
-        tuple(role.value for role in pool.roles),
-        tuple(map(layout.position, range(pool.world_size))),
+        f"processes: {num_nodes} x {processes}, {layout}; each: {', '.join(r.value for r in pool.roles)}",
         tuple(loads),
         tuple(dict.fromkeys(problems)),
-        {e.owner: e.shapes.num_parameters for e in engines if e.owner != "reference"},
+        {use.owner: use.size.num_parameters for use in engines if use.owner != "reference"},
     )
 
 
@@ -220,117 +196,84 @@ def rows_of_step(config: Config) -> int:
     return int(config.data.train_batch_size * rollout.n * rollout.n_agent)
 
 
-def layout_of(config: Config, num_processes: int) -> FsdpLayout | MegatronLayout:
-    """How models lie over the processes. ValueError: they can't be dealt out."""
-    actor = config.actor_rollout_ref.actor
-    if actor.strategy != "megatron":
-        sequence = max(1, actor.ulysses_sequence_parallel_size)
-        return FsdpLayout(num_processes, actor.fsdp_config.fsdp_size, sequence)
-    block = actor.megatron
-    sizes = ParallelSizes(
-        block.tensor_model_parallel_size, block.pipeline_model_parallel_size, block.context_parallel_size
-    )
-    sizes.check(num_processes)
-    return MegatronLayout(num_processes, sizes, block.num_layers_per_virtual_pipeline_stage)
-
-
 def engines_of(config: Config, passes: Passes, device: torch.device) -> list[EngineUse]:
     """The engines of a training process, the actor's first. ValueError: a model can't be read."""
-    block, n, critic = config.actor_rollout_ref, config.actor_rollout_ref.rollout.n, config.critic
+    block, critic, rows = config.actor_rollout_ref, config.critic, rows_of_step(config)
+    actor, frozen, n = block.actor, block.ref.fsdp_config, block.rollout.n
 
     def limits(part: Any, prefix: str) -> MicroBatchLimits:
         return MicroBatchLimits.from_config(part, prefix, prefix, device, block.model.use_remove_padding)
 
-    shapes, fsdp = policy_shapes(block.model), block.actor.fsdp_config
-    precision = Precision.from_config(fsdp, device)
+    size, precision = size_of(block.model), Precision.from_config(actor.fsdp_config, device)
     if config.trainer.val_only:
-        return [EngineUse("actor", shapes, precision, block.actor.optim.name, fsdp, {})]
-    frozen, ref_fsdp = {}, block.ref.fsdp_config
-    forwards = {"log_probs": limits(block.rollout, "log_prob")}
-    if passes.reference and shapes.has_adapters:  # the reference is the policy without its adapters
-        forwards["reference"] = limits(block.ref, "log_prob")
+        return [EngineUse("actor", size, precision, actor.fsdp_config, {})]
+    of_actor = {
+        "log_probs": (limits(block.rollout, "log_prob"), rows),
+        "update_actor": (limits(actor, "ppo"), min(rows, actor.ppo_mini_batch_size * n)),
+    }
+    others = {}
+    if passes.reference and size.adapters:  # the reference is the policy without its adapters
+        of_actor["reference"] = limits(block.ref, "log_prob"), rows
     elif passes.reference:
-        frozen["reference"] = shapes
+        others["reference"] = size
     if passes.teacher:
-        frozen["teacher"] = policy_shapes({"path": block.teacher.path}, with_adapters=False)
-    update = ("update_actor", limits(block.actor, "ppo"), block.actor.ppo_mini_batch_size * n)
-    checkpointing = bool(block.model.enable_gradient_checkpointing)
-    engines = [
-        EngineUse("actor", shapes, precision, block.actor.optim.name, fsdp, forwards, update, checkpointing)
-    ]
-    for owner, its_shapes in frozen.items():  # the owner's name is the phase's too
-        its_precision = Precision.from_config(ref_fsdp, device, trained=False)
-        its_passes = {owner: limits(block.ref, "log_prob")}
-        engines.append(EngineUse(owner, its_shapes, its_precision, None, ref_fsdp, its_passes))
+        others["teacher"] = size_of({"path": block.teacher.path}, with_adapters=False)
+    checkpointing = block.model.enable_gradient_checkpointing
+    engines = [EngineUse("actor", size, precision, actor.fsdp_config, of_actor, checkpointing)]
+    for owner, its_size in others.items():  # the owner's name is the phase's too
+        its_precision = Precision.from_config(frozen, device, trained=False)
+        its_passes = {owner: (limits(block.ref, "log_prob"), rows)}
+        engines.append(EngineUse(owner, its_size, its_precision, frozen, its_passes))
     if passes.values:
-        its_fsdp = critic.model.fsdp_config
-        engines.append(
-            EngineUse(
-                "critic",
-                value_shapes(critic.model),
-                Precision.from_config(its_fsdp, device),
-                critic.optim.name,
-                its_fsdp,
-                {"values": limits(critic, "forward")},
-                ("update_critic", limits(critic, "ppo"), critic.ppo_mini_batch_size * n),
-                bool(critic.model.enable_gradient_checkpointing),
-                None if critic.strategy == "megatron" else critic.ulysses_sequence_parallel_size,
-            )
-        )
+        of_critic = {
+            "values": (limits(critic, "forward"), rows),
+            "update_critic": (limits(critic, "ppo"), min(rows, critic.ppo_mini_batch_size * n)),
+        }
+        size, fsdp = size_of(critic.model, is_critic=True), critic.model.fsdp_config
+        checkpointing = critic.model.enable_gradient_checkpointing
+        precision = Precision.from_config(fsdp, device)
+        engines.append(EngineUse("critic", size, precision, fsdp, of_critic, checkpointing))
     return engines
 
 
-def _engine_items(
+def _add_engine(
+    load: DeviceLoad,
     config: Config,
     use: EngineUse,
-    layout: FsdpLayout | MegatronLayout,
-    rank: int,
+    layout: Layout,
+    stage: int,
     on_cuda: bool,
-    phases: Sequence[str],
-) -> list[Item]:
-    """Items of one engine on one rank."""
-    held = layout.hold(use.shapes, use.precision, use.optimizer, use.fsdp, rank)
-    replicas = layout.replicas
-    if use.sequence is not None:
-        held, replicas = replace(held, num_sharing=use.sequence), layout.num_processes // use.sequence
-    longest, step_rows = config.data.max_prompt_length, rows_of_step(config)
-    activations, heads, gathered = {}, {}, {}
-    for phase, limits in use.forwards.items():
-        if phase in phases:
-            tokens = tokens_of(limits, -(-step_rows // replicas), longest, held.num_sharing)
-            activations[phase], heads[phase] = forward_pass(held, use.precision, tokens)
-            gathered[phase] = held.gathered
-    at_work, update = list(activations), []
-    if use.update is not None:
-        phase, limits, mini_batch = use.update
-        tokens = tokens_of(limits, -(-min(mini_batch, step_rows) // replicas), longest, held.num_sharing)
-        activations[phase], heads[phase] = update_pass(held, use.precision, tokens, use.checkpointing)
-        gathered[phase] = held.gathered + held.exchanged
-        update = [phase]
-    if use.owner == "actor":
+    phases: tuple[str, ...],
+) -> None:
+    """One model of a process: what it keeps, and what its passes take."""
+    owner, fsdp = use.owner, use.fsdp
+    held = hold(use.size, layout, stage, use.precision, use.is_trained, fsdp)
+    at_work = [phase for phase in use.passes if phase in phases]
+    updates = [phase for phase in at_work if phase.startswith("update")]
+    if owner == "actor":
         at_work.append("rollout")  # the weights are read, or sent, before it generates
-    offloads = on_cuda and bool(use.fsdp.param_offload)
-    items = [
-        Item(
-            f"{use.owner}: weights",
-            dict.fromkeys([*at_work, *update] if offloads else phases, held.weights),
-            held.weights * offloads,
-        ),
-        Item(f"{use.owner}: weights and gradients of layers at work", gathered),
-        Item(f"{use.owner}: activations", activations),
-        Item(f"{use.owner}: chunk of logits", heads),
-    ]
-    if update:
-        offloads_state = on_cuda and bool(use.fsdp.optimizer_offload)
-        offloads_sums = on_cuda and bool(use.fsdp.grad_offload)
+    offloads = on_cuda and fsdp.param_offload
+    load.add(f"{owner}: weights", at_work if offloads else phases, held.weights, held.weights * offloads)
+    if updates:
+        offloads_state, offloads_sums = on_cuda and fsdp.optimizer_offload, on_cuda and fsdp.grad_offload
         stay = held.keeps_gradients and not offloads_sums
-        sums = held.gradients * (offloads_sums and not held.keeps_gradients)
-        states = dict.fromkeys(update if offloads_state else phases, held.optimizer)
-        items[1:1] = [
-            Item(f"{use.owner}: gradients", dict.fromkeys(phases if stay else update, held.gradients), sums),
-            Item(f"{use.owner}: optimizer state", states, held.optimizer * offloads_state),
-        ]
-    return items
+        sums, states = held.gradients * (offloads_sums and not held.keeps_gradients), held.optimizer
+        load.add(f"{owner}: gradients", phases if stay else updates, held.gradients, sums)
+        at = updates if offloads_state else phases
+        load.add(f"{owner}: optimizer state", at, states, states * offloads_state)
+    for phase, (limits, rows) in use.passes.items():
+        if phase not in phases:
+            continue
+        tokens = tokens_of(limits, -(-rows // layout.replicas), config.data.max_prompt_length, layout.context)
+        gathered = held.gathered
+        if phase in updates:
+            activations, head = update_pass(use.size, held, use.precision, tokens, use.checkpointing)
+            gathered += held.exchanged
+        else:
+            activations, head = forward_pass(use.size, held, use.precision, tokens)
+        load.add(f"{owner}: weights and gradients of layers at work", [phase], gathered)
+        load.add(f"{owner}: activations", [phase], activations)
+        load.add(f"{owner}: chunk of logits", [phase], head)
 
 
 def tokens_of(limits: MicroBatchLimits, rows: int, longest: int, num_sharing: int = 1) -> int:
@@ -346,104 +289,70 @@ def tokens_of(limits: MicroBatchLimits, rows: int, longest: int, num_sharing: in
     return -(-tokens // num_sharing)
 
 
-def _process_item(hardware: Hardware, num_processes: int, phases: Sequence[str]) -> Item:
+def _add_process(load: DeviceLoad, hardware: Hardware, num_processes: int, phases: tuple[str, ...]) -> None:
     """What a process takes before it holds any model."""
     if hardware.device == "cpu":
-        return Item("process (python, torch)", dict.fromkeys(phases, PROCESS_BYTES))
+        load.add("process (python, torch)", phases, PROCESS_BYTES)
+        return
     total = CUDA_CONTEXT_BYTES + int(FRAGMENTATION * hardware.device_bytes) + NCCL_BYTES * (num_processes > 1)
-    return Item("CUDA, NCCL, fragmentation", dict.fromkeys(phases, total), PROCESS_BYTES)
+    load.add("CUDA, NCCL, fragmentation", phases, total, PROCESS_BYTES)
 
 
-def _rollout_items(
+def _add_rollout(
+    load: DeviceLoad,
     config: Config,
     actor: EngineUse,
     hardware: Hardware,
     num_processes: int,
-    others: Sequence[Item],
-    phases: Sequence[str],
+    phases: tuple[str, ...],
     problems: list[str],
-) -> list[Item]:
-    """Of the rollout engine in a training process; its KV cache takes what the others leave."""
-    block, rollout, shapes = config.actor_rollout_ref, config.actor_rollout_ref.rollout, actor.shapes
+) -> None:
+    """The rollout engine of a process; on a GPU its KV cache takes what the others leave."""
+    block, rollout, size = config.actor_rollout_ref, config.actor_rollout_ref.rollout, actor.size
     on_cuda, dtype = hardware.device == "cuda", build.rollout_dtype(rollout, actor.precision.compute)
-    engine = build.engine_name(rollout, hardware.device)
-    # the machine that a dry run is for has vLLM, if it has a GPU
-    is_vllm = engine == "vllm" or (rollout.name == "auto" and on_cuda and not torch.cuda.is_available())
-    most_rows = max(rows_of_step(config), config.data.val_batch_size or 0)
-    slots = build.sequences_at_once(rollout.max_num_seqs, -(-most_rows // num_processes))
-    position = 2 * len(shapes.layers) * shapes.dims.keys * dtype.itemsize
-    page = rollout.block_size * position
-    sequence = -(-rollout.prompt_length // rollout.block_size) * page
     share, reserve = int(rollout.gpu_memory_utilization * hardware.device_bytes), build.CUDA_RESERVE_BYTES
+    weights = size.num_parameters * dtype.itemsize
+    if rollout.placement == "apart":  # a GPU of a server holds its slice of the weights, and a cache
+        here = weights // rollout.tensor_model_parallel_size
+        if on_cuda and here + reserve >= share:
+            problems.append(
+                f"a GPU of the vLLM servers would hold {here / GIB:.2f} GiB of weights, which leaves no KV "
+                "cache within actor_rollout_ref.rollout.gpu_memory_utilization="
+                f"{rollout.gpu_memory_utilization:g} of it"
+            )
+        return
+    # the machine that a dry run is for has vLLM, if it has a GPU
+    is_vllm = build.engine_name(rollout, hardware.device) == "vllm" or (
+        rollout.name == "auto" and on_cuda and not torch.cuda.is_available()
+    )
+    most_rows = max(rows_of_step(config), config.data.val_batch_size)
+    slots = build.sequences_at_once(rollout.max_num_seqs, -(-most_rows // num_processes))
+    position = 2 * size.num_layers * size.keys * dtype.itemsize
+    sequence = -(-rollout.prompt_length // rollout.block_size) * rollout.block_size * position
     sent_as = actor.precision.compute if block.actor.strategy == "megatron" else actor.precision.model
-    arriving = max(p.numel for p in shapes.parameters) * sent_as.itemsize
-    is_new = num_processes > 1 or shapes.has_adapters  # weights are gathered or merged for the engine
-    is_copy = is_new or dtype != actor.precision.model
-    wanted = slots * sequence
-    if is_vllm:
-        weights = shapes.num_parameters * dtype.itemsize
-        if on_cuda:  # its share of the GPU holds its weights and activations too
-            wanted, most = share, share - weights - reserve
-        else:
-            most = build.most_on_cpu(rollout.kv_cache_gb)
-            wanted = most if rollout.kv_cache_gb else wanted + page
-    else:
-        spec = ModelSpec.from_config(load_hf_config(block.model))
-        if on_cuda:
-            weights, most = build.own_weights_bytes(spec, dtype) if is_copy else 0, share
-        else:
-            weights, most = packed_bytes(spec, dtype), build.most_on_cpu(rollout.kv_cache_gb) // page * page
-            whole_set = shapes.num_parameters * sent_as.itemsize  # of weights that exist at once
-            if dtype != sent_as:
-                whole_set = shapes.num_parameters * dtype.itemsize + whole_set * is_new
-            arriving = whole_set * is_copy
+    # weights are gathered, merged or cast for the engine
+    is_copy = num_processes > 1 or size.adapters or dtype != actor.precision.model
+    arriving = size.embedding * sent_as.itemsize
     if on_cuda:
-        beside = sum(item.phases.get("rollout", 0) for item in others)
-        most, arriving = min(most, hardware.device_bytes - beside - reserve - weights), max(reserve, arriving)
-    cache = max(0, min(most, wanted))
+        weights = weights if is_vllm or is_copy else 0
+        beside = load.total("rollout") + reserve + weights
+        cache = min(share - (weights + reserve) * is_vllm, hardware.device_bytes - beside)
+        cache = cache if is_vllm else min(cache, slots * sequence)
+        arriving = max(reserve, arriving)
+    else:
+        cache = min(build.most_on_cpu(rollout.kv_cache_gb), slots * sequence)
+        if not is_vllm:  # its packed weights have an output matrix of their own
+            weights += size.embedding * dtype.itemsize * size.ties_embeddings
+            arriving = size.num_parameters * sent_as.itemsize * bool(is_copy)
+    cache = max(0, cache)
     if cache < sequence:
         problems.append(
             f"the KV cache of a rollout process may take {cache / GIB:.2f} GiB, but one trajectory of "
             f"{rollout.prompt_length} tokens needs {sequence / GIB:.2f} GiB"
         )
-    offloads = on_cuda and bool(block.actor.fsdp_config.param_offload)
-    sleeps = bool(rollout.free_cache_engine) or offloads
-    weight_phases = ["rollout"] if offloads or (sleeps and is_vllm) else phases
-    in_host = weights if sleeps and is_vllm else 0
-    return [
-        Item("rollout: weights of its own", dict.fromkeys(weight_phases, weights), in_host),
-        Item("rollout: KV cache", dict.fromkeys(["rollout"] if sleeps else phases, cache)),
-        Item("rollout: a step's work, weights arriving", {"rollout": arriving}),
-    ]
-
-
-def packed_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes of the native engine's packed weights on CPU: the output matrix is one of its own, norms are
-    float32.
-    """
-    sizes = spec.parameter_shapes().items()
-    return sum((4 if "norm" in name else dtype.itemsize) * torch.Size(shape).numel() for name, shape in sizes)
-
-
-def _check_servers(config: Config, actor: EngineUse, hardware: Hardware, problems: list[str]) -> None:
-    """A GPU of a vLLM server apart holds its slice of the weights, and a cache in the rest of its share."""
-    rollout = config.actor_rollout_ref.rollout
-    dtype = build.rollout_dtype(rollout, actor.precision.compute)
-    weights = actor.shapes.num_parameters * dtype.itemsize // rollout.tensor_model_parallel_size
-    share = rollout.gpu_memory_utilization * hardware.device_bytes
-    if weights + build.CUDA_RESERVE_BYTES >= share:
-        problems.append(
-            f"a GPU of the vLLM servers would hold {weights / GIB:.2f} GiB of weights, which leaves no KV "
-            "cache within actor_rollout_ref.rollout.gpu_memory_utilization="
-            f"{rollout.gpu_memory_utilization:g} of it"
-        )
-
-
-def _added_up(items: Sequence[Item]) -> tuple[Item, ...]:
-    """Items of one name as one; those that take nothing are left out."""
-    sums: dict[str, Item] = {}
-    for item in items:
-        before = sums.get(item.name, Item(item.name, {}))
-        phases = {p: before.phases.get(p, 0) + item.phases.get(p, 0) for p in {*before.phases, *item.phases}}
-        sums[item.name] = Item(item.name, phases, before.host + item.host)
-    return tuple(item for item in sums.values() if any(item.phases.values()) or item.host)
+    offloads = on_cuda and block.actor.fsdp_config.param_offload
+    sleeps = rollout.free_cache_engine or offloads
+    only_then = ["rollout"] if offloads or (sleeps and is_vllm) else phases
+    load.add("rollout: weights of its own", only_then, weights, weights * (sleeps and is_vllm))
+    load.add("rollout: KV cache", ["rollout"] if sleeps else phases, cache)
+    load.add("rollout: a step's work, weights arriving", ["rollout"], arriving)

@@ -2,72 +2,75 @@
 
 from __future__ import annotations
 
-import importlib.util
-import socket
+import difflib
 import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.preflight import machine_checks, ray_checks, run_checks  # noqa: F401  # they fill CHECKS
-from verl.preflight.cluster import MachineReport, check_machine, check_nodes, look_at_ray
-from verl.preflight.findings import CHECKS, Finding, choose, merge
+from verl.config import Config, SFTConfig
+from verl.preflight.cluster import check_machine, check_nodes, look_at_ray
+from verl.preflight.findings import Finding, merge
+from verl.preflight.machine_checks import MACHINE_CHECKS
 from verl.preflight.plan import Hardware, build_plan
+from verl.preflight.ray_checks import RAY_CHECKS
 from verl.preflight.report import report, verdict
-from verl.preflight.target import SearchSide, Target
+from verl.preflight.run_checks import RUN_CHECKS
+from verl.preflight.target import Target
+from verl.trainer.placement import needs_ray
+
+DRIVER_CHECKS = {**RUN_CHECKS, **RAY_CHECKS}
+CHECKS = {**MACHINE_CHECKS, **DRIVER_CHECKS}  # the first line of a check's docstring says what it finds
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """findings: errors first. looked, idle: names of the checks that had something to look at, and of the
-    others. machines: those that were looked at.
-    """
+    """findings: errors first. checks: names of those that were made. num_machines: that were looked at."""
 
     findings: list[Finding]
-    looked: list[str]
-    idle: list[str]
-    machines: list[str]
+    checks: list[str]
+    num_machines: int
 
     @property
     def num_errors(self) -> int:
-        return sum(finding.is_error for finding in self.findings)
+        return sum(finding.level == "error" for finding in self.findings)
+
+
+def choose(only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[str]:
+    """Names of the checks to make: `only` these (empty: all), `skip` not these. ValueError: there is no such
+    check.
+    """
+    for name in (*only, *skip):
+        if name not in CHECKS:
+            near = difflib.get_close_matches(name, CHECKS, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(f"Found no check named {name!r}{hint}; expected any of: {', '.join(CHECKS)}.")
+    return [name for name in CHECKS if (not only or name in only) and name not in skip]
 
 
 def look(target: Target, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Preflight:
-    """Runs the checks: `only` these (empty: all), `skip` not these. ValueError: a name that no check has."""
+    """Makes the checks; see `choose`."""
     names = choose(only, skip)
-    with_ray = target.needs_ray if target.config is not None else importlib.util.find_spec("ray") is not None
-    if with_ray:
+    if target.config is None or needs_ray(target.config):
         target = replace(target, cluster=look_at_ray())
-    reports: list[MachineReport] = []
+    findings: list[Finding] = []
     if target.is_thorough and target.cluster is not None and target.cluster.nodes:
-        cluster, reports = check_nodes(target, names)
-        target = replace(target, cluster=cluster, reports=tuple(reports))
-    if target.reports:
-        findings = [replace(f, machines=(report.name,)) for report in reports for f in report.findings]
-    else:
-        reports = [check_machine(target, names)]
-        findings = list(reports[0].findings)
-    looked = set().union(*(report.looked for report in reports))
-    for name in names:
-        if not CHECKS[name].on_machines and (one := CHECKS[name].run(target)) is not None:
-            findings += one
-            looked.add(name)
-    return Preflight(
-        merge(findings),
-        [name for name in names if name in looked],
-        [name for name in names if name not in looked],
-        [report.name for report in reports] if target.reports else [socket.gethostname()],
-    )
+        target, findings = check_nodes(target, names)
+    if not target.versions:  # no other machine was asked
+        findings = check_machine(target, names)
+    for name, find in DRIVER_CHECKS.items():
+        if name in names:
+            findings += [replace(finding, check=name) for finding in find(target)]
+    return Preflight(merge(findings), names, max(1, len(target.versions)))
 
 
-def start_is_sound(config: Any, program: str, probe: SearchSide | None = None) -> bool:
+def start_is_sound(config: Config | SFTConfig, probe: Any = None) -> bool:
     """The quick part, before Ray and before anything is loaded: prints what it finds, a line each on stderr.
 
     Args:
         config: the run's validated configuration. `trainer.doctor_skip` names checks to leave out.
-        program: name of its schema.
+        probe: see Target.
 
     Returns:
         False if something would stop the run.
@@ -75,10 +78,10 @@ def start_is_sound(config: Any, program: str, probe: SearchSide | None = None) -
     Raises:
         ValueError: a name in `trainer.doctor_skip` is of no check.
     """
-    skip = list(config.trainer.doctor_skip)
+    skip = config.trainer.doctor_skip
     choose(skip=skip)
     try:
-        preflight = look(Target(config, program, probe, at_start=True), skip=skip)
+        preflight = look(Target(config, probe, at_start=True), skip=skip)
     except Exception:  # a trouble of the checks' own, on a machine they do not know, must not stop a run
         last = traceback.format_exc().strip().splitlines()[-1]
         print(f"warning: the checks before the start failed, the run goes on: {last}", file=sys.stderr)
@@ -88,7 +91,7 @@ def start_is_sound(config: Any, program: str, probe: SearchSide | None = None) -
     return preflight.num_errors == 0
 
 
-def dry_run(config: Any) -> int:
+def dry_run(config: Config) -> int:
     """`trainer.dry_run=true`: prints the plan of a validated configuration, and starts nothing.
 
     Returns:
@@ -98,9 +101,7 @@ def dry_run(config: Any) -> int:
         ValueError: a model's config.json can't be read, or nothing says what hardware is meant.
     """
     plan = build_plan(config, Hardware.of(config))
-    for line in report(plan, config):
-        print(line)
-    print()
+    print("\n".join(report(plan, config)), end="\n\n")
     for line in verdict(plan, config):
         print(line) if plan.fits else print(f"error: {line}", file=sys.stderr)
     return 0 if plan.fits else 2

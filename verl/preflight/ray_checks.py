@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 
-from verl.preflight.cluster import MachineReport, versions
-from verl.preflight.findings import Finding, check, error, warning
+from verl.config import Config
+from verl.preflight.cluster import versions
+from verl.preflight.findings import Finding, error, warning
 from verl.preflight.target import Target
 from verl.trainer.placement import num_processes
 
 _JOIN = "bash scripts/ray_node.sh"
 
 
-def _has_cluster(target: Target) -> bool:
-    return target.cluster is not None
-
-
-@check("ray-address", _has_cluster)
 def find_wrong_address(target: Target) -> Iterator[Finding]:
     """RAY_ADDRESS unset although a cluster is there or needed, or one that nobody answers at"""
     ray, nnodes = target.cluster, 1 if target.config is None else target.config.trainer.nnodes
-    assert ray is not None
-    do = f"export RAY_ADDRESS={ray.started[0]} (a cluster that answers here)" if ray.started else ""
-    if ray.port_holder is not None:
-        yield error(
-            f"the port of RAY_ADDRESS={ray.address} is held by {ray.port_holder}, which is no Ray head node",
-            "the run could not join a cluster, and a head node can't start there",
-            do or f"{_JOIN} head --port 6380, and export RAY_ADDRESS=<this machine>:6380",
-        )
-    elif ray.problem is not None:
+    if ray is None:
+        return
+    if ray.problem is not None:
+        do = f"export RAY_ADDRESS={ray.started[0]} (a cluster that answers here)" if ray.started else ""
         yield error(ray.problem.rstrip("."), "", do)
     elif ray.address is None and ray.started:
         make = error if nnodes > 1 else warning
@@ -50,31 +41,30 @@ def find_wrong_address(target: Target) -> Iterator[Finding]:
         )
 
 
-@check("ray-resources", lambda target: target.config is not None)
 def find_missing_resources(target: Target) -> Iterator[Finding]:
     """fewer GPUs, CPUs or nodes than the run asks for (a local Ray started by mistake)"""
-    assert target.config is not None
-    trainer, ray, asked = target.config.trainer, target.cluster, target.num_gpus_asked
+    config, ray = target.config, target.cluster
+    if config is None or (ray is not None and ray.problem is not None):  # the check of the address says why
+        return
+    trainer, asked, processes = config.trainer, target.num_gpus_asked, num_processes(config)
     if ray is not None and ray.address is not None:
-        if not ray.nodes:
-            return  # it could not be asked; the check of the address says why
         per_node = trainer.n_gpus_per_node if asked else 0
         able = [node for node in ray.alive if node.num_gpus >= per_node]
         num_cpus, num_gpus = sum(node.num_cpus for node in ray.alive), int(sum(n.num_gpus for n in ray.alive))
         where = "the cluster has"
         if len(able) < trainer.nnodes and num_gpus >= asked:
-            dead = [node.name for node in ray.nodes if not node.is_alive]
+            dead = ", ".join(node.name for node in ray.nodes if not node.is_alive)
             yield error(
-                f"trainer.nnodes={trainer.nnodes}, the cluster has {len(able)} "
-                f"{f'nodes with {per_node} GPUs' if per_node else 'nodes'}"
-                + (f" ({', '.join(dead)} left it)" if dead else ""),
+                f"trainer.nnodes={trainer.nnodes}, the cluster has {len(able)} nodes"
+                + (f" with {per_node} GPUs" if per_node else "")
+                + (f" ({dead} left it)" if dead else ""),
                 "the run would wait for a minute and end",
                 f"{_JOIN} worker --head {ray.address} on the missing ones, or trainer.nnodes={len(able)}",
             )
     else:
         num_cpus, num_gpus = float(os.cpu_count() or 1), torch.cuda.device_count()
         where = "the Ray that it would start on this machine has" if target.needs_ray else "this machine has"
-    processes, each = num_processes(target.config), trainer.cpus_per_process if target.is_policy_run else 0
+    each = config.trainer.cpus_per_process if isinstance(config, Config) else 0
     if target.needs_ray and processes * each > num_cpus:
         yield error(
             f"{processes} processes reserve {each:g} of Ray's CPUs each, {where} {num_cpus:g}",
@@ -85,19 +75,16 @@ def find_missing_resources(target: Target) -> Iterator[Finding]:
         do = "trainer.device=cpu to train without GPUs, or fewer trainer.n_gpus_per_node"
         if ray is not None and ray.address is None:
             do = f"export RAY_ADDRESS={ray.started[0] if ray.started else f'<head node>:6379, or {do}'}"
-        yield error(
-            f"the run asks for {asked} GPUs, {where} {num_gpus}", "it would wait for them, or end", do
-        )
+        what = f"the run asks for {asked} GPUs, {where} {num_gpus}"
+        yield error(what, "it would wait for them, or end", do)
 
 
-@check("driver-node", lambda target: target.cluster is not None and target.cluster.alive)
 def find_driver_outside(target: Target) -> Iterator[Finding]:
     """a driver whose machine is no node of the cluster"""
     from verl.single_controller.ray.environment import card_of_address
 
     ray = target.cluster
-    assert ray is not None
-    if not any(card_of_address(node.address) is not None for node in ray.alive):
+    if ray is not None and ray.alive and not any(card_of_address(node.address) for node in ray.alive):
         names = ", ".join(f"{node.name} ({node.address})" for node in ray.alive[:4])
         yield error(
             f"this machine ({socket.gethostname()}) is no node of the cluster at {ray.address}: {names}",
@@ -106,11 +93,12 @@ def find_driver_outside(target: Target) -> Iterator[Finding]:
         )
 
 
-@check("ray-files", lambda target: target.cluster is not None and target.cluster.address is None)
 def find_bad_ray_folder(target: Target) -> Iterator[Finding]:
     """a folder for Ray's files on NFS, or with too long a path for its sockets"""
     from verl.single_controller.ray.temp_dir import choose_temp_dir
 
+    if target.cluster is None or target.cluster.address is not None:
+        return
     try:
         _, note = choose_temp_dir()
     except ValueError as problem:
@@ -120,21 +108,16 @@ def find_bad_ray_folder(target: Target) -> Iterator[Finding]:
         yield warning(note, "logs and spilled objects go there", "export RAY_TMPDIR=<a short local path>")
 
 
-# ------------------------------------------------------------------------------ of all machines together
-
-
-@check("nodes", lambda target: target.reports or (target.cluster is not None and target.cluster.silent))
 def compare_nodes(target: Target) -> Iterator[Finding]:
     """nodes that run no task, or have other versions of Python, torch, Ray, transformers or NCCL"""
-    reports: Sequence[MachineReport] = target.reports
     for name in target.cluster.silent if target.cluster is not None else ():
         yield error(
             f"the node {name} did not run the preflight's task",
             "a process of the run that is put there would not start either",
             "look at /tmp/ray/session_latest/logs/raylet.out there, or take the node out with `ray stop`",
         )
-    for package, ours in versions().items():
-        others = {report.name: report.versions.get(package, "none") for report in reports}
+    for package, ours in versions().items() if target.versions else ():
+        others = {name: known.get(package, "none") for name, known in target.versions.items()}
         others = {name: version for name, version in others.items() if version != ours}
         theirs = ", ".join(sorted(set(others.values())))
         if others:
@@ -143,3 +126,12 @@ def compare_nodes(target: Target) -> Iterator[Finding]:
                 "objects and collectives between them fail, or give wrong numbers",
                 "on each node: pip install -c constraints.txt -e '.[train]' (or one shared environment)",
             )
+
+
+RAY_CHECKS: dict[str, Callable[[Target], Iterator[Finding]]] = {
+    "ray-address": find_wrong_address,
+    "ray-resources": find_missing_resources,
+    "driver-node": find_driver_outside,
+    "ray-files": find_bad_ray_folder,
+    "nodes": compare_nodes,
+}

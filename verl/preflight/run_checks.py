@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
 
-from verl.config import Config, SFTConfig
+from verl.config import Config, SFTConfig, at
 from verl.config.checks import FORMAT_SCORES, check_sft_config
 from verl.config.keys import as_list
-from verl.preflight.findings import Finding, check, error, warning
+from verl.preflight.findings import Finding, error, warning
 from verl.preflight.machine import existing_parent, memory_of_machine
-from verl.preflight.plan import Hardware, build_plan, engines_of, layout_of, rows_of_step
+from verl.preflight.memory import Layout
+from verl.preflight.plan import Hardware, build_plan, engines_of, rows_of_step
 from verl.preflight.report import verdict
 from verl.preflight.target import Target, local_folder
 from verl.trainer.config.validation import settings_without_effect, validate
-from verl.trainer.placement import num_processes
+from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import CheckpointStore
 from verl.utils.tracking import has_wandb_key
 from verl.workers.engine.loading import load_hf_config
@@ -29,22 +31,9 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_conf
 _END = "the run would end before its first step"
 
 
-def _is_run(target: Target) -> bool:
-    return target.config is not None
-
-
-def _is_policy_run(target: Target) -> bool:
-    return target.is_policy_run
-
-
-def _is_asked_about(target: Target) -> bool:
-    """A run that starts has validated its settings, and printed which of them have no effect."""
-    return target.config is not None and not target.at_start
-
-
 def mistake_of(target: Target) -> str | None:
-    """What validation says of the run's settings."""
-    config = target.config
+    """What validation says of the run's settings; a run that starts has validated them."""
+    config = None if target.at_start else target.config
     try:
         if isinstance(config, SFTConfig):
             check_sft_config(config)
@@ -55,17 +44,15 @@ def mistake_of(target: Target) -> str | None:
     return None
 
 
-@check("settings", _is_asked_about)
 def find_mistakes(target: Target) -> Iterator[Finding]:
     """what validation refuses: types, ranges, missing files, dp x tp x pp and processes, keys at odds"""
     if (mistake := mistake_of(target)) is not None:
         yield error(mistake.rstrip("."))
 
 
-@check("no-effect", _is_asked_about)
 def find_settings_without_effect(target: Target) -> Iterator[Finding]:
     """keys that are set and change nothing, and a loss with an aggregation that it is not meant for"""
-    if mistake_of(target) is not None:
+    if target.at_start or mistake_of(target) is not None:
         return
     notes = list(target.notes)
     if isinstance(target.config, Config):
@@ -73,25 +60,26 @@ def find_settings_without_effect(target: Target) -> Iterator[Finding]:
     yield from (warning(note.rstrip(".")) for note in notes)
 
 
-@check("batches", lambda target: target.is_policy_run and not target.config.trainer.val_only)
 def find_uneven_batches(target: Target) -> Iterator[Finding]:
     """batch sizes that don't divide: mini-batches of a step, processes of a mini-batch"""
     config = target.config
-    assert config is not None
+    if not isinstance(config, Config) or config.trainer.val_only:
+        return
     rows, n = rows_of_step(config), config.actor_rollout_ref.rollout.n
-    blocks = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor}
-    if target.passes.values:
-        blocks["critic"] = config.critic
+    blocks = (
+        ["actor_rollout_ref.actor", "critic"] if Passes.of(config).values else ["actor_rollout_ref.actor"]
+    )
     try:
-        replicas = layout_of(config, num_processes(config)).replicas
+        replicas = Layout.of(config).replicas
     except ValueError:  # the check of settings says why
         return
-    for name, block in blocks.items():
-        key, mini = f"{name}.ppo_mini_batch_size", block.ppo_mini_batch_size * n
+    for key in (f"{block}.ppo_mini_batch_size" for block in blocks):
+        size = at(config, key)
+        mini = size * n
         if mini < rows and rows % mini:
             divisor = next(size for size in range(mini, 0, -1) if rows % size == 0)
             yield warning(
-                f"a step has {rows} trajectories, no multiple of {key}={block.ppo_mini_batch_size}"
+                f"a step has {rows} trajectories, no multiple of {key}={size}"
                 + (f" (times rollout.n: {mini})" if n > 1 else ""),
                 f"the last update of each step has only {rows % mini} of them, and counts as the others",
                 f"{key}={max(1, divisor // n)}",
@@ -104,14 +92,14 @@ def find_uneven_batches(target: Target) -> Iterator[Finding]:
             )
 
 
-@check("lengths", _is_policy_run)
 def find_lengths_that_do_not_fit(target: Target) -> Iterator[Finding]:
     """contexts longer than the model's positions; turns that leave no room for a search"""
     config = target.config
-    assert config is not None
+    if not isinstance(config, Config):
+        return
     data, longest = config.data, config.data.max_prompt_length + config.data.max_response_length
-    blocks = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model}
-    if target.passes.values:
+    blocks: dict[str, Any] = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model}
+    if Passes.of(config).values:
         blocks["critic.model.path"] = config.critic.model
     for key, block in blocks.items():
         positions = _max_positions(block) if block.path and local_folder(block.path) else None
@@ -125,7 +113,7 @@ def find_lengths_that_do_not_fit(target: Target) -> Iterator[Finding]:
                 "more positions (RoPE scaling in its config.json)",
             )
     one_search = data.max_start_length + data.max_response_length + data.max_obs_length
-    if target.searches and config.max_turns > 0 and one_search > data.max_prompt_length:
+    if config.do_search and config.max_turns > 0 and one_search > data.max_prompt_length:
         yield warning(
             f"data.max_start_length={data.max_start_length}, max_response_length={data.max_response_length} "
             f"and max_obs_length={data.max_obs_length} make {one_search} tokens, data.max_prompt_length is "
@@ -135,7 +123,7 @@ def find_lengths_that_do_not_fit(target: Target) -> Iterator[Finding]:
         )
 
 
-def _max_positions(block: dict) -> int | None:
+def _max_positions(block: Any) -> int | None:
     """Positions that a model has, those of a stretched RoPE (YaRN, linear, ...) included."""
     try:
         fields = load_hf_config(block).get_text_config().to_dict()
@@ -148,7 +136,6 @@ def _max_positions(block: dict) -> int | None:
     return max(positions, int(factor * scaling.get("original_max_position_embeddings", positions)))
 
 
-@check("model", _is_run)
 def find_broken_models(target: Target) -> Iterator[Finding]:
     """models that are not whole, or without a tokenizer"""
     for key, path in target.models.items():
@@ -163,9 +150,8 @@ def find_broken_models(target: Target) -> Iterator[Finding]:
             missing.append("tokenizer")
         index = folder / "model.safetensors.index.json"
         if index.exists():
-            text = index.read_text(encoding="utf-8")
-            shards = sorted(set(json.loads(text)["weight_map"].values()))
-            missing += [name for name in shards if not (folder / name).exists()]
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            missing += [name for name in sorted(shards) if not (folder / name).exists()]
         if missing:
             names = ", ".join(missing)
             do = f"copy {names} into {path}" if Path(path).is_dir() else f"hf download {path}"
@@ -193,7 +179,6 @@ def _problem_of_file(path: Path) -> str | None:
     return None
 
 
-@check("hub-offline", _is_run)
 def find_uncached_models(target: Target) -> Iterator[Finding]:
     """the hub switched off, and a model that is not in the cache"""
     for key, path in target.models.items():
@@ -205,23 +190,23 @@ def find_uncached_models(target: Target) -> Iterator[Finding]:
             )
 
 
-@check("data", _is_run)
 def find_broken_data(target: Target) -> Iterator[Finding]:
     """data files that are broken or can't be read"""
-    data = target.config.data  # type: ignore[union-attr]
-    files = {"data.train_files": data.train_files, "data.val_files": data.val_files}
-    if target.is_policy_run:
-        files["data.extra_val_files"] = data.extra_val_files
-    for key, value in files.items():
-        for path in [Path(str(one)) for one in as_list(value) if one is not None]:
-            if path.is_file() and (problem := _problem_of_file(path)) is not None:
-                yield error(f"{key}={path}: {problem}", _END, f"{key}=<file>")
+    if target.config is None:
+        return
+    for key in ("train_files", "val_files", "extra_val_files"):
+        for path in as_list(target.config.data.get(key)):
+            if (
+                path is not None
+                and Path(path).is_file()
+                and (problem := _problem_of_file(Path(path))) is not None
+            ):
+                yield error(f"data.{key}={path}: {problem}", _END, f"data.{key}=<file>")
 
 
-@check("wandb-key", _is_run)
 def find_missing_key(target: Target) -> Iterator[Finding]:
     """wandb among the loggers without an API key"""
-    loggers = target.config.trainer.logger  # type: ignore[union-attr]
+    loggers = [] if target.config is None else target.config.trainer.logger
     if "wandb" in loggers and not os.environ.get("WANDB_MODE") and not has_wandb_key():
         yield warning(
             "trainer.logger has wandb, and there is no WANDB_API_KEY and no `wandb login`",
@@ -230,54 +215,59 @@ def find_missing_key(target: Target) -> Iterator[Finding]:
         )
 
 
-def _plans_here(target: Target) -> bool:
-    """Whether the run's memory is that of machines like this one: it may be on other nodes, with GPUs."""
-    if not target.is_policy_run or not target.has_models:
-        return False
-    cluster_gpus = sum(node.num_gpus for node in target.cluster.alive) if target.cluster else 0
-    device = target.config.trainer.device  # type: ignore[union-attr]
-    return device == "cpu" or torch.cuda.is_available() or (not target.num_gpus_asked and not cluster_gpus)
-
-
-@check("memory", _plans_here)
 def find_little_memory(target: Target) -> Iterator[Finding]:
     """a run that does not fit into its GPUs, or a machine whose memory is below what the models take"""
+    config = target.config
+    if not isinstance(config, Config) or not target.has_models:
+        return
+    cluster_gpus = sum(node.num_gpus for node in target.cluster.alive) if target.cluster is not None else 0
+    on_gpus_elsewhere = config.trainer.device != "cpu" and (target.num_gpus_asked or cluster_gpus)
+    if on_gpus_elsewhere and not torch.cuda.is_available():  # of a size that is not known here
+        return
     try:
-        plan = build_plan(target.config, Hardware.of(target.config))  # type: ignore[arg-type]
+        plan = build_plan(config, Hardware.of(config))
     except ValueError:  # a model that can't be read, or sizes that can't be: other checks say why
         return
     if plan.hardware.device == "cuda":
         if not plan.fits:
-            what, *do = verdict(plan, target.config)  # type: ignore[arg-type]
+            what, *do = verdict(plan, config)
+            do.append("trainer.doctor_skip=[memory] starts it all the same")
             yield error(what, "the run would end with out of memory", "; ".join(do))
         return
     # on CPUs much is paged and shared: only what models keep for the whole run is certain
     kept = ("weights", "gradients", "optimizer state")
-    load = plan.loads[0]
-    needed = max(
-        sum(item.phases.get(phase, 0) for item in load.items if item.name.endswith(kept))
-        for phase in plan.phases
-    )
+    items = [phases for name, phases in plan.loads[0].items.items() if name.endswith(kept)]
+    needed = max(sum(phases.get(phase, 0) for phases in items) for phase in plan.phases)
     if needed > memory_of_machine():
         yield error(
             f"this machine (or its control group) has {_gb(memory_of_machine())} of memory, weights, "
             f"gradients and optimizer states need {_gb(needed)}",
             "the kernel would kill the processes, without a word in their log",
-            "ask for more memory (sbatch --mem=...) or more nodes; trainer.dry_run=true shows the plan",
+            "ask for more memory (sbatch --mem=...) or more nodes; trainer.dry_run=true shows the plan; "
+            "trainer.doctor_skip=[memory] starts it all the same",
         )
 
 
-@check("checkpoints", lambda t: t.is_policy_run and t.has_models and not t.config.trainer.val_only)
 def find_no_room_for_checkpoints(target: Target) -> Iterator[Finding]:
     """a file system too small for the checkpoints that the run keeps"""
+    config = target.config
+    if not isinstance(config, Config) or not target.has_models or config.trainer.val_only:
+        return
     try:
-        size = checkpoint_bytes(target)
+        size = _checkpoint_bytes(config)
     except ValueError:  # a model that can't be read: another check says why
         return
-    trainer, there = target.config.trainer, len(CheckpointStore(target.run_folder, None).steps())  # type: ignore[union-attr]
+    trainer, there = config.trainer, len(CheckpointStore(target.run_folder, None).steps())
+    steps, frequency, kept = trainer.total_training_steps, trainer.save_freq, trainer.max_ckpt_to_keep
+    # one more is on disk while it is written before the oldest goes
+    at_once = (kept or 1) + 1
+    if frequency <= 0:
+        at_once = 1
+    elif steps is not None:
+        written = -(-steps // frequency)
+        at_once = min((kept or written) + 1, written)
     sizes = os.statvfs(existing_parent(target.run_folder))
     free = sizes.f_bavail * sizes.f_frsize
-    kept, at_once = checkpoints_at_once(trainer)
     if max(1, at_once - there) * size > free:
         yield error(
             f"{target.run_folder} has {_gb(free)} free, {at_once} checkpoints of about {_gb(size)} need "
@@ -285,42 +275,28 @@ def find_no_room_for_checkpoints(target: Target) -> Iterator[Finding]:
             f"written{f', {there} are there' if there else ''})",
             "the run would end when the disk is full, hours from now",
             f"trainer.max_ckpt_to_keep={max(1, free // size - 1)}"
-            if free >= 2 * size and kept > 1
+            if free >= 2 * size and at_once > 2
             else "trainer.default_local_dir=<folder on a file system with room>",
         )
 
 
-def checkpoints_at_once(trainer: object) -> tuple[int, int]:
-    """(checkpoints that stay, those on disk while the next one is written before the oldest goes)."""
-    steps, frequency, kept = trainer.total_training_steps, trainer.save_freq, trainer.max_ckpt_to_keep  # type: ignore[attr-defined]
-    if frequency <= 0:
-        return 1, 1
-    if steps is None:
-        return (kept or 1), (kept or 1) + 1
-    written = -(-steps // frequency)
-    stay = min(kept or written, written)
-    return stay, min(stay + 1, written)
-
-
-def checkpoint_bytes(target: Target) -> int:
+def _checkpoint_bytes(config: Config) -> int:
     """About what one checkpoint takes: per trained parameter the weight and AdamW's two averages, and the
     policy's weights again in a Hugging Face folder.
     """
     total, device = 0, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for engine in engines_of(target.config, target.passes, device):  # type: ignore[arg-type]
-        if engine.update is None:
-            continue
-        width = engine.precision.model.itemsize
-        for p in engine.shapes.parameters:
-            total += p.numel * (3 * (4 if p.is_adapter else width) if p.trained else 0)
-            total += p.numel * width if engine.owner == "actor" and not p.is_adapter else 0
+    for engine in engines_of(config, Passes.of(config), device):
+        if engine.is_trained:
+            width = engine.precision.model.itemsize
+            total += 3 * engine.size.trained * (4 if engine.size.adapters else width)
+            total += engine.size.num_parameters * width * (engine.owner == "actor")
     return total
 
 
-@check("index", lambda target: target.index_path is not None and target.probe is not None)
 def find_unfit_index(target: Target) -> Iterator[Finding]:
     """an index (--index_path) that is not whole, or larger than the memory it is searched in"""
-    assert target.index_path is not None and target.probe is not None
+    if target.index_path is None:
+        return
     name = f"--index_path {target.index_path}"
     try:
         num_bytes, on_gpu = target.probe.index(target.index_path)
@@ -347,3 +323,18 @@ def find_unfit_index(target: Target) -> Iterator[Finding]:
 
 def _gb(size: float) -> str:
     return f"{size / 1e9:.1f} GB"
+
+
+RUN_CHECKS: dict[str, Callable[[Target], Iterator[Finding]]] = {
+    "settings": find_mistakes,
+    "no-effect": find_settings_without_effect,
+    "batches": find_uneven_batches,
+    "lengths": find_lengths_that_do_not_fit,
+    "model": find_broken_models,
+    "hub-offline": find_uncached_models,
+    "data": find_broken_data,
+    "wandb-key": find_missing_key,
+    "memory": find_little_memory,
+    "checkpoints": find_no_room_for_checkpoints,
+    "index": find_unfit_index,
+}

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-from verl.config.keys import at
+from verl.config import Config, SFTConfig, at
 from verl.trainer.placement import needs_ray, num_processes
 from verl.trainer.ppo.passes import Passes
-
-SFT = "sft_trainer"
-
-
-class SearchSide(Protocol):
-    """What the program hands in to look at the search side (`search_r1.search.probe.RetrievalProbe`)."""
-
-    def servers(
-        self, urls: str | Sequence[str], topk: int, timeout: float, use_proxy: bool
-    ) -> Sequence[Any]: ...
-
-    def corpus(self, path: str) -> dict[str, Any]: ...
-
-    def index(self, path: str) -> tuple[int, bool]: ...
 
 
 @dataclass(frozen=True)
@@ -42,15 +29,16 @@ class RayNode:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The Ray that the run would use. address: RAY_ADDRESS; started: addresses of clusters that `ray start`
-    left here and that answer. problem: why the cluster at `address` can't be used; port_holder: what listens
-    there. silent: nodes that did not run the preflight's task.
+    """The Ray that the run would use.
+
+    Attributes:
+        address: RAY_ADDRESS. started: addresses of clusters that `ray start` left here and that answer.
+        problem: why the cluster at `address` can't be used. silent: nodes that did not run our task.
     """
 
     address: str | None
     started: tuple[str, ...] = ()
     problem: str | None = None
-    port_holder: str | None = None
     nodes: tuple[RayNode, ...] = ()
     silent: tuple[str, ...] = ()
 
@@ -64,24 +52,23 @@ class Target:
     """What the checks look at.
 
     Attributes:
-        config: the run's configuration; None: no run is meant. program: name of its schema.
-        probe: looks at the search side; None: nothing of it is checked.
+        config: the run's configuration; None: no run is meant.
+        probe: asks retrieval servers (`search_r1.search.probe.RetrievalProbe`); None: they are not asked.
         index_path: an index that the retrieval server is to load on this machine.
-        is_thorough: also what takes seconds: GPUs by nvidia-smi, and the other nodes.
+        is_thorough: also what takes seconds: GPUs by their driver, and the other nodes.
         at_start: a run starts right after this; its settings are validated, and their notes printed.
-        cluster: None where nothing needs Ray. reports: MachineReport of its machines, once they were asked.
+        cluster: None where nothing needs Ray. versions: of packages, by the nodes that were asked.
         notes: on keys of the command line that change nothing.
         run_folder, model_folders: absolute, by the driver: nodes have another working folder.
     """
 
-    config: Any | None
-    program: str = "ppo_trainer"
-    probe: SearchSide | None = None
+    config: Config | SFTConfig | None
+    probe: Any = None
     index_path: str | None = None
     is_thorough: bool = False
     at_start: bool = False
     cluster: Cluster | None = None
-    reports: tuple[Any, ...] = ()
+    versions: dict[str, dict[str, str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     run_folder: str = field(init=False, default="")
     model_folders: tuple[str, ...] = field(init=False, default=())
@@ -89,25 +76,18 @@ class Target:
     def __post_init__(self) -> None:
         if self.config is not None:
             folder = Path(self.config.trainer.default_local_dir).expanduser().absolute()
-            models = {
-                str(Path(path).absolute()): None for path in self.models.values() if Path(path).is_dir()
-            }
+            models = [str(Path(path).absolute()) for path in self.models.values() if Path(path).is_dir()]
             object.__setattr__(self, "run_folder", str(folder))
             object.__setattr__(self, "model_folders", tuple(models))
 
-    @property
-    def is_policy_run(self) -> bool:
-        """A run that is not supervised."""
-        return self.config is not None and self.program != SFT
-
-    @property
-    def passes(self) -> Passes:
-        """Of a policy run."""
-        return Passes.of(self.config)  # type: ignore[arg-type]
-
-    @property
-    def searches(self) -> bool:
-        return self.is_policy_run and bool(self.config.do_search)  # type: ignore[union-attr]
+    @cached_property
+    def servers(self) -> Sequence[Any]:
+        """State of each retrieval server of the run (`RetrievalProbe.servers`), as seen from this machine."""
+        config = self.config
+        if self.probe is None or not isinstance(config, Config) or not config.do_search:
+            return []
+        block = config.retriever
+        return self.probe.servers(block.url, block.topk, block.timeout, block.use_proxy)
 
     @property
     def needs_ray(self) -> bool:
@@ -117,18 +97,11 @@ class Target:
         return needs_ray(self.config)
 
     @property
-    def has_several_nodes(self) -> bool:
-        if self.config is None:
-            return self.cluster is not None and len(self.cluster.alive) > 1
-        return bool(self.config.trainer.nnodes > 1)
-
-    @property
     def num_gpus_asked(self) -> int:
         """GPUs that the run can't do without: with one process `auto` takes what is there."""
         assert self.config is not None
         device, processes = self.config.trainer.device, num_processes(self.config)
-        may_do_without = device == "cpu" or (device == "auto" and processes == 1)
-        return 0 if may_do_without else processes
+        return 0 if device == "cpu" or (device == "auto" and processes == 1) else processes
 
     @property
     def models(self) -> dict[str, str]:
@@ -136,11 +109,13 @@ class Target:
         config = self.config
         if config is None:
             return {}
-        keys = ["model.partial_pretrain"]
-        if self.is_policy_run:
+        if isinstance(config, SFTConfig):
+            keys = ["model.partial_pretrain"]
+        else:
+            passes = Passes.of(config)
             keys = ["actor_rollout_ref.model.path"]
-            keys += ["critic.model.path"] if self.passes.values else []
-            keys += ["actor_rollout_ref.teacher.path"] if self.passes.teacher else []
+            keys += ["critic.model.path"] * passes.values
+            keys += ["actor_rollout_ref.teacher.path"] * passes.teacher
         once: dict[str, str] = {}
         for key in keys:
             path = at(config, key)
@@ -151,7 +126,7 @@ class Target:
     @property
     def has_models(self) -> bool:
         """Whether all models are here, in a folder or in the hub's cache."""
-        return all(local_folder(model) is not None for model in self.models.values())
+        return None not in map(local_folder, self.models.values())
 
 
 def local_folder(model: str) -> Path | None:

@@ -324,7 +324,7 @@ def run(argv: list[str]) -> int:
             check_sft_config(config)
             for line in loaded.notes:
                 print(f"note: {line}")
-            if not start_is_sound(config, "sft_trainer"):
+            if not start_is_sound(config):
                 return 2
             session = start_ray(config)
             place(config)

@@ -152,7 +152,7 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
                 print(f"note: {line}")
             if config.trainer.dry_run:
                 return dry_run(config)
-            if not start_is_sound(config, "ppo_trainer", RetrievalProbe()):
+            if not start_is_sound(config, RetrievalProbe()):
                 return 2
             session = start_ray(config)
             place(config)

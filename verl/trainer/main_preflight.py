@@ -4,22 +4,21 @@
     python -m verl.preflight trainer.nnodes=2 retriever.url=...  a run: the arguments of verl.trainer.main_ppo
     python -m verl.preflight --only retriever,proxy --json ...   some checks, for a script
 
-One line for each finding: what is wrong, why it will hurt, what to type; then a note on the checks that had
-nothing to look at, and the count of the others. Exit status: 0 nothing, or warnings only; 2 errors (also in
-the arguments).
+One line for each finding: what is wrong, why it will hurt, what to type. Exit status: 0 nothing, or warnings
+only; 2 errors (also in the arguments).
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
 
 from search_r1.search.probe import RetrievalProbe
 from verl.config import PROGRAMS, Loaded, load
-from verl.preflight.findings import CHECKS, choose
-from verl.preflight.preflight import Preflight, look
+from verl.preflight.preflight import CHECKS, choose, look
 from verl.preflight.target import Target
 
 
@@ -53,37 +52,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.list:
             for name in choose(arguments.only, arguments.skip):
-                print(f"{name:15} {CHECKS[name].about}")
+                print(f"{name:15} {(CHECKS[name].__doc__ or '').splitlines()[0]}")
             return 0
         has_run = arguments.overrides or program != "ppo_trainer"
         loaded = load(arguments.overrides, program) if has_run else Loaded(None, {}, [])
-        config, notes, is_thorough = loaded.config, tuple(loaded.notes), not arguments.quick
-        target = Target(config, program, RetrievalProbe(), arguments.index_path, is_thorough, notes=notes)
+        target = Target(
+            loaded.config,
+            RetrievalProbe(),
+            arguments.index_path,
+            is_thorough=not arguments.quick,
+            notes=tuple(loaded.notes),
+        )
         preflight = look(target, arguments.only, arguments.skip)
     except (ValueError, OSError) as error:
         if arguments.json:
             print(json.dumps({"error": str(error)}))
         print(f"error: {error}", file=sys.stderr)
         return 2
+    errors, warnings = preflight.num_errors, len(preflight.findings) - preflight.num_errors
     if arguments.json:
-        print(json.dumps(_as_json(preflight), indent=1))
+        findings = [dataclasses.asdict(finding) for finding in preflight.findings]
+        counts = {"errors": errors, "warnings": warnings, "checks": preflight.checks}
+        print(json.dumps({**counts, "findings": findings}, indent=1))
     else:
         for finding in preflight.findings:
             print(finding.line)
-        if preflight.idle:
-            print(f"note: {len(preflight.idle)} checks had nothing to look at: {', '.join(preflight.idle)}")
-        of = "this run on" if config is not None else "this machine, or the cluster at RAY_ADDRESS:"
-        errors, warnings = preflight.num_errors, len(preflight.findings) - preflight.num_errors
-        machines = f"{len(preflight.machines)} machine{'s' if len(preflight.machines) > 1 else ''}"
-        print(f"{len(preflight.looked)} checks of {of} {machines}: {errors} errors, {warnings} warnings")
-    return 2 if preflight.num_errors else 0
-
-
-def _as_json(preflight: Preflight) -> dict[str, object]:
-    return {
-        "errors": preflight.num_errors,
-        "warnings": len(preflight.findings) - preflight.num_errors,
-        "checks": preflight.looked,
-        "without_a_look": preflight.idle,
-        "findings": [finding.to_json() for finding in preflight.findings],
-    }
+        of = "this run on" if loaded.config is not None else "this machine, or the cluster at RAY_ADDRESS:"
+        machines = f"{preflight.num_machines} machine{'s' * (preflight.num_machines > 1)}"
+        print(f"{len(preflight.checks)} checks of {of} {machines}: {errors} errors, {warnings} warnings")
+    return 2 if errors else 0
