@@ -249,18 +249,8 @@ def _dense_options(arguments: argparse.Namespace) -> DenseBuildOptions:
     )
 
 
-def command_of(arguments: argparse.Namespace) -> list[str]:
-    """The command line of these arguments, with every flag that is not at its default."""
-    words = list(PROGRAM)
-    defaults = vars(build_parser().parse_args(["--corpus_path", ""]))
-    for name, value in vars(arguments).items():
-        if value != defaults[name] and name != "overwrite":
-            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    return words
-
-
-def run(arguments: argparse.Namespace, progress: ProgressLine) -> None:
-    """Checks and builds. Raises ValueError for all that the user can mend."""
+def run(arguments: argparse.Namespace, command: list[str], progress: ProgressLine) -> None:
+    """Checks and builds; the manifest keeps `command`. Raises ValueError for all that the user can mend."""
     check_arguments(arguments)
     checked = check_or_raise(arguments, progress)
     if arguments.check_only:
@@ -273,7 +263,7 @@ def run(arguments: argparse.Namespace, progress: ProgressLine) -> None:
                 corpus,
                 checked,
                 overwrite=arguments.overwrite,
-                command=command_of(arguments),
+                command=command,
                 progress=progress,
                 report=progress.report,
             )
@@ -288,12 +278,13 @@ def _stop(number: int, frame: FrameType | None) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 built or there already, 2 for the user's mistakes, 1 for what the machine lacks (disk,
     memory), 130 by Ctrl-C or SIGTERM."""
-    arguments = build_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    arguments = build_parser().parse_args(words)
     before = signal.signal(signal.SIGTERM, _stop)
     progress = ProgressLine()
     again = "the same command goes on where this one was"
     try:
-        run(arguments, progress)
+        run(arguments, [*PROGRAM, *words], progress)
         return 0
     except KeyboardInterrupt:
         message, status = f"stopped; {again}", 130

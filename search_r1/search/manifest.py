@@ -82,28 +82,17 @@ def read_manifest(index_path: str | Path) -> Manifest | None:
     """The manifest of an index, None where there is none. Raises ValueError for one that can't be read."""
     path = manifest_path(index_path)
     try:
-        text = path.read_text(encoding="utf-8")
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values["format"] != FORMAT:
+            raise ValueError(f"its format is {values['format']}, this version reads format {FORMAT}")
+        manifest = Manifest(**{field.name: values[field.name] for field in fields(Manifest)})
+        if missing := [name for name in COMPARED if name not in manifest.corpus]:
+            raise ValueError(f"it lacks the corpus's {missing[0]}")
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: can't be read ({error}); build the index again") from None
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON ({error}); build the index again") from None
-    names = {field.name: str if field.name == "backend" else dict for field in fields(Manifest)}
-    if not isinstance(values, dict) or "format" not in values:
-        raise ValueError(f"{path}: not the manifest of an index; build the index again")
-    if values["format"] != FORMAT:
-        raise ValueError(
-            f"{path}: an index of format {values['format']}, this version reads format {FORMAT}: "
-            "build the index again, or use the version that built it"
-        )
-    if wrong := [name for name, kind in names.items() if not isinstance(values.get(name), kind)]:
-        raise ValueError(f"{path}: the manifest lacks '{wrong[0]}'; build the index again")
-    if wrong := [name for name in COMPARED if name not in values["corpus"]]:
-        raise ValueError(f"{path}: the manifest lacks the corpus's '{wrong[0]}'; build the index again")
-    return Manifest(**{name: values[name] for name in names})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not the manifest of an index ({error}); build the index again") from None
+    return manifest
 
 
 def check_manifest(
@@ -122,12 +111,6 @@ def check_manifest(
     index_path = Path(index_path)
     manifest = read_manifest(index_path)
     if manifest is None:
-        work = index_path.with_name(index_path.name + WORK_SUFFIX)
-        if not index_path.exists() and work.exists():
-            raise ValueError(
-                f"{index_path} is not built yet: a build was begun in {work}. "
-                "Start the index builder again with the same flags, and it goes on from there"
-            )
         return None
     if expected_backend is not None and manifest.backend != expected_backend:
         raise ValueError(

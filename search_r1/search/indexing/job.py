@@ -45,7 +45,7 @@ class IndexJob:
     backend: str
     request: dict[str, Any]
     build: Callable[[Corpus, Path, Progress], dict[str, Any]]
-    needed_bytes: int
+    needed_bytes: int = 0
     file_name: str | None = None
 
     @property
@@ -76,30 +76,69 @@ def run_job(
     begun = time.monotonic()
     of = corpus.fingerprint() | {"sha256": checked.sha256}
     identity = {"backend": job.backend, "corpus": of, "request": job.request}
+    note, folder = job.work / "request.json", job.work / "index"
     job.work.parent.mkdir(parents=True, exist_ok=True)
     with _locked(job.work):
-        if _is_finished(job, identity, overwrite):
-            return False
-        resumed = _prepare_work(job, identity, overwrite)
+        before = _read_note(note)  # None: it is written before anything else, so nothing is worth keeping
+        if job.target.exists():
+            existing = _identity_of(job.target, identity)
+            if existing == identity:
+                if before in (identity, None):  # killed between the last rename and the end
+                    shutil.rmtree(job.work)
+                return False
+            if not overwrite:
+                raise ValueError(
+                    f"{job.target} is an index {_difference(existing, identity)}: give another --save_dir, "
+                    "or --overwrite to replace it"
+                )
+        resumed = before == identity and folder.exists()
         if resumed:
             report(f"going on with {job.work}")
-        folder = job.work / "index"
-        if not _marker(job).exists():
-            _check_disk_space(job)
-            folder.mkdir(exist_ok=True)
-            parameters = _build_once(job, corpus, folder, progress)
-            if checked.is_outdated():
-                raise ValueError(f"{checked.path} was changed while the index was built: build it again")
-            built = {
-                "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                "seconds": round(time.monotonic() - begun, 1),
-                "resumed": resumed,
-                "request": job.request,
-                "command": command,
-            }
-            of_named = of | {"name": checked.path.name}
-            _finish(job, folder, Manifest(job.backend, of_named, parameters, built))
-        _publish(job, folder)
+        elif before not in (identity, None) and not overwrite:
+            raise ValueError(
+                f"{job.work} holds a begun index {_difference(before, identity)}: "
+                "remove that folder, or give --overwrite to begin anew"
+            )
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            note.write_text(json.dumps(identity, indent=1), encoding="utf-8")
+            free = shutil.disk_usage(job.work).free
+            if free < job.needed_bytes:
+                raise ValueError(
+                    f"{job.target} needs about {job.needed_bytes / 2**30:.1f} GiB on its disk while it is "
+                    f"built, {free / 2**30:.1f} GiB are free: make room, or give another --save_dir"
+                )
+            folder.mkdir()
+        parameters = job.build(corpus, folder, progress)
+        if checked.is_outdated():
+            raise ValueError(f"{checked.path} was changed while the index was built: build it again")
+        built = {
+            "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "seconds": round(time.monotonic() - begun, 1),
+            "resumed": resumed,
+            "request": job.request,
+            "command": command,
+        }
+        inner = folder
+        if job.file_name is not None:
+            inner = (folder / job.file_name).rename(folder / job.target.name)
+        for path in folder.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        write_manifest(inner, Manifest(job.backend, of | {"name": checked.path.name}, parameters, built))
+        # The renames; each may be the last thing before a kill. An old index is out of the way before the new
+        # one takes its name, and removed afterwards.
+        if job.target.exists():
+            shutil.rmtree(job.work / "old", ignore_errors=True)
+            (job.work / "old").mkdir()
+            job.target.rename(job.work / "old" / job.target.name)
+        if job.file_name is not None:
+            manifest_path(inner).replace(
+                manifest_path(job.target)
+            )  # before the file, which is nothing without
+        inner.rename(job.target)
+        shutil.rmtree(job.work, ignore_errors=True)
         return True
 
 
@@ -107,18 +146,13 @@ def run_job(
 def _locked(work: Path) -> Iterator[None]:
     """Holds the lock of a work folder, and leaves none behind that is empty."""
     work.mkdir(exist_ok=True)
-    with (work / "lock").open("a+") as file:
+    with (work / "lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            owner = file.read().strip() or "not known"
-            raise ValueError(f"{work}: another process builds this index now (process {owner})") from None
-        if not _is_file_at(file.fileno(), work / "lock"):
+            raise ValueError(f"{work}: another process builds this index now") from None
+        if not os.fstat(file.fileno()).st_nlink:
             raise ValueError(f"{work}: another process has just finished this index; start again to see")
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
         try:
             yield
         finally:
@@ -126,131 +160,34 @@ def _locked(work: Path) -> Iterator[None]:
                 shutil.rmtree(work, ignore_errors=True)
 
 
-def _is_file_at(fd: int, path: Path) -> bool:
-    return path.exists() and os.path.samestat(os.fstat(fd), path.stat())
+def _read_note(path: Path) -> dict[str, Any] | None:
+    """What the work folder is for; None where it doesn't say."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
-def _is_finished(job: IndexJob, identity: dict[str, Any], overwrite: bool) -> bool:
-    """Whether the target is this very index. Raises ValueError when it is something else that must stay."""
-    if not job.target.exists():
-        return False
-    manifest = read_manifest(job.target)
+def _identity_of(target: Path, like: dict[str, Any]) -> dict[str, Any]:
+    """What a finished index is, with the fields that `like` has. Raises ValueError when it isn't ours."""
+    manifest = read_manifest(target)
     if manifest is None:
         raise ValueError(
-            f"{job.target} exists and was not built by this program: remove it, or give another --save_dir"
+            f"{target} exists and was not built by this program: remove it, or give another --save_dir"
         )
-    of = {name: manifest.corpus.get(name) for name in identity["corpus"]}
-    existing = {"backend": manifest.backend, "corpus": of, "request": manifest.built.get("request")}
-    if existing == identity:
-        if _read_note(job) in (identity, None):  # killed between the last rename and the end
-            shutil.rmtree(job.work)
-        return True
-    if not overwrite:
-        raise ValueError(
-            f"{job.target} is an index {_difference(existing, identity)}: give another --save_dir, "
-            "or --overwrite to replace it"
-        )
-    return False
+    of = {name: manifest.corpus.get(name) for name in like["corpus"]}
+    return {"backend": manifest.backend, "corpus": of, "request": manifest.built.get("request")}
 
 
 def _difference(existing: dict[str, Any], wanted: dict[str, Any]) -> str:
     """What sets an existing build apart: "of another corpus (...)", "built with max_length 180 (now 256)"."""
     if existing["corpus"] != wanted["corpus"]:
-        count, digest = existing["corpus"].get("num_documents"), str(existing["corpus"].get("sha256"))[:12]
-        given = wanted["corpus"]
-        return (
-            f"of another corpus ({count} documents, sha256 {digest}; the corpus given has "
-            f"{given['num_documents']} documents, sha256 {given['sha256'][:12]})"
+        theirs, ours = (
+            f"{corpus['num_documents']} documents, sha256 {str(corpus['sha256'])[:12]}"
+            for corpus in (existing["corpus"], wanted["corpus"])
         )
+        return f"of another corpus ({theirs}; the corpus given has {ours})"
     before, now = existing["request"] or {}, wanted["request"]
     names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     words = [f"{name} {before.get(name)!r} (now {now.get(name)!r})" for name in names]
     return f"built with {', '.join(words)}" if words else f"for {existing['backend']}"
-
-
-def _prepare_work(job: IndexJob, identity: dict[str, Any], overwrite: bool) -> bool:
-    """Makes the work folder ready; True when it holds a begun build of the same index."""
-    begun = _read_note(job)  # None: it is written before anything else, so there is nothing worth keeping
-    if begun == identity:
-        return (job.work / "index").exists()
-    if begun is not None and not overwrite:
-        raise ValueError(
-            f"{job.work} holds a begun index {_difference(begun, identity)}: "
-            "remove that folder, or give --overwrite to begin anew"
-        )
-    for path in (_marker(job), job.work / "parameters.json"):
-        path.unlink(missing_ok=True)
-    for path in (job.work / "index", job.work / "old"):
-        shutil.rmtree(path, ignore_errors=True)
-    _write_json(job.work / "request.json", identity)
-    return False
-
-
-def _read_note(job: IndexJob) -> dict[str, Any] | None:
-    """What the work folder is for; None where it doesn't say."""
-    try:
-        return json.loads((job.work / "request.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
-def _check_disk_space(job: IndexJob) -> None:
-    there = sum(path.stat().st_size for path in job.work.rglob("*") if path.is_file())
-    needed, free = job.needed_bytes - there, shutil.disk_usage(job.work).free
-    if free < needed:
-        raise ValueError(
-            f"{job.target} needs about {needed / 2**30:.1f} GiB more on its disk while it is built, "
-            f"{free / 2**30:.1f} GiB are free: make room, or give another --save_dir"
-        )
-
-
-def _inner(job: IndexJob, folder: Path) -> Path:
-    """The index inside of the work folder."""
-    return folder if job.file_name is None else folder / job.target.name
-
-
-def _build_once(job: IndexJob, corpus: Corpus, folder: Path, progress: Progress) -> dict[str, Any]:
-    """What the backend's build returned; kept, so that a kill right after it doesn't mean to build again."""
-    note = job.work / "parameters.json"
-    if not note.exists():
-        parameters = job.build(corpus, folder, progress)
-        _write_json(note, parameters)
-    return json.loads(note.read_text(encoding="utf-8"))
-
-
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(values, indent=1), encoding="utf-8")
-    partial.replace(path)
-
-
-def _marker(job: IndexJob) -> Path:
-    """A file in the work folder that says: the index and its manifest are whole, only renames are left."""
-    return job.work / "finished"
-
-
-def _finish(job: IndexJob, folder: Path, manifest: Manifest) -> None:
-    """Brings all files to the disk, then writes the manifest and the marker."""
-    if job.file_name is not None and (folder / job.file_name).exists():
-        (folder / job.file_name).replace(_inner(job, folder))
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    write_manifest(_inner(job, folder), manifest)
-    _marker(job).touch()
-
-
-def _publish(job: IndexJob, folder: Path) -> None:
-    """The renames; each may be the first one after a kill.
-
-    An old index is out of the way before the new one takes its name, and removed afterwards.
-    """
-    inner, old = _inner(job, folder), job.work / "old"
-    if job.target.exists():
-        old.mkdir(exist_ok=True)
-        job.target.replace(old / job.target.name)
-    if job.file_name is not None and manifest_path(inner).exists():
-        manifest_path(inner).replace(manifest_path(job.target))  # before the file, which is nothing without
-    inner.replace(job.target)
-    shutil.rmtree(job.work, ignore_errors=True)

@@ -112,8 +112,6 @@ def test_a_stopped_build_goes_on_where_it_was(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         start(job, corpus, progress=stop_at(3))
     assert not job.target.exists()
-    with pytest.raises(ValueError, match="not built yet"), Corpus.open(corpus) as opened:
-        check_manifest(job.target, opened)
     rows: list[int] = []
     said: list[str] = []
     start(job, corpus, progress=lambda _, done, total: rows.append(done), report=said.append)
