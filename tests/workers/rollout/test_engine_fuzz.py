@@ -39,8 +39,8 @@ def test_three_hundred_random_schedules_sample_what_each_session_samples_alone()
 
 
 @pytest.mark.slow
-def test_three_thousand_random_schedules_sample_what_each_session_samples_alone() -> None:
-    play(range(1_000_000, 1_003_000))
+def test_a_thousand_random_schedules_sample_what_each_session_samples_alone() -> None:
+    play(range(1_000_000, 1_001_000))
 
 
 def play_real(name: str, seeds: range) -> dict[str, float]:
