@@ -67,7 +67,7 @@ def create_service(arguments: argparse.Namespace) -> RetrievalService:
     settings = check_server_arguments(arguments)
 
     def load() -> SearchBackend:
-        retriever = open_retriever(arguments, service.report)
+        retriever = open_retriever(arguments, lambda line: setattr(service, "progress", line))
         if arguments.workers > 1 and uses_gpu():
             retriever.close()
             raise ValueError(

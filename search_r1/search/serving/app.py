@@ -9,9 +9,6 @@ With an api key, /retrieve and /metrics ask for it.
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +18,20 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from search_r1.search.launch import MAX_TOPK
-from search_r1.search.serving.request import MAX_QUERIES, MAX_QUERY_CHARS
-from search_r1.search.serving.retrieve_endpoint import RetrieveEndpoint, key_matches
+from search_r1.search.serving.retrieve_endpoint import (
+    MAX_QUERIES,
+    MAX_QUERY_CHARS,
+    RetrieveEndpoint,
+    key_matches,
+)
 from search_r1.search.serving.service import RetrievalService, package_version
 
 PAGE = Path(__file__).with_name("page.html")
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
 REQUEST = {
@@ -55,7 +61,6 @@ REQUEST = {
 REFUSALS = {
     400: "The body is not JSON",
     401: "The api key is missing or wrong",
-    408: "The body did not arrive in time",
     413: "Too many queries, too long a query, too many documents or too large a body",
     422: "The JSON has another shape, or topk is out of range",
     500: "The backend failed on one of the queries",
@@ -92,68 +97,42 @@ class ErrorReply(BaseModel):
 
 def create_app(service: RetrievalService) -> ASGIApp:
     """All routes over a service."""
-    retrieve, rest = RetrieveEndpoint(service), _create_rest(service)
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] == "/retrieve":
-            await retrieve(scope, receive, send)
-        else:
-            await rest(scope, receive, send)
-
-    return app
-
-
-def _create_rest(service: RetrievalService) -> FastAPI:
-    app = FastAPI(title="Search-R1 retrieval server", version=package_version(), redoc_url=None)
+    retrieve_endpoint = RetrieveEndpoint(service)
+    rest = FastAPI(title="Search-R1 retrieval server", version=package_version(), redoc_url=None)
     page = PAGE.read_bytes()
-    page_headers = _page_headers(page.decode())
     refusals: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorReply, "description": meaning}
         for status, meaning in REFUSALS.items()
         if status != 401 or service.api_key is not None
     }
-    needs_key: dict[int | str, dict[str, Any]] = {
-        status: refusals[status] for status in refusals if status == 401
-    }
+    needs_key: dict[int | str, dict[str, Any]] = {401: refusals[401]} if 401 in refusals else {}
 
-    @app.get("/", include_in_schema=False)
+    @rest.get("/", include_in_schema=False)
     async def search_page() -> Response:
-        return Response(page, media_type="text/html", headers=page_headers)
+        return Response(page, media_type="text/html", headers=PAGE_HEADERS)
 
-    @app.get("/health", summary="Loading or ready, and what is loaded")
+    @rest.get("/health", summary="Loading or ready, and what is loaded")
     async def health() -> dict[str, Any]:
-        return {**service.health(), "topk": service.topk, "api_key_needed": service.api_key is not None}
+        return service.health()
 
-    @app.get("/metrics", summary="Counters", response_class=PlainTextResponse, responses=needs_key)
+    @rest.get("/metrics", summary="Counters", response_class=PlainTextResponse, responses=needs_key)
     def metrics(request: Request) -> Response:
         if service.api_key is not None and not key_matches(request.headers.raw, service.api_key):
             raise HTTPException(401, "a valid api key is needed", headers={"WWW-Authenticate": "Bearer"})
         return Response(service.metrics.write(), media_type=METRICS_TYPE)
 
-    @app.post("/retrieve/", include_in_schema=False)
+    @rest.post("/retrieve/", include_in_schema=False)
     async def retrieve_with_slash() -> Response:
         return RedirectResponse("../retrieve", status_code=307)
 
     schema = {"requestBody": {"required": True, "content": {"application/json": {"schema": REQUEST}}}}
 
-    @app.post("/retrieve", summary="Search", responses=refusals, openapi_extra=schema)
+    @rest.post("/retrieve", summary="Search", responses=refusals, openapi_extra=schema)
     async def retrieve() -> RetrieveReply:
-        raise AssertionError("create_app answers this route itself; here it is only described")
+        raise AssertionError("the endpoint below answers this route; here it is only described")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        is_search = scope["type"] == "http" and scope["path"] == "/retrieve"
+        await (retrieve_endpoint if is_search else rest)(scope, receive, send)
 
     return app
-
-
-def _page_headers(page: str) -> dict[str, str]:
-    """What a browser may do for the page: run its own script, use its own style, ask this server."""
-    hashes = [
-        f"'sha256-{base64.b64encode(hashlib.sha256(block.encode()).digest()).decode()}'"
-        for block in re.findall(r"<(?:script|style)>(.*?)</(?:script|style)>", page, re.DOTALL)
-    ]
-    allowed = " ".join(hashes)
-    policy = f"default-src 'none'; script-src {allowed}; style-src {allowed}; connect-src 'self'; "
-    return {
-        "Content-Security-Policy": policy + "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }

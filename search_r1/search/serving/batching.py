@@ -15,9 +15,9 @@ and a lone client not at all, since three quarters of one is none.
 **Who goes into it.** Up to `max_batch` queries of one topk, in turns of SHARE per request, so that one
 question doesn't wait behind a request of ten thousand. Requests with another topk are next in turn.
 
-**What is bounded.** Queries, bytes and documents of all open requests: past that `submit` raises Overloaded.
-A request past its deadline, or given up by its client, leaves the queue and its queries are not searched
-unless somebody else waits for them.
+**What is bounded.** Queries and documents of all open requests: past that `submit` refuses. A request past
+its deadline, or given up by its client, leaves the queue and its queries are not searched unless somebody
+else waits for them.
 
 Everything but `batch_search` itself runs on the event loop; the lock guards only what the worker takes from.
 """
@@ -35,15 +35,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+import orjson
+
 from search_r1.search.launch import BatchSettings
-from search_r1.search.retriever import RetrievalUnavailable, SearchBackend
+from search_r1.search.retriever import Document, RetrievalUnavailable, SearchBackend
 from search_r1.search.serving.metrics import Metrics
-from search_r1.search.serving.result_cache import Hits, ResultCache
 
 RETURNING = 0.75  # of the queries that were open: when so many are there again, a held batch leaves
 SHARE = 32  # queries of one request before it is the next one's turn
 MAX_CACHE_BYTES = 256 * 2**20
-MAX_OPEN_BYTES = 64 * 2**20  # text of the queries of all open requests
 MAX_OPEN_DOCUMENTS = 500_000  # asked for by all open requests; about a kilobyte each when they are there
 MAX_FAILED_CALLS = 16  # of one batch: one bad query among 16,384 is found in 15
 MAX_RETRY_AFTER_SECONDS = 30
@@ -53,20 +53,70 @@ SLOW_SECONDS = 0.25  # from here on it pays to know whether the client is still 
 logger = logging.getLogger(__name__)
 
 
-class Overloaded(RuntimeError):
-    """The queue is full. `retry_after`: seconds after which it is worth trying again."""
+class Refusal(Exception):
+    """A request that isn't served. `status`: 4xx or 5xx; `retry_after`: seconds, for 503."""
 
-    def __init__(self, message: str, retry_after: int) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
-
-
-class DeadlineExceeded(RuntimeError):
-    """A request got no answer in time."""
+    def __init__(self, status: int, detail: str, retry_after: int | None = None) -> None:
+        super().__init__(detail)
+        self.status, self.detail, self.retry_after = status, detail, retry_after
 
 
-class SearchFailed(RuntimeError):
-    """The backend raised an error for a query. The log says which."""
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """The answer to one query, ready to be written: its documents' JSON, best first, and their scores."""
+
+    documents: tuple[bytes, ...]
+    scores: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, documents: Sequence[Document], scores: Sequence[float]) -> Hits:
+        """From what a backend returns. A score that JSON has no number for (nan, inf) becomes null."""
+        if len(documents) != len(scores):
+            raise ValueError(f"the backend gave {len(documents)} documents with {len(scores)} scores")
+        written = orjson.dumps(list(scores), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
+        return cls(tuple([document.json for document in documents]), tuple(written) if documents else ())
+
+    def write(self, return_scores: bool) -> bytes:
+        """The JSON list of this query in the reply."""
+        if not return_scores:
+            return b"[%b]" % b",".join(self.documents)
+        pairs = zip(self.documents, self.scores, strict=True)
+        return b"[%b]" % b",".join([b'{"document":%b,"score":%b}' % pair for pair in pairs])
+
+
+class ResultCache:
+    """(query, topk) -> Hits, least recently used out first, bounded by entries and by bytes.
+
+    A larger topk does not answer a smaller one: approximate indexes, rerankers and fusion may order the first
+    places differently when asked for more, and an answer must not depend on what was asked before.
+    """
+
+    def __init__(self, max_entries: int) -> None:
+        self.max_entries, self.num_bytes = max_entries, 0
+        self._entries: OrderedDict[tuple[str, int], Hits] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, query: str, topk: int) -> Hits | None:
+        hits = self._entries.get((query, topk))
+        if hits is not None:
+            self._entries.move_to_end((query, topk))
+        return hits
+
+    def put(self, query: str, topk: int, hits: Hits) -> None:
+        if (query, topk) in self._entries:
+            return
+        self._entries[query, topk] = hits
+        self.num_bytes += _entry_bytes(query, hits)
+        while len(self._entries) > self.max_entries or self.num_bytes > MAX_CACHE_BYTES:
+            (dropped, _), hits = self._entries.popitem(last=False)
+            self.num_bytes -= _entry_bytes(dropped, hits)
+
+
+def _entry_bytes(query: str, hits: Hits) -> int:
+    """About what an entry takes, with 80 bytes for the objects of a document and 600 for all the others."""
+    return 600 + 4 * len(query) + sum(map(len, hits.documents)) + 80 * len(hits.documents)
 
 
 @dataclass(eq=False, slots=True)
@@ -87,15 +137,11 @@ class Ticket:
     arrived: float  # time.monotonic()
     hits: list[Hits | None]
     future: asyncio.Future[None]
-    num_missing: int = 0
-    num_bytes: int = 0
-    num_queries: int = 0  # that were not in the cache
     when_slow: Callable[[Ticket], None] | None = None
+    num_queries: int = 0  # that were not in the cache
+    num_missing: int = 0  # of these
     queries: list[_Query] = field(default_factory=list)  # all that it waits for
     waiting: dict[_Query, None] = field(default_factory=dict)  # those it owns that are not searched yet
-
-
-Outcome = Hits | Exception
 
 
 class Batcher:
@@ -103,10 +149,8 @@ class Batcher:
 
     def __init__(self, retriever: SearchBackend, settings: BatchSettings, metrics: Metrics) -> None:
         self.settings = settings
-        self.cache = ResultCache(settings.cache_size, MAX_CACHE_BYTES)
-        self.num_queries = 0  # of open requests, like the next two
-        self.num_bytes = 0
-        self.num_documents = 0
+        self.cache = ResultCache(settings.cache_size)
+        self.num_queries = self.num_documents = 0  # of open requests
         self._retriever, self._metrics = retriever, metrics
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: dict[tuple[str, int], _Query] = {}  # waiting, or searched right now
@@ -131,151 +175,128 @@ class Batcher:
         arrived: float,
         when_slow: Callable[[Ticket], None] | None = None,
     ) -> Ticket:
-        """Asks for the Hits of `queries`, in order. Raises Overloaded.
+        """Asks for the Hits of `queries`, in order. The future of the ticket ends with None, or a Refusal.
 
-        `arrived`: time.monotonic() from which the request's time counts. `when_slow` is called once, with the
-        ticket, if it takes longer than SLOW_SECONDS.
+        Refuses with 503 when the queue is full. `arrived`: time.monotonic() from which the request's time
+        counts. `when_slow` is called once, with the ticket, if it takes longer than SLOW_SECONDS.
         """
-        loop = self._loop or self._start()
-        ticket = Ticket(topk, arrived, [None] * len(queries), loop.create_future(), when_slow=when_slow)
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._worker.start()
+        ticket = Ticket(topk, arrived, [None] * len(queries), self._loop.create_future(), when_slow)
         missing = []
         for place, query in enumerate(queries):
             ticket.hits[place] = hits = self.cache.get(query, topk)
             if hits is None:
                 missing.append(place)
-        self._metrics.count_queries(len(queries), cached=len(queries) - len(missing))
+        ticket.num_queries = ticket.num_missing = len(missing)
+        self._metrics.queries.inc(len(queries))
+        self._metrics.cache_hits.inc(len(queries) - len(missing))
         if not missing:
             ticket.future.set_result(None)
             return ticket
-        self._admit(ticket, len(missing), sum([len(queries[place]) for place in missing]))
-        new = []
+        if (
+            self.num_queries + len(missing) > self.settings.max_queue
+            or self.num_documents + len(missing) * topk > MAX_OPEN_DOCUMENTS
+        ):
+            self._metrics.refused.inc(len(queries))
+            raise Refusal(503, f"the queue is full: {self.num_queries} queries are open", self.retry_after())
+        self.num_queries += len(missing)
+        self.num_documents += len(missing) * topk
+        if not self._tickets:
+            self._schedule_sweep()
+        self._tickets[ticket] = None
         for place in missing:
-            text = queries[place]
-            known = self._open.get((text, topk))
+            key = (queries[place], topk)
+            known = self._open.get(key)
             if known is None:
-                known = self._open[text, topk] = _Query(text, topk, ticket)
-                new.append(known)
+                known = self._open[key] = _Query(*key, ticket)
+                ticket.waiting[known] = None
             places = known.waiters.get(ticket)
             if places is None:
                 places = known.waiters[ticket] = []
                 ticket.queries.append(known)
             places.append(place)
-        if new:
-            self._enqueue(ticket, new)
+        if ticket.waiting:
+            with self._changed:
+                self._lanes.setdefault(topk, OrderedDict())[ticket] = None
+                self._num_waiting += len(ticket.waiting)
+                if self._num_waiting >= self._notify_at:
+                    self._changed.notify()
         return ticket
 
-    def drop(self, ticket: Ticket, error: Exception | None = None) -> None:
-        """Takes a ticket out; a query that nobody else waits for is not searched. Its future is cancelled, or
-        gets `error`. Nothing happens to a ticket that has ended."""
+    def drop(self, ticket: Ticket, error: Exception) -> None:
+        """Takes a ticket out, and ends its future with `error`; a query that nobody else waits for is not
+        searched. Nothing happens to a ticket that has ended."""
         if ticket not in self._tickets:
             return
-        self._close_ticket(ticket)
         with self._changed:
             for query in ticket.queries:
                 del query.waiters[ticket]
-                if not query.waiters and query in query.owner.waiting:
-                    self._forget(query)
-        ticket.queries.clear()
+                owner = query.owner
+                if query.waiters or query not in owner.waiting:
+                    continue
+                del self._open[query.text, query.topk], owner.waiting[query]
+                self._num_waiting -= 1
+                if not owner.waiting:
+                    del self._lanes[owner.topk][owner]
+                    if not self._lanes[owner.topk]:
+                        del self._lanes[owner.topk]
+        self._close_ticket(ticket)
         if not ticket.future.done():
-            if error is None:
-                ticket.future.cancel()
-            else:
-                ticket.future.set_exception(error)
+            ticket.future.set_exception(error)
 
     def retry_after(self) -> int:
         """Seconds that what is open will take, from 1 to MAX_RETRY_AFTER_SECONDS, with some jitter so that
         those who were refused together don't come back together."""
         since = self._searching_since
         running = 0.0 if since is None else time.monotonic() - since
-        seconds = running + self.num_queries * self._seconds_per_query
-        seconds *= self._jitter.uniform(0.75, 1.25)
+        seconds = (running + self.num_queries * self._seconds_per_query) * self._jitter.uniform(0.75, 1.25)
         return max(1, min(math.ceil(seconds), MAX_RETRY_AFTER_SECONDS))
 
     def close(self, timeout: float) -> bool:
         """Ends the worker. False if the backend did not come back within `timeout` seconds."""
         with self._changed:
             self._closed = True
-            self._changed.notify_all()
-        if self._worker.ident is not None:
+            self._changed.notify()
+        if self._loop is not None:
             self._worker.join(timeout)
         return not self._worker.is_alive()
 
     # On the event loop.
 
-    def _start(self) -> asyncio.AbstractEventLoop:
-        self._loop = asyncio.get_running_loop()
-        self._worker.start()
-        return self._loop
-
-    def _admit(self, ticket: Ticket, num_queries: int, num_bytes: int) -> None:
-        num_documents = num_queries * ticket.topk
-        if (
-            self.num_queries + num_queries > self.settings.max_queue
-            or self.num_bytes + num_bytes > MAX_OPEN_BYTES
-            or self.num_documents + num_documents > MAX_OPEN_DOCUMENTS
-        ):
-            raise Overloaded(f"the queue is full: {self.num_queries} queries are open", self.retry_after())
-        ticket.num_missing = ticket.num_queries = num_queries
-        ticket.num_bytes = num_bytes
-        self.num_queries += num_queries
-        self.num_bytes += num_bytes
-        self.num_documents += num_documents
-        if not self._tickets:
-            self._schedule_sweep()
-        self._tickets[ticket] = None
-
     def _close_ticket(self, ticket: Ticket) -> None:
         del self._tickets[ticket]
         self.num_queries -= ticket.num_queries
-        self.num_bytes -= ticket.num_bytes
         self.num_documents -= ticket.num_queries * ticket.topk
-
-    def _enqueue(self, ticket: Ticket, queries: list[_Query]) -> None:
-        ticket.waiting = dict.fromkeys(queries)
-        with self._changed:
-            lane = self._lanes.get(ticket.topk)
-            if lane is None:
-                lane = self._lanes[ticket.topk] = OrderedDict()
-            lane[ticket] = None
-            self._num_waiting += len(queries)
-            if self._num_waiting >= self._notify_at:
-                self._changed.notify()
-
-    def _forget(self, query: _Query) -> None:
-        """Takes a query that waits out of its lane. Called with the lock."""
-        owner = query.owner
-        del self._open[query.text, query.topk]
-        del owner.waiting[query]
-        self._num_waiting -= 1
-        if not owner.waiting:
-            lane = self._lanes[owner.topk]
-            del lane[owner]
-            if not lane:
-                del self._lanes[owner.topk]
+        ticket.queries.clear()  # they refer to the ticket: a cycle would keep the documents
 
     def _deliver(
-        self, queries: list[_Query], outcomes: list[Outcome], started: float, seconds: float
+        self, queries: list[_Query], outcomes: list[Hits | Refusal], started: float, seconds: float
     ) -> None:
         """Gives the outcome of each query to those who wait for it."""
         for query, outcome in zip(queries, outcomes, strict=True):
             del self._open[query.text, query.topk]
-            if isinstance(outcome, Hits):
-                self.cache.put(query.text, query.topk, outcome)
-                for ticket, places in query.waiters.items():
-                    for place in places:
-                        ticket.hits[place] = outcome
-                    ticket.num_missing -= len(places)
-                    if ticket.num_missing == 0:
-                        self._close_ticket(ticket)
-                        ticket.queries.clear()  # they refer to the ticket: a cycle would keep the documents
-                        if not ticket.future.done():
-                            ticket.future.set_result(None)
-            else:
+            if isinstance(outcome, Refusal):
+                if outcome.status == 503:
+                    outcome.retry_after = self.retry_after()
                 for ticket in list(query.waiters):
                     self.drop(ticket, outcome)
-        waited = started - queries[0].owner.arrived
+                continue
+            self.cache.put(query.text, query.topk, outcome)
+            for ticket, places in query.waiters.items():
+                for place in places:
+                    ticket.hits[place] = outcome
+                ticket.num_missing -= len(places)
+                if ticket.num_missing == 0:
+                    self._close_ticket(ticket)
+                    if not ticket.future.done():
+                        ticket.future.set_result(None)
         self._seconds_per_query += 0.2 * (seconds / len(queries) - self._seconds_per_query)
-        self._metrics.observe_batch(len(queries), seconds, waited)
+        self._metrics.searched.inc(len(queries))
+        self._metrics.batch_size.observe(len(queries))
+        self._metrics.batch_seconds.observe(seconds)
+        self._metrics.queue_seconds.observe(started - queries[0].owner.arrived)
         self._show()
 
     def _schedule_sweep(self) -> None:
@@ -289,7 +310,7 @@ class Batcher:
         for ticket in list(self._tickets):
             age = now - ticket.arrived
             if age > timeout:
-                self.drop(ticket, DeadlineExceeded(f"no answer within {timeout:g} s"))
+                self.drop(ticket, Refusal(504, f"no answer within {timeout:g} s"))
             elif age < SLOW_SECONDS:
                 break
             elif ticket.when_slow is not None:
@@ -300,9 +321,10 @@ class Batcher:
             self._schedule_sweep()
 
     def _show(self) -> None:
-        self._metrics.show_queue(
-            self.num_queries, self.num_bytes, len(self._tickets), len(self.cache), self.cache.num_bytes
-        )
+        self._metrics.queue_queries.set(self.num_queries)
+        self._metrics.open_requests.set(len(self._tickets))
+        self._metrics.cache_entries.set(len(self.cache))
+        self._metrics.cache_bytes.set(self.cache.num_bytes)
 
     # In the worker thread.
 
@@ -335,15 +357,13 @@ class Batcher:
                 self._notify_at = math.inf
                 if self._closed:
                     return []
-                if batch := self._take():
+                if self._lanes:  # else what was there has been dropped
                     self._searching_since = time.monotonic()
-                    return batch
+                    return self._take()
 
     def _take(self) -> list[_Query]:
         """The next queries, all of one topk. Called with the lock."""
         batch: list[_Query] = []
-        if not self._lanes:  # what was there has been dropped
-            return batch
         topk, lane = self._lanes.popitem(last=False)
         while lane and (room := self.settings.max_batch - len(batch)):
             ticket, _ = lane.popitem(last=False)
@@ -358,17 +378,22 @@ class Batcher:
         self._num_waiting -= len(batch)
         return batch
 
-    def _search(self, texts: list[str], topk: int) -> list[Outcome]:
+    def _search(self, texts: list[str], topk: int) -> list[Hits | Refusal]:
         """The outcome of each query. A batch that fails is searched again in halves, so that a query that the
         backend chokes on fails alone."""
-        outcomes: list[Outcome] = [SearchFailed("the search failed")] * len(texts)
+        failed = Refusal(500, "the search failed; the server's log says why")
+        outcomes: list[Hits | Refusal] = [failed] * len(texts)
         parts, num_failed = [(0, len(texts))], 0
         while parts:
             start, stop = parts.pop()
             try:
-                outcomes[start:stop] = self._call(texts[start:stop], topk)
+                documents, scores = self._retriever.batch_search(texts[start:stop], topk)
+                if not len(documents) == len(scores) == stop - start:
+                    raise ValueError(f"the backend gave {len(documents)} answers to {stop - start} queries")
+                outcomes[start:stop] = [Hits.of(*row) for row in zip(documents, scores, strict=True)]
             except RetrievalUnavailable as error:
-                outcomes[start:stop] = [error] * (stop - start)
+                unavailable = Refusal(503, f"the search engine is not available: {error}")
+                outcomes[start:stop] = [unavailable] * (stop - start)
             except BaseException as error:  # anything, also a panic of Rust's: the thread must not end
                 num_failed += 1
                 if stop - start > 1 and num_failed < MAX_FAILED_CALLS:
@@ -378,9 +403,3 @@ class Batcher:
                     query = ascii(texts[start])[:100]
                     logger.error("search failed for %d queries, first %s: %r", stop - start, query, error)
         return outcomes
-
-    def _call(self, texts: list[str], topk: int) -> list[Hits]:
-        documents, scores = self._retriever.batch_search(texts, topk)
-        if len(documents) != len(texts) or len(scores) != len(texts):
-            raise ValueError(f"the backend gave {len(documents)} answers to {len(texts)} queries")
-        return [Hits.of(*row) for row in zip(documents, scores, strict=True)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -34,39 +34,35 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        everywhere: dict[str, Any] = {"namespace": "search_r1", "registry": self._registry}
-
-        def counter(name: str, meaning: str, *labels: str) -> Counter:
-            return Counter(name, meaning, labels, **everywhere)
-
-        def histogram(name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, meaning, buckets=buckets, **everywhere)
-
-        def gauge(name: str, meaning: str, over_workers: Literal["livesum", "max"] = "livesum") -> Gauge:
-            return Gauge(name, meaning, multiprocess_mode=over_workers, **everywhere)
-
-        requests = counter("requests", "Requests to /retrieve by status of the reply", "status")
-        self._requests = requests
-        self._by_status: dict[int, Counter] = {}
-        self._seconds = histogram("request_seconds", "From a request's arrival to its reply", REQUEST_SECONDS)
-        self._queries = counter("queries", "Queries asked for")
-        self._cache_hits = counter("cache_hits", "Queries answered from the cache")
-        self._searched = counter("searched_queries", "Distinct queries given to the backend")
-        self._refused = counter("refused_queries", "Queries refused because the queue was full")
-        self._batch_size = histogram("batch_size", "Queries in one call of the backend", BATCH_SIZES)
-        self._batch_seconds = histogram("batch_seconds", "Time of one call", BATCH_SECONDS)
-        self._queue_seconds = histogram(
-            "queue_seconds", "From the arrival of a batch's first query to its call", BATCH_SECONDS
+        common: dict[str, Any] = {"namespace": "search_r1", "registry": self._registry}
+        self._requests = Counter(
+            "requests", "Requests to /retrieve by status of the reply", ["status"], **common
         )
-        self._queue = [
-            gauge("queue_queries", "Queries waiting or searched right now"),
-            gauge("queue_bytes", "Bytes of their text"),
-            gauge("open_requests", "Requests that wait for the backend"),
-            gauge("cache_entries", "Answers in the cache"),
-            gauge("cache_bytes", "Bytes of the answers in the cache, about"),
-        ]
-        self._ready = gauge("ready_workers", "Processes that have loaded the backend")
-        self._documents = gauge("documents", "Documents that are searched", over_workers="max")
+        self._by_status: dict[int, Counter] = {}
+        self._request_seconds = Histogram(
+            "request_seconds", "From a request's arrival to its reply", buckets=REQUEST_SECONDS, **common
+        )
+        self.queries = Counter("queries", "Queries asked for", **common)
+        self.cache_hits = Counter("cache_hits", "Queries answered from the cache", **common)
+        self.searched = Counter("searched_queries", "Distinct queries given to the backend", **common)
+        self.refused = Counter("refused_queries", "Queries refused because the queue was full", **common)
+        self.batch_size = Histogram(
+            "batch_size", "Queries in one call of the backend", buckets=BATCH_SIZES, **common
+        )
+        self.batch_seconds = Histogram("batch_seconds", "Time of one call", buckets=BATCH_SECONDS, **common)
+        self.queue_seconds = Histogram(
+            "queue_seconds",
+            "From the arrival of a batch's first query to its call",
+            buckets=BATCH_SECONDS,
+            **common,
+        )
+        summed = common | {"multiprocess_mode": "livesum"}
+        self.queue_queries = Gauge("queue_queries", "Queries waiting or searched right now", **summed)
+        self.open_requests = Gauge("open_requests", "Requests that wait for the backend", **summed)
+        self.cache_entries = Gauge("cache_entries", "Answers in the cache", **summed)
+        self.cache_bytes = Gauge("cache_bytes", "Bytes of the answers in the cache, about", **summed)
+        self.ready_workers = Gauge("ready_workers", "Processes that have loaded the backend", **summed)
+        self.documents = Gauge("documents", "Documents that are searched", multiprocess_mode="max", **common)
         if FOLDER_VARIABLE not in os.environ:
             ProcessCollector(registry=self._registry)
 
@@ -76,33 +72,7 @@ class Metrics:
         if counter is None:
             counter = self._by_status[status] = self._requests.labels(str(status))
         counter.inc()
-        self._seconds.observe(seconds)
-
-    def count_queries(self, num_queries: int, cached: int) -> None:
-        """Queries of a request that was let in; `cached`: those that the cache answered."""
-        self._queries.inc(num_queries)
-        if cached:
-            self._cache_hits.inc(cached)
-
-    def count_refused(self, num_queries: int) -> None:
-        self._refused.inc(num_queries)
-
-    def observe_batch(self, size: int, seconds: float, waited: float) -> None:
-        """One call of the backend; `waited`: seconds that its first query was in the server before."""
-        self._searched.inc(size)
-        self._batch_size.observe(size)
-        self._batch_seconds.observe(seconds)
-        self._queue_seconds.observe(waited)
-
-    def show_queue(self, *values: int) -> None:
-        """How full queue and cache are now: queries, their bytes, requests, cache entries, their bytes."""
-        for gauge, value in zip(self._queue, values, strict=True):
-            gauge.set(value)
-
-    def show_ready(self, num_documents: int | None) -> None:
-        """The backend is loaded; `num_documents` None: not known."""
-        self._ready.set(1)
-        self._documents.set(num_documents or 0)
+        self._request_seconds.observe(seconds)
 
     def write(self) -> bytes:
         """The text that Prometheus reads; takes some milliseconds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.metadata
 import threading
@@ -26,14 +27,6 @@ def package_version() -> str:
         return "unknown"
 
 
-def _identity(corpus_path: str | None) -> dict[str, Any] | None:
-    """By what clients tell this corpus from another; None: there is no file (an online engine)."""
-    try:
-        return None if corpus_path is None else file_identity(corpus_path)
-    except OSError:
-        return None
-
-
 class RetrievalService:
     """Loads a backend in the background and holds what all requests share."""
 
@@ -46,8 +39,8 @@ class RetrievalService:
         settings: BatchSettings | None = None,
         api_key: str | None = None,
     ) -> None:
-        """`load` builds the backend; it runs in a thread of its own, started by `start_loading`, and may tell
-        how far it is through `report`. `topk`: for requests that don't say. `api_key`: asked of clients."""
+        """`load` builds the backend; it runs in a thread of its own, started by `start_loading`, and may say
+        in `progress` how far it is. `topk`: for requests that don't say. `api_key`: asked of clients."""
         self._load = load
         self.corpus_path, self.backend, self.topk = corpus_path, backend, topk
         self.settings = settings or BatchSettings()
@@ -71,7 +64,8 @@ class RetrievalService:
             try:
                 retriever = self._load()
                 self._loaded = retriever.describe()
-                self._corpus = _identity(self.corpus_path)
+                with contextlib.suppress(OSError):  # "memory" and the like
+                    self._corpus = None if self.corpus_path is None else file_identity(self.corpus_path)
             except BaseException as error:  # the thread's only way to tell; the main thread prints it
                 self.error = error
                 on_error()
@@ -80,18 +74,14 @@ class RetrievalService:
             gc.freeze()  # what was loaded stays: the garbage collector need not look at it again
             self.backend = retriever.name
             self.batcher = Batcher(retriever, self.settings, self.metrics)
-            self.metrics.show_ready(retriever.num_documents)
-            self.retriever = retriever
-            self.report("ready")
+            self.metrics.ready_workers.set(1)
+            self.metrics.documents.set(retriever.num_documents or 0)
+            self.retriever, self.progress = retriever, "ready"
             on_ready()
 
         self._loader = threading.Thread(target=work, name="load", daemon=True)
         self._loader.start()
         return self._loader
-
-    def report(self, progress: str) -> None:
-        """Says in one line how far the loading is."""
-        self.progress = progress
 
     def health(self) -> dict[str, Any]:
         """What GET /health says."""
@@ -106,6 +96,8 @@ class RetrievalService:
             "loaded": self._loaded,
             "uptime_s": round(time.monotonic() - self._started, 1),
             "version": package_version(),
+            "topk": self.topk,
+            "api_key_needed": self.api_key is not None,
         }
 
     def close(self) -> bool:

@@ -12,8 +12,6 @@ import pytest
 from server_parts import DOCUMENTS, EchoRetriever, http, post
 
 from search_r1.search.client import SearchClient
-from search_r1.search.launch import MAX_TOPK
-from search_r1.search.serving import request as door
 from search_r1.search.serving import retrieve_endpoint
 from search_r1.search.serving.service import RetrievalService
 
@@ -68,10 +66,10 @@ def test_limits_on_query_length_number_and_body_size(client, monkeypatch):
     assert post(client, {"queries": ["a" * 16_384]}).status_code == 200
     long = post(client, {"queries": ["town", "a" * 1_000_000]})
     assert (long.status_code, "1000000 characters" in long.text) == (413, True)
-    monkeypatch.setattr(door, "MAX_QUERIES", 5)
+    monkeypatch.setattr(retrieve_endpoint, "MAX_QUERIES", 5)
     assert post(client, {"queries": ["town"] * 5}).status_code == 200
     assert post(client, {"queries": ["town"] * 6}).status_code == 413
-    monkeypatch.setattr(door, "MAX_BODY_BYTES", 100)
+    monkeypatch.setattr(retrieve_endpoint, "MAX_BODY_BYTES", 100)
     assert post(client, {"queries": ["town"]}).status_code == 200
     assert "too large" in post(client, {"queries": ["town"] * 30}).text
 
@@ -80,7 +78,7 @@ def test_while_loading_health_answers_and_retrieve_says_503(serve):
     release = threading.Event()
 
     def load() -> EchoRetriever:
-        service.report("reading the corpus")
+        service.progress = "reading the corpus"
         release.wait(10)
         return EchoRetriever()
 
@@ -132,5 +130,5 @@ def test_the_client_waits_for_a_server_that_is_loading(serve, monkeypatch):
 
 def test_the_documentation_names_the_limits():
     text = (Path(__file__).parents[3] / "docs" / "retrieval.md").read_text()
-    for limit in (MAX_TOPK, door.MAX_QUERY_CHARS, door.MAX_QUERIES, door.MAX_DOCUMENTS):
-        assert str(limit) in text
+    for name in ("MAX_TOPK", "MAX_QUERY_CHARS", "MAX_QUERIES", "MAX_DOCUMENTS"):
+        assert str(getattr(retrieve_endpoint, name)) in text

@@ -66,17 +66,9 @@ def test_several_workers_on_a_gpu_are_refused_with_the_reason(monkeypatch, tmp_p
 
 @pytest.mark.slow
 def test_the_program_serves_search_r1s_bm25_command_and_stops_on_ctrl_c(tmp_path):
-    flags = [
-        "--index_path",
-        str(tmp_path / "bm25"),
-        "--corpus_path",
-        str(write_bm25(tmp_path)),
-        "--topk",
-        "1",
-    ]
-    with start_process(
-        *flags, "--retriever_name", "bm25", "--retriever_model", "x", "--faiss_gpu"
-    ) as process:
+    flags = ["--index_path", str(tmp_path / "bm25"), "--corpus_path", str(write_bm25(tmp_path))]
+    flags += ["--topk", "1", "--retriever_name", "bm25", "--retriever_model", "x", "--faiss_gpu"]
+    with start_process(*flags) as process:
         assert process.stdout is not None
         url = process.stdout.readline().split()[-1]
         with SearchClient(url, topk=1, timeout=30) as search:
