@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto, object_array
-from verl.trainer.ppo.scoring import row_facts
+from verl.trainer.ppo.scoring import score_answers
 
 
 def turn(start: int, end: int, documents: list[str] | None = None) -> dict[str, Any]:
@@ -46,5 +46,5 @@ def batch_of(
         "attention_mask": torch.cat([torch.ones(num_rows, prompt, dtype=torch.long), real], dim=1),
     }
     batch = DataProto.from_dict(tensors, columns)
-    batch.tensors.update(row_facts(batch))
+    score_answers(batch, lambda *_, **__: {"reward_tensor": torch.zeros(mask.shape), "em": [0.0] * num_rows})
     return batch

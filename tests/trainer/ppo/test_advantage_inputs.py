@@ -7,10 +7,10 @@ import torch
 from quick_config import config_with
 from selection_batches import batch_of, record, turn
 
-from verl.trainer.ppo.advantage_inputs import advantage_inputs, turn_ids, turn_rewards
 from verl.trainer.ppo.core_algos import RunningBaseline, compute_advantage, estimator_inputs
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
+from verl.trainer.ppo.scoring import advantage_inputs, turn_ids, turn_rewards
 
 SEARCHES = record(turns=[turn(0, 2, ["Lima"]), turn(3, 4, ["In OSLO."]), turn(4, 6, ["Oslo"]), turn(7, 8)])
 

@@ -1,18 +1,18 @@
 """Rows on their way to the workers: seeds, groups, and the same mini-batches for any number of processes."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from quick_config import config_with
 from selection_batches import batch_of
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.batching import (
-    arrange_for_workers,
-    balanced_parts,
-    mini_batch_rows,
-    observation_mask,
-)
+from verl.trainer.ppo.batching import arrange_for_workers, balanced_parts
 from verl.trainer.ppo.collection import prompt_batch, sampling_seeds
+from verl.trainer.ppo.passes import Passes
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.workers.engine.update_loop import mini_batches, rows_per_rank, shuffled
 
 
@@ -57,7 +57,11 @@ def test_rule_7_a_group_is_one_prompt_of_one_step_whatever_its_dataset_index_say
     [(16, 8, 2), (15, 8, 2), (17, 8, 2), (31, 8, 2), (8, 8, 1), (20, 16, 1), (3, 8, 1)],
 )
 def test_rows_that_joined_a_step_of_16_bring_no_optimizer_step_of_their_own(num_rows, size, steps):
-    rows = mini_batch_rows(num_rows, 16, size)
+    config = config_with("data.train_batch_size=4", "actor_rollout_ref.rollout.n_agent=4")
+    config.actor_rollout_ref.actor.ppo_mini_batch_size = size
+    rows = RayPPOTrainer._mini_batch_rows(
+        SimpleNamespace(config=config), num_rows, config.actor_rollout_ref.actor
+    )
     assert len(mini_batches(num_rows, rows)) == steps
     assert rows == size or num_rows > 16
 
@@ -117,8 +121,12 @@ def test_trajectories_of_a_prompt_stay_together_where_that_saves_more_than_it_un
 
 def test_observations_are_what_was_neither_sampled_nor_padding_also_after_a_rejection():
     batch = batch_of("ab", [4, 2], masks=[[1, 0, 0, 1], [1, 1, 0, 0]])
-    expected = [[0, 1, 1, 0], [0, 0, 0, 0]]
-    assert observation_mask(batch).tolist() == expected
-    batch.tensors["sampled_mask"] = batch.tensors["response_mask"]
-    batch.tensors["response_mask"] = torch.zeros(2, 4, dtype=torch.long)
-    assert observation_mask(batch).tolist() == expected
+    config = config_with("actor_rollout_ref.actor.echo_coeff=0.1", "actor_rollout_ref.actor.shuffle=false")
+    trainer = SimpleNamespace(config=config, passes=Passes.of(config), _mini_batch_rows=lambda *_: 2)
+    for _ in range(2):
+        rows, _ = RayPPOTrainer._arranged(
+            trainer, batch, SimpleNamespace(dp_size=1), config.actor_rollout_ref.actor
+        )
+        assert rows.tensors["observation_mask"].tolist() == [[0, 1, 1, 0], [0, 0, 0, 0]]
+        batch.tensors["sampled_mask"] = batch.tensors["response_mask"]
+        batch.tensors["response_mask"] = torch.zeros(2, 4, dtype=torch.long)

@@ -1,18 +1,11 @@
-"""Which rows are learnt from, how many prompts are asked again, and what nearing the limit costs."""
+"""Which rows are learnt from, and what nearing the limit costs."""
 
 import numpy as np
 import pytest
 from selection_batches import batch_of, record, turn
 
-from verl.trainer.ppo.scoring import (
-    count_groups,
-    informative_rows,
-    overlong_penalty,
-    prompts_to_draw,
-    room_left,
-    solve_rates,
-    usable_rows,
-)
+from verl.trainer.ppo.collection import informative_rows, usable_rows
+from verl.trainer.ppo.scoring import overlong_penalty, room_left
 
 
 def test_the_last_one_that_is_left_of_a_group_has_nothing_to_be_compared_with():
@@ -34,7 +27,6 @@ def test_only_groups_whose_members_differ_are_informative():
     usable = np.ones(7, dtype=bool)
     chosen = informative_rows(scores, uids, usable)
     assert chosen.tolist() == [False, False, True, True, False, False, False]
-    assert count_groups(uids, chosen) == 1 and count_groups(uids, usable) == 4
 
 
 def test_with_several_rewards_one_that_differs_is_enough():
@@ -42,14 +34,6 @@ def test_with_several_rewards_one_that_differs_is_enough():
     uids = np.array(list("aabb"), dtype=object)
     chosen = informative_rows(values, uids, np.ones(4, dtype=bool))
     assert chosen.tolist() == [True, True, False, False]
-
-
-@pytest.mark.parametrize(
-    "wanted, found, drawn, count",
-    [(32, 16, 32, 32), (32, 24, 32, 11), (32, 31, 32, 2), (32, 0, 32, 32), (32, 30, 90, 6), (4, 3, 4, 2)],
-)
-def test_as_many_prompts_are_asked_as_the_share_so_far_says(wanted, found, drawn, count):
-    assert prompts_to_draw(wanted, found, drawn) == count
 
 
 def test_the_room_ends_at_the_context_or_in_the_last_turn_at_the_turns_limit():
@@ -75,9 +59,3 @@ def test_the_soft_overlong_penalty_is_that_of_dapos_equation_13():
     expected = [2.5 * equation_13(length) for length in lengths]
     room = np.maximum(longest - lengths, 0)
     assert overlong_penalty(room, cache, 2.5) == pytest.approx(expected, abs=1e-12)
-
-
-def test_a_solve_rate_is_the_mean_over_usable_trajectories_by_row_of_the_data_set():
-    batch = batch_of("aacc", [1] * 4)
-    usable = np.array([True, True, True, False])
-    assert solve_rates(batch, np.array([1.0, 0.0, 1.0, 0.0]), usable) == {0: 0.5, 2: 1.0}

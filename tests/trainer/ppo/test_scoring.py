@@ -5,7 +5,7 @@ import torch
 from quick_config import config_with
 from selection_batches import batch_of, record, turn
 
-from verl.trainer.ppo.scoring import reward_means, score
+from verl.trainer.ppo.scoring import score
 
 OVERLONG = "reward_model.overlong_buffer"
 LENGTHS = ["data.max_prompt_length=40", "data.max_response_length=20", "max_turns=1"]
@@ -29,7 +29,6 @@ def test_scores_stand_as_they_are_with_what_was_returned_beside_them():
     assert scored(batch, [1.0, 0.5]) == {}
     assert batch.tensors["token_level_scores"].tolist() == [[0, 0, 1], [0, 0.5, 0]]
     assert batch.non_tensor_batch["reward_extra"][1] == {"score": 0.5, "em": 0.5, "style": 0.5}
-    assert reward_means(batch, torch.tensor([True, False]).numpy()) == {"reward/style": 0.5}
 
 
 def test_the_search_cost_is_a_share_of_the_score_and_the_overlong_penalty_comes_after_it():

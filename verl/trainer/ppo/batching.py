@@ -8,51 +8,16 @@ the trajectories of a prompt together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PretrainedConfig
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.core_algos import prompt_counts
 from verl.utils.packing import PrefixOrder, prefix_order
-from verl.workers.engine.loading import load_hf_config
 
 KEPT_TOGETHER = 4  # a row that shares at least one part in this many with its neighbour
-
-
-def mini_batch_rows(num_rows: int, num_planned: int, size: int) -> int:
-    """Rows of a mini-batch, so that a batch has no more of them than planned.
-
-    `size` as configured; more only where the batch holds more than the `num_planned` rows of a step (groups
-    of the step before have joined it): a few rows too many must not get an optimizer step of their own.
-    """
-    if num_rows <= num_planned:
-        return size
-    return -(-num_rows // -(-num_planned // size))
-
-
-def add_prompt_counts(batch: DataProto, mini_batch_size: int) -> None:
-    """Writes prompt_tokens, prompt_rows [N] int64: sampled tokens, and rows with one, of the row's uid.
-
-    Counted within mini-batch k, the rows [k*m, (k+1)*m) for m = `mini_batch_size`: what prompt-mean divides
-    by.
-    """
-    mask, uids = batch.tensors["response_mask"], batch.non_tensor_batch["uid"]
-    mini_batches = [slice(start, start + mini_batch_size) for start in range(0, len(batch), mini_batch_size)]
-    counts = [prompt_counts(mask[rows], uids[rows]) for rows in mini_batches]
-    tokens, rows = (torch.cat(count) for count in zip(*counts, strict=True))
-    batch.tensors["prompt_tokens"], batch.tensors["prompt_rows"] = tokens, rows
-
-
-def observation_mask(batch: DataProto) -> Tensor:
-    """[N, R] int64: 1 on tokens of the response that the policy read and did not sample."""
-    tensors = batch.tensors
-    sampled = tensors["sampled_mask" if "sampled_mask" in tensors else "response_mask"]
-    return tensors["attention_mask"][:, -sampled.shape[1] :] * (1 - sampled)
 
 
 def arrange_for_workers(
@@ -86,12 +51,7 @@ def arrange_for_workers(
     return arranged, [int(lengths[rows].sum()) for rows in order]
 
 
-def attention_length(model_config: Mapping[str, Any]) -> float:
-    """`attention_length_of` the model that a `model` block of the configuration names."""
-    return attention_length_of(load_hf_config(model_config))
-
-
-def attention_length_of(config: PretrainedConfig) -> float:
+def attention_length(config: PretrainedConfig) -> float:
     """The length, in tokens, of a sequence whose causal attention takes as many operations as its layers'
     matrices.
 

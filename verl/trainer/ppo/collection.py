@@ -14,6 +14,8 @@ not wait for (`rollout.keep_partial`) goes on in the next round, the last round'
 from __future__ import annotations
 
 import copy
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,15 +27,7 @@ from verl.config import Config
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
-from verl.trainer.ppo.scoring import (
-    count_groups,
-    informative_rows,
-    prompts_to_draw,
-    reward_means,
-    solve_rates,
-    usable_rows,
-    values_named,
-)
+from verl.trainer.ppo.scoring import values_named
 from verl.utils.dataset.difficulty_pools import FILE_NAME as POOLS_FILE
 from verl.utils.dataset.difficulty_pools import DifficultyPools
 from verl.utils.dataset.rl_dataset import PromptSampler, RLHFDataset
@@ -123,19 +117,24 @@ class TrajectoryCollector:
         replaced. What came of a round is given to `add` before the next one is asked for.
         """
         wanted = count = self.config.data.train_batch_size
-        self._rounds, enough = [], False
-        while not enough:
+        algorithm = self.config.algorithm
+        refills = algorithm.filter_groups.enable and algorithm.filter_groups.refill
+        max_rounds = algorithm.filter_groups.max_num_gen_batches or math.inf
+        self._rounds = []
+        while True:
             yield self._prompts(step, count, is_last)
             self._batch = DataProto.concat(self._rounds)
             uids = self._batch.non_tensor_batch["uid"]
-            self._usable = usable_rows(
-                self._batch, self.passes.compares_group, self.config.algorithm.overlong_filter
-            )
+            self._usable = usable_rows(self._batch, self.passes.compares_group, algorithm.overlong_filter)
             self._chosen = self._informative()
-            num_groups, num_prompts = count_groups(uids, self._chosen), len(set(uids))
-            enough = num_groups >= wanted or not self._may_go_on(num_prompts)
-            count = prompts_to_draw(wanted, num_groups, num_prompts)
-        if self._refills and num_groups < wanted:
+            num_groups, num_prompts = len(set(uids[self._chosen])), len(set(uids))
+            may_go_on = len(self._rounds) < max_rounds and num_prompts < len(self.dataset)
+            if num_groups >= wanted or not refills or not may_go_on:
+                break
+            # As many as the share so far says are needed, and no more at once than without a filter.
+            share = max(num_groups, 1) / num_prompts
+            count = min(wanted, max(1, math.ceil((wanted - num_groups) / share)))
+        if refills and num_groups < wanted:
             self.say(
                 f"step {step}: {num_groups} of {wanted} groups teach something after {len(self._rounds)} "
                 f"rounds of generation and {num_prompts} prompts "
@@ -150,50 +149,41 @@ class TrajectoryCollector:
     def add(self, scored: DataProto) -> None:
         """Takes the scored trajectories of a round."""
         self._rounds.append(scored)
-        if self.pools is not None:
-            scores = np.array([row["score"] for row in scored.non_tensor_batch["reward_extra"]])
+        if self.pools is not None:  # they hear the mean score of each prompt's usable trajectories
+            columns, scores = scored.non_tensor_batch, defaultdict(list)
             usable = usable_rows(scored, False, self.config.algorithm.overlong_filter)
-            rates = solve_rates(scored, scores, usable)
-            self.pools.record(list(rates), list(rates.values()))
+            for index, row, is_usable in zip(columns["index"], columns["reward_extra"], usable, strict=True):
+                if is_usable:
+                    scores[int(index)].append(float(row["score"]))
+            self.pools.record(list(scores), [sum(values) / len(values) for values in scores.values()])
 
     def _prompts(self, step: int, count: int, is_last: bool) -> DataProto:
         """The unfinished rows and `count` fresh prompts, each as often as it is answered."""
         rollout, number = self.config.actor_rollout_ref.rollout, len(self._rounds)
-        rows = [self.dataset[i] for i in self._next_rows(count)]
-        fresh = prompt_batch(rows, f"step{step}.{number}" if number else f"step{step}")
+        if self.pools is None:
+            indices = self.sampler.take(count)
+        else:  # not those that a round of this step has asked already
+            asked = {int(row) for batch in self._rounds for row in batch.non_tensor_batch["index"]}
+            indices = self.pools.take(count, sorted(asked))
+        fresh = prompt_batch(
+            [self.dataset[i] for i in indices], f"step{step}.{number}" if number else f"step{step}"
+        )
         prompts = fresh.repeat(rollout.n_agent * rollout.n, interleave=True)
         if self.unfinished is not None:
             prompts.non_tensor_batch["continuation"] = object_array([None] * len(prompts))
             prompts = DataProto.concat([self.unfinished, prompts])
         seeds = sampling_seeds(self.config.trainer.seed, TRAIN_STREAM, step, len(prompts), number)
-        return with_seeds(
-            prompts,
-            seeds,
-            **self._sampling(rollout.do_sample),
-            validate=False,
-            keep_partial=rollout.keep_partial and not is_last,
+        keep_partial = rollout.keep_partial and not is_last
+        return self._with_sampling(
+            prompts, seeds, rollout.do_sample, validate=False, keep_partial=keep_partial
         )
 
-    def _sampling(self, do_sample: bool) -> dict[str, Any]:
+    def _with_sampling(
+        self, prompts: DataProto, seeds: torch.Tensor, do_sample: bool, **more: bool
+    ) -> DataProto:
         rollout = self.config.actor_rollout_ref.rollout
-        truncation = {"top_p": rollout.top_p, "top_k": rollout.top_k}
-        return {"do_sample": do_sample, "temperature": rollout.temperature, **truncation}
-
-    def _next_rows(self, count: int) -> list[int]:
-        """The next `count` rows of the data set, not those that a round of this step has asked already."""
-        if self.pools is None:
-            return self.sampler.take(count)
-        asked = {int(row) for batch in self._rounds for row in batch.non_tensor_batch["index"]}
-        return self.pools.take(count, sorted(asked))
-
-    @property
-    def _refills(self) -> bool:
-        return self.config.algorithm.filter_groups.enable and self.config.algorithm.filter_groups.refill
-
-    def _may_go_on(self, num_prompts: int) -> bool:
-        """Whether a step that lacks groups asks more: within its rounds, and not more than there are rows."""
-        limit = self.config.algorithm.filter_groups.max_num_gen_batches or len(self._rounds) + 1
-        return self._refills and len(self._rounds) < limit and num_prompts < len(self.dataset)
+        sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
+        return with_seeds(prompts, seeds, do_sample=do_sample, **sampling, **more)
 
     def _informative(self) -> np.ndarray:
         """Usable rows of groups whose members differ (`algorithm.filter_groups`); [N] bool."""
@@ -228,8 +218,10 @@ class TrajectoryCollector:
             chosen = self._usable  # all advantages are 0 then; the rest of the loss (entropy, KL) is as ever
         newest = max(record["version_last"] or 0 for record in batch.non_tensor_batch["trajectory"])
         batch = batch if chosen.all() else batch.select_idxs(chosen)
-        ages = staleness(batch, newest)
-        metrics |= {"rollout/staleness/mean": float(ages.mean()), "rollout/staleness/max": float(ages.max())}
+        # optimizer steps since each row's first token was sampled; 0 for a row without a token
+        first = [record["version_first"] for record in batch.non_tensor_batch["trajectory"]]
+        ages = [0 if version is None else newest - version for version in first]
+        metrics |= {"rollout/staleness/mean": float(np.mean(ages)), "rollout/staleness/max": float(max(ages))}
         self._rounds, self._batch = [], DataProto(None)
         return batch, metrics
 
@@ -242,7 +234,7 @@ class TrajectoryCollector:
         prompts = batch.select([], columns).select_idxs(first)
         seeds = sampling_seeds(self.config.trainer.seed, TRAIN_STREAM, step, len(prompts))
         # "validate": each is alone with its prompt, so none is a straggler
-        return with_seeds(prompts, seeds, **self._sampling(False), validate=True, keep_partial=False)
+        return self._with_sampling(prompts, seeds, False, validate=True, keep_partial=False)
 
     def _metrics(self, seconds: float) -> dict[str, float]:
         """Metrics of all trajectories that the step has made, those that are not learnt from too."""
@@ -252,6 +244,7 @@ class TrajectoryCollector:
         reasons = [record["finish_reason"] for record in records]
         cut_groups = {uid for uid, reason in zip(uids, reasons, strict=True) if reason == CUT}
         kept = 0 if self.unfinished is None else len(set(self.unfinished.non_tensor_batch["uid"]))
+        num_sampled = float(batch.tensors["num_sampled"].sum())
         metrics: dict[str, float] = batch.meta_info.pop("metrics", {})
         metrics |= {
             "env/cut_trajectories": float(reasons.count(CUT)),
@@ -263,11 +256,15 @@ class TrajectoryCollector:
             "prompt_length/clip_ratio": float(
                 (batch.tensors["prompt_length"] >= self.config.data.max_start_length).float().mean()
             ),
+            "perf/generated_tokens": num_sampled,
+            "perf/generated_tokens_per_second": num_sampled / max(seconds, 1e-9),
         }
+        if num_sampled:
+            metrics["timing_per_token_ms/gen"] = seconds * 1000 / num_sampled
         if algorithm.overlong_filter:
             metrics["filter/overlong"] = float(reasons.count("length"))
         if algorithm.filter_groups.enable:
-            groups, informative = count_groups(uids, usable), count_groups(uids, self._chosen)
+            groups, informative = len(set(uids[usable])), len(set(uids[self._chosen]))
             metrics |= {
                 "filter/groups": float(groups),
                 "filter/groups_left_out": float(groups - informative),
@@ -277,16 +274,18 @@ class TrajectoryCollector:
         if self.pools is not None:
             metrics |= self.pools.metrics()
         if usable.any():
-            metrics |= reward_means(batch, usable) | {
+            extra = columns["reward_extra"][usable]
+            names = [name for name, value in extra[0].items() if isinstance(value, int | float)]
+            metrics |= {
+                f"reward/{name}": float(np.mean([row[name] for row in extra]))
+                for name in names
+                if name not in ("score", "em") and all(row.get(name) is not None for row in extra)
+            }
+            metrics |= {
                 "train/em": float(columns["em"][usable].astype(float).mean()),
                 "train/score": float(batch.tensors["outcome"].numpy()[usable].mean()),
                 "train/searches": float(np.mean([record["num_searches"] for record in records[usable]])),
             }
-        num_sampled = float(batch.tensors["num_sampled"].sum())
-        metrics["perf/generated_tokens"] = num_sampled
-        metrics["perf/generated_tokens_per_second"] = num_sampled / max(seconds, 1e-9)
-        if num_sampled:
-            metrics["timing_per_token_ms/gen"] = seconds * 1000 / num_sampled
         return metrics
 
     # ------------------------------------------------------------------------------------------ checkpoints
@@ -315,6 +314,45 @@ class TrajectoryCollector:
                 "began with. Set it to true, or trainer.resume_mode=none."
             )
         self.take_state()
+
+
+def usable_rows(batch: DataProto, compares_group: bool, overlong_filter: bool = False) -> np.ndarray:
+    """Rows that may be learnt from, as a boolean array [N]: those with at least one sampled token.
+
+    A trajectory whose search failed, or that was not waited for, has none (its response_mask is all zero).
+    `overlong_filter` leaves out those that a limit of length has cut too: their reward says nothing about
+    what they would have come to (DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.4). With
+    `compares_group` (the advantage is relative to the rows of the same uid) the last one that is left of a
+    group is not usable either: without others to compare it with, its advantage would be its bare score.
+    """
+    usable = (batch.tensors["num_sampled"] > 0).numpy()
+    if overlong_filter:
+        records = batch.non_tensor_batch["trajectory"]
+        usable &= np.array([record["finish_reason"] != "length" for record in records], dtype=bool)
+    if compares_group:
+        group = np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True)[1]
+        usable &= (np.bincount(group, usable)[group] > 1) | (np.bincount(group)[group] == 1)
+    return usable
+
+
+def informative_rows(values: np.ndarray, uids: np.ndarray, usable: np.ndarray) -> np.ndarray:
+    """The usable rows of groups whose members differ in some value; [N] bool.
+
+    A group whose members all have the same reward gives every token an advantage of 0 (DAPO's dynamic
+    sampling, arXiv:2503.14476, eq. 11, leaves out groups that are all right or all wrong).
+
+    Args:
+        values: [N] or [N, K] float, the K numbers that are compared; rows that are not usable are not read.
+        uids: the group of each row. usable: [N] bool.
+    """
+    values = values.reshape(len(values), -1)
+    group = np.unique(uids.astype(str), return_inverse=True)[1]
+    highest = np.full(values.shape, -np.inf)
+    lowest = np.full(values.shape, np.inf)
+    np.maximum.at(highest, group[usable], values[usable])
+    np.minimum.at(lowest, group[usable], values[usable])
+    differs: np.ndarray = np.any(highest > lowest, axis=1)
+    return usable & differs[group]
 
 
 def with_greedy_baselines(batch: DataProto, greedy: DataProto) -> tuple[DataProto, dict[str, float]]:
@@ -386,12 +424,3 @@ def cut_unfinished(batch: DataProto) -> DataProto:
         cut.tensors[name] = batch.tensors[name].masked_fill(unfinished, 0)
     cut.non_tensor_batch["trajectory"] = object_array(records)
     return cut
-
-
-def staleness(batch: DataProto, version: int) -> np.ndarray:
-    """How many versions (optimizer steps) before `version` each row's first token was sampled; [N] int64.
-
-    A row that had ended in the step before is as old as one that went on. 0 for a row without a token.
-    """
-    first = [record["version_first"] for record in batch.non_tensor_batch["trajectory"]]
-    return np.array([0 if it is None else version - it for it in first], dtype=np.int64)

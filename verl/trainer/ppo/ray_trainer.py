@@ -12,6 +12,8 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from verl.algos.aggregation import PROMPT_MEAN
 from verl.config import Config
 from verl.config.policy import Actor
@@ -20,14 +22,7 @@ from verl.protocol import DataProto
 from verl.single_controller import build_worker_groups
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
 from verl.trainer.ppo import core_algos, metric_utils
-from verl.trainer.ppo.advantage_inputs import add_advantages
-from verl.trainer.ppo.batching import (
-    add_prompt_counts,
-    arrange_for_workers,
-    attention_length,
-    mini_batch_rows,
-    observation_mask,
-)
+from verl.trainer.ppo.batching import arrange_for_workers, attention_length
 from verl.trainer.ppo.collection import TrajectoryCollector, with_greedy_baselines, without_padding
 from verl.trainer.ppo.health import HealthMonitor
 from verl.trainer.ppo.passes import Passes
@@ -39,12 +34,13 @@ from verl.trainer.ppo.run_state import (
     StoppedOnRequest,
     StopRequest,
 )
-from verl.trainer.ppo.scoring import score
+from verl.trainer.ppo.scoring import add_advantages, score
 from verl.trainer.ppo.validation import ValidationReport, run_summary, validate
 from verl.utils.dataset.difficulty_pools import DifficultyPools
 from verl.utils.dataset.rl_dataset import PromptSampler, RLHFDataset
 from verl.utils.records import RunRecorder
 from verl.utils.records.trajectories import TokenTexts, trajectory_records
+from verl.workers.engine.loading import load_hf_config
 from verl.workers.engine.update_loop import shuffled
 from verl.workers.reward_manager import RewardManager
 
@@ -334,25 +330,37 @@ class RayPPOTrainer(ResumableRun):
         rows = batch.select(columns, ["uid"], [])
         if block.shuffle:
             rows = rows.select_idxs(shuffled(len(batch), self.config.trainer.seed, self.state.step, epoch=0))
-        size = self._mini_batch_rows(len(batch), block)
-        if block.loss_agg_mode == PROMPT_MEAN:
-            add_prompt_counts(rows, size)
-        if block.get("echo_coeff"):
-            rows.tensors["observation_mask"] = observation_mask(rows)
-        rows, tokens_per_rank = arrange_for_workers(rows, group.dp_size, size, self._attention_length)
+        size, tensors = self._mini_batch_rows(len(batch), block), rows.tensors
+        if block.loss_agg_mode == PROMPT_MEAN:  # is divided by what the uid's rows of a mini-batch sampled
+            mask, uids = tensors["response_mask"], rows.non_tensor_batch["uid"]
+            starts = range(0, len(batch), size)
+            counts = [core_algos.prompt_counts(mask[at : at + size], uids[at : at + size]) for at in starts]
+            tensors["prompt_tokens"], tensors["prompt_rows"] = map(torch.cat, zip(*counts, strict=True))
+        if block.get("echo_coeff"):  # learns tokens of the response that the policy read and did not sample
+            sampled = tensors["sampled_mask" if "sampled_mask" in tensors else "response_mask"]
+            tensors["observation_mask"] = tensors["attention_mask"][:, -sampled.shape[1] :] * (1 - sampled)
+        if group.dp_size == 1:
+            tokens_per_rank = [int(tensors["attention_mask"].sum())]
+        else:
+            rows, tokens_per_rank = arrange_for_workers(rows, group.dp_size, size, self._attention_length)
         rows.meta_info = {"mini_batch_rows": -(-size // group.dp_size), "bypass_mode": self.passes.bypass}
         return rows, tokens_per_rank
 
     def _mini_batch_rows(self, num_rows: int, block: Actor | Critic) -> int:
-        """Rows of the actor's or the critic's mini-batches, over all processes."""
+        """Rows of the actor's or the critic's mini-batches, over all processes.
+
+        As configured; more only where the batch holds more rows than planned (groups of the step before have
+        joined it): a few rows too many must not get an optimizer step of their own.
+        """
         rollout = self.config.actor_rollout_ref.rollout
         planned = self.config.data.train_batch_size * rollout.n_agent * rollout.n
-        return mini_batch_rows(num_rows, planned, block.ppo_mini_batch_size * rollout.n)
+        size = block.ppo_mini_batch_size * rollout.n
+        return size if num_rows <= planned else -(-num_rows // -(-planned // size))
 
     @cached_property
     def _attention_length(self) -> float:
         """See `batching`. Read once, as the model's configuration may be on another machine."""
-        return attention_length(self.config.actor_rollout_ref.model)
+        return attention_length(load_hf_config(self.config.actor_rollout_ref.model))
 
     def _update_actor(self, rows: DataProto, step: int) -> dict[str, Any]:
         """Trains the policy; where it is due, the result is the new reference."""

@@ -1,39 +1,41 @@
-"""From the reward function's answer to the scores that are trained on, and which rows they may be trained on.
+"""Scores of trajectories, and the advantages that the update learns from.
 
-    reward function -> * search cost -> + overlong penalty -> token_level_scores [N, R]
-                    -> em, reward_extra (all that it returned, by name)
-    scored rows -> usable_rows -> informative_rows -> the update
-
-What is left out here is out of every statistic too: of the group's mean, of the counts that losses are
-divided by.
+reward function -> * search cost -> + overlong penalty -> token_level_scores [N, R]
+                -> em, reward_extra (all that it returned, by name)
+scores, the passes' columns -> AdvantageInputs -> advantages, returns [N, R]
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from verl.algos.advantages import AdvantageInputs, RunningBaseline
 from verl.config import Config
+from verl.config.schema import AlgorithmConfig
 from verl.protocol import DataProto, object_array
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.core_algos import FixedKLController
+from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
+from verl.utils.reward_score.qa_em import documents_hold_answer, golden_answers
 from verl.workers.reward_manager import RewardFunctionFailed, RewardManager, apply_search_cost
 
-LENGTH = "length"  # finish reason of a trajectory that a limit has cut
+COLUMNS = ("values", "old_log_probs", "sum_pi_squared", "rollout_is_weights", "reward_baselines")
 
 
 def score(batch: DataProto, reward_fn: RewardManager, config: Config) -> None:
-    """Adds the scores of training to a batch.
+    """Adds the scores of training to a batch: what `score_answers` adds, less costs and penalties.
 
-    Writes token_level_scores [N, R] float32 (the outcome on the last sampled token), what `row_facts` says of
-    the rows, and per row `em` (float) and `reward_extra` (dict: score, before costs and penalties, and
-    whatever the reward function returned). Metrics go to meta_info `metrics`.
+    Also per row `reward_extra` (dict: score, before costs and penalties, and whatever the reward function
+    returned). Metrics go to meta_info `metrics`.
     """
-    answers = _answers(batch, reward_fn)
+    answers = score_answers(batch, reward_fn)
     num_searches = [trajectory["num_searches"] for trajectory in batch.non_tensor_batch["trajectory"]]
     scores = apply_search_cost(answers.pop("reward_tensor"), num_searches, config.reward_model.search_cost)
     overlong = config.reward_model.overlong_buffer
@@ -43,45 +45,29 @@ def score(batch: DataProto, reward_fn: RewardManager, config: Config) -> None:
         penalty = overlong_penalty(room, overlong.len, overlong.penalty_factor)
         scores = add_to_outcome(scores, batch.tensors["response_mask"], penalty)
         batch.meta_info.setdefault("metrics", {})["filter/overlong_penalty"] = float(penalty.mean())
-    _add_scores(batch, scores, answers["em"])
+    batch.tensors["token_level_scores"], batch.tensors["outcome"] = scores, scores.sum(-1)
     rows = [dict(zip(answers, values, strict=True)) for values in zip(*answers.values(), strict=True)]
     batch.non_tensor_batch["reward_extra"] = object_array(rows)
 
 
-def score_answers(batch: DataProto, reward_fn: RewardManager) -> None:
-    """Adds what `score` adds but for reward_extra, without costs and penalties: for a validation."""
-    answers = _answers(batch, reward_fn)
-    _add_scores(batch, answers["reward_tensor"], answers["em"])
+def score_answers(batch: DataProto, reward_fn: RewardManager) -> dict[str, Any]:
+    """Adds the reward function's scores to a batch; returns all that it returned.
 
-
-def _answers(batch: DataProto, reward_fn: RewardManager) -> dict[str, Any]:
+    Writes token_level_scores [N, R] float32 (the outcome on the last sampled token), outcome [N] float32,
+    num_sampled, prompt_length, response_length [N] int64 (tokens), and per row `em` (float).
+    """
     try:
-        return reward_fn(batch, return_dict=True)
+        answers: dict[str, Any] = reward_fn(batch, return_dict=True)
     except RewardFunctionFailed as error:
         raise RunStopped(str(error)) from error
-
-
-def _add_scores(batch: DataProto, scores: Tensor, em: list[float]) -> None:
-    batch.tensors["token_level_scores"] = scores
-    batch.tensors.update(row_facts(batch))
-    batch.non_tensor_batch["em"] = np.array(em, dtype=object)
-
-
-def row_facts(batch: DataProto) -> dict[str, Tensor]:
-    """num_sampled, prompt_length, response_length [N] int64 (tokens), and outcome [N] float32 if the rows are
-    scored.
-    """
     tensors = batch.tensors
-    mask, attention = tensors["response_mask"], tensors["attention_mask"]
-    width = mask.shape[1]
-    facts = {
-        "num_sampled": mask.sum(-1),
-        "prompt_length": attention[:, :-width].sum(-1),
-        "response_length": attention[:, -width:].sum(-1),
-    }
-    if "token_level_scores" in tensors:
-        facts["outcome"] = tensors["token_level_scores"].sum(-1)
-    return facts
+    mask, attention, scores = tensors["response_mask"], tensors["attention_mask"], answers["reward_tensor"]
+    tensors["token_level_scores"], tensors["outcome"] = scores, scores.sum(-1)
+    tensors["num_sampled"] = mask.sum(-1)
+    tensors["prompt_length"] = attention[:, : -mask.shape[1]].sum(-1)
+    tensors["response_length"] = attention[:, -mask.shape[1] :].sum(-1)
+    batch.non_tensor_batch["em"] = np.array(answers["em"], dtype=object)
+    return answers
 
 
 def values_named(batch: DataProto, name: str, key: str) -> np.ndarray:
@@ -105,71 +91,6 @@ def values_named(batch: DataProto, name: str, key: str) -> np.ndarray:
     return values
 
 
-def reward_means(batch: DataProto, usable: np.ndarray) -> dict[str, float]:
-    """`reward/<name>`: means over usable rows of what a reward function returned beside its score."""
-    rows = batch.non_tensor_batch["reward_extra"][usable]
-    numbers = [name for name, value in rows[0].items() if isinstance(value, int | float)]
-    return {
-        f"reward/{name}": float(np.mean([row[name] for row in rows]))
-        for name in numbers
-        if name not in ("score", "em") and all(row.get(name) is not None for row in rows)
-    }
-
-
-def usable_rows(batch: DataProto, compares_group: bool, overlong_filter: bool = False) -> np.ndarray:
-    """Rows that may be learnt from, as a boolean array [N]: those with at least one sampled token.
-
-    A trajectory whose search failed, or that was not waited for, has none (its response_mask is all zero).
-    `overlong_filter` leaves out those that a limit of length has cut too: their reward says nothing about
-    what they would have come to (DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.4). With
-    `compares_group` (the advantage is relative to the rows of the same uid) the last one that is left of a
-    group is not usable either: without others to compare it with, its advantage would be its bare score.
-    """
-    usable = (batch.tensors["num_sampled"] > 0).numpy()
-    if overlong_filter:
-        records = batch.non_tensor_batch["trajectory"]
-        usable &= np.array([record["finish_reason"] != LENGTH for record in records], dtype=bool)
-    if compares_group:
-        group = _group_numbers(batch.non_tensor_batch["uid"])
-        usable &= (np.bincount(group, usable)[group] > 1) | (np.bincount(group)[group] == 1)
-    return usable
-
-
-def informative_rows(values: np.ndarray, uids: Sequence[Any] | np.ndarray, usable: np.ndarray) -> np.ndarray:
-    """The usable rows of groups whose members differ in some value; [N] bool.
-
-    A group whose members all have the same reward gives every token an advantage of 0 (DAPO's dynamic
-    sampling, arXiv:2503.14476, eq. 11, leaves out groups that are all right or all wrong).
-
-    Args:
-        values: [N] or [N, K] float, the K numbers that are compared; rows that are not usable are not read.
-        uids: the group of each row. usable: [N] bool.
-    """
-    values = values.reshape(len(values), -1)
-    group = _group_numbers(uids)
-    highest = np.full(values.shape, -np.inf)
-    lowest = np.full(values.shape, np.inf)
-    np.maximum.at(highest, group[usable], values[usable])
-    np.minimum.at(lowest, group[usable], values[usable])
-    differs: np.ndarray = np.any(highest > lowest, axis=1)
-    return usable & differs[group]
-
-
-def count_groups(uids: np.ndarray, rows: np.ndarray) -> int:
-    """Groups that have at least one of the `rows` [N] bool."""
-    return len(set(uids[rows]))
-
-
-def prompts_to_draw(num_wanted: int, num_found: int, num_drawn: int) -> int:
-    """How many prompts to ask next, so that about `num_wanted` informative groups are there afterwards.
-
-    As many as the share found so far says are needed, at least one, and never more than `num_wanted`: a step
-    generates no more at once than it would without a filter.
-    """
-    share = max(num_found, 1) / num_drawn
-    return min(num_wanted, max(1, math.ceil((num_wanted - num_found) / share)))
-
-
 def room_left(batch: DataProto, max_context: int, max_turn: int, max_turns: int) -> np.ndarray:
     """How many more tokens each policy could have written before a limit had cut it; [N] int64, at least 0.
 
@@ -181,7 +102,7 @@ def room_left(batch: DataProto, max_context: int, max_turn: int, max_turns: int)
     room = np.maximum(max_context - np.array(context, dtype=np.int64), 0)
     for row, record in enumerate(batch.non_tensor_batch["trajectory"]):
         turns = record["turns"]
-        if record["finish_reason"] == LENGTH:
+        if record["finish_reason"] == "length":
             room[row] = 0
         elif len(turns) > max_turns:
             room[row] = min(room[row], max(max_turn - (turns[-1]["end"] - turns[-1]["start"]), 0))
@@ -209,14 +130,121 @@ def add_to_outcome(scores: Tensor, response_mask: Tensor, amounts: np.ndarray) -
     return scores.scatter_add(1, last.clamp(min=0), torch.where(last >= 0, amount, 0.0))
 
 
-def solve_rates(batch: DataProto, scores: np.ndarray, usable: np.ndarray) -> dict[int, float]:
-    """Row of the data set -> mean score of its usable trajectories; prompts without one are left out."""
-    rows: dict[int, list[float]] = {}
-    for index, score, is_usable in zip(batch.non_tensor_batch["index"], scores, usable, strict=True):
-        if is_usable:
-            rows.setdefault(int(index), []).append(float(score))
-    return {row: sum(found) / len(found) for row, found in rows.items()}
+def add_advantages(
+    batch: DataProto,
+    algorithm: AlgorithmConfig,
+    passes: Passes,
+    kl_controller: FixedKLController,
+    running_baseline: RunningBaseline,
+) -> dict[str, float]:
+    """Adds rewards, advantages and returns to a step's batch; which tokens the update leaves out, and how it
+    weighs the others. Returns metrics.
+
+    Raises:
+        RunStopped: rewards that the estimator can't take.
+    """
+    tensors = batch.tensors
+    metrics = core_algos.apply_rollout_correction(batch, algorithm.rollout_correction)
+    if passes.kl_in_reward:
+        metrics |= core_algos.apply_kl_penalty(batch, kl_controller, algorithm.kl_penalty)
+    else:
+        tensors["token_level_rewards"] = tensors["token_level_scores"]
+    inputs = advantage_inputs(batch, algorithm, passes, running_baseline)
+    try:
+        advantages, returns = core_algos.compute_advantage(algorithm.adv_estimator, inputs)
+    except ValueError as error:
+        raise RunStopped(f"the advantages of this step: {error}") from error
+    tensors["advantages"], tensors["returns"] = advantages, returns
+    if inputs.baseline_keys is not None:
+        mask = tensors["response_mask"]
+        running_baseline.update(tensors["token_level_rewards"], mask, inputs.baseline_keys)
+    core_algos.take_out_rejected(batch)
+    return metrics
 
 
-def _group_numbers(uids: Sequence[Any] | np.ndarray) -> np.ndarray:
-    return np.unique(np.asarray(uids).astype(str), return_inverse=True)[1].reshape(-1)
+def advantage_inputs(
+    batch: DataProto, algorithm: Mapping[str, Any], passes: Passes, running_baseline: RunningBaseline
+) -> AdvantageInputs:
+    """What estimators are made of: of the batch all that it has, of the records what is asked for.
+
+    Args:
+        batch: all rows of the step, with token_level_rewards and what the passes have written.
+        algorithm: the `algorithm` block.
+    """
+    tensors, wanted = batch.tensors, passes.estimator_inputs
+    inputs: dict[str, Any] = {
+        "token_level_rewards": tensors["token_level_rewards"],
+        "response_mask": tensors["response_mask"],
+        "index": batch.non_tensor_batch["uid"],
+        "config": algorithm,
+        "turn_credit": passes.turn_credit,
+        **{name: algorithm[name] for name in ("gamma", "lam", "norm_adv_by_std_in_grpo")},
+        **{name: tensors[name] for name in COLUMNS if name in tensors},
+    }
+    if "running_baseline" in wanted:
+        sources = [str(source) for source in batch.non_tensor_batch["data_source"]]
+        inputs |= {"running_baseline": running_baseline, "baseline_keys": sources}
+    if "reward_components" in wanted:
+        keys = passes.reward_keys
+        components = {name: values_named(batch, name, "algorithm.gdpo_reward_keys") for name in keys}
+        inputs["reward_components"] = {name: torch.from_numpy(x).float() for name, x in components.items()}
+        weights = algorithm["gdpo_reward_weights"] or [1.0] * len(keys)
+        inputs["reward_weights"] = dict(zip(keys, weights, strict=True))
+    if passes.turn_credit or "turn_ids" in wanted:
+        inputs["turn_ids"] = turn_ids(batch)
+    if passes.turn_credit or "turn_rewards" in wanted:
+        inputs["turn_rewards"] = turn_rewards(batch)
+    return AdvantageInputs(**inputs)
+
+
+def turn_ids(batch: DataProto) -> Tensor:
+    """[N, R] int64: the number of the turn, from 0, that each sampled token belongs to; -1 elsewhere.
+
+    From the spans in the trajectories' records, so that turns are told apart however they border.
+    """
+    mask = batch.tensors["response_mask"].bool()
+    ids = torch.full(mask.shape, -1, dtype=torch.int64)
+    for row, record in enumerate(batch.non_tensor_batch["trajectory"]):
+        for number, turn in enumerate(record["turns"]):
+            ids[row, turn["start"] : turn["end"]] = number
+    return ids.masked_fill(~mask, -1)
+
+
+def turn_rewards(batch: DataProto) -> Tensor:
+    """[N, T] float32: the reward of each turn, NaN where it has none of its own; T is the most turns of a
+    row.
+
+    A reward function that returns `turn_rewards` (a list, one number or None a turn) decides. Else a search
+    is worth 1 if it is the trajectory's first whose documents hold a golden answer and 0 if not, so that
+    asking again wins nothing; other turns have no reward of their own.
+    """
+    fields = batch.non_tensor_batch
+    rows = []
+    for record, extra, reward_model in zip(
+        fields["trajectory"], fields["reward_extra"], fields["reward_model"], strict=True
+    ):
+        given = extra.get("turn_rewards")
+        rows.append(_first_hits(record, reward_model["ground_truth"]) if given is None else list(given))
+        if len(rows[-1]) != len(record["turns"]):
+            raise RunStopped(
+                f"the reward function returned {len(rows[-1])} turn_rewards for a trajectory of "
+                f"{len(record['turns'])} turns; expected one number (or None) a turn"
+            )
+    width = max(1, *map(len, rows)) if rows else 1
+    table = [[math.nan if value is None else float(value) for value in row] for row in rows]
+    return torch.tensor([row + [math.nan] * (width - len(row)) for row in table], dtype=torch.float32)
+
+
+def _first_hits(record: Mapping[str, Any], ground_truth: Any) -> list[float | None]:
+    has_golden = isinstance(ground_truth, Mapping) and ground_truth.get("target") is not None
+    golden = golden_answers(ground_truth) if has_golden else []
+    rewards: list[float | None] = []
+    found = False
+    for turn in record["turns"]:
+        if not golden or turn["documents"] is None:
+            rewards.append(None)
+            continue
+        hit = not found and documents_hold_answer(turn["documents"], golden)
+        found = found or hit
+        rewards.append(float(hit))
+    return rewards
