@@ -33,9 +33,9 @@ from scripts.bench.instant_workers import InstantCritic, InstantPolicy, prompt_r
 from search_r1.llm_agent.trajectory import env_metrics  # noqa: E402
 from verl.config import Config, load_config  # noqa: E402
 from verl.single_controller.base import ClassWithInitArgs  # noqa: E402
+from verl.trainer.placement import ResourcePoolManager, Role  # noqa: E402
 from verl.trainer.ppo import metric_utils  # noqa: E402
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer  # noqa: E402
-from verl.trainer.ppo.roles import ResourcePoolManager, Role, actor_role  # noqa: E402
 from verl.workers.reward_manager import RewardManager  # noqa: E402
 
 GROUP = 8
@@ -113,7 +113,7 @@ def build(config: Config, backend: str, rows: int, tokens: int, processes: int) 
     tokenizer = AutoTokenizer.from_pretrained(str(MODEL))
     policy = ClassWithInitArgs(InstantPolicy, model=MODEL, width=tokens)
     dataset: Any = prompt_rows(MODEL, rows // GROUP)
-    role = actor_role(with_reference=config.algorithm.kl_ctrl.kl_coef > 0)
+    role = Role.ActorRolloutRef if config.algorithm.kl_ctrl.kl_coef > 0 else Role.ActorRollout
     return StepTrainer(
         config=config,
         tokenizer=tokenizer,

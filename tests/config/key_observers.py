@@ -37,7 +37,7 @@ from verl.protocol import DataProto, object_array
 from verl.trainer import main_ppo, restarts
 from verl.trainer.config import validate
 from verl.trainer.main_ppo_format import format_score
-from verl.trainer.placement import needs_ray, place, pools_of
+from verl.trainer.placement import needs_ray, place, processes_on_nodes, roles_of
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
 from verl.utils.records import recorder
@@ -294,7 +294,7 @@ def placed(config: Config) -> Any:
             place(config)
     finally:
         torch.cuda.device_count = kept
-    return ray, config.trainer.device, pools_of(config, Passes.of(config))
+    return ray, config.trainer.device, processes_on_nodes(config), roles_of(Passes.of(config))
 
 
 def hub(config: Config) -> Any:

@@ -30,7 +30,7 @@ from verl.single_controller.base.decorator import (
     register_dispatch_mode,
 )
 from verl.single_controller.local import LocalWorkerGroup
-from verl.trainer.ppo.roles import ResourcePoolManager, Role
+from verl.trainer.placement import ResourcePoolManager, Role
 
 
 def batch(num_rows: int, **meta_info) -> DataProto:

@@ -13,7 +13,7 @@ import pytest
 
 from verl.config import Config, load_config
 from verl.single_controller.base import WorkerDiedError
-from verl.trainer.ppo.roles import ResourcePoolManager
+from verl.trainer.placement import ResourcePoolManager
 from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped
 from verl.trainer.restarts import RestartingRun
 from verl.workers.rollout.base import EngineUnavailable

@@ -6,6 +6,6 @@
     memory.py -> plan.py -> report.py                  who goes where, memory of each device
     preflight.py            the checks put to work: by the command, and by each run at its start
 
-Everything asks the objects that the run itself uses: the configuration, Passes, pools_of, the model's config.
+Everything asks the objects that the run itself uses: the configuration, Passes, roles_of, the model's config.
 A new check is a function whose docstring's first line says what it finds, with a name in its file's table.
 """

@@ -1,6 +1,6 @@
 """Who goes where, and how full each device gets in each phase of a step: the memory plan of a run.
 
-    configuration -> Passes, pools_of (as the run) -> engines of a process -> DeviceLoad: bytes in each phase
+    configuration -> Passes, roles_of (as the run) -> engines of a process -> DeviceLoad: bytes in each phase
                   -> Plan: it fits, or which device lacks what in which phase
 
 A phase is a pass of the step. What is offloaded takes memory of the node instead (`host`), and of the device
@@ -19,7 +19,8 @@ import torch
 from verl.config import Config
 from verl.preflight.machine import memory_of_machine
 from verl.preflight.memory import Layout, ModelSize, forward_pass, hold, size_of, update_pass
-from verl.trainer.placement import pools_of
+from verl.single_controller.base import ResourcePool
+from verl.trainer.placement import processes_on_nodes, roles_of
 from verl.trainer.ppo.passes import Passes
 from verl.workers.engine.loading import Precision
 from verl.workers.engine.micro_batches import MicroBatchLimits
@@ -145,7 +146,8 @@ def build_plan(config: Config, hardware: Hardware) -> Plan:
         ValueError: a model's config.json can't be read, or the processes can't be dealt out.
     """
     passes, on_cuda, layout = Passes.of(config), hardware.device == "cuda", Layout.of(config)
-    pool, phases = pools_of(config, passes)[0], phases_of(config, passes)
+    pool, phases = ResourcePool(processes_on_nodes(config)), phases_of(config, passes)
+    roles = ", ".join(role.value for role in roles_of(passes))
     engines = engines_of(config, passes, torch.device(hardware.device))
     num_nodes, processes = config.trainer.nnodes, config.trainer.n_gpus_per_node
     problems: list[str] = []
@@ -164,7 +166,7 @@ def build_plan(config: Config, hardware: Hardware) -> Plan:
     return Plan(
         hardware,
         phases,
-        f"processes: {num_nodes} x {processes}, {layout}; each: {', '.join(r.value for r in pool.roles)}",
+        f"processes: {num_nodes} x {processes}, {layout}; each: {roles}",
         tuple(loads),
         tuple(dict.fromkeys(problems)),
         {use.owner: use.size.num_parameters for use in engines if use.owner != "reference"},

@@ -23,8 +23,8 @@ from verl.config.loading import absolute_folders
 
 if TYPE_CHECKING:
     from verl.single_controller.base import ClassWithInitArgs, Worker
+    from verl.trainer.placement import Role
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-    from verl.trainer.ppo.roles import Role
     from verl.trainer.ppo.run_state import StopRequest
     from verl.utils.reward_score import RewardFunction
 
@@ -43,7 +43,7 @@ def _worker(role: Role, config: Config) -> ClassWithInitArgs:
     from search_r1.llm_agent.generation import build_agent
     from search_r1.search.client import API_KEY_VARIABLE
     from verl.single_controller.base import ClassWithInitArgs
-    from verl.trainer.ppo.roles import Role
+    from verl.trainer.placement import Role
 
     actor_class, critic_class = worker_classes(config)
     block, device, seed = config.actor_rollout_ref, config.trainer.device, config.trainer.seed
@@ -71,10 +71,9 @@ def build_trainer(
     from transformers import AutoTokenizer
 
     from search_r1.llm_agent.trajectory import env_metrics
-    from verl.trainer.placement import pools_of
+    from verl.trainer.placement import build_pools, roles_of
     from verl.trainer.ppo.passes import Passes
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-    from verl.trainer.ppo.roles import ResourcePoolManager
     from verl.utils.dataset.rl_dataset import RLHFDataset
     from verl.utils.reward_score import load_reward_function
     from verl.workers.reward_manager import RewardManager
@@ -88,23 +87,14 @@ def build_trainer(
         raise ValueError(
             f"{model.path}: no tokenizer can be read there ({str(error).splitlines()[0]})"
         ) from error
-    plans = pools_of(config, Passes.of(config))
-    pools = ResourcePoolManager(
-        resource_pool_spec={plan.name: list(plan.process_on_nodes) for plan in plans},
-        mapping={role: plan.name for plan in plans for role in plan.roles},
-        backend=config.trainer.backend,
-        use_gpu=config.trainer.device == "cuda",
-        num_cpus_per_process=config.trainer.cpus_per_process,
-    )
-    pools.create_resource_pool()
-    workers = {role: _worker(role, config) for plan in plans for role in plan.roles}
+    roles = roles_of(Passes.of(config))
     user_score = load_reward_function(config.custom_reward_function)
     extra = config.data.extra_val_files
     return RayPPOTrainer(
         config=config,
         tokenizer=tokenizer,
-        role_worker_mapping=workers,
-        resource_pool_manager=pools,
+        role_worker_mapping={role: _worker(role, config) for role in roles},
+        resource_pool_manager=build_pools(config, roles),
         reward_fn=RewardManager(tokenizer, compute_score=user_score or train_score),
         val_reward_fn=RewardManager(tokenizer, compute_score=user_score),
         trajectory_metrics=env_metrics,

@@ -1,60 +1,106 @@
-"""Where a run's processes live: here or in Ray, with GPUs or without, in which pools.
+"""Who does what, and where a run's processes live: here or in Ray, with GPUs or without, in which pools.
 
-    pools_of(config)   global_pool: trainer.nnodes x trainer.n_gpus_per_node processes with actor, reference,
-                       critic, and the rollout
     place(config)      `auto` becomes what is there
+    build_pools(...)   one pool of trainer.nnodes x trainer.n_gpus_per_node processes with actor, reference,
+                       critic, and the rollout
 
 The driver is the process that was started, wherever that is; it is in no pool.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
 
 from verl.config import Config, SFTConfig
+from verl.single_controller.base import ResourcePool
 from verl.trainer.ppo.passes import Passes
-from verl.trainer.ppo.roles import Role, actor_role
 
 if TYPE_CHECKING:
     from verl.single_controller.ray import RaySession
 
-GLOBAL_POOL = "global_pool"
+
+class Role(Enum):
+    """What a worker is for. The value is the name of its worker group.
+
+    `RefPolicy` and `RewardModel` are names of verl's code; no worker of this trainer has them: the reference
+    lives with the actor, and neural reward models are refused.
+    """
+
+    ActorRollout = "actor_rollout"
+    ActorRolloutRef = "actor_rollout_ref"
+    Critic = "critic"
+    RefPolicy = "ref"
+    RewardModel = "rm"
 
 
-@dataclass(frozen=True)
-class PoolPlan:
-    """One pool. process_on_nodes: processes on each of its nodes. roles: that live in each of them."""
+@dataclass
+class ResourcePoolManager:
+    """Turns a specification of pools into pools, and finds the pool of a role.
 
-    name: str
-    process_on_nodes: tuple[int, ...]
-    roles: tuple[Role, ...]
+    Attributes:
+        resource_pool_spec: pool name -> processes on each node, e.g. {"global_pool": [8, 8]}.
+        mapping: role -> pool name. Roles of one pool share its processes.
+        backend: "local" (one in-process worker) or "ray".
+        use_gpu: whether a process of a pool takes a GPU; None: if this machine has one.
+        num_cpus_per_process: of Ray's CPUs, reserved by each process.
+    """
 
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return sum(self.process_on_nodes)
+    resource_pool_spec: dict[str, list[int]]
+    mapping: dict[Role, str]
+    backend: str = "ray"
+    use_gpu: bool | None = None
+    num_cpus_per_process: float = 0.25
+    resource_pool_dict: dict[str, ResourcePool] = field(default_factory=dict)
 
-    @property
-    def places(self) -> list[tuple[int, int]]:
-        """(node of the pool, number on that node) of each rank."""
-        return [(node, local) for node, count in enumerate(self.process_on_nodes) for local in range(count)]
+    def create_resource_pool(self) -> None:
+        """Make the pools; the Ray ones reserve nothing before the first worker group is built in them."""
+        use_gpu = torch.cuda.is_available() if self.use_gpu is None else self.use_gpu
+        for name, process_on_nodes in self.resource_pool_spec.items():
+            if self.backend == "ray":
+                from verl.single_controller.ray import RayResourcePool
+
+                self.resource_pool_dict[name] = RayResourcePool(
+                    process_on_nodes, use_gpu, self.num_cpus_per_process
+                )
+            else:
+                self.resource_pool_dict[name] = ResourcePool(process_on_nodes)
+
+    def get_resource_pool(self, role: Role) -> ResourcePool:
+        """The pool that `role` was mapped to."""
+        return self.resource_pool_dict[self.mapping[role]]
 
 
-def pools_of(config: Config, passes: Passes) -> list[PoolPlan]:
-    """The pools of a run: one."""
-    trainer = config.trainer
-    roles = [actor_role(passes.reference)]
-    if passes.values:
-        roles.append(Role.Critic)
-    return [PoolPlan(GLOBAL_POOL, (trainer.n_gpus_per_node,) * trainer.nnodes, tuple(roles))]
+def roles_of(passes: Passes) -> list[Role]:
+    """Who lives in each process of a run."""
+    actor = Role.ActorRolloutRef if passes.reference else Role.ActorRollout
+    return [actor, Role.Critic] if passes.values else [actor]
+
+
+def processes_on_nodes(config: Config | SFTConfig) -> list[int]:
+    """How many processes run on each node."""
+    return [config.trainer.n_gpus_per_node] * config.trainer.nnodes
+
+
+def build_pools(config: Config, roles: list[Role]) -> ResourcePoolManager:
+    """The one pool of a run, which all roles share. Reserves nothing."""
+    pools = ResourcePoolManager(
+        resource_pool_spec={"global_pool": processes_on_nodes(config)},
+        mapping=dict.fromkeys(roles, "global_pool"),
+        backend=config.trainer.backend,
+        use_gpu=config.trainer.device == "cuda",
+        num_cpus_per_process=config.trainer.cpus_per_process,
+    )
+    pools.create_resource_pool()
+    return pools
 
 
 def num_processes(config: Config | SFTConfig) -> int:
     """Worker processes of the run. Supervised training has the one."""
-    return config.trainer.nnodes * config.trainer.n_gpus_per_node
+    return sum(processes_on_nodes(config))
 
 
 def place(config: Config | SFTConfig) -> None:

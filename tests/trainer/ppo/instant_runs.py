@@ -12,8 +12,8 @@ from scripts.bench_controller import MODEL, make_config
 from search_r1.llm_agent.trajectory import env_metrics
 from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs, Dispatch, register
+from verl.trainer.placement import ResourcePoolManager, Role
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.roles import ResourcePoolManager, Role, actor_role
 from verl.workers.reward_manager import RewardManager
 
 TOKENS = 220
@@ -103,7 +103,7 @@ def instant_trainer(folder: Path, *settings: str, algorithm: str = "grpo", rows:
     pools.create_resource_pool()
     tokenizer = AutoTokenizer.from_pretrained(str(MODEL))
     dataset: Any = prompt_rows(MODEL, rows)
-    role = actor_role(with_reference=config.algorithm.kl_ctrl.kl_coef > 0)
+    role = Role.ActorRolloutRef if config.algorithm.kl_ctrl.kl_coef > 0 else Role.ActorRollout
     Policy.updates, Policy.asked, Policy.answered, Critic.updates = [], [], None, []
     return RayPPOTrainer(
         config=config,

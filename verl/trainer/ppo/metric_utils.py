@@ -48,7 +48,7 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
 
 def step_metrics(batch: DataProto, timer: Timer, use_critic: bool) -> dict[str, float]:
     """`critic/*`, `response_length/*`, `prompt_length/*`, `state_tokens/*`, `response/*`, `groups/*`,
-    `timing_*` of one step.
+    `timing_*`, `perf/trained_*` of one step.
 
     Args:
         batch: rows with responses, response_mask, attention_mask, uid, and token_level_scores,
@@ -84,7 +84,16 @@ def step_metrics(batch: DataProto, timer: Timer, use_critic: bool) -> dict[str, 
     metrics["groups/effective_share"] = effective_group_share(
         tensors["advantages"], mask, batch.non_tensor_batch["uid"]
     )
-    return metrics | _timing_metrics(timer, int(sampled.sum()), int((prompt_lengths + context_lengths).sum()))
+    seconds, num_tokens = timer.seconds, int((prompt_lengths + context_lengths).sum())
+    metrics |= {f"timing_s/{name}": value for name, value in seconds.items()}
+    for name in ("ref", "values", "adv", "update_critic", "update_actor"):
+        if name in seconds and num_tokens:
+            metrics[f"timing_per_token_ms/{name}"] = seconds[name] * 1000 / num_tokens
+    metrics["perf/trained_tokens"] = num_tokens
+    update = seconds.get("update_actor", 0.0) + seconds.get("update_critic", 0.0)
+    if update:
+        metrics["perf/trained_tokens_per_second"] = num_tokens / update
+    return metrics
 
 
 def repeated_ngrams(responses: torch.Tensor, mask: torch.Tensor, length: int = REPEAT_LENGTH) -> float:
@@ -123,21 +132,6 @@ def effective_group_share(
     learns = ((advantages != 0) & mask).any(dim=-1).numpy()
     groups = np.unique(np.asarray(uids, dtype=object).astype(str), return_inverse=True)[1].reshape(-1)
     return len(np.unique(groups[learns])) / (groups.max() + 1)
-
-
-def _timing_metrics(timer: Timer, num_sampled: int, num_tokens: int) -> dict[str, float]:
-    seconds = timer.seconds
-    metrics = {f"timing_s/{name}": value for name, value in seconds.items()}
-    for name in ("ref", "values", "adv", "update_critic", "update_actor"):
-        if name in seconds and num_tokens:
-            metrics[f"timing_per_token_ms/{name}"] = seconds[name] * 1000 / num_tokens
-    metrics["perf/generated_tokens"] = num_sampled
-    metrics["perf/trained_tokens"] = num_tokens
-    metrics["perf/generated_tokens_per_second"] = num_sampled / max(seconds.get("gen", 0.0), 1e-9)
-    update = seconds.get("update_actor", 0.0) + seconds.get("update_critic", 0.0)
-    if update:
-        metrics["perf/trained_tokens_per_second"] = num_tokens / update
-    return metrics
 
 
 def search_failures(trajectories: Sequence[Mapping[str, Any]] | np.ndarray) -> list[str]:

@@ -21,13 +21,13 @@ from verl.config.schema import Critic
 from verl.protocol import DataProto
 from verl.single_controller import build_worker_groups
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
+from verl.trainer.placement import ResourcePoolManager, Role
 from verl.trainer.ppo import core_algos, metric_utils
 from verl.trainer.ppo.batching import arrange_for_workers, attention_length
 from verl.trainer.ppo.collection import TrajectoryCollector, with_greedy_baselines, without_padding
 from verl.trainer.ppo.health import HealthMonitor
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.resuming import ResumableRun
-from verl.trainer.ppo.roles import ResourcePoolManager, Role
 from verl.trainer.ppo.run_state import (
     RunStopped,
     SearchesFailed,

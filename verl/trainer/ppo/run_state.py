@@ -20,7 +20,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import queue
 import re
 import shutil
 import signal
@@ -346,13 +345,9 @@ class CheckpointWriting:
             raise self._failed(step, error) from error
         self._step, self._groups = step, list(groups.values())
 
-    def commit_if_written(self) -> None:
-        """Gives the checkpoint its name if its files are all there. RunStopped: it could not be written."""
-        self._commit(wait=False)
-
     def finish(self) -> None:
-        """Waits for the checkpoint that is being written, if there is one. RunStopped: as above."""
-        self._commit(wait=True)
+        """Waits for the checkpoint that is being written, if there is one. RunStopped: as below."""
+        self.commit_if_written(wait=True)
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
@@ -371,33 +366,25 @@ class CheckpointWriting:
         self.finish()
 
     def _finish_after_a_failure(self) -> None:
-        step, self._step = self._step, None
-        if step is None:
+        if self._step is None:
             return
-        ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        problem = [f"was not whole within {_SECONDS_AFTER_A_FAILURE:g} s, or its processes are busy"]
 
-        def wait() -> None:
+        def finish() -> None:
             try:
-                for group in self._groups:
-                    group.checkpoint_is_written(True)
-                ends.put(None)
-            except BaseException as error:  # said below; the run's own error is the one that is raised
-                ends.put(error)
+                self.finish()
+                problem.clear()
+            except BaseException as error:  # the run's own error is the one that is raised
+                problem[:] = [f"has no name: {error}"]
 
-        threading.Thread(target=wait, daemon=True).start()
-        try:
-            error = ends.get(timeout=_SECONDS_AFTER_A_FAILURE)
-            if error is None:
-                self.store.commit(step)
-                return
-            why = f"could not be written: {error}"
-        except queue.Empty:
-            why = f"was not whole within {_SECONDS_AFTER_A_FAILURE:g} s, or its processes are busy"
-        except OSError as error:
-            why = f"could not be given its name: {error}"
-        print(f"note: the checkpoint of step {step} {why}; it is not gone on from", flush=True)
+        step, thread = self._step, threading.Thread(target=finish, daemon=True)
+        thread.start()
+        thread.join(_SECONDS_AFTER_A_FAILURE)
+        for why in problem:
+            print(f"note: the checkpoint of step {step} {why}; it is not gone on from", flush=True)
 
-    def _commit(self, wait: bool) -> None:
+    def commit_if_written(self, wait: bool = False) -> None:
+        """Gives the checkpoint its name if its files are all there. RunStopped: it could not be written."""
         step = self._step
         if step is None:
             return
