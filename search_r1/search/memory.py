@@ -27,6 +27,16 @@ def format_bytes(size: float) -> str:
     return f"{size:.1f} GB"
 
 
+def check_fits(path: Path, num_bytes: int, advice: str) -> str:
+    """A line about an index of which every search reads `num_bytes`. Raises ValueError when memory can't hold
+    them."""
+    free = available_bytes()
+    size = f"{path}: {format_bytes(num_bytes)}, memory-mapped; {format_bytes(free)} of memory are available"
+    if num_bytes > free:
+        raise ValueError(f"the index doesn't fit, and every search reads all of it: {size}. {advice}")
+    return size
+
+
 def _meminfo() -> int:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():

@@ -10,13 +10,12 @@ Nogueira and Cho, "Passage Re-ranking with BERT" (2019). Any AutoModelForSequenc
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from search_r1.search.dense.encoder import quiet, well_formed
 from search_r1.search.dense.packed_bert import first_position
 from search_r1.search.retriever import Document, SearchBackend, SearchResult
 
@@ -54,7 +53,7 @@ class CrossEncoder:
         if not pairs:
             return logits
         cut = self._cut({query for query, _ in pairs})
-        texts = [(cut[query], _clean(passage)) for query, passage in pairs]
+        texts = [(cut[query], well_formed(passage)) for query, passage in pairs]
         encoded = self._tokenizer(texts, truncation="only_second", max_length=self._max_length)
         lengths = torch.tensor([len(ids) for ids in encoded["input_ids"]])
         for rows in lengths.argsort(stable=True).split(self._batch_size):
@@ -68,14 +67,14 @@ class CrossEncoder:
         """Each query, cut to half of what the model reads, so that the passage has the other half."""
         names = list(queries)
         tokens = self._tokenizer(
-            [_clean(query) for query in names],
+            [well_formed(query) for query in names],
             add_special_tokens=False,
             truncation=True,
             max_length=self._max_length // 2,
             return_offsets_mapping=True,
         )
         ends = [offsets[-1][1] if offsets else 0 for offsets in tokens["offset_mapping"]]
-        return {query: _clean(query)[:end] for query, end in zip(names, ends, strict=True)}
+        return {query: well_formed(query)[:end] for query, end in zip(names, ends, strict=True)}
 
 
 class RerankRetriever:
@@ -130,11 +129,6 @@ def _sigmoid(logit: float) -> float:
     return 0.5 * (1 + math.tanh(0.5 * logit))  # never overflows
 
 
-def _clean(text: str) -> str:
-    """Half a surrogate pair is a str for Python and an error for the tokenizer."""
-    return text.encode("utf-8", "replace").decode()
-
-
 def _best(scored: list[tuple[Document, float]], topk: int) -> list[tuple[Document, float]]:
     def place(pair: tuple[Document, float]) -> tuple[float, float]:
         document, score = pair
@@ -144,19 +138,15 @@ def _best(scored: list[tuple[Document, float]], topk: int) -> list[tuple[Documen
 
 
 def _load(model: str) -> tuple[Any, Any]:
-    logging = transformers.utils.logging
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()  # no table of missing weights: they are an error of our own
     try:
-        network, info = AutoModelForSequenceClassification.from_pretrained(
-            model, dtype=torch.float32, output_loading_info=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        with quiet():
+            network, info = AutoModelForSequenceClassification.from_pretrained(
+                model, dtype=torch.float32, output_loading_info=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, KeyError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"--reranker_model: can't load {model}: {reason}") from error
-    finally:
-        logging.set_verbosity(before)
     missing = sorted(info["missing_keys"])
     if missing:
         raise ValueError(
@@ -180,6 +170,3 @@ def _activation(config: Any) -> str:
     section = getattr(config, "sentence_transformers", None) or {}
     named = section.get("activation_fn") or getattr(config, "sbert_ce_default_activation_function", None)
     return str(named or "")
-
-
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one core per server; also quiet after a fork

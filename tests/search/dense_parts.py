@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from search_r1.search.corpus import Corpus
-from search_r1.search.dense.embeddings import Embeddings, EmbeddingWriter
 
 DIMENSION = 24
 
@@ -20,7 +18,7 @@ class HashEncoder:
 
     def __init__(self, dimension: int = DIMENSION, fail_after: int | None = None) -> None:
         self.dimension, self.device = dimension, SimpleNamespace(type="cpu")
-        self.settings: dict[str, Any] = {"model": "hash", "dimension": dimension, "modules": []}
+        self.settings: dict[str, Any] = {"model": "hash", "dimension": dimension}
         self.num_passages, self._fail_after = 0, fail_after
 
     def encode_queries(self, texts: list[str]) -> np.ndarray:
@@ -44,13 +42,6 @@ def make_corpus(num_documents: int) -> Corpus:
     return Corpus.from_documents(
         [{"id": str(i), "contents": f'"Title {i}"\nword{i} word{i % 7} common'} for i in range(num_documents)]
     )
-
-
-def store(folder: Path, vectors: np.ndarray, dtype: str = "float32") -> Embeddings:
-    writer = EmbeddingWriter(folder, dtype, vectors.shape[1])
-    writer.append(vectors)
-    writer.close()
-    return Embeddings.open(folder, dtype, vectors.shape[1])
 
 
 def true_top(vectors: np.ndarray, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,94 +1,143 @@
-"""Vectors on disk: one flat array [N, D] of float16 or float32, read by memory map.
+"""Vectors on disk: one flat array [N, D] of float16 or float32, whose row is the row of the corpus.
 
-    EmbeddingWriter.append(vectors), ... -> embeddings.f16 | embeddings.f32 -> Embeddings.rows(...) -> float32
+    corpus -> encoders (one for each GPU), or a file of vectors -> write_embeddings -> embeddings.f16 | .f32
+           -> map_vectors -> np.ndarray [N, D], read from the file when it is touched
 
-The writer says how many rows are safely on disk, so a build that was killed goes on from there.
+A build that was killed goes on after the last whole row.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from search_r1.search.corpus import Corpus
+from search_r1.search.manifest import read_manifest
+from search_r1.search.memory import format_bytes
+
+if TYPE_CHECKING:
+    from search_r1.search.dense.encoder import Encoder
+
 FILES = {"float16": "embeddings.f16", "float32": "embeddings.f32"}
+STATE_FILE = "encoding.json"  # of what the rows in the folder were made
+CPU_WINDOW, GPU_WINDOW = 1024, 16 * 1024  # passages sorted by length together, and lost at most by a kill
+COPY_ROWS = 16 * 1024
+
+Progress = Callable[[str, int, int], None]
 
 
-class Embeddings:
-    """Read access to stored vectors. `shape`: (N, D). Nothing is in memory but what the system caches."""
+def map_vectors(path: Path, dtype: str, dimension: int, skip_bytes: int = 0) -> np.ndarray:
+    """The rows [N, D] of a flat file, after `skip_bytes`. Nothing is in memory but what the system caches.
 
-    def __init__(self, path: Path, dtype: str, dimension: int, skip_bytes: int = 0) -> None:
-        """Opens a flat file of rows, which begin after `skip_bytes`.
-
-        Raises ValueError when its size is no whole number of rows, or 0.
-        """
-        self.path, self.dtype, self.dimension = path, dtype, dimension
-        row_bytes = np.dtype(dtype).itemsize * dimension
-        size = path.stat().st_size if path.is_file() else 0
-        size -= skip_bytes
-        if size <= 0 or size % row_bytes:
-            raise ValueError(
-                f"{path} has {size:,} bytes, expected a multiple of {row_bytes} (a row of {dtype})"
-            )
-        # "c": nothing is ever written, but torch takes only arrays that could be.
-        self.array = np.memmap(path, dtype, "c", offset=skip_bytes).reshape(-1, dimension)
-
-    @classmethod
-    def open(cls, folder: Path, dtype: str, dimension: int) -> Embeddings:
-        """Opens the file that EmbeddingWriter wrote into `folder`."""
-        return cls(folder / FILES[dtype], dtype, dimension)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.array), self.dimension
-
-    @property
-    def num_bytes(self) -> int:
-        return self.array.nbytes
-
-    def __len__(self) -> int:
-        return len(self.array)
-
-    def rows(self, which: slice | np.ndarray) -> np.ndarray:
-        """A float32 copy [n, D] of some rows."""
-        return np.asarray(self.array[which]).astype(np.float32)
+    Raises ValueError when the file's size is no whole number of rows, or 0.
+    """
+    row_bytes = np.dtype(dtype).itemsize * dimension
+    size = (path.stat().st_size if path.is_file() else 0) - skip_bytes
+    if size <= 0 or size % row_bytes:
+        raise ValueError(f"{path} has {size:,} bytes, expected a multiple of {row_bytes} (a row of {dtype})")
+    # "c": nothing is ever written, but torch takes only arrays that could be.
+    return np.memmap(path, dtype, "c", offset=skip_bytes).reshape(-1, dimension)
 
 
-def flat_header_bytes(path: Path) -> int:
-    """Bytes before the vectors of a FAISS Flat file (inner product); 0 for a bare array."""
+def open_embeddings(folder: Path, corpus: Corpus) -> tuple[dict[str, Any], np.ndarray]:
+    """The parameters in the manifest of a finished exact index, and its vectors. Raises ValueError."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise ValueError(f"--index_path: {folder} has no manifest.json: it is no finished index of ours")
+    parameters = manifest.parameters
+    vectors = map_vectors(folder / FILES[parameters["dtype"]], parameters["dtype"], parameters["dimension"])
+    if len(vectors) != len(corpus):
+        raise ValueError(
+            f"--index_path: {folder} holds {len(vectors):,} vectors, the corpus {len(corpus):,} passages: "
+            "give the corpus that the index was built from"
+        )
+    return parameters, vectors
+
+
+def write_embeddings(
+    corpus: Corpus,
+    folder: Path,
+    encoders: list[Encoder],
+    dtype: str,
+    progress: Progress,
+    embedding_path: Path | None = None,
+) -> dict[str, Any]:
+    """Writes the embeddings of all passages into `folder`; goes on after a kill.
+
+    Args:
+        encoders: one for each device; each works on other passages.
+        dtype: float16 (half the size, and scores that differ in the 4th digit) or float32.
+        embedding_path: flat float32 file [N, D] to take the vectors from, as Search-R1's `--save_embedding`
+            writes it (emb_e5.memmap), or a FAISS Flat file (e5_Flat.index).
+
+    Returns the parameters for the manifest. Raises ValueError for vectors with NaN, for an embedding file of
+    another size than corpus and encoder, and when the disk has no room.
+    """
+    settings = encoders[0].settings
+    dimension = settings["dimension"]
+    parameters = {"encoder": settings, "dtype": dtype, "dimension": dimension}
+    state = json.dumps({"parameters": parameters, "corpus": corpus.fingerprint()}, sort_keys=True)
+    path, num_rows = folder / FILES[dtype], 0
+    row_bytes = np.dtype(dtype).itemsize * dimension
+    if (folder / STATE_FILE).is_file() and (folder / STATE_FILE).read_text() == state and path.is_file():
+        num_rows = path.stat().st_size // row_bytes
+    (folder / STATE_FILE).write_text(state)
+    need, free = (len(corpus) - num_rows) * row_bytes, shutil.disk_usage(folder).free
+    if free < need:
+        raise ValueError(
+            f"{folder}: the index needs {format_bytes(need)} more, the disk has {format_bytes(free)}"
+        )
+    if embedding_path is None:
+        source = _encode_from(corpus, encoders, num_rows)
+    else:
+        source = _stored_vectors(corpus, embedding_path, dimension, num_rows)
+    with path.open("r+b" if num_rows else "wb") as file:
+        file.truncate(num_rows * row_bytes)
+        file.seek(0, os.SEEK_END)
+        for vectors in source:
+            with np.errstate(over="ignore"):
+                stored = np.ascontiguousarray(vectors, dtype)
+            good = np.isfinite(stored).all(axis=1)
+            if not good.all():
+                row = num_rows + int(np.argmin(good))
+                raise ValueError(
+                    f"the vector of passage {row} (from 0) has NaN, or values too large for {dtype}"
+                )
+            file.write(stored.data)
+            file.flush()
+            num_rows += len(stored)
+            progress("encoding", num_rows, len(corpus))
+    if num_rows != len(corpus):
+        raise ValueError(f"{path} has {num_rows:,} rows, the corpus {len(corpus):,}: remove {folder}")
+    return parameters
+
+
+def _encode_from(corpus: Corpus, encoders: list[Encoder], start: int) -> Iterator[np.ndarray]:
+    """Vectors of passages in order; the encoders work side by side on windows of passages."""
+    size = GPU_WINDOW if encoders[0].device.type == "cuda" else CPU_WINDOW
+    contents = corpus.iter_contents(start)
+    windows = iter(lambda: list(islice(contents, size)), [])
+    with ThreadPoolExecutor(len(encoders)) as threads:
+        while group := list(islice(windows, len(encoders))):
+            yield from threads.map(lambda encoder, texts: encoder.encode_passages(texts), encoders, group)
+
+
+def _stored_vectors(corpus: Corpus, path: Path, dimension: int, start: int) -> Iterator[np.ndarray]:
     with path.open("rb") as file:
-        return 45 if file.read(4) == b"IxFI" else 0
-
-
-class EmbeddingWriter:
-    """Appends rows to a file in `folder`; `num_rows` of them are there already after a kill."""
-
-    def __init__(self, folder: Path, dtype: str, dimension: int) -> None:
-        """Goes on after the last whole row that was flushed (the file may end inside a row)."""
-        self.path, self.dtype, self.dimension = folder / FILES[dtype], np.dtype(dtype), dimension
-        row_bytes = self.dtype.itemsize * dimension
-        size = self.path.stat().st_size if self.path.is_file() else 0
-        self.num_rows = size // row_bytes
-        self._file = self.path.open("r+b" if size else "wb")
-        self._file.truncate(self.num_rows * row_bytes)
-        self._file.seek(0, os.SEEK_END)
-
-    def append(self, vectors: np.ndarray) -> None:
-        """Adds float32 rows [n, D]. Raises ValueError with the row for values that aren't finite numbers."""
-        with np.errstate(over="ignore"):
-            stored = np.ascontiguousarray(vectors, self.dtype)
-        good = np.isfinite(stored).all(axis=1)
-        if not good.all():
-            row = self.num_rows + int(np.argmin(good))
-            raise ValueError(
-                f"the vector of passage {row} (from 0) has NaN, or values too large for {self.dtype}"
-            )
-        self._file.write(stored.data)
-        self._file.flush()
-        self.num_rows += len(stored)
-
-    def close(self) -> None:
-        """Everything is on the disk after this."""
-        os.fsync(self._file.fileno())
-        self._file.close()
+        header_bytes = 45 if file.read(4) == b"IxFI" else 0  # a FAISS Flat file (inner product)
+    stored = map_vectors(path, "float32", dimension, header_bytes)
+    if len(stored) != len(corpus):
+        raise ValueError(
+            f"--embedding_path: {path} holds {len(stored):,} vectors of {dimension} float32 values, "
+            f"the corpus has {len(corpus):,} passages: they don't belong together"
+        )
+    for begin in range(start, len(stored), COPY_ROWS):
+        yield stored[begin : begin + COPY_ROWS]

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 PACKED_TYPES = {"bert": 0, "roberta": 2, "xlm-roberta": 2, "camembert": 2}
 """Model type: its first position. RoBERTa's positions start after its padding index, which is 1."""
 
+PACKED_ATTENTION = "packed_groups"  # for `attn_implementation`
 MIN_TOKENS = 8  # torch multiplies 1 to 3 rows in another way, with other roundings
 
 
@@ -31,17 +32,6 @@ def first_position(model_type: str) -> int:
 
 Group = tuple[int, int, int]
 """(first token, end token, length of each text) of neighbouring texts of one length."""
-
-
-def packed_attention_name() -> str:
-    """Registers the attention with transformers and gives its name, for `attn_implementation`."""
-    AttentionInterface.register("packed_groups", _attention)
-    return "packed_groups"
-
-
-def can_pack(network: PreTrainedModel) -> bool:
-    """Whether `run_packed` can run this network."""
-    return network.config._attn_implementation == "packed_groups"
 
 
 def _attention(
@@ -64,6 +54,9 @@ def _attention(
         mixed = torch.nn.functional.scaled_dot_product_attention(*parts)  # [texts, heads, length, head size]
         result[0, start:stop].unflatten(0, (-1, length)).copy_(mixed.transpose(1, 2))
     return result, None
+
+
+AttentionInterface.register(PACKED_ATTENTION, _attention)
 
 
 def run_packed(

@@ -1,6 +1,6 @@
 """Exact search by torch: every vector is multiplied, chunk by chunk, on the CPU or on all GPUs.
 
-    stored vectors -> a tensor mapped from the file (CPU), or a float16 tensor on each GPU
+    vectors -> a tensor mapped from the file (CPU), or a float16 tensor on each GPU
     queries [Q, D] -> for each chunk of rows: float32 product, its best k + EXTRA_ROWS -> merged over chunks
                    -> these few rows scored again, in double precision -> top k, ties by row
 
@@ -16,7 +16,6 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from search_r1.search.dense.embeddings import Embeddings
 from search_r1.search.memory import format_bytes
 
 CPU_CHUNK_ROWS, GPU_CHUNK_ROWS = 2048, 32 * 1024  # rows that are in float32 at once
@@ -34,131 +33,97 @@ def dot_rows(vectors: np.ndarray, queries: np.ndarray) -> np.ndarray:
     return (vectors.astype(np.float64) * queries).sum(axis=1).astype(np.float32)
 
 
-def check_gpus(num_rows: int, dimension: int, free: list[int]) -> str:
-    """A line with the size. Raises ValueError when `free` (bytes of each GPU) is too little."""
-
-    def needed(num_gpus: int) -> int:
-        return -(-num_rows // num_gpus) * dimension * 2 + GPU_RESERVE_BYTES
-
+def place_on_gpus(vectors: np.ndarray, report: Callable[[str], None]) -> list[torch.Tensor]:
+    """Copies vectors [N, D] to all visible GPUs. Raises ValueError when they don't fit, before it begins."""
+    devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    free = min(torch.cuda.mem_get_info(device)[0] for device in devices)
+    need = -(-len(vectors) // len(devices)) * vectors.shape[1] * 2 + GPU_RESERVE_BYTES
     size = (
-        f"{num_rows:,} x {dimension} in float16: {format_bytes(num_rows * dimension * 2)} on {len(free)} "
-        f"GPUs, {format_bytes(needed(len(free)))} each with working memory, {format_bytes(min(free))} free"
+        f"{len(vectors):,} x {vectors.shape[1]} in float16: {format_bytes(need)} on each of {len(devices)} "
+        f"GPUs with working memory, {format_bytes(free)} free"
     )
-    if min(free) >= needed(len(free)):
-        return size
-    enough = next((count for count in range(1, 1025) if needed(count) <= max(free)), None)
-    more = f"use {enough} GPUs like these (CUDA_VISIBLE_DEVICES), " if enough else ""
-    raise ValueError(
-        f"the exact index doesn't fit: {size}. Free the memory of these GPUs, {more}search on the CPU, or "
-        "build a FAISS index that needs less (--faiss_type IVF4096,SQ8)"
-    )
+    if free < need:
+        raise ValueError(
+            f"the exact index doesn't fit: {size}. Free the memory of these GPUs, use more of them "
+            "(CUDA_VISIBLE_DEVICES), search on the CPU, or build a FAISS index that needs less "
+            "(--faiss_type IVF4096,SQ8)"
+        )
+    report(size)
+    return copy_to(devices, vectors)
+
+
+def copy_to(devices: list[torch.device], vectors: np.ndarray) -> list[torch.Tensor]:
+    """The vectors in float16, neighbouring rows in equal parts on each device."""
+    size = -(-len(vectors) // len(devices))
+    parts = []
+    for first, device in zip(range(0, len(vectors), size), devices, strict=False):
+        rows = vectors[first : first + size]
+        part = torch.empty(rows.shape, dtype=torch.float16, device=device)
+        for start in range(0, len(rows), GPU_CHUNK_ROWS):
+            chunk = torch.from_numpy(rows[start : start + GPU_CHUNK_ROWS]).to(device).half()
+            if not bool(torch.isfinite(chunk).all()):
+                raise ValueError("the index has values that float16 can't hold: search on the CPU")
+            part[start : start + len(chunk)] = chunk
+        parts.append(part)
+    return parts
 
 
 class VectorScan:
     """Top k of inner products over stored vectors. Use by one thread at a time."""
 
+    @torch.inference_mode()
     def __init__(self, parts: list[torch.Tensor]) -> None:
-        """`parts`: neighbouring rows [n, D] float16 or float32, each where it is searched."""
+        """`parts`: neighbouring rows [n, D] float16 or float32, each where it is searched. All are read."""
+        self._parts = parts
         self._chunks: list[tuple[int, torch.Tensor]] = []  # first row, rows
         self.num_rows = 0
         for part in parts:
             for chunk in part.split(CPU_CHUNK_ROWS if part.device.type == "cpu" else GPU_CHUNK_ROWS):
                 self._chunks.append((self.num_rows, chunk))
                 self.num_rows += len(chunk)
-        self._parts = parts
         self._buffers: dict[torch.device, torch.Tensor] = {}
-        self._longest = 0.0  # row; known after the first scan
-        self._scan(parts[0][:1].float().cpu().numpy(), 1)  # reads the file once
+        self._longest = max(float(self._as_float32(chunk).norm(dim=1).max()) for _, chunk in self._chunks)
 
-    @classmethod
-    def on_cpu(cls, embeddings: Embeddings) -> VectorScan:
-        """Searches the file where it lies: memory-mapped, one copy for all processes."""
-        return cls([torch.from_numpy(embeddings.array)])
+    def close(self) -> None:
+        self._chunks, self._parts, self._buffers = [], [], {}
 
-    @classmethod
-    def on_devices(
-        cls,
-        embeddings: Embeddings,
-        devices: list[torch.device] | None = None,
-        report: Callable[[str], None] = lambda line: None,
-    ) -> VectorScan:
-        """Copies stored vectors in float16 to `devices` (all visible GPUs), an equal part to each.
-
-        Raises ValueError when they don't fit, before anything is loaded.
-        """
-        if devices is None:
-            devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
-            report(check_gpus(*embeddings.shape, [torch.cuda.mem_get_info(device)[0] for device in devices]))
-        size = -(-len(embeddings) // len(devices))
-        parts = []
-        for first, device in zip(range(0, len(embeddings), size), devices, strict=False):
-            rows = embeddings.array[first : first + size]
-            part = torch.empty(rows.shape, dtype=torch.float16, device=device)
-            for start in range(0, len(rows), GPU_CHUNK_ROWS):
-                chunk = torch.from_numpy(rows[start : start + GPU_CHUNK_ROWS]).to(device).half()
-                if not bool(torch.isfinite(chunk).all()):
-                    raise ValueError(
-                        f"{embeddings.path} has values that float16 can't hold: search on the CPU"
-                    )
-                part[start : start + len(chunk)] = chunk
-            report(f"{device}: {len(rows):,} vectors loaded")
-            parts.append(part)
-        return cls(parts)
-
+    @torch.inference_mode()
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Scores float32 and rows int64 [Q, min(k, N)] of queries [Q, D] float32, best first, ties by row.
 
         Raises ValueError for values that are not finite numbers.
         """
         k = min(k, self.num_rows)
+        kept = min(k + EXTRA_ROWS, self.num_rows)
         queries = np.ascontiguousarray(queries, np.float32)
         if not np.isfinite(queries).all():
             raise ValueError("a query's vector has a value that is not a finite number")
         scores = np.empty((len(queries), k), np.float32)
         rows = np.empty((len(queries), k), np.int64)
-        for start in range(0, len(queries), MAX_QUERIES):
-            self._search(queries[start : start + MAX_QUERIES], scores[start:], rows[start:])
-        return scores, rows
-
-    def close(self) -> None:
-        self._chunks, self._parts, self._buffers = [], [], {}
-
-    @torch.inference_mode()
-    def _search(self, queries: np.ndarray, scores: np.ndarray, rows: np.ndarray) -> None:
-        """Fills the first rows of `scores` and `rows` [.., k]."""
-        k = scores.shape[1]
-        kept = min(k + EXTRA_ROWS, self.num_rows)
-        best, best_rows = self._scan(queries, kept)
         slack = ROUNDING * np.linalg.norm(queries, axis=1) * self._longest
-        for number, query in enumerate(queries):
-            scores[number], rows[number] = self._best(query, best_rows[number], k)
-            limit = scores[number, -1] - slack[number]
-            if kept < self.num_rows and best[number, -1] >= limit:
-                possible = self._rows_above(query, float(limit))
-                scores[number], rows[number] = self._best(query, possible, k)
+        for start in range(0, len(queries), MAX_QUERIES):
+            best, best_rows = self._scan(queries[start : start + MAX_QUERIES], kept)
+            for number in range(start, start + len(best)):
+                query = queries[number]
+                scores[number], rows[number] = self._best(query, best_rows[number - start], k)
+                limit = float(scores[number, -1] - slack[number])
+                if kept < self.num_rows and best[number - start, -1] >= limit:
+                    scores[number], rows[number] = self._best(query, self._rows_above(query, limit), k)
+        return scores, rows
 
     def _scan(self, queries: np.ndarray, kept: int) -> tuple[np.ndarray, np.ndarray]:
         """Products float32 and rows [Q, kept], best first: one pass over all vectors."""
         best_on: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         queries_on = {part.device: torch.from_numpy(queries).to(part.device) for part in self._parts}
-        longest = []
         for first, chunk in self._chunks:  # on GPUs this only puts work on their queues
-            vectors = self._as_float32(chunk)
-            if not self._longest:
-                longest.append(vectors.norm(dim=1).max())
-            top = (queries_on[chunk.device] @ vectors.T).topk(min(kept, len(chunk)), dim=1)
-            products, rows = top.values, top.indices + first
+            products = queries_on[chunk.device] @ self._as_float32(chunk).T
+            top = products.topk(min(kept, len(chunk)), dim=1)
+            pairs = [(top.values, top.indices + first)]
             if chunk.device in best_on:
-                before, rows_before = best_on[chunk.device]
-                products, rows = torch.cat([before, products], 1), torch.cat([rows_before, rows], 1)
-                top = products.topk(min(kept, products.shape[1]), dim=1)
-                products, rows = top.values, rows.gather(1, top.indices)
-            best_on[chunk.device] = products, rows
-        self._longest = self._longest or max([float(norm) for norm in longest], default=0.0)
-        products = torch.cat([pair[0].cpu() for pair in best_on.values()], 1)
-        rows = torch.cat([pair[1].cpu() for pair in best_on.values()], 1)
-        top = products.topk(kept, dim=1)
-        return top.values.numpy(), rows.gather(1, top.indices).numpy()
+                pairs.insert(0, best_on[chunk.device])
+            best_on[chunk.device] = _merge(pairs, kept)
+        best, rows = _merge([(products.cpu(), rows.cpu()) for products, rows in best_on.values()], kept)
+        return best.numpy(), rows.numpy()
 
     def _as_float32(self, chunk: torch.Tensor) -> torch.Tensor:
         """The chunk's rows in float32. In the device's one buffer: new memory costs more than the product."""
@@ -190,3 +155,10 @@ class VectorScan:
             first += len(part)
         order = np.lexsort((rows, -scores))[:k]
         return scores[order], rows[order]
+
+
+def _merge(pairs: list[tuple[torch.Tensor, torch.Tensor]], kept: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `kept` best of several (products, rows) [Q, ..], best first."""
+    products, rows = (torch.cat(tensors, dim=1) for tensors in zip(*pairs, strict=True))
+    top = products.topk(min(kept, products.shape[1]), dim=1)
+    return top.values, rows.gather(1, top.indices)

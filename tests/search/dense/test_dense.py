@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ from dense_parts import DIMENSION, HashEncoder, make_corpus
 torch = pytest.importorskip("torch")
 
 from search_r1.search.corpus import Corpus  # noqa: E402
-from search_r1.search.dense import exact as dense  # noqa: E402
-from search_r1.search.dense.embeddings import Embeddings  # noqa: E402
-from search_r1.search.dense.exact import DenseBuildOptions, ExactRetriever, build_index  # noqa: E402
+from search_r1.search.dense import embeddings  # noqa: E402
+from search_r1.search.dense.embeddings import FILES, map_vectors, write_embeddings  # noqa: E402
+from search_r1.search.dense.exact import ExactRetriever  # noqa: E402
 from search_r1.search.manifest import Manifest, write_manifest  # noqa: E402
 
 
@@ -22,11 +23,18 @@ def no_progress(stage: str, done: int, total: int) -> None:
     pass
 
 
-def build(corpus: Corpus, folder: Path, **options: object) -> dict:
-    options.setdefault("encoders", (HashEncoder(),))
-    parameters = build_index(corpus, folder, DenseBuildOptions(**options), no_progress)  # type: ignore[arg-type]
+def build(
+    corpus: Corpus, folder: Path, *encoders: HashEncoder, dtype: str = "float16", source: Path | None = None
+) -> dict:
+    folder.mkdir(exist_ok=True)
+    used: Any = list(encoders or [HashEncoder()])
+    parameters = write_embeddings(corpus, folder, used, dtype, no_progress, source)
     write_manifest(folder, Manifest("exact", corpus.fingerprint(), parameters, {}))
     return parameters
+
+
+def stored(folder: Path, dtype: str = "float32") -> np.ndarray:
+    return map_vectors(folder / FILES[dtype], dtype, DIMENSION)
 
 
 def test_index_finds_each_passage_by_its_own_text(tmp_path: Path) -> None:
@@ -39,7 +47,7 @@ def test_index_finds_each_passage_by_its_own_text(tmp_path: Path) -> None:
     assert [row[0].row for row in documents] == list(range(0, 300, 7))
     assert documents[1][0].contents == texts[7]
     assert all(isinstance(score, float) for row in scores for score in row)
-    assert "300 x 24" in lines[0]
+    assert "28.8 kB, memory-mapped" in lines[0]
     json.dumps(retriever.describe())
     retriever.close()
     retriever.close()
@@ -49,21 +57,22 @@ def test_index_finds_each_passage_by_its_own_text(tmp_path: Path) -> None:
 def test_vectors_are_in_the_order_of_the_corpus_with_any_number_of_encoders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_encoders: int
 ) -> None:
-    monkeypatch.setattr(dense, "CPU_WINDOW", 64)
+    monkeypatch.setattr(embeddings, "CPU_WINDOW", 64)
     corpus = make_corpus(1000)
-    build(corpus, tmp_path, encoders=tuple(HashEncoder() for _ in range(num_encoders)), dtype="float32")
-    stored = Embeddings.open(tmp_path, "float32", DIMENSION)
+    build(corpus, tmp_path, *(HashEncoder() for _ in range(num_encoders)), dtype="float32")
     expected = HashEncoder().encode_queries(list(corpus.iter_contents()))
-    assert np.array_equal(stored.rows(slice(None)), expected)
+    assert np.array_equal(stored(tmp_path), expected)
 
 
 def test_a_stopped_build_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "CPU_WINDOW", 50)
+    monkeypatch.setattr(embeddings, "CPU_WINDOW", 50)
     corpus = make_corpus(500)
     with pytest.raises(KeyboardInterrupt):
-        build(corpus, tmp_path / "a", encoders=(HashEncoder(fail_after=300),))
+        build(corpus, tmp_path / "a", HashEncoder(fail_after=300))
+    with (tmp_path / "a" / "embeddings.f16").open("ab") as file:
+        file.write(b"half a row")
     encoder = HashEncoder()
-    build(corpus, tmp_path / "a", encoders=(encoder,))
+    build(corpus, tmp_path / "a", encoder)
     assert encoder.num_passages < 450
     build(corpus, tmp_path / "b")
     assert (tmp_path / "a/embeddings.f16").read_bytes() == (tmp_path / "b/embeddings.f16").read_bytes()
@@ -82,13 +91,11 @@ def test_vectors_of_search_r1_are_taken_over(tmp_path: Path, source: str) -> Non
         index.add(vectors)
         faiss.write_index(index, str(path))
     encoder = HashEncoder()
-    build(corpus, tmp_path / "index", encoders=(encoder,), embedding_path=path, dtype="float32")
+    build(corpus, tmp_path / "index", encoder, source=path, dtype="float32")
     assert encoder.num_passages == 0
-    assert np.array_equal(
-        Embeddings.open(tmp_path / "index", "float32", DIMENSION).rows(slice(None)), vectors
-    )
+    assert np.array_equal(stored(tmp_path / "index"), vectors)
     with pytest.raises(ValueError, match="don't belong together"):
-        build(make_corpus(121), tmp_path / "other", embedding_path=path)
+        build(make_corpus(121), tmp_path / "other", source=path)
 
 
 def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
@@ -99,7 +106,3 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
         ExactRetriever(make_corpus(50), tmp_path / "index", HashEncoder(dimension=25))
     with pytest.raises(ValueError, match="no manifest"):
         ExactRetriever(make_corpus(50), tmp_path, HashEncoder())
-    with pytest.raises(ValueError, match="expected float16 or float32"):
-        build(make_corpus(50), tmp_path / "wrong", dtype="int8")
-    with pytest.raises(ValueError, match="--model_path"):
-        build(make_corpus(50), tmp_path / "wrong", encoders=())

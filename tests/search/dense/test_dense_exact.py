@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-from dense_parts import assert_is_top, store
+from dense_parts import assert_is_top
 
 torch = pytest.importorskip("torch")
 
 from search_r1.search.dense import scan  # noqa: E402
-from search_r1.search.dense.embeddings import Embeddings, EmbeddingWriter  # noqa: E402
-from search_r1.search.dense.scan import VectorScan  # noqa: E402
+from search_r1.search.dense.scan import VectorScan, copy_to  # noqa: E402
 
 CPU = torch.device("cpu")
 RANDOM = np.random.default_rng(7)
@@ -43,11 +40,11 @@ CASES = {
 }
 
 
-def searches(embeddings: Embeddings) -> dict[str, VectorScan]:
+def searches(vectors: np.ndarray) -> dict[str, VectorScan]:
     return {
-        "mapped": VectorScan.on_cpu(embeddings),
-        "float16 on one device": VectorScan.on_devices(embeddings, [CPU]),
-        "float16 on three": VectorScan.on_devices(embeddings, [CPU] * 3),
+        "as they are": VectorScan([torch.from_numpy(vectors)]),
+        "float16 on one device": VectorScan(copy_to([CPU], vectors)),
+        "float16 on three": VectorScan(copy_to([CPU] * 3, vectors)),
     }
 
 
@@ -57,10 +54,10 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_search_gives_the_true_top(tmp_path: Path, case: str) -> None:
+def test_every_search_gives_the_true_top(case: str) -> None:
     vectors = CASES[case].astype(np.float16).astype(np.float32)
     queries = np.concatenate([draw(6, vectors.shape[1]), vectors[:6], 0 * vectors[:1], 1e-4 * vectors[:1]])
-    for name, search in searches(store(tmp_path, vectors)).items():
+    for name, search in searches(vectors).items():
         for k in (1, 3, 100, 5000):
             scores, rows = search.search(queries, k)
             assert (np.diff(scores, axis=1) <= 0).all(), name
@@ -68,19 +65,19 @@ def test_every_search_gives_the_true_top(tmp_path: Path, case: str) -> None:
         search.close()
 
 
-def test_equal_vectors_come_in_the_order_of_their_rows(tmp_path: Path) -> None:
+def test_equal_vectors_come_in_the_order_of_their_rows() -> None:
     vectors = CASES["few different"].astype(np.float16).astype(np.float32)
-    for search in searches(store(tmp_path, vectors)).values():
+    for search in searches(vectors).values():
         scores, rows = search.search(vectors[:4], 50)
         for query in range(4):
             same = np.flatnonzero((vectors == vectors[query]).all(axis=1))
             assert rows[query].tolist() == same[:50].tolist()
 
 
-def test_a_query_gets_the_same_bits_in_any_batch(tmp_path: Path) -> None:
+def test_a_query_gets_the_same_bits_in_any_batch() -> None:
     vectors = CASES["random"].astype(np.float16).astype(np.float32)
     queries = draw(600, 48)
-    for search in searches(store(tmp_path, vectors)).values():
+    for search in searches(vectors).values():
         scores, rows = search.search(queries, 10)
         for number in (0, 11, 12, 511, 512, 599):
             alone_scores, alone_rows = search.search(queries[number : number + 1], 10)
@@ -88,21 +85,8 @@ def test_a_query_gets_the_same_bits_in_any_batch(tmp_path: Path) -> None:
             assert np.array_equal(alone_scores[0], scores[number])
 
 
-def test_what_float16_or_a_search_cannot_hold_is_refused(tmp_path: Path) -> None:
-    embeddings = store(tmp_path, np.full((3, 16), 1e5, np.float32))
+def test_what_float16_or_a_search_cannot_hold_is_refused() -> None:
     with pytest.raises(ValueError, match="values that float16 can't hold: search on the CPU"):
-        VectorScan.on_devices(embeddings, [CPU])
+        copy_to([CPU], np.full((3, 16), 1e5, np.float32))
     with pytest.raises(ValueError, match="not a finite number"):
-        VectorScan.on_cpu(embeddings).search(np.full((1, 16), np.nan, np.float32), 3)
-
-
-def test_a_writer_goes_on_after_the_last_whole_row(tmp_path: Path) -> None:
-    store(tmp_path, np.ones((10, 4), np.float32))
-    with (tmp_path / "embeddings.f32").open("ab") as file:
-        file.write(b"half a row")
-    writer = EmbeddingWriter(tmp_path, "float32", 4)
-    assert writer.num_rows == 10
-    writer.append(2 * np.ones((1, 4), np.float32))
-    writer.close()
-    found = Embeddings.open(tmp_path, "float32", 4)
-    assert found.rows(slice(9, None)).tolist() == [[1] * 4, [2] * 4]
+        VectorScan([torch.ones(3, 16)]).search(np.full((1, 16), np.nan, np.float32), 3)

@@ -27,7 +27,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def minilm() -> Encoder:
-    return Encoder.open("minilm", MINILM, device="cpu", dtype="float32")
+    return Encoder("minilm", MINILM, device="cpu", dtype="float32")
 
 
 def make_model(folder: Path, kind: str = "bert", **config: object) -> str:
@@ -97,7 +97,7 @@ def test_on_one_thread_a_text_gets_the_same_bits_alone_and_in_any_batch(minilm: 
 def test_every_network_and_pooling_agrees_with_transformers(tmp_path: Path, kind: str, pooling: str) -> None:
     model = make_model(tmp_path / "net", kind)
     network = transformers.T5EncoderModel.from_pretrained(model) if kind == "t5" else None
-    encoder = Encoder.open("net", model, device="cpu", dtype="float32", pooling=pooling)
+    encoder = Encoder("net", model, device="cpu", dtype="float32", pooling=pooling)
     expected = reference(model, TEXTS, pooling, normalize=True, network=network)
     np.testing.assert_allclose(encoder.encode_passages(TEXTS), expected, atol=1e-5)
 
@@ -105,7 +105,7 @@ def test_every_network_and_pooling_agrees_with_transformers(tmp_path: Path, kind
 @pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "mpnet"])
 def test_a_long_text_is_cut_to_the_positions_that_a_network_has(tmp_path: Path, kind: str) -> None:
     model = make_model(tmp_path / "net", kind, max_position_embeddings=40)
-    encoder = Encoder.open("net", model, device="cpu", dtype="float32", max_passage_length=100)
+    encoder = Encoder("net", model, device="cpu", dtype="float32", max_passage_length=100)
     first, longer = encoder.encode_passages(["word " * 60, "word " * 70])
     np.testing.assert_array_equal(first, longer)
 
@@ -116,7 +116,7 @@ def test_dpr_uses_two_networks_and_no_normalisation(tmp_path: Path) -> None:
     asked = transformers.DPRQuestionEncoder.from_pretrained(query).question_encoder.bert_model
     stored = transformers.DPRContextEncoder.from_pretrained(passage).ctx_encoder.bert_model
     for given in (query, passage):
-        encoder = Encoder.open("dpr", given, device="cpu", dtype="float32")
+        encoder = Encoder("dpr", given, device="cpu", dtype="float32")
         expected = reference(query, TEXTS, "cls", normalize=False, network=asked)
         np.testing.assert_allclose(encoder.encode_queries(TEXTS), expected, atol=1e-5)
         expected = reference(passage, TEXTS, "cls", normalize=False, network=stored)
@@ -135,7 +135,7 @@ def test_families_get_their_prefixes_and_pooling(
     tmp_path: Path, folder: str, query_prefix: str, passage_prefix: str, pooling: str, normalize: bool
 ) -> None:
     model = make_model(tmp_path / folder)
-    encoder = Encoder.open("any", model, device="cpu", dtype="float32")
+    encoder = Encoder("any", model, device="cpu", dtype="float32")
     assert not encoder.notes
     expected = reference(model, [query_prefix + text for text in TEXTS], pooling, normalize)
     np.testing.assert_allclose(encoder.encode_queries(TEXTS), expected, atol=1e-5)
@@ -169,38 +169,37 @@ def test_sentence_transformers_files_are_heeded(tmp_path: Path) -> None:
         "modules.json": [
             {"type": "sentence_transformers.models.Transformer", "path": ""},
             {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"},
-            {"type": "sentence_transformers.models.Dense", "path": "2_Dense"},
+            {"type": "sentence_transformers.models.Normalize", "path": "2_Normalize"},
         ],
         "1_Pooling/config.json": {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False},
         "config_sentence_transformers.json": {"prompts": {"query": "Q: ", "document": "D: "}},
         "sentence_bert_config.json": {"max_seq_length": 12},
-        "2_Dense/config.json": {"activation_function": "torch.nn.modules.activation.Tanh"},
     }
     model = make_model(tmp_path / "mine")
     for name, content in files.items():
         (tmp_path / "mine" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "mine" / name).write_text(json.dumps(content))
-    weight = torch.randn(5, 32)
-    torch.save(
-        {"linear.weight": weight, "linear.bias": torch.ones(5)}, tmp_path / "mine/2_Dense/pytorch_model.bin"
-    )
-    encoder = Encoder.open("mine", model, device="cpu", dtype="float32")
-    hidden = reference(model, ["Q: a"], "cls", normalize=False)
-    expected = np.tanh(hidden @ weight.numpy().T + 1)
+    encoder = Encoder("mine", model, device="cpu", dtype="float32")
+    expected = reference(model, ["Q: a"], "cls", normalize=True)
     np.testing.assert_allclose(encoder.encode_queries(["a"]), expected, atol=1e-5)
     assert encoder.settings["passage_prefix"] == "D: "
     assert encoder.settings["max_passage_length"] == 12
-    assert encoder.dimension == 5
+    files["modules.json"].append({"type": "sentence_transformers.models.Dense", "path": "3_Dense"})
+    (tmp_path / "mine" / "modules.json").write_text(json.dumps(files["modules.json"]))
+    with pytest.raises(
+        ValueError, match="has a sentence-transformers module .*Dense, which is not supported"
+    ):
+        Encoder("mine", model)
 
 
 def test_a_model_that_is_not_there_or_not_whole_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="--retriever_model: can't load"):
-        Encoder.open("e5", str(tmp_path / "empty"))
+        Encoder("e5", str(tmp_path / "empty"))
     with pytest.raises(ValueError, match="--retriever_model is missing"):
-        Encoder.open("e5", None)
+        Encoder("e5", None)
     model = make_model(tmp_path / "net")
     config = json.loads((tmp_path / "net/config.json").read_text())
     (tmp_path / "net/config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     with pytest.raises(ValueError, match="has no weights for"):
-        Encoder.open("e5", model)
+        Encoder("e5", model)

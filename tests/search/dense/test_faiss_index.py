@@ -12,14 +12,7 @@ faiss = pytest.importorskip("faiss")
 pytest.importorskip("torch")
 
 from search_r1.search.dense import faiss_index  # noqa: E402
-from search_r1.search.dense.exact import DenseBuildOptions  # noqa: E402
-from search_r1.search.dense.faiss_index import (  # noqa: E402
-    INDEX_FILE,
-    FaissBuildOptions,
-    FaissRetriever,
-    build_index,
-)
-from search_r1.search.manifest import Manifest, write_manifest  # noqa: E402
+from search_r1.search.dense.faiss_index import FaissRetriever, build_index  # noqa: E402
 
 CORPUS = make_corpus(1200)
 VECTORS = HashEncoder().encode_queries(list(CORPUS.iter_contents()))
@@ -88,12 +81,11 @@ def test_a_file_that_is_not_whole_is_one_clear_error(tmp_path: Path, keep: int) 
 @pytest.mark.parametrize("faiss_type", ["Flat", "HNSW16", "IVF8,Flat", "IVF8,SQ8", "PCA16,IVF8,Flat"])
 def test_built_files_are_faisss_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faiss_type: str) -> None:
     monkeypatch.setattr(faiss_index, "ADD_ROWS", 500)
-    dense = DenseBuildOptions(encoders=(HashEncoder(),), dtype="float32")  # type: ignore[arg-type]
-    parameters = build_index(CORPUS, tmp_path, FaissBuildOptions(faiss_type, dense), no_progress)
-    assert parameters["faiss_type"] == faiss_type
-    index = faiss.read_index(str(tmp_path / INDEX_FILE))
+    path = tmp_path / "built.index"
+    build_index(VECTORS, path, faiss_type, False, no_progress)
+    index = faiss.read_index(str(path))
     assert (index.ntotal, index.d, index.metric_type) == (1200, DIMENSION, faiss.METRIC_INNER_PRODUCT)
-    retriever = FaissRetriever(CORPUS, tmp_path / INDEX_FILE, HashEncoder())
+    retriever = FaissRetriever(CORPUS, path, HashEncoder())
     rows = np.array(retriever.search(VECTORS[:50], 10)[1])
     expected = true_top(VECTORS, VECTORS[:50], 10)[1]
     overlap = np.mean(
@@ -102,18 +94,4 @@ def test_built_files_are_faisss_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert overlap > (0.25 if "PCA" in faiss_type else 0.95)
     if faiss_type == "Flat":
         by_search_r1 = write_as_search_r1(tmp_path / "theirs.index", "Flat")
-        assert (tmp_path / INDEX_FILE).read_bytes() == by_search_r1.read_bytes()
-
-
-def test_a_file_is_built_from_a_finished_exact_index(tmp_path: Path) -> None:
-    from search_r1.search.dense import exact as dense
-
-    options = DenseBuildOptions(encoders=(HashEncoder(),))  # type: ignore[arg-type]
-    parameters = dense.build_index(CORPUS, tmp_path / "exact", options, no_progress)
-    write_manifest(tmp_path / "exact", Manifest("exact", CORPUS.fingerprint(), parameters, {}))
-    given = FaissBuildOptions("Flat", exact_folder=tmp_path / "exact")
-    assert build_index(CORPUS, tmp_path / "file", given, no_progress)["encoder"] == HashEncoder().settings
-    stored = faiss.read_index(str(tmp_path / "file" / INDEX_FILE)).reconstruct_n(0, 1200)
-    assert np.array_equal(stored, VECTORS.astype(np.float16).astype(np.float32))
-    with pytest.raises(ValueError, match="1,200 rows, the corpus 7"):
-        build_index(make_corpus(7), tmp_path / "file", given, no_progress)
+        assert path.read_bytes() == by_search_r1.read_bytes()
