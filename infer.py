@@ -25,14 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-try:
-    from rich.console import Console
-    from rich.text import Text
-except ModuleNotFoundError as missing:
-    sys.exit(
-        f"error: {sys.executable} has no {missing.name}. Use the environment that the training scripts made "
-        "(.venv/bin/python infer.py ...), or install: pip install -c constraints.txt -e '.[train]'"
-    )
+import verl  # noqa: F401  # isort: skip  (first: where a package is missing, it says which Python has it)
+from rich.console import Console
+from rich.text import Text
 
 if TYPE_CHECKING:
     from search_r1.llm_agent.generation import LLMGenerationManager

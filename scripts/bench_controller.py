@@ -27,6 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
 from transformers import AutoTokenizer  # noqa: E402
 
 from scripts.bench.instant_workers import InstantCritic, InstantPolicy, prompt_rows  # noqa: E402

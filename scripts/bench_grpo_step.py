@@ -27,11 +27,12 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-import pandas as pd
-import psutil
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import pandas as pd  # noqa: E402
+import psutil  # noqa: E402
 
 from data_prep.microworld import write_world  # noqa: E402
 from scripts.bench.servers import PORT, running  # noqa: E402

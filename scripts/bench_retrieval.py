@@ -32,6 +32,7 @@ from statistics import mean, median
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
 from scripts.bench.load import Load, LoadResult  # noqa: E402
 from scripts.bench.servers import PORT, RunningServer, running  # noqa: E402
 from scripts.bench.synthetic_corpus import make_queries, write_corpus  # noqa: E402

@@ -24,10 +24,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import psutil
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import psutil  # noqa: E402
 
 from scripts.bench import servers  # noqa: E402
 

@@ -26,15 +26,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
-
-try:
-    import pandas as pd
-except ImportError:
-    sys.exit("error: this needs pandas and pyarrow: `pip install -c constraints.txt pandas pyarrow`")
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import numpy as np  # noqa: E402
+import pandas as pd  # noqa: E402
 
 from search_r1.search.client import SearchClient, SearchError  # noqa: E402
 from search_r1.search.corpus import Corpus  # noqa: E402

@@ -164,14 +164,6 @@ def test_a_failing_search_of_a_piped_question_is_status_1(run_dir, url, monkeypa
     assert list(answers) == []
 
 
-def test_a_python_without_the_packages_is_told_where_they_are():
-    code = "import sys; sys.modules['rich.console'] = None; import infer"
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO)
-    assert process.returncode == 1
-    assert process.stderr.startswith("error: ") and ".venv/bin/python infer.py" in process.stderr
-    assert process.stderr.count("\n") == 1
-
-
 def test_a_model_that_the_native_engine_does_not_run_is_refused(run_dir, url, tmp_path, monkeypatch, capsys):
     MambaConfig(vocab_size=257, hidden_size=8, num_hidden_layers=1, state_size=2).save_pretrained(tmp_path)
     for file in ("tokenizer.json", "tokenizer_config.json"):

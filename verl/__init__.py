@@ -1,5 +1,8 @@
 """The reinforcement-learning framework: batches, process groups, trainer and workers."""
 
+import sys
+from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -7,6 +10,32 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["DataProto", "__version__"]
+
+ROOT = Path(__file__).resolve().parents[1]
+_excepthook = sys.excepthook
+
+
+def _name_the_environment(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Where a program of this project misses a package, it says which Python has it, and ends with 2."""
+    name = (getattr(error, "name", None) or "").split(".")[0]
+    if not issubclass(kind, ModuleNotFoundError) or (ROOT / name).exists():
+        return _excepthook(kind, error, trace)
+    environment = ROOT / ".venv" / "bin" / "python"
+    advice = (
+        f"Use {environment}" if environment.exists() else "Run bash train_grpo.sh, which makes .venv once"
+    )
+    print(
+        f"error: {sys.executable} has no {name}. {advice}, or install the project: "
+        f"{sys.executable} -m pip install -c {ROOT / 'constraints.txt'} -e '{ROOT}[train,retrieval]'",
+        file=sys.stderr,
+    )
+    raise SystemExit(2)
+
+
+if sys.argv[:1] == ["-m"] or Path(sys.argv[0]).resolve().is_relative_to(ROOT):
+    sys.excepthook = _name_the_environment
 
 
 def __getattr__(name: str) -> Any:

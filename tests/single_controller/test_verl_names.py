@@ -31,6 +31,7 @@ from verl.single_controller.base.decorator import (
 )
 from verl.single_controller.local import LocalWorkerGroup
 from verl.trainer.placement import ResourcePoolManager, Role
+from verl.utils.metric import reduce_metrics
 
 
 def batch(num_rows: int, **meta_info) -> DataProto:
@@ -107,6 +108,12 @@ def test_a_new_dispatch_mode_becomes_a_name():
     finally:
         DISPATCH_MODE_FN_REGISTRY.pop("SPLIT_MODE", None)
         Dispatch.remove("SPLIT_MODE")
+
+
+def test_metrics_are_reduced_by_their_names():
+    """The example in verl/utils/metric/utils.py of verl 0.8.0."""
+    metrics = {"loss": [1.0, 2.0, 3.0], "max_reward": [5.0, 8.0, 6.0], "min_error": [0.1, 0.05, 0.2]}
+    assert reduce_metrics(metrics) == {"loss": 2.0, "max_reward": 8.0, "min_error": 0.05}
 
 
 def test_roles_and_pools_take_verls_arguments():

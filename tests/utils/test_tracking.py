@@ -8,7 +8,7 @@ from verl.utils.tracking import Tracking, has_wandb_key
 
 
 def track(tmp_path, *loggers: str, first_step: int = 0) -> Tracking:
-    return Tracking(loggers, "project", "run", tmp_path, {"trainer": {"seed": 0}}, first_step)
+    return Tracking("project", "run", loggers, {"trainer": {"seed": 0}}, tmp_path, first_step)
 
 
 def test_tensorboard_gets_the_metrics_and_drops_later_steps_on_resume(tmp_path):
@@ -25,6 +25,13 @@ def test_tensorboard_gets_the_metrics_and_drops_later_steps_on_resume(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     values = {event.step: round(event.value, 3) for event in events.Scalars("train/em")}
     assert values == {0: 0.0, 1: 0.1, 2: 0.2, 3: 0.9}
+
+
+def test_verls_call_prints_verls_line(capsys):
+    tracking = Tracking(project_name="p", experiment_name="e", default_backend="console", config=None)
+    tracking.log(data={"actor/lr": 1e-6, "em": 0.5}, step=3)
+    tracking.finish()
+    assert capsys.readouterr().out == "step:3 - actor/lr:1e-06 - em:0.5\n"
 
 
 def test_unknown_and_missing_loggers_are_named(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
     Tracking.log({"actor/lr": 1e-6, ...}, step) -> each backend
 
-The console is a display of its own (`records/console.py`), and `metrics.jsonl` is always written
+A run's console is a display of its own (`records/console.py`), and `metrics.jsonl` is always written
 (`records/files.py`); neither needs a service.
 """
 
@@ -31,10 +31,10 @@ class Tracking:
     """All backends of a run.
 
     Args:
-        loggers: names of backends; "console" is accepted and left to the console display.
         project_name, experiment_name: the run's names there.
-        run_dir: folder for what the backends keep on disk.
+        default_backend: names of backends, or one name.
         config: the run's configuration as plain dictionaries.
+        run_dir: folder for what the backends keep on disk.
         first_step: the first step that will be logged; on resume, later ones of before are dropped where
             the backend can do that.
 
@@ -44,34 +44,46 @@ class Tracking:
 
     def __init__(
         self,
-        loggers: Sequence[str],
         project_name: str,
         experiment_name: str,
-        run_dir: str | Path,
-        config: Mapping[str, Any],
+        default_backend: str | Sequence[str] = "console",
+        config: Mapping[str, Any] | None = None,
+        run_dir: str | Path = ".",
         first_step: int = 0,
     ) -> None:
+        names = [default_backend] if isinstance(default_backend, str) else default_backend
         makers: dict[str, Callable[[], Backend]] = {
-            "wandb": lambda: WandbBackend(project_name, experiment_name, Path(run_dir), config),
+            "console": ConsoleBackend,
+            "wandb": lambda: WandbBackend(project_name, experiment_name, Path(run_dir), config or {}),
             "tensorboard": lambda: TensorboardBackend(Path(run_dir), first_step),
-            "mlflow": lambda: MlflowBackend(project_name, experiment_name, config),
+            "mlflow": lambda: MlflowBackend(project_name, experiment_name, config or {}),
         }
-        unknown = [name for name in loggers if name not in makers and name != "console"]
+        unknown = [name for name in names if name not in makers]
         if unknown:
             raise ValueError(
-                f"Found {', '.join(unknown)} in trainer.logger; expected any of console, {', '.join(makers)}."
+                f"Found {', '.join(unknown)} in trainer.logger; expected any of {', '.join(makers)}."
             )
-        self.backends = [makers[name]() for name in dict.fromkeys(loggers) if name != "console"]
+        self.backends = [makers[name]() for name in dict.fromkeys(names)]
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, data: Mapping[str, float], step: int) -> None:
         """Report the metrics of one step everywhere."""
         for backend in self.backends:
-            backend.log(metrics, step)
+            backend.log(data, step)
 
     def finish(self) -> None:
         """Close all backends. Safe to call twice."""
         while self.backends:
             self.backends.pop().finish()
+
+
+class ConsoleBackend:
+    """One line a step, as verl's; a run of this project has a display of its own instead."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        print(" - ".join([f"step:{step}", *(f"{name}:{value}" for name, value in metrics.items())]))
+
+    def finish(self) -> None:
+        pass
 
 
 class WandbBackend:

@@ -2,11 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from quick_config import config_with
 from selection_batches import batch_of, record, turn
 
+from verl.protocol import DataProto
+from verl.trainer.ppo import ray_trainer
 from verl.trainer.ppo.core_algos import RunningBaseline, compute_advantage, estimator_inputs
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
@@ -38,6 +41,37 @@ def test_a_reward_function_can_give_the_turns_their_rewards():
     batch.non_tensor_batch["reward_extra"][1] = {"turn_rewards": [0.5, None]}
     with pytest.raises(RunStopped, match="2 turn_rewards for a trajectory of 1 turns"):
         turn_rewards(batch)
+
+
+# The advantages that verl's compute_advantage adds to the batch below, under its response mask
+# (verl/trainer/ppo/ray_trainer.py of the wheels 0.8.0 and 0.9.1, which agree).
+VERLS_ADVANTAGES = {
+    "gae": [[1.24035, 1.57434], [-1.16722, -0.51314, -0.2812], [-0.00027, 0.17341, 0.41463], [-1.44091]],
+    "grpo": [[0.70711] * 2, [-0.70711] * 3, [0.70711] * 3, [-0.70711]],
+    "rloo": [[1.0] * 2, [-1.0] * 3, [1.5] * 3, [-1.5]],
+    "remax": [[0.5] * 2, [-0.5] * 3, [0.5] * 3, [-1.0]],
+    "reinforce_plus_plus": [[1.16861] * 2, [-0.44947] * 3, [0.35957] * 3, [-2.06755]],
+    "reinforce_plus_plus_baseline": [[0.59751] * 2, [-0.93894] * 3, [0.98162] * 3, [-1.32305]],
+    "opo": [[0.6] * 2, [-0.4] * 3, [0.375] * 3, [-1.125]],
+}
+
+
+@pytest.mark.parametrize("estimator", VERLS_ADVANTAGES)
+def test_verls_call_adds_verls_advantages(estimator):
+    columns = {
+        "token_level_rewards": torch.tensor([[0, 1, 0], [0, 0, 0], [0, 0, 0.5], [-1, 0, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),
+        "responses": torch.arange(12).reshape(4, 3),
+        "values": torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.1, 0.0], [0.2, 0.2, 0.2], [-0.5, 0.0, 0.0]]),
+        "reward_baselines": torch.tensor([0.5, 0.5, 0.0, 0.0]),
+    }
+    batch = DataProto.from_dict(columns, {"uid": np.array(list("aabb"), dtype=object)})
+    gamma, lam = (0.9, 0.8) if estimator == "gae" else (1.0, 1.0)
+    data = ray_trainer.compute_advantage(batch, estimator, gamma, lam, num_repeat=2, config=None)
+    for row, expected in zip(data.batch["advantages"].tolist(), VERLS_ADVANTAGES[estimator], strict=True):
+        assert row == pytest.approx(expected + [0.0] * (3 - len(expected)), abs=1e-5)
+    if estimator == "gae":
+        assert data.batch["returns"][2].tolist() == pytest.approx([0.32112, 0.396, 0.5], abs=1e-5)
 
 
 def config_of(estimator: str, *more: str):

@@ -29,7 +29,27 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
     for step in (5, 10, 15, 100):
         write(store, step)
     assert store.steps() == [15, 100]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_100", "global_step_15"]
+    assert sorted(path.name for path in tmp_path.glob("global*")) == ["global_step_100", "global_step_15"]
+
+
+def verls_latest(run_dir):
+    """As `find_latest_ckpt_path` of verl/utils/checkpoint/checkpoint_manager.py (verl 0.9.1) finds it."""
+    tracker = run_dir / "latest_checkpointed_iteration.txt"
+    if not tracker.exists():
+        return None
+    folder = run_dir / f"global_step_{int(tracker.read_bytes().decode())}"
+    return folder if folder.exists() else None
+
+
+def test_verls_tracker_names_the_newest_checkpoint(tmp_path):
+    store = CheckpointStore(tmp_path, 1)
+    for step in (5, 10):
+        write(store, step)
+        assert verls_latest(tmp_path) == store.folder(step)
+    store.set_aside_after(8)
+    assert verls_latest(tmp_path) is None
+    write(store, 9)
+    assert verls_latest(tmp_path) == store.folder(9)
 
 
 def test_the_state_comes_back_as_it_was(tmp_path):

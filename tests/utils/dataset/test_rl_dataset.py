@@ -59,6 +59,19 @@ def test_the_chat_template_is_used_if_there_is_one(tmp_path):
     assert bytes(row["raw_prompt_ids"]) == b"[user]who?[me]"
 
 
+def test_search_r1s_arguments_are_taken(tmp_path):
+    """As in its verl/trainer/ppo/ray_trainer.py, `_create_dataloader` (Search-R1 a14dc3a)."""
+    arguments = {
+        "prompt_key": "prompt",
+        "max_prompt_length": 4,
+        "filter_prompts": True,
+        "return_raw_chat": True,
+    }
+    file = write(tmp_path / "a.parquet", ["where?"])
+    row = RLHFDataset(parquet_files=file, tokenizer=ByteTokenizer(), **arguments, truncation="left")[0]
+    assert bytes(row["raw_prompt_ids"]) == b"ere?"
+
+
 def test_a_subset_is_search_r1s_subset(tmp_path):
     questions = [f"q{i}" for i in range(50)]
     file = write(tmp_path / "a.parquet", questions)

@@ -55,6 +55,8 @@ def test_one_pair_is_enough_and_none_scores_zero():
     assert compute_score_em("<answer>beijing.</answer>", target) == 1.0
     assert compute_score_em("Beijing", target, format_score=0.1) == 0.0
     assert compute_score_em("<answer>Shanghai</answer>", target, format_score=0.1) == 0.1
+    assert compute_score_em("<answer>Shanghai</answer>", target, "flexible", 0.1) == 0.1, "as Search-R1's"
+    assert compute_score_subem("<answer>in Beijing</answer>", target, method="strict") == 1.0
 
 
 def test_any_golden_answer_counts_in_every_form_a_parquet_file_gives_it():

@@ -94,8 +94,11 @@ class RayWorkerGroup(WorkerGroup):
         ray_cls_with_init: ClassWithInitArgs,
         *,
         name_prefix: str = "",
+        device_name: str = "",
     ) -> None:
-        """`name_prefix`: the group's name in messages; the class's name without it."""
+        """`name_prefix`: the group's name in messages; the class's name without it. `device_name` has no
+        effect: the pool says whether its processes have GPUs.
+        """
         super().__init__(resource_pool.world_size, ray_cls_with_init.cls, name_prefix)
         if not isinstance(resource_pool, RayResourcePool):
             resource_pool = RayResourcePool(resource_pool.process_on_nodes, resource_pool.use_gpu)

@@ -35,6 +35,7 @@ from verl.trainer.ppo.run_state import (
     StopRequest,
 )
 from verl.trainer.ppo.scoring import add_advantages, score
+from verl.trainer.ppo.scoring import compute_advantage as compute_advantage  # where verl has it
 from verl.trainer.ppo.validation import ValidationReport, run_summary, validate
 from verl.utils.dataset.difficulty_pools import DifficultyPools
 from verl.utils.dataset.rl_dataset import PromptSampler, RLHFDataset

@@ -6,6 +6,7 @@
     <run folder>/global_step_N/partial_groups.pkl rows that go on in the next step, if there are any
     <run folder>/global_step_N/difficulty_pools.npz how often each prompt was drawn and solved, with pools
     <run folder>/global_step_N/run_state.json     step, data position, KL coefficient, totals (this file)
+    <run folder>/latest_checkpointed_iteration.txt the N of the newest one, for verl's tools
 
 A checkpoint is written to `global_step_N.incomplete` and renamed when everything is on disk: whatever bears
 the final name is whole. With `trainer.async_checkpoint` the workers take snapshots and write them while
@@ -208,6 +209,7 @@ class CheckpointStore:
         if target.exists():
             _delete(target)
         os.replace(aside, target)
+        self._track_latest()
         sync(self.run_dir)
         self.last_written = step
         self._prune()
@@ -260,7 +262,19 @@ class CheckpointStore:
             if later > step:
                 moved.append(_free_name(self.folder(later)))
                 os.replace(self.folder(later), moved[-1])
+        self._track_latest()
         return moved
+
+    def _track_latest(self) -> None:
+        """Writes the newest step where verl and its tools look for it; a run of ours never reads it."""
+        tracker, steps = self.run_dir / "latest_checkpointed_iteration.txt", self.steps()
+        if steps:
+            new = tracker.with_suffix(".new")
+            new.write_text(str(steps[-1]), encoding="utf-8")
+            sync(new)
+            os.replace(new, tracker)
+        else:
+            tracker.unlink(missing_ok=True)
 
     def remove_incomplete(self) -> None:
         """Delete what a killed run left half written or half deleted."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,35 @@ def add_advantages(
         running_baseline.update(tensors["token_level_rewards"], mask, inputs.baseline_keys)
     core_algos.take_out_rejected(batch)
     return metrics
+
+
+def compute_advantage(
+    data: DataProto,
+    adv_estimator: str | Enum,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    num_repeat: int = 1,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+) -> DataProto:
+    """verl's, for users' own trainers: adds advantages and returns to a batch with token_level_rewards and
+    what the estimator needs (uid, values, reward_baselines, ...). `num_repeat` has no effect, as in verl.
+    """
+    tensors = data.tensors
+    if "response_mask" not in tensors:
+        tensors["response_mask"] = tensors["attention_mask"][:, -tensors["responses"].shape[1] :]
+    inputs = AdvantageInputs(
+        tensors["token_level_rewards"],
+        tensors["response_mask"],
+        data.non_tensor_batch.get("uid"),
+        gamma=gamma,
+        lam=lam,
+        norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
+        config=config,
+        **{name: tensors[name] for name in COLUMNS if name in tensors},
+    )
+    tensors["advantages"], tensors["returns"] = core_algos.compute_advantage(adv_estimator, inputs)
+    return data
 
 
 def advantage_inputs(

@@ -17,6 +17,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 
 _SUBSET_SEED = 42  # Search-R1's: train_data_num picks the same rows
+_VERL_DEFAULTS = {"prompt_key": "prompt", "max_prompt_length": 1024, "truncation": "error"}
 _TEMPLATE_BYTES = 1024  # more than a chat template adds to the messages
 
 
@@ -24,11 +25,12 @@ class RLHFDataset:
     """Prompts as token ids, with what is needed to score their answers.
 
     Args:
-        files: a parquet file or several, read one after the other; "~" is expanded.
+        parquet_files: a file or several, read one after the other; "~" is expanded.
         tokenizer: the policy's; its chat template is used if it has one, else the first message's content.
         data_config: the `data` block of the configuration: prompt_key, truncation, max_prompt_length,
             max_start_length.
         num_rows: use this many rows, drawn without replacement with a fixed seed; None: all.
+        verl_arguments: those settings one by one, as Search-R1's verl takes them; others have no effect.
 
     Raises:
         ValueError: a file or a column is missing, there is no row, num_rows is too large, or a prompt is
@@ -37,15 +39,18 @@ class RLHFDataset:
 
     def __init__(
         self,
-        files: str | Sequence[str],
+        parquet_files: str | Sequence[str],
         tokenizer: Any,
-        data_config: Mapping[str, Any],
+        data_config: Mapping[str, Any] | None = None,
         num_rows: int | None = None,
+        **verl_arguments: Any,
     ) -> None:
         self.tokenizer = tokenizer
-        self.config = data_config
-        self.prompt_key: str = data_config["prompt_key"]
-        paths = [Path(file).expanduser() for file in ([files] if isinstance(files, str) else files)]
+        self.config = {**_VERL_DEFAULTS, **(data_config or verl_arguments)}
+        self.config.setdefault("max_start_length", self.config["max_prompt_length"])
+        self.prompt_key: str = self.config["prompt_key"]
+        files = [parquet_files] if isinstance(parquet_files, str) else parquet_files
+        paths = [Path(file).expanduser() for file in files]
         frame = pd.concat([self._read(path) for path in paths], ignore_index=True)
         if num_rows is not None:
             if num_rows > len(frame):
@@ -58,7 +63,7 @@ class RLHFDataset:
             raise ValueError(f"Found no rows in {_names(paths)}; expected at least one.")
         self.rows: list[dict[str, Any]] = frame.to_dict("records")
         self._has_warned = False
-        if data_config["truncation"] == "error":
+        if self.config["truncation"] == "error":
             self._check_lengths(_names(paths))
 
     def _read(self, path: Path) -> pd.DataFrame:

@@ -55,11 +55,11 @@ class Recorder:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.metrics.cut_after(kept)
         self.tracking = Tracking(
-            list(trainer.logger),
             trainer.project_name,
             trainer.experiment_name,
-            self.run_dir,
+            [name for name in trainer.logger if name != "console"],  # `display` is the console
             to_dict(self.config),
+            self.run_dir,
             first_step=kept + 1,
         )
         write_yaml(self.config, self.run_dir / "config.yaml")

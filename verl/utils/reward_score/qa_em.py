@@ -81,19 +81,28 @@ def join_turns(turns: Iterable[str]) -> str:
 
 
 def compute_score_em(
-    solution_str: str, ground_truth: Mapping[str, Any], format_score: float = 0.0, score: float = 1.0
+    solution_str: str,
+    ground_truth: Mapping[str, Any],
+    method: str = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
 ) -> float:
     """`score` for a right answer, `format_score` for a wrong one, 0 for none.
 
     Args:
         solution_str: the policy's own text, without prompt and observations.
         ground_truth: `{"target": [golden answers]}`.
+        method: has no effect, as in Search-R1.
     """
     return _score(em_check, solution_str, ground_truth, format_score, score)
 
 
 def compute_score_subem(
-    solution_str: str, ground_truth: Mapping[str, Any], format_score: float = 0.0, score: float = 1.0
+    solution_str: str,
+    ground_truth: Mapping[str, Any],
+    method: str = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
 ) -> float:
     """As `compute_score_em`, with a golden answer inside the given one counted as right."""
     return _score(subem_check, solution_str, ground_truth, format_score, score)

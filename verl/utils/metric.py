@@ -1,0 +1,15 @@
+"""verl's `reduce_metrics`, for users' own training loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def reduce_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Each list becomes its maximum if its name holds "max", minimum if "min", else mean; in place."""
+    for name, values in metrics.items():
+        reduce = np.max if "max" in name else np.min if "min" in name else np.mean
+        metrics[name] = reduce(values)
+    return metrics
