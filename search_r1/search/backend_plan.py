@@ -1,6 +1,6 @@
 """What --retriever_name and --index_path ask for, decided from names and files before anything loads.
 
-    "bm25+e5", "A,B" -> plan_backends -> [BackendPlan(bm25, A), BackendPlan(exact, B)] -> check_plan
+    "bm25+e5", "A,B" -> plan_backends -> [BackendPlan(bm25, A), BackendPlan(exact, B)]
 
 The user's word is the name; what the index path holds decides the rest: a folder of Lucene is searched by
 Lucene also under the name bm25, a dense name takes an exact index of ours or a FAISS file.
@@ -45,7 +45,7 @@ class BackendPlan:
 
 
 def plan_backends(names: str, index_paths: str | None, models: str | None) -> list[BackendPlan]:
-    """One plan for each name in `names` ("bm25", "bm25+e5"). Raises ValueError.
+    """One plan for each name in `names` ("bm25", "bm25+e5"). Raises ValueError, also for a wrong index.
 
     With several names `index_paths` has a comma between the paths, in the order of the names (nothing before
     or after a comma: no index), and `models` one between the models of the dense ones.
@@ -53,34 +53,36 @@ def plan_backends(names: str, index_paths: str | None, models: str | None) -> li
     words = [word.strip() for word in names.lower().split("+")]
     if not all(words):
         raise ValueError(f"--retriever_name: found {names!r}, expected a name, or two with + between them")
-    indexed = [word for word in words if word not in ONLINE]
-    dense = [word for word in indexed if word not in SPARSE]
-    paths = dict(zip(indexed, _split("--index_path", index_paths, indexed), strict=True))
-    encoders = dict(zip(dense, _split("--retriever_model", models, dense), strict=True))
     if len(set(words)) < len(words):
         raise ValueError(f"--retriever_name: found {names!r}, where a name stands twice")
+
+    def deal_out(flag: str, value: str | None, names: list[str]) -> dict[str, str | None]:
+        parts = value.split(",") if value and len(names) > 1 else [value] * len(names)
+        if len(parts) != len(names):
+            raise ValueError(
+                f"{flag}: found {len(parts)}, expected {len(names)} with a comma between them, "
+                f"in the order {', '.join(names)}"
+            )
+        return {name: (part or "").strip() or None for name, part in zip(names, parts, strict=True)}
+
+    paths = deal_out("--index_path", index_paths, [word for word in words if word not in ONLINE])
+    dense = [word for word in words if word not in (*ONLINE, *SPARSE)]
+    encoders = deal_out("--retriever_model", models, dense)
     return [_plan(word, paths.get(word), encoders.get(word)) for word in words]
-
-
-def _split(flag: str, value: str | None, names: list[str]) -> list[str | None]:
-    """The part of a flag's value that belongs to each name."""
-    if not value or not names:
-        return [None] * len(names)
-    parts = value.split(",") if len(names) > 1 else [value]
-    if len(parts) != len(names):
-        raise ValueError(
-            f"{flag}: found {len(parts)}, expected {len(names)} with a comma between them, "
-            f"in the order {', '.join(names)}"
-        )
-    return [part.strip() or None for part in parts]
 
 
 def _plan(name: str, index_path: str | None, model: str | None) -> BackendPlan:
     path = Path(index_path) if index_path else None
     if name in ONLINE:
         return BackendPlan(name, name)
+    held = holds(path)
     if name in SPARSE:
-        kind = "lucene" if name == "lucene" or holds(path) == "lucene" else "bm25"
+        kind = "lucene" if "lucene" in (name, held) else "bm25"
+        if kind == "lucene" and path is None:
+            raise ValueError("--index_path is missing: the folder of the Lucene index")
+        if path is not None and held != kind:
+            needed = "a Lucene index" if kind == "lucene" else "one of BM25"
+            raise _wrong_index(path, held, f"--retriever_name {name} needs {needed}")
         return BackendPlan(name, kind, path)
     near = difflib.get_close_matches(name, (*ONLINE, *SPARSE, *DENSE), n=1, cutoff=0.7)
     if near and near[0] not in DENSE:
@@ -92,7 +94,6 @@ def _plan(name: str, index_path: str | None, model: str | None) -> BackendPlan:
             f"--retriever_name: found {name!r}. {hint}It is none of {known}, so it is taken for a dense "
             "encoder, which needs --index_path (python -m search_r1.search.index_builder makes an index)"
         )
-    held = holds(path)
     if held not in ("exact", "faiss"):
         raise _wrong_index(path, held, f"{name} needs a dense index")
     if model is None and read_manifest(path) is None:
@@ -102,7 +103,7 @@ def _plan(name: str, index_path: str | None, model: str | None) -> BackendPlan:
     return BackendPlan(name, held, path, model)
 
 
-_DESCRIPTIONS = {
+DESCRIPTIONS = {
     "nothing": "does not exist",
     "bm25": "holds a BM25 index",
     "lucene": "holds a Lucene index",
@@ -115,12 +116,12 @@ _DESCRIPTIONS = {
 
 
 def holds(path: Path | None) -> str:
-    """What is at an index path: a word of _DESCRIPTIONS. Raises ValueError for a broken manifest."""
+    """What is at an index path: a word of DESCRIPTIONS. Raises ValueError for a broken manifest."""
     if path is None or not path.exists():
         begun = path is not None and path.with_name(path.name + WORK_SUFFIX).exists()
         return "begun" if begun else "nothing"
     manifest = read_manifest(path)
-    if manifest is not None and manifest.backend in _DESCRIPTIONS:
+    if manifest is not None and manifest.backend in DESCRIPTIONS:
         return manifest.backend
     if path.is_dir():
         if any(path.glob("segments_*")):
@@ -133,38 +134,9 @@ def holds(path: Path | None) -> str:
     return "faiss" if start[:1] == b"I" and start[1:4].isalnum() else "unknown"
 
 
-def check_plan(plan: BackendPlan, has_corpus: bool, is_installed: bool = True) -> None:
-    """Raises ValueError for a plan that can't work: an index or a corpus is missing or wrong, or, with
-    `is_installed`, a package is not there."""
-    if plan.kind in ("bm25", "lucene"):
-        _check_sparse_index(plan)
-    if plan.model is not None:
-        check_model_folder("--retriever_model", plan.model)
-    if not has_corpus and plan.kind not in (*ONLINE, "lucene"):
-        raise ValueError("--corpus_path is missing: the jsonl file that holds the passages")
-    if not is_installed:
-        return
-    if plan.kind == "lucene":
-        from search_r1.search.lucene import check_java
-
-        check_java()
-    elif plan.kind in EXTRAS:
-        check_packages(plan.kind)
-
-
-def _check_sparse_index(plan: BackendPlan) -> None:
-    held = holds(plan.index_path)
-    if plan.kind == "lucene" and plan.index_path is None:
-        raise ValueError("--index_path is missing: the folder of the Lucene index")
-    if plan.kind == "lucene" and held != "lucene":
-        raise _wrong_index(plan.index_path, held, "expected a Lucene index")
-    if plan.kind == "bm25" and plan.index_path is not None and held != "bm25":
-        raise _wrong_index(plan.index_path, held, f"--retriever_name {plan.name} needs one of BM25")
-
-
-def _wrong_index(path: Path | None, held: str, expected: str) -> ValueError:
-    found = f"--index_path: {path} {_DESCRIPTIONS[held]}"
-    return ValueError(found if held in ("begun", "lfs") else f"{found}, {expected}")
+def _wrong_index(path: Path, held: str, expected: str) -> ValueError:
+    message = f"--index_path: {path} {DESCRIPTIONS[held]}"
+    return ValueError(message if held in ("begun", "lfs") else f"{message}, {expected}")
 
 
 def check_packages(kind: str) -> None:

@@ -24,14 +24,7 @@ import httpx
 from search_r1.search.dispatch import Dispatcher, Documents, Key
 from search_r1.search.replies import FoundDocument, SearchError, without_surrogates
 
-__all__ = [
-    "API_KEY_VARIABLE",
-    "MAX_QUERY_CHARS",
-    "FoundDocument",
-    "SearchClient",
-    "SearchError",
-    "parse_urls",
-]
+__all__ = ["API_KEY_VARIABLE", "FoundDocument", "SearchClient", "SearchError", "parse_urls"]
 
 API_KEY_VARIABLE = "SEARCH_R1_API_KEY"
 MAX_QUERY_CHARS = 2048  # the rest of a longer query is not sent: no search engine makes use of it
@@ -71,9 +64,22 @@ class SearchClient:
             raise ValueError(f"retriever.topk: found {topk}, expected at least 1")
         if timeout <= 0:
             raise ValueError(f"retriever.timeout: found {timeout}, expected more than 0 seconds")
+        key = (os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key).strip()
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError(f"{API_KEY_VARIABLE}: found a key with other than printable ASCII characters")
         self.urls = parse_urls(urls)
         self.topk, self.timeout = topk, timeout
-        self._dispatcher = Dispatcher(self.urls, _http_client(api_key, use_proxy), timeout, self._keep)
+        try:
+            http = httpx.AsyncClient(
+                headers={"Authorization": f"Bearer {key}"} if key else {},
+                trust_env=use_proxy,
+                follow_redirects=True,
+                timeout=None,  # the dispatcher keeps the time: httpx bounds each wait for bytes alone
+                limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE_SECONDS),
+            )
+        except (ValueError, ImportError, OSError) as error:
+            raise ValueError(f"retriever.use_proxy: the proxy settings can't be used ({error})") from None
+        self._dispatcher = Dispatcher(self.urls, http, timeout, self._keep)
         self._lock = threading.Lock()  # of all below
         self._cache_size = cache_size
         self._cache: OrderedDict[Key, Documents] = OrderedDict()
@@ -110,10 +116,6 @@ class SearchClient:
     def batch_search(self, queries: Sequence[str], topk: int | None = None) -> list[Documents]:
         """The documents of each query; waits for them. Raises SearchError if one search failed."""
         return [future.result() for future in self.submit(queries, topk)]
-
-    async def search(self, query: str, topk: int | None = None) -> Documents:
-        """The documents of one query, for callers with an event loop of their own. Raises SearchError."""
-        return await asyncio.wrap_future(self.submit([query], topk)[0])
 
     def statistics(self) -> dict[str, float]:
         """Counters since the client was made: `searches`, `cache_hits` of them, and dispatch.STATISTICS."""
@@ -157,27 +159,9 @@ class SearchClient:
             await self._dispatcher.close()
 
         self._process = os.getpid()
-        self._thread = threading.Thread(target=lambda: asyncio.run(run()), name="search-client", daemon=True)
+        self._thread = threading.Thread(target=asyncio.run, args=(run(),), name="search-client", daemon=True)
         self._thread.start()
         started.wait()
-
-
-def _http_client(api_key: str | None, use_proxy: bool) -> httpx.AsyncClient:
-    key = (os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key).strip()
-    if not (key.isascii() and key.isprintable()):
-        raise ValueError(f"{API_KEY_VARIABLE}: found a key with other than printable ASCII characters")
-    try:
-        return httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            trust_env=use_proxy,
-            follow_redirects=True,
-            timeout=None,  # the dispatcher keeps the time: httpx bounds each wait for bytes, not the whole
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS
-            ),
-        )
-    except (ValueError, ImportError, OSError) as error:
-        raise ValueError(f"retriever.use_proxy: the proxy settings can't be used ({error})") from None
 
 
 def parse_urls(urls: str | Sequence[str]) -> list[str]:

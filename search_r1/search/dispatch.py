@@ -93,7 +93,7 @@ class _Search:
 
     key: Key
     futures: list[Future[Documents]] = field(default_factory=list)
-    requests: list[_Request] = field(default_factory=list)  # that carry it now
+    requests: list[_PostedBatch] = field(default_factory=list)  # that carry it now
     first_address: _Address | None = None
     nonsense_from: set[_Address] = field(default_factory=set)
     limit: int = MAX_BATCH  # the largest batch it may travel in: one that fails is sent again in parts
@@ -103,14 +103,16 @@ class _Search:
 
 
 @dataclass(eq=False)
-class _Request:
-    """One HTTP request."""
+class _PostedBatch:
+    """One HTTP request under way. `is_single`: in the words of a server that takes one query a request."""
 
     address: _Address
     searches: list[_Search]
+    is_single: bool
     started: float
     is_overdue: bool = False  # nothing came for long: its queries are sent once more
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[tuple[httpx.Response, bytes]] | None = None
+    timer: asyncio.TimerHandle | None = None
 
 
 class Dispatcher:
@@ -174,6 +176,8 @@ class Dispatcher:
 
     def _finish(self, search: _Search, outcome: Documents | SearchError) -> None:
         """Ends a search for all its callers, and the requests that nobody waits for any more."""
+        if search.is_done:
+            return
         search.is_done = True
         self._open.pop(search.key, None)
         self._waiting.pop(search, None)
@@ -235,44 +239,26 @@ class Dispatcher:
     def _start(self, address: _Address, batch: list[_Search]) -> None:
         address.in_flight += 1
         address.last_used = address.in_flight + time.monotonic()
-        request = _Request(address, batch, _loop().time())
+        is_single = address.takes_single_query and len(batch) == 1
+        request = _PostedBatch(address, batch, is_single, _loop().time())
         for search in batch:
             search.requests.append(request)
             search.first_address = search.first_address or address
-        request.task = _loop().create_task(self._run(request))
-        request.task.add_done_callback(lambda _: self._ended(request))  # also if it is cancelled unstarted
+        request.task = _loop().create_task(self._post(request))
+        request.task.add_done_callback(lambda task: self._ended(request, task))
+        patience = self.timeout / (len(self.addresses) + 1)
+        if len(self.addresses) > 1 and self._usual_seconds is not None:
+            patience = min(patience, max(MIN_PATIENCE, USUAL_TIMES * self._usual_seconds))
+        request.timer = _loop().call_later(patience, self._overdue, request)
 
-    async def _run(self, request: _Request) -> None:
-        address = request.address
-        overdue = _loop().call_later(self._patience(), self._overdue, request)
-        topk = request.searches[0].key[1]
+    async def _post(self, request: _PostedBatch) -> tuple[httpx.Response, bytes]:
         queries = [search.key[0] for search in request.searches]
+        topk = request.searches[0].key[1]
         fields: dict[str, object] = {"queries": queries, "topk": topk, "return_scores": True}
-        if address.takes_single_query and len(queries) == 1:
+        if request.is_single:
             fields["query"] = queries[0]  # beside `queries`: another server may stand there by now
-        try:
-            try:
-                response, body = await self._post(address.url, fields)
-            finally:
-                overdue.cancel()
-                self._ended(request)
-            self._judge(request, response, body, "query" in fields)
-        except asyncio.CancelledError:
-            pass  # nobody waits for it any more
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            self._failed(request, f"{address.name}: {reason_of(error)}")
-            address.is_unreachable = True
-            self._again(request.searches)
-        except httpx.TransportError as error:  # a query may have brought the server down
-            self._failed(request, f"{address.name}: {reason_of(error)}")
-            self._again(request.searches, in_parts=True)
-        except Exception as error:  # other kinds of httpx, or a mistake of ours: the callers must hear of it
-            self._nonsense(request, request.searches, f"{address.name}: {reason_of(error)}")
-        self._dispatch()
-
-    async def _post(self, url: str, fields: dict[str, object]) -> tuple[httpx.Response, bytes]:
-        content, headers = json.dumps(fields).encode("ascii"), {"Content-Type": "application/json"}
-        body = bytearray()
+        url, content = request.address.url, json.dumps(fields).encode("ascii")
+        headers, body = {"Content-Type": "application/json"}, bytearray()
         async with self._http.stream("POST", url, content=content, headers=headers) as response:
             async for chunk in response.aiter_bytes():
                 body += chunk
@@ -280,22 +266,7 @@ class Dispatcher:
                     raise httpx.DecodingError(f"the reply is larger than {MAX_REPLY_BYTES} bytes")
         return response, bytes(body)
 
-    def _ended(self, request: _Request) -> None:
-        if request not in request.searches[0].requests:
-            return
-        if not request.is_overdue:
-            request.address.in_flight -= 1
-        for search in request.searches:
-            search.requests.remove(request)
-
-    def _patience(self) -> float:
-        """Seconds until a request is overdue."""
-        share = self.timeout / (len(self.addresses) + 1)
-        if len(self.addresses) == 1 or self._usual_seconds is None:
-            return share
-        return min(share, max(MIN_PATIENCE, USUAL_TIMES * self._usual_seconds))
-
-    def _overdue(self, request: _Request) -> None:
+    def _overdue(self, request: _PostedBatch) -> None:
         """Nothing came for long: the queries go out once more, while this request stays open."""
         seconds = _loop().time() - request.started
         request.is_overdue = True
@@ -306,33 +277,53 @@ class Dispatcher:
 
     # ---- what came back
 
-    def _judge(self, request: _Request, response: httpx.Response, body: bytes, was_single: bool) -> None:
+    def _ended(self, request: _PostedBatch, task: asyncio.Task[tuple[httpx.Response, bytes]]) -> None:
+        address, searches = request.address, request.searches
+        if request.timer is not None:
+            request.timer.cancel()
+        if not request.is_overdue:
+            address.in_flight -= 1
+        for search in searches:
+            search.requests.remove(request)
+        try:
+            response, body = task.result()
+            results = parse_reply(body, len(searches)) if response.is_success else []
+        except asyncio.CancelledError:
+            pass  # nobody waits for it any more
+        except httpx.TransportError as error:
+            self._failed(request, f"{address.name}: {reason_of(error)}")
+            address.is_unreachable = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            # with a connection: a query may have brought the server down
+            self._again(searches, in_parts=not address.is_unreachable)
+        except SearchError as error:
+            self._nonsense(request, searches, f"{address.name}: {error}")
+        except Exception as error:  # other kinds of httpx, or a mistake of ours: the callers must hear of it
+            self._nonsense(request, searches, f"{address.name}: {reason_of(error)}")
+        else:
+            if response.is_success:
+                self._answered(request, results)
+            else:
+                self._refused(request, response, body)
+        self._dispatch()
+
+    def _refused(self, request: _PostedBatch, response: httpx.Response, body: bytes) -> None:
         address, searches, status = request.address, request.searches, response.status_code
         problem = f"{address.name} answered {status}: {error_text(body)}"
-        if response.is_success:
-            try:
-                results = parse_reply(body, len(searches))
-            except SearchError as error:
-                self._nonsense(request, searches, f"{address.name}: {error}")
-            else:
-                self._answered(request, results)
-        elif status >= 500 or status in (408, 429):
+        if status >= 500 or status in (408, 429):
             self._failed(request, problem, retry_after(response.headers))
             self._again(searches, in_parts=status in (500, 501, 503))
-        elif not was_single and wants_single_query(status, body):
-            address.revive()
+            return
+        address.revive()
+        if not request.is_single and wants_single_query(status, body):
             address.takes_single_query = True
             self._again(searches)
+        elif status in (400, 413, 422) and len(searches) > 1:  # one of them is at fault: the others go on
+            self._again(searches, in_parts=True)
         else:
-            address.revive()
-            if status in (400, 413, 422) and len(searches) > 1:  # one of them is at fault: the others go on
-                self._again(searches, in_parts=True)
-            else:
-                for search in searches:
-                    if not search.is_done:
-                        self._finish(search, SearchError(problem))
+            for search in searches:
+                self._finish(search, SearchError(problem))
 
-    def _answered(self, request: _Request, results: list[Documents | SearchError]) -> None:
+    def _answered(self, request: _PostedBatch, results: list[Documents | SearchError]) -> None:
         seconds = _loop().time() - request.started
         self.statistics["requests"] += 1
         self.statistics["request_seconds"] += seconds
@@ -346,16 +337,16 @@ class Dispatcher:
                 self.statistics["failovers"] += search.first_address is not request.address
                 self._finish(search, result)
 
-    def _nonsense(self, request: _Request, searches: list[_Search], problem: str) -> None:
+    def _nonsense(self, request: _PostedBatch, searches: list[_Search], problem: str) -> None:
         """A reply without sense: the fault of the address. A search fails when every address gave such."""
         self._failed(request, problem)
         for search in searches:
             search.nonsense_from.add(request.address)
-            if len(search.nonsense_from) == len(self.addresses) and not search.is_done:
+            if len(search.nonsense_from) == len(self.addresses):
                 self._finish(search, SearchError(problem))
         self._again(searches)
 
-    def _failed(self, request: _Request, problem: str, told_pause: float | None = None) -> None:
+    def _failed(self, request: _PostedBatch, problem: str, told_pause: float | None = None) -> None:
         """Leaves an address alone for a while, for `told_pause` seconds at least."""
         self.statistics["failed_requests"] += 1
         now, address = _loop().time(), request.address

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,10 +26,9 @@ from search_r1.search.backend_plan import (
     BackendPlan,
     check_model_folder,
     check_packages,
-    check_plan,
     plan_backends,
 )
-from search_r1.search.manifest import Manifest, check_manifest
+from search_r1.search.manifest import check_manifest
 from search_r1.search.retriever import SearchBackend
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ API_KEY_VARIABLE = "SEARCH_R1_API_KEY"
 Report = Callable[[str], None]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class BatchSettings:
     """How the server gathers queries: see serving/batching.py."""
 
@@ -85,63 +84,47 @@ def check_server_arguments(arguments: argparse.Namespace, is_installed: bool = T
         raise ValueError(f"--topk: found {arguments.topk}, expected 1 to {MAX_TOPK}")
     if not 1 <= arguments.workers <= 256:
         raise ValueError(f"--workers: found {arguments.workers}, expected 1 to 256")
-    names = ("max_batch", "max_wait_ms", "max_queue", "cache_size", "request_timeout_s")
+    names = (field.name for field in dataclasses.fields(BatchSettings))
     return BatchSettings(**{name: getattr(arguments, name) for name in names})
 
 
 def add_backend_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds all flags that choose and configure a backend."""
-    what = parser.add_argument_group("what is searched")
-    what.add_argument("--corpus_path", help='jsonl(.gz) file, lines {"id", "contents"}')
-    what.add_argument("--index_path", help="the index; without it bm25 is built in memory. Hybrid: A,B")
-    what.add_argument(
+    add = parser.add_argument_group("what is searched").add_argument
+    add("--corpus_path", help='jsonl(.gz) file, lines {"id", "contents"}')
+    add("--index_path", help="the index; without it bm25 is built in memory. Hybrid: A,B")
+    add(
         "--retriever_name",
         default="bm25",
         help="bm25 (default), lucene, a dense encoder (e5, bge, ...), or online: serpapi, google; "
         "two with + between them are fused (bm25+e5)",
     )
-    what.add_argument("--num_threads", type=int, default=1, help="threads of a search (default: 1)")
-    what.add_argument("--verify", action="store_true", help="compare the whole corpus with the manifest")
-    dense = parser.add_argument_group("dense encoders")
-    dense.add_argument("--retriever_model", help="folder or hub name; default: what the index was built with")
-    dense.add_argument("--pooling_method", help="mean, cls, last or max; default: the model's own")
-    dense.add_argument("--query_max_length", type=int, help="in tokens (default: 256)")
-    dense.add_argument("--device", help="cpu, cuda, cuda:1; default: GPUs if there are any")
-    dense.add_argument("--faiss_gpu", action="store_true", help="search a FAISS index on all GPUs")
-    dense.add_argument("--faiss_nprobe", type=int, help="lists that an IVF index looks into")
-    _add_fusion_arguments(parser)
-    _add_online_arguments(parser)
-
-
-def _add_fusion_arguments(parser: argparse.ArgumentParser) -> None:
-    fusion = parser.add_argument_group("hybrid and rerank")
-    fusion.add_argument(
-        "--hybrid_depth", type=int, default=100, help="documents asked of each (default: 100)"
-    )
-    fusion.add_argument("--reranker_model", help="cross-encoder over what is found; folder or hub name")
-    fusion.add_argument(
-        "--retrieval_topk", type=int, default=10, help="documents that the reranker reads (default: 10)"
-    )
-    fusion.add_argument(  # Search-R1's reranking server has this name for --topk
-        "--reranking_topk", type=int, dest="topk", default=argparse.SUPPRESS, help="the same as --topk"
-    )
-    fusion.add_argument("--reranker_batch_size", type=int, default=32, help="pairs at once (default: 32)")
-    fusion.add_argument(
-        "--reranker_max_length", type=int, default=512, help="tokens of a pair (default: 512)"
-    )
-
-
-def _add_online_arguments(parser: argparse.ArgumentParser) -> None:
-    online = parser.add_argument_group(
-        "online search", "Keys come from the environment: SERPAPI_API_KEY; GOOGLE_API_KEY and GOOGLE_CSE_ID."
-    )
-    online.add_argument("--search_url", help="address of the engine, when it is not the usual one")
-    online.add_argument("--serp_api_key", help="seen by everybody on this machine: better by SERPAPI_API_KEY")
-    online.add_argument("--serp_engine", default="google", help="engine behind SerpAPI (default: google)")
-    online.add_argument("--cse_id", help="Google's search engine id; default: GOOGLE_CSE_ID")
-    online.add_argument("--snippet_only", action="store_true", help="google: don't fetch the pages found")
-    online.add_argument("--search_rate", type=float, default=5, help="requests per second (default: 5)")
-    online.add_argument("--search_timeout", type=float, default=20, help="seconds for a batch (default: 20)")
+    add("--num_threads", type=int, default=1, help="threads of a search (default: 1)")
+    add("--verify", action="store_true", help="compare the whole corpus with the manifest")
+    add = parser.add_argument_group("dense encoders").add_argument
+    add("--retriever_model", help="folder or hub name; default: what the index was built with")
+    add("--pooling_method", help="mean, cls, last or max; default: the model's own")
+    add("--query_max_length", type=int, help="in tokens (default: 256)")
+    add("--device", help="cpu, cuda, cuda:1; default: GPUs if there are any")
+    add("--faiss_gpu", action="store_true", help="search a FAISS index on all GPUs")
+    add("--faiss_nprobe", type=int, help="lists that an IVF index looks into")
+    add = parser.add_argument_group("hybrid and rerank").add_argument
+    add("--hybrid_depth", type=int, default=100, help="documents asked of each (default: 100)")
+    add("--reranker_model", help="cross-encoder over what is found; folder or hub name")
+    add("--retrieval_topk", type=int, default=10, help="documents that the reranker reads (default: 10)")
+    # Search-R1's reranking server has this name for --topk
+    add("--reranking_topk", type=int, dest="topk", default=argparse.SUPPRESS, help="the same as --topk")
+    add("--reranker_batch_size", type=int, default=32, help="pairs at once (default: 32)")
+    add("--reranker_max_length", type=int, default=512, help="tokens of a pair (default: 512)")
+    keys = "Keys come from the environment: SERPAPI_API_KEY; GOOGLE_API_KEY and GOOGLE_CSE_ID."
+    add = parser.add_argument_group("online search", keys).add_argument
+    add("--search_url", help="address of the engine, when it is not the usual one")
+    add("--serp_api_key", help="seen by everybody on this machine: better by SERPAPI_API_KEY")
+    add("--serp_engine", default="google", help="engine behind SerpAPI (default: google)")
+    add("--cse_id", help="Google's search engine id; default: GOOGLE_CSE_ID")
+    add("--snippet_only", action="store_true", help="google: don't fetch the pages found")
+    add("--search_rate", type=float, default=5, help="requests per second (default: 5)")
+    add("--search_timeout", type=float, default=20, help="seconds for a batch (default: 20)")
 
 
 AT_LEAST_ONE = (
@@ -156,36 +139,41 @@ AT_LEAST_ONE = (
 
 
 def check_backend_arguments(arguments: argparse.Namespace, is_installed: bool = True) -> None:
-    """Raises ValueError for flags that can't work, before anything is loaded. `is_installed`: also for
-    packages that are missing."""
+    """Raises ValueError for flags that can't work, before anything is
+    loaded. `is_installed`: also for packages and keys that are missing."""
     for name in AT_LEAST_ONE:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name}: found {value}, expected at least 1")
     if arguments.corpus_path and not Path(arguments.corpus_path).is_file():
         raise ValueError(f"--corpus_path: there is no file {arguments.corpus_path}")
-    plans = _plans(arguments)
+    plans = plan_backends(arguments.retriever_name, arguments.index_path, arguments.retriever_model)
     for plan in plans:
-        check_plan(plan, bool(arguments.corpus_path), is_installed)
-        if plan.kind in ONLINE and is_installed:
+        if plan.model is not None:
+            check_model_folder("--retriever_model", plan.model)
+        if not arguments.corpus_path and plan.kind not in (*ONLINE, "lucene"):
+            raise ValueError("--corpus_path is missing: the jsonl file that holds the passages")
+        if is_installed and plan.kind in ONLINE:
             from search_r1.search.online.retriever import online_engine
 
             online_engine(plan.kind, arguments)
-    _refuse_unused(arguments, {plan.kind for plan in plans})
-    if arguments.reranker_model:
-        if is_installed:
-            check_packages("rerank")
-        check_model_folder("--reranker_model", arguments.reranker_model)
+        elif is_installed and plan.kind == "lucene":
+            from search_r1.search.lucene import check_java
 
-
-def _refuse_unused(arguments: argparse.Namespace, kinds: set[str]) -> None:
-    """Flags that would have no effect where somebody counts on them."""
-    if arguments.faiss_gpu and "faiss" not in kinds and kinds & {"exact"}:
+            check_java()
+        elif is_installed:
+            check_packages(plan.kind)
+    kinds = {plan.kind for plan in plans}
+    if arguments.faiss_gpu and "faiss" not in kinds and "exact" in kinds:
         raise ValueError("--faiss_gpu: the index is not a FAISS file; an exact index uses the GPUs by itself")
     if arguments.faiss_nprobe and "faiss" not in kinds:
         raise ValueError("--faiss_nprobe is for FAISS index files")
     if arguments.verify and not arguments.corpus_path:
         raise ValueError("--verify compares the corpus with the index: --corpus_path is missing")
+    if arguments.reranker_model:
+        if is_installed:
+            check_packages("rerank")
+        check_model_folder("--reranker_model", arguments.reranker_model)
 
 
 def open_retriever(arguments: argparse.Namespace, report: Report = print) -> SearchBackend:
@@ -196,63 +184,53 @@ def open_retriever(arguments: argparse.Namespace, report: Report = print) -> Sea
     """
     from search_r1.search.corpus import Corpus
 
-    plans = _plans(arguments)
-    corpus = None
-    if arguments.corpus_path and any(plan.kind not in ONLINE for plan in plans):
-        report(f"reading the corpus {arguments.corpus_path}")
-        corpus = Corpus.open(arguments.corpus_path, _progress(report))
-        report(f"{len(corpus):,} passages in {arguments.corpus_path}")
-    with contextlib.ExitStack() as opened:  # closes what is open when the next thing can't be opened
-        retrievers = []
-        for plan in plans:
-            retrievers.append(_open(plan, corpus, arguments, report))
-            opened.callback(retrievers[-1].close)
-        retriever = _combine(retrievers, arguments, report)
-        opened.pop_all()
-    return retriever
-
-
-def _combine(retrievers: list[SearchBackend], arguments: argparse.Namespace, report: Report) -> SearchBackend:
-    retriever = retrievers[0]
-    if len(retrievers) > 1:
-        from search_r1.search.hybrid import HybridRetriever
-
-        retriever = HybridRetriever(retrievers, depth=arguments.hybrid_depth)
-    if arguments.reranker_model:
-        from search_r1.search.rerank import RerankRetriever
-
-        report(f"loading the reranker {arguments.reranker_model}")
-        retriever = RerankRetriever(
-            retriever,
-            arguments.reranker_model,
-            arguments.retrieval_topk,
-            arguments.reranker_batch_size,
-            max_length=arguments.reranker_max_length,
-            device=arguments.device,
-        )
-    return retriever
-
-
-def _plans(arguments: argparse.Namespace) -> list[BackendPlan]:
-    return plan_backends(arguments.retriever_name, arguments.index_path, arguments.retriever_model)
-
-
-def _progress(report: Report) -> Callable[[str, int, int], None]:
-    """Turns counts into lines, one for each percent."""
-    last = ("", -1)
+    plans = plan_backends(arguments.retriever_name, arguments.index_path, arguments.retriever_model)
+    last = ""
 
     def progress(stage: str, done: int, total: int) -> None:
         nonlocal last
-        percent = 100 * done // max(1, total)
-        if (stage, percent) != last:
-            last = (stage, percent)
-            report(f"{stage}: {percent} %")
+        line = f"{stage}: {100 * done // max(1, total)} %"
+        if line != last:
+            last = line
+            report(line)
 
-    return progress
+    corpus = None
+    if arguments.corpus_path and any(plan.kind not in ONLINE for plan in plans):
+        report(f"reading the corpus {arguments.corpus_path}")
+        corpus = Corpus.open(arguments.corpus_path, progress)
+        report(f"{len(corpus):,} passages in {arguments.corpus_path}")
+    with contextlib.ExitStack() as opened:  # closes what is open when the next thing can't be opened
+        backends = []
+        for plan in plans:
+            backends.append(_open_backend(plan, corpus, arguments, report, progress))
+            opened.callback(backends[-1].close)
+        backend = backends[0]
+        if len(backends) > 1:
+            from search_r1.search.hybrid import HybridRetriever
+
+            backend = HybridRetriever(backends, depth=arguments.hybrid_depth)
+        if arguments.reranker_model:
+            from search_r1.search.rerank import RerankRetriever
+
+            report(f"loading the reranker {arguments.reranker_model}")
+            backend = RerankRetriever(
+                backend,
+                arguments.reranker_model,
+                arguments.retrieval_topk,
+                arguments.reranker_batch_size,
+                max_length=arguments.reranker_max_length,
+                device=arguments.device,
+            )
+        opened.pop_all()
+    return backend
 
 
-def _open(
-    plan: BackendPlan, corpus: Corpus | None, arguments: argparse.Namespace, report: Report
+def _open_backend(
+    plan: BackendPlan,
+    corpus: Corpus | None,
+    arguments: argparse.Namespace,
+    report: Report,
+    progress: Callable[[str, int, int], None],
 ) -> SearchBackend:
     if plan.kind in ONLINE:
         from search_r1.search.online.retriever import OnlineRetriever, online_engine
@@ -263,37 +241,26 @@ def _open(
             arguments.search_timeout,
             read_pages=plan.kind == "google" and not arguments.snippet_only,
         )
-    manifest = None
-    if corpus is not None and plan.index_path is not None and plan.index_path.exists():
-        manifest = check_manifest(
-            plan.index_path, corpus, plan.kind, full=arguments.verify, progress=_progress(report)
-        )
+    path, num_threads, manifest = plan.index_path, arguments.num_threads, None
+    if corpus is not None and path is not None:
+        manifest = check_manifest(path, corpus, plan.kind, full=arguments.verify, progress=progress)
     if arguments.verify and manifest is None:
         raise ValueError("--verify: there is no manifest of an index to compare the corpus with")
-    report(f"loading {plan.index_path}" if plan.index_path else "building the BM25 index in memory")
+    report(f"loading {path}" if path else "building the BM25 index in memory")
     if plan.kind == "lucene":
         from search_r1.search.lucene import LuceneRetriever
 
-        assert plan.index_path is not None
-        return LuceneRetriever(corpus, plan.index_path, num_threads=arguments.num_threads)
-    assert corpus is not None  # check_plan asks for it
+        assert path is not None
+        return LuceneRetriever(corpus, path, num_threads=num_threads)
+    assert corpus is not None  # check_backend_arguments asks for it
     if plan.kind == "bm25":
         from search_r1.search.bm25 import BM25Retriever
 
-        return BM25Retriever(corpus, plan.index_path, num_threads=arguments.num_threads)
-    return _open_dense(plan, corpus, manifest, arguments, report)
+        return BM25Retriever(corpus, path, num_threads=num_threads)
 
-
-def _open_dense(
-    plan: BackendPlan,
-    corpus: Corpus,
-    manifest: Manifest | None,
-    arguments: argparse.Namespace,
-    report: Report,
-) -> SearchBackend:
     from search_r1.search.dense.encoder import Encoder
 
-    assert plan.index_path is not None  # a dense plan has one
+    assert path is not None
     encoder = Encoder(
         plan.name,
         plan.model,
@@ -307,17 +274,12 @@ def _open_dense(
     if plan.kind == "exact":
         from search_r1.search.dense.exact import ExactRetriever
 
-        return ExactRetriever(corpus, plan.index_path, encoder, arguments.num_threads, report)
+        return ExactRetriever(corpus, path, encoder, num_threads, report)
     from search_r1.search.dense.faiss_index import FaissRetriever
 
+    gpu, nprobe = arguments.faiss_gpu, arguments.faiss_nprobe
     return FaissRetriever(
-        corpus,
-        plan.index_path,
-        encoder,
-        gpu=arguments.faiss_gpu,
-        nprobe=arguments.faiss_nprobe,
-        num_threads=arguments.num_threads,
-        report=report,
+        corpus, path, encoder, gpu=gpu, nprobe=nprobe, num_threads=num_threads, report=report
     )
 
 
@@ -333,10 +295,11 @@ def main(argv: list[str] | None = None) -> int:
         if not named:
             arguments.corpus_path = __file__  # it will be there: any file stands for it
         check_server_arguments(arguments, is_installed=False)
+        plans = plan_backends(arguments.retriever_name, arguments.index_path, arguments.retriever_model)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    extras = ["retrieval", *(EXTRAS.get(plan.kind, ("", ()))[0] for plan in _plans(arguments))]
+    extras = ["retrieval", *(EXTRAS.get(plan.kind, ("", ()))[0] for plan in plans)]
     if arguments.reranker_model:
         extras.append(EXTRAS["rerank"][0])
     print(",".join(dict.fromkeys(filter(None, ",".join(extras).split(",")))), "" if named else "microworld")

@@ -15,18 +15,12 @@ from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
-from search_r1.search.backend_plan import holds
+from search_r1.search.backend_plan import DESCRIPTIONS, holds
 from search_r1.search.client import SearchClient, SearchError, parse_urls
 from search_r1.search.corpus import file_identity
 from search_r1.search.manifest import check_files, read_manifest
 
 HEALTH_SECONDS, SEARCH_SECONDS = 2.0, 10.0
-_INDEX_PROBLEMS = {
-    "nothing": "nothing is there",
-    "begun": "its build was begun and not finished; start the index builder again with the same flags",
-    "lfs": "it is a git-lfs pointer; fetch the file with `git lfs pull`",
-    "unknown": "it is no index that the server knows",
-}
 
 
 @dataclass(frozen=True)
@@ -89,8 +83,8 @@ class RetrievalProbe:
         """
         folder = Path(path)
         kind = holds(folder)
-        if kind in _INDEX_PROBLEMS:
-            raise ValueError(_INDEX_PROBLEMS[kind])
+        if kind in ("nothing", "begun", "lfs", "unknown"):
+            raise ValueError(f"it {DESCRIPTIONS[kind]}")
         manifest = read_manifest(folder)
         if manifest is not None:
             check_files(folder, manifest)

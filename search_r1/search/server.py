@@ -93,15 +93,6 @@ def uses_gpu() -> bool:
     return torch is not None and torch.cuda.is_initialized()
 
 
-def create_server(service: RetrievalService) -> uvicorn.Server:
-    """The uvicorn server of a service; `serve` and the tests run it."""
-    import uvicorn
-
-    from search_r1.search.serving.app import create_app
-
-    return uvicorn.Server(uvicorn.Config(create_app(service), **uvicorn_settings()))
-
-
 def uvicorn_settings() -> dict[str, Any]:
     """What one process and several have in common."""
     return {
@@ -115,6 +106,15 @@ def uvicorn_settings() -> dict[str, Any]:
         "timeout_keep_alive": KEEP_ALIVE_SECONDS,
         "timeout_graceful_shutdown": SHUTDOWN_SECONDS,
     }
+
+
+def create_server(service: RetrievalService) -> uvicorn.Server:
+    """The uvicorn server of a service; `serve` and the tests run it."""
+    import uvicorn
+
+    from search_r1.search.serving.app import create_app
+
+    return uvicorn.Server(uvicorn.Config(create_app(service), **uvicorn_settings()))
 
 
 def serve(service: RetrievalService, listener: socket.socket, stopped: threading.Event) -> int:

@@ -69,7 +69,7 @@ def test_a_server_that_still_loads_is_said_to(serve):
     going = threading.Event()
 
     def load():
-        service.report("reading the index")
+        service.progress = "reading the index"
         going.wait(20)
         return BM25Retriever(Corpus.from_documents([{"id": "0", "contents": '"T"\ntext'}]))
 
@@ -177,6 +177,6 @@ def test_indexes_that_are_whole_broken_or_not_there(tmp_path, monkeypatch):
     largest = max(files, key=lambda file: file.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-1])
     assert "the index is not whole" in look(index)[0].what
-    assert "nothing is there" in look(tmp_path / "none")[0].what
+    assert "it does not exist" in look(tmp_path / "none")[0].what
     (tmp_path / "lfs").write_text("version https://git-lfs.github.com/spec/v1\n")
     assert "git lfs pull" in look(tmp_path / "lfs")[0].what

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 import threading
 import time
@@ -99,18 +98,6 @@ def test_many_threads_get_each_their_own_answer(start):
             thread.join()
         assert client.statistics()["searches"] == 96
     assert not wrong
-
-
-def test_a_search_can_be_awaited(start):
-    server = start(find)
-
-    async def ask(client: SearchClient) -> list:
-        return await asyncio.gather(*(client.search(query) for query in "abc"))
-
-    with SearchClient(server.url) as client:
-        found = asyncio.run(ask(client))
-    assert [documents[0]["contents"] for documents in found] == [text_of(query) for query in "abc"]
-    assert sorted(sum(server.queries, [])) == ["a", "b", "c"]  # several requests, in any order
 
 
 def test_waiting_queries_are_dealt_out_over_the_addresses(start):
