@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,8 +121,12 @@ class Checkout:
             file.with_suffix(".part").replace(file)
         return json.loads(file.read_text())
 
-    def result(self, name: str, killed: int | None = None) -> dict:
-        """The rows of metrics.jsonl, and a digest of each file of weights in the last checkpoint."""
+    def result(self, name: str, kills: Sequence[tuple[str, float]] = ()) -> dict:
+        """The rows of metrics.jsonl, and a digest of each file of weights in the last checkpoint.
+
+        kills: SIGKILL so many seconds after something new of that name (a glob pattern) is in the run's
+        folder. `half_written` says what they left of checkpoints that were not whole.
+        """
         if not (world := self._world(name)).exists():
             self._run(["python", "-m", f"data_prep.{world.name}", "--seed", "7", "--out", str(world)], name)
         run_dir = self.root / "verl_checkpoints" / RUN_NAME
@@ -129,8 +134,10 @@ class Checkout:
         for _ in range(2):  # a kernel that was compiled just now rounds otherwise than from numba's cache
             kernels = self._kernels()
             try:
-                if killed:
-                    self._run(command, name, until=run_dir / f"global_step_{killed}")
+                half_written = []
+                for pattern, seconds in kills:
+                    self._run(command, name, (run_dir, pattern, seconds))
+                    half_written += sorted(path.name for path in run_dir.glob("*.incomplete"))
                 self._run(command, name)
                 rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
                 weights = {
@@ -141,7 +148,7 @@ class Checkout:
                 shutil.rmtree(run_dir, ignore_errors=True)
             if self._kernels() == kernels:
                 break
-        return {"rows": rows, "weights": weights}
+        return {"rows": rows, "weights": weights, "half_written": half_written}
 
     def _world(self, name: str) -> Path:
         return self.work / ("sft_rows" if name == "sft" else "microworld")
@@ -149,8 +156,8 @@ class Checkout:
     def _kernels(self) -> set[tuple[Path, int]]:
         return {(file, file.stat().st_mtime_ns) for file in (self.root / "verl").rglob("*.nbc")}
 
-    def _run(self, command: list[str], name: str, until: Path | None = None) -> None:
-        """Runs the command to its end; with `until`, to SIGKILL as soon as that path is there."""
+    def _run(self, command: list[str], name: str, kill: tuple[Path, str, float] | None = None) -> None:
+        """Runs the command to its end; with `kill`, to SIGKILL: folder, pattern, and seconds after it."""
         python = Path(self.vllm_python if name.startswith("vllm") else sys.executable).absolute()
         environment = {key: value for key, value in os.environ.items() if not key.startswith(USERS)} | {
             "VIRTUAL_ENV": str(python.parent.parent),
@@ -168,14 +175,20 @@ class Checkout:
                 command, cwd=self.root, env=environment, stdout=out, stderr=out, start_new_session=True
             )
         try:
-            while process.poll() is None and not (until and until.exists()):
-                time.sleep(0.02)
+            old = set(kill[0].glob(kill[1])) if kill else set()
+            while process.poll() is None:
+                now = set(kill[0].glob(kill[1])) if kill else set()
+                if kill and now - old:
+                    time.sleep(kill[2])
+                    break
+                old &= now  # what has gone once and comes back is new
+                time.sleep(0.002)
         finally:
-            status = process.returncode
+            status = process.poll()
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        if status != (None if until else 0):
+        if status != (None if kill else 0):
             end = log.read_text(errors="replace")[-3000:]
             raise ChildProcessError(f"{' '.join(command)}\nended too early, with status {status}:\n{end}")
 
@@ -231,7 +244,8 @@ def main() -> int:
                 scenario, started = SCENARIOS[name], time.monotonic()
                 try:
                     expected = there.cached_result(name, cache)
-                    num_compared, lines = compare(scenario, expected, here.result(name, scenario.killed))
+                    kills = [(f"global_step_{scenario.killed}", 0.0)] if scenario.killed else []
+                    num_compared, lines = compare(scenario, expected, here.result(name, kills))
                 except ChildProcessError as error:
                     num_compared, lines = 0, [str(error)]
                 failed = failed or bool(lines)

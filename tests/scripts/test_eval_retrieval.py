@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -18,59 +17,44 @@ DOCUMENTS = [
     {"id": "b", "contents": '"Orlen Vey"\nOrlen lies on the river Vey, says Orlen.'},
     {"id": "c", "contents": '"Tomas"\nA director.'},
 ]
-GOLD = [
-    ("Which river is Orlen on?", ["b"]),
-    ("What town is Orlen?", ["b"]),
-    ("Who?", ["c"]),
-    ("Tomas?", ["a", "c"]),
-]
-
-
-def write_questions(path: Path, questions: list, gold: bool) -> Path:
-    rows = []
-    for index, (question, right) in enumerate(questions):
-        extra = {"gold_ids": right} if gold else {}
-        rows.append(make_row("x", question, question, ["-"] if gold else right, "test", index, **extra))
-    write_parquet(path, rows)
-    return path
+GOLD = {"Which river is Orlen on?": ["b"], "What town is Orlen?": ["b"], "Who?": ["c"], "Tomas?": ["a", "c"]}
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
     write_jsonl(tmp_path / "corpus.jsonl", DOCUMENTS)
-    write_questions(tmp_path / "test.parquet", GOLD[:2], gold=True)
-    write_questions(tmp_path / "train.parquet", GOLD[2:], gold=True)
+    rows = [
+        make_row("x", text, text, ["-"], "test", i, gold_ids=ids)
+        for i, (text, ids) in enumerate(GOLD.items())
+    ]
+    write_parquet(tmp_path / "test.parquet", rows[:2])
+    write_parquet(tmp_path / "train.parquet", rows[2:])
     return tmp_path
 
 
-def run(folder: Path, *options: object) -> list[dict]:
-    out = folder / "figures.json"
-    assert eval_retrieval.main([str(folder), "--json", str(out), *map(str, options)]) == 0
-    return json.loads(out.read_text())
-
-
-def test_a_question_counts_at_k_when_a_gold_passage_is_among_the_first_k(folder):
+def test_a_question_counts_at_k_when_a_gold_passage_is_among_the_first_k(folder, capsys):
     # The second question's own passage comes second; "Who?" finds nothing.
-    [row] = run(folder, "--k", 1, 2)
-    assert (row["backend"], row["measure"], row["num_questions"]) == ("bm25", "gold passage", 4)
-    assert row["recall"] == {"1": 0.5, "2": 0.75}
-    assert row["mrr"] == pytest.approx((1 + 1 / 2 + 0 + 1) / 4)
-    assert 0 < row["p50_ms"] <= row["p99_ms"]
-    assert row["queries_per_cpu_second"] > 0
+    assert eval_retrieval.main([str(folder)]) == 0
+    row = capsys.readouterr().out.splitlines()[-1].strip("| ").split(" | ")
+    assert row[:6] == ["bm25", "4", "50.0%", "75.0%", "75.0%", f"{(1 + 1 / 2 + 0 + 1) / 4:.3f}"]
+    assert 0 < float(row[6]) <= float(row[7]) and float(row[8]) > 0
 
 
-MISTAKES = [
-    (["--k", "0"], "--k: found 0"),
-    (["--run", "--index_path x"], "expected a retriever's name and then its flags"),
-    (["--run", "bm25 --no_such_flag"], "--run: unrecognized arguments: --no_such_flag"),
-    (["--run", "no_such_backend --retriever_model x"], "no_such_backend"),
-    (["--questions", "none.parquet"], "none.parquet: can't be read"),
-    (["--corpus_path", "none.jsonl"], "none.jsonl"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), MISTAKES)
-def test_mistakes_are_one_line_and_status_1(folder, capsys, options, message):
-    assert eval_retrieval.main([str(folder), *options]) == 1
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--run", "bm25 --no_such_flag"], "--run: unrecognized arguments: --no_such_flag"),
+        (["--run", "no_such_backend --retriever_model x"], "no_such_backend"),
+        (["--run", "bm25 --corpus_path none.jsonl"], "none.jsonl"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(folder, capsys, options, message):
+    assert eval_retrieval.main([str(folder), *options]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_rows_without_gold_ids_are_refused(folder, capsys):
+    write_parquet(folder / "test.parquet", [make_row("x", "q", "q", ["a"], "test", 0)])
+    assert eval_retrieval.main([str(folder)]) == 2
+    assert "test.parquet: expected rows with a question and extra_info.gold_ids" in capsys.readouterr().err

@@ -5,18 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
+from instant_workers import InstantCritic, InstantPolicy, prompt_rows
 from transformers import AutoTokenizer
 
-from scripts.bench.instant_workers import InstantCritic, InstantPolicy, prompt_rows
-from scripts.bench_controller import MODEL, make_config
 from search_r1.llm_agent.trajectory import env_metrics
+from verl.config import load_config
 from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs, Dispatch, register
 from verl.trainer.placement import ResourcePoolManager, Role
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.workers.reward_manager import RewardManager
 
-TOKENS = 220
+MODEL = Path(__file__).parents[3] / "data_prep" / "base_model"
+GROUP = 8
+ALGORITHMS = {
+    "grpo": ["algorithm.adv_estimator=grpo", "algorithm.kl_ctrl.kl_coef=0"],
+    "ppo": ["algorithm.adv_estimator=gae", "algorithm.kl_ctrl.kl_coef=0.001"],
+}
 
 
 class SavedWorker:
@@ -80,20 +85,37 @@ class Critic(SavedWorker, InstantCritic):
         return super().update_critic(data)
 
 
-def instant_trainer(folder: Path, *settings: str, algorithm: str = "grpo", rows: int = 32) -> RayPPOTrainer:
-    """A trainer of `rows` trajectories a step over 8 times as many questions as a step takes."""
-    config = make_config(
-        rows,
-        TOKENS,
-        algorithm,
-        str(folder),
-        "data.val_batch_size=2",
-        "trainer.val_modes=[greedy]",
-        "trainer.save_freq=-1",
-        "trainer.test_freq=-1",
-        "retriever.max_failed_share=0.5",
-        *settings,
+def instant_trainer(
+    folder: Path, *settings: str, algorithm: str = "grpo", rows: int = 32, tokens: int = 220
+) -> RayPPOTrainer:
+    """A trainer of `rows` trajectories a step, of up to `tokens` each, over 8 times as many questions as a
+    step takes.
+    """
+    config = load_config(
+        [
+            f"actor_rollout_ref.model.path={MODEL}",
+            f"data.train_batch_size={rows // GROUP}",
+            f"actor_rollout_ref.rollout.n_agent={GROUP}",
+            f"data.max_prompt_length={tokens}",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={rows // 4}",
+            f"critic.ppo_mini_batch_size={rows // 4}",
+            "actor_rollout_ref.actor.use_kl_loss=false",
+            f"trainer.default_local_dir={folder}",
+            "trainer.logger=[]",
+            "trainer.val_only=false",
+            "trainer.val_before_train=false",
+            "trainer.critic_warmup=0",
+            "trainer.total_training_steps=1",
+            *ALGORITHMS[algorithm],
+            "data.val_batch_size=2",
+            "trainer.val_modes=[greedy]",
+            "trainer.save_freq=-1",
+            "trainer.test_freq=-1",
+            "retriever.max_failed_share=0.5",
+            *settings,
+        ]
     )
+    config.trainer.device = "cpu"
     files = folder.parent / "questions.parquet"
     if not files.exists():
         files.write_bytes(b"questions")
@@ -109,7 +131,7 @@ def instant_trainer(folder: Path, *settings: str, algorithm: str = "grpo", rows:
         config=config,
         tokenizer=tokenizer,
         role_worker_mapping={
-            role: ClassWithInitArgs(Policy, model=MODEL, width=TOKENS),
+            role: ClassWithInitArgs(Policy, model=MODEL, width=tokens),
             Role.Critic: ClassWithInitArgs(Critic),
         },
         resource_pool_manager=pools,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 
 import pytest
 from instant_runs import Critic, Policy, instant_trainer, run
@@ -216,3 +217,20 @@ def test_rows_are_shuffled_anew_in_every_step(tmp_path):
         [uid.split("-")[1] for uid in update.non_tensor_batch["uid"].tolist()] for update in Policy.updates
     ]
     assert len({tuple(order) for order in orders}) == 3
+
+
+@pytest.mark.slow
+def test_a_step_costs_the_driver_little(tmp_path):
+    """Scores, advantages, metrics and records, beside workers that answer at once in the same process: at
+    most 2 % of a step that takes 0.1 s for each 1,000 tokens of each trajectory.
+    """
+    run(instant_trainer(tmp_path / "warm", algorithm="ppo"))
+    trainer = instant_trainer(tmp_path / "run", algorithm="ppo", rows=512, tokens=1500)
+    try:
+        trainer.init_workers()
+        started = time.process_time()
+        trainer.fit()
+        seconds = time.process_time() - started
+    finally:
+        trainer.shutdown()
+    assert seconds < 0.02 * 512 * 1.5 * 0.1

@@ -1,4 +1,4 @@
-"""Workers of scripts/bench_controller.py: they answer at once, with made-up trajectories of real tokens.
+"""Workers that answer at once, with made-up trajectories of real tokens.
 
 A trajectory is a prompt, two searches with their documents, and an answer, of the tokenizer's own text; the
 draws come from the row's seed. Log-probs and values are numbers drawn from nothing.
