@@ -30,7 +30,6 @@ ABOVE = {
 
 # Violations that are known and not mended yet. An entry that is mended must go; this must end empty.
 STILL_OPEN: set[str] = {
-    "several classes Question",
     "several classes Request",
     "several classes Retriever",
     "too many lines of code",
