@@ -20,7 +20,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from instant_runs import Critic, Policy
+from instant_runs import Critic, Policy, numbers
 from safetensors.torch import load_file, save_file
 from tiny_training import make_actor, make_batch, make_critic
 from transformers import AutoTokenizer
@@ -93,7 +93,7 @@ class NotedPolicy(Policy):
     """Of each batch row 0's search fails and row 1 is cut; every update counts as skipped."""
 
     def __init__(self, block: Any, role: str, agent_factory: Any, device: str, seed: int) -> None:
-        super().__init__(BASE_MODEL, width=320)
+        super().__init__(width=320)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         long = [(list(ids) * 100)[:100] for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
@@ -105,15 +105,15 @@ class NotedPolicy(Policy):
             made.tensors["response_mask"][0] = 0
         tokens = made.tensors["input_ids"][:, -made.tensors["response_mask"].shape[1] :]
         shift = 0.8 * (tokens % 2) * made.tensors["response_mask"]  # of some tokens the engine is surer
-        made.tensors["rollout_log_probs"] = self._numbers(made, -0.9) + shift
+        made.tensors["rollout_log_probs"] = numbers(made, -0.9) + shift
         return made
 
     generate_sequences.__dict__.update(Policy.generate_sequences.__dict__)
 
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        numbers = self._numbers(data, -0.5)
-        extra = {"sum_pi_squared": numbers.exp()} if data.meta_info.get("calculate_sum_pi_squared") else {}
-        return DataProto.from_dict({"old_log_probs": numbers} | extra)
+        log_probs = numbers(data, -0.5)
+        extra = {"sum_pi_squared": log_probs.exp()} if data.meta_info.get("calculate_sum_pi_squared") else {}
+        return DataProto.from_dict({"old_log_probs": log_probs} | extra)
 
     compute_log_prob.__dict__.update(Policy.compute_log_prob.__dict__)
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from instant_workers import InstantCritic, InstantPolicy, prompt_rows
+import numpy as np
 from transformers import AutoTokenizer
 
-from search_r1.llm_agent.trajectory import env_metrics
+from search_r1.llm_agent.trajectory import Trajectory, Turn, env_metrics, to_tensors
 from verl.config import load_config
 from verl.protocol import DataProto
-from verl.single_controller.base import ClassWithInitArgs, Dispatch, register
+from verl.single_controller.base import ClassWithInitArgs, Dispatch, Worker, register
 from verl.trainer.placement import ResourcePoolManager, Role
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.workers.reward_manager import RewardManager
 
 MODEL = Path(__file__).parents[3] / "data_prep" / "base_model"
+WORDS = "The lake lies north of the old town and was first named by people who came from the coast. "
+SEARCH = "<think> I need to look this up. </think> <search> who named the lake north of the town </search>"
+ANSWERS = ("<answer> Bergen </answer>", "<answer> Oslo </answer>")  # wrong, right
+PROMPT_TOKENS = 100
 GROUP = 8
 ALGORITHMS = {
     "grpo": ["algorithm.adv_estimator=grpo", "algorithm.kl_ctrl.kl_coef=0"],
@@ -40,39 +44,99 @@ class SavedWorker:
         assert Path(path).is_dir()
 
 
-class Policy(SavedWorker, InstantPolicy):
-    """Keeps what the updates got. After `answered` generations every search fails; None: never.
+def ids(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    Log-probs depend on the tokens alone.
+
+def numbers(data: DataProto, value: float) -> Any:
+    """For each token one that depends on it alone, [N, R]."""
+    mask = data.tensors["response_mask"]
+    tokens = data.tensors["input_ids"][:, -mask.shape[1] :]
+    return (tokens % 97 / 970 + value).float() * mask
+
+
+class Policy(SavedWorker, Worker):
+    """Answers at once, with a prompt, two searches with their documents, and an answer, drawn from the row's
+    seed; a trajectory has at most `width` tokens. Keeps what the updates got. After `answered` generations
+    every search fails; None: never.
     """
 
     updates: ClassVar[list[DataProto]] = []
     asked: ClassVar[list[list[str]]] = []
     answered: ClassVar[int | None] = None
 
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, tokenizer = width, AutoTokenizer.from_pretrained(str(MODEL), model_max_length=1_000_000)
+        self.pad, self.search, self.text = (
+            tokenizer.pad_token_id, ids(tokenizer, SEARCH), ids(tokenizer, WORDS * 200),
+        )  # fmt: skip
+        self.answers = [(text, ids(tokenizer, text)) for text in ANSWERS]
+
+    @register()
+    def init_model(self) -> None:
+        pass
+
+    @register()
+    def start_rollout(self, num_rows: int) -> None:
+        pass
+
+    @register()
+    def sync_weights(self) -> None:
+        pass
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        Policy.asked.append([str(ids) for ids in prompts.non_tensor_batch["raw_prompt_ids"]])
-        made = super().generate_sequences(prompts)
+        asked, seeds = prompts.non_tensor_batch["raw_prompt_ids"], prompts.tensors["sampling_seeds"].tolist()
+        Policy.asked.append([str(prompt) for prompt in asked])
+        made = [self._trajectory(row, asked[row], seed) for row, seed in enumerate(seeds)]
+        tensors = to_tensors(made, PROMPT_TOKENS, self.width - PROMPT_TOKENS, self.pad)
+        records = [trajectory.record(WORDS) for trajectory in made]
         if Policy.answered is not None and len(Policy.asked) > Policy.answered:
-            for record in made.non_tensor_batch["trajectory"]:
+            for record in records:
                 record["finish_reason"] = "search_failed"
-            made.tensors["response_mask"][:] = 0
+            tensors["response_mask"][:] = 0
+        return DataProto.from_dict(tensors, {"trajectory": records}, {"metrics": {"rollout/seconds": 0.0}})
+
+    def _trajectory(self, row: int, prompt_ids: list[int], seed: int) -> Trajectory:
+        draws = np.random.default_rng(abs(seed))
+        made = Trajectory(row, prompt_ids, seed, version_first=0, version_last=0, finish_reason="answer")
+        length = int(draws.integers(2 * self.width // 3, self.width + 1))
+        room = length - len(prompt_ids) - 2 * len(self.search) - len(self.answers[1][1]) - 8
+        for size in (room // 2, room - room // 2):
+            start, end = made.add_sampled(self.search, [-0.5] * len(self.search))
+            documents = [{"contents": f"{WORDS * 6}{seed} {size} {i}", "score": 1.0} for i in range(3)]
+            made.turns.append(Turn("search", SEARCH, "who named the lake", start, end, documents))
+            begin = int(draws.integers(1000))
+            made.add_observation(self.text[begin : begin + size])
+        text, answer = self.answers[int(draws.random() < 0.5)]
+        start, end = made.add_sampled(answer, [-0.1] * len(answer))
+        made.turns.append(Turn("answer", text, None, start, end))
         return made
 
-    def _numbers(self, data: DataProto, value: float) -> Any:
-        mask = data.tensors["response_mask"]
-        tokens = data.tensors["input_ids"][:, -mask.shape[1] :]
-        return (tokens % 97 / 970 + value).float() * mask
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict({"old_log_probs": numbers(data, -0.5)})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict({"ref_log_prob": numbers(data, -0.6)})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_actor(self, data: DataProto) -> DataProto:
         Policy.updates.append(data)
-        return super().update_actor(data)
+        metrics = {"actor/pg_loss": float(data.tensors["advantages"].mean())}
+        return DataProto(meta_info={"metrics": metrics, "skipped_update": ""})
 
 
-class Critic(SavedWorker, InstantCritic):
+class Critic(SavedWorker, Worker):
+    """The critic to it."""
+
     updates: ClassVar[list[DataProto]] = []
+
+    @register()
+    def init_model(self) -> None:
+        pass
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:
@@ -82,7 +146,8 @@ class Critic(SavedWorker, InstantCritic):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_critic(self, data: DataProto) -> DataProto:
         Critic.updates.append(data)
-        return super().update_critic(data)
+        metrics = {"critic/vf_loss": float(data.tensors["returns"].mean())}
+        return DataProto(meta_info={"metrics": metrics, "skipped_update": ""})
 
 
 def instant_trainer(
@@ -124,14 +189,24 @@ def instant_trainer(
     pools = ResourcePoolManager({"all": [1]}, dict.fromkeys(Role, "all"), "local", use_gpu=False)
     pools.create_resource_pool()
     tokenizer = AutoTokenizer.from_pretrained(str(MODEL))
-    dataset: Any = prompt_rows(MODEL, rows)
+    text = ids(tokenizer, WORDS * 200)
+    dataset: Any = [
+        {
+            "raw_prompt_ids": text[i * 7 % 500 :][:PROMPT_TOKENS],
+            "index": i,
+            "data_source": "nq",
+            "reward_model": {"ground_truth": {"target": ["Oslo"]}},
+            "extra_info": {"question": "Who named the lake?"},
+        }
+        for i in range(rows)
+    ]
     role = Role.ActorRolloutRef if config.algorithm.kl_ctrl.kl_coef > 0 else Role.ActorRollout
     Policy.updates, Policy.asked, Policy.answered, Critic.updates = [], [], None, []
     return RayPPOTrainer(
         config=config,
         tokenizer=tokenizer,
         role_worker_mapping={
-            role: ClassWithInitArgs(Policy, model=MODEL, width=tokens),
+            role: ClassWithInitArgs(Policy, width=tokens),
             Role.Critic: ClassWithInitArgs(Critic),
         },
         resource_pool_manager=pools,
