@@ -293,7 +293,8 @@ def ask(
     from verl.utils.dataset.rl_dataset import prompt_text
 
     prompt = [{"role": "user", "content": fill_prompt(template, question)}]
-    ids = manager.tokenizer.encode(prompt_text(manager.tokenizer, prompt), add_special_tokens=False)
+    text = prompt_text(manager.tokenizer, prompt)
+    ids = manager.tokenizer.encode(text, add_special_tokens=False, verbose=False)
     batch = DataProto.from_dict(
         tensors={"sampling_seeds": torch.tensor([arguments.seed])},
         non_tensors={"raw_prompt_ids": object_array([ids])},

@@ -172,9 +172,12 @@ class Codec:
 
         A control token's name in the text (an end of sequence, a role marker) is split like any other words.
         """
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        # Not verbose: no warning of a text that is too long for the model, which is cut afterwards.
+        ids = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
         if not self._control_ids.isdisjoint(ids):
-            ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+            ids = self.tokenizer.encode(
+                text, add_special_tokens=False, split_special_tokens=True, verbose=False
+            )
         return tuple(ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:

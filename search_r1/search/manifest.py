@@ -147,28 +147,17 @@ def check_files(index_path: Path, manifest: Manifest) -> None:
 
 def _another_corpus(index_path: Path, manifest: Manifest, corpus: Corpus, fingerprint: dict[str, Any]) -> str:
     given = str(corpus.path) if corpus.path is not None else "documents in memory"
-    of = manifest.corpus
-    counts = (
-        of["num_documents"] == fingerprint["num_documents"] and of["num_bytes"] == fingerprint["num_bytes"]
+    built, ours = (
+        f"{of['num_documents']:,} documents, {of['num_bytes']:,} bytes, hash {of['sample_sha256'][:12]}"
+        for of in (manifest.corpus, fingerprint)
     )
-    return (
-        f"{index_path} was built for the corpus {of.get('name', '(name not known)')} ({_facts(of)}), "
-        f"the corpus given is {given} ({_facts(fingerprint)}){'; single letters differ' if counts else ''}. "
-        f"Give the right one by --corpus_path, or build the index again: {_rebuild_command(manifest, given)}"
-    )
-
-
-def _facts(corpus: dict[str, Any]) -> str:
-    """Count, size and the beginning of the quick hash."""
-    count, size, quick_hash = (corpus[name] for name in COMPARED)
-    return f"{count:,} documents, {size:,} bytes, hash {quick_hash[:12]}"
-
-
-def _rebuild_command(manifest: Manifest, corpus_path: str) -> str:
-    """The command that built the index, for another corpus."""
     words = list(manifest.built.get("command") or [])
+    again = "remove it, and start again"
     if "--corpus_path" in words[:-1]:
-        words[words.index("--corpus_path") + 1] = corpus_path
-        words += [] if "--overwrite" in words else ["--overwrite"]
-        return f"`{shlex.join(words)}`"
-    return "remove it, and start again"
+        words[words.index("--corpus_path") + 1] = given
+        again = f"`{shlex.join(words if '--overwrite' in words else [*words, '--overwrite'])}`"
+    return (
+        f"{index_path} was built for the corpus {manifest.corpus.get('name', '(name not known)')} ({built}), "
+        f"the corpus given is {given} ({ours}). "
+        f"Give the right one by --corpus_path, or build the index again: {again}"
+    )

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
-CGROUP = Path("/sys/fs/cgroup")
+CGROUPS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
 
 
 def available_bytes() -> int:
     """Bytes that this process may still take: file cache counts as free, limits of a container are heeded."""
-    limits = [
-        _meminfo(),
-        _cgroup(CGROUP, "memory.max", "memory.current"),
-        _cgroup(CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ]
-    return min(size for size in limits if size is not None)
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with contextlib.suppress(OSError):  # not Linux
+        sizes.append(_read_table(Path("/proc/meminfo"))["MemAvailable:"] * 1024)
+    for folder, limit, used in CGROUPS:
+        with contextlib.suppress(OSError, ValueError):  # no such file, or the limit is "max"
+            left = int(Path(folder, limit).read_text()) - int(Path(folder, used).read_text())
+            table = _read_table(Path(folder, "memory.stat"))
+            sizes.append(max(0, left + table.get("total_inactive_file", table.get("inactive_file", 0))))
+    return min(sizes)
+
+
+def _read_table(path: Path) -> dict[str, int]:
+    return {words[0]: int(words[1]) for line in path.read_text().splitlines() if (words := line.split())}
 
 
 def format_bytes(size: float) -> str:
@@ -35,34 +46,3 @@ def check_fits(path: Path, num_bytes: int, advice: str) -> str:
     if num_bytes > free:
         raise ValueError(f"the index doesn't fit, and every search reads all of it: {size}. {advice}")
     return size
-
-
-def _meminfo() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _read_number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # no such file, or "max"
-        return None
-
-
-def _cgroup(folder: Path, limit_name: str, used_name: str) -> int | None:
-    limit, used = _read_number(folder / limit_name), _read_number(folder / used_name)
-    if limit is None or used is None:
-        return None
-    cached = 0
-    try:
-        for line in (folder / "memory.stat").read_text().splitlines():
-            if line.startswith(("inactive_file ", "total_inactive_file ")):
-                cached = int(line.split()[1])
-    except OSError:
-        pass
-    return max(0, limit - used + cached)

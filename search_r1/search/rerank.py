@@ -31,20 +31,42 @@ class CrossEncoder:
 
         Raises ValueError for a model that can't be read or is no cross-encoder.
         """
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        dtype = torch.float16 if place.type == "cuda" else torch.float32
-        self._network, self._tokenizer = _load(model)
-        self._network.to(device=place, dtype=dtype).eval()
-        self.model, self.device, self._batch_size = model, place, batch_size
-        config = self._network.config
+        self.model, self._batch_size = model, batch_size
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        try:
+            with quiet():
+                network, info = AutoModelForSequenceClassification.from_pretrained(
+                    model, dtype=torch.float32, output_loading_info=True
+                )
+                self._tokenizer = AutoTokenizer.from_pretrained(model)
+        except (OSError, KeyError, ValueError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ValueError(f"--reranker_model: can't load {model}: {reason}") from error
+        config = network.config
+        if missing := sorted(info["missing_keys"]):
+            raise ValueError(
+                f"--reranker_model: {model} is no cross-encoder: it has no weights for {missing[0]}. One is "
+                "cross-encoder/ms-marco-MiniLM-L12-v2"
+            )
+        if config.num_labels > 2:
+            raise ValueError(
+                f"--reranker_model: {model} has {config.num_labels} labels, expected 1 or 2: how relevant a "
+                "passage is"
+            )
+        dtype = torch.float16 if self.device.type == "cuda" else torch.float32
+        self._network = network.to(device=self.device, dtype=dtype).eval()
         positions = getattr(config, "max_position_embeddings", max_length)
         self._max_length = min(max_length, positions - first_position(config.model_type))
-        self._sigmoid = "Identity" not in _activation(config)
+        # What sentence-transformers puts on the logits: a sigmoid, unless the config names another class, in
+        # `sentence_transformers.activation_fn` or, older, `sbert_ce_default_activation_function`.
+        named = (getattr(config, "sentence_transformers", None) or {}).get("activation_fn")
+        named = named or getattr(config, "sbert_ce_default_activation_function", None)
+        self._sigmoid = "Identity" not in str(named)
 
     def score(self, pairs: list[tuple[str, str]]) -> list[float]:
         """A score for each (query, passage): a logit, or its sigmoid where the model's card has it so."""
-        logits = self.logits(pairs).tolist()
-        return [_sigmoid(logit) for logit in logits] if self._sigmoid else logits
+        logits = self.logits(pairs)
+        return (logits.sigmoid() if self._sigmoid else logits).tolist()
 
     @torch.inference_mode()
     def logits(self, pairs: list[tuple[str, str]]) -> torch.Tensor:
@@ -107,7 +129,14 @@ class RerankRetriever:
             for document in row
         ]
         scores = iter(self._encoder.score(pairs))
-        ranked = [_best([(document, next(scores)) for document in row], topk) for row in candidates]
+
+        def place(scored: tuple[Document, float]) -> tuple[float, float]:
+            document, score = scored
+            return -score, math.inf if document.row is None else document.row
+
+        ranked = [
+            sorted(((document, next(scores)) for document in row), key=place)[:topk] for row in candidates
+        ]
         return [[document for document, _ in row] for row in ranked], [
             [score for _, score in row] for row in ranked
         ]
@@ -123,50 +152,3 @@ class RerankRetriever:
 
     def close(self) -> None:
         self._inner.close()
-
-
-def _sigmoid(logit: float) -> float:
-    return 0.5 * (1 + math.tanh(0.5 * logit))  # never overflows
-
-
-def _best(scored: list[tuple[Document, float]], topk: int) -> list[tuple[Document, float]]:
-    def place(pair: tuple[Document, float]) -> tuple[float, float]:
-        document, score = pair
-        return -score, float("inf") if document.row is None else document.row
-
-    return sorted(scored, key=place)[:topk]
-
-
-def _load(model: str) -> tuple[Any, Any]:
-    try:
-        with quiet():
-            network, info = AutoModelForSequenceClassification.from_pretrained(
-                model, dtype=torch.float32, output_loading_info=True
-            )
-            tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, KeyError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"--reranker_model: can't load {model}: {reason}") from error
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ValueError(
-            f"--reranker_model: {model} is no cross-encoder: it has no weights for {missing[0]}. One is "
-            "cross-encoder/ms-marco-MiniLM-L12-v2"
-        )
-    if network.config.num_labels > 2:
-        raise ValueError(
-            f"--reranker_model: {model} has {network.config.num_labels} labels, expected 1 or 2: "
-            "how relevant a passage is"
-        )
-    return network, tokenizer
-
-
-def _activation(config: Any) -> str:
-    """The class that sentence-transformers puts on the logits, as the model's config names it; "" for none.
-
-    It is in `sentence_transformers.activation_fn`, in older models in `sbert_ce_default_activation_function`;
-    where neither is, sentence-transformers takes the sigmoid.
-    """
-    section = getattr(config, "sentence_transformers", None) or {}
-    named = section.get("activation_fn") or getattr(config, "sbert_ce_default_activation_function", None)
-    return str(named or "")

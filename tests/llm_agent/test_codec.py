@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from scripted_engine import EOS, byte_tokenizer
+from transformers import tokenization_utils_base
 
 from data_prep import prompts
 from search_r1.llm_agent.codec import (
@@ -76,3 +77,15 @@ def test_a_control_token_that_a_document_spells_out_stays_text():
     assert tokenizer.eos_token_id in codec.tokenizer.encode(format_observation(documents))
     assert tokenizer.eos_token_id not in ids
     assert codec.decode(ids) == format_observation(documents)
+
+
+def test_a_long_document_shows_no_warning_of_indexing_errors(monkeypatch):
+    """It is cut to max_obs_length afterwards: what transformers would say means nothing."""
+    shown = []
+    monkeypatch.setattr(tokenization_utils_base.logger, "warning", lambda text, *_: shown.append(text))
+    tokenizer = byte_tokenizer()
+    tokenizer.model_max_length = 100
+    codec = Codec(tokenizer, GenerationConfig(2, 100, 1000, 100, 500))
+    assert len(codec.encode(f"{EOS} a long document " * 40)) > 100 and shown == []
+    tokenizer.encode("a long document " * 40)
+    assert "will result in indexing errors" in shown[0]

@@ -88,7 +88,7 @@ def test_an_edited_corpus_is_told_from_the_one_that_was_indexed(write, tmp_path,
     corpus.write_text(corpus.read_text().replace("number17", "number71"))
     with (
         Corpus.open(corpus) as opened,
-        pytest.raises(ValueError, match="single letters differ.*--overwrite`"),
+        pytest.raises(ValueError, match="50 documents.*50 documents.*--overwrite`"),
     ):
         check_manifest(tmp_path / "out" / "bm25", opened)
     capsys.readouterr()

@@ -20,8 +20,8 @@ class ByteTokenizer:
     def __init__(self, chat_template: str | None = None) -> None:
         self.chat_template = chat_template
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        assert not add_special_tokens
+    def encode(self, text: str, add_special_tokens: bool, verbose: bool) -> list[int]:
+        assert not add_special_tokens and not verbose  # verbose: a warning of long texts
         return list(text.encode())
 
     def apply_chat_template(self, messages, add_generation_prompt: bool, tokenize: bool) -> str:

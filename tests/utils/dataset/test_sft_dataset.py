@@ -5,7 +5,7 @@ import re
 import pandas as pd
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, tokenization_utils_base
 
 from verl.config import load_sft_config
 from verl.utils.dataset.sft_dataset import SFTDataset
@@ -193,3 +193,11 @@ def test_a_bad_conversation_is_named_with_what_is_wrong(tmp_path, tokenizer, mes
     tokenizer.chat_template = refusal + TEMPLATE
     with pytest.raises(ValueError, match=re.escape(words)):
         dataset(tmp_path, tokenizer, [{"messages": messages}], "data.multiturn.enable=true")
+
+
+def test_a_text_too_long_for_the_model_shows_no_warning_of_indexing_errors(tmp_path, tokenizer, monkeypatch):
+    shown = []
+    monkeypatch.setattr(tokenization_utils_base.logger, "warning", lambda text, *_: shown.append(text))
+    tokenizer.model_max_length = 3
+    dataset(tmp_path, tokenizer, [{"question": "who wrote it?", "answer": "she"}])
+    assert shown == []

@@ -120,7 +120,8 @@ class RLHFDataset:
 
     def _encoded(self, messages: list[dict[str, str]]) -> tuple[str, list[int]]:
         text = prompt_text(self.tokenizer, messages)
-        return text, list(self.tokenizer.encode(text, add_special_tokens=False))
+        # Not verbose: no warning of a prompt that is too long, which is refused or cut here.
+        return text, list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def _prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
         _, ids = self._encoded(messages)

@@ -300,7 +300,9 @@ class SFTDataset:
 
     def _encode(self, rows: Sequence[list[Segment]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         texts = [text for segments in rows for text, _ in segments]
-        flat = iter(self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
+        # Not verbose: no warning of texts that are too long for the model, which are counted and cut here.
+        encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        flat = iter(encoded)
         eos = self.tokenizer.eos_token_id if self.reader.ends_with_eos else None
         for segments in rows:
             ids: list[int] = []
