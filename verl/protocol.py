@@ -55,9 +55,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +68,18 @@ from verl.protocol_compat import (
     DataProtoConfig,
     VerlBatchMethods,
     fold_batch_dim,
+    pad_dataproto_to_divisor,
     unfold_batch_dim,
     union_numpy_dict,
     union_tensor_dict,
+    unpad_dataproto,
 )
 from verl.utils.columns import (
     BatchError,
     from_array,
-    joined_column,
     list_of_dict_to_dict_of_list,
     merged_meta_info,
+    object_array,
     same,
     to_array,
 )
@@ -102,34 +103,13 @@ __all__ = [
 Index = slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 
 
-def object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:
-    """An object array with one entry per value: rows that are lists of equal length stay lists.
-
-    An object array stays as it is, also one with more dimensions (`fold_batch_dim` makes those).
-    """
-    if not isinstance(values, list | tuple | np.ndarray):
-        raise ValueError(
-            f"a column is a tensor, a numpy array or a list of one value per row, got {values!r:.80}"
-        )
-    if isinstance(values, np.ndarray) and values.dtype == object and values.ndim:
-        return values
-    array = np.empty(len(values), dtype=object)
-    for row, value in enumerate(values.tolist() if isinstance(values, np.ndarray) else values):
-        array[row] = value
-    return array
-
-
 def _choose(columns: dict[str, Any], keys: Sequence[str] | None, what: str) -> dict[str, Any]:
     if keys is None:
         return dict(columns)
-    _require(keys, list(columns), what)
-    return {key: columns[key] for key in keys}
-
-
-def _require(wanted: Sequence[str], present: Sequence[str], what: str) -> None:
-    missing = [key for key in wanted if key not in present]
+    missing = [key for key in keys if key not in columns]
     if missing:
-        raise ValueError(f"no {what} called {missing}; the batch has {sorted(present)}")
+        raise ValueError(f"no {what} called {missing}; the batch has {sorted(columns)}")
+    return {key: columns[key] for key in keys}
 
 
 @dataclass
@@ -239,15 +219,9 @@ class DataProto(VerlBatchMethods):
 
     def select_idxs(self, idxs: Index) -> DataProto:
         """The rows at these positions (or where a mask of N booleans is true), copied, in the order given."""
-        where = torch.arange(len(self))[idxs] if isinstance(idxs, slice) else torch.as_tensor(idxs).cpu()
-        if where.dtype == torch.bool:
-            if len(where) != len(self):
-                raise ValueError(f"a mask of {len(where)} entries cannot select from {len(self)} rows")
-            where = where.nonzero().flatten()
-        where = where.to(torch.int64)
-        if where.numel() and not (-len(self) <= int(where.min()) and int(where.max()) < len(self)):
-            raise IndexError(f"rows {int(where.min())}..{int(where.max())} of a batch with {len(self)} rows")
-        where = torch.where(where < 0, where + len(self), where)
+        rows = torch.arange(len(self))
+        index = idxs if isinstance(idxs, slice) else torch.as_tensor(idxs).cpu()
+        where = rows[index if isinstance(index, slice) or index.dtype == torch.bool else index.long()]
         batch = None
         if self.batch is not None:
             columns = {key: value[where.to(value.device)] for key, value in self._tensors().items()}
@@ -290,21 +264,6 @@ class DataProto(VerlBatchMethods):
             del self.meta_info[key]
         return taken
 
-    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
-        """Renames tensors in place; returns self."""
-        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
-        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
-        if len(old) != len(new):
-            raise ValueError(f"{len(old)} old names {old} but {len(new)} new names {new}")
-        _require(old, list(self._tensors()), "tensor")
-        names = dict(zip(old, new, strict=True))
-        columns = {names.get(key, key): value for key, value in self._tensors().items()}
-        if len(columns) < len(self._tensors()):
-            raise ValueError(f"renaming {old} to {new} overwrites one of {list(self._tensors())}")
-        if columns:
-            self.batch = TensorDict(columns, batch_size=[len(self)])
-        return self
-
     def union(self, other: DataProto) -> DataProto:
         """Adds the other's columns to this batch, in place; returns self.
 
@@ -313,14 +272,15 @@ class DataProto(VerlBatchMethods):
         if len(self) and len(other) and len(self) != len(other):
             raise ValueError(f"cannot join the columns of {len(self)} rows and of {len(other)} rows")
         mine, theirs = self._tensors(), other._tensors()
-        for what, a, b in (
-            ("tensor", mine, theirs),
-            ("non-tensor column", self.non_tensor_batch, other.non_tensor_batch),
-            ("meta_info entry", self.meta_info, other.meta_info),
-        ):
+        kinds = (
+            (mine, theirs),
+            (self.non_tensor_batch, other.non_tensor_batch),
+            (self.meta_info, other.meta_info),
+        )
+        for a, b in kinds:
             for key in a.keys() & b.keys():
                 if not same(a[key], b[key]):
-                    raise BatchError(f"{what} {key!r} differs in the two batches; rename or pop one of them")
+                    raise BatchError(f"{key!r} differs in the two batches; rename or pop one of them")
         if theirs:
             self.batch = TensorDict({**mine, **theirs}, batch_size=[len(other)])
         self.non_tensor_batch = {**self.non_tensor_batch, **other.non_tensor_batch}
@@ -361,42 +321,28 @@ class DataProto(VerlBatchMethods):
         if not data:
             raise ValueError("cannot concat an empty list of batches")
         tensors, objects = [part._tensors() for part in data], [part.non_tensor_batch for part in data]
-        kinds: list[list[dict[str, Any]]] = [[*tensors], [*objects]]
-        for columns in kinds:
-            for i, part in enumerate(columns):
-                if part.keys() != columns[0].keys():
-                    raise ValueError(f"part 0 has columns {sorted(columns[0])}, part {i} has {sorted(part)}")
-        joined = {key: joined_column(key, [part[key] for part in tensors]) for key in tensors[0]}
+        for i, names in enumerate([*a, *b] for a, b in zip(tensors, objects, strict=True)):
+            if set(names) != {*tensors[0], *objects[0]}:
+                first = sorted([*tensors[0], *objects[0]])
+                raise ValueError(f"part 0 has columns {first}, part {i} has {sorted(names)}")
+        joined = {}
+        for key in tensors[0]:
+            columns = [part[key] for part in tensors]
+            shapes = [tuple(column.shape) for column in columns]
+            if len({shape[1:] for shape in shapes}) > 1:
+                raise ValueError(
+                    f"tensor {key!r} has shapes {shapes}; all but the first dimension must agree"
+                )
+            joined[key] = torch.cat(columns)
         batch = TensorDict(joined, batch_size=[sum(map(len, data))]) if data[0].batch is not None else None
         arrays = {key: np.concatenate([part[key] for part in objects]) for key in objects[0]}
         return DataProto(batch, arrays, merged_meta_info([part.meta_info for part in data]))
-
-    def reorder(self, indices: torch.Tensor) -> None:
-        """Puts the rows in the order `indices` [N] int64, in place."""
-        moved = self.select_idxs(indices)
-        self.batch, self.non_tensor_batch = moved.batch, moved.non_tensor_batch
 
     def to(self, device: torch.device | str) -> DataProto:
         """Moves the tensors, in place; returns self."""
         if self.batch is not None:
             self.batch = self.batch.to(device)
         return self
-
-    def make_iterator(
-        self, mini_batch_size: int, epochs: int, seed: int | None = None, shuffle: bool = False
-    ) -> Iterator[DataProto]:
-        """Mini-batches of exactly `mini_batch_size` rows, `epochs` times over all rows.
-
-        With `shuffle` each epoch has its own order, drawn from `seed` alone.
-        """
-        if mini_batch_size < 1 or len(self) % mini_batch_size:
-            raise ValueError(f"{len(self)} rows cannot be cut into mini-batches of {mini_batch_size}")
-        if shuffle and seed is None:
-            raise ValueError("shuffle=True needs a seed: no order comes from global random state")
-        generator = torch.Generator().manual_seed(seed or 0)
-        for _ in range(epochs):
-            data = self.select_idxs(torch.randperm(len(self), generator=generator)) if shuffle else self
-            yield from data.split(mini_batch_size)
 
     # ---- disk and wire
 
@@ -431,54 +377,27 @@ class DataProto(VerlBatchMethods):
         self.meta_info = state["meta_info"]
 
 
-def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Repeats rows from the start until the number of rows is a multiple of `size_divisor`.
-
-    Returns (padded batch, number of rows added). In the added rows `response_mask`, if there is one, is 0,
-    so that they weigh nothing in any loss. Without need for padding the batch itself comes back.
-    """
-    if size_divisor < 1:
-        raise ValueError(f"size_divisor is {size_divisor}; it must be at least 1")
-    num_padding = -len(data) % size_divisor
-    if num_padding == 0:
-        return data, 0
-    padded = data.select_idxs(torch.arange(len(data) + num_padding) % len(data))
-    if padded.batch is not None and "response_mask" in padded.batch:
-        padded.batch["response_mask"][len(data) :] = 0
-    return padded, num_padding
-
-
-def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Takes off the last `pad_size` rows."""
-    return data[: len(data) - pad_size] if pad_size else data
-
-
 @dataclass
 class DataProtoFuture:
     """The result of a call that may still run (`register(blocking=False)`); `get()` waits for it.
 
     `futures` holds one handle per rank, `resolve` turns the handles into their values (raising what the
-    call raised), `collect` joins the ranks' values and `take` picks a part of the whole. A future that is
-    passed to another group's method is resolved in the process that needs it, not on the driver.
+    call raised), `collect` joins the ranks' values; `part` is (chunk, of how many) of the whole. A future
+    that is passed to another group's method is resolved in the process that needs it, not on the driver.
     """
 
     futures: list[Any]
     resolve: Callable[[list[Any]], list[Any]]
     collect: Callable[[list[Any]], Any]
-    take: Callable[[Any], Any] | None = None
+    part: tuple[int, int] | None = None
 
     def get(self) -> Any:
         """The value that the call would have returned with `blocking=True`."""
         value = self.collect(self.resolve(self.futures))
-        return value if self.take is None else self.take(value)
+        return value if self.part is None else value.chunk(self.part[1])[self.part[0]]
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
         """Futures of the equal chunks; the number of rows must be a multiple of `chunks`."""
-        if self.take is not None:
+        if self.part is not None:
             raise ValueError("this future is already a chunk of another one; chunk the result of get()")
-        takes = [partial(_take_chunk, chunks=chunks, index=index) for index in range(chunks)]
-        return [DataProtoFuture(self.futures, self.resolve, self.collect, take) for take in takes]
-
-
-def _take_chunk(data: DataProto, chunks: int, index: int) -> DataProto:
-    return data.chunk(chunks)[index]
+        return [replace(self, part=(index, chunks)) for index in range(chunks)]

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,29 +24,62 @@ class DataProtoConfig:
 class VerlBatchMethods:
     """Methods of verl's DataProto that a training step of this project does not need."""
 
-    batch: TensorDict | None
-    non_tensor_batch: dict[str, np.ndarray]
-    meta_info: dict[str, Any]
-
     def is_padding_enabled(self) -> bool:
         """True: worker groups pad each batch to a multiple of their size and take the padding off again."""
         return True
 
-    def padding(self, padding_size: int, padding_candidate: str = "") -> None:
+    def padding(self: Any, padding_size: int, padding_candidate: str = "") -> None:
         """Appends `padding_size` copies of a row in place: of the first, or with "last" of the last one."""
-        num_rows = len(self)  # type: ignore[arg-type]
+        num_rows = len(self)
         source = num_rows - 1 if padding_candidate == "last" else 0
-        padded = self[[*range(num_rows), *[source] * padding_size]]  # type: ignore[index]
+        padded = self[[*range(num_rows), *[source] * padding_size]]
         self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
 
-    def sample_level_repeat(self, repeat_times: Sequence[int] | torch.Tensor) -> Any:
+    def make_iterator(
+        self: Any, mini_batch_size: int, epochs: int, seed: int | None = None, shuffle: bool = False
+    ) -> Iterator[Any]:
+        """Mini-batches of exactly `mini_batch_size` rows, `epochs` times over all rows.
+
+        With `shuffle` each epoch has its own order, drawn from `seed` alone.
+        """
+        num_rows = len(self)
+        if mini_batch_size < 1 or num_rows % mini_batch_size:
+            raise ValueError(f"{num_rows} rows cannot be cut into mini-batches of {mini_batch_size}")
+        if shuffle and seed is None:
+            raise ValueError("shuffle=True needs a seed: no order comes from global random state")
+        generator = torch.Generator().manual_seed(seed or 0)
+        for _ in range(epochs):
+            order = torch.randperm(num_rows, generator=generator) if shuffle else torch.arange(num_rows)
+            yield from (self[rows] for rows in order.split(mini_batch_size))
+
+    def reorder(self: Any, indices: torch.Tensor) -> None:
+        """Puts the rows in the order `indices` [N] int64, in place."""
+        moved = self[indices]
+        self.batch, self.non_tensor_batch = moved.batch, moved.non_tensor_batch
+
+    def rename(self: Any, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Any:
+        """Renames tensors in place; returns self."""
+        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
+        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
+        if len(old) != len(new):
+            raise ValueError(f"{len(old)} old names {old} but {len(new)} new names {new}")
+        self.select(old, [], [])  # ValueError for names that are not there
+        names = dict(zip(old, new, strict=True))
+        columns = {names.get(key, key): value for key, value in self._tensors().items()}
+        if len(columns) < len(self._tensors()):
+            raise ValueError(f"renaming {old} to {new} overwrites one of {list(self._tensors())}")
+        if columns:
+            self.batch = TensorDict(columns, batch_size=[len(self)])
+        return self
+
+    def sample_level_repeat(self: Any, repeat_times: Sequence[int] | torch.Tensor) -> Any:
         """Row i `repeat_times[i]` times, copies side by side; `repeat_times` has N entries of at least 0."""
         times = torch.as_tensor(repeat_times)
-        if len(times) != len(self):  # type: ignore[arg-type]
-            raise BatchError(f"repeat_times has {len(times)} entries for {len(self)} rows")  # type: ignore
-        return self[torch.arange(len(times)).repeat_interleave(times)]  # type: ignore[index]
+        if len(times) != len(self):
+            raise BatchError(f"repeat_times has {len(times)} entries for {len(self)} rows")
+        return self[torch.arange(len(times)).repeat_interleave(times)]
 
-    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Any:
+    def unfold_column_chunks(self: Any, n_split: int, split_keys: Sequence[str] | None = None) -> Any:
         """Each row becomes `n_split` rows: named columns [N, W, ...] are cut along W, others repeated.
 
         Args:
@@ -62,12 +95,12 @@ class VerlBatchMethods:
                 raise BatchError(f"column {key!r} has width {value.shape[1]}, no multiple of {n_split}")
             return value.reshape(len(value) * n_split, value.shape[1] // n_split, *value.shape[2:])
 
-        num_rows = len(self) * n_split  # type: ignore[arg-type]
+        num_rows = len(self) * n_split
         columns = {} if self.batch is None else self.batch
         tensors = {key: unfolded(key, value) for key, value in columns.items()}
         objects = {key: unfolded(key, value) for key, value in self.non_tensor_batch.items()}
         batch = TensorDict(tensors, batch_size=[num_rows]) if tensors else None
-        return type(self)(batch, objects, dict(self.meta_info))  # type: ignore[call-arg]
+        return type(self)(batch, objects, dict(self.meta_info))
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
@@ -123,3 +156,25 @@ def _reshaped(data: Any, num_rows: int, reshape: Any) -> Any:
     tensors = {key: reshape(value) for key, value in data.batch.items()}
     objects = {key: reshape(value) for key, value in data.non_tensor_batch.items()}
     return type(data)(TensorDict(tensors, batch_size=[num_rows]), objects, dict(data.meta_info))
+
+
+def pad_dataproto_to_divisor(data: Any, size_divisor: int) -> tuple[Any, int]:
+    """Repeats rows from the start until the number of rows is a multiple of `size_divisor`.
+
+    Returns (padded batch, number of rows added). In the added rows `response_mask`, if there is one, is 0,
+    so that they weigh nothing in any loss. Without need for padding the batch itself comes back.
+    """
+    if size_divisor < 1:
+        raise ValueError(f"size_divisor is {size_divisor}; it must be at least 1")
+    num_padding = -len(data) % size_divisor
+    if num_padding == 0:
+        return data, 0
+    padded = data.select_idxs(torch.arange(len(data) + num_padding) % len(data))
+    if padded.batch is not None and "response_mask" in padded.batch:
+        padded.batch["response_mask"][len(data) :] = 0
+    return padded, num_padding
+
+
+def unpad_dataproto(data: Any, pad_size: int) -> Any:
+    """Takes off the last `pad_size` rows."""
+    return data[: len(data) - pad_size] if pad_size else data

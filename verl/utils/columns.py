@@ -13,6 +13,23 @@ class BatchError(ValueError, AssertionError):
     """Batches that don't go together. verl's callers catch it as an AssertionError."""
 
 
+def object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:
+    """An object array with one entry per value: rows that are lists of equal length stay lists.
+
+    An object array stays as it is, also one with more dimensions (`fold_batch_dim` makes those).
+    """
+    if not isinstance(values, list | tuple | np.ndarray):
+        raise ValueError(
+            f"a column is a tensor, a numpy array or a list of one value per row, got {values!r:.80}"
+        )
+    if isinstance(values, np.ndarray) and values.dtype == object and values.ndim:
+        return values
+    array = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values.tolist() if isinstance(values, np.ndarray) else values):
+        array[row] = value
+    return array
+
+
 def same(a: Any, b: Any, under_way: tuple[tuple[int, int], ...] = ()) -> bool:
     """Deep equality that understands arrays, tensors and containers of them; NaN equals NaN.
 
@@ -38,14 +55,6 @@ def same(a: Any, b: Any, under_way: tuple[tuple[int, int], ...] = ()) -> bool:
     return bool(a == b or (a != a and b != b))
 
 
-def joined_column(key: str, parts: list[torch.Tensor]) -> torch.Tensor:
-    """The rows of all parts of a tensor column; ValueError if they differ in width."""
-    shapes = [tuple(part.shape) for part in parts]
-    if len({shape[1:] for shape in shapes}) > 1:
-        raise ValueError(f"tensor {key!r} has shapes {shapes}; all but the first dimension must agree")
-    return torch.cat(parts, dim=0)
-
-
 def merged_meta_info(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """One meta_info of several parts; see `DataProto.concat`."""
     merged: dict[str, Any] = {}
@@ -62,8 +71,10 @@ def merged_meta_info(parts: list[dict[str, Any]]) -> dict[str, Any]:
         rows = [row for entry in metrics for row in (entry if isinstance(entry, list) else [entry])]
         merged["metrics"] = list_of_dict_to_dict_of_list(rows)
     elif len(metrics) > 1:
-        names = {name: None for entry in metrics for name in entry}  # in the order they were first met
-        merged["metrics"] = {name: _merged_metric([m[name] for m in metrics if name in m]) for name in names}
+        merged["metrics"] = {
+            name: sum(values, []) if isinstance(values[0], list) else sum(values) / len(values)
+            for name, values in list_of_dict_to_dict_of_list(metrics).items()
+        }
     return merged
 
 
@@ -74,12 +85,6 @@ def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> d
         for key, value in entry.items():
             columns.setdefault(key, []).append(value)
     return columns
-
-
-def _merged_metric(values: list[Any]) -> Any:
-    if all(isinstance(value, list) for value in values):
-        return [entry for value in values for entry in value]
-    return sum(values) / len(values)
 
 
 def to_array(key: str, tensor: Any) -> tuple[np.ndarray, torch.dtype]:
