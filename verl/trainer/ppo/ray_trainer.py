@@ -240,7 +240,7 @@ class RayPPOTrainer(ResumableRun):
                     with timer("save_checkpoint"):
                         self._save_checkpoint()
                     metrics["timing_s/save_checkpoint"] = timer.seconds["save_checkpoint"]
-                self.recorder.log_step(step, metrics, batch, self._records(batch, "train"), warnings)
+                self.recorder.log_step(step, metrics, self._records(batch, "train"), warnings)
                 self.checkpoint_writing.commit_if_written()  # no checkpoint is ahead of the records
                 self._check_updates(metrics, updates)
                 if stop:

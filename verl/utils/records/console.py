@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
@@ -61,8 +62,8 @@ class PlainDisplay(MessagesOnly):
     def time_left(self, step: int, metrics: Mapping[str, float]) -> str:
         """After `step`, from the last steps' durations; as h:mm:ss or m:ss."""
         self.durations.append(metrics.get("timing_s/step", 0.0))
-        mean = sum(self.durations) / len(self.durations)
-        return clock(mean * (self.total_steps - step))
+        seconds = round(sum(self.durations) / len(self.durations) * (self.total_steps - step))
+        return str(timedelta(seconds=seconds)).removeprefix("0:").removeprefix("0")
 
 
 class LiveDisplay(PlainDisplay):
@@ -100,13 +101,6 @@ class LiveDisplay(PlainDisplay):
             grid.add_row(values)
         grid.add_row(self.bar)
         return grid
-
-
-def clock(seconds: float) -> str:
-    """3725 -> "1:02:05", 65 -> "1:05"."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def step_values(metrics: Mapping[str, float]) -> list[tuple[str, str]]:

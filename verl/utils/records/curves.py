@@ -18,6 +18,18 @@ Rows = Sequence[Mapping[str, Any]]
 # Okabe and Ito's colours: told apart by everybody
 BLUE, ORANGE, GREEN, RED, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#8a8f98"
 HOP_COLOURS = (BLUE, ORANGE, GREEN, RED)
+LINES = {  # of training: panel -> metric -> colour, label
+    "Right answers and reward": {
+        "critic/score/mean": (GREY, "reward, training"),
+        "train/em": (BLUE, "exact match, training"),
+    },
+    "Searches per question": {"train/searches": (GREY, "training")},
+    "Entropy (nats per token)": {"actor/entropy_loss": (BLUE, "policy")},
+    "Length (tokens the policy wrote)": {
+        "response_length/mean": (BLUE, "mean"),
+        "response_length/max": (GREY, "longest"),
+    },
+}
 SMOOTH_OVER = 9  # most steps in the moving mean; short runs are smoothed less
 
 _STYLE: Any = {
@@ -56,18 +68,29 @@ def draw_curves(rows: Rows, path: Path, title: str) -> None:
     with rc_context(_STYLE):
         figure = Figure(figsize=(11, 7), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
         axes = figure.subplots(2, 2).flatten()
-        _draw_answers(axes[0], rows)
-        _draw_searches(axes[1], rows)
-        _draw_metric(axes[2], rows, "Entropy (nats per token)", {"actor/entropy_loss": (BLUE, "policy")})
-        _draw_metric(
-            axes[3],
-            rows,
-            "Length (tokens the policy wrote)",
-            {"response_length/mean": (BLUE, "mean"), "response_length/max": (GREY, "longest")},
-        )
-        for axis in axes:
+        for axis, (name, lines) in zip(axes, LINES.items(), strict=True):
+            axis.set_title(name)
             axis.set_xlabel("training step")
             axis.margins(x=0.02)
+            for metric, (colour, label) in lines.items():
+                _line(axis, last_steps(rows, metric), colour, label)
+        for mode, colour, marker in (("sampled", ORANGE, "o"), ("greedy", RED, "s")):
+            label = f"exact match, validation ({mode})"
+            _points(axes[0], last_steps(rows, f"val/{mode}/em"), colour, label, marker)
+        validated = [m for m in ("sampled", "greedy") if last_steps(rows, f"val/{m}/searches")]
+        prefix = f"val/{(validated or ['sampled'])[0]}/searches"
+        names = sorted({name for row in rows for name in row if name.startswith(f"{prefix}/hops_")})
+        for i, name in enumerate(names or [prefix]):
+            hops = name.rsplit("_", 1)[-1]
+            label = f"validation, {hops} hop{'s' * (hops != '1')}" if names else "validation"
+            colour = HOP_COLOURS[i % len(HOP_COLOURS)] if names else ORANGE
+            _points(axes[1], last_steps(rows, name), colour, label, "o")
+        values = [v for name in LINES["Right answers and reward"] for _, v in last_steps(rows, name)]
+        for axis in axes:
+            axis.set_ylim(bottom=0)
+            if axis.get_legend_handles_labels()[0]:
+                axis.legend(loc="best")
+        axes[0].set_ylim(min([-0.02, *values]), max([1.02, *values]))
         figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(".tmp.png")
@@ -75,74 +98,18 @@ def draw_curves(rows: Rows, path: Path, title: str) -> None:
         aside.replace(path)
 
 
-def _draw_answers(axis: Axes, rows: Rows) -> None:
-    axis.set_title("Right answers and reward")
-    if last_steps(rows, "critic/score/mean") != last_steps(rows, "train/em"):  # else one line says both
-        _line(axis, rows, "critic/score/mean", GREY, "reward, training")
-    _line(axis, rows, "train/em", BLUE, "exact match, training")
-    _points(axis, rows, "val/sampled/em", ORANGE, "exact match, validation (sampled)", "o")
-    _points(axis, rows, "val/greedy/em", RED, "exact match, validation (greedy)", "s")
-    values = [v for name in ("critic/score/mean", "train/em") for _, v in last_steps(rows, name)]
-    if not values or (min(values) >= 0 and max(values) <= 1):
-        axis.set_ylim(-0.02, 1.02)
-    _legend(axis)
-
-
-def _draw_searches(axis: Axes, rows: Rows) -> None:
-    axis.set_title("Searches per question")
-    _line(axis, rows, "train/searches", GREY, "training")
-    prefix = next(
-        (p for p in ("val/sampled/searches", "val/greedy/searches") if last_steps(rows, p)),
-        "val/sampled/searches",
-    )
-    names = sorted({name for row in rows for name in row if name.startswith(f"{prefix}/hops_")})
-    for i, name in enumerate(names):
-        hops = name.rsplit("_", 1)[-1]
-        label = f"validation, {hops} hop{'s' * (hops != '1')}"
-        _points(axis, rows, name, HOP_COLOURS[i % len(HOP_COLOURS)], label, "o")
-    if not names:
-        _points(axis, rows, prefix, ORANGE, "validation", "o")
-    axis.set_ylim(bottom=0)
-    _legend(axis)
-
-
-def _draw_metric(axis: Axes, rows: Rows, title: str, names: Mapping[str, tuple[str, str]]) -> None:
-    axis.set_title(title)
-    for name, (colour, label) in names.items():
-        _line(axis, rows, name, colour, label)
-    axis.set_ylim(bottom=0)
-    if len(names) > 1:
-        _legend(axis)
-
-
-def _line(axis: Axes, rows: Rows, name: str, colour: str, label: str) -> None:
-    """The moving mean as a line, with each step's value pale behind it."""
-    points = last_steps(rows, name)
+def _line(axis: Axes, points: list[tuple[int, float]], colour: str, label: str) -> None:
+    """The mean over the values around each step as a line, with each step's value pale behind it."""
     if not points:
         return
-    steps, values = np.array([s for s, _ in points]), np.array([v for _, v in points], dtype=float)
+    steps, values = (np.array(column, dtype=float) for column in zip(*points, strict=True))
     axis.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
-    smooth = moving_mean(values, min(SMOOTH_OVER, 1 + len(values) // 10))
+    half = min(SMOOTH_OVER, 1 + len(values) // 10) // 2
+    smooth = [values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))]
     axis.plot(steps, smooth, color=colour, linewidth=2, label=label)
 
 
-def _points(axis: Axes, rows: Rows, name: str, colour: str, label: str, marker: str) -> None:
-    points = last_steps(rows, name)
+def _points(axis: Axes, points: list[tuple[int, float]], colour: str, label: str, marker: str) -> None:
     if points:
-        axis.plot(
-            *zip(*points, strict=True), color=colour, marker=marker, markersize=5, linewidth=1.6, label=label
-        )
-
-
-def _legend(axis: Axes) -> None:
-    if axis.get_legend_handles_labels()[0]:
-        axis.legend(loc="best")
-
-
-def moving_mean(values: np.ndarray, width: int) -> np.ndarray:
-    """Mean over the `width` values around each one, fewer at the ends; same length."""
-    half = width // 2
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    index = np.arange(len(values))
-    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
-    return (sums[high] - sums[low]) / (high - low)
+        style: Any = {"marker": marker, "markersize": 5, "linewidth": 1.6}
+        axis.plot(*zip(*points, strict=True), color=colour, label=label, **style)

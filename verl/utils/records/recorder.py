@@ -11,9 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from verl.config import Config, SFTConfig, to_dict, write_yaml
 from verl.utils.records.console import make_display, validation_lines
@@ -21,9 +19,6 @@ from verl.utils.records.curves import draw_curves
 from verl.utils.records.files import MetricsFile, to_json, write_text_atomically
 from verl.utils.records.trajectories import TrajectoryFolder, write_page
 from verl.utils.tracking import Tracking
-
-if TYPE_CHECKING:
-    from verl.protocol import DataProto
 
 _PAGE_RECORDS = 240  # trajectories on the page; the JSONL files have all that were logged
 _REDRAW_SECONDS = 60.0  # curves and page are drawn again at most this often while the run goes
@@ -122,24 +117,16 @@ class RunRecorder(Recorder):
         self,
         step: int,
         metrics: dict[str, float],
-        batch: DataProto,
         records: list[dict[str, Any]],
         warnings: Sequence[str] = (),
     ) -> None:
         """Record one training step.
 
         Args:
-            metrics: of the step; `train/em` and `train/searches` are made from the batch if not there.
-            batch: the step's trajectories; of each row em and trajectory are looked at.
-            records: `trajectory_records` of some of them.
+            metrics: of the step.
+            records: `trajectory_records` of some of its trajectories.
             warnings: lines that are shown, and kept as `warnings` in the step's line of `metrics.jsonl`.
         """
-        fields = batch.non_tensor_batch
-        metrics = {
-            "train/em": float(np.mean(fields["em"].astype(float))),
-            "train/searches": float(np.mean([t["num_searches"] for t in fields["trajectory"]])),
-            **metrics,
-        }
         self.write(step, metrics, {"warnings": list(warnings)} if warnings else {})
         self.trajectories.add(step, records)
         self.display.step(step, metrics)

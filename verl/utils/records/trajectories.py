@@ -87,7 +87,10 @@ def trajectory_records(
         length = int(tensors["attention_mask"][i, -width:].sum())
         trajectory = fields["trajectory"][i]
         extra_info = fields["extra_info"][i]
-        gold = _gold(fields["reward_model"][i]["ground_truth"])
+        try:
+            gold = golden_answers(fields["reward_model"][i]["ground_truth"])
+        except ValueError:  # what a user's own reward compares with is shown as it is
+            gold = [str(fields["reward_model"][i]["ground_truth"])]
         answer = extract_solution(trajectory["policy_text"])
         records.append(
             {
@@ -112,14 +115,6 @@ def trajectory_records(
 def spread_rows(length: int, count: int) -> list[int]:
     """At most `count` indices below `length`, evenly spaced."""
     return sorted(set(np.linspace(0, length - 1, min(count, length)).astype(int).tolist()))
-
-
-def _gold(ground_truth: Any) -> list[str]:
-    """Golden answers for the eye; what a user's own reward compares with is shown as it is."""
-    try:
-        return golden_answers(ground_truth)
-    except ValueError:
-        return [str(ground_truth)]
 
 
 def find_question(prompt: str) -> str:
