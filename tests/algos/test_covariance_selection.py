@@ -21,7 +21,7 @@ CONFIG = actor_config(
 
 
 def select(loss_mode, inputs, seed=0, config=CONFIG):
-    return algos.get_selection_fn(loss_mode)(
+    return algos.loss_traits(loss_mode).select(
         inputs.log_prob, inputs.old, inputs.advantages, inputs.mask, config, seed
     )
 

@@ -162,7 +162,7 @@ def test_rows_without_advantage_have_no_part_in_the_losses_that_say_so(case, bat
     inputs = replace(inputs, advantages=advantages, selection=torch.ones_like(inputs.selection))
     denominator = whole(inputs, batch)
     loss, _, gradient = inputs.rows(idle).loss(case, "token-mean", denominator)
-    if algos.vanishes_with_advantage(CASES[case][0]):
+    if algos.loss_traits(CASES[case][0]).vanishes_with_advantage:
         assert loss == 0 and not gradient.any()
     elif inputs.mask[idle].any() and case != "ipo":
         assert gradient.any()
@@ -232,4 +232,4 @@ def test_a_users_own_loss_is_taken_by_its_import_path(tmp_path, monkeypatch):
     assert loss == 9 and metrics == {"actor/mine": torch.tensor(-12.0)}
     assert algos.policy_loss_inputs(path) == {"log_prob", "response_mask", "denominator"}
     assert algos.policy_loss_inputs("my_own_losses:by_keyword") == {"log_prob", "teacher_log_prob"}
-    assert algos.get_selection_fn(path) is None and not algos.vanishes_with_advantage(path)
+    assert algos.loss_traits(path).select is None and not algos.loss_traits(path).vanishes_with_advantage

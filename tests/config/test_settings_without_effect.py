@@ -27,7 +27,7 @@ class Watched:
 def test_a_loss_reads_the_settings_that_are_said_to_be_its_own_and_no_others(loss_mode):
     read: set[str] = set()
     config, ones = Watched(read), torch.ones(2, 3)
-    select = algos.get_selection_fn(loss_mode)
+    select = loss_traits(loss_mode).select
     inputs = algos.LossInputs(
         log_prob=-ones,
         old_log_prob=-ones,

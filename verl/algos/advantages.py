@@ -71,8 +71,6 @@ class RunningBaseline:
     """
 
     def __init__(self, decay: float = 0.95) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"The decay of a running baseline must be in [0, 1), found {decay}.")
         self.decay = decay
         self.values: dict[str, float] = {}
 
@@ -210,31 +208,12 @@ def compute_advantage(adv_estimator: str | Enum, inputs: AdvantageInputs) -> tup
             inputs.token_level_rewards, mask, inputs.turn_ids, inputs.turn_rewards, credit
         )
         return call_with(fn, replace(inputs, token_level_rewards=rewards), what)
-    if inputs.index is None:
-        raise ValueError(f"{what} takes credit for turns from their groups and needs index.")
+    assert inputs.index is not None
     advantages, returns = call_with(fn, inputs, what)
     by_turn = turn_advantages(
         mask, inputs.turn_ids, inputs.turn_rewards, inputs.index, inputs.norm_adv_by_std_in_grpo
     )
     return advantages + (credit * by_turn).to(advantages.dtype), returns
-
-
-def _checked_turns(turn_ids: Tensor, turn_rewards: Tensor, mask: Tensor) -> Tensor:
-    """[N, R]: turn of each token, -1 where nothing was sampled. ValueError if the two misfit."""
-    if turn_ids.shape != mask.shape or turn_rewards.dim() != 2 or len(turn_rewards) != len(mask):
-        raise ValueError(
-            f"turn_ids must be {list(mask.shape)} as response_mask, and turn_rewards [{len(mask)}, turns]; "
-            f"found {list(turn_ids.shape)} and {list(turn_rewards.shape)}."
-        )
-    turns = turn_ids.masked_fill(~mask, -1)
-    if mask.any() and int(turns[mask].min()) < 0:
-        raise ValueError("turn_ids holds -1 on a sampled token; number the turns of each row from 0.")
-    if mask.any() and int(turns.max()) >= turn_rewards.shape[1]:
-        raise ValueError(
-            f"turn_ids goes up to {int(turns.max())}, but turn_rewards has {turn_rewards.shape[1]} columns; "
-            "it needs one for each turn (NaN: no reward of its own)."
-        )
-    return turns
 
 
 def add_turn_rewards(
@@ -245,7 +224,7 @@ def add_turn_rewards(
     NaN, and the rewards of turns without a sampled token, add nothing.
     """
     mask = response_mask.bool()
-    turns = _checked_turns(turn_ids, turn_rewards, mask)
+    turns = turn_ids.masked_fill(~mask, -1)
     columns = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
     last = columns.new_full((len(mask), turn_rewards.shape[1] + 1), -1)
     last = last.scatter_reduce(1, turns + 1, columns, "amax")[:, 1:]
@@ -273,7 +252,7 @@ def turn_advantages(
     come, as GTPO does (Ding et al. 2025, arXiv:2511.14846; here undiscounted).
     """
     mask = response_mask.bool()
-    turns, num_turns = _checked_turns(turn_ids, turn_rewards, mask), turn_rewards.shape[1]
+    turns, num_turns = turn_ids.masked_fill(~mask, -1), turn_rewards.shape[1]
     has_tokens = turns.new_zeros(len(turns), num_turns + 1).scatter(1, turns + 1, 1)[:, 1:].bool()
     rewarded = has_tokens & ~turn_rewards.isnan()
     kept = torch.where(rewarded, turn_rewards.double(), 0.0)

@@ -205,26 +205,26 @@ def _covariances(log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     return (spread[0] * spread[1]).masked_fill(~mask, -math.inf)
 
 
-def _by_covariance(candidates: Tensor, covariances: Tensor, mask: Tensor) -> Tensor:
-    """Flat indices of the candidates [N, R], greatest covariance first, then leftmost column, then the row
-    with the fewest sampled tokens.
+def _choose(
+    candidates: Tensor, covariances: Tensor, mask: Tensor, share: float, seed: int | None = None
+) -> Tensor:
+    """[N, R] bool: of the candidates a share of the sampled tokens, rounded down, at least one.
+
+    Those with the greatest covariance, then the leftmost, then those of the row with the fewest sampled
+    tokens; with a seed drawn at random from candidates in that order.
     """
     by_length = mask.sum(dim=-1).argsort(stable=True)
     columns, places = candidates[by_length].T.nonzero(as_tuple=True)
     rows = by_length[places]
     order = covariances[rows, columns].argsort(descending=True, stable=True)
-    return (rows * candidates.shape[1] + columns)[order]
-
-
-def _at(flat_indices: Tensor, mask: Tensor) -> Tensor:
-    chosen = torch.zeros_like(mask).flatten()
-    chosen[flat_indices] = True
-    return chosen.view_as(mask)
-
-
-def _count(share: float, mask: Tensor) -> int:
-    """That share of the sampled tokens, rounded down; at least one."""
-    return max(1, math.floor(share * int(mask.sum()) + 1e-9))
+    if seed is not None:
+        order = order[
+            torch.randperm(len(order), generator=torch.Generator().manual_seed(seed)).to(order.device)
+        ]
+    order = order[: max(1, math.floor(share * int(mask.sum()) + 1e-9))]
+    chosen = torch.zeros_like(mask)
+    chosen[rows[order], columns[order]] = True
+    return chosen
 
 
 def select_clip_cov(
@@ -245,10 +245,7 @@ def select_clip_cov(
     )
     covariances = _covariances(log_prob, advantages, mask)
     within = (covariances > settings.clip_cov_lb) & (covariances < settings.clip_cov_ub)
-    indices = _by_covariance(within & mask & ~is_clipped, covariances, mask)
-    drawn = torch.randperm(len(indices), generator=torch.Generator().manual_seed(seed))
-    drawn = drawn[: _count(settings.clip_cov_ratio, mask)]
-    return _at(indices[drawn.to(indices.device)], mask)
+    return _choose(within & mask & ~is_clipped, covariances, mask, settings.clip_cov_ratio, seed)
 
 
 def select_kl_cov(
@@ -263,8 +260,8 @@ def select_kl_cov(
     `SelectFn`.
     """
     mask = response_mask.bool()
-    indices = _by_covariance(mask, _covariances(log_prob, advantages, mask), mask)
-    return _at(indices[: _count(config.policy_loss.kl_cov_ratio, mask)], mask)
+    covariances = _covariances(log_prob, advantages, mask)
+    return _choose(mask, covariances, mask, config.policy_loss.kl_cov_ratio)
 
 
 @token_loss(

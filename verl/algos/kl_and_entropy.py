@@ -44,8 +44,8 @@ class AdaptiveKLController(FixedKLController):
     horizon: else the value could turn negative, and the KL would be rewarded.
     """
 
-    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float):
-        if target_kl <= 0 or horizon <= 0:
+    def __init__(self, init_kl_coef: float, target_kl: float | None, horizon: float | None):
+        if target_kl is None or horizon is None or target_kl <= 0 or horizon <= 0:
             raise ValueError(
                 f"algorithm.kl_ctrl: target_kl and horizon must be positive, found target_kl={target_kl}, "
                 f"horizon={horizon}; set both for the adaptive controller."
@@ -66,13 +66,7 @@ def get_kl_controller(kl_ctrl: Any) -> FixedKLController:
     if kl_ctrl.type == "fixed":
         return FixedKLController(kl_ctrl.kl_coef)
     if kl_ctrl.type == "adaptive":
-        target_kl, horizon = kl_ctrl.target_kl, kl_ctrl.horizon
-        if target_kl is None or horizon is None:
-            raise ValueError(
-                "algorithm.kl_ctrl.type=adaptive needs kl_ctrl.target_kl and kl_ctrl.horizon, "
-                f"found target_kl={target_kl}, horizon={horizon}."
-            )
-        return AdaptiveKLController(kl_ctrl.kl_coef, target_kl, horizon)
+        return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
     raise ValueError(f"algorithm.kl_ctrl.type: found {kl_ctrl.type!r}, expected 'fixed' or 'adaptive'.")
 
 

@@ -125,16 +125,6 @@ def loss_traits(loss_mode: str) -> LossTraits:
     return _TRAITS.get(fn) or LossTraits(frozenset(named_inputs(fn, required_only=True)))
 
 
-def get_selection_fn(loss_mode: str) -> SelectFn | None:
-    """What makes the `selection` of a loss; None for a loss that looks at each row alone."""
-    return loss_traits(loss_mode).select
-
-
-def vanishes_with_advantage(loss_mode: str) -> bool:
-    """Whether a row whose advantages are all 0 has no part in the loss. False for what nobody said it of."""
-    return loss_traits(loss_mode).vanishes_with_advantage
-
-
 def policy_loss_inputs(loss_mode: str) -> set[str]:
     """Names of those fields of `LossInputs` that the loss can't do without: what must be computed. A loss
     with a `select` function can't do without what that one takes.

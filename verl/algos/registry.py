@@ -45,23 +45,20 @@ class Registry(Generic[Fn]):
         name = plain_name(name)
         if name in self._functions:
             return self._functions[name]
-        if ":" in name:
-            return self._imported(name)
-        raise ValueError(
-            f"{self.key}: found {name!r}, expected one of {', '.join(self)}, or package.module:function."
-        )
-
-    def _imported(self, path: str) -> Fn:
-        module_name, _, attribute = path.partition(":")
+        if ":" not in name:
+            raise ValueError(
+                f"{self.key}: found {name!r}, expected one of {', '.join(self)}, or package.module:function."
+            )
+        module_name, _, attribute = name.partition(":")
         try:
             function = getattr(importlib.import_module(module_name), attribute)
         except (ImportError, AttributeError) as error:
             raise ValueError(
-                f"{self.key}: found {path!r}, but {error}; expected package.module:function that can be "
+                f"{self.key}: found {name!r}, but {error}; expected package.module:function that can be "
                 "imported from where the run was started."
             ) from error
         if not callable(function):
-            raise ValueError(f"{self.key}: {path} is a {type(function).__name__}, expected a function.")
+            raise ValueError(f"{self.key}: {name} is a {type(function).__name__}, expected a function.")
         return function
 
 

@@ -6,7 +6,7 @@
 
 With d = old_log_prob - rollout_log_prob of a sampled token, its ratio is exp(d), trainer to engine. It is not
 1 when the engine computes in another precision, sampled with older weights, or never got the weights: the
-`RolloutAgreement` of a step shows it. Two remedies, alone or together:
+`rollout_agreement` of a step shows it. Two remedies, alone or together:
 
 - weights (`rollout_is`): each token's policy loss is multiplied by a truncated ratio (truncated importance
   sampling, Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training");
@@ -23,12 +23,10 @@ are not: the agreement then holds that gap too, and the remedies are refused (`c
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,9 +35,6 @@ from verl.algos.aggregation import LOG_RATIO_LIMIT
 if TYPE_CHECKING:
     from verl.protocol import DataProto
 
-logger = logging.getLogger(__name__)
-
-WORST_DIFFERENCE = 1.0  # nats: rounding in bfloat16 stays well below, weights that did not arrive well above
 REJECTION_NAMES = tuple(
     f"{level}_{name}"
     for level, names in (
@@ -118,9 +113,7 @@ def apply_rollout_correction(batch: DataProto, config: Any) -> dict[str, float]:
             )
         return {}
     old = tensors["old_log_probs"]
-    agreement = RolloutAgreement(rollout, old, mask)
-    agreement.warn_of_worst(tensors["responses"], batch.non_tensor_batch.get("uid"))
-    metrics = agreement.metrics(lambda values, op: list(values))
+    metrics = rollout_agreement(rollout, old, mask)
     rejected = torch.zeros_like(mask)
     if config.rollout_rs is not None:
         bounds = (config.rollout_rs, config.rollout_rs_threshold, config.rollout_rs_threshold_lower)
@@ -312,18 +305,10 @@ def rejection_mask(
     }
 
 
-class WorstToken(NamedTuple):
-    """The token with the greatest difference: its row and column in [N, R], and both log-probs."""
-
-    row: int
-    column: int
-    rollout: float
-    trainer: float
-
-
-class RolloutAgreement:
-    """How far engine and trainer agree on some trajectories; every rank has its own, and `metrics` puts them
-    together.
+def rollout_agreement(
+    rollout: Tensor, trainer: Tensor, mask: Tensor, reduce: Reduce | None = None
+) -> dict[str, float]:
+    """`rollout_corr/*`: how far engine and trainer agree on some trajectories; nothing if none was sampled.
 
     Names and definitions of the metrics are those of verl's rollout correction; `log_prob_diff_mean` and
     `_max` (absolute, per token) are ours. `kl` and `k3_kl` estimate KL(rollout || trainer) by k1 and k3 of
@@ -333,95 +318,51 @@ class RolloutAgreement:
     Args:
         rollout, trainer: [N, R] log-probs (nats) of the sampled tokens.
         mask: [N, R] bool, where the policy sampled; nothing else is looked at.
+        reduce: `Engine.reduce`, (values, "sum" or "max") -> the same over all ranks, of which each has rows
+            of its own; None: these are all rows.
 
     Example, one trajectory of two tokens, the engine's log-probs [-1.0, -2.0], the trainer's [-1.1, -2.0]: kl
     0.05, log_prob_diff_max 0.1, rollout_log_ppl 1.5, training_log_ppl 1.55, ppl_ratio exp(0.05).
     """
-
-    def __init__(self, rollout: Tensor, trainer: Tensor, mask: Tensor) -> None:
-        rows = mask.any(dim=1)
-        self._mask = mask[rows]
-        self._rows = rows.nonzero().flatten()
-        self._rollout, self._trainer = (
-            x.detach()[rows].double().masked_fill(~self._mask, 0.0) for x in (rollout, trainer)
-        )
-        self._log_ratio = self._trainer - self._rollout
-
-    def worst(self) -> WorstToken | None:
-        """The token with the greatest difference on this rank; None if nothing was sampled."""
-        if not len(self._rows):
-            return None
-        index = int(self._log_ratio.abs().masked_fill(~self._mask, -torch.inf).argmax())
-        row, column = divmod(index, self._mask.shape[1])
-        rollout, trainer = (float(x[row, column]) for x in (self._rollout, self._trainer))
-        return WorstToken(int(self._rows[row]), column, rollout, trainer)
-
-    def warn_of_worst(self, token_ids: Tensor, names: np.ndarray | None) -> None:
-        """Writes a log line if engine and trainer can't have had the same weights and context for some token.
-
-        Args:
-            token_ids: [N, R] int64, the responses. names: [N] of str, the trajectories, if they have any.
-        """
-        worst = self.worst()
-        if worst is None or abs(worst.rollout - worst.trainer) <= WORST_DIFFERENCE:  # NaN is worth a line
-            return
-        logger.warning(
-            "rollout engine and trainer disagree: log-probs %.3f and %.3f of token %d, place %d of the "
-            "response of trajectory %s",
-            worst.rollout,
-            worst.trainer,
-            int(token_ids[worst.row, worst.column]),
-            worst.column,
-            worst.row if names is None else names[worst.row],
-        )
-
-    def metrics(self, reduce: Reduce) -> dict[str, float]:
-        """`rollout_corr/*`; nothing if no rank sampled anything.
-
-        Args:
-            reduce: `Engine.reduce`, (values, "sum" or "max") -> the same over all ranks.
-        """
-        per_token, per_sequence, greatest = self._values()
-        counts = [float(self._mask.sum()), float(len(self._rows))]
-        sums = [float(values.sum()) for values in (*per_token.values(), *per_sequence.values())]
-        most = [float(values.max()) if len(values) else -torch.inf for values in greatest.values()]
-        (num_tokens, num_sequences, *sums), most = reduce([*counts, *sums], "sum"), reduce(most, "max")
-        if not num_tokens:
-            return {}
-        divisors = [num_tokens] * len(per_token) + [num_sequences] * len(per_sequence)
-        means = [total / divisor for total, divisor in zip(sums, divisors, strict=True)]
-        metrics = dict(zip((*per_token, *per_sequence, *greatest), [*means, *most], strict=True))
-        metrics["log_ppl_diff_min"] *= -1
-        return {f"rollout_corr/{name}": value for name, value in metrics.items()}
-
-    def _values(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        """name -> values of which it is the mean over tokens, the mean over sequences, the greatest."""
-        log_ratio = self._log_ratio  # 0 where nothing was sampled, as are the values made of it
-        lengths = self._mask.sum(dim=1)
-        rollout_log_ppl, training_log_ppl = (-x.sum(dim=1) / lengths for x in (self._rollout, self._trainer))
-        log_ppl_diff = training_log_ppl - rollout_log_ppl
-        per_token = {
-            "log_prob_diff_mean": log_ratio.abs(),
-            "kl": -log_ratio,
-            "k3_kl": log_ratio.expm1() - log_ratio,
-            "chi2_token": _chi2(log_ratio),
-        }
-        per_sequence = {
-            "training_ppl": training_log_ppl.exp(),
-            "training_log_ppl": training_log_ppl,
-            "rollout_ppl": rollout_log_ppl.exp(),
-            "rollout_log_ppl": rollout_log_ppl,
-            "log_ppl_diff": log_ppl_diff,
-            "log_ppl_abs_diff": log_ppl_diff.abs(),
-            "ppl_ratio": log_ppl_diff.exp(),
-            "chi2_seq": _chi2(log_ratio.sum(dim=1)),
-        }
-        greatest = {
-            "log_prob_diff_max": log_ratio.abs().flatten(),
-            "log_ppl_diff_max": log_ppl_diff,
-            "log_ppl_diff_min": -log_ppl_diff,
-        }
-        return per_token, per_sequence, greatest
+    rows = mask.any(dim=1)
+    mask = mask[rows]
+    rollout, trainer = (x.detach()[rows].double().masked_fill(~mask, 0.0) for x in (rollout, trainer))
+    log_ratio, lengths = trainer - rollout, mask.sum(dim=1)  # 0 where nothing was sampled
+    rollout_log_ppl, training_log_ppl = (-x.sum(dim=1) / lengths for x in (rollout, trainer))
+    log_ppl_diff = training_log_ppl - rollout_log_ppl
+    of_tokens = {  # metrics that are means over tokens
+        "log_prob_diff_mean": log_ratio.abs(),
+        "kl": -log_ratio,
+        "k3_kl": log_ratio.expm1() - log_ratio,
+        "chi2_token": _chi2(log_ratio),
+    }
+    of_rows = {  # means over rows
+        "training_ppl": training_log_ppl.exp(),
+        "training_log_ppl": training_log_ppl,
+        "rollout_ppl": rollout_log_ppl.exp(),
+        "rollout_log_ppl": rollout_log_ppl,
+        "log_ppl_diff": log_ppl_diff,
+        "log_ppl_abs_diff": log_ppl_diff.abs(),
+        "ppl_ratio": log_ppl_diff.exp(),
+        "chi2_seq": _chi2(log_ratio.sum(dim=1)),
+    }
+    greatest = {
+        "log_prob_diff_max": log_ratio.abs().flatten(),
+        "log_ppl_diff_max": log_ppl_diff,
+        "log_ppl_diff_min": -log_ppl_diff,
+    }
+    sums = [float(values.sum()) for values in (mask, lengths > 0, *of_tokens.values(), *of_rows.values())]
+    most = [float(values.max()) if len(values) else -torch.inf for values in greatest.values()]
+    if reduce is not None:
+        sums, most = reduce(sums, "sum"), reduce(most, "max")
+    num_tokens, num_rows, *sums = sums
+    if not num_tokens:
+        return {}
+    divisors = [num_tokens] * len(of_tokens) + [num_rows] * len(of_rows)
+    means = [total / divisor for total, divisor in zip(sums, divisors, strict=True)]
+    metrics = dict(zip((*of_tokens, *of_rows, *greatest), [*means, *most], strict=True))
+    metrics["log_ppl_diff_min"] *= -1
+    return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
 def _chi2(log_ratio: Tensor) -> Tensor:

@@ -112,11 +112,6 @@ def compute_rae_outcome_advantage(
     and prime-rl do as here.) Needs no groups. Afterwards call `running_baseline.update` with these rewards.
     """
     mask = response_mask.bool()
-    if len(baseline_keys) != len(mask):
-        raise ValueError(
-            f"baseline_keys must name the running mean of each of the {len(mask)} rows, found "
-            f"{len(baseline_keys)} entries."
-        )
     baselines = running_baseline.baselines(baseline_keys).to(mask.device)
     return spread(outcome_scores(token_level_rewards, mask) - baselines, mask, token_level_rewards.dtype)
 

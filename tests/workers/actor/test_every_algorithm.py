@@ -12,7 +12,7 @@ from verl.trainer.ppo.core_algos import (
     KL_PENALTIES,
     LOSS_AGG_MODES,
     POLICY_LOSSES,
-    vanishes_with_advantage,
+    loss_traits,
 )
 from verl.workers.actor import dp_actor
 
@@ -99,7 +99,9 @@ def test_rule_4_the_first_on_policy_ratio_is_1_for_every_loss(factory, loss):
     assert all(torch.equal(gradient[name], other_gradient[name]) for name in gradient)
 
 
-@pytest.mark.parametrize("loss", [loss for loss in POLICY_LOSSES if vanishes_with_advantage(loss)])
+@pytest.mark.parametrize(
+    "loss", [loss for loss in POLICY_LOSSES if loss_traits(loss).vanishes_with_advantage]
+)
 def test_rows_without_an_advantage_cost_no_backward_pass_and_change_nothing(factory, monkeypatch, loss):
     settings = {"policy_loss__loss_mode": loss, "entropy_coeff": 0.0, **SELECTIVE}
     batch, limits = full_batch(), SPLITS["rows of 3, padded"]

@@ -85,11 +85,10 @@ from verl.algos.policy_losses import (
     POLICY_LOSSES,
     LossInputs,
     get_policy_loss_fn,
-    get_selection_fn,
+    loss_traits,
     policy_loss,
     policy_loss_inputs,
     register_policy_loss,
-    vanishes_with_advantage,
 )
 from verl.algos.rollout_correction import (
     apply_rollout_correction,

@@ -27,12 +27,11 @@ from verl.algos.kl_and_entropy import compute_kl_loss, get_entropy_controller
 from verl.algos.policy_losses import (
     LossInputs,
     SelectFn,
-    get_selection_fn,
+    loss_traits,
     policy_loss,
     policy_loss_inputs,
-    vanishes_with_advantage,
 )
-from verl.algos.rollout_correction import RolloutAgreement
+from verl.algos.rollout_correction import rollout_agreement
 from verl.protocol import DataProto
 from verl.utils.packing import PackedMicroBatch
 from verl.workers.engine.base import Engine, Outputs, Share
@@ -68,7 +67,7 @@ def rows_without_gradient(
     """Those of the rows that no term of the loss pulls at: all advantages exactly 0 (a group whose members
     scored the same), a policy loss that vanishes with them, and no other term.
     """
-    vanishes = vanishes_with_advantage(config["policy_loss"]["loss_mode"])
+    vanishes = loss_traits(config["policy_loss"]["loss_mode"]).vanishes_with_advantage
     if not vanishes or entropy_coeff or uses_kl_loss(config) or config["echo_coeff"]:
         return []
     mask = batch["response_mask"][rows].bool()
@@ -100,7 +99,7 @@ class PolicyObjective:
     first_log_probs: Tensor | None = None
 
     def __post_init__(self) -> None:
-        select = get_selection_fn(self.config["policy_loss"]["loss_mode"])
+        select = loss_traits(self.config["policy_loss"]["loss_mode"]).select
         self.selection = None if select is None else self._selected(select)
         extra = self.batch.get(EXTRA_LOSS_KEY)
         if extra is not None:
@@ -332,7 +331,9 @@ class DataParallelPPOActor:
         if "actor/entropy" in metrics:
             self.entropy_controller.update(metrics["actor/entropy"])
         if first_log_probs is not None:
-            metrics |= self._agreement(data, batch, first_log_probs)
+            seen = batch["response_mask"].bool() & ~first_log_probs.isnan()
+            rollout = batch["rollout_log_probs"]
+            metrics |= rollout_agreement(rollout, first_log_probs, seen, self.engine.reduce)
         return metrics
 
     def _batch(self, data: DataProto) -> dict[str, Tensor]:
@@ -354,14 +355,6 @@ class DataParallelPPOActor:
                 "old_log_probs; call compute_log_prob before the update."
             )
         return batch
-
-    def _agreement(self, data: DataProto, batch: Mapping[str, Tensor], log_probs: Tensor) -> dict[str, float]:
-        """Compares the rollout's log-probs with those of the first mini-batch's own pass."""
-        seen = batch["response_mask"].bool() & ~log_probs.isnan()
-        agreement = RolloutAgreement(batch["rollout_log_probs"], log_probs, seen)
-        responses = batch["input_ids"][:, -log_probs.shape[1] :]
-        agreement.warn_of_worst(responses, data.non_tensor_batch.get("uid"))
-        return agreement.metrics(self.engine.reduce)
 
     def state_dict(self) -> dict[str, Any]:
         """What the next training step depends on, besides the engine."""
