@@ -1,11 +1,4 @@
-"""`search-r1 COMMAND ...`: one name for all that the project does.
-
-    search-r1 train | ppo | sft | doctor    the shell scripts at the repository's root, with this Python
-    search-r1 serve | index | data ...      their Python modules; `--help` after any of them
-    search-r1 infer | convert | resume      scripts of the repository
-
-What follows the command goes on as it is.
-"""
+"""`search-r1 COMMAND ...`: one name for all that the project does. What follows is the command's own."""
 
 from __future__ import annotations
 
@@ -17,32 +10,28 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-SHELL = {
-    "train": (["train_grpo.sh"], "GRPO; without arguments on the microworld"),
-    "ppo": (["train_ppo.sh"], "PPO with a critic"),
-    "sft": (["train_sft.sh"], "supervised training, before reinforcement learning"),
-    "doctor": (["train_grpo.sh", "--doctor"], "what would spoil a run, before it starts"),
-}
-MODULES = {
+COMMANDS = {
+    "train": ("train_grpo.sh", "GRPO; without arguments on the microworld"),
+    "ppo": ("train_ppo.sh", "PPO with a critic"),
+    "sft": ("train_sft.sh", "supervised training, before reinforcement learning"),
+    "doctor": ("train_grpo.sh --doctor", "what would spoil a run, before it starts"),
     "serve": ("search_r1.search.server", "a retrieval server"),
     "index": ("search_r1.search.index_builder", "an index for the server"),
     "microworld": ("data_prep.microworld", "the microworld's rows and corpus"),
     "squad": ("data_prep.squad", "rows and a corpus from SQuAD files and passages"),
     "qa": ("data_prep.qa_search", "Search-R1's question sets"),
     "wiki18": ("data_prep.wiki18", "Search-R1's Wikipedia and its indexes"),
-}
-FILES = {
     "infer": ("infer.py", "ask a trained model"),
     "convert": ("scripts/convert_checkpoint.py", "a checkpoint to a Hugging Face folder, and back"),
     "resume": ("scripts/check_resume.py", "shows that a killed run ends like an undisturbed one"),
 }
+"""Name: a shell script or a Python file of the repository, or a module; and what it is for."""
 
 
 def usage() -> str:
     """The list of commands."""
-    commands = {name: text for table in (SHELL, MODULES, FILES) for name, (_, text) in table.items()}
-    width = max(map(len, commands))
-    lines = [f"  {name:<{width}}  {text}" for name, text in commands.items()]
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(["usage: search-r1 COMMAND [arguments]", "", *lines])
 
 
@@ -54,25 +43,25 @@ def main() -> None:
         return
     if not (ROOT / "train_grpo.sh").is_file():
         sys.exit(f"error: {ROOT} is no checkout of the project; install with pip install -e .")
-    if name in SHELL:
-        script, *first = SHELL[name][0]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        print(f"error: found the command {name!r}{hint}\n{usage()}", file=sys.stderr)
+        sys.exit(2)
+    target, *flags = COMMANDS[name][0].split()
+    path = ROOT / target
+    if path.suffix == ".sh":
         # The scripts take an active environment as it is: this one, also when nobody has activated it.
         os.environ["VIRTUAL_ENV"] = os.environ.get("VIRTUAL_ENV") or sys.prefix
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        os.execvp("bash", ["bash", str(ROOT / script), *first, *arguments])
-    elif name in MODULES:
-        sys.argv = [f"search-r1 {name}", *arguments]
-        runpy.run_module(MODULES[name][0], run_name="__main__")
-    elif name in FILES:
-        path = ROOT / FILES[name][0]
+        os.execvp("bash", ["bash", str(path), *flags, *arguments])
+    elif path.suffix == ".py":
         sys.argv = [str(path), *arguments]
         sys.path.insert(0, str(path.parent))
         runpy.run_path(str(path), run_name="__main__")
     else:
-        near = difflib.get_close_matches(name, [*SHELL, *MODULES, *FILES], n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        print(f"error: found the command {name!r}{hint}\n{usage()}", file=sys.stderr)
-        sys.exit(2)
+        sys.argv = [f"search-r1 {name}", *arguments]
+        runpy.run_module(target, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def add_backend_arguments(parser: argparse.ArgumentParser) -> None:
     add("--serp_api_key", help="seen by everybody on this machine: better by SERPAPI_API_KEY")
     add("--serp_engine", default="google", help="engine behind SerpAPI (default: google)")
     add("--cse_id", help="Google's search engine id; default: GOOGLE_CSE_ID")
-    add("--snippet_only", action="store_true", help="google: don't fetch the pages found")
+    add("--snippet_only", action="store_true", help="no effect: documents are always the engine's snippets")
     add("--search_rate", type=float, default=5, help="requests per second (default: 5)")
     add("--search_timeout", type=float, default=20, help="seconds for a batch (default: 20)")
 
@@ -235,12 +235,8 @@ def _open_backend(
     if plan.kind in ONLINE:
         from search_r1.search.online.retriever import OnlineRetriever, online_engine
 
-        return OnlineRetriever(
-            online_engine(plan.kind, arguments),
-            arguments.search_rate,
-            arguments.search_timeout,
-            read_pages=plan.kind == "google" and not arguments.snippet_only,
-        )
+        engine = online_engine(plan.kind, arguments)
+        return OnlineRetriever(engine, arguments.search_rate, arguments.search_timeout)
     path, num_threads, manifest = plan.index_path, arguments.num_threads, None
     if corpus is not None and path is not None:
         manifest = check_manifest(path, corpus, plan.kind, full=arguments.verify, progress=progress)

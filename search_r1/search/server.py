@@ -8,8 +8,8 @@ The JSON and the flags are Search-R1's; serving/app.py lists the other routes. T
 background: until it is there `/health` says "loading" and `/retrieve` answers 503. SIGTERM and Ctrl-C stop
 it: open requests are answered, for at most SHUTDOWN_SECONDS, and the exit status is 0.
 
-With `--workers N` the parent loads the backend once, which writes an index that is not there yet and finds
-what can't be loaded; then uvicorn starts N processes on the port, and again one that dies.
+With `--workers N` the parent loads the backend once, which finds what can't be loaded; then uvicorn starts N
+processes on the port, and again one that dies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from search_r1.search.child_process import end_with_parent
 from search_r1.search.launch import (
@@ -42,10 +42,22 @@ if TYPE_CHECKING:  # these are slow to import; mistakes in the flags are told be
     import uvicorn
     from starlette.types import ASGIApp
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SHUTDOWN_SECONDS = 5  # given to open requests when the server is stopped; a client may never finish its own
-KEEP_ALIVE_SECONDS = 120
 BACKLOG = 2048
 WORKER_SILENT_SECONDS = 600  # then a worker process is started anew; a load may keep it from answering
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+UVICORN: dict[str, Any] = {
+    "ws": "none",
+    "lifespan": "off",
+    "log_level": "error",
+    "access_log": False,
+    "server_header": False,
+    "proxy_headers": False,
+    "backlog": BACKLOG,
+    "timeout_keep_alive": 120,
+    "timeout_graceful_shutdown": SHUTDOWN_SECONDS,
+}
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -93,28 +105,13 @@ def uses_gpu() -> bool:
     return torch is not None and torch.cuda.is_initialized()
 
 
-def uvicorn_settings() -> dict[str, Any]:
-    """What one process and several have in common."""
-    return {
-        "ws": "none",
-        "lifespan": "off",
-        "log_level": "error",
-        "access_log": False,
-        "server_header": False,
-        "proxy_headers": False,
-        "backlog": BACKLOG,
-        "timeout_keep_alive": KEEP_ALIVE_SECONDS,
-        "timeout_graceful_shutdown": SHUTDOWN_SECONDS,
-    }
-
-
 def create_server(service: RetrievalService) -> uvicorn.Server:
     """The uvicorn server of a service; `serve` and the tests run it."""
     import uvicorn
 
     from search_r1.search.serving.app import create_app
 
-    return uvicorn.Server(uvicorn.Config(create_app(service), **uvicorn_settings()))
+    return uvicorn.Server(uvicorn.Config(create_app(service), **UVICORN))
 
 
 def serve(service: RetrievalService, listener: socket.socket, stopped: threading.Event) -> int:
@@ -127,11 +124,11 @@ def serve(service: RetrievalService, listener: socket.socket, stopped: threading
         server.should_exit = True
 
     # uvicorn has handlers of its own, and raises the signal again when it is done; that has to end here.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
         signal.signal(number, stop)
     if stopped.is_set():
         return 0
-    service.start_loading(on_error=stop, on_ready=lambda: print_ready(service.health()))
+    service.start_loading(lambda: stop() if service.error is not None else print_ready(service.health()))
     server.run(sockets=[listener])
     return print_error(service.error) if service.error is not None else 0
 
@@ -142,29 +139,34 @@ def serve_with_workers(arguments: argparse.Namespace, listener: socket.socket) -
     from uvicorn.config import STARTUP_FAILURE
     from uvicorn.supervisors import Multiprocess
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
         signal.signal(number, lambda *_: os._exit(0))  # only the load has begun, and nothing else stops that
     service = create_service(arguments)
     service.start_loading().join()
     if service.error is not None:
         return print_error(service.error)
-    health = service.health()
+    health, num_workers = service.health(), arguments.workers
     service.close()
     with tempfile.TemporaryDirectory(prefix="search_r1_metrics_") as folder:
         os.environ[FOLDER_VARIABLE] = folder
         config = uvicorn.Config(
             functools.partial(create_worker_app, arguments),
             factory=True,
-            workers=arguments.workers,
+            workers=num_workers,
             timeout_worker_healthcheck=WORKER_SILENT_SECONDS,
-            **uvicorn_settings(),
+            **UVICORN,
         )
         workers = Multiprocess(config, sockets=[listener])
         log = logging.getLogger("uvicorn.error")
         log.setLevel(logging.INFO)
         log.addFilter(lambda record: "died" in str(record.msg))
-        when_ready = functools.partial(_tell_when_ready, folder, arguments.workers, health)
-        threading.Thread(target=when_ready, daemon=True).start()
+
+        def tell_when_ready() -> None:
+            while len(list(Path(folder).glob("ready_*"))) < num_workers:
+                time.sleep(0.1)
+            print_ready(health, f", {num_workers} processes")
+
+        threading.Thread(target=tell_when_ready, daemon=True).start()
         workers.run()
     return int(any(process.exitcode == STARTUP_FAILURE for process in workers.processes))
 
@@ -175,9 +177,9 @@ def create_worker_app(arguments: argparse.Namespace) -> ASGIApp:
 
     from search_r1.search.serving.app import create_app
 
-    configure_logging()
+    logging.basicConfig(format=LOG_FORMAT)
     end_with_parent()
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
     service = create_service(arguments)
     service.start_loading().join()
     for number, handler in before.items():
@@ -189,26 +191,6 @@ def create_worker_app(arguments: argparse.Namespace) -> ASGIApp:
     return create_app(service)
 
 
-def _tell_when_ready(folder: str, num_workers: int, health: dict[str, Any]) -> None:
-    while len(list(Path(folder).glob("ready_*"))) < num_workers:
-        time.sleep(0.1)
-    print_ready(health, num_workers)
-
-
-def end_process(service: RetrievalService, status: int) -> NoReturn:
-    """Ends the process, at once if the backend is still at work: nothing else stops a thread inside of it."""
-    if service.close():
-        sys.exit(status)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-def configure_logging() -> None:
-    """Time, level and place on each line, to stderr."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-
 def main(argv: list[str] | None = None, **defaults: str) -> int:
     """Serves until interrupted. Returns the exit status: 2 for a mistake in the flags or the files.
 
@@ -217,37 +199,39 @@ def main(argv: list[str] | None = None, **defaults: str) -> int:
     parser = build_server_parser()
     parser.set_defaults(**defaults)
     arguments = parser.parse_args(argv)
-    configure_logging()
+    logging.basicConfig(format=LOG_FORMAT)
     try:
         check_server_arguments(arguments)
         listener = open_socket(arguments.host, arguments.port)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    stop = threading.Event()  # a signal may come long before there is a server to be stopped
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        return print_error(error)
+    stopped = threading.Event()  # a signal may come long before there is a server to be stopped
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: stopped.set())
     if arguments.workers == 1:
         listener.listen(BACKLOG)  # before it is said: who reads the line can connect
     print(f"retrieval server on http://{arguments.host}:{listener.getsockname()[1]}/retrieve", flush=True)
     if arguments.workers > 1:
         return serve_with_workers(arguments, listener)
     service = create_service(arguments)
-    end_process(service, serve(service, listener, stop))
+    status = serve(service, listener, stopped)
+    if not service.close():  # the backend is still at work: nothing else stops a thread inside of it
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 def print_error(error: BaseException) -> int:
-    """Tells what can't be loaded. Returns the exit status."""
+    """Tells what can't be served. Returns the exit status."""
     print(f"error: {error}", file=sys.stderr, flush=True)
     return 2 if isinstance(error, ValueError) else 1
 
 
-def print_ready(health: dict[str, Any], num_workers: int = 1) -> None:
+def print_ready(health: dict[str, Any], processes: str = "") -> None:
     """The line that tells people that searches are answered."""
-    processes = f", {num_workers} processes" if num_workers > 1 else ""
-    backend, num_documents = health["backend"], health["num_documents"]
+    num_documents = health["num_documents"]
     documents = "" if num_documents is None else f", {num_documents} documents"
-    print(f"ready: {backend}{documents}{processes}", file=sys.stderr, flush=True)
+    print(f"ready: {health['backend']}{documents}{processes}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """A server on this machine that speaks as SerpAPI and Google's Custom Search do.
 
     GET  /search           SerpAPI          GET /customsearch/v1    Google
-    GET  /page/NAME        a web page of `pages`
 
 `faults` holds what the next requests get instead of an answer.
 """
@@ -29,7 +28,6 @@ class StandIn:
     def __init__(self) -> None:
         self.faults: deque[Fault] = deque()
         self.requests: list[dict[str, Any]] = []  # path, parameters, headers, time
-        self.pages: dict[str, tuple[str, bytes]] = {}  # name: content type, body
         self.address = ""
         self.num_results = 25
         self.lock = threading.Lock()
@@ -129,9 +127,6 @@ def serve_stand_in() -> Iterator[StandIn]:
                 self.close_connection = True
             elif fault is not None:
                 self.send(*fault)
-            elif path.startswith("/page/"):
-                kind, body = stand_in.pages.get(path.removeprefix("/page/"), ("", b""))
-                self.send(200 if kind else 404, {"Content-Type": kind}, body)
             else:
                 status, reply = stand_in.answer(path, parameters)
                 self.send(status, {"Content-Type": "application/json"}, json.dumps(reply).encode())

@@ -1,7 +1,6 @@
 """A search engine on the web as a backend: many queries at once, within one deadline for a batch.
 
-    queries -> SerpAPI or Google's Custom Search: rate limit, retries -> results
-            -> google without --snippet_only: the pages themselves (pages.py) -> Document('"Title"\\ntext')
+    queries -> SerpAPI or Google's Custom Search: rate limit, retries -> Document('"Title"\\ntext')
 
 Formats: SerpAPI's "Google Search Engine Results API", cse.list of Google's Custom Search JSON API. Both
 answer ten results a page; a query that wants more takes several pages.
@@ -22,7 +21,6 @@ from typing import Any
 
 import httpx
 
-from search_r1.search.online.pages import NotFetched, best_text, fetch_page
 from search_r1.search.replies import retry_after, without_surrogates
 from search_r1.search.retriever import Document, RetrievalUnavailable, SearchResult
 
@@ -118,27 +116,18 @@ class OnlineRetriever:
 
     num_documents = None
 
-    def __init__(
-        self,
-        engine: SerpApi | GoogleSearch,
-        rate: float = 5.0,
-        timeout: float = 20.0,
-        read_pages: bool = False,
-    ) -> None:
-        """`rate`: requests a second. `timeout`: seconds for a batch of queries. `read_pages`: take the text
-        from the pages found, not from the engine's snippets."""
+    def __init__(self, engine: SerpApi | GoogleSearch, rate: float = 5, timeout: float = 20) -> None:
+        """`rate`: requests a second. `timeout`: seconds for a batch of queries."""
         self.name = engine.name
-        self._engine, self._rate, self._timeout, self._read_pages = engine, rate, timeout, read_pages
+        self._engine, self._rate, self._timeout = engine, rate, timeout
         self._lock = threading.Lock()
         self._next_start = 0.0  # time.monotonic() from which the next request may start
         self._closed = threading.Event()
         self._jitter = random.Random()  # of its own: a retry must not move anybody's random numbers
         # Unlike the search server's address, an engine on the web may need the proxy of this network.
         self._http = httpx.Client(trust_env=True, headers=HEADERS)
-        self._pages = httpx.Client(trust_env=False, headers=HEADERS)
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs addresses, and keys are part of them
         self._threads = ThreadPoolExecutor(CONCURRENCY, thread_name_prefix=engine.name)
-        self._page_threads = ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="pages")
 
     def batch_search(self, queries: list[str], topk: int) -> SearchResult:
         """For each query at most `topk` pages. A query that the engine does not accept finds nothing.
@@ -157,14 +146,12 @@ class OnlineRetriever:
 
     def describe(self) -> dict[str, Any]:
         url = self._engine.url.partition("?")[0]  # a key may be written behind it
-        return {"backend": self.name, "read_pages": self._read_pages, "url": url}
+        return {"backend": self.name, "url": url}
 
     def close(self) -> None:
         self._closed.set()
         self._http.close()
         self._threads.shutdown(cancel_futures=True)
-        self._page_threads.shutdown(cancel_futures=True)
-        self._pages.close()
 
     def _search(self, query: str, topk: int, deadline: float) -> list[Page]:
         pages: list[Page] = []
@@ -173,10 +160,7 @@ class OnlineRetriever:
             pages += results
             if len(pages) >= topk or not results:
                 break
-        pages = pages[:topk]
-        if self._read_pages:
-            pages = list(self._page_threads.map(lambda page: self._with_text(page, deadline), pages))
-        return pages
+        return pages[:topk]
 
     def _results(self, query: str, number: int, deadline: float) -> list[Page]:
         """One page of results.
@@ -226,15 +210,6 @@ class OnlineRetriever:
                 raise self._unavailable(problem)
             self._sleep(seconds)
             pause = min(2 * pause, MAX_PAUSE)
-
-    def _with_text(self, page: Page, deadline: float) -> Page:
-        """The same with the page's own text; as it is where the page can't be fetched."""
-        try:
-            html = fetch_page(self._pages, page["url"], deadline)
-        except NotFetched as reason:
-            return page | {"page": str(reason)}
-        text = best_text(html, page["contents"].partition("\n")[2])
-        return page if text is None else page | {"contents": f'"{page["title"]}"\n{text}'}
 
     def _sleep(self, seconds: float) -> None:
         if self._closed.wait(max(0.0, seconds)):

@@ -24,7 +24,7 @@ from search_r1.search.serving.retrieve_endpoint import (
     RetrieveEndpoint,
     key_matches,
 )
-from search_r1.search.serving.service import RetrievalService, package_version
+from search_r1.search.serving.service import RetrievalService
 
 PAGE = Path(__file__).with_name("page.html")
 PAGE_HEADERS = {
@@ -98,7 +98,7 @@ class ErrorReply(BaseModel):
 def create_app(service: RetrievalService) -> ASGIApp:
     """All routes over a service."""
     retrieve_endpoint = RetrieveEndpoint(service)
-    rest = FastAPI(title="Search-R1 retrieval server", version=package_version(), redoc_url=None)
+    rest = FastAPI(title="Search-R1 retrieval server", redoc_url=None)
     page = PAGE.read_bytes()
     refusals: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorReply, "description": meaning}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.metadata
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,14 +15,6 @@ from search_r1.search.serving.batching import Batcher
 from search_r1.search.serving.metrics import Metrics
 
 CLOSE_SECONDS = 2.0
-
-
-def package_version() -> str:
-    """The installed version; "unknown" in a checkout that was not installed."""
-    try:
-        return importlib.metadata.version("search-r1-verl")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 class RetrievalService:
@@ -50,15 +40,12 @@ class RetrievalService:
         self.batcher: Batcher | None = None
         self.error: BaseException | None = None
         self.progress = "starting"
-        self._started = time.monotonic()
         self._loaded: dict[str, Any] | None = None
         self._corpus: dict[str, Any] | None = None
         self._loader: threading.Thread | None = None
 
-    def start_loading(
-        self, on_error: Callable[[], None] = lambda: None, on_ready: Callable[[], None] = lambda: None
-    ) -> threading.Thread:
-        """Loads in the background; then calls `on_ready`, or keeps the `error` and calls `on_error`."""
+    def start_loading(self, on_end: Callable[[], None] = lambda: None) -> threading.Thread:
+        """Loads in the background, or keeps the `error`; then calls `on_end`."""
 
         def work() -> None:
             try:
@@ -66,18 +53,16 @@ class RetrievalService:
                 self._loaded = retriever.describe()
                 with contextlib.suppress(OSError):  # "memory" and the like
                     self._corpus = None if self.corpus_path is None else file_identity(self.corpus_path)
+                gc.collect()
+                gc.freeze()  # what was loaded stays: the garbage collector need not look at it again
+                self.backend = retriever.name
+                self.batcher = Batcher(retriever, self.settings, self.metrics)
+                self.metrics.ready_workers.set(1)
+                self.metrics.documents.set(retriever.num_documents or 0)
+                self.retriever, self.progress = retriever, "ready"
             except BaseException as error:  # the thread's only way to tell; the main thread prints it
                 self.error = error
-                on_error()
-                return
-            gc.collect()
-            gc.freeze()  # what was loaded stays: the garbage collector need not look at it again
-            self.backend = retriever.name
-            self.batcher = Batcher(retriever, self.settings, self.metrics)
-            self.metrics.ready_workers.set(1)
-            self.metrics.documents.set(retriever.num_documents or 0)
-            self.retriever, self.progress = retriever, "ready"
-            on_ready()
+            on_end()
 
         self._loader = threading.Thread(target=work, name="load", daemon=True)
         self._loader.start()
@@ -94,8 +79,6 @@ class RetrievalService:
             "corpus": self._corpus,
             "num_documents": None if retriever is None else retriever.num_documents,
             "loaded": self._loaded,
-            "uptime_s": round(time.monotonic() - self._started, 1),
-            "version": package_version(),
             "topk": self.topk,
             "api_key_needed": self.api_key is not None,
         }

@@ -106,7 +106,6 @@ def test_while_loading_health_answers_and_retrieve_says_503(serve):
         health = client.get("/health").json()
         assert (health["status"], health["backend"], health["progress"]) == ("ready", "echo", "ready")
         assert health["loaded"] == {"backend": "echo"}
-        assert health["uptime_s"] >= 0 and health["version"]
         assert post(client, {"queries": ["town"]}).status_code == 200
 
 
