@@ -252,6 +252,7 @@ def load_manager(
     from search_r1.llm_agent.codec import generation_eos_ids
     from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
     from search_r1.search.client import SearchClient
+    from verl.utils.announcing import announced
     from verl.workers.rollout.native import NativeEngine
 
     transformers.utils.logging.set_verbosity_error()
@@ -266,8 +267,9 @@ def load_manager(
         engine = NativeEngine(
             config, 1, min(settings["max_prompt_length"], bound or sys.maxsize), dtype, device
         )
-        network: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-        network.to(device)
+        with announced(f"loading {model}", file=sys.stderr):
+            network: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+            network.to(device)
     except Exception as error:  # a broken folder raises all kinds: OSError, SafetensorError, ImportError, ...
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"--model: {model} can't be loaded: {reason}") from error

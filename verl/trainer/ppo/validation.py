@@ -23,6 +23,7 @@ from verl.trainer.ppo.collection import (
 )
 from verl.trainer.ppo.run_state import RunState
 from verl.trainer.ppo.scoring import score_answers
+from verl.utils.announcing import announced
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.reward_score.qa_em import documents_hold_answer, golden_answers
 from verl.workers.reward_manager import RewardManager
@@ -104,16 +105,17 @@ def validate(
     size = batch_size or len(dataset)
     for mode in modes:
         rows: list[dict[str, Any]] = []
-        for start in range(0, len(dataset), size):
-            prompts = prompt_batch(
-                [dataset[i] for i in range(start, min(start + size, len(dataset)))], f"val-{start}"
-            )
-            batch = generate(_sampled_as(prompts, mode, seed, start))
-            score_answers(batch, reward_fn)
-            batch = without_padding(batch)
-            rows += _records(batch)
-            if mode == modes[0]:
-                report.samples = batch if report.samples is None else report.samples
+        with announced(f"{mode} validation of {len(dataset)} questions"):
+            for start in range(0, len(dataset), size):
+                prompts = prompt_batch(
+                    [dataset[i] for i in range(start, min(start + size, len(dataset)))], f"val-{start}"
+                )
+                batch = generate(_sampled_as(prompts, mode, seed, start))
+                score_answers(batch, reward_fn)
+                batch = without_padding(batch)
+                rows += _records(batch)
+                if mode == modes[0]:
+                    report.samples = batch if report.samples is None else report.samples
         report.rows[mode] = rows
     return report
 

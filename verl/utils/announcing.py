@@ -1,0 +1,36 @@
+"""Long work is said on the terminal: what is being done, how long it has taken so far, and its end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+FIRST_AFTER, EVERY = 3.0, 10.0  # seconds; of what is faster than the first nothing is said
+
+
+@contextmanager
+def announced(what: str, file: TextIO | None = None) -> Iterator[None]:
+    """Prints "loading the model ...", "loading the model: 13 s so far", "loading the model: done after 15 s".
+
+    Args:
+        file: where to; None: standard output.
+    """
+    begun, ended = time.monotonic(), threading.Event()
+
+    def remind() -> None:
+        line, pause = f"{what} ...", FIRST_AFTER
+        while not ended.wait(pause):
+            print(line, file=file, flush=True)
+            pause = EVERY
+            line = f"{what}: {time.monotonic() - begun + pause:.0f} s so far"
+
+    threading.Thread(target=remind, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+    if (seconds := time.monotonic() - begun) > FIRST_AFTER:
+        print(f"{what}: done after {seconds:.0f} s", file=file, flush=True)
