@@ -59,7 +59,7 @@ TEST = [
 
 setup(
     name="search-r1-verl",
-    version="0.1.0",
+    version="0.2.0",
     description="Reinforcement learning of language models that reason and call a search engine",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

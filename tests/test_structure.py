@@ -32,7 +32,6 @@ ABOVE = {
 STILL_OPEN: set[str] = {
     "several classes Request",
     "several classes Retriever",
-    "too many lines of code",
     "too many lines of source",
 }
 

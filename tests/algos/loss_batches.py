@@ -11,7 +11,6 @@ from slow_losses import Row
 from torch import Tensor
 
 from verl.config import load_config
-from verl.config.keys import as_mappings
 from verl.trainer.ppo import core_algos as algos
 
 ACTOR_CONFIG: dict[str, Any] = {}
@@ -26,7 +25,8 @@ class Block(dict[str, Any]):
 def actor_config(**overrides: Any) -> Block:
     """The actor block's defaults, with some settings replaced ("policy_loss.x" as policy_loss__x)."""
     if not ACTOR_CONFIG:
-        ACTOR_CONFIG.update(as_mappings(load_config([]).actor_rollout_ref.actor))
+        block = load_config([]).actor_rollout_ref.actor
+        ACTOR_CONFIG.update(block, policy_loss=dict(block.policy_loss))
     config = Block(ACTOR_CONFIG | {"policy_loss": Block(ACTOR_CONFIG["policy_loss"])})
     for name, value in overrides.items():
         block, _, key = name.rpartition("__")

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -344,26 +345,23 @@ def start(config: Config) -> Any:
 
 
 def restart(config: Config) -> Any:
-    """What the run does when a worker dies."""
-    waited: list[Any] = []
-
-    def wait(trainer: Any, seconds: float, setting: str) -> str:
-        waited.append(seconds)
-        return "a GPU"
-
-    config.trainer.backend = "ray"
-    run = restarts.RestartingRun(config, lambda _: None)  # type: ignore[arg-type, return-value]
-    run.trainer = SimpleNamespace(
-        shutdown=lambda: None, checkpoints=SimpleNamespace(steps=list), total_steps=1
-    )  # type: ignore[assignment]
-    kept, restarts._wait_for_room = restarts._wait_for_room, wait
-    try:
-        run._after(RuntimeError("a worker died"))
-    except RunStopped as error:
-        waited.append(str(error))
-    finally:
-        restarts._wait_for_room = kept
-    return waited
+    """What the run does when a worker dies, and how long it waits for room."""
+    pool, config.trainer.backend = SimpleNamespace(timeout_seconds=0), "ray"
+    with tempfile.TemporaryDirectory() as folder:
+        trainer: Any = SimpleNamespace(
+            shutdown=lambda: None,
+            init_workers=lambda: None,
+            checkpoints=SimpleNamespace(last_written=None, run_dir=Path(folder)),
+            resource_pool_manager=SimpleNamespace(resource_pool_dict={"": pool}),
+        )
+        run = restarts.RestartingRun(config, lambda _: trainer)
+        run.trainer = trainer
+        try:
+            run._after(RuntimeError("a worker died"))
+            run._start_again()
+        except RunStopped as error:
+            return str(error)
+    return pool.timeout_seconds
 
 
 def program(config: Config) -> Any:

@@ -55,7 +55,7 @@ def test_a_good_configuration_passes(good):
             "a whole model in each process; expected 1",
         ),
         (f"{ROLLOUT}.keep_partial=true", "Set for example .*straggler_factor=4"),
-        (f"{ROLLOUT}.vllm.num_servers=2", "which is for servers.*placement=apart"),
+        (f"{ROLLOUT}.vllm.num_servers=2", "where there are no servers; expected .*placement=apart"),
         (f"{ROLLOUT}.vllm.engine_args=3", "expected a dictionary"),
     ],
 )
@@ -161,8 +161,8 @@ ADAPTIVE = [f"{ACTOR}.entropy_ctrl.target_entropy=0.2"]
         ([*IN_THE_LOSS, f"{ACTOR}.kl_loss_type=kl"], "kl_penalty=k1\\) k1 is right"),
         (["algorithm.kl_penalty=k3+"], "expected one of: kl, k1"),  # nothing in a reward has a gradient
         ([*ADAPTIVE, f"{ACTOR}.entropy_coeff=0.5"], "entropy_coeff=0.5, where the adaptive weight starts"),
-        ([f"{CORRECTION}.rollout_rs=token"], "rollout_rs_threshold=None; expected both or none"),
-        ([f"{CORRECTION}.rollout_rs_threshold=2"], "rollout_rs=None .*expected both or none"),
+        ([f"{CORRECTION}.rollout_rs=token"], "rollout_rs_threshold=null; expected both or none"),
+        ([f"{CORRECTION}.rollout_rs_threshold=2"], "rollout_rs=null .*expected both or none"),
         ([f"{CORRECTION}.rollout_is_batch_normalize=true"], "without weights; expected"),
         ([f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"], "expected one or the other"),
         ([f"{CORRECTION}.rollout_is=geometric"], "expected one of: token, sequence, null"),
@@ -200,7 +200,7 @@ def test_a_size_that_divides_the_processes_or_exceeds_them_is_taken(size):
 
 @pytest.mark.parametrize("key", ["fsdp_config.fsdp_size", "ulysses_sequence_parallel_size"])
 def test_a_size_that_does_not_divide_the_processes_is_named(key):
-    with pytest.raises(ValueError, match=f"Found {ACTOR}.{key}=3 with 8 processes .* a number that divides"):
+    with pytest.raises(ValueError, match=f"Found {ACTOR}.{key}=3 with 8 processes; expected a number"):
         layout(f"{ACTOR}.{key}=3")
 
 

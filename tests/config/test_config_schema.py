@@ -42,10 +42,10 @@ def test_a_value_that_a_key_can_not_have_is_refused_with_what_is_expected(schema
     wrong: list[object] = [object()]
     if each.choices:
         wrong.append("nonsense")
-    if each.low is not None:
-        wrong.append(each.low if each.above else each.low - (1 if int in each.types else 0.5))
-    if each.high is not None:
-        wrong.append(each.high if each.below else each.high + 1)
+    if each.bounds is not None:
+        low, high = each.bounds.low, each.bounds.high
+        wrong.append(low if each.bounds.above else low - (1 if int in each.types else 0.5))
+        wrong += [] if high is None else [high + 1]
     if not each.nullable:
         wrong.append(None)
     for value in wrong:

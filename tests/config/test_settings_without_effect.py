@@ -4,10 +4,14 @@ import pytest
 import torch
 
 from verl.algos.policy_losses import loss_traits
-from verl.config import load_config
-from verl.config.policy import ACTOR, LOSS_AGG_MODES, LOSS_MODES, ROLLOUT
+from verl.config import Config, load_config
+from verl.config.keys import keys_of
+from verl.config.policy import ACTOR, ROLLOUT
 from verl.trainer.config.validation import settings_without_effect
 from verl.trainer.ppo import core_algos as algos
+
+LOSS_MODES = keys_of(Config)[f"{ACTOR}.policy_loss.loss_mode"].choices
+LOSS_AGG_MODES = keys_of(Config)[f"{ACTOR}.loss_agg_mode"].choices
 
 
 class Watched:

@@ -9,19 +9,17 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.config.blocks import Model, RunSettings
-from verl.config.keys import as_list, at, check_values
+from verl.config.keys import as_list, at, check_values, refusal
 from verl.config.policy import ACTOR, ROLLOUT, Vllm
-from verl.config.schema import LOGGERS, VAL_MODES, Config
+from verl.config.schema import Config
 from verl.config.sft import SFTConfig
 
 FORMAT_SCORES = ("structure_format_score", "final_format_score", "retrieval_score")
+LOGGERS, VAL_MODES = ("console", "wandb", "tensorboard", "mlflow"), ("greedy", "sampled")
 _INSTALL_VLLM = "`pip install vllm` (without a GPU: `bash scripts/test_vllm.sh` installs its CPU build)"
-_FOR_SERVERS = ("python", "num_servers", "server_urls")
 
 
 def check_config(config: Config, *, format_reward: bool | None = None, with_data: bool = True) -> None:
@@ -31,18 +29,27 @@ def check_config(config: Config, *, format_reward: bool | None = None, with_data
     with_data: the files of rows have to be there.
     """
     check_values(config)
-    _check_data(config, with_data and not config.trainer.dry_run)
+    data, modes = config.data, config.trainer.val_modes
+    if data.max_start_length >= data.max_prompt_length:
+        raise refusal(
+            config,
+            "data.max_start_length data.max_prompt_length",
+            "; expected the first to be smaller: max_prompt_length bounds the whole context, the prompt and "
+            "everything after it. A good value is max_start_length + max_response_length * (max_turns + 1) + "
+            "max_obs_length * max_turns.",
+        )
+    if data.difficulty_pools.easy_share + data.difficulty_pools.hard_share > 1:
+        pools = "data.difficulty_pools"
+        raise refusal(config, f"{pools}.easy_share {pools}.hard_share", "; expected at most 1 together.")
+    if with_data and not config.trainer.dry_run:  # else not made yet, or on another machine
+        for name in ("train_files", "val_files", *["extra_val_files"] * (data.extra_val_files is not None)):
+            _check_parquet(f"data.{name}", data[name])
     _check_rollout(config)
     _check_losses(config)
     _check_rewards(config, format_reward)
-    for name in ("actor_rollout_ref.model", "critic.model"):
-        check_adapters(name, at(config, name))
-    for name in (ACTOR, "critic"):
-        check_betas(f"{name}.optim.betas", at(config, name).optim.betas)
-    modes = config.trainer.val_modes
     if not modes or any(mode not in VAL_MODES for mode in modes):
-        raise ValueError(f"Found trainer.val_modes={modes}; expected one or both of {list(VAL_MODES)}.")
-    check_run(config.trainer)
+        raise refusal(config, "trainer.val_modes", f"; expected one or both of {', '.join(VAL_MODES)}.")
+    _check_run(config, [ACTOR, "critic"], ["actor_rollout_ref.model", "critic.model"])
     check_layout(config)
     check_model("actor_rollout_ref.model.path", config.actor_rollout_ref.model.path)
 
@@ -50,62 +57,59 @@ def check_config(config: Config, *, format_reward: bool | None = None, with_data
 def check_sft_config(config: SFTConfig, *, with_data: bool = True) -> None:
     """A configuration of supervised training. with_data: as above."""
     check_values(config)
-    check_betas("optim.betas", config.optim.betas)
     if with_data:
-        check_parquet("data.train_files", config.data.train_files)
+        _check_parquet("data.train_files", config.data.train_files)
     if config.data.val_files is not None:
-        check_parquet("data.val_files", config.data.val_files)
+        _check_parquet("data.val_files", config.data.val_files)
     elif config.trainer.test_freq > 0 and with_data:
-        raise ValueError(
-            f"Found trainer.test_freq={config.trainer.test_freq} without data.val_files; expected both or "
-            "none."
-        )
+        raise refusal(config, "trainer.test_freq", " without data.val_files; expected both or none.")
     check_model("model.partial_pretrain", config.model.partial_pretrain)
-    check_adapters("model", config.model)
     if config.data.multiturn.enable and config.data.segments_key is not None:
-        raise ValueError(
-            f"Found data.multiturn.enable=true and data.segments_key={config.data.segments_key}, two forms "
-            "of rows; expected one of them."
-        )
-    check_run(config.trainer)
+        keys = "data.multiturn.enable data.segments_key"
+        raise refusal(config, keys, ", two forms of rows; expected one of them.")
+    _check_run(config, [""], ["model"])
 
 
-def check_run(trainer: RunSettings) -> None:
-    """Loggers, the checkpoint to go on from, and the number of processes."""
+def _check_run(config: Config | SFTConfig, trained: list[str], models: list[str]) -> None:
+    """What both programs have. trained: blocks with an `optim`; models: blocks of models."""
+    trainer = config.trainer
+    for block in trained:
+        key = f"{block}.optim.betas".lstrip(".")
+        betas = at(config, key)
+        if len(betas) != 2 or not all(isinstance(beta, float | int) and 0 <= beta < 1 for beta in betas):
+            raise refusal(config, key, "; expected two numbers in [0, 1).")
+    for block in models:  # LoRA: the package, and an adapter to go on from
+        path, rank = at(config, block).lora_adapter_path, at(config, block).lora_rank
+        if path is not None and not (Path(path) / "adapter_config.json").is_file():
+            raise ValueError(
+                f"Found no adapter_config.json at {block}.lora_adapter_path={path}; expected the folder of a "
+                "PEFT adapter, such as <default_local_dir>/global_step_100/actor/adapter."
+            )
+        if (path is not None or rank > 0) and importlib.util.find_spec("peft") is None:
+            raise refusal(
+                config, f"{block}.lora_rank", ", but peft is not installed; run `pip install peft`."
+            )
     for name in trainer.logger:
         if name not in LOGGERS:
             raise ValueError(f"Found {name!r} in trainer.logger; expected any of: {', '.join(LOGGERS)}.")
         if name != "console" and importlib.util.find_spec(name) is None:
             raise ValueError(
-                f"Found {name!r} in trainer.logger, but the package is not installed; "
-                f"run `pip install {name}` or leave it out."
+                f"Found {name!r} in trainer.logger, but the package is not installed; run `pip install "
+                f"{name}` or leave it out."
             )
     path = trainer.resume_from_path
     if trainer.resume_mode != "from_path" and path is not None:
-        raise ValueError(
-            f"Found trainer.resume_from_path={path} with trainer.resume_mode={trainer.resume_mode}; expected "
-            "resume_mode=from_path."
-        )
+        keys = "trainer.resume_from_path trainer.resume_mode"
+        raise refusal(config, keys, "; expected resume_mode=from_path.")
     if trainer.resume_mode == "from_path" and (path is None or not Path(path).is_dir()):
-        raise ValueError(
-            f"Found trainer.resume_from_path={path}, not a folder; expected the folder of one step, such as "
-            "<default_local_dir>/global_step_100."
-        )
-    processes = trainer.nnodes * trainer.n_gpus_per_node
-    if trainer.backend == "local" and processes > 1:
-        raise ValueError(
-            f"Found trainer.backend=local with {processes} processes; expected trainer.backend=ray, or "
-            "trainer.nnodes=1 trainer.n_gpus_per_node=1."
-        )
+        expected = ", not a folder; expected that of one step, such as <default_local_dir>/global_step_100."
+        raise refusal(config, "trainer.resume_from_path", expected)
+    if trainer.backend == "local" and trainer.nnodes * trainer.n_gpus_per_node > 1:
+        keys = "trainer.backend trainer.nnodes trainer.n_gpus_per_node"
+        raise refusal(config, keys, "; expected trainer.backend=ray, or one process.")
 
 
-def check_betas(key: str, betas: Sequence[Any]) -> None:
-    """AdamW's two decay rates."""
-    if len(betas) != 2 or not all(isinstance(beta, float | int) and 0 <= beta < 1 for beta in betas):
-        raise ValueError(f"Found {key}={betas}; expected two numbers in [0, 1).")
-
-
-def check_parquet(key: str, files: str | list[str] | None) -> None:
+def _check_parquet(key: str, files: str | list[str] | None) -> None:
     """A key that names a parquet file, or a list of them."""
     for path in as_list(files):
         if path is None:
@@ -120,91 +124,42 @@ def check_model(key: str, path: str | None) -> None:
         raise ValueError(f"Found no {key}; expected a Hugging Face model folder. Set {key}=<folder>.")
     folder = Path(path)
     looks_like_hub_name = path.count("/") == 1 and path[0] not in "./" and not folder.parent.is_dir()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            is_adapter = (folder / "adapter_config.json").is_file()
-            hint = " A LoRA adapter goes into model.lora_adapter_path." if is_adapter else ""
-            raise ValueError(
-                f"Found {key}={path} without a config.json; expected a Hugging Face folder.{hint}"
-            )
-    elif not looks_like_hub_name:
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        is_adapter = (folder / "adapter_config.json").is_file()
+        hint = " A LoRA adapter goes into model.lora_adapter_path." if is_adapter else ""
+        raise ValueError(f"Found {key}={path} without a config.json; expected a Hugging Face folder.{hint}")
+    if not folder.is_dir() and not looks_like_hub_name:
         raise ValueError(
             f"Found no folder at {key}={path}; expected a Hugging Face model folder, or a model's name "
             "on the hub such as Qwen/Qwen2.5-3B."
         )
 
 
-def check_adapters(key: str, model: Model) -> None:
-    """LoRA in the model block `key`: its package is installed, and an adapter to go on from is there."""
-    path = getattr(model, "lora_adapter_path", None)  # a critic starts with new adapters
-    if path is not None and not (Path(path) / "adapter_config.json").is_file():
-        raise ValueError(
-            f"Found no adapter_config.json at {key}.lora_adapter_path={path}; expected the folder of a PEFT "
-            "adapter, such as <default_local_dir>/global_step_100/actor/adapter."
-        )
-    if (path is not None or model.lora_rank > 0) and importlib.util.find_spec("peft") is None:
-        raise ValueError(
-            f"Found {key}.lora_rank or lora_adapter_path, but the package peft is not installed; run "
-            "`pip install peft`, or set lora_rank=0."
-        )
-
-
-def _check_data(config: Config, with_files: bool) -> None:
-    data, pools = config.data, config.data.difficulty_pools
-    if data.max_start_length >= data.max_prompt_length:
-        raise ValueError(
-            f"Found data.max_start_length={data.max_start_length} and data.max_prompt_length="
-            f"{data.max_prompt_length}; expected the first to be smaller: max_prompt_length bounds the "
-            "whole context, the prompt and everything after it. A good value is max_start_length + "
-            "max_response_length * (max_turns + 1) + max_obs_length * max_turns."
-        )
-    if pools.easy_share + pools.hard_share > 1:
-        raise ValueError(
-            f"Found data.difficulty_pools.easy_share={pools.easy_share} and hard_share={pools.hard_share}; "
-            "expected at most 1 together."
-        )
-    if not with_files:  # not made yet, or on another machine
-        return
-    for key in ("train_files", "val_files", "extra_val_files"):
-        if key != "extra_val_files" or data.extra_val_files is not None:
-            check_parquet(f"data.{key}", data[key])
-
-
 def _check_rollout(config: Config) -> None:
     """What one key of the rollout means for another."""
     rollout, vllm = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.vllm
-    apart = rollout.placement == "apart"
+    apart, name, placement = rollout.placement == "apart", f"{ROLLOUT}.name", f"{ROLLOUT}.placement"
     if apart and rollout.name == "native":
-        raise ValueError(
-            f"Found {ROLLOUT}.placement=apart with {ROLLOUT}.name={rollout.name}, which runs inside of the "
-            f"trainer; expected {ROLLOUT}.name=vllm, or {ROLLOUT}.placement=colocated."
-        )
+        why = f", an engine inside of the trainer; expected {name}=vllm, or {placement}=colocated."
+        raise refusal(config, f"{placement} {name}", why)
     if rollout.tensor_model_parallel_size > 1 and rollout.name == "native":
-        raise ValueError(
-            f"Found {ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with "
-            f"{ROLLOUT}.name={rollout.name}, which keeps a whole model in each process; expected 1, or "
-            f"{ROLLOUT}.name=vllm."
-        )
+        why = f", which keeps a whole model in each process; expected 1, or {name}=vllm."
+        raise refusal(config, f"{ROLLOUT}.tensor_model_parallel_size {name}", why)
     usual = Vllm()
-    for key in _FOR_SERVERS:
+    for key in ("python", "num_servers", "server_urls"):
         if not apart and vllm[key] != usual[key]:
-            raise ValueError(
-                f"Found {ROLLOUT}.vllm.{key}={vllm[key]}, which is for servers, with {ROLLOUT}.placement="
-                f"{rollout.placement}; expected {ROLLOUT}.name=vllm {ROLLOUT}.placement=apart."
-            )
+            why = f", where there are no servers; expected {name}=vllm {placement}=apart."
+            raise refusal(config, f"{ROLLOUT}.vllm.{key} {placement}", why)
     if vllm.server_urls is not None and (vllm.python is not None or vllm.num_servers != 1):
-        raise ValueError(
-            f"Found {ROLLOUT}.vllm.server_urls, servers that run already, with vllm.python={vllm.python} and "
-            f"vllm.num_servers={vllm.num_servers}, which are for servers to start; expected one or the other."
-        )
+        keys = f"{ROLLOUT}.vllm.server_urls {ROLLOUT}.vllm.python {ROLLOUT}.vllm.num_servers"
+        raise refusal(config, keys, ": servers run already, or are to be started; expected one or the other.")
     for url in as_list(vllm.server_urls):
         if url is not None and not str(url).startswith(("http://", "https://")):
             raise ValueError(f"Found {ROLLOUT}.vllm.server_urls={url}; expected http://host:port.")
     if rollout.keep_partial and rollout.straggler_factor is None:
-        raise ValueError(
-            f"Found {ROLLOUT}.keep_partial=true without {ROLLOUT}.straggler_factor, so no group is ever cut; "
-            f"expected both. Set for example {ROLLOUT}.straggler_factor=4."
-        )
+        keys = f"{ROLLOUT}.keep_partial {ROLLOUT}.straggler_factor"
+        why = f", so no group is ever cut; expected both. Set for example {ROLLOUT}.straggler_factor=4."
+        raise refusal(config, keys, why)
 
 
 def check_vllm_is_there(config: Config) -> None:
@@ -237,78 +192,54 @@ def check_vllm_is_there(config: Config) -> None:
 def _check_losses(config: Config) -> None:
     """KL, entropy and rollout correction."""
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    every = config.actor_rollout_ref.ref.reset_every
-    uses_kl = (actor.kl_loss_coef if actor.use_kl_loss else algorithm.kl_ctrl.kl_coef) > 0
-    if every is not None and not uses_kl:
-        raise ValueError(
-            f"Found actor_rollout_ref.ref.reset_every={every}, but no KL to a reference is asked for; "
-            "expected null, or actor.use_kl_loss=true with actor.kl_loss_coef above 0."
-        )
-    control = algorithm.kl_ctrl
+    control, entropy = algorithm.kl_ctrl, actor.entropy_ctrl
+    kl_coef = actor.kl_loss_coef if actor.use_kl_loss else control.kl_coef
+    if config.actor_rollout_ref.ref.reset_every is not None and kl_coef == 0:
+        why = ", but no KL to a reference is asked for; expected null, or actor.use_kl_loss=true with "
+        raise refusal(config, "actor_rollout_ref.ref.reset_every", f"{why}actor.kl_loss_coef above 0.")
     if control.type == "adaptive" and (control.target_kl is None or control.horizon is None):
-        raise ValueError(
-            f"Found algorithm.kl_ctrl.type=adaptive with target_kl={control.target_kl} and horizon="
-            f"{control.horizon}; expected both. Set for example algorithm.kl_ctrl.target_kl=0.1 "
-            "algorithm.kl_ctrl.horizon=10000."
-        )
+        keys = "algorithm.kl_ctrl.type algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon"
+        raise refusal(config, keys, "; expected both, for example target_kl=0.1 and horizon=10000.")
     if actor.use_kl_loss and actor.kl_loss_coef > 0 and actor.kl_loss_type in ("kl", "k1"):
-        raise ValueError(
-            f"Found {ACTOR}.kl_loss_type={actor.kl_loss_type} in the loss, where its gradient is 0 on "
-            "average: it adds noise and holds nothing; expected k2, or k1+ (the same value with k2's "
-            f"gradient). In the reward ({ACTOR}.use_kl_loss=false algorithm.kl_penalty=k1) k1 is right."
+        why = (
+            " in the loss, where its gradient is 0 on average: it adds noise and holds nothing; expected k2, "
+            "or k1+ (the same value with k2's gradient). In the reward "
+            f"({ACTOR}.use_kl_loss=false algorithm.kl_penalty=k1) k1 is right."
         )
-    entropy = actor.entropy_ctrl
+        raise refusal(config, f"{ACTOR}.kl_loss_type", why)
     if entropy.target_entropy is not None and not 0 <= actor.entropy_coeff <= entropy.max_coeff:
-        raise ValueError(
-            f"Found {ACTOR}.entropy_coeff={actor.entropy_coeff}, where the adaptive weight starts; expected "
-            f"a number from 0 to entropy_ctrl.max_coeff={entropy.max_coeff}."
-        )
+        why = f", where the adaptive weight starts; expected a number from 0 to {entropy.max_coeff}."
+        raise refusal(config, f"{ACTOR}.entropy_coeff", why)
     prefix, correction = "algorithm.rollout_correction", algorithm.rollout_correction
     if correction.bypass_mode and (correction.rollout_is or correction.rollout_rs):
-        raise ValueError(
-            f"Found {prefix}.bypass_mode=true with rollout_is={correction.rollout_is} and rollout_rs="
-            f"{correction.rollout_rs}; expected one or the other: with bypass_mode the policy loss has the "
-            "ratio of the trainer to the rollout engine already, and there is nothing to compare it with."
+        why = (
+            "; expected one or the other: with bypass_mode the policy loss has the ratio of the trainer to "
+            "the rollout engine already, and there is nothing to compare it with."
         )
+        raise refusal(config, f"{prefix}.bypass_mode {prefix}.rollout_is {prefix}.rollout_rs", why)
     if (correction.rollout_rs is None) != (correction.rollout_rs_threshold is None):
-        raise ValueError(
-            f"Found {prefix}.rollout_rs={correction.rollout_rs} with rollout_rs_threshold="
-            f"{correction.rollout_rs_threshold}; expected both or none, for example {prefix}.rollout_rs="
-            f"token {prefix}.rollout_rs_threshold=2.0."
-        )
+        why = "; expected both or none, for example rollout_rs=token and rollout_rs_threshold=2.0."
+        raise refusal(config, f"{prefix}.rollout_rs {prefix}.rollout_rs_threshold", why)
     if correction.rollout_is_batch_normalize and correction.rollout_is is None:
-        raise ValueError(
-            f"Found {prefix}.rollout_is_batch_normalize=true without weights; expected {prefix}.rollout_is="
-            "token or sequence."
-        )
+        why = f" without weights; expected {prefix}.rollout_is=token or sequence."
+        raise refusal(config, f"{prefix}.rollout_is_batch_normalize", why)
 
 
 def _check_rewards(config: Config, format_reward: bool | None) -> None:
-    path, buffer, longest = (
-        config.custom_reward_function.path,
-        config.reward_model.overlong_buffer,
-        config.data.max_response_length,
-    )
+    path, buffer = config.custom_reward_function.path, config.reward_model.overlong_buffer
+    longest = config.data.max_response_length
     if path is not None and not Path(path).is_file():
         raise ValueError(f"Found no file at custom_reward_function.path={path}; expected a python file.")
     if format_reward and path is not None:
-        raise ValueError(
-            "Found custom_reward_function.path in main_ppo_format, which has a reward of its own; "
-            "run `python -m verl.trainer.main_ppo` with it."
-        )
+        why = " in main_ppo_format, which has a reward of its own; run verl.trainer.main_ppo with it."
+        raise refusal(config, "custom_reward_function.path", why)
     for name in FORMAT_SCORES:
-        value = config.reward_model[name]
-        if value and format_reward is False:
-            raise ValueError(
-                f"Found reward_model.{name}={value}, but this program scores exact match alone; "
-                "run `python -m verl.trainer.main_ppo_format` for the format reward."
-            )
+        if config.reward_model[name] and format_reward is False:
+            why = ", but this program scores exact match alone; run `python -m verl.trainer.main_ppo_format`."
+            raise refusal(config, f"reward_model.{name}", why)
     if buffer.enable and buffer.len >= longest:
-        raise ValueError(
-            f"Found reward_model.overlong_buffer.len={buffer.len} with data.max_response_length={longest}, "
-            "so that every last turn would be near its limit; expected less, for example "
-            f"{max(1, longest // 4)}."
-        )
+        why = f", so that every last turn would be near it; expected less, for example {longest // 4}."
+        raise refusal(config, "reward_model.overlong_buffer.len data.max_response_length", why)
 
 
 def check_layout(config: Config) -> None:
@@ -317,23 +248,16 @@ def check_layout(config: Config) -> None:
         config.actor_rollout_ref.actor,
         config.trainer.nnodes * config.trainer.n_gpus_per_node,
     )
-    key, size = f"{ACTOR}.fsdp_config.fsdp_size", actor.fsdp_config.fsdp_size
+    fsdp_size = actor.fsdp_config.fsdp_size
     if actor.strategy == "megatron":
-        if size != -1:
-            raise ValueError(
-                f"Found {key}={size} with {ACTOR}.strategy=megatron, which does not shard weights so; "
-                f"expected -1, or {ACTOR}.strategy=fsdp."
-            )
+        if fsdp_size != -1:
+            why = ", which does not shard weights so; expected -1, or strategy=fsdp."
+            raise refusal(config, f"{ACTOR}.fsdp_config.fsdp_size {ACTOR}.strategy", why)
         return
-    check_divides(key, -1 if size >= num_processes else size, num_processes)
-    sharing = actor.ulysses_sequence_parallel_size
-    check_divides(f"{ACTOR}.ulysses_sequence_parallel_size", sharing, num_processes)
-
-
-def check_divides(name: str, size: int, num_processes: int) -> None:
-    """Raises ValueError unless the key `name`'s value (-1: all) divides the number of processes."""
-    if size != -1 and (size < 1 or num_processes % size):
-        raise ValueError(
-            f"Found {name}={size} with {num_processes} processes (trainer.nnodes * trainer.n_gpus_per_node); "
-            "expected a number that divides them."
-        )
+    sizes: dict[str, Any] = {"ulysses_sequence_parallel_size": actor.ulysses_sequence_parallel_size}
+    if -1 != fsdp_size < num_processes:
+        sizes["fsdp_config.fsdp_size"] = fsdp_size
+    for name, size in sizes.items():
+        if size < 1 or num_processes % size:
+            why = f" with {num_processes} processes; expected a number that divides them."
+            raise refusal(config, f"{ACTOR}.{name}", why)

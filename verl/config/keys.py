@@ -2,7 +2,7 @@
 
     @dataclass(slots=True)
     class Optim(Block):
-        lr: float = key(1e-6, "peak learning rate", ge=0)
+        lr: NotNegative = key(1e-6, "peak learning rate")
 
 That line is the only place where the key's default, type, range and meaning stand. The readable yaml,
 `--help`, the JSON schema and the checks at the start are made from it.
@@ -14,11 +14,29 @@ import copy
 import importlib.util
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds of a number. above: greater than `low`."""
+
+    low: float
+    high: float | None = None
+    above: bool = False
+
+
+Count = Annotated[int, Range(1)]
+Whole = Annotated[int, Range(0)]
+OrMinusOne = Annotated[int, Range(-1)]
+Share = Annotated[float, Range(0, 1)]
+NotNegative = Annotated[float, Range(0)]
+Positive = Annotated[float, Range(0, above=True)]
+FilePath = Annotated[str, "path"]  # of a file or a folder; "~" is expanded
 
 _TYPE_NAMES: dict[type, str] = {
     bool: "true or false",
@@ -39,11 +57,9 @@ class Key:
         types: that a value may have; `nullable`: null is a value too.
         meaning: what it does, with the unit. choices: the values that there are (empty: any).
         importable: besides the choices, a function of the user's own as package.module:function.
-        low, high: smallest and largest number; `above`: greater than `low`, `below`: less than `high`.
+        bounds: of a number. is_path: names a file or a folder.
         follows: the key whose value is the default. must_follow: the reason why it can have no other value;
             it is then no key that a user sets, but a name under which the program reads that value.
-        is_path: names a file or a folder; "~" is expanded.
-        is_open: a dictionary in which the user may set any key.
     """
 
     path: str
@@ -53,29 +69,27 @@ class Key:
     meaning: str = ""
     choices: tuple[Any, ...] = ()
     importable: bool = False
-    low: float | None = None
-    high: float | None = None
-    above: bool = False
-    below: bool = False
+    bounds: Range | None = None
+    is_path: bool = False
     follows: str | None = None
     must_follow: str | None = None
-    is_path: bool = False
-    is_open: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """A dictionary in which the user may set any key."""
+        return self.types == (dict,)
 
     @property
     def expected(self) -> str:
         """The values that it may have, in words."""
         if self.choices:
-            names = ", ".join("null" if choice is None else str(choice) for choice in self.choices)
-            return f"one of: {names}" + (
-                ", or your own as package.module:function" if self.importable else ""
-            )
+            own = ", or your own as package.module:function" if self.importable else ""
+            return f"one of: {', '.join(map(shown, self.choices))}{own}"
         words = " or ".join(_TYPE_NAMES[kind] for kind in self.types)
-        if self.low is not None and self.high is not None:
-            low = f"above {self.low:g} and " if self.above else f"from {self.low:g} to "
-            words += f" {low}{'below' if self.below else ''} {self.high:g}".replace("  ", " ")
-        elif self.low is not None:
-            words += f" {'above' if self.above else 'of at least'} {self.low:g}"
+        if self.bounds is not None:
+            low, high = self.bounds.low, self.bounds.high
+            words += f" {'above' if self.bounds.above else 'of at least'} {low:g}"
+            words += "" if high is None else f" and at most {high:g}"
         return words + (" or null" if self.nullable else "")
 
     def check(self, value: Any) -> None:
@@ -85,44 +99,25 @@ class Key:
         fits = isinstance(value, self.types) or (float in self.types and isinstance(value, int))
         if isinstance(value, bool) and bool not in self.types:
             fits = False
-        if fits and self.choices:
-            is_own = self.importable and ":" in value
-            if is_own:
-                _check_importable(self.path, value)
-            fits = is_own or value in self.choices
-        if fits and isinstance(value, int | float) and not isinstance(value, bool):
-            too_low = self.low is not None and (value <= self.low if self.above else value < self.low)
-            too_high = self.high is not None and (value >= self.high if self.below else value > self.high)
-            fits = not (too_low or too_high)
+        if fits and self.importable and ":" in value:
+            _check_importable(self.path, value)
+        elif fits and self.choices:
+            fits = value in self.choices
+        if fits and self.bounds is not None:
+            low, high = self.bounds.low, self.bounds.high
+            fits = (value > low if self.bounds.above else value >= low) and (high is None or value <= high)
         if not fits:
             raise ValueError(f"Found {self.path}={shown(value)}; expected {self.expected}.")
 
 
 def key(
-    default: Any,
-    meaning: str,
-    *,
-    choices: Sequence[Any] = (),
-    importable: bool = False,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    follows: str | None = None,
-    is_path: bool = False,
+    default: Any, meaning: str, choices: str = "", *, importable: bool = False, follows: str | None = None
 ) -> Any:
-    """A field of a block that users may set; see `Key`. ge, gt, le, lt: bounds, as in "greater or equal"."""
-    metadata = {
-        "meaning": meaning,
-        "choices": tuple(choices),
-        "importable": importable,
-        "low": gt if ge is None else ge,
-        "high": lt if le is None else le,
-        "above": gt is not None,
-        "below": lt is not None,
-        "follows": follows,
-        "is_path": is_path,
-    }
+    """A field of a block that users may set; see `Key`. choices: names, with spaces between them."""
+    values = tuple(None if name == "null" else name for name in choices.split())
+    if choices:
+        meaning = f"{choices.replace(' ', ' | ')} ({meaning})"
+    metadata = {"meaning": meaning, "choices": values, "importable": importable, "follows": follows}
     return _field(default, metadata)
 
 
@@ -137,9 +132,22 @@ def must_follow(path: str, reason: str) -> Any:
     return field(default=None, metadata={"follows": path, "must_follow": reason})
 
 
-def group(block: type[Block]) -> Any:
-    """A field that holds a block of keys."""
-    return field(default_factory=block)
+def follows_actor(path: str) -> Any:
+    """A field of another model that must be as the actor's."""
+    return must_follow(f"actor_rollout_ref.{path}", _ALIKE)
+
+
+_ALIKE = "Models that share processes are kept alike; set the actor's."
+
+
+def group(block: type[Block], follows_actor: str = "", but: str = "") -> Any:
+    """A field that holds a block of keys.
+
+    follows_actor: block of the actor whose values these keys must have, `but` for those named here, with
+        spaces between them.
+    """
+    metadata = {"follows": f"actor_rollout_ref.{follows_actor}", "but": but.split()} if follows_actor else {}
+    return field(default_factory=block, metadata=metadata)
 
 
 def _field(default: Any, metadata: dict[str, Any]) -> Any:
@@ -160,34 +168,46 @@ class Block(Mapping[str, Any]):
             raise KeyError(name) from None
 
     def __iter__(self) -> Iterator[str]:
-        return iter(
-            [name for name in dir(type(self)) if not (name.startswith("_") or hasattr(Mapping, name))]
-        )
+        return iter(each.name for each in fields(self))
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(fields(self))
 
 
 @cache
 def keys_of(block: type[Block], prefix: str = "") -> Mapping[str, Key]:
     """Dotted name -> what the schema says, in the order of the declarations, of a block and those in it."""
-    hints = typing.get_type_hints(block)
-    found: dict[str, Key] = {}
+    hints = typing.get_type_hints(block, include_extras=True)
+    keys: dict[str, Key] = {}
     for each in fields(block):
         path, hint = prefix + each.name, hints[each.name]
         if isinstance(hint, type) and issubclass(hint, Block):
-            found |= keys_of(hint, path + ".")
+            for inner_path, inner in keys_of(hint, path + ".").items():
+                name = inner_path.removeprefix(path + ".")
+                if each.metadata and name.split(".")[0] not in each.metadata["but"] and not inner.must_follow:
+                    follows = f"{each.metadata['follows']}.{name}"
+                    inner = replace(inner, follows=follows, must_follow=_ALIKE)
+                keys[inner_path] = inner
             continue
         if not each.metadata:  # the program's own
             continue
-        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        plain = tuple(typing.get_origin(kind) or kind for kind in kinds if kind is not type(None))
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        kinds = list(typing.get_args(hint) if is_union else (hint,))
+        limits: list[Any] = []
+        for number, kind in enumerate(kinds):
+            if typing.get_origin(kind) is Annotated:
+                kinds[number], *limits = typing.get_args(kind)
         default = each.default_factory() if each.default_factory is not MISSING else each.default
-        nullable = (
-            type(None) in kinds or default is None
-        )  # a key that the user has to set is typed without it
-        found[path] = Key(path, default, plain, nullable, is_open=plain == (dict,), **each.metadata)
-    return found
+        keys[path] = Key(
+            path,
+            default,
+            tuple(typing.get_origin(kind) or kind for kind in kinds if kind is not type(None)),
+            type(None) in kinds or default is None,  # a key that the user has to set is typed without it
+            bounds=next((limit for limit in limits if isinstance(limit, Range)), None),
+            is_path="path" in limits,
+            **each.metadata,
+        )
+    return keys
 
 
 def settable(block: type[Block]) -> dict[str, Key]:
@@ -214,24 +234,21 @@ def flat(config: Block) -> dict[str, Any]:
     return {path: at(config, path) for path in keys_of(type(config))}
 
 
-def to_dict(config: Block) -> dict[str, Any]:
-    """Nested dictionaries with every key that a user may set: what config.yaml and the loggers get."""
-    nested: dict[str, Any] = {}
-    for path in settable(type(config)):
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted name -> value as dictionaries within dictionaries."""
+    top: dict[str, Any] = {}
+    for path, value in values.items():
         *groups, name = path.split(".")
-        inner = nested
+        inner = top
         for each in groups:
             inner = inner.setdefault(each, {})
-        inner[name] = copy.deepcopy(at(config, path))
-    return nested
+        inner[name] = value
+    return top
 
 
-def as_mappings(block: Block) -> dict[str, Any]:
-    """Nested dictionaries with all that can be read of a block, constants too."""
-    return {
-        name: as_mappings(value) if isinstance(value, Block) else copy.deepcopy(value)
-        for name, value in block.items()
-    }
+def to_dict(config: Block) -> dict[str, Any]:
+    """Nested dictionaries with every key that a user may set: what config.yaml and the loggers get."""
+    return copy.deepcopy(nested({path: at(config, path) for path in settable(type(config))}))
 
 
 def check_values(config: Block) -> None:
@@ -245,6 +262,14 @@ def check_values(config: Block) -> None:
             raise ValueError(
                 f"Found {path}={shown(value)}; expected {expected}, as {each.follows} is. {each.must_follow}"
             )
+
+
+def refusal(config: Block, keys: str, expected: str) -> ValueError:
+    """The error for keys (dotted names, with spaces between them) whose values don't go together: "Found
+    a=1 with b=2, <expected>".
+    """
+    values = [f"{path}={shown(at(config, path))}" for path in keys.split()]
+    return ValueError(f"Found {values[0]}{' with ' * (len(values) > 1)}{' and '.join(values[1:])}{expected}")
 
 
 def shown(value: Any) -> str:
@@ -268,14 +293,6 @@ def expand_home(value: Any) -> Any:
     if isinstance(value, str):
         return str(Path(value).expanduser()) if value.startswith("~") else value
     return [expand_home(item) for item in value] if isinstance(value, list) else value
-
-
-def blocks_of(block: type[Block], prefix: str = "") -> Iterator[str]:
-    """Dotted names of the groups of keys in a block."""
-    for path in keys_of(block, prefix):
-        for end, letter in enumerate(path):
-            if letter == ".":
-                yield path[:end]
 
 
 def _check_importable(path: str, function: str) -> None:

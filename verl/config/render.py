@@ -1,4 +1,4 @@
-"""The schema as people and editors read it: yaml with the meaning of each key, a JSON schema, a table."""
+"""The schema as people and editors read it: yaml with the meaning of each key, and a JSON schema."""
 
 from __future__ import annotations
 
@@ -15,14 +15,7 @@ from verl.config.loading import PROGRAMS, Loaded
 from verl.config.values import read_number
 
 _COMMENT_AT, _WIDTH = 34, 120
-_JSON_TYPES: dict[type, str] = {
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    str: "string",
-    list: "array",
-    dict: "object",
-}
+_JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 _HEADER = """\
 Made by `python -m verl.config` from the schema in verl/config; don't edit it. Each key is set by `key=value`
 on the command line, by a file of such keys (`@ file.yaml` or .toml), or by an environment variable
@@ -51,46 +44,33 @@ def to_yaml(
         loaded: whose values are shown; None: the defaults, with `${key}` where one follows another.
         with_origins, with_meaning: what the comment says: where the value is from, or what the key means.
     """
-    keys = settable(PROGRAMS[config_name].schema)
-    preset = PROGRAMS[config_name].preset
     lines: list[str] = []
     shown_groups: list[str] = []
-    for path, each in keys.items():
+    for path, each in settable(PROGRAMS[config_name].schema).items():
         *groups, name = path.split(".")
-        common = 0
-        while common < min(len(groups), len(shown_groups)) and groups[common] == shown_groups[common]:
-            common += 1
-        for depth in range(common, len(groups)):
-            lines += [""] * (depth == 0) + ["  " * depth + groups[depth] + ":"]
+        for depth, group in enumerate(groups):
+            if groups[: depth + 1] != shown_groups[: depth + 1]:
+                lines += [""] * (depth == 0) + [f"{'  ' * depth}{group}:"]
         shown_groups = groups
+        value = f"${{{each.follows}}}" if each.follows else each.default
         if loaded is not None:
             value = at(loaded.config, path)
-        else:
-            value = preset.get(path, f"${{{each.follows}}}" if each.follows else each.default)
         comment = each.meaning if with_meaning else ""
         if loaded is not None and with_origins:
             comment = loaded.origins[path]
-        setting = "  " * len(groups) + f"{name}: {_scalar(value)}"
-        lines += _line(setting, comment) if comment else [setting]
+        text = yaml.dump(value, Dumper=_YamlDumper, default_flow_style=True, width=10_000)
+        setting = f"{'  ' * len(groups)}{name}: {text.removesuffix('...' + chr(10)).strip()}"
+        start = max(_COMMENT_AT, len(setting) + 2)
+        if start > _WIDTH - 30:  # no room beside it
+            lines += [
+                f"{'':{_COMMENT_AT}}# {line}" for line in textwrap.wrap(comment, _WIDTH - _COMMENT_AT - 2)
+            ]
+            lines.append(setting)
+        else:
+            first, *more = textwrap.wrap(comment, _WIDTH - start - 2) or [""]
+            lines.append(f"{setting:{start}}# {first}" if first else setting)
+            lines += [f"{'':{start}}# {line}" for line in more]
     return "\n".join(lines) + "\n"
-
-
-def _line(setting: str, comment: str) -> list[str]:
-    """The setting with its comment beside it, and below where that is long."""
-    start = max(_COMMENT_AT, len(setting) + 2)
-    wrapped = textwrap.wrap(comment, _WIDTH - start - 2) if _WIDTH - start > 30 else None
-    if wrapped is None:
-        return [
-            *(f"{'':{_COMMENT_AT}}# {line}" for line in textwrap.wrap(comment, _WIDTH - _COMMENT_AT - 2)),
-            setting,
-        ]
-    return [f"{setting:{start}}# {wrapped[0]}", *(f"{'':{start}}# {line}" for line in wrapped[1:])]
-
-
-def _scalar(value: Any) -> str:
-    """A value on one line of yaml."""
-    text = yaml.dump(value, Dumper=_YamlDumper, default_flow_style=True, width=10_000)
-    return text.removesuffix("...\n").strip()
 
 
 def yaml_file(config_name: str) -> str:
@@ -102,33 +82,33 @@ def yaml_file(config_name: str) -> str:
 
 def json_schema() -> str:
     """For editors: what a file of keys (a recipe in configs/) may hold, for either program."""
-    programs = [_object(PROGRAMS[name].schema) for name in ("ppo_trainer", "sft_trainer")]
-    top = {"$schema": "https://json-schema.org/draft/2020-12/schema", "anyOf": programs}
-    return json.dumps(top, indent=1) + "\n"
+    programs = []
+    for config_name in ("ppo_trainer", "sft_trainer"):
+        top = _closed_object()
+        for path, each in settable(PROGRAMS[config_name].schema).items():
+            *groups, name = path.split(".")
+            inner = top
+            for group in groups:
+                inner = inner["properties"].setdefault(group, _closed_object())
+            inner["properties"][name] = _property(each)
+        programs.append(top)
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", "anyOf": programs}
+    return json.dumps(schema, indent=1) + "\n"
 
 
-def _object(schema: type[Block]) -> dict[str, Any]:
-    top: dict[str, Any] = {"type": "object", "additionalProperties": False, "properties": {}}
-    for path, each in settable(schema).items():
-        *groups, name = path.split(".")
-        inner = top
-        for group in groups:
-            inner = inner["properties"].setdefault(
-                group, {"type": "object", "additionalProperties": False, "properties": {}}
-            )
-        inner["properties"][name] = _property(each)
-    return top
+def _closed_object() -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "properties": {}}
 
 
 def _property(each: Key) -> dict[str, Any]:
-    kinds = [_JSON_TYPES[kind] for kind in each.types] + (["null"] if each.nullable else [])
+    kinds = [_JSON_TYPES[kind] for kind in each.types] + ["null"] * each.nullable
     entry: dict[str, Any] = {"description": each.meaning, "type": kinds if len(kinds) > 1 else kinds[0]}
     if each.choices and not each.importable:
-        entry["enum"] = list(dict.fromkeys([*each.choices, *([None] if each.nullable else [])]))
-    if each.low is not None:
-        entry["exclusiveMinimum" if each.above else "minimum"] = each.low
-    if each.high is not None:
-        entry["exclusiveMaximum" if each.below else "maximum"] = each.high
+        entry["enum"] = list(dict.fromkeys([*each.choices, *[None] * each.nullable]))
+    if each.bounds is not None:
+        entry["exclusiveMinimum" if each.bounds.above else "minimum"] = each.bounds.low
+        if each.bounds.high is not None:
+            entry["maximum"] = each.bounds.high
     return entry
 
 

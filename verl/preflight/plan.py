@@ -19,7 +19,6 @@ import torch
 from verl.config import Config
 from verl.preflight.machine import memory_of_machine
 from verl.preflight.memory import Layout, ModelSize, forward_pass, hold, size_of, update_pass
-from verl.single_controller.base import ResourcePool
 from verl.trainer.placement import processes_on_nodes, roles_of
 from verl.trainer.ppo.passes import Passes
 from verl.workers.engine.loading import Precision
@@ -146,27 +145,27 @@ def build_plan(config: Config, hardware: Hardware) -> Plan:
         ValueError: a model's config.json can't be read, or the processes can't be dealt out.
     """
     passes, on_cuda, layout = Passes.of(config), hardware.device == "cuda", Layout.of(config)
-    pool, phases = ResourcePool(processes_on_nodes(config)), phases_of(config, passes)
+    phases = phases_of(config, passes)
     roles = ", ".join(role.value for role in roles_of(passes))
     engines = engines_of(config, passes, torch.device(hardware.device))
-    num_nodes, processes = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    nodes = processes_on_nodes(config)
     problems: list[str] = []
     loads = []
     for stage in range(layout.pipeline):
         of_stage = f" of pipeline stage {stage}" if layout.pipeline > 1 else ""
-        count = pool.world_size // layout.pipeline if on_cuda else num_nodes
+        count = layout.num_processes // layout.pipeline if on_cuda else len(nodes)
         each, kind = f"each of the {count}" if count > 1 else "the", "GPU" if on_cuda else "node"
         load = DeviceLoad(f"{each} {kind}{'s' * (count > 1)}{of_stage}", hardware.device_bytes)
-        for _ in range(1 if on_cuda else processes):
+        for _ in range(1 if on_cuda else nodes[0]):
             for use in engines:
                 _add_engine(load, config, use, layout, stage, on_cuda, phases)
-            _add_process(load, hardware, pool.world_size, phases)
-            _add_rollout(load, config, engines[0], hardware, pool.world_size, phases, problems)
+            _add_process(load, hardware, layout.num_processes, phases)
+            _add_rollout(load, config, engines[0], hardware, layout.num_processes, phases, problems)
         loads.append(load)
     return Plan(
         hardware,
         phases,
-        f"processes: {num_nodes} x {processes}, {layout}; each: {roles}",
+        f"processes: {len(nodes)} x {nodes[0]}, {layout}; each: {roles}",
         tuple(loads),
         tuple(dict.fromkeys(problems)),
         {use.owner: use.size.num_parameters for use in engines if use.owner != "reference"},

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.config.policy import Actor, Megatron, MegatronAsActor, ReferenceConfig
+from verl.config.policy import Actor, Megatron, ReferenceConfig
 from verl.single_controller.base import Worker
 from verl.workers import fsdp_workers
 from verl.workers.engine.base import Engine
@@ -31,7 +31,7 @@ class ModelCut:
     sequence_parallel: bool
 
 
-def layout_of(megatron: Megatron | MegatronAsActor) -> ModelCut:
+def layout_of(megatron: Megatron) -> ModelCut:
     """megatron: the `megatron` block of the actor, the reference or the critic."""
     sizes = ParallelSizes(
         megatron.tensor_model_parallel_size,
@@ -58,7 +58,7 @@ class _MegatronProcess(Worker):
     def build_engine(
         self,
         model: Mapping[str, Any],
-        megatron: Megatron | MegatronAsActor,
+        megatron: Megatron,
         fsdp_config: Mapping[str, Any],
         optim: Mapping[str, Any] | None,
         grad_clip: float,
