@@ -140,7 +140,11 @@ def _wrong_index(path: Path, held: str, expected: str) -> ValueError:
 
 
 def check_packages(kind: str) -> None:
-    """Raises ValueError with the command to type when a package of a backend is not installed."""
+    """Raises ValueError with the command to type when a package of a backend, or Java, is not installed."""
+    if kind == "lucene":
+        from search_r1.search.lucene import check_java
+
+        check_java()
     extra, modules = EXTRAS[kind]
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:

@@ -88,12 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raises ValueError for flags that can't work and for packages that are missing; loads nothing."""
-    for name, least in (
-        ("max_length", 1),
-        ("batch_size", 1),
-        ("num_processes", 0),
-        ("memory_limit_gb", 0.25),
-    ):
+    for name, least in {"max_length": 1, "num_processes": 0, "memory_limit_gb": 0.25}.items():
         if getattr(arguments, name) < least:
             raise ValueError(f"--{name}: found {getattr(arguments, name)}, expected {least or 1} or more")
     if not arguments.check_only:
@@ -106,13 +101,8 @@ def _check_method(arguments: argparse.Namespace) -> None:
     if not arguments.retrieval_method:
         raise ValueError("--retrieval_method is missing: bm25, lucene, or the name of a dense encoder")
     method = arguments.retrieval_method.lower()
-    if method == "lucene":
-        from search_r1.search.lucene import check_java
-
-        check_java()
-        return
-    if method == "bm25":
-        check_packages("bm25")
+    if method in SPARSE:
+        check_packages(method)
         return
     if method in ONLINE or "+" in method or "/" in method:
         raise ValueError(

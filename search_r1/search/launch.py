@@ -157,10 +157,6 @@ def check_backend_arguments(arguments: argparse.Namespace, is_installed: bool = 
             from search_r1.search.online.retriever import online_engine
 
             online_engine(plan.kind, arguments)
-        elif is_installed and plan.kind == "lucene":
-            from search_r1.search.lucene import check_java
-
-            check_java()
         elif is_installed:
             check_packages(plan.kind)
     kinds = {plan.kind for plan in plans}

@@ -52,30 +52,21 @@ def manifest_path(index_path: str | Path) -> Path:
 
 def write_manifest(index_path: str | Path, manifest: Manifest) -> None:
     """Writes the manifest of a complete index atomically, with the sizes of the files that are there now."""
-    index_path = Path(index_path)
-    target = manifest_path(index_path)
-    built = manifest.built | {"files": _file_sizes(index_path)}
-    text = json.dumps({"format": FORMAT} | asdict(manifest) | {"built": built}, indent=1) + "\n"
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _file_sizes(index_path: Path) -> dict[str, int]:
-    """Bytes of each file of an index; of a folder without its manifest and locks."""
-    if not index_path.is_dir():
-        return {index_path.name: index_path.stat().st_size}
-    files = sorted(path for path in index_path.rglob("*") if path.is_file())
-    sizes = {path.relative_to(index_path).as_posix(): path.stat().st_size for path in files}
-    kept = {name: size for name, size in sizes.items() if not name.endswith((".lock", ".partial"))}
-    kept.pop("manifest.json", None)
-    return kept
+    index_path, target = Path(index_path), manifest_path(index_path)
+    folder = index_path if index_path.is_dir() else index_path.parent
+    files = sorted(index_path.rglob("*")) if index_path.is_dir() else [index_path]
+    sizes = {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in files
+        if path.is_file() and path != target and path.suffix not in (".lock", ".partial")
+    }
+    built = manifest.built | {"files": sizes}
+    partial = target.with_name(target.name + ".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(json.dumps({"format": FORMAT} | asdict(manifest) | {"built": built}, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(target)
 
 
 def read_manifest(index_path: str | Path) -> Manifest | None:

@@ -71,11 +71,8 @@ class BM25Retriever:
         topk = min(topk, self.num_documents)
         pieces = [queries[i : i + MAX_BATCH] for i in range(0, len(queries), MAX_BATCH)]
         answers = [answer for piece in pieces for answer in self._search(piece, topk)]
-        documents = self._corpus.rows(np.concatenate([rows for rows, _ in answers])) if answers else []
-        ends = np.cumsum([len(rows) for rows, _ in answers]).tolist()
-        starts = [0, *ends]
-        split = [documents[start:end] for start, end in zip(starts, ends, strict=False)]
-        return split, [scores.tolist() for _, scores in answers]
+        documents = [self._corpus.rows(rows.tolist()) for rows, _ in answers]
+        return documents, [scores.tolist() for _, scores in answers]
 
     def _search(self, queries: list[str], topk: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Rows and scores of each query."""

@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ class Encoder:
             raise ValueError(f"--retriever_model: can't load {model}: {reason}") from error
         self._settings = settings
         self.dimension = self._query_network.config.hidden_size
-        self.settings = {**settings.as_dict(), "dimension": self.dimension, "fingerprint": fingerprint}
+        self.settings = {**asdict(settings), "dimension": self.dimension, "fingerprint": fingerprint}
         if index_settings is not None and index_settings.get("fingerprint", fingerprint) != fingerprint:
             raise ValueError(
                 f"--retriever_model: {model} has other weights than the model that built the index "

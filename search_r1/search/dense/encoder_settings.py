@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 POOLINGS = ("mean", "cls", "last", "max")
@@ -67,10 +67,6 @@ class EncoderSettings:
     passage_prefix: str
     max_query_length: int
     max_passage_length: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON values only."""
-        return asdict(self)
 
 
 def find_family(name: str, model: str) -> EncoderHints | None:

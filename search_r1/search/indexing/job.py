@@ -133,10 +133,8 @@ def run_job(
             shutil.rmtree(job.work / "old", ignore_errors=True)
             (job.work / "old").mkdir()
             job.target.rename(job.work / "old" / job.target.name)
-        if job.file_name is not None:
-            manifest_path(inner).replace(
-                manifest_path(job.target)
-            )  # before the file, which is nothing without
+        if job.file_name is not None:  # before the file, which is nothing without it
+            manifest_path(inner).replace(manifest_path(job.target))
         inner.rename(job.target)
         shutil.rmtree(job.work, ignore_errors=True)
         return True

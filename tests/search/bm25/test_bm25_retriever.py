@@ -58,12 +58,6 @@ def test_a_kept_index_answers_like_a_fresh_one(index):
         assert kept.batch_search([query], 3) == fresh.batch_search([query], 3)
 
 
-def test_an_index_of_another_corpus_is_refused(index):
-    for other in (TEXTS[:3], [*TEXTS[:3], '"Copper Lantern"\nCopper Lantern is a novel by Eda Quist.']):
-        with pytest.raises(ValueError, match="corpus"):
-            BM25Retriever(corpus_of(other), index)
-
-
 def test_an_index_of_another_version_is_refused(index):
     header = index / "index.json"
     header.write_text(header.read_text().replace('"analysis_version": 2', '"analysis_version": 1'))

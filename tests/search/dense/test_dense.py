@@ -78,24 +78,17 @@ def test_a_stopped_build_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "a/embeddings.f16").read_bytes() == (tmp_path / "b/embeddings.f16").read_bytes()
 
 
-@pytest.mark.parametrize("source", ["memmap", "faiss"])
-def test_vectors_of_search_r1_are_taken_over(tmp_path: Path, source: str) -> None:
-    corpus = make_corpus(120)
+def test_vectors_of_search_r1s_flat_file_are_taken_over(tmp_path: Path) -> None:
+    faiss = pytest.importorskip("faiss")
+    corpus, path = make_corpus(120), tmp_path / "e5_Flat.index"
     vectors = HashEncoder().encode_queries(list(corpus.iter_contents()))
-    path = tmp_path / "emb_hash.memmap"
-    if source == "memmap":
-        vectors.tofile(path)
-    else:
-        faiss = pytest.importorskip("faiss")
-        index = faiss.IndexFlatIP(DIMENSION)
-        index.add(vectors)
-        faiss.write_index(index, str(path))
+    index = faiss.IndexFlatIP(DIMENSION)
+    index.add(vectors)
+    faiss.write_index(index, str(path))
     encoder = HashEncoder()
     build(corpus, tmp_path / "index", encoder, source=path, dtype="float32")
     assert encoder.num_passages == 0
     assert np.array_equal(stored(tmp_path / "index"), vectors)
-    with pytest.raises(ValueError, match="don't belong together"):
-        build(make_corpus(121), tmp_path / "other", source=path)
 
 
 def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
