@@ -1,13 +1,17 @@
 """Loading models: what fits is loaded whole, what does not is refused in words."""
 
 import json
+import logging
+from pathlib import Path
 
 import pytest
 import torch
 from tiny_training import CPU, make_config
 from transformers import Cohere2Config, Cohere2ForCausalLM
 
-from verl.workers.engine.loading import Precision, load_policy
+from verl.workers.engine.loading import Precision, load_policy, load_value_model
+
+BASE_MODEL = Path(__file__).parents[3] / "data_prep" / "base_model"
 
 
 def load(path, **changes):
@@ -42,6 +46,19 @@ def test_models_that_transform_their_logits_are_refused(tmp_path):
     Cohere2ForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="changes its logits by logit_scale"):
         load(tmp_path)
+
+
+def test_a_critic_is_loaded_without_a_report_of_the_head_that_it_does_not_need():
+    """[transformers] Qwen3Model LOAD REPORT ... lm_head.weight | UNEXPECTED: a line of every PPO run."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        load_value_model({"path": str(BASE_MODEL)}, torch.float32)
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert not [record for record in records if "LOAD REPORT" in record.getMessage()]
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])

@@ -7,7 +7,6 @@ Row schema (Search-R1's): data_source str; prompt [{role, content}, ...]; reward
 {target: [golden answers]}}; extra_info {split, index, ...}, which may be missing.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,10 +127,7 @@ class RLHFDataset:
         kept = self.config["max_start_length"]
         if len(ids) > kept and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
-                f"A prompt has {len(ids)} tokens; of each the last data.max_start_length={kept} are used.",
-                stacklevel=2,
-            )
+            print(f"note: a prompt has {len(ids)} tokens; the last data.max_start_length={kept} are used")
         return ids[-kept:]
 
 
