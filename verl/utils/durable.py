@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 
@@ -21,3 +22,11 @@ def sync_tree(root: Path) -> None:
         for name in files:
             sync(Path(folder) / name)
         sync(Path(folder))
+
+
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """The file under a second name, or a copy where the file system has no hard links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

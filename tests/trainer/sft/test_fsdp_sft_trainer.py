@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -130,6 +132,14 @@ def test_mistakes_are_one_line_and_nothing_is_written(line, tmp_path, capsys, ov
     error = capsys.readouterr().err
     assert words in error and error.startswith("error: ") and error.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_mistake_in_the_settings_is_told_before_torch_is_imported():
+    code = (
+        "import sys; from verl.trainer.fsdp_sft_trainer import run; "
+        "assert run(['trainer.sede=1']) == 2 and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_the_chat_template_that_was_given_is_saved_with_the_model(line, tmp_path):

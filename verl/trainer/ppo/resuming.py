@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from verl.trainer.ppo.run_state import (
     SearchesFailed,
 )
 from verl.utils.dataset.rl_dataset import PromptSampler
-from verl.utils.records import RunRecorder
+from verl.utils.records import Recorder, RunRecorder
 
 FILE_NAME = "learning_settings.json"
 _MODEL = "actor_rollout_ref.model.path"
@@ -124,6 +124,35 @@ def _digest(paths: list[Path], more: str = "") -> str:
     return digest.hexdigest()
 
 
+def take_up(
+    checkpoints: CheckpointStore,
+    folder: Path | None,
+    mode: str,
+    load: Callable[[Path], int],
+    recorder: Recorder,
+) -> None:
+    """Takes up the checkpoint in `folder` (None: a start), and cuts the records back to its step.
+
+    mode: `trainer.resume_mode`. load: puts everything where a checkpoint left it, and returns its step.
+    RunStopped: the checkpoint is of another run.
+    """
+    aside = checkpoints.set_aside() if mode == "none" else None
+    if aside is not None:
+        checkpoints.lock()
+    checkpoints.remove_incomplete()
+    step = 0
+    if folder is not None:
+        try:
+            step = load(folder)
+        except ValueError as error:
+            raise RunStopped(f"{folder}: {error}") from error
+        for left_behind in checkpoints.set_aside_after(step):
+            print(f"a checkpoint of a later step is now {left_behind}")
+    recorder.start(step, folder)
+    if aside is not None:
+        print(f"an earlier run stood in {checkpoints.run_dir}; it is now {aside}")
+
+
 class ResumableRun:
     """What a trainer's run goes on from; `RayPPOTrainer` is one.
 
@@ -183,12 +212,14 @@ class ResumableRun:
 
         self.checkpoint_writing.save(self.state.step, groups, beside)
 
-    def _load_checkpoint(self, folder: Path) -> None:
-        """Put everything where the checkpoint in `folder` left it. ValueError if it is of another run."""
+    def _load_checkpoint(self, folder: Path) -> int:
+        """Put everything where the checkpoint in `folder` left it, and return its step. ValueError: it is of
+        another run.
+        """
         self.state = RunState.load(folder)
         self.actor_rollout_wg.load_checkpoint(str(folder / "actor"))
         if self.state.step == 0:  # weights alone, to start with
-            return
+            return 0
         self.sampler.load_state_dict(self.state.sampler)
         self.collector.load(folder)
         self.kl_controller.load_state_dict(self.state.kl_controller)
@@ -196,6 +227,7 @@ class ResumableRun:
         self.health.load_state_dict(self.state.health)
         if self.passes.values:
             self.critic_wg.load_checkpoint(str(folder / "critic"))
+        return self.state.step
 
     @contextmanager
     def _ending_well(self) -> Iterator[None]:
@@ -221,21 +253,8 @@ class ResumableRun:
 
     def _resume(self) -> None:
         """Take up the checkpoint that `trainer.resume_mode` asks for; cut the records back to its step."""
-        folder = self.resume_folder
-        aside = self.checkpoints.set_aside() if self.config.trainer.resume_mode == "none" else None
-        if aside is not None:
-            self.checkpoints.lock()
-        self.checkpoints.remove_incomplete()
-        if folder is not None:
-            try:
-                self._load_checkpoint(folder)
-            except ValueError as error:
-                raise RunStopped(f"{folder}: {error}") from error
-            for left_behind in self.checkpoints.set_aside_after(self.state.step):
-                print(f"a checkpoint of a later step is now {left_behind}")
-        self.recorder.start(self.state.step, resumed_from=folder)
-        if aside is not None:
-            print(f"an earlier run stood in {self.checkpoints.run_dir}; it is now {aside}")
+        mode = self.config.trainer.resume_mode
+        take_up(self.checkpoints, self.resume_folder, mode, self._load_checkpoint, self.recorder)
         if self.state.step >= self.total_steps:
             print(
                 f"the run in {self.checkpoints.run_dir} is finished ({self.state.step} steps). For a new one "

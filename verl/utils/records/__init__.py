@@ -10,6 +10,6 @@
 `RunRecorder` and `LossRecorder` are what the trainers call.
 """
 
-from verl.utils.records.recorder import LossRecorder, RunRecorder
+from verl.utils.records.recorder import LossRecorder, Recorder, RunRecorder
 
-__all__ = ["LossRecorder", "RunRecorder"]
+__all__ = ["LossRecorder", "Recorder", "RunRecorder"]

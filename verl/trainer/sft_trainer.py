@@ -1,0 +1,220 @@
+"""The driver of supervised training: its loop, from the rows to `<run folder>/huggingface`.
+
+SFTDataset (token ids, which are trained) -> PromptSampler -> SFTWorker.update -> loss, checkpoints
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from verl.config import SFTConfig
+from verl.protocol import DataProto
+from verl.single_controller import build_worker_groups
+from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
+from verl.trainer.ppo.batching import arrange_for_workers
+from verl.trainer.ppo.resuming import take_up
+from verl.trainer.ppo.run_state import (
+    CheckpointStore,
+    CheckpointWriting,
+    RunStopped,
+    StoppedOnRequest,
+    StopRequest,
+    load_state,
+    save_state,
+)
+from verl.utils.dataset.rl_dataset import PromptSampler
+from verl.utils.dataset.sft_dataset import SFTDataset
+from verl.utils.durable import link_or_copy
+from verl.utils.records import LossRecorder
+from verl.workers.sft_worker import SFTWorker
+
+MODEL_FOLDER = "huggingface"
+WORKER = "worker"  # a checkpoint's folder of what the worker needs
+
+
+@dataclass
+class SFTState:
+    """Position and totals of a run; everything in it survives a restart.
+
+    Attributes:
+        step: finished steps. sampler: data position. wall_seconds: up to the last finished step, pauses left
+        out. trained_tokens, tokens: that went through the updates. losses: validation loss "before", "after".
+    """
+
+    step: int = 0
+    sampler: dict[str, Any] = field(default_factory=dict)
+    wall_seconds: float = 0.0
+    trained_tokens: int = 0
+    tokens: int = 0
+    losses: dict[str, float] = field(default_factory=dict)
+
+
+class FSDPSFTTrainer:
+    """The driver: holds the rows and the loop; the model is in the workers.
+
+    Args:
+        config: the whole configuration (`verl/trainer/config/sft_trainer.yaml`), validated and placed.
+        tokenizer: of the model; it is saved with it.
+        train_dataset, val_dataset: rows; val_dataset may be None.
+        stop_request: whether the run shall end after the present step, with a checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: SFTConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        train_dataset: SFTDataset,
+        val_dataset: SFTDataset | None,
+        stop_request: StopRequest | None = None,
+    ) -> None:
+        self.stop_request = stop_request or StopRequest()
+        self.config, self.tokenizer = config, tokenizer
+        self.train_dataset, self.val_dataset = train_dataset, val_dataset
+        trainer = config.trainer
+        self.sampler = PromptSampler(
+            len(train_dataset), config.data.train_batch_size, config.data.shuffle, trainer.seed
+        )
+        self.total_steps = trainer.total_training_steps or len(self.sampler) * trainer.total_epochs
+        self.state = SFTState()
+        self.checkpoints = CheckpointStore(trainer.default_local_dir, trainer.max_ckpt_to_keep)
+        self.checkpoint_writing = CheckpointWriting(self.checkpoints, trainer.async_checkpoint)
+        self.resume_folder = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
+        self.recorder = LossRecorder(config, self.total_steps)
+        self.groups: dict[str, WorkerGroup] = {}
+
+    def init_workers(self) -> None:
+        """Take the run folder, start the processes and load the model into them."""
+        self.checkpoints.lock()
+        trainer = self.config.trainer
+        # again, now that no other run can write one
+        self.resume_folder = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
+        pool = ResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=trainer.device == "cuda")
+        worker = ClassWithInitArgs(SFTWorker, self.config, self.tokenizer, self.total_steps)
+        self.groups = build_worker_groups(trainer.backend, pool, {WORKER: worker})
+        self.workers = self.groups[WORKER]
+        self.workers.init_model()
+
+    def shutdown(self) -> None:
+        """End the workers, and close the records. Safe to call twice."""
+        groups, self.groups = self.groups, {}
+        try:
+            self.recorder.close()
+        finally:
+            for group in groups.values():
+                group.shutdown()
+            self.checkpoints.unlock()
+
+    def fit(self) -> dict[str, Any]:
+        """Run to `total_steps` from where the last checkpoint stands; returns what `summary.json` holds."""
+        trainer = self.config.trainer
+        take_up(
+            self.checkpoints, self.resume_folder, trainer.resume_mode, self._load_checkpoint, self.recorder
+        )
+        state = self.state
+        started = time.perf_counter() - state.wall_seconds
+        if state.step == 0 and self.val_dataset is not None:
+            state.losses["before"] = self._validation_loss(self.val_dataset)
+            self.recorder.log_step(0, {"val/loss": state.losses["before"]})
+        with self.checkpoint_writing.finishing():
+            while state.step < self.total_steps:
+                self.checkpoint_writing.commit_if_written()
+                step_started = time.perf_counter()
+                self.stop_request.step = state.step + 1
+                metrics = self._update(self.sampler.next_batch())
+                state.step += 1
+                last = state.step == self.total_steps
+                due = last or (trainer.test_freq > 0 and state.step % trainer.test_freq == 0)
+                if self.val_dataset is not None and due:
+                    metrics["val/loss"] = self._validation_loss(self.val_dataset)
+                    if last:
+                        state.losses["after"] = metrics["val/loss"]
+                metrics["timing_s/step"] = time.perf_counter() - step_started
+                state.wall_seconds = time.perf_counter() - started
+                self.recorder.log_step(state.step, metrics)
+                if metrics["train/num_skipped_in_a_row"] >= trainer.max_skipped_updates:
+                    raise RunStopped(
+                        f"step {state.step}: the last {trainer.max_skipped_updates} updates were skipped, "
+                        "because the loss or the gradient was not finite (the log says where first); lower "
+                        "optim.lr, or look at the rows."
+                    )
+                stop = self.stop_request.asked and not last
+                if last or stop or (trainer.save_freq > 0 and state.step % trainer.save_freq == 0):
+                    state.sampler = self.sampler.state_dict()
+                    self.checkpoint_writing.save(
+                        state.step, {WORKER: self.workers}, lambda folder: save_state(state, folder)
+                    )
+                if stop:
+                    self.checkpoint_writing.finish()
+                    raise StoppedOnRequest(
+                        f"asked to stop; the checkpoint of step {state.step} is written, and the same "
+                        "command goes on from it."
+                    )
+        summary = {
+            "val_loss_before": state.losses.get("before"),
+            "val_loss_after": state.losses.get("after"),
+            "steps": state.step,
+            "tokens": state.tokens,
+            "trained_tokens": state.trained_tokens,
+            "wall_seconds": state.wall_seconds,
+            "seed": trainer.seed,
+        }
+        self.recorder.finish(summary, self._export())
+        return summary
+
+    def _update(self, rows: Sequence[int]) -> dict[str, float]:
+        data = self._arranged(self.train_dataset, rows)
+        started = time.perf_counter()
+        metrics: dict[str, float] = dict(self.workers.update(data).meta_info["metrics"])
+        seconds = time.perf_counter() - started
+        num_tokens = sum(len(self.train_dataset.input_ids[row]) for row in rows)
+        num_trained = sum(int(self.train_dataset.trained[row].sum()) for row in rows)
+        self.state.tokens += num_tokens
+        self.state.trained_tokens += num_trained
+        return metrics | {
+            "train/epoch": float(self.sampler.epoch),
+            "train/trained_tokens": float(num_trained),
+            "perf/tokens_per_second": num_tokens / seconds,
+            "timing_s/update": seconds,
+        }
+
+    def _arranged(self, dataset: SFTDataset, rows: Sequence[int]) -> DataProto:
+        """The rows as one mini-batch, balanced over the workers."""
+        data, _ = arrange_for_workers(dataset.batch(rows), self.workers.world_size, len(rows))
+        data.meta_info["mini_batch_rows"] = -(-len(data) // self.workers.world_size)
+        return data
+
+    def _validation_loss(self, dataset: SFTDataset) -> float:
+        """Mean over all trained tokens of the rows (nats)."""
+        size, sums = self.config.data.train_batch_size, {"nll": 0.0, "tokens": 0.0}
+        for start in range(0, len(dataset), size):
+            rows = range(start, min(start + size, len(dataset)))
+            metrics = self.workers.evaluate(self._arranged(dataset, rows)).meta_info["metrics"]
+            sums = {name: sums[name] + metrics[name] for name in sums}
+        return sums["nll"] / sums["tokens"]
+
+    def _load_checkpoint(self, folder: Path) -> int:
+        self.state = load_state(SFTState, folder)
+        self.sampler.load_state_dict(self.state.sampler)
+        self.workers.load_checkpoint(str(folder / WORKER))
+        return self.state.step
+
+    def _export(self) -> Path:
+        """`<run folder>/huggingface`: the last checkpoint's model, the same files under a second name."""
+        target = self.checkpoints.run_dir / MODEL_FOLDER
+        aside = target.with_name(f"{MODEL_FOLDER}.incomplete")
+        shutil.rmtree(aside, ignore_errors=True)
+        source = self.checkpoints.folder(self.state.step)
+        if not source.is_dir():  # a finished run's checkpoint elsewhere, by trainer.resume_from_path
+            source = self.resume_folder or source
+        shutil.copytree(source / WORKER / MODEL_FOLDER, aside, copy_function=link_or_copy)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(aside, target)
+        return target
