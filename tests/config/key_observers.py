@@ -45,7 +45,7 @@ from verl.utils.records import recorder
 from verl.utils.reward_score.qa_em_format import Segment
 from verl.workers.engine.loading import load_hf_config
 from verl.workers.engine.micro_batches import MicroBatchLimits
-from verl.workers.megatron_workers import layout_of
+from verl.workers.megatron_workers import sizes_of
 from verl.workers.rollout import build
 
 BASE_MODEL = Path(__file__).resolve().parents[2] / "data_prep" / "base_model"
@@ -284,7 +284,7 @@ def workers(config: Config) -> Any:
 
 
 def cut(config: Config) -> Any:
-    return layout_of(config.actor_rollout_ref.actor.megatron)
+    return sizes_of(config.actor_rollout_ref.actor.megatron)
 
 
 def placed(config: Config) -> Any:

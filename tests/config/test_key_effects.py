@@ -102,7 +102,6 @@ EFFECTS: dict[str, tuple] = {
     f"{F}.model_dtype": ("bf16", "actor"),
     f"{F}.mixed_precision.param_dtype": ("bf16", "actor"),
     **{f"{A}.megatron.{size}_parallel_size": (2, "cut") for size in SIZES},
-    f"{A}.megatron.num_layers_per_virtual_pipeline_stage": (2, "cut"),
     f"{REF}.reset_every": (1, "driver", KL),
     f"{REF}.log_prob_micro_batch_size_per_gpu": (3, "actor"),
     f"{REF}.fsdp_config.param_offload": ("true", "plan", KL),

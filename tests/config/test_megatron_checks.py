@@ -36,7 +36,6 @@ def check(*overrides):
         [],
         [f"{TENSOR}=4", f"{PIPELINE}=2"],
         [f"{TENSOR}=2", f"{CONTEXT}=4"],
-        [f"{PIPELINE}=2", f"{ACTOR}.megatron.num_layers_per_virtual_pipeline_stage=1"],
     ],
 )
 def test_a_model_that_can_be_cut_is_taken(overrides, model):
@@ -50,7 +49,6 @@ def test_a_model_that_can_be_cut_is_taken(overrides, model):
         ([f"{TENSOR}=8"], "key and value heads"),
         ([f"{PIPELINE}=8"], "4 layers"),
         ([f"{TENSOR}=4", f"{CONTEXT}=2", "trainer.n_gpus_per_node=12"], "12 in all"),
-        ([f"{ACTOR}.megatron.num_layers_per_virtual_pipeline_stage=2"], "virtual"),
         (["actor_rollout_ref.model.lora_rank=8"], "trains whole models"),
         (["critic.model.lora_rank=8"], "critic.model.lora_rank"),
         ([f"{ACTOR}.optim.name=muon"], "adamw"),

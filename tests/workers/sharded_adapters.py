@@ -2,7 +2,7 @@
 
 import torch
 from sharded_ranks import go_on, my_rows
-from tiny_training import gradients_of, make_actor, make_config, make_critic
+from tiny_training import gradients_of, make_actor, make_config, make_critic, save
 from torch.distributed.fsdp import FSDPModule
 
 from verl.workers.actor.dp_actor import compute_log_prob
@@ -84,7 +84,7 @@ def first_run(rank, world_size, model_path, out):
     for kind in ("lora", "muon"):
         actor = make(model_path, kind, world_size)
         actor.update_policy(my_rows(rank, world_size))
-        actor.engine.save(out / kind)
+        save(actor.engine, out / kind)
         log_probs = compute_log_prob(actor.engine, my_rows(rank, world_size), actor.limits, 1.0)
         results[kind] = log_probs, go_on(actor)
         resumed = make(model_path, kind, world_size)

@@ -1,7 +1,7 @@
 """What one rank does in tests of several processes; run by `ranks.run_ranks`."""
 
 import torch
-from tiny_training import gradients_of, make_actor, make_batch, make_config, make_critic
+from tiny_training import gradients_of, make_actor, make_batch, make_config, make_critic, save
 
 from verl.trainer.ppo.batching import arrange_for_workers
 
@@ -58,7 +58,7 @@ def first_run(rank, world_size, model_path, out):
     actor = make_actor(settings(model_path, "packed"), world_size)
     for seed in range(NUM_STEPS):
         actor.update_policy(my_rows(rank, world_size, seed))
-    actor.engine.save(out / "checkpoint")
+    save(actor.engine, out / "checkpoint")
     results["weights"] = {name: tensor.clone() for name, tensor in actor.engine.weights()}
     results["next"] = go_on(actor)
     torch.save(results, out / f"rank{rank}.pt")

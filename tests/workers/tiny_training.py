@@ -210,3 +210,19 @@ def assert_same_gradients(actual, expected, tolerance=1e-5):
     for name, want in expected.items():
         error, size = (actual[name] - want).norm().item(), want.norm().item()
         assert error <= tolerance * size + 1e-8, f"{name}: off by {error} of {size}"
+
+
+def save(engine, folder):
+    """A checkpoint, at once."""
+    engine.snapshot(folder).write()
+    if engine.world_size > 1:
+        torch.distributed.barrier()
+
+
+def save_hf(engine, folder, tokenizer, base):
+    """A Hugging Face folder of the weights; beside it the checkpoint that it comes from."""
+    saved = Path(f"{folder} checkpoint")
+    save(engine, saved)
+    engine.snapshot_hf(folder, tokenizer, base, saved).write()
+    if engine.world_size > 1:
+        torch.distributed.barrier()

@@ -142,6 +142,9 @@ RL = Table(
             "With tensor parallelism the activations are shared too.": {
                 f"{block}.sequence_parallel": True for block in _MEGATRON
             },
+            "A process has one stage of the pipeline.": {
+                f"{block}.num_layers_per_virtual_pipeline_stage": None for block in _MEGATRON
+            },
             "clip_cov draws among covariances from 1 to 5, as in verl.": {
                 f"{ACTOR}.policy_loss.clip_cov_lb": 1.0,
                 f"{ACTOR}.policy_loss.clip_cov_ub": 5.0,

@@ -80,9 +80,6 @@ class Megatron(Block):
     tensor_model_parallel_size: Count = key(1, "processes that share each layer's matrices")
     pipeline_model_parallel_size: Count = key(1, "stages of consecutive layers, in processes of their own")
     context_parallel_size: Count = key(1, "processes that share the tokens of each sequence")
-    num_layers_per_virtual_pipeline_stage: Count | None = key(
-        None, "layers of each of a process's stages (null: one stage)"
-    )
     sequence_parallel: ClassVar[bool] = True  # with tensor parallelism: activations are shared too
 
 

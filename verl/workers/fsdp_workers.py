@@ -31,7 +31,7 @@ from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.engine.reference import Reference
 from verl.workers.engine.snapshot import BackgroundWriter
 from verl.workers.rollout.base import RolloutEngine
-from verl.workers.rollout.build import Request, build_engine, engine_name, rollout_dtype
+from verl.workers.rollout.build import EngineRequest, build_engine, engine_name, rollout_dtype
 
 STATE_FILE = "update.json"
 ROLES = ("actor", "rollout", "ref", "actor_ref", "actor_rollout", "actor_rollout_ref")
@@ -206,7 +206,7 @@ class ActorRolloutRefWorker(Worker):
             raise ValueError("generate_sequences needs a worker made with an agent_factory.")
         rollout = self.config.rollout
         dtype = rollout_dtype(rollout, self.engine.precision.compute)
-        request = Request(
+        request = EngineRequest(
             self.device,
             dtype,
             rollout.prompt_length,
@@ -355,11 +355,6 @@ class ActorRolloutRefWorker(Worker):
         if self.has_ref:
             self.reference.load(Path(path))
         self._rollout_weights_stale = True  # even if they have the same version
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_hf(self, path: str) -> None:
-        """The policy as a Hugging Face folder with its tokenizer, in the dtype that it is trained in."""
-        self.engine.save_hf(path, self.tokenizer, self.config.model.path)
 
 
 class CriticWorker(Worker):

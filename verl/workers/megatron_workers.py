@@ -8,7 +8,6 @@ weights, which it takes from the engine's stream.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,23 +21,13 @@ from verl.workers.engine.loading import Precision
 from verl.workers.megatron.settings import ParallelSizes
 
 
-@dataclass(frozen=True)
-class ModelCut:
-    """How a model is cut."""
-
-    sizes: ParallelSizes
-    layers_per_virtual_stage: int | None
-    sequence_parallel: bool
-
-
-def layout_of(megatron: Megatron) -> ModelCut:
+def sizes_of(megatron: Megatron) -> ParallelSizes:
     """megatron: the `megatron` block of the actor, the reference or the critic."""
-    sizes = ParallelSizes(
+    return ParallelSizes(
         megatron.tensor_model_parallel_size,
         megatron.pipeline_model_parallel_size,
         megatron.context_parallel_size,
     )
-    return ModelCut(sizes, megatron.num_layers_per_virtual_pipeline_stage, megatron.sequence_parallel)
 
 
 class _MegatronProcess(Worker):
@@ -72,17 +61,8 @@ class _MegatronProcess(Worker):
         from verl.workers.megatron.model import build_model
 
         self.has_groups = True
-        layout = layout_of(megatron)
         precision = Precision.from_config(fsdp_config, self.device, trained=optim is not None)
-        built = build_model(
-            model,
-            layout.sizes,
-            self.device,
-            precision.compute,
-            is_policy,
-            layout.sequence_parallel,
-            layout.layers_per_virtual_stage,
-        )
+        built = build_model(model, sizes_of(megatron), self.device, precision.compute, is_policy)
         return MegatronEngine(built, model, precision, fsdp_config, self.device, optim, grad_clip)
 
     def close(self) -> None:

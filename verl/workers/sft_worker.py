@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.config import SFTConfig
@@ -134,7 +133,3 @@ class NegativeLogLikelihood:
         """The micro-batch's share of the loss."""
         loss = -micro_batch.unpack(outputs[0]).sum() / self.mini_batch.denominator.num_tokens
         return Share(loss, {"train/loss": loss.detach()})
-
-    def token_values(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> dict[str, Tensor]:
-        """Per token [B, R], 0 where nothing is trained."""
-        return {"log-probability": micro_batch.unpack(outputs[0])}

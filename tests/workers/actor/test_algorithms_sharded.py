@@ -38,7 +38,7 @@ def test_all_ranks_skip_an_update_that_is_not_finite_on_one_and_say_why(two):
     assert first == second
     (num_skipped, token), (num_skipped_too, gradient) = first
     assert num_skipped == num_skipped_too == 1
-    assert token.startswith("advantage nan at place 0 of the response of row 1 of rank 1 (step1-")
+    assert token.startswith("advantages nan at place 0 of the response of row 1 of rank 1 (step1-")
     assert gradient.startswith("only the gradient is not finite, that of row ")
     assert " or row " in gradient and "row 1 of rank 1 (step1-" in gradient  # one row of each rank
 

@@ -5,7 +5,7 @@ usable.
 import pytest
 import torch
 from safetensors import safe_open
-from tiny_training import make_actor, make_batch, make_config, make_critic, write_model
+from tiny_training import make_actor, make_batch, make_config, make_critic, save, save_hf, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -28,7 +28,7 @@ def test_rule_10_a_resumed_actor_takes_bitwise_the_same_steps(tmp_path, tied, st
     actor = make_actor(config)
     for seed in range(steps_before):
         actor.update_policy(make_batch(seed=seed))
-    actor.engine.save(tmp_path / "saved")
+    save(actor.engine, tmp_path / "saved")
     going_on = [actor.update_policy(make_batch(seed=seed)) for seed in (7, 8)]
 
     resumed = make_actor(config)
@@ -43,7 +43,7 @@ def test_rule_10_a_resumed_actor_takes_bitwise_the_same_steps(tmp_path, tied, st
 def test_rule_10_a_resumed_critic_takes_bitwise_the_same_steps(tmp_path, model_path):
     critic, resumed = (make_critic(make_config(model_path)) for _ in range(2))
     critic.update_critic(make_batch(seed=1))
-    critic.engine.save(tmp_path)
+    save(critic.engine, tmp_path)
     resumed.engine.load(tmp_path)
     assert critic.update_critic(make_batch(seed=2)) == resumed.update_critic(make_batch(seed=2))
     expected = weights(critic.engine)
@@ -62,7 +62,7 @@ def test_a_resumed_run_takes_its_settings_from_the_configuration_and_its_state_f
     actor, resumed = actor_with(0.01, [0.9, 0.999], 0.01), actor_with(0.002, [0.8, 0.95], 0.1)
     for seed in range(3):
         actor.update_policy(make_batch(seed=seed))
-    actor.engine.save(tmp_path)
+    save(actor.engine, tmp_path)
     resumed.engine.load(tmp_path)
     assert resumed.engine.num_training_steps == 3
     assert resumed.engine.lr == pytest.approx(actor.engine.lr / 5)
@@ -86,7 +86,7 @@ def test_the_hugging_face_folder_is_the_trained_model_under_plain_names(tmp_path
     actor = make_actor(make_config(base))
     actor.update_policy(make_batch())
     tokenizer = AutoTokenizer.from_pretrained(base)
-    actor.engine.save_hf(tmp_path / "hf", tokenizer, base)
+    save_hf(actor.engine, tmp_path / "hf", tokenizer, base)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")  # with any attention
     expected = weights(actor.engine)
     for name, tensor in model.named_parameters():

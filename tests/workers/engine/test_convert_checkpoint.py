@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_training import make_actor, make_batch, make_config, make_critic, write_model
+from tiny_training import make_actor, make_batch, make_config, make_critic, save, write_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from verl.trainer.ppo.run_state import CheckpointStore, RunState
@@ -90,7 +90,7 @@ def test_mistakes_are_named(tmp_path, capsys, model_path):
     (step / "actor" / "huggingface" / "config.json").rename(tmp_path / "config.json")
     assert "with --like" in error("to-hf", step, tmp_path / "out")
     assert run("to-hf", step, tmp_path / "out", "--like", model_path) == 0
-    make_critic(make_config(model_path)).engine.save(tmp_path / "critic")
+    save(make_critic(make_config(model_path)).engine, tmp_path / "critic")
     assert "is a critic" in error("to-hf", tmp_path / "critic", tmp_path / "out2")
     other = json.loads((Path(model_path) / "config.json").read_text())
     other |= {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}

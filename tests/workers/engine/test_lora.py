@@ -13,6 +13,8 @@ from tiny_training import (
     make_batch,
     make_config,
     make_critic,
+    save,
+    save_hf,
     write_model,
 )
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -67,7 +69,7 @@ def log_probs(actor):
 def test_the_gradient_of_an_adapter_is_the_chain_rule_of_the_matrixs(model_path, tmp_path, variant):
     """dL/dB = alpha/r dL/dW A^T and dL/dA = alpha/r B^T dL/dW, W the merged matrix of a whole model."""
     actor = lora_actor(model_path, *variant)
-    actor.engine.save_hf(tmp_path, None, model_path)
+    save_hf(actor.engine, tmp_path, None, model_path)
     plain = make_actor(make_config(str(tmp_path)))
     metrics, (of_matrices,) = gradients_of(plain.engine, lambda: plain.update_policy(make_batch()))
     lora_metrics, (of_adapters,) = gradients_of(actor.engine, lambda: actor.update_policy(make_batch()))
@@ -99,7 +101,7 @@ def test_the_weight_stream_is_base_plus_the_scaled_product_under_plain_names(mod
 def test_the_hugging_face_folder_is_the_merged_model(tmp_path, tied):
     base = write_model(tmp_path / "base", tied)
     actor = lora_actor(base)
-    actor.engine.save_hf(tmp_path / "hf", None, base)
+    save_hf(actor.engine, tmp_path / "hf", None, base)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     expected = merged_by_hand(actor.engine)
     for name, tensor in model.named_parameters():
@@ -113,7 +115,7 @@ def test_rule_10_a_resumed_adapter_takes_bitwise_the_same_steps(model_path, tmp_
     settings = f"actor_rollout_ref.actor.optim.name={optimizer}"
     actor, resumed = (lora_actor(model_path, settings) for _ in range(2))
     actor.update_policy(make_batch(seed=1))
-    actor.engine.save(tmp_path)
+    save(actor.engine, tmp_path)
     resumed.update_policy(make_batch(seed=99))
     resumed.engine.load(tmp_path)
     assert actor.update_policy(make_batch(seed=2)) == resumed.update_policy(make_batch(seed=2))
@@ -123,7 +125,7 @@ def test_rule_10_a_resumed_adapter_takes_bitwise_the_same_steps(model_path, tmp_
 
 def test_the_adapter_folder_is_one_that_peft_reads_and_a_run_goes_on_from(model_path, tmp_path):
     actor = lora_actor(model_path)
-    actor.engine.save(tmp_path)
+    save(actor.engine, tmp_path)
     base = AutoModelForCausalLM.from_pretrained(model_path)
     model = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).merge_and_unload()
     expected = merged_by_hand(actor.engine)
@@ -157,7 +159,7 @@ def test_a_critic_trains_adapters_and_its_head(model_path, tmp_path):
     trained = {name for name, p in critic.engine.module.named_parameters() if p.requires_grad}
     assert {name for name in trained if ".lora_" not in name} == {"value_head.weight", "value_head.bias"}
     critic.update_critic(make_batch(seed=1))
-    critic.engine.save(tmp_path)
+    save(critic.engine, tmp_path)
     resumed.engine.load(tmp_path)
     assert critic.update_critic(make_batch(seed=2)) == resumed.update_critic(make_batch(seed=2))
     assert load_value_model({"path": model_path}, torch.float32).adapters is None
@@ -180,7 +182,7 @@ def test_mistakes_are_refused_in_words(model_path, tmp_path):
         GPT2Config(vocab_size=40, n_positions=32, n_embd=16, n_layer=1, n_head=2)
     ).save_pretrained(tmp_path / "gpt2")
     refuse("is no linear layer", path=str(tmp_path / "gpt2"), lora_rank=2)  # its matrices are transposed
-    lora_actor(model_path).engine.save(tmp_path)
+    save(lora_actor(model_path).engine, tmp_path)
     folder = tmp_path / "adapter"
     refuse(f"lora_rank=8, but the adapter in .* has rank {RANK}", lora_adapter_path=str(folder), lora_rank=8)
     settings = json.loads((folder / "adapter_config.json").read_text())

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tiny_training import make_actor, make_batch, make_config
+from tiny_training import make_actor, make_batch, make_config, save
 from torch import nn
 
 from verl.workers.engine.optim import build_optimizer
@@ -103,7 +103,7 @@ def test_rule_10_a_resumed_actor_takes_bitwise_the_same_steps_with_muon(model_pa
     actor, resumed = (make_actor(make_config(model_path, *MUON)) for _ in range(2))
     for seed in range(steps_before):
         actor.update_policy(make_batch(seed=seed))
-    actor.engine.save(tmp_path)
+    save(actor.engine, tmp_path)
     resumed.update_policy(make_batch(seed=99))
     resumed.engine.load(tmp_path)
     assert actor.update_policy(make_batch(seed=7)) == resumed.update_policy(make_batch(seed=7))

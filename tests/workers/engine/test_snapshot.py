@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_training import make_actor, make_batch, make_config, write_model
+from tiny_training import make_actor, make_batch, make_config, save, save_hf, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl.workers.engine.reference import Reference
@@ -44,8 +44,8 @@ def test_rule_10_what_is_written_in_the_background_is_the_state_before_the_next_
     config = make_config(base, f"actor_rollout_ref.model.lora_rank={lora_rank}")
     actor, tokenizer = make_actor(config), AutoTokenizer.from_pretrained(base)
     actor.update_policy(make_batch(seed=1))
-    actor.engine.save(tmp_path / "at once")
-    actor.engine.save_hf(tmp_path / "at once hf", tokenizer, base)
+    save(actor.engine, tmp_path / "at once")
+    save_hf(actor.engine, tmp_path / "at once hf", tokenizer, base)
     late, hf = tmp_path / "late", tmp_path / "late" / "huggingface"
     snapshots = [actor.engine.snapshot(late), actor.engine.snapshot_hf(hf, tokenizer, base, late)]
     writer.write(snapshots, late, background=True)

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import torch
 from megatron_ranks import Layout
-from tiny_training import CPU, make_actor, make_batch, make_config, make_critic
+from tiny_training import CPU, make_actor, make_batch, make_config, make_critic, save_hf
 
 from verl.trainer.ppo.batching import arrange_for_workers
 from verl.workers.actor.dp_actor import DataParallelPPOActor, compute_log_prob
@@ -104,8 +104,6 @@ def make_megatron(kind, config, layout: Layout, trained=True):
         CPU,
         precision.compute,
         is_actor,
-        layout.sequence,
-        layout.layers_per_virtual_stage,
     )
     optim = block.optim if trained else None
     engine = MegatronEngine(built, model, precision, fsdp_config, CPU, optim, block.grad_clip)
@@ -184,17 +182,16 @@ def run_case(case: Case, config, model_folder, folder, other) -> Result:
         worker.engine._park()
     result = run_updates(kind, worker, folder)
     if case.parked:
-        worker.engine.save_hf(folder / "huggingface", None, model_folder)
+        save_hf(worker.engine, folder / "huggingface", None, model_folder)
         reference = make_megatron(kind, config, case.layout, trained=False)
         reference.engine.copy_weights(worker.engine)
         result.reset = look(kind, reference, rows_of(0, result.replica, result.num_replicas))
         return result
     if case.in_full:
-        worker.engine.save_hf(folder / "huggingface", None, model_folder)
-        late = worker.engine.snapshot_hf(folder / "before", None, model_folder, folder)
-        late.write()
-        with patch("verl.workers.megatron.checkpoint.MAX_FILE_BYTES", 3000):
-            worker.engine.save_hf(folder / "many files", None, model_folder)
+        save_hf(worker.engine, folder / "huggingface", None, model_folder)
+        worker.engine.snapshot_hf(folder / "before", None, model_folder, folder).write()
+        with patch("verl.workers.engine.hf_weights.MAX_FILE_SIZE", 3000):
+            save_hf(worker.engine, folder / "many files", None, model_folder)
         rows = rows_of(0, result.replica, result.num_replicas)
         reference = make_megatron(kind, config, case.layout, trained=False)
         reference.engine.copy_weights(worker.engine)

@@ -57,14 +57,14 @@ def own_slices(rank, world_size, folder):
         num_read += tensor.numel()
         return tensor
 
-    own = sum(parameter.numel() for chunk in built.chunks for parameter in chunk.parameters())
+    own = sum(parameter.numel() for parameter in built.stage.parameters())
     built.weights.fill(built.parameter, counted)
     padding = built.shape.hidden * (built.shape.padded_vocabulary(2) - built.shape.vocabulary) * rank
     assert num_read == own - padding * (1 if built.shape.tied else 2)
     frozen = build_model(block, sizes, CPU, torch.float32)
-    frozen.chunks[0].requires_grad_(False)
+    frozen.stage.requires_grad_(False)
     for part in micro_batches():
         with torch.no_grad():
-            again = frozen.chunks[0](part, **ASKED)
-        for ours, theirs in zip(built.chunks[0](part, **ASKED), again, strict=True):
+            again = frozen.stage(part, **ASKED)
+        for ours, theirs in zip(built.stage(part, **ASKED), again, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

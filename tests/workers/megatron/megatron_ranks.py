@@ -78,8 +78,6 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
-    sequence: bool = False
-    layers_per_virtual_stage: int | None = None
     recompute: bool = False
 
 
@@ -146,8 +144,6 @@ def run_case(folder, case):
         torch.device("cpu"),
         torch.float32,
         case.is_policy,
-        layout.sequence,
-        layout.layers_per_virtual_stage,
     )
     replica, num_replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     result = Result(replica)
@@ -162,16 +158,14 @@ def run_case(folder, case):
         return model(part, **(ASKED if case.is_policy else {})), partial(loss_of, part)
 
     built.config.finalize_model_grads_func = finalize_model_grads
-    chunks = [
-        DistributedDataParallel(built.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunk)
-        for chunk in built.chunks
-    ]
-    for chunk in chunks:
-        chunk.zero_grad_buffer()
-    get_forward_backward_func(layout.pipeline, built.config.virtual_pipeline_model_parallel_size)(
+    trained = DistributedDataParallel(
+        built.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), built.stage
+    )
+    trained.zero_grad_buffer()
+    get_forward_backward_func(layout.pipeline)(
         forward_step_func=forward_step,
-        data_iterator=[iter(parts) for _ in chunks],
-        model=chunks,
+        data_iterator=iter(parts),
+        model=trained,
         num_microbatches=len(parts),
         seq_length=1,
         micro_batch_size=1,
@@ -179,7 +173,7 @@ def run_case(folder, case):
     )
     whole = partial(built.weights.whole_tensors, dtype=torch.float32, device=torch.device("cpu"))
     result.gradients = {
-        name: tensor.clone() for name, tensor in whole(lambda c, n: built.parameter(c, n).main_grad)
+        name: tensor.clone() for name, tensor in whole(lambda name: built.parameter(name).main_grad)
     }
     result.weights = {name: tensor.clone() for name, tensor in whole(built.parameter)}
     assert list(result.weights) == list(built.weights.shapes())

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 pytestmark = [pytest.mark.slow, pytest.mark.megatron]
 
 LAYOUTS = {
-    "TP 2": Layout(tensor=2, sequence=True),
+    "TP 2": Layout(tensor=2),
     "TP 2 x PP 2": Layout(tensor=2, pipeline=2),
 }
 CASES = {
@@ -23,9 +23,7 @@ CASES = {
         for model in ("qwen2 tied", "qwen3 untied")
     },
     "critic, TP 2 x PP 2": Case("qwen3 untied", LAYOUTS["TP 2 x PP 2"], "critic"),
-    "actor, CP 2, virtual stages": Case(
-        "qwen2 tied", Layout(pipeline=2, context=2, layers_per_virtual_stage=1), "actor"
-    ),
+    "actor, PP 2 x CP 2": Case("qwen2 tied", Layout(pipeline=2, context=2), "actor"),
 }
 
 BF16 = {

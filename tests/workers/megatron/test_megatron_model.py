@@ -19,15 +19,11 @@ pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 CASES = {
     "tensor, pipeline": Case("llama3 tied", Layout(tensor=2, pipeline=2)),
-    "tensor, pipeline, sequence, recomputed": Case(
-        "qwen3 untied", Layout(tensor=2, pipeline=2, sequence=True, recompute=True)
-    ),
-    "virtual stages": Case("qwen2 tied", Layout(pipeline=2, layers_per_virtual_stage=1)),
+    "tensor, pipeline, recomputed": Case("qwen3 untied", Layout(tensor=2, pipeline=2, recompute=True)),
+    "pipeline of 4": Case("qwen2 tied", Layout(pipeline=4)),
     "context": Case("llama3 tied", Layout(context=4)),
-    "tensor, sequence, context": Case("qwen3 untied", Layout(tensor=2, context=2, sequence=True)),
-    "critic: tensor, sequence, context": Case(
-        "llama3 tied", Layout(tensor=2, context=2, sequence=True), is_policy=False
-    ),
+    "tensor, context": Case("qwen3 untied", Layout(tensor=2, context=2)),
+    "critic: tensor, context": Case("llama3 tied", Layout(tensor=2, context=2), is_policy=False),
 }
 
 

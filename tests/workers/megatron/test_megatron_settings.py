@@ -39,27 +39,17 @@ def test_what_is_not_built_here_is_refused_by_name(config, said):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "per_virtual_stage", "said"),
+    ("sizes", "message"),
     [
-        (ParallelSizes(tensor=8), None, "4 key and value heads, which tensor_model_parallel_size=8"),
-        (ParallelSizes(tensor=3), None, "8 attention heads, which tensor_model_parallel_size=3"),
-        (
-            ParallelSizes(tensor=4, context=4),
-            None,
-            "2 attention heads on each tensor rank, which context_par",
-        ),
-        (ParallelSizes(pipeline=3), None, "8 layers, which pipeline_model_parallel_size=3"),
-        (
-            ParallelSizes(pipeline=2),
-            3,
-            "num_layers_per_virtual_pipeline_stage: found 3, expected a number that",
-        ),
-        (ParallelSizes(pipeline=1), 2, "each of 1 pipeline ranks"),
+        (ParallelSizes(tensor=8), "4 key and value heads, which tensor_model_parallel_size=8"),
+        (ParallelSizes(tensor=3), "8 attention heads, which tensor_model_parallel_size=3"),
+        (ParallelSizes(tensor=4, context=4), "2 attention heads on each tensor rank, which context_par"),
+        (ParallelSizes(pipeline=3), "8 layers, which pipeline_model_parallel_size=3"),
     ],
 )
-def test_sizes_that_do_not_divide_are_refused(sizes, per_virtual_stage, said):
-    with pytest.raises(ValueError, match=said):
-        ModelShape.of(Qwen2Config(**SIZES)).check(sizes, per_virtual_stage)
+def test_sizes_that_do_not_divide_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        ModelShape.of(Qwen2Config(**SIZES)).check(sizes)
 
 
 def test_a_replica_has_to_divide_the_processes():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ from context_runner import VOCAB, ContextRunner, logits, terms
 from torch import Tensor
 
 from verl.workers.rollout.base import Completion, SamplingParams
+from verl.workers.rollout.native import NativeEngine, native_engine
 from verl.workers.rollout.native.cpu_sampler import draw
-from verl.workers.rollout.native.native_engine import SessionEngine
 from verl.workers.rollout.native.runner import PagedRunner
 from verl.workers.rollout.native.sampler import SamplingRows, uniforms
 
@@ -71,9 +72,15 @@ class Schedule:
         self.weights = weights
         num_blocks = int(per_sequence * rng.choice([1, 1, 1.3, 1.6, 3]))
         budget = None if rng.random() < 0.2 else num_blocks * runner.bytes_per_block
-        self.engine = SessionEngine(
-            runner, rng.randint(1, 6), self.max_model_len, budget, rng.choice([1, 2, 3, 7, 16, 100])
-        )
+        with patch.object(native_engine, "PagedRunner", lambda *_: runner):
+            self.engine = NativeEngine(
+                None,
+                rng.randint(1, 6),
+                self.max_model_len,
+                kv_budget_bytes=budget,
+                max_prefill_tokens=rng.choice([1, 2, 3, 7, 16, 100]),
+                block_size=block_size,
+            )
         stem = [rng.randrange(VOCAB) for _ in range(rng.randint(0, self.max_model_len // 2))]
         ends = [stem[: rng.randint(0, len(stem))] + self._some(1, self.max_model_len // 3) for _ in range(3)]
         self.prompts = [prompt[: self.max_model_len - 1] for prompt in ends]

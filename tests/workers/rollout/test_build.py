@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3Config
 
 from verl.trainer.config import load_config
-from verl.workers.rollout.build import MIN_SEQUENCES, Request, _kv_bytes, build_engine, engine_name
+from verl.workers.rollout.build import MIN_SEQUENCES, EngineRequest, _kv_bytes, build_engine, engine_name
 from verl.workers.rollout.native import NativeEngine
 from verl.workers.rollout.native.architecture import ModelSpec
 
@@ -28,7 +28,7 @@ def qwen(tmp_path):
 
 def build(model_path, *overrides, num_rows=4, max_model_len=64, dtype=torch.float32):
     block = load_config([f"actor_rollout_ref.model.path={model_path}", *overrides]).actor_rollout_ref
-    return build_engine(block.rollout, block.model, Request(CPU, dtype, max_model_len, num_rows))
+    return build_engine(block.rollout, block.model, EngineRequest(CPU, dtype, max_model_len, num_rows))
 
 
 def test_native_has_room_for_the_rows_within_max_num_seqs(qwen):
@@ -64,7 +64,7 @@ def test_the_kv_cache_on_cuda_takes_its_share_but_no_more_than_what_is_free(gpu_
     rollout = load_config(["actor_rollout_ref.model.path=x"]).actor_rollout_ref.rollout
     spec = ModelSpec.from_config(Qwen3Config(**QWEN | {"vocab_size": 1 << 26}))  # matrices of 2 GiB
     tied = ModelSpec.from_config(Qwen3Config(**QWEN | {"vocab_size": 1 << 26}, tie_word_embeddings=True))
-    request = Request(torch.device("cuda:0"), torch.bfloat16, 1 << 20, 10**6)
+    request = EngineRequest(torch.device("cuda:0"), torch.bfloat16, 1 << 20, 10**6)
     reads = dataclasses.replace(request, copies_weights=False)
 
     def gib(request, spec=spec, left=0, unused=0):

@@ -145,7 +145,7 @@ def test_after_an_update_that_failed_there_is_no_version_until_the_next() -> Non
     engine = make_engine(model)
     with pytest.raises(ValueError, match="missing"):
         engine.load_weights([], version=2)
-    assert engine.version == engine.stats()["weight_version"] == -1  # its owner sends them again
+    assert engine.version == -1  # its owner sends them again
     engine.load_weights(model.named_parameters(), version=1)
     assert generate(engine, [[1, 2, 3]], GREEDY)[0].token_ids == hf_greedy(model, [1, 2, 3], 16)
 
@@ -178,7 +178,7 @@ def test_user_mistakes_are_explained() -> None:
     with pytest.raises(ValueError, match=f"0 to {VOCAB - 1}"):
         engine.open([VOCAB], GREEDY)
     session_id = engine.open([1], GREEDY)
-    with pytest.raises(ValueError, match="queued"):
+    with pytest.raises(ValueError, match="under way"):
         engine.resume(session_id, [1], GREEDY)
     with pytest.raises(ValueError, match="no session 99"):
         engine.close(99)

@@ -203,8 +203,7 @@ def check_megatron(config: Config, passes: Passes) -> None:
     for key, model in models.items():
         if (Path(model["path"] or "") / "config.json").is_file():
             try:
-                shape = ModelShape.of(load_hf_config(model))
-                shape.check(sizes, actor.megatron.num_layers_per_virtual_pipeline_stage)
+                ModelShape.of(load_hf_config(model)).check(sizes)
             except ValueError as error:
                 raise ValueError(
                     f"Found {key}={model['path']}, which can't be cut as asked: {error}"

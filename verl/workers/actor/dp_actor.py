@@ -140,27 +140,6 @@ class PolicyObjective:
             metrics |= _ratio_extremes(log_prob.detach() - old_log_prob, micro_batch.mask)
         return Share(loss, {name: figure.detach() for name, figure in metrics.items()})
 
-    def token_values(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> dict[str, Tensor]:
-        """Per token [B, R], 0 where it takes part in nothing."""
-        log_prob = micro_batch.unpack(outputs[0])
-        columns = {
-            "advantage": "advantages",
-            "old log-prob": "old_log_probs",
-            "reference log-prob": "ref_log_prob",
-            "teacher log-prob": "teacher_log_prob",
-            "rollout weight": "rollout_is_weights",
-        }
-        values = {name: self._rows(key, micro_batch) for name, key in columns.items() if key in self.batch}
-        values["log-prob"] = log_prob
-        old_log_prob = self._old_log_prob(micro_batch, log_prob)
-        if old_log_prob is not None:
-            values["ratio"] = (log_prob - old_log_prob).exp()
-        in_loss = micro_batch.mask | micro_batch.extra_mask
-        return {
-            name: value.masked_fill(~(in_loss if name == "log-prob" else micro_batch.mask), 0.0)
-            for name, value in values.items()
-        }
-
     def _selected(self, select: SelectFn) -> Tensor:
         """[N, R] bool on CPU: what the loss chooses out of the mini-batch's rows of all ranks.
 

@@ -104,14 +104,5 @@ class ValueObjective:
         }
         return Share(loss, metrics)
 
-    def token_values(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> dict[str, Tensor]:
-        """Per token [B, R], 0 where it takes part in nothing."""
-        values = {
-            "return": self._rows("returns", micro_batch),
-            "old value": self._rows("values", micro_batch),
-            "value": micro_batch.unpack(outputs[0]),
-        }
-        return {name: value.masked_fill(~micro_batch.mask, 0.0) for name, value in values.items()}
-
     def _rows(self, key: str, micro_batch: PackedMicroBatch) -> Tensor:
         return self.batch[key][micro_batch.rows].to(self.engine.device)

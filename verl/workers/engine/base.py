@@ -173,22 +173,17 @@ class Engine(ABC):
 
     @abstractmethod
     def save_weights(self, folder: Path) -> None:
-        """Writes the weights alone, of a frozen engine: whole tensors, under the names of `save`."""
+        """Writes the weights alone, of a frozen engine: whole tensors, under the names of `snapshot`."""
 
     @abstractmethod
     def load_weights(self, folder: Path) -> None:
         """Takes the weights that `save_weights` wrote, of any kind of engine, into a frozen engine."""
 
     @abstractmethod
-    def save(self, path: str | Path) -> None:
-        """Writes everything that the next update depends on into a folder, which is made."""
-
     def snapshot(self, path: str | Path) -> Snapshot:
-        """What `save` writes, to be written by another thread; `step` waits until that has copied it. An
-        engine that can't writes all of it at once.
+        """Everything that the next update depends on, to be written into a folder, which is made; maybe by
+        another thread: `step` waits until that has copied it.
         """
-        self.save(path)
-        return Snapshot()
 
     def wait_for_snapshot(self) -> None:
         """Returns when the last snapshot is copied, so that the weights may change."""
@@ -196,23 +191,17 @@ class Engine(ABC):
 
     @abstractmethod
     def load(self, path: str | Path) -> None:
-        """Puts the engine where `save` left one, of any kind and with any number of processes.
+        """Puts the engine where a snapshot was taken of one, of any kind and with any number of processes.
 
         Raises:
             ValueError: it is not such a folder, or one of another model or optimizer.
         """
 
+    @abstractmethod
     def snapshot_hf(
         self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path, saved: str | Path
     ) -> Snapshot:
-        """What `save_hf` writes, to be written by another thread after the snapshot in the folder `saved`,
-        which is of the same moment. An engine that can't writes it at once.
-        """
-        self.save_hf(path, tokenizer, base)
-        return Snapshot()
-
-    @abstractmethod
-    def save_hf(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path) -> None:
-        """Writes a Hugging Face folder: config, safetensors in the weights' dtype, tokenizer; adapters are
-        merged. `base` is the folder that the model came from.
+        """A Hugging Face folder: config, safetensors in the weights' dtype, tokenizer; adapters are merged.
+        To be written after the snapshot in the folder `saved`, which is of the same moment. `base` is the
+        folder that the model came from.
         """

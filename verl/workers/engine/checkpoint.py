@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import shutil
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.workers.engine.base import Engine
 from verl.workers.engine.hf_weights import tensor_names, write_hf_weights
@@ -39,7 +40,7 @@ from verl.workers.engine.lora import save_adapter
 from verl.workers.engine.optim import resume_schedule
 from verl.workers.engine.snapshot import Snapshot, copied_to_cpu
 
-COPIED_FILES = ("prompt_template.txt",)
+COPIED_FILES = ("prompt_template.txt", "generation_config.json")
 ADAPTER_FOLDER = "adapter"
 
 
@@ -146,8 +147,21 @@ def has_optimizer(folder: Path) -> bool:
     return any(name.startswith("optimizer.state.") for name in entries)
 
 
-def save_beside(folder: Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path) -> None:
-    """Writes what a Hugging Face folder has besides the model."""
+def write_hf_folder(
+    model: PreTrainedModel,
+    weights: Sequence[str] | dict[str, Tensor],
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    base: str | Path,
+    saved: str | Path,
+) -> None:
+    """Writes a Hugging Face folder. weights: names of those to take from the policy's checkpoint in `saved`
+    (see `write_hf_weights`), or the whole tensors; base: the folder that the model came from.
+    """
+    if isinstance(weights, dict):
+        model.save_pretrained(folder, state_dict=weights)
+    else:
+        write_hf_weights(model, weights, Path(saved) / "dcp", folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     for name in COPIED_FILES:
@@ -176,10 +190,6 @@ class SavedEngine(Engine):
     def _rank(self) -> int:
         return dist.get_rank() if self.world_size > 1 else 0
 
-    def _barrier(self) -> None:
-        if self.world_size > 1:
-            dist.barrier()
-
     def _tensors(self) -> dict[str, Any]:
         """The weights that are trained, and the optimizer with its settings (`param_groups`)."""
         assert self.optimizer is not None
@@ -202,21 +212,13 @@ class SavedEngine(Engine):
     def load_weights(self, folder: Path) -> None:
         load_tensors(self._frozen_tensors(), folder)
 
-    def save(self, path: str | Path) -> None:
-        self._snapshot_of(path, None).write()
-        self._barrier()
-
     def snapshot(self, path: str | Path) -> Snapshot:
-        if self._writing_group is None and self.world_size > 1:
-            self._writing_group = dist.new_group(backend="gloo")
-        self._snapshot = self._snapshot_of(path, self._writing_group)
-        return self._snapshot
-
-    def _snapshot_of(self, path: str | Path, group: dist.ProcessGroup | None) -> Snapshot:
-        """What `save` writes, its tensors in the snapshot and all else at once; LoRA adapters also as a PEFT
-        folder, `<folder>/adapter`. group: see `save_tensors`.
+        """The tensors are in the snapshot, all else is written at once; LoRA adapters also as a PEFT folder,
+        `<folder>/adapter`.
         """
         assert self.scheduler is not None
+        if self._writing_group is None and self.world_size > 1:
+            self._writing_group = dist.new_group(backend="gloo")
         folder, offloads = Path(path), self.offloads
         folder.mkdir(parents=True, exist_ok=True)
         with self.loaded(optimizer=True):
@@ -232,9 +234,10 @@ class SavedEngine(Engine):
             held.append(copied_to_cpu(held.pop()))
 
         def write() -> None:
-            save_tensors(held.pop(), folder / "dcp", group)
+            save_tensors(held.pop(), folder / "dcp", self._writing_group)
 
-        return Snapshot(None if offloads else copy, write)
+        self._snapshot = Snapshot(None if offloads else copy, write)
+        return self._snapshot
 
     def load(self, path: str | Path) -> None:
         assert self.scheduler is not None and self.optimizer is not None
@@ -256,45 +259,20 @@ class SavedEngine(Engine):
         for group, settings_of_group in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(settings_of_group)
         self.weights_version = load_progress(folder, self.scheduler, self.device, self._rank)
-        self._barrier()
-
-    def save_hf(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path) -> None:
-        folder = Path(path)
-        with self.loaded():
-            state = self._whole_state() if self.world_size > 1 or self.adapters is not None else None
-            if self._rank == 0:
-                self.module.model.save_pretrained(folder, state_dict=state)
-        if self._rank == 0:
-            save_beside(folder, tokenizer, base)
-        self._barrier()
-
-    def _whole_state(self) -> dict[str, Tensor]:
-        """All of a Hugging Face folder, adapters merged, in rank 0's CPU memory (empty on the others)."""
-        model = self.module.model
-        buffers = {name: t for name, t in model.named_buffers() if name in model.state_dict()}
-        return {n: t.cpu() for n, t in chain(self.weights(), buffers.items()) if self._rank == 0}
+        if self.world_size > 1:
+            dist.barrier()
 
     def snapshot_hf(
         self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path, saved: str | Path
     ) -> Snapshot:
-        """What `save_hf` writes. The weights are those that are in `saved` by then, so that none are
-        gathered; but those that adapters are merged into are gathered now, as a checkpoint has the adapters
-        alone.
-        """
-        folder, model = Path(path), self.module.model
-        state: dict[str, Tensor] = {}
+        """Weights that adapters are merged into are gathered now, as a checkpoint has the adapters alone."""
+        model = self.module.model
+        weights: Sequence[str] | dict[str, Tensor] = tensor_names(model)
         if self.adapters is not None:
+            buffers = {name: t for name, t in model.named_buffers() if name in model.state_dict()}
             with self.loaded():
-                state = self._whole_state()
+                whole = chain(self.weights(), buffers.items())
+                weights = {name: tensor.cpu() for name, tensor in whole if self._rank == 0}
         if self._rank > 0:
             return Snapshot()
-        names = tensor_names(model)
-
-        def write() -> None:
-            if state:
-                model.save_pretrained(folder, state_dict=state)
-            else:
-                write_hf_weights(model, names, Path(saved) / "dcp", folder)
-            save_beside(folder, tokenizer, base)
-
-        return Snapshot(write=write)
+        return Snapshot(write=partial(write_hf_folder, model, weights, Path(path), tokenizer, base, saved))

@@ -5,9 +5,8 @@
 The model's owner gives an `Objective` for each mini-batch: the loss and the metrics of a micro-batch. Both
 are sums over its tokens divided by counts of the whole mini-batch over all ranks, so that loss, gradient and
 metrics are the same for every way of splitting it. A step whose loss or gradient is not finite is skipped on
-all ranks, counted, and explained: the first trajectory and token whose numbers are infinite or NaN are
-looked for after the fact, which costs a forward pass of the mini-batch and, if everything that goes into the
-loss is finite, a backward pass for each row.
+all ranks, counted, and explained: the first trajectory with numbers that are infinite or NaN is looked for
+after the fact, which costs a pass for each row if everything that goes into the loss is finite.
 """
 
 from __future__ import annotations
@@ -63,10 +62,6 @@ class Objective(Protocol):
 
     def share(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> Share: ...
 
-    def token_values(self, micro_batch: PackedMicroBatch, outputs: Outputs) -> dict[str, Tensor]:
-        """name -> [B, R]: what the loss is made of, each thing before what follows from it."""
-        ...
-
 
 class UpdateLoop:
     """Makes the optimizer steps of a training step.
@@ -114,7 +109,8 @@ class UpdateLoop:
             data: this rank's rows; meta_info `mini_batch_rows` says how many make a mini-batch (else as
                 configured), and `uid` names them in the log. batch: its tensors.
         """
-        engine, averages, num_skipped = self.engine, _StepMetrics(), 0
+        engine, num_skipped = self.engine, 0
+        of_steps: dict[str, list[float]] = {}  # of each metric, its values in the optimizer steps
         with engine.loaded(optimizer=True):
             for mini_batch in self._mini_batches(batch, self._rows_of_mini_batch(data)):
                 objective = objective_of(mini_batch)
@@ -127,12 +123,14 @@ class UpdateLoop:
                 metrics[f"{self.name}/grad_norm"], applied = engine.step(discard=not is_finite)
                 if applied:
                     self.num_skipped_in_a_row = 0
-                    averages.add(metrics)
+                    for name, value in metrics.items():
+                        of_steps.setdefault(name, []).append(value)
                 else:
                     num_skipped += 1
                     rows, names = mini_batch.rows, data.non_tensor_batch.get("uid")
                     self._count_skipped(partial(first_not_finite, engine, batch, rows, objective, names))
-        metrics = averages.result() | {
+        over_steps: dict[str, Callable[[list[float]], float]] = {"min": min, "max": max, "sum": fmean}
+        metrics = {name: over_steps[_op(name)](values) for name, values in of_steps.items()} | {
             f"{self.name}/lr": engine.lr,
             f"{self.name}/num_skipped_updates": float(num_skipped),
             f"{self.name}/num_skipped_in_a_row": float(self.num_skipped_in_a_row),
@@ -158,15 +156,13 @@ class UpdateLoop:
                 order = shuffled(len(all_rows), self.seed, self.engine.num_training_steps, epoch)
                 all_rows = [all_rows[i] for i in order]
             for rows in all_rows:
-                yield MiniBatch(rows, number, self._denominator(batch, rows))
+                prompt_rows = batch["prompt_rows"][rows] if "prompt_rows" in batch else None
+                counts = denominator_counts(batch["response_mask"][rows], prompt_rows)
+                denominator = LossDenominator.from_counts(
+                    self.engine.reduce(counts, "sum"), self.loss_scale_factor, batch.get("prompt_tokens")
+                )
+                yield MiniBatch(rows, number, denominator)
                 number += 1
-
-    def _denominator(self, batch: Mapping[str, Tensor], rows: list[int]) -> LossDenominator:
-        prompt_rows = batch["prompt_rows"][rows] if "prompt_rows" in batch else None
-        counts = denominator_counts(batch["response_mask"][rows], prompt_rows)
-        return LossDenominator.from_counts(
-            self.engine.reduce(counts, "sum"), self.loss_scale_factor, batch.get("prompt_tokens")
-        )
 
     def _accumulate(
         self, batch: Mapping[str, Tensor], mini_batch: MiniBatch, objective: Objective
@@ -178,7 +174,7 @@ class UpdateLoop:
         there is nothing else: the optimizer steps (momentum, decay) on zeros too. They come first, so that
         the last pass is a backward one, after which sharded weights are given back.
         """
-        engine, metrics = self.engine, _MiniBatchMetrics()
+        engine, shares = self.engine, list[Share]()
         idle = set(objective.idle_rows)
         active = [row for row in mini_batch.rows if row not in idle]
         num_idle, idle_parts = self._micro_batches(batch, sorted(idle))
@@ -190,10 +186,18 @@ class UpdateLoop:
         for micro_batch, outputs in engine.infer(
             islice(micro_batches, num_idle + num_active - num_backward), **options
         ):
-            metrics.add(objective.share(micro_batch, outputs))
-        for share in engine.forward_backward(micro_batches, num_backward, objective.share, **options):
-            metrics.add(share)
-        return metrics.over_ranks(engine)
+            shares.append(objective.share(micro_batch, outputs))
+        shares += engine.forward_backward(micro_batches, num_backward, objective.share, **options)
+        values: dict[str, list[Tensor]] = {}
+        for share in shares:
+            for name, value in (*share.metrics.items(), ("loss", share.loss)):
+                values.setdefault(name, []).append(value)
+        totals: dict[str, float] = {}
+        for op in ("sum", "min", "max"):  # every rank has the same names: each makes as many passes
+            names = [name for name in values if _op(name) == op]
+            reduced = [float(getattr(torch.stack(values[name]), op)()) for name in names]
+            totals |= dict(zip(names, engine.reduce(reduced, op), strict=True))
+        return totals
 
     def _micro_batches(
         self, batch: Mapping[str, Tensor], rows: list[int]
@@ -215,43 +219,10 @@ class UpdateLoop:
             logger.warning("%s: an update is skipped: %s", self.name, self.skipped_update)
 
 
-class _MiniBatchMetrics:
-    """Metrics of a mini-batch, from the shares of its micro-batches."""
-
-    def __init__(self) -> None:
-        self._shares: dict[str, list[Tensor]] = {}
-
-    def add(self, share: Share) -> None:
-        for name, figure in (*share.metrics.items(), ("loss", share.loss)):
-            self._shares.setdefault(name, []).append(figure.detach())
-
-    def over_ranks(self, engine: Engine) -> dict[str, float]:
-        """Every rank has seen the same names: each of them makes as many passes."""
-        totals: dict[str, float] = {}
-        for op in ("sum", "min", "max"):
-            names = [name for name in self._shares if _op(name) == op]
-            reduced = [float(getattr(torch.stack(self._shares[name]), op)()) for name in names]
-            totals |= dict(zip(names, engine.reduce(reduced, op), strict=True))
-        return totals
-
-
-class _StepMetrics:
-    """Metrics of a training step, from those of its optimizer steps."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, list[float]] = {}
-
-    def add(self, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._values.setdefault(name, []).append(value)
-
-    def result(self) -> dict[str, float]:
-        """`*/min` is the least, `*/max` the greatest, anything else the mean of what was added."""
-        over_steps: dict[str, Callable[[list[float]], float]] = {"min": min, "max": max, "sum": fmean}
-        return {name: over_steps[_op(name)](values) for name, values in self._values.items()}
-
-
 def _op(name: str) -> str:
+    """How a metric's values become one: `*/min` is the least, `*/max` the greatest, others add up (over
+    micro-batches and ranks) or are averaged (over optimizer steps).
+    """
     ending = name.rsplit("/", 1)[-1]
     return ending if ending in ("min", "max") else "sum"
 
@@ -286,52 +257,30 @@ def first_not_finite(
     rows: this rank's rows of the mini-batch. names: uid of each row of the batch.
     """
 
-    def single_rows() -> Iterator[PackedMicroBatch]:
-        return pack_micro_batches(batch, rows, engine, MicroBatchLimits(1, None, False))[1]
+    def row_name(row: int) -> str:
+        rank = f" of rank {dist.get_rank()}" if dist.is_initialized() and dist.get_world_size() > 1 else ""
+        return f"row {row}{rank}" + ("" if names is None else f" ({names[row]})")
 
-    reason = _over_ranks(engine, _first_token(engine, single_rows(), objective, names))
-    reason = reason or _first_gradient(engine, single_rows(), objective, names)
-    return reason or "the loss or gradient is not finite, though that of each trajectory alone is"
-
-
-def _row_name(row: int, names: np.ndarray | None) -> str:
-    rank = f" of rank {dist.get_rank()}" if dist.is_initialized() and dist.get_world_size() > 1 else ""
-    return f"row {row}{rank}" + ("" if names is None else f" ({names[row]})")
-
-
-def _first_token(
-    engine: Engine, micro_batches: Iterator[PackedMicroBatch], objective: Objective, names: np.ndarray | None
-) -> str:
-    """The first token of this rank's rows with a number that is not finite; "" if there is none."""
-    first: tuple[int, int, str, float] | None = None
-    for micro_batch, outputs in engine.infer(micro_batches, **objective.options):
-        for name, values in objective.token_values(micro_batch, outputs).items():
-            places = (~values.isfinite())[0].nonzero().flatten().tolist()
-            if not places:
-                continue
-            candidate = (int(micro_batch.rows[0]), places[0], name, float(values[0, places[0]]))
-            if first is None or candidate[:2] < first[:2]:
-                first = candidate
-    if first is None:
-        return ""
-    row, place, name, value = first
-    return f"{name} {value} at place {place} of the response of {_row_name(row, names)}"
-
-
-def _first_gradient(
-    engine: Engine,
-    micro_batches: Iterator[PackedMicroBatch],
-    objective: Objective,
-    names: np.ndarray | None,
-) -> str:
-    """The first row whose own gradient is not finite. With several ranks: the rows of that pass."""
-    for micro_batch in micro_batches:
-        engine.forward_backward([micro_batch], 1, objective.share, **objective.options)
+    columns = {name: x for name, x in batch.items() if x.is_floating_point() and x.dim() == 2}
+    inputs = ""
+    for row in rows if columns else ():
+        sampled = batch["response_mask"][row].bool()
+        for name, column in columns.items():
+            places = (~column[row].isfinite() & sampled).nonzero().flatten().tolist()
+            if places and not inputs:
+                value = float(column[row, places[0]])
+                inputs = f"{name} {value} at place {places[0]} of the response of {row_name(row)}"
+    if reason := _over_ranks(engine, inputs):
+        return reason
+    for micro_batch in pack_micro_batches(batch, rows, engine, MicroBatchLimits(1, None, False))[1]:
+        (share,) = engine.forward_backward([micro_batch], 1, objective.share, **objective.options)
         norm, _ = engine.step(discard=True)
-        if not math.isfinite(norm):
-            row = _row_name(int(micro_batch.rows[0]), names) if len(micro_batch.cells) else ""
-            return f"only the gradient is not finite, that of {_over_ranks(engine, row, every=True)}"
-    return ""
+        (in_loss,) = engine.reduce([float(not share.loss.isfinite())], "sum")
+        if in_loss or not math.isfinite(norm):  # with several ranks: in one of the rows of that pass
+            own = row_name(int(micro_batch.rows[0])) if len(micro_batch.cells) else ""
+            what = "the loss" if in_loss else "only the gradient"
+            return f"{what} is not finite, that of {_over_ranks(engine, own, every=True)}"
+    return "the loss or gradient is not finite, though that of each trajectory alone is"
 
 
 def _over_ranks(engine: Engine, text: str, every: bool = False) -> str:

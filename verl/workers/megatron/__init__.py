@@ -1,6 +1,6 @@
 """Models on megatron-core: tensor, pipeline, sequence and context parallel, on CUDA or CPU.
 
-    Hugging Face folder --weights--> model chunks of this process --model--> numbers per loss token
+    Hugging Face folder --weights--> the stage of this process --model--> numbers per loss token
 
 `parallel_state` says which process holds what, `settings` what a model is made of (and refuses what does not
 fit), `model` builds it from `layers` and `attention`, `log_prob` is its head, `weights` names its parameters

@@ -6,7 +6,6 @@ ModelShape, ParallelSizes --transformer_config--> TransformerConfig;  layer_spec
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from verl.workers.megatron.core_attention import PackedCoreAttention
-from verl.workers.megatron.settings import ModelShape, ParallelSizes, StageLayout
+from verl.workers.megatron.settings import ModelShape, ParallelSizes
 
 
 class RMSNorm(nn.Module):
@@ -47,10 +46,8 @@ class RMSNorm(nn.Module):
 def transformer_config(
     shape: ModelShape,
     sizes: ParallelSizes,
-    layout: StageLayout,
     device: torch.device,
     dtype: torch.dtype,
-    sequence_parallel: bool,
     recompute: bool,
 ) -> TransformerConfig:
     """Megatron's configuration of a model. Weights are read, not drawn; nothing is dropped at random; stages
@@ -58,14 +55,6 @@ def transformer_config(
 
     recompute: keep only each layer's input for the backward pass (gradient checkpointing).
     """
-    if recompute:
-        recomputed: dict[str, Any] = {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    else:
-        recomputed = {}
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden,
@@ -90,13 +79,9 @@ def transformer_config(
         fp16=dtype == torch.float16,
         tensor_model_parallel_size=sizes.tensor,
         pipeline_model_parallel_size=sizes.pipeline,
-        virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
         context_parallel_size=sizes.context,
-        sequence_parallel=sequence_parallel and sizes.tensor > 1,
+        sequence_parallel=sizes.tensor > 1,
         variable_seq_lengths=True,
-        # with virtual stages a process may send both ways to the same other one: not in one batch then
-        overlap_p2p_comm=layout.chunks > 1,
-        batch_p2p_comm=layout.chunks == 1,
         moe_token_dispatcher_type="alltoall",  # there are no experts, but the default is at odds with it
         calculate_per_token_loss=True,
         cuda_graph_scope=[],
@@ -104,7 +89,9 @@ def transformer_config(
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
-        **recomputed,
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
     )
 
 

@@ -5,12 +5,19 @@
 
 The processes of a replica work on the same micro-batches. What they compute with is of `precision.compute`;
 main weights and the optimizer's state are fp32 shards.
+
+A checkpoint is in the format of `verl.workers.engine.checkpoint`, so a run goes on over FSDP2 or
+megatron-core, on any number of processes:
+
+    shards --gathered one tensor at a time--> (name, whole tensor) --each kept by one process--> <folder>/dcp
+    <folder>/dcp --each read by one process--> sent to all, one at a time --> every process takes its shard
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,23 +26,36 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from verl.utils.packing import PackedMicroBatch
 from verl.workers.engine.base import Engine, Outputs, Share, ShareOf
+from verl.workers.engine.checkpoint import (
+    check_complete,
+    check_fits,
+    has_optimizer,
+    load_progress,
+    load_tensors,
+    save_progress,
+    save_tensors,
+    write_hf_folder,
+)
+from verl.workers.engine.hf_weights import tensor_names
 from verl.workers.engine.loading import Precision
 from verl.workers.engine.optim import build_scheduler
 from verl.workers.engine.snapshot import Snapshot
-from verl.workers.megatron import checkpoint
 from verl.workers.megatron.model import BuiltModel, initial_weights
-from verl.workers.megatron.optimizer import ShardedAdamW
+from verl.workers.megatron.optimizer import KINDS, ShardedAdamW
 from verl.workers.megatron.parallel_state import data_position
 from verl.workers.megatron.schedule import Pipeline, as_outputs
 from verl.workers.megatron.storage import ParkedStorage
+from verl.workers.megatron.weights import Piece
+
+EMBEDDING = "model.model.embed_tokens.weight"  # in a checkpoint
 
 
 class MegatronEngine(Engine):
-    """Owns a process's chunks of a policy or a value model.
+    """Owns a process's stage of a policy or a value model.
 
     Args:
         built: in dtype precision.compute, on the device. model: the configuration's `model` block that it was
@@ -63,27 +83,21 @@ class MegatronEngine(Engine):
         self.weights_version = 0
         self.optimizer: ShardedAdamW | None = None
         self.scheduler = None
-        models: Sequence[torch.nn.Module] = built.chunks
+        trained: torch.nn.Module = built.stage
         if optim is None:
-            for chunk in built.chunks:
-                chunk.requires_grad_(False)
+            built.stage.requires_grad_(False)
         else:
             self.optimizer = ShardedAdamW(built, optim, grad_clip, precision.reduce, device)
             self.scheduler = build_scheduler(self.optimizer.inner, optim)
-            models = self.optimizer.models
-            if precision.compute != torch.float32:
-                self._fill_main_weights(model)
-        self._pipeline = Pipeline(models, built.config, num_outputs=3 if built.weights.has_head else 1)
+            trained = self.optimizer.model
+            if precision.compute != torch.float32:  # from the folder: the parameters are rounded
+                read = initial_weights(model, built)
+                for parameter in built.weights.here:
+                    local = built.weights.local(parameter, read).to(device)
+                    self.optimizer.put(built.parameter(parameter.name), "param", local)
+        self._pipeline = Pipeline(trained, built.config, num_outputs=3 if built.weights.has_head else 1)
         self._writing_group: dist.ProcessGroup | None = None  # of threads that write snapshots
         self._set_offloads(fsdp_config)
-
-    def _fill_main_weights(self, model: Mapping[str, Any]) -> None:
-        """In fp32 from the folder, not from the parameters, which are rounded."""
-        assert self.optimizer is not None
-        read = initial_weights(model, self.built)
-        for parameter in self.built.weights.here:
-            local = self.built.weights.local(parameter, read).to(self.device)
-            self.optimizer.put(self.built.parameter(parameter.chunk, parameter.name), "param", local)
 
     # ------------------------------------------------------------------------------------------ computing
 
@@ -93,7 +107,7 @@ class MegatronEngine(Engine):
     ) -> Iterator[tuple[PackedMicroBatch, Outputs]]:
         if self._pipeline.num_stages == 1:
             for micro_batch in micro_batches:
-                yield micro_batch, as_outputs(self.built.chunks[0](micro_batch, **options))
+                yield micro_batch, as_outputs(self.built.stage(micro_batch, **options))
             return
         listed = list(micro_batches)  # stages work on several at a time
         if listed:
@@ -110,13 +124,6 @@ class MegatronEngine(Engine):
         self.weights_version += applied
         return norm, applied
 
-    def num_updates(self) -> int:
-        """Optimizer steps made so far, over restarts; all processes call it together."""
-        assert self.optimizer is not None
-        steps = torch.tensor(float(self.optimizer.num_steps), device=self.device)
-        dist.all_reduce(steps, dist.ReduceOp.MAX)  # one may have no shard of anything
-        return int(steps)
-
     @property
     def peers(self) -> dist.ProcessGroup | None:
         group: dist.ProcessGroup = mpu.get_data_parallel_group()
@@ -130,9 +137,10 @@ class MegatronEngine(Engine):
         self._parameters: list[ParkedStorage] = []  # needed for every pass
         self._update_state: list[ParkedStorage] = []  # needed for updates besides
         if self.offloads_params:
-            frozen = (p for chunk in self.built.chunks for p in chunk.parameters())
             self._parameters.append(
-                ParkedStorage(frozen) if optimizer is None else optimizer.parameter_storage()
+                ParkedStorage(self.built.stage.parameters())
+                if optimizer is None
+                else optimizer.parameter_storage()
             )
         if on_cuda and optimizer is not None:
             if fsdp_config["optimizer_offload"]:
@@ -184,8 +192,8 @@ class MegatronEngine(Engine):
             yield from ((name, whole.float()) for name, whole in self.weights())
             return
 
-        def local(chunk: int, name: str) -> Tensor:
-            return optimizer.whole(self.built.parameter(chunk, name), kind)
+        def local(name: str) -> Tensor:
+            return optimizer.whole(self.built.parameter(name), kind)
 
         yield from self.built.weights.whole_tensors(local, torch.float32, self.device)
 
@@ -195,34 +203,122 @@ class MegatronEngine(Engine):
             self._take(source.whole_tensors("param"))
 
     def save_weights(self, folder: Path) -> None:
-        checkpoint.save_weights(self, folder)
+        with self.loaded():
+            share = {self._saved_name(name): whole for name, whole in self._own_share("param")}
+        save_tensors(share, folder)
 
     def load_weights(self, folder: Path) -> None:
-        self._take(checkpoint.read_whole(self, folder, prefix=""))
+        self._take(self._read_whole(folder))
 
     @torch.no_grad()
     def _take(self, stream: Iterator[tuple[str, Tensor]]) -> None:
         """Sets a frozen engine's parameters from whole tensors in the order of `weights`."""
         assert self.optimizer is None
         with self.loaded():
-            for parameter, local in checkpoint.local_tensors(self.built.weights, stream):
-                self.built.parameter(parameter.chunk, parameter.name).copy_(local)
+            for name, local in self._local_tensors(stream):
+                self.built.parameter(name).copy_(local)
 
-    def save(self, path: str | Path) -> None:
-        checkpoint.save_checkpoint(self, path)
+    # ------------------------------------------------------------------------------------------- checkpoints
 
     def snapshot(self, path: str | Path) -> Snapshot:
+        """Each process has its share of the tensors in CPU memory by now."""
+        assert self.optimizer is not None and self.scheduler is not None
         if self._writing_group is None:
             self._writing_group = dist.new_group(backend="gloo")
-        return checkpoint.take_snapshot(self, path, self._writing_group)
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        model: dict[str, Tensor] = {}
+        state: dict[str, dict[str, Tensor]] = {}
+        with self.loaded(optimizer=True):
+            for kind in KINDS:
+                for name, whole in self._own_share(kind):
+                    name = self._saved_name(name)
+                    if kind == "param":
+                        model |= dict.fromkeys(self._saved_names(name), whole)
+                        state[name] = {"step": torch.tensor(float(self.weights_version))}
+                    else:
+                        state[name][kind] = whole
+        save_progress(folder, self.scheduler, self.weights_version, self.device, dist.get_rank())
+        share = {"model": model, "optimizer": {"state": state}}
+        return Snapshot(write=partial(save_tensors, share, folder / "dcp", self._writing_group))
+
+    def load(self, path: str | Path) -> None:
+        assert self.optimizer is not None and self.scheduler is not None
+        folder = Path(path)
+        check_complete(folder)
+        kinds = KINDS if has_optimizer(folder) else KINDS[:1]
+        expected: dict[str, tuple[int, ...]] = {}
+        for name, shape in self.built.weights.shapes().items():
+            name = self._saved_name(name)
+            expected |= dict.fromkeys([f"model.{saved}" for saved in self._saved_names(name)], shape)
+            if kinds == KINDS:
+                state = f"optimizer.state.{name}"
+                expected |= {f"{state}.step": (), f"{state}.exp_avg": shape, f"{state}.exp_avg_sq": shape}
+        check_fits(expected, folder)
+        with self.loaded(optimizer=True):
+            for kind in kinds:
+                prefix, ending = ("model.", "") if kind == "param" else ("optimizer.state.", f".{kind}")
+                for name, local in self._local_tensors(self._read_whole(folder / "dcp", prefix, ending)):
+                    self.optimizer.put(self.built.parameter(name), kind, local)
+            self.weights_version = load_progress(folder, self.scheduler, self.device, dist.get_rank())
+            if kinds == KINDS:
+                self.optimizer.put_num_steps(self.weights_version)
+        dist.barrier()
 
     def snapshot_hf(
         self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path, saved: str | Path
     ) -> Snapshot:
-        return checkpoint.hf_snapshot(self, path, tokenizer, base, saved)
+        if dist.get_rank() > 0:
+            return Snapshot()
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.built.hugging_face)
+        names = tensor_names(model)
+        return Snapshot(write=partial(write_hf_folder, model, names, Path(path), tokenizer, base, saved))
 
-    def load(self, path: str | Path) -> None:
-        checkpoint.load_checkpoint(self, path)
+    def _saved_name(self, name: str) -> str:
+        """What a checkpoint calls a parameter: `TrainEngine`'s module has the model as `model`; a value model
+        there has no words `model.` of its own.
+        """
+        return f"model.{name}" if self.built.weights.has_head else name
 
-    def save_hf(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path) -> None:
-        checkpoint.save_hf(self, path, tokenizer, base)
+    def _saved_names(self, saved: str) -> list[str]:
+        """A saved name, and the other one under which a checkpoint has the weights of a tied embedding."""
+        is_tied = self.built.weights.has_head and self.built.shape.tied
+        return [saved, *(["model.lm_head.weight"] if is_tied and saved == EMBEDDING else [])]
+
+    def _own_share(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor in CPU memory) of those that this process keeps in a checkpoint.
+        All processes go through it together.
+        """
+        for number, (name, whole) in enumerate(self.whole_tensors(kind)):
+            if number % self.world_size == dist.get_rank():
+                yield name, whole.to("cpu", copy=True)
+
+    def _read_whole(self, folder: Path, prefix: str = "", ending: str = "") -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor in fp32 on the device) of a folder of `save_tensors`, in the order
+        of `whole_tensors`. All processes go through it together; each tensor is read by one of them.
+        """
+        names = {name: f"{prefix}{self._saved_name(name)}{ending}" for name in self.built.weights.shapes()}
+        shapes = list(self.built.weights.shapes().items())
+        mine = {names[name]: torch.empty(shape) for name, shape in shapes[dist.get_rank() :: self.world_size]}
+        load_tensors(mine, folder)
+        for number, (name, shape) in enumerate(shapes):
+            own = mine.pop(names[name], None)
+            whole = torch.empty(shape, device=self.device) if own is None else own.to(self.device)
+            dist.broadcast(whole, number % self.world_size)
+            yield name, whole
+
+    def _local_tensors(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """(parameter's name here, this process's tensor for it) of all that it has, from a stream of whole
+        tensors in the order of `whole_tensors`.
+        """
+        weights, pieces = self.built.weights, dict[str, Tensor]()
+        for parameter in weights.parameters:
+            if not parameter.copied:  # a copy comes right after what it is of
+                pieces = {name: whole for _, (name, whole) in zip(parameter.pieces, stream, strict=False)}
+            if parameter in weights.here:
+                yield parameter.name, weights.local(parameter, partial(_part_of, pieces))
+
+
+def _part_of(pieces: Mapping[str, Tensor], piece: Piece, region: tuple[slice, ...]) -> Tensor:
+    return pieces[piece.name][region]

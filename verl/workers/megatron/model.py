@@ -1,11 +1,11 @@
-"""Policies and critics on Megatron: a process's chunks of one, and what comes out of them.
+"""Policies and critics on Megatron: a process's stage of one, and what comes out of it.
 
-    Hugging Face folder --build_model--> BuiltModel(chunks, weights)
-    PackedMicroBatch --chunk(pack, **options)--> hidden states for the next stage, or outputs of the last one
+    Hugging Face folder --build_model--> BuiltModel(stage, weights)
+    PackedMicroBatch --stage(pack, **options)--> hidden states for the next stage, or outputs of the last one
 
-Every chunk is called with the same micro-batch; the first embeds its tokens, others take what Megatron's
+Every stage is called with the same micro-batch; the first embeds its tokens, others take what Megatron's
 schedule gives them (`set_input_tensor`). With context parallelism each process takes its share of the tokens,
-with sequence parallelism each tensor rank keeps a part of those between its matrices; packs are padded so
+with tensor parallelism each tensor rank keeps a part of those between its matrices; packs are padded so
 that they divide. The last stage's outputs are those of `verl.workers.engine.loading`, for all distinct loss
 tokens of the micro-batch and the same on each of its processes: (log_probs, entropy, sum_pi_squared) [U] of a
 policy, (values,) [U] of a critic.
@@ -29,10 +29,7 @@ from huggingface_hub import snapshot_download
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
@@ -45,48 +42,35 @@ from verl.workers.megatron import cpu_support, parallel_state
 from verl.workers.megatron.core_attention import PackedTokens, RotaryEmbedding
 from verl.workers.megatron.layers import RMSNorm, layer_spec, transformer_config
 from verl.workers.megatron.log_prob import vocab_parallel_log_prob
-from verl.workers.megatron.settings import ModelShape, ParallelSizes, StageLayout
+from verl.workers.megatron.settings import ModelShape, ParallelSizes
 from verl.workers.megatron.weights import Piece, Read, WeightMap, read_folder
 
 
-class _Chunk(GPTModel):
+class _Stage(GPTModel):
     """Some consecutive layers of a decoder, with the embedding if they are the first.
 
-    Args:
-        number: which of this process's chunks it is (Megatron's `vp_stage`).
-        keeps_head: the last chunk has Megatron's output matrix, tied to the embedding if the model's is.
+    keeps_head: the last stage has Megatron's output matrix, tied to the embedding if the model's is.
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        shape: ModelShape,
-        layout: StageLayout,
-        number: int,
-        rotary: RotaryEmbedding,
-        keeps_head: bool,
+        self, config: TransformerConfig, shape: ModelShape, rotary: RotaryEmbedding, keeps_head: bool
     ):
-        stage = mpu.get_pipeline_model_parallel_rank()
-        layers = TransformerBlockSubmodules(
-            layer_specs=[layer_spec(shape)] * layout.layers, layer_norm=RMSNorm
-        )
+        num_layers = shape.num_layers // config.pipeline_model_parallel_size
+        layers = TransformerBlockSubmodules(layer_specs=[layer_spec(shape)] * num_layers, layer_norm=RMSNorm)
         super().__init__(
             config=config,
             transformer_layer_spec=layers,
             vocab_size=shape.padded_vocabulary(config.tensor_model_parallel_size),
             max_sequence_length=0,  # positions have no table here
-            pre_process=(stage, number) == layout.first,
-            post_process=(stage, number) == layout.last,
+            pre_process=mpu.is_pipeline_first_stage(),
+            post_process=mpu.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=shape.tied and keeps_head,
             position_embedding_type="none",
-            vp_stage=number if layout.chunks > 1 else None,
         )
         self.shape, self.rotary = shape, rotary
 
     def _hidden_states(self, pack: PackedMicroBatch, sharded: ShardedMicroBatch | None) -> Tensor:
-        """[t, 1, D] after this chunk's layers; t tokens of this process, with sequence parallelism of this
-        tensor rank.
-        """
+        """[t, 1, D] after this stage's layers, t tokens of this process and tensor rank."""
         own = pack if sharded is None else sharded.own
         cos, sin = self.rotary(own.position_ids[0], self.config.params_dtype)
         embedded = self.embedding(own.input_ids, own.position_ids) if self.pre_process else None
@@ -101,15 +85,14 @@ class _Chunk(GPTModel):
         """The micro-batch, padded so that it can be cut, and this process's share with context
         parallelism.
         """
-        parallel = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        pack = padded(pack, parallel * self.config.context_parallel_size)
+        pack = padded(pack, self.config.tensor_model_parallel_size * self.config.context_parallel_size)
         if self.config.context_parallel_size == 1:
             return pack, None
         return pack, shard_micro_batch(pack, mpu.get_context_parallel_group())
 
 
-class PolicyChunk(_Chunk):
-    """A chunk of a causal language model."""
+class PolicyStage(_Stage):
+    """A stage of a causal language model."""
 
     def forward(
         self,
@@ -118,7 +101,7 @@ class PolicyChunk(_Chunk):
         with_entropy: bool,
         with_sum_pi_squared: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Hidden states [t, 1, D]; of the last chunk (log_probs, entropy, sum_pi_squared), all [U] float32,
+        """Hidden states [t, 1, D]; of the last stage (log_probs, entropy, sum_pi_squared), all [U] float32,
         one for each distinct loss token; see `vocab_parallel_log_prob`.
         """
         pack, sharded = self._shared(micro_batch)
@@ -127,12 +110,8 @@ class PolicyChunk(_Chunk):
             return hidden
         own = pack if sharded is None else sharded.own
         group = mpu.get_tensor_model_parallel_group()
-        if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden)
-            rows = hidden[:, 0].index_select(0, own.predicted_from)
-        else:
-            rows = hidden[:, 0].index_select(0, own.predicted_from)
-            rows = copy_to_tensor_model_parallel_region(rows)
+        hidden = gather_from_sequence_parallel_region(hidden)
+        rows = hidden[:, 0].index_select(0, own.predicted_from)
         weight = self.output_layer.weight
         if weight is None:
             weight = self.shared_embedding_or_output_weight()
@@ -150,8 +129,8 @@ class PolicyChunk(_Chunk):
         return log_probs, entropy, sum_pi_squared
 
 
-class ValueChunk(_Chunk):
-    """A chunk of a backbone with a scalar head."""
+class ValueStage(_Stage):
+    """A stage of a backbone with a scalar head."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -163,7 +142,7 @@ class ValueChunk(_Chunk):
             )
 
     def forward(self, micro_batch: PackedMicroBatch) -> Tensor | tuple[Tensor, ...]:
-        """Hidden states [t, 1, D]; of the last chunk (values,), [U] float32, one for each distinct
+        """Hidden states [t, 1, D]; of the last stage (values,), [U] float32, one for each distinct
         loss token.
         """
         pack, sharded = self._shared(micro_batch)
@@ -171,8 +150,8 @@ class ValueChunk(_Chunk):
         if not self.post_process:
             return hidden
         own = pack if sharded is None else sharded.own
-        if self.config.sequence_parallel:  # every tensor rank computes all values: each its own gradient
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        # every tensor rank computes all values: each its own gradient
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         rows = hidden[:, 0].index_select(0, own.predicted_from)
         values = self.value_head(rows).squeeze(-1).float()
         return (values,) if sharded is None else sharded.gather([values])
@@ -182,20 +161,20 @@ class ValueChunk(_Chunk):
 class BuiltModel:
     """What a process has of a model.
 
-    chunks: its chunks, in order (one, unless stages are virtual). weights: the whole model's parameters and
-    their names; it speaks of `chunks[c]`'s `named_parameters()`. config: Megatron's, one for all chunks; an
-    engine may set its own hooks in it. shape, hugging_face: the model's sizes and config.json.
+    stage: its layers. weights: the whole model's parameters and their names; it speaks of the stage's
+    `named_parameters()`. config: Megatron's; an engine may set its own hooks in it. shape, hugging_face: the
+    model's sizes and config.json.
     """
 
-    chunks: list[PolicyChunk] | list[ValueChunk]
+    stage: PolicyStage | ValueStage
     weights: WeightMap
     config: TransformerConfig
     shape: ModelShape
     hugging_face: PretrainedConfig
 
-    def parameter(self, chunk: int, name: str) -> Tensor:
+    def parameter(self, name: str) -> Tensor:
         """A parameter, as `WeightMap` asks for it."""
-        return self.chunks[chunk].get_parameter(name)
+        return self.stage.get_parameter(name)
 
 
 def build_model(
@@ -204,8 +183,6 @@ def build_model(
     device: torch.device,
     dtype: torch.dtype,
     is_policy: bool = True,
-    sequence_parallel: bool = False,
-    layers_per_virtual_stage: int | None = None,
 ) -> BuiltModel:
     """This process's part of the model that an `actor_rollout_ref.model` or `critic.model` block describes,
     filled from its folder: each process reads its own slices. All processes call it together; the groups
@@ -213,34 +190,41 @@ def build_model(
 
     Args:
         device, dtype: of parameters and computation.
-        is_policy: `PolicyChunk`s, else `ValueChunk`s, whose head is the same for every run and cut.
-        sequence_parallel: deals tokens out between a layer's matrices (no effect with one tensor rank).
-        layers_per_virtual_stage: `num_layers_per_virtual_pipeline_stage`; None: one stage per process.
+        is_policy: a `PolicyStage`, else a `ValueStage`, whose head is the same for every run and cut.
 
     Raises:
         ValueError: the folder, the architecture, a setting of it or a size does not fit; nothing was read.
     """
-    shape, layout, hugging_face = check_model(model_config, sizes, layers_per_virtual_stage)
+    if wants_adapters(model_config):
+        raise ValueError(
+            "strategy=megatron trains no LoRA adapters; set model.lora_rank=0 or use strategy=fsdp."
+        )
+    hugging_face = load_hf_config(model_config)
+    shape = ModelShape.of(hugging_face)
+    shape.check(sizes)
     parallel_state.initialize(sizes, device)
     recompute = bool(model_config.get("enable_gradient_checkpointing"))
-    config = transformer_config(shape, sizes, layout, device, dtype, sequence_parallel, recompute)
-    rotary = RotaryEmbedding(hugging_face, device)
-    kind: Any = PolicyChunk if is_policy else ValueChunk
+    config = transformer_config(shape, sizes, device, dtype, recompute)
+    kind: Any = PolicyStage if is_policy else ValueStage
     with cpu_support.cuda_names(device):
-        chunks = [
-            kind(config, shape, layout, number, rotary, keeps_head=is_policy)
-            for number in range(layout.chunks)
-        ]
-    weights = WeightMap(shape, sizes, layout, has_head=is_policy)
-    built = BuiltModel([chunk.to(device) for chunk in chunks], weights, config, shape, hugging_face)
-    _mark_cut(built)
+        stage = kind(config, shape, RotaryEmbedding(hugging_face, device), keeps_head=is_policy)
+    weights = WeightMap(shape, sizes, has_head=is_policy)
+    built = BuiltModel(stage.to(device), weights, config, shape, hugging_face)
+    # Megatron marks what is cut over tensor ranks, for its gradient norm, when it draws initial weights.
+    for parameter in weights.here:
+        tensor, cut = built.parameter(parameter.name), parameter.pieces[0].cut
+        if cut is not None and not hasattr(tensor, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(tensor, True, cut, 1)
     weights.fill(built.parameter, initial_weights(model_config, built))
     return built
 
 
 def initial_weights(model_config: Mapping[str, Any], built: BuiltModel) -> Read:
     """Reads what a model begins with, in the dtypes of its folder: for `WeightMap.fill` and `local`."""
-    in_folder = read_folder(model_folder(model_config))
+    folder = Path(model_config["path"]).expanduser()
+    if not folder.is_dir():  # one of the hub's, from its cache or fetched
+        folder = Path(snapshot_download(str(folder), allow_patterns=["*.safetensors*", "*.json"]))
+    in_folder = read_folder(folder)
     value_head: dict[str, Tensor] = {}
     if not built.weights.has_head:
         initial = initial_value_head(built.shape.hidden)
@@ -250,29 +234,6 @@ def initial_weights(model_config: Mapping[str, Any], built: BuiltModel) -> Read:
         return value_head[piece.name][pack] if piece.name in value_head else in_folder(piece, pack)
 
     return read
-
-
-def check_model(
-    model_config: Mapping[str, Any], sizes: ParallelSizes, layers_per_virtual_stage: int | None = None
-) -> tuple[ModelShape, StageLayout, PretrainedConfig]:
-    """Raises ValueError, reading no weights, if the model that the block describes can't be cut so."""
-    if wants_adapters(model_config):
-        raise ValueError(
-            "strategy=megatron trains no LoRA adapters; set model.lora_rank=0 or use strategy=fsdp."
-        )
-    hugging_face = load_hf_config(model_config)
-    shape = ModelShape.of(hugging_face)
-    shape.check(sizes, layers_per_virtual_stage)
-    layout = StageLayout.of(shape.num_layers, sizes.pipeline, layers_per_virtual_stage)
-    return shape, layout, hugging_face
-
-
-def model_folder(model_config: Mapping[str, Any]) -> Path:
-    """The local folder of `model.path`; one of the hub's comes from its cache or is fetched."""
-    folder = Path(model_config["path"]).expanduser()
-    if folder.is_dir():
-        return folder
-    return Path(snapshot_download(model_config["path"], allow_patterns=["*.safetensors*", "*.json"]))
 
 
 def padded(pack: PackedMicroBatch, multiple: int) -> PackedMicroBatch:
@@ -297,13 +258,3 @@ def padded(pack: PackedMicroBatch, multiple: int) -> PackedMicroBatch:
         position_ids=torch.cat([pack.position_ids, zeros], dim=1),
         packing=longer,
     )
-
-
-def _mark_cut(built: BuiltModel) -> None:
-    """Tells Megatron's gradient norm which parameters are cut over tensor ranks, and which are copies: it
-    marks them when it draws initial weights, which is not done here.
-    """
-    for parameter in built.weights.here:
-        tensor, cut = built.parameter(parameter.chunk, parameter.name), parameter.pieces[0].cut
-        if cut is not None and not hasattr(tensor, "tensor_model_parallel"):
-            set_tensor_model_parallel_attributes(tensor, True, cut, 1)

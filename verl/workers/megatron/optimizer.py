@@ -9,7 +9,7 @@ every parameter decays, main weights are fp32 whatever the model computes in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,15 +30,15 @@ KINDS = ("param", "exp_avg", "exp_avg_sq")  # what there is of each parameter, i
 
 
 class ShardedAdamW:
-    """Trains the parameters of a process's chunks.
+    """Trains the parameters of a process's stage.
 
     Args:
-        built: the chunks; their parameters move into memory of Megatron's.
+        built: the stage; its parameters move into memory of Megatron's.
         optim: the configuration's `optim` block. grad_clip: largest norm of the gradient.
         reduce: dtype in which gradients add up, and are summed over processes.
 
     Attributes:
-        models: the chunks, wrapped so that gradients add up; Megatron's schedule takes these.
+        model: the stage, wrapped so that gradients add up; Megatron's schedule takes this.
         inner: torch's optimizer of this process's shards, for a schedule of the learning rate.
     """
 
@@ -55,13 +55,9 @@ class ShardedAdamW:
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=reduce == torch.float32, use_distributed_optimizer=True
         )
-        parameters = [p for chunk in built.chunks for p in chunk.parameters()]
-        self.inner = adamw(parameters, optim)
+        self.inner = adamw(built.stage.parameters(), optim)
         with cpu_support.cuda_names(device):
-            self.models: list[Any] = [  # DistributedDataParallel
-                DistributedDataParallel(built.config, settings, chunk, disable_bucketing=number > 0)
-                for number, chunk in enumerate(built.chunks)
-            ]
+            self.model: Any = DistributedDataParallel(built.config, settings, built.stage)
             self._optimizer = self._sharded(built)
         self._optimizer.tp_group = mpu.get_tensor_model_parallel_group()  # knows copies on tensor ranks by it
         for shard in self._shards():
@@ -79,8 +75,8 @@ class ShardedAdamW:
             ),
             None,
             None,
-            model_chunks=self.models,
-            per_model_buffers={number: model.buffers for number, model in enumerate(self.models)},
+            model_chunks=[self.model],
+            per_model_buffers={0: self.model.buffers},
             data_parallel_group=self._group,
             data_parallel_group_gloo=None,
             data_parallel_group_idx=0,
@@ -93,7 +89,7 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def step(self, discard: bool) -> tuple[float, bool]:
-        """As `Engine.step`; the gradients are those of `models`, summed over processes already."""
+        """As `Engine.step`; the gradients are those of `model`, summed over processes already."""
         with cpu_support.cuda_names(self.device):
             self._optimizer.prepare_grads()  # each shard's part of the summed gradients
             norm = float(get_grad_norm_fp32(self._optimizer.get_main_grads_for_grad_norm()))
@@ -104,20 +100,10 @@ class ShardedAdamW:
                     torch._foreach_mul_(gradients, self.grad_clip / (norm + 1e-6))
                 self._optimizer.step_with_ready_grads()
             self._optimizer.zero_grad(set_to_none=True)
-        self.zero_gradients()
+        self.model.zero_grad_buffer()
         return norm, applied
 
-    def zero_gradients(self) -> None:
-        """Before the first backward pass of an optimizer step, and after the last one."""
-        for model in self.models:
-            model.zero_grad_buffer()
-
     # ----------------------------------------------------------------------------------------------- state
-
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps made so far."""
-        return max((int(self.inner.state[shard]["step"]) for shard in self._shards()), default=0)
 
     @torch.no_grad()
     def whole(self, parameter: Tensor, kind: str) -> Tensor:
@@ -142,7 +128,7 @@ class ShardedAdamW:
             parameter.copy_(value)
 
     def put_num_steps(self, count: int) -> None:
-        """Sets `num_steps`."""
+        """Optimizer steps made so far."""
         for shard in self._shards():
             self.inner.state[shard]["step"].fill_(count)
 
@@ -158,17 +144,14 @@ class ShardedAdamW:
 
     def parameter_storage(self) -> ParkedStorage:
         """The memory of the model's parameters."""
-        return ParkedStorage(buffer.param_data for buffer in self._buffers())
+        return ParkedStorage(buffer.param_data for buffer in self.model.buffers)
 
     def gradient_storage(self) -> ParkedStorage:
         """The memory of the gradients, which are zeros between optimizer steps."""
-        return ParkedStorage((buffer.grad_data for buffer in self._buffers()), keeps=False)
+        return ParkedStorage((buffer.grad_data for buffer in self.model.buffers), keeps=False)
 
     def state_storage(self) -> ParkedStorage:
         """The memory of the optimizer's state, fp32 main weights included where they are no parameters."""
         main = (shard for group in self._optimizer.shard_fp32_from_float16_groups for shard in group)
         averages = (self.inner.state[s][kind] for s in self._shards() for kind in ("exp_avg", "exp_avg_sq"))
         return ParkedStorage([*main, *averages])
-
-    def _buffers(self) -> Iterable[Any]:
-        return (buffer for model in self.models for buffer in model.buffers)

@@ -20,7 +20,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from verl.utils.packed_attention import Packing
 from verl.utils.packing import PackedMicroBatch
 from verl.workers.engine.base import Outputs, Share, ShareOf
 
@@ -29,17 +28,15 @@ class Pipeline:
     """Runs micro-batches through all stages of a replica.
 
     Args:
-        models: this process's chunks, in order. config: Megatron's, which all chunks have.
+        model: this process's stage. config: Megatron's.
         num_outputs: tensors per micro-batch that the last stage gives.
     """
 
-    def __init__(self, models: Sequence[nn.Module], config: TransformerConfig, num_outputs: int):
-        self.models, self.config, self.num_outputs = list(models), config, num_outputs
+    def __init__(self, model: nn.Module, config: TransformerConfig, num_outputs: int):
+        self.model, self.config, self.num_outputs = model, config, num_outputs
         self.num_stages = mpu.get_pipeline_model_parallel_world_size()
-        self._is_last = mpu.is_pipeline_last_stage(ignore_virtual=True)
-        self._run = get_forward_backward_func(
-            self.num_stages, len(self.models) if len(self.models) > 1 else None
-        )
+        self._is_last = mpu.is_pipeline_last_stage()
+        self._run = get_forward_backward_func(self.num_stages)
         config.finalize_model_grads_func = _finalize
 
     @torch.no_grad()
@@ -50,7 +47,7 @@ class Pipeline:
             return model(next(iterator), **options), None
 
         collected = [as_outputs(output) for output in self._schedule(step, micro_batches, forward_only=True)]
-        return self._spread(micro_batches, collected[: len(micro_batches)])
+        return self._spread(micro_batches, collected)
 
     def forward_backward(
         self, micro_batches: Sequence[PackedMicroBatch], share_of: ShareOf, options: Mapping[str, Any]
@@ -58,11 +55,9 @@ class Pipeline:
         """Adds the gradients of all micro-batches' losses, and gives their shares without gradient."""
         collected: list[Outputs] = []
 
-        def loss(micro_batch: PackedMicroBatch, result: Any) -> tuple[Tensor, Tensor, Share | None]:
+        def loss(micro_batch: PackedMicroBatch, result: Any) -> tuple[Tensor, Tensor, Share]:
             outputs = as_outputs(result)
             none = torch.zeros((), dtype=torch.int)  # no number of tokens to divide by
-            if len(collected) == len(micro_batches):  # a micro-batch that only fills the schedule
-                return torch.stack([x.sum() for x in outputs if x.requires_grad]).sum() * 0.0, none, None
             collected.append(tuple(output.detach() for output in outputs))
             share = share_of(micro_batch, outputs)
             return share.loss, none, share.detach()
@@ -71,7 +66,7 @@ class Pipeline:
             micro_batch = next(iterator)
             return model(micro_batch, **options), partial(loss, micro_batch)
 
-        shares = self._schedule(step, micro_batches, forward_only=False)[: len(micro_batches)]
+        shares = self._schedule(step, micro_batches, forward_only=False)
         outputs = self._spread(micro_batches, collected)
         if self._is_last:
             return shares
@@ -84,13 +79,11 @@ class Pipeline:
     def _schedule(
         self, step: Any, micro_batches: Sequence[PackedMicroBatch], forward_only: bool
     ) -> list[Any]:
-        """What the last stage's loss function (or its chunk, if there is none) gave, in order."""
-        micro_batches = [*micro_batches, *self._fillers(micro_batches)]
-        iterators = [iter(micro_batches) for _ in self.models]
+        """What the last stage's loss function (or its model, if there is none) gave, in order."""
         results: list[Any] = self._run(
             forward_step_func=step,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=self.models,
+            data_iterator=iter(micro_batches),
+            model=self.model,
             num_microbatches=len(micro_batches),
             seq_length=self.config.tensor_model_parallel_size
             * self.config.context_parallel_size,  # any length
@@ -98,12 +91,6 @@ class Pipeline:
             forward_only=forward_only,
         )
         return results
-
-    def _fillers(self, micro_batches: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
-        """With several chunks in a process, micro-batches go round in groups, as many as there are stages."""
-        if len(self.models) == 1:
-            return []
-        return [_without_loss(micro_batches[0])] * (-len(micro_batches) % self.num_stages)
 
     def _spread(self, micro_batches: Sequence[PackedMicroBatch], outputs: list[Outputs]) -> list[Outputs]:
         """The last stage's outputs, on every stage."""
@@ -122,29 +109,10 @@ class Pipeline:
 
 
 def as_outputs(result: Any) -> Outputs:
-    """What a last chunk gives, as `Outputs`."""
+    """What the last stage gives, as `Outputs`."""
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 def _finalize(models: list[nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
     """Sums gradients over those who hold the same parameters, or copies of them; nothing is divided."""
     finalize_model_grads(models, None, **options)
-
-
-def _without_loss(micro_batch: PackedMicroBatch) -> PackedMicroBatch:
-    """A micro-batch of one token and no loss token."""
-    device = micro_batch.input_ids.device
-    empty = micro_batch.labels[:0]
-    return PackedMicroBatch(
-        input_ids=micro_batch.input_ids[:, :1],
-        position_ids=torch.zeros_like(micro_batch.position_ids[:, :1]),
-        packing=Packing.of([1], device),
-        predicted_from=empty,
-        predicting=torch.zeros(1, dtype=torch.int64, device=device),
-        labels=empty,
-        cells=micro_batch.cells[:0],
-        distinct=None,
-        sampled=micro_batch.sampled[:0],
-        rows=micro_batch.rows[:1],
-        shape=(1, micro_batch.shape[1]),
-    )

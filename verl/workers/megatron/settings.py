@@ -2,7 +2,6 @@
 read. Imports nothing of Megatron.
 
     config.json --ModelShape.of--> sizes of the model    ParallelSizes: sizes of the cut
-    StageLayout: which layers each pipeline stage has
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class ModelShape:
         """
         return -(-self.vocabulary // tensor) * tensor
 
-    def check(self, sizes: ParallelSizes, layers_per_virtual_stage: int | None = None) -> None:
+    def check(self, sizes: ParallelSizes) -> None:
         """Raises ValueError unless the model can be cut so."""
         heads_here = self.num_heads // sizes.tensor
         for what, count, size, key in (
@@ -115,6 +114,7 @@ class ModelShape:
             ("key and value heads", self.num_key_heads, sizes.tensor, "tensor_model_parallel_size"),
             ("feed-forward columns", self.feed_forward, sizes.tensor, "tensor_model_parallel_size"),
             ("attention heads on each tensor rank", heads_here, sizes.context, "context_parallel_size"),
+            ("layers", self.num_layers, sizes.pipeline, "pipeline_model_parallel_size"),
         ):
             if count % size:
                 raise ValueError(
@@ -125,55 +125,6 @@ class ModelShape:
                 f"A vocabulary of {self.vocabulary} tokens can't be dealt out to "
                 f"tensor_model_parallel_size={sizes.tensor} ranks; expected fewer."
             )
-        StageLayout.of(self.num_layers, sizes.pipeline, layers_per_virtual_stage)
-
-
-@dataclass(frozen=True)
-class StageLayout:
-    """Layers of the pipeline's stages. A process has `chunks` of them, `layers` layers each: its chunk c is
-    stage c * pipeline + (its pipeline rank).
-
-    Worked example: 8 layers, pipeline 2, chunks of 2 layers: process 0 has layers 0, 1 and 4, 5; process 1
-    has 2, 3 and 6, 7.
-    """
-
-    pipeline: int
-    chunks: int
-    layers: int
-
-    @classmethod
-    def of(cls, num_layers: int, pipeline: int, layers_per_virtual_stage: int | None = None) -> StageLayout:
-        """Raises ValueError unless all stages get as many layers."""
-        if num_layers % pipeline:
-            raise ValueError(
-                f"The model has {num_layers} layers, which pipeline_model_parallel_size={pipeline} does not "
-                "divide; expected a divisor."
-            )
-        here = num_layers // pipeline
-        if layers_per_virtual_stage is None:
-            return cls(pipeline, 1, here)
-        if pipeline == 1 or layers_per_virtual_stage < 1 or here % layers_per_virtual_stage:
-            raise ValueError(
-                f"num_layers_per_virtual_pipeline_stage: found {layers_per_virtual_stage}, expected a number "
-                f"that divides the {here} layers of each of {pipeline} pipeline ranks (2 or more), or null."
-            )
-        return cls(pipeline, here // layers_per_virtual_stage, layers_per_virtual_stage)
-
-    def place(self, layer: int) -> tuple[int, int, int]:
-        """(pipeline rank, chunk, number within the chunk) of a layer of the model."""
-        stage, number = divmod(layer, self.layers)
-        chunk, rank = divmod(stage, self.pipeline)
-        return rank, chunk, number
-
-    @property
-    def first(self) -> tuple[int, int]:
-        """(pipeline rank, chunk) that embeds."""
-        return 0, 0
-
-    @property
-    def last(self) -> tuple[int, int]:
-        """(pipeline rank, chunk) that has the head."""
-        return self.pipeline - 1, self.chunks - 1
 
 
 def _settings(config: PretrainedConfig) -> list[tuple[str, object, object]]:

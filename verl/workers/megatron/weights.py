@@ -23,10 +23,10 @@ from megatron.core import parallel_state as mpu
 from safetensors import safe_open
 from torch import Tensor
 
-from verl.workers.megatron.settings import ModelShape, ParallelSizes, StageLayout
+from verl.workers.megatron.settings import ModelShape, ParallelSizes
 
-LocalTensors = Callable[[int, str], Tensor]
-"""(chunk, parameter's name in it) -> this process's tensor for that parameter, of the parameter's shape."""
+LocalTensors = Callable[[str], Tensor]
+"""A parameter's name in Megatron -> this process's tensor for that parameter, of the parameter's shape."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ Read = Callable[[Piece, tuple[slice, ...]], Tensor]
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """One parameter of Megatron. chunk: of those on pipeline rank `stage`; name: within the chunk.
+class MegatronParameter:
+    """One parameter of Megatron. stage: the pipeline rank that has it; name: there.
 
     pieces: the tensors that it is made of, along dimension 0 in `groups` groups on each rank: first group of
     the first, first group of the second, ..., second group of the first, ... copied: it is the last stage's
@@ -64,7 +64,6 @@ class Parameter:
     """
 
     stage: int
-    chunk: int
     name: str
     pieces: tuple[Piece, ...]
     groups: int = 1
@@ -98,8 +97,9 @@ class WeightMap:
         parameters: of all processes. here: of this one (copies too).
     """
 
-    def __init__(self, shape: ModelShape, sizes: ParallelSizes, layout: StageLayout, has_head: bool):
-        self.shape, self.sizes, self.layout, self.has_head = shape, sizes, layout, has_head
+    def __init__(self, shape: ModelShape, sizes: ParallelSizes, has_head: bool):
+        self.shape, self.sizes, self.has_head = shape, sizes, has_head
+        self.last_stage = sizes.pipeline - 1
         self.parameters = [*self._embedding(), *self._layers(), *self._head()]
         stage = mpu.get_pipeline_model_parallel_rank()
         self.here = [parameter for parameter in self.parameters if parameter.stage == stage]
@@ -108,7 +108,7 @@ class WeightMap:
         """Hugging Face name -> shape of the whole tensor, in the order of `whole_tensors`."""
         return {p.name: p.shape for owner in self.parameters if not owner.copied for p in owner.pieces}
 
-    def local(self, parameter: Parameter, read: Read) -> Tensor:
+    def local(self, parameter: MegatronParameter, read: Read) -> Tensor:
         """This tensor rank's tensor of a parameter, from whole tensors or files of them; padding is 0."""
         rank, size = mpu.get_tensor_model_parallel_rank(), self.sizes.tensor
         parts = []
@@ -125,7 +125,7 @@ class WeightMap:
     def fill(self, tensors: LocalTensors, read: Read) -> None:
         """Copies into this process's tensors what `read` gives; dtypes and devices may differ."""
         for parameter in self.here:
-            tensors(parameter.chunk, parameter.name).copy_(self.local(parameter, read))
+            tensors(parameter.name).copy_(self.local(parameter, read))
 
     @torch.no_grad()
     def whole_tensors(
@@ -142,7 +142,7 @@ class WeightMap:
                 continue
             mine: list[Tensor] | None = None
             if parameter.stage == stage:
-                tensor = tensors(parameter.chunk, parameter.name).detach()
+                tensor = tensors(parameter.name).detach()
                 mine = parameter.unfuse(tensor, self.sizes.tensor)
             for number, piece in enumerate(parameter.pieces):
                 if mine is None:
@@ -163,18 +163,18 @@ class WeightMap:
         whole = torch.cat(parts, dim=piece.cut)
         return whole.narrow(piece.cut, 0, piece.shape[piece.cut])
 
-    def _embedding(self) -> Iterator[Parameter]:
+    def _embedding(self) -> Iterator[MegatronParameter]:
         shape = self.shape
         words = Piece("model.embed_tokens.weight", (shape.vocabulary, shape.hidden), cut=0)
-        yield Parameter(*self.layout.first, "embedding.word_embeddings.weight", (words,))
-        if self.has_head and shape.tied and self.layout.first != self.layout.last:
-            yield Parameter(*self.layout.last, "output_layer.weight", (words,), copied=True)
+        yield MegatronParameter(0, "embedding.word_embeddings.weight", (words,))
+        if self.has_head and shape.tied and self.last_stage:
+            yield MegatronParameter(self.last_stage, "output_layer.weight", (words,), copied=True)
 
-    def _layers(self) -> Iterator[Parameter]:
+    def _layers(self) -> Iterator[MegatronParameter]:
         for layer in range(self.shape.num_layers):
-            stage, chunk, number = self.layout.place(layer)
+            stage, number = divmod(layer, self.shape.num_layers // self.sizes.pipeline)
             for name, pieces, groups in self._layer(f"model.layers.{layer}"):
-                yield Parameter(stage, chunk, f"decoder.layers.{number}.{name}", tuple(pieces), groups)
+                yield MegatronParameter(stage, f"decoder.layers.{number}.{name}", tuple(pieces), groups)
 
     def _layer(self, prefix: str) -> Iterator[tuple[str, list[Piece], int]]:
         """(Megatron's name within the layer, pieces, groups) of a layer's parameters."""
@@ -210,16 +210,16 @@ class WeightMap:
         down = Piece(f"{feed_forward}.down_proj.weight", (hidden, shape.feed_forward), cut=1)
         yield "mlp.linear_fc2.weight", [down], 1
 
-    def _head(self) -> Iterator[Parameter]:
-        shape, last = self.shape, self.layout.last
+    def _head(self) -> Iterator[MegatronParameter]:
+        shape, last = self.shape, self.last_stage
         norm = Piece("model.norm.weight", (shape.hidden,))
-        yield Parameter(*last, "decoder.final_layernorm.weight", (norm,))
+        yield MegatronParameter(last, "decoder.final_layernorm.weight", (norm,))
         if not self.has_head:
             for kind, size in (("weight", (1, shape.hidden)), ("bias", (1,))):
-                yield Parameter(*last, f"value_head.{kind}", (Piece(f"value_head.{kind}", size),))
+                yield MegatronParameter(last, f"value_head.{kind}", (Piece(f"value_head.{kind}", size),))
         elif not shape.tied:
             head = Piece("lm_head.weight", (shape.vocabulary, shape.hidden), cut=0)
-            yield Parameter(*last, "output_layer.weight", (head,))
+            yield MegatronParameter(last, "output_layer.weight", (head,))
 
 
 def read_folder(folder: str | Path) -> Read:

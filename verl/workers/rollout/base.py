@@ -15,9 +15,11 @@ tokens, see `stop.py`).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -103,84 +105,231 @@ class Partial(NamedTuple):
     version_first: int | None
 
 
-class RolloutEngine(Protocol):
+@dataclass(eq=False)
+class RolloutSession:
+    """A trajectory inside an engine: its tokens, and the turn that is being sampled.
+
+    Attributes:
+        tokens: int32, all so far: prompt, sampled tokens, observations.
+        turn_start: where in `tokens` this turn's sampled ones begin.
+        limit: most tokens that this turn may have; below 1, there is no room for any.
+        under_way: the turn has not ended.
+        num_sampled: tokens sampled over all turns.
+        ends: token ids that need a look: end of sequence, or able to complete a stop string.
+        log_probs, model_log_probs, version_first: of this turn, as in `Completion`.
+    """
+
+    session_id: int
+    params: SamplingParams
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    turn_start: int = 0
+    limit: int = 0
+    under_way: bool = False
+    num_sampled: int = 0
+    ends: frozenset[int] = frozenset()
+    log_probs: list[float] = field(default_factory=list)
+    model_log_probs: list[float] = field(default_factory=list)
+    version_first: int | None = None
+
+    def begin_turn(self, params: SamplingParams, new_tokens: Sequence[int], max_model_len: int) -> None:
+        """Append a prompt or an observation and set up the turn that follows it."""
+        self.params = params
+        self.tokens.extend(new_tokens)
+        self.turn_start = len(self.tokens)
+        self.limit = min(params.max_tokens, max_model_len - self.turn_start)
+        self.log_probs, self.model_log_probs, self.version_first = [], [], None
+        eos: frozenset[int] = frozenset() if params.ignore_eos else params.eos_token_ids
+        self.ends = eos | (params.stop.candidate_ids if params.stop else frozenset())
+        self.under_way = True
+
+    def accept(
+        self, token_id: int, log_prob: float, model_log_prob: float, version: int
+    ) -> tuple[str, str | None] | None:
+        """Take a sampled token; (finish reason, stop string) if it ends the turn."""
+        if self.version_first is None:
+            self.version_first = version
+        self.tokens.append(token_id)
+        self.log_probs.append(log_prob)
+        self.model_log_probs.append(model_log_prob)
+        self.num_sampled += 1
+        if token_id in self.ends:
+            stop_string = self.params.stop.match(self.tokens[self.turn_start :]) if self.params.stop else None
+            if stop_string is not None:
+                return "stop", stop_string
+            if token_id in self.params.eos_token_ids and not self.params.ignore_eos:
+                return "eos", None
+        return ("length", None) if len(self.log_probs) >= self.limit else None
+
+    def end_turn(self, reason: str, stop_string: str | None, version: int) -> Completion:
+        """The turn as it is handed to the owner; `version` is that of its last token."""
+        self.under_way = False
+        return Completion(
+            session_id=self.session_id,
+            token_ids=self.tokens[self.turn_start :].tolist(),
+            log_probs=self.log_probs,
+            model_log_probs=self.model_log_probs,
+            finish_reason=reason,
+            stop_string=stop_string,
+            version_first=version if self.version_first is None else self.version_first,
+            version_last=version,
+        )
+
+
+Session = TypeVar("Session", bound=RolloutSession)
+
+
+class RolloutEngine(ABC, Generic[Session]):
     """The engine's side of the agent loop; see the drawing above. Not thread-safe: one owner calls it.
 
     Attributes:
-        max_model_len: most tokens of one session, prompt and observations included.
-        version: of the present weights, -1 before the first `load_weights`.
+        max_model_len: most tokens of one session, prompt and observations included; a turn that reaches it
+            ends with "length".
+        vocab_size: token ids are smaller.
+        version: of the present weights, -1 while there are none.
     """
 
-    max_model_len: int
-    version: int
+    session_class: type[Session]
 
-    @property
-    def has_runnable(self) -> bool:
-        """True if `step` has something to do. Sessions that wait for `resume` don't count."""
+    def __init__(self, max_model_len: int, vocab_size: int) -> None:
+        self.max_model_len, self.vocab_size = max_model_len, vocab_size
+        self.version = -1
+        self._sessions: dict[int, Session] = {}
+        self._full: list[Session] = []  # resumed with more tokens than max_model_len has room for
+        self._next_id = 0
+        self._steps = self._generated_tokens = 0
+        self._seconds = 0.0
+
+    # ---- sessions ----
 
     def open(self, token_ids: Sequence[int], params: SamplingParams) -> int:
-        """Queue a prompt and return its session id. ValueError if it leaves no room to generate."""
+        """Queue a prompt and return its session id.
+
+        ValueError if it is empty, has unknown ids or leaves no room to generate.
+        """
+        self._check_params(params)
+        tokens = self._checked(token_ids)
+        if not 0 < len(tokens) < self.max_model_len:
+            raise ValueError(
+                f"a prompt of {len(tokens)} tokens; expected 1 to {self.max_model_len - 1}, "
+                f"one less than max_model_len={self.max_model_len}"
+            )
+        session = self.session_class(self._next_id, params)
+        self._next_id += 1
+        self._sessions[session.session_id] = session
+        session.begin_turn(params, tokens, self.max_model_len)
+        self._queue(session)
+        return session.session_id
 
     def resume(self, session_id: int, token_ids: Sequence[int], params: SamplingParams) -> None:
-        """Append observation tokens to a session whose turn ended, and sample its next turn."""
+        """Append observation tokens (none is fine) to a session whose turn ended, and sample its next turn.
+
+        If they leave no room within max_model_len, the next `step` returns an empty completion with "length".
+        """
+        session = self._session(session_id)
+        if session.under_way:
+            raise ValueError(f"session {session_id} has a turn under way; only one that ended can be resumed")
+        self._check_params(params)
+        session.begin_turn(params, self._checked(token_ids), self.max_model_len)
+        if session.limit < 1:
+            self._full.append(session)
+        else:
+            self._queue(session)
 
     def close(self, session_id: int) -> None:
         """End a session in whatever state it is; what it held goes to the next in the queue."""
-
-    def step(self) -> list[Completion]:
-        """Advance what runs; return the turns that ended. May return none while turns are under way."""
+        session = self._session(session_id)
+        del self._sessions[session_id]
+        if session in self._full:
+            self._full.remove(session)
+            session.under_way = False
+        self._drop(session)
 
     def partial(self, session_id: int) -> Partial:
         """What a session's present turn has sampled so far; nothing while no turn is under way."""
+        session = self._session(session_id)
+        if not session.under_way:
+            return Partial([], [], None)
+        tokens = session.tokens[session.turn_start :].tolist()
+        return Partial(tokens, list(session.log_probs), session.version_first)
 
+    def _session(self, session_id: int) -> Session:
+        if session_id not in self._sessions:
+            raise ValueError(f"no session {session_id}: it was closed, or never opened")
+        return self._sessions[session_id]
+
+    def _checked(self, token_ids: Sequence[int]) -> list[int]:
+        tokens = [int(token_id) for token_id in token_ids]
+        if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
+            raise ValueError(
+                f"token ids range from {min(tokens)} to {max(tokens)}; the model has 0 to "
+                f"{self.vocab_size - 1}. Do the tokenizer and the model belong together?"
+            )
+        return tokens
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """ValueError for what this engine can't do."""
+
+    def _end_full(self) -> list[Completion]:
+        """The turns that have no room for a token."""
+        ended = [session.end_turn("length", None, self.version) for session in self._full]
+        self._full = []
+        return ended
+
+    @abstractmethod
+    def _queue(self, session: Session) -> None:
+        """Have the session's turn, which was set up, sampled by the coming steps."""
+
+    @abstractmethod
+    def _drop(self, session: Session) -> None:
+        """Let go of what is held for a session, in whatever state it is."""
+
+    # ---- what runs ----
+
+    @property
+    @abstractmethod
+    def has_runnable(self) -> bool:
+        """True if `step` has something to do. Sessions that wait for `resume` don't count."""
+
+    @abstractmethod
+    def step(self) -> list[Completion]:
+        """Advance what runs; return the turns that ended. May return none while turns are under way.
+
+        RuntimeError while the engine is asleep or has no weights.
+        """
+
+    @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take (Hugging Face name, full tensor) pairs of the whole model as weights `version`.
 
         Sessions stay, with the tokens that they have; no KV state of older weights is used any more: it is
-        computed again from the tokens. Turns under way go on with the new weights.
+        computed again from the tokens. Turns under way go on with the new weights. ValueError for unknown,
+        missing or wrongly shaped ones (`lm_head.weight` may be left out when embeddings are tied); the engine
+        then has no weights until the next call.
         """
 
+    @abstractmethod
     def sleep(self, level: int = 1) -> int:
         """Give memory to the trainer; sessions stay as in `load_weights`. Returns the bytes given back.
 
         Level 1: the KV cache. Level 2: the engine's weights too, then `load_weights` comes before the next
-        step. Asleep, `step` raises RuntimeError.
+        step.
         """
 
+    @abstractmethod
     def wake(self) -> None:
         """Take the memory again. Does nothing when awake."""
 
+    @abstractmethod
     def stats(self) -> dict[str, float]:
         """Load now, and sums since construction.
 
         Now: running, queued (no KV state yet, or preempted), parked (turn ended, waiting for the owner),
-        kv_bytes (held), kv_used_share (of the budget), weight_version.
+        kv_used_share (of the budget).
         Sums: steps, generated_tokens, prefilled_tokens (computed), prefix_hit_tokens (taken from KV state
         that was there: a shared prompt), preemptions, seconds (in `step`). An engine that can't know a figure
         leaves it out.
         """
 
+    @abstractmethod
     def shutdown(self) -> None:
         """End what the engine has started and free what it holds. Safe to call twice."""
-
-
-def checked_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) -> list[int]:
-    """The ids of a prompt. ValueError if it is empty, has unknown ids, or leaves no room to generate."""
-    tokens = checked_tokens(token_ids, vocab_size)
-    if not 0 < len(tokens) < max_model_len:
-        raise ValueError(
-            f"a prompt of {len(tokens)} tokens; expected 1 to {max_model_len - 1}, "
-            f"one less than max_model_len={max_model_len}"
-        )
-    return tokens
-
-
-def checked_tokens(token_ids: Sequence[int], vocab_size: int) -> list[int]:
-    """The ids as a list of int. ValueError if the model does not know one."""
-    tokens = [int(token_id) for token_id in token_ids]
-    if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
-        raise ValueError(
-            f"token ids range from {min(tokens)} to {max(tokens)}; the model has 0 to {vocab_size - 1}. "
-            "Do the tokenizer and the model belong together?"
-        )
-    return tokens

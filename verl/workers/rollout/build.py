@@ -33,7 +33,7 @@ CUDA_RESERVE_BYTES = 2 << 30  # left free beside the KV cache: activations and l
 
 
 @dataclass(frozen=True)
-class Request:
+class EngineRequest:
     """What is asked of an engine, whichever it is.
 
     Attributes:
@@ -74,7 +74,7 @@ def rollout_dtype(rollout: Rollout, computed_in: torch.dtype) -> torch.dtype:
     return computed_in if name == "auto" else parse_dtype(name, computed_in, "rollout.dtype")
 
 
-def build_engine(rollout: Rollout, model: Policy, request: Request) -> RolloutEngine:
+def build_engine(rollout: Rollout, model: Policy, request: EngineRequest) -> RolloutEngine:
     """The engine that the configuration asks for. It has no weights yet: `load_weights` comes first.
 
     Args:
@@ -109,7 +109,7 @@ def build_engine(rollout: Rollout, model: Policy, request: Request) -> RolloutEn
     return VllmEngine(**arguments)
 
 
-def _kv_bytes(rollout: Rollout, spec: ModelSpec, request: Request, max_num_seqs: int) -> int:
+def _kv_bytes(rollout: Rollout, spec: ModelSpec, request: EngineRequest, max_num_seqs: int) -> int:
     """What the native engine's KV cache takes: enough for all sequences, within what it may take at most."""
     sequence = sequence_bytes(spec, request.dtype, request.max_model_len, rollout.block_size)
     if request.device.type == "cuda":
@@ -148,7 +148,7 @@ def own_weights_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     return sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
 
 
-def _most_on_cuda(share: float, spec: ModelSpec, request: Request) -> tuple[int, str]:
+def _most_on_cuda(share: float, spec: ModelSpec, request: EngineRequest) -> tuple[int, str]:
     """Bytes that the KV cache may take, and how there may be more."""
     left, total = torch.cuda.mem_get_info(request.device)
     left += torch.cuda.memory_reserved(request.device) - torch.cuda.memory_allocated(request.device)
@@ -166,7 +166,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def _vllm_arguments(
-    rollout: Rollout, model: Policy, model_config: PretrainedConfig, request: Request
+    rollout: Rollout, model: Policy, model_config: PretrainedConfig, request: EngineRequest
 ) -> dict[str, Any]:
     """What vLLM is started with, by the names of vLLM's `EngineArgs`; `vllm.engine_args` wins."""
     max_num_seqs = sequences_at_once(rollout.max_num_seqs, request.num_rows)
@@ -200,7 +200,7 @@ def position_bytes(model_config: PretrainedConfig, dtype: torch.dtype) -> int:
 
 
 def _vllm_apart(
-    rollout: Rollout, model_config: PretrainedConfig, arguments: dict[str, Any], request: Request
+    rollout: Rollout, model_config: PretrainedConfig, arguments: dict[str, Any], request: EngineRequest
 ) -> RolloutEngine:
     """Rank 0 starts the servers, if any are to be started, and sends the weights; all ranks use them."""
     from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine

@@ -6,26 +6,23 @@ import pytest
 from protocol_server import VOCABULARY, ProtocolServer
 from remote_parts import WEIGHTS, VersionSender
 
+from verl.workers.rollout.vllm import server_client, server_pool
 from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
 
 
 @pytest.fixture
-def start():
-    """start(num_servers=1, **engine options): (engine with weights 0, servers)."""
+def start(monkeypatch):
+    """start(num_servers=1): (engine with weights 0, servers)."""
+    monkeypatch.setattr(server_client, "STREAM_INTERVAL", 4)
+    monkeypatch.setattr(server_pool, "PATIENCE_SECONDS", 0.3)
     with ExitStack() as stack:
 
-        def make(num_servers=1, version=0, prepare=lambda server: None, **options):
+        def make(num_servers=1, version=0, prepare=lambda server: None):
             servers = [stack.enter_context(ProtocolServer()) for _ in range(num_servers)]
             for server in servers:
                 prepare(server)
-            defaults = {
-                "max_model_len": 256,
-                "sender": VersionSender(),
-                "stream_interval": 4,
-                "patience": 0.3,
-            }
-            options = defaults | options
-            engine = RemoteVllmEngine([s.url for s in servers], vocab_size=VOCABULARY, **options)
+            urls = [server.url for server in servers]
+            engine = RemoteVllmEngine(urls, max_model_len=256, vocab_size=VOCABULARY, sender=VersionSender())
             stack.callback(engine.shutdown)
             if version is not None:
                 engine.load_weights(WEIGHTS, version)

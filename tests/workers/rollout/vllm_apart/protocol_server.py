@@ -37,21 +37,16 @@ def expected_turn(context, length, version, seed=0):
 class ProtocolServer:
     """Use as a context manager; `url` is its address.
 
-    Faults: `broken_streams` (the next so many streams end without a word after `break_after` tokens),
-    `errors` (the next so many requests are answered 500), `stalls` (the next so many requests get no
-    answer), `garbage` (a line sent in the place of the first chunk), `early_stop` (each request ends after so
-    many tokens with finish reason "stop"), `refuses_weights`, `keeps_kv_state`, `unhealthy`.
-    `metrics_seconds` slows it down; a sequence of `holds_at` tokens, its prompt among them, waits until
-    `holds_at` is another number or its request is broken off.
+    Faults: `garbage` (a line sent in the place of the first chunk), `early_stop` (each request ends after so
+    many tokens with finish reason "stop"), `refuses_weights`. A sequence of `holds_at` tokens, its prompt
+    among them, waits until `holds_at` is another number or its request is broken off.
     """
 
     def __init__(self):
         self.label, self.weights, self.kv_version = "default", None, None
         self.paused, self.pauses = False, 0
-        self.broken_streams = self.break_after = self.errors = self.stalls = 0
         self.garbage = self.early_stop = None
-        self.refuses_weights = self.keeps_kv_state = self.unhealthy = False
-        self.metrics_seconds, self.holds_at = 0.0, None
+        self.refuses_weights, self.holds_at = False, None
         self.max_model_len, self.extension, self.mode = 512, EXTENSION, "processed_logprobs"
         self.requests, self.dropped, self.calls = [], 0, []
         self.dead = False
@@ -90,7 +85,7 @@ class ProtocolServer:
             def do_GET(self):
                 path = urlsplit(self.path).path
                 if path == "/health":
-                    self.reply("", 503 if server.unhealthy else 200)
+                    self.reply("")
                 elif path == "/v1/models":
                     self.reply({"data": [{"id": "policy", "max_model_len": server.max_model_len}]})
                 elif path == "/weight_info":
@@ -98,7 +93,6 @@ class ProtocolServer:
                 elif path == "/is_paused":
                     self.reply({"is_paused": server.paused})
                 elif path == "/metrics":
-                    time.sleep(server.metrics_seconds)
                     self.reply(
                         '# HELP x\nvllm:prompt_tokens_total{engine="0"} 7\nvllm:kv_cache_usage_perc{} 0.5\n'
                     )
@@ -125,8 +119,8 @@ class ProtocolServer:
                     server.label = body["new_version"]
                 elif url.path == "/reset_prefix_cache":
                     assert parse_qs(url.query) == {"reset_running_requests": ["true"]}
-                    server.kv_version = server.kv_version if server.keeps_kv_state else None
-                    return self.reply({"success": not server.keeps_kv_state})
+                    server.kv_version = None
+                    return self.reply({"success": True})
                 elif url.path == "/collective_rpc":
                     if body["method"] == "rollout_receive":
                         if server.refuses_weights:
@@ -137,28 +131,19 @@ class ProtocolServer:
 
             def complete(self, body):
                 server.requests.append(body)
-                if server.errors > 0:
-                    server.errors -= 1
-                    return self.reply({"error": {"message": "engine trouble"}}, 500)
                 if len(body["prompt"]) + body["max_tokens"] > server.max_model_len:
                     return self.reply({"error": {"message": "too long"}}, 400)
-                if server.stalls > 0:
-                    server.stalls -= 1
-                    time.sleep(0.5)
-                    return None
-                breaks = server.broken_streams > 0
-                server.broken_streams -= breaks
                 self.send_response(200)
                 self.end_headers()
                 try:
                     if server.garbage is not None:
                         self.wfile.write(server.garbage.encode() + b"\n\n")
-                    self.stream(body, breaks)
+                    self.stream(body)
                 except OSError:
                     server.dropped += 1
                 return None
 
-            def stream(self, body, breaks):
+            def stream(self, body):
                 pauses = server.pauses
                 tokens, sent, pending = list(body["prompt"]), 0, []
                 reason = None
@@ -180,8 +165,6 @@ class ProtocolServer:
                         tokens.append(next_token(tokens, server.weights, server.kv_version, seed))
                         pending.append(tokens[-1])
                         sent += 1
-                        if breaks and sent > server.break_after:
-                            return
                         if tokens[-1] in body["stop_token_ids"] or sent == server.early_stop:
                             reason = "stop"
                         elif sent == body["max_tokens"]:

@@ -6,6 +6,7 @@ from remote_parts import GREEDY, WEIGHTS, drain, hold, wait_until
 
 from verl.workers.rollout.base import SamplingParams
 from verl.workers.rollout.stop import StopCondition
+from verl.workers.rollout.vllm import server_client
 
 
 class ByteTokenizer:
@@ -50,8 +51,11 @@ def test_requests_leave_nothing_to_the_servers_defaults(start):
     assert body["repetition_penalty"] == 1.0 and body["return_token_ids"] is True and body["logprobs"] == 1
 
 
-def test_a_turn_ends_at_the_token_that_completes_a_stop_string_and_what_came_behind_is_dropped(start):
-    engine, _ = start(stream_interval=50)
+def test_a_turn_ends_at_the_token_that_completes_a_stop_string_and_what_came_behind_is_dropped(
+    start, monkeypatch
+):
+    engine, _ = start()
+    monkeypatch.setattr(server_client, "STREAM_INTERVAL", 50)
     turns = {prompt: expected_turn([prompt], 40, 0) for prompt in range(200)}
     prompt, end = next(
         (prompt, end)
@@ -192,6 +196,3 @@ def test_garbage_is_an_error_that_names_the_server(start, line, message):
 def test_a_server_that_does_not_fit_is_refused_at_once(start, attribute, value, message):
     with pytest.raises(ValueError, match=message):
         start(prepare=lambda server: setattr(server, attribute, value))
-
-
-# ---- weights ----

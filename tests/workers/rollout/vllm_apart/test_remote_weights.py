@@ -64,6 +64,3 @@ def test_a_server_that_does_not_take_the_weights_is_not_used_any_more(start):
     good.refuses_weights = True
     with pytest.raises(RuntimeError, match="no vLLM server is left.*missing weights"):
         engine.load_weights(WEIGHTS, 2)
-
-
-# ---- memory, statistics, the end ----

@@ -33,7 +33,7 @@ import numpy as np
 
 from verl.workers.rollout.native.block_pool import ROOT, BlockPool
 from verl.workers.rollout.native.sampler import SamplingRows
-from verl.workers.rollout.native.session import NO_SLOT, Session, SlotTable, State
+from verl.workers.rollout.native.session import NO_SLOT, NativeSession, SlotTable
 from verl.workers.rollout.native.step_batch import Span, StepBatch, pack
 
 
@@ -54,13 +54,13 @@ class Step:
 
     room: int
     spans: list[Span] = field(default_factory=list)
-    started: list[tuple[Session, int]] = field(default_factory=list)
-    row_of: dict[bytes, tuple[Session, int]] = field(default_factory=dict)
-    decode_first: list[Session] = field(default_factory=list)
+    started: list[tuple[NativeSession, int]] = field(default_factory=list)
+    row_of: dict[bytes, tuple[NativeSession, int]] = field(default_factory=dict)
+    decode_first: list[NativeSession] = field(default_factory=list)
     filled: set[int] = field(default_factory=set)
     copies_before: list[tuple[int, int]] = field(default_factory=list)
     copies_after: list[tuple[int, int]] = field(default_factory=list)
-    sessions: list[Session] = field(default_factory=list)
+    sessions: list[NativeSession] = field(default_factory=list)
     batch: StepBatch = field(init=False)
     rows: SamplingRows = field(init=False)
 
@@ -102,11 +102,11 @@ class Scheduler:
         self._max_prefill_tokens = max_prefill_tokens
         self._slots = SlotTable(max_num_seqs, -(-max_model_len // block_size))
         self._free_slots = list(range(max_num_seqs))  # a heap, so that low slots are used first
-        self._begun: deque[Session] = deque()  # resumed or preempted: before the new ones
-        self._new: deque[Session] = deque()
-        self._idle: OrderedDict[int, Session] = OrderedDict()  # parked or queued, with KV state
-        self._running: dict[int, Session] = {}  # by slot
-        self._cut: Session | None = None  # the one whose prefill goes on in the next step
+        self._begun: deque[NativeSession] = deque()  # resumed or preempted: before the new ones
+        self._new: deque[NativeSession] = deque()
+        self._idle: OrderedDict[int, NativeSession] = OrderedDict()  # parked or queued, with KV state
+        self._running: dict[int, NativeSession] = {}  # by slot
+        self._cut: NativeSession | None = None  # the one whose prefill goes on in the next step
         self._decoding = np.zeros(0, dtype=np.int64)  # slots, ascending
 
     # ---- sessions ----
@@ -123,7 +123,7 @@ class Scheduler:
     def num_queued(self) -> int:
         return len(self._begun) + len(self._new)
 
-    def add(self, session: Session) -> None:
+    def add(self, session: NativeSession) -> None:
         """Queue a session that has tokens to compute: a new one, or one whose next turn begins."""
         if session.num_sampled == 0:
             self._new.append(session)
@@ -132,17 +132,16 @@ class Scheduler:
         if session.session_id in self._idle:
             self._idle.move_to_end(session.session_id)
 
-    def park(self, session: Session) -> None:
+    def park(self, session: NativeSession) -> None:
         """The turn of a running session ended; its KV state stays until somebody needs the blocks."""
         self._leave_slot(session)
-        session.state = State.PARKED
         self._idle[session.session_id] = session
 
-    def remove(self, session: Session) -> None:
+    def remove(self, session: NativeSession) -> None:
         """Forget a session in whatever state it is."""
-        if session.state is State.RUNNING:
+        if session.slot != NO_SLOT:
             self._leave_slot(session)
-        elif session.state is State.QUEUED:
+        elif session.under_way:
             (self._begun if session in self._begun else self._new).remove(session)
         self._idle.pop(session.session_id, None)
         self.pool.release(session.blocks)
@@ -152,7 +151,7 @@ class Scheduler:
         """Forget all KV state; running sessions go to the head of the queue, the first opened foremost."""
         for session in sorted(self._running.values(), key=_age, reverse=True):
             self._leave_slot(session)
-            self._to_head(session)
+            self._begun.appendleft(session)
         for session in (*self._begun, *self._new, *self._idle.values()):
             session.forget_kv()
         self._idle.clear()
@@ -208,12 +207,12 @@ class Scheduler:
         slots, rows = self._decoding, self._slots.rows
         full = slots[rows["kv_len"][slots] == rows["room"][slots]]
         for session in sorted((self._running[slot] for slot in full.tolist()), key=_age):
-            if session.state is not State.RUNNING:  # preempted for an older one
+            if session.slot == NO_SLOT:  # preempted for an older one
                 continue
-            while not self.pool.num_free and session.state is State.RUNNING:
+            while not self.pool.num_free and session.slot != NO_SLOT:
                 if not self._evict_one():
                     self._preempt(max(self._running.values(), key=_age))
-            if session.state is State.RUNNING:
+            if session.slot != NO_SLOT:
                 self._publish(session, len(session.blocks) * self._block_size)
                 (block,) = self.pool.take(1)
                 self._slots.blocks[session.slot, len(session.blocks)] = block
@@ -240,7 +239,7 @@ class Scheduler:
             queue.popleft()
         return admitted
 
-    def _follow(self, session: Session, other: Session, span: int, step: Step) -> bool:
+    def _follow(self, session: NativeSession, other: NativeSession, span: int, step: Step) -> bool:
         """Admit a session that samples from the row of another one with the same tokens."""
         count = len(session.tokens)
         num_full = count // self._block_size
@@ -258,7 +257,7 @@ class Scheduler:
         step.started.append((session, span))
         return True
 
-    def _begin(self, session: Session, step: Step) -> bool:
+    def _begin(self, session: NativeSession, step: Step) -> bool:
         """Admit a session on what KV state there is for its tokens: its own, or an equal beginning."""
         is_own, source = bool(session.blocks), None
         if not is_own:
@@ -291,7 +290,7 @@ class Scheduler:
             self._compute(session, step)
         return True
 
-    def _compute(self, session: Session, step: Step) -> None:
+    def _compute(self, session: NativeSession, step: Step) -> None:
         """Take a session's next tokens into the step, as many as the budget allows."""
         start = session.kv_len
         count = min(len(session.tokens) - start, step.room)
@@ -308,7 +307,7 @@ class Scheduler:
 
     # ---- shared prefixes ----
 
-    def _find_prefix(self, session: Session, step: Step) -> _Prefix:
+    def _find_prefix(self, session: NativeSession, step: Step) -> _Prefix:
         """The longest beginning of a session that is there, without its last token: it must be computed."""
         tokens, size = session.tokens, self._block_size
         most = len(tokens) - 1
@@ -331,7 +330,7 @@ class Scheduler:
                     return _Prefix(blocks, contents, min(end, most), known.block)
         return _Prefix(blocks, contents, start, None)
 
-    def _publish(self, session: Session, num_tokens: int) -> None:
+    def _publish(self, session: NativeSession, num_tokens: int) -> None:
         """Let others find the full blocks among a session's first `num_tokens` positions."""
         size = self._block_size
         for index in range(len(session.contents), num_tokens // size):
@@ -339,7 +338,7 @@ class Scheduler:
             tokens = session.tokens[index * size : (index + 1) * size].tobytes()
             session.contents.append(self.pool.publish(session.blocks[index], before, tokens))
 
-    def _publish_prompt_end(self, session: Session, num_computed: int) -> None:
+    def _publish_prompt_end(self, session: NativeSession, num_computed: int) -> None:
         """Let others find the partly filled last block of a prompt, once it is computed."""
         index, rest = divmod(session.prompt_len, self._block_size)
         if rest and num_computed >= session.prompt_len:
@@ -356,7 +355,7 @@ class Scheduler:
         """Blocks that admission leaves to the running ones, so that a newcomer isn't preempted at once."""
         return len(self._running) // 4
 
-    def _make_room(self, wanted: int, newcomer: Session) -> bool:
+    def _make_room(self, wanted: int, newcomer: NativeSession) -> bool:
         """Get `wanted` blocks free at the cost of others that don't run; False if that is too little."""
         missing = wanted - self.pool.num_free
         others = (other for other in self._idle.values() if other is not newcomer)
@@ -367,42 +366,37 @@ class Scheduler:
                 return False
         return True
 
-    def _evict_one(self, newcomer: Session | None = None) -> bool:
+    def _evict_one(self, newcomer: NativeSession | None = None) -> bool:
         """Drop the KV state of one session that doesn't run, not the newcomer's; False if there is none."""
         others = [other for other in self._idle.values() if other is not newcomer]
         if not others:
             return False
-        parked = (other for other in others if other.state is State.PARKED)
+        parked = (other for other in others if not other.under_way)
         self._give_up_kv(next(parked, others[-1]))
         self.evictions += 1
         return True
 
-    def _preempt(self, session: Session) -> None:
+    def _preempt(self, session: NativeSession) -> None:
         """Take slot and blocks from a running session and put it at the head of the queue."""
         self._leave_slot(session)
         self._give_up_kv(session)
-        self._to_head(session)
+        self._begun.appendleft(session)
         self.preemptions += 1
 
-    def _give_up_kv(self, session: Session) -> None:
+    def _give_up_kv(self, session: NativeSession) -> None:
         """Let go of a session's blocks; others can find them until they are taken."""
         self._idle.pop(session.session_id, None)
         self._publish(session, session.kv_len)
         self.pool.release(session.blocks)
         session.forget_kv()
 
-    def _to_head(self, session: Session) -> None:
-        session.state = State.QUEUED
-        self._begun.appendleft(session)
-
-    def _enter_slot(self, session: Session) -> None:
+    def _enter_slot(self, session: NativeSession) -> None:
         self._idle.pop(session.session_id, None)
         session.slot = heapq.heappop(self._free_slots)
-        session.state = State.RUNNING
         self._running[session.slot] = session
         self._slots.load(session, self._block_size)
 
-    def _leave_slot(self, session: Session) -> None:
+    def _leave_slot(self, session: NativeSession) -> None:
         """Also fixes `kv_len`, which is not kept up while a session decodes."""
         if session is self._cut:
             self._cut = None
@@ -414,6 +408,6 @@ class Scheduler:
         session.slot = NO_SLOT
 
 
-def _age(session: Session) -> int:
+def _age(session: NativeSession) -> int:
     """Sessions are numbered as they are opened: the larger, the younger."""
     return session.session_id

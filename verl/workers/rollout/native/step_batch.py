@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from verl.workers.rollout.native.session import Session, SlotTable
+from verl.workers.rollout.native.session import NativeSession, SlotTable
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Sampled:
 class Span(NamedTuple):
     """`length` tokens of a session that are computed in this step, from position `start` on."""
 
-    session: Session
+    session: NativeSession
     start: int
     length: int
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.workers.rollout.base import Completion, Partial, SamplingParams, checked_prompt, checked_tokens
+from verl.workers.rollout.base import Completion, RolloutEngine, RolloutSession, SamplingParams
 from verl.workers.rollout.vllm import start as vllm_process
-from verl.workers.rollout.vllm.session import SESSION_SEED, VllmSession, check_supported
+from verl.workers.rollout.vllm.requests import SESSION_SEED, check_supported
 
 
-class VllmEngine:
+@dataclass(eq=False)
+class VllmSession(RolloutSession):
+    """A trajectory; while a turn is under way, its request's name in vLLM and vLLM's own record of it."""
+
+    request_id: str = ""
+    request: Any = None
+
+
+class VllmEngine(RolloutEngine[VllmSession]):
     """`RolloutEngine` on vLLM's V1 engine, driven step by step.
 
     Requests that don't fit wait in vLLM's queue; when the KV cache is full vLLM preempts the youngest. A
     session whose turn ended holds no memory that others could not take: its blocks stay in the prefix cache
     until they are needed, then they are computed again.
-
-    Attributes:
-        max_model_len: most tokens of one session, prompt and observations included.
-        version: of the present weights; -1 before the first `load_weights` and after `sleep(2)`.
     """
+
+    session_class = VllmSession
 
     def __init__(
         self,
@@ -97,78 +104,37 @@ class VllmEngine:
         self._keep_process_group = dist.is_initialized()
         self._llm: Any = vllm_process.start(arguments)
         self._llm.collective_rpc("rollout_install_sampler")
-        self._vocab_size = self._llm.model_config.hf_config.get_text_config().vocab_size
-        self.max_model_len = max_model_len
-        self.version = -1
-        self._has_weights = False
+        super().__init__(max_model_len, self._llm.model_config.hf_config.get_text_config().vocab_size)
         self._asleep = 0
-        self._next_id = 0
-        self._sessions: dict[int, VllmSession] = {}
         self._requests: dict[str, VllmSession] = {}
-        self._full: list[VllmSession] = []  # resumed with more than max_model_len holds
-        self._counts = dict.fromkeys(
-            ("steps", "generated_tokens", "prefilled_tokens", "prefix_hit_tokens", "preemptions"), 0
-        )
-        self._seconds = 0.0
-
-    # ---- sessions ----
+        self._num_requests = 0
+        self._prefilled_tokens = self._prefix_hit_tokens = self._preemptions = 0
 
     @property
     def has_runnable(self) -> bool:
-        """True if a turn is under way or waits to be."""
         return bool(self._requests or self._full)
 
-    def open(self, token_ids: Sequence[int], params: SamplingParams) -> int:
-        """Queue a prompt. ValueError if it is empty, has unknown ids, or leaves no room to generate."""
-        tokens = checked_prompt(token_ids, self._vocab_size, self.max_model_len)
+    def _check_params(self, params: SamplingParams) -> None:
         check_supported(params)
-        session = VllmSession(self._next_id, [])
-        self._next_id += 1
-        self._sessions[session.session_id] = session
-        self._begin_turn(session, tokens, params)
-        return session.session_id
 
-    def resume(self, session_id: int, token_ids: Sequence[int], params: SamplingParams) -> None:
-        """Append observation tokens (none is fine) and sample another turn.
-
-        If they leave no room within max_model_len, the next `step` returns an empty completion with "length".
-        """
-        session = self._session(session_id)
-        if session.under_way:
-            raise ValueError(f"session {session_id} has a turn under way; only one that ended can be resumed")
-        check_supported(params)
-        self._begin_turn(session, checked_tokens(token_ids, self._vocab_size), params)
-
-    def partial(self, session_id: int) -> Partial:
-        """What a session's present turn has sampled so far; nothing while no turn is under way."""
-        return self._session(session_id).partial()
-
-    def close(self, session_id: int) -> None:
-        """Forget a session, whatever its state."""
-        session = self._sessions.pop(self._session(session_id).session_id)
-        if session.request_id in self._requests:
-            self._drop_request(session)
-            self._llm.abort_request([session.request_id])
-        elif session in self._full:
-            self._full.remove(session)
-
-    def _begin_turn(self, session: VllmSession, new_tokens: list[int], params: SamplingParams) -> None:
+    def _queue(self, session: VllmSession) -> None:
         from vllm.inputs import tokens_input
 
-        session.begin_turn(new_tokens, params, self.max_model_len)
-        if session.limit < 1:
-            self._full.append(session)
-            return
-        request_id = session.request_id
-        name = self._llm.add_request(
-            request_id, tokens_input(list(session.context)), vllm_params(params, session.limit)
-        )
+        self._num_requests += 1
+        session.request_id = str(self._num_requests)
+        prompt, params = tokens_input(session.tokens.tolist()), vllm_params(session.params, session.limit)
+        name = self._llm.add_request(session.request_id, prompt, params)
         session.request = self._scheduler.requests[name]
-        self._requests[request_id] = session
+        self._requests[session.request_id] = session
+
+    def _drop(self, session: VllmSession) -> None:
+        if session.request is not None:
+            self._drop_request(session)
+            self._llm.abort_request([session.request_id])
 
     def _drop_request(self, session: VllmSession) -> None:
         del self._requests[session.request_id]
-        self._counts["preemptions"] += session.request.num_preemptions
+        self._preemptions += session.request.num_preemptions
         session.request = None
 
     # ---- one step ----
@@ -179,11 +145,10 @@ class VllmEngine:
             return []
         if self._asleep:
             raise RuntimeError("the engine is asleep; call wake first")
-        if not self._has_weights:
+        if self.version < 0:
             raise RuntimeError("the engine has no weights; call load_weights first")
         start = time.perf_counter()
-        ended = [session.end_turn("length", None, self.version) for session in self._full]
-        self._full = []
+        ended = self._end_full()
         stopped: list[str] = []
         for output in self._llm.step() if self._requests else ():
             session = self._requests[output.request_id]
@@ -195,7 +160,7 @@ class VllmEngine:
                 ended.append(session.end_turn(*finish, self.version))
         if stopped:
             self._llm.abort_request(stopped)
-        self._counts["steps"] += 1
+        self._steps += 1
         self._seconds += time.perf_counter() - start
         return ended
 
@@ -211,97 +176,77 @@ class VllmEngine:
                 "produce NaN or infinity"
             )
         if session.version_first is None:
-            session.version_first = self.version
             hits = output.num_cached_tokens or 0
-            self._counts["prefix_hit_tokens"] += hits
-            self._counts["prefilled_tokens"] += len(session.context) - hits
-        self._counts["generated_tokens"] += 1
-        finish = session.accept(token_id, log_prob, model_log_prob)
+            self._prefix_hit_tokens += hits
+            self._prefilled_tokens += len(session.tokens) - hits
+        self._generated_tokens += 1
+        finish = session.accept(token_id, log_prob, model_log_prob, self.version)
         assert finish is not None or not output.finished, "vLLM ended a turn that has room to go on"
         return finish
 
     # ---- weights and memory ----
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take all parameters, as (Hugging Face name, full tensor), as weights `version`.
-
-        Sessions stay. Turns under way are preempted: their KV state is computed again with the new weights,
-        then they go on. ValueError for unknown, missing or wrongly shaped ones (`lm_head.weight` may be left
-        out when embeddings are tied); the engine then has no weights until the next call.
-        """
-        self._has_weights = False
+        self.version = -1
         self._llm.reset_prefix_cache(reset_running_requests=True)
         if self._asleep == 2 and not self._on_cpu:
             self._llm.wake_up(["weights"])
         self._llm.collective_rpc("rollout_load_weights", args=(weights,))
-        self._has_weights = True
         self.version = version
 
     def sleep(self, level: int = 1) -> int:
-        """Give memory to the trainer; returns the bytes given back.
-
-        On CUDA it is vLLM's sleep: level 1 drops the KV cache and moves the weights to the host until
-        `wake`, level 2 drops both. On CPU vLLM has none: the pages of the KV cache are given back to the
-        system, weights stay.
+        """On CUDA it is vLLM's sleep: level 1 drops the KV cache and moves the weights to the host until
+        `wake`, level 2 drops both. On CPU vLLM has none, and keeps its memory.
         """
         if level not in (1, 2):
             raise ValueError(f"sleep level {level}; expected 1 or 2")
         if self._asleep:
             return 0
         self._llm.reset_prefix_cache(reset_running_requests=True)
-        if self._on_cpu:
-            freed = sum(self._llm.collective_rpc("rollout_release_kv_pages"))
-        else:
+        freed = 0
+        if not self._on_cpu:
             before = torch.cuda.mem_get_info()[0]
             self._llm.sleep(level, mode="keep")
             freed = max(0, torch.cuda.mem_get_info()[0] - before)
         self._asleep = level
         if level == 2:
-            self._has_weights, self.version = False, -1
+            self.version = -1
         return freed
 
     def wake(self) -> None:
-        """Take the memory again. Does nothing when awake."""
         if self._asleep and not self._on_cpu:
             self._llm.wake_up()
         self._asleep = 0
 
     def stats(self) -> dict[str, float]:
         """As in `RolloutEngine.stats`; `prefilled_tokens` leaves out what preemption computes again."""
-        scheduler = self._scheduler
-        running, queued = scheduler.get_request_counts()
-        used = scheduler.get_kv_cache_usage()
-        size = sum(tensor.size for tensor in scheduler.kv_cache_config.kv_cache_tensors)
+        running, queued = self._scheduler.get_request_counts()
+        used = self._scheduler.get_kv_cache_usage()
+        size = sum(tensor.size for tensor in self._scheduler.kv_cache_config.kv_cache_tensors)
         preemptions = sum(session.request.num_preemptions for session in self._requests.values())
         return {
-            **{name: float(count) for name, count in self._counts.items()},
             "running": float(running),
             "queued": float(queued),
             "parked": float(sum(not session.under_way for session in self._sessions.values())),
             "kv_bytes": float(used * size),
             "kv_used_share": float(used),
-            "weight_version": float(self.version),
-            "preemptions": float(self._counts["preemptions"] + preemptions),
+            "steps": float(self._steps),
+            "generated_tokens": float(self._generated_tokens),
+            "prefilled_tokens": float(self._prefilled_tokens),
+            "prefix_hit_tokens": float(self._prefix_hit_tokens),
+            "preemptions": float(self._preemptions + preemptions),
             "seconds": self._seconds,
         }
 
     def shutdown(self) -> None:
-        """End vLLM in this process: its threads, its groups, its memory. Safe to call twice."""
         if self._llm is not None:
             vllm_process.end(self._llm, keep_process_group=self._keep_process_group)
         self._llm = None
         self._sessions, self._requests, self._full = {}, {}, []
 
-    # ---- small things ----
-
     @property
     def _scheduler(self) -> Any:
         return self._llm.engine_core.engine_core.scheduler
-
-    def _session(self, session_id: int) -> VllmSession:
-        if session_id not in self._sessions:
-            raise ValueError(f"no session {session_id}: it was closed")
-        return self._sessions[session_id]
 
 
 def vllm_params(params: SamplingParams, limit: int) -> Any:

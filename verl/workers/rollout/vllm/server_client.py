@@ -1,7 +1,7 @@
 """One vLLM server over HTTP: a request's tokens as they come, and the calls that steer the server.
 
     complete(body) -> POST /v1/completions, streamed -> Chunk(token ids, both log-probs, how it ended) ...
-    pause, resume, call_workers, weight_version ... -> the endpoints of VLLM_SERVER_DEV_MODE=1
+    get, post -> the endpoints of VLLM_SERVER_DEV_MODE=1: pause, resume, versions of weights, workers' calls
 
 Prompts go out and tokens come back as ids. What fails is one of two things: `ServerFailed`, the connection
 or the server itself (it may help to ask again, or elsewhere), and `RequestRefused`, which would be refused
@@ -18,10 +18,12 @@ from typing import Any
 import httpx
 
 from verl.workers.rollout.base import SamplingParams
-from verl.workers.rollout.vllm.session import SESSION_SEED
+from verl.workers.rollout.vllm.requests import SESSION_SEED
 
+STALL_SECONDS = 600.0  # without a byte of a request's answer; then the server is asked whether it works
 _CONTROL_SECONDS = 60.0
 _MESSAGE_CHARACTERS = 600
+STREAM_INTERVAL = 8  # tokens that a server collects before it sends them; a turn's end is sent at once
 
 
 class ServerFailed(RuntimeError):
@@ -43,7 +45,7 @@ class Chunk:
 
 
 def completion_body(
-    model: str, token_ids: Sequence[int], params: SamplingParams, max_tokens: int, stream_interval: int
+    model: str, token_ids: Sequence[int], params: SamplingParams, max_tokens: int
 ) -> dict[str, Any]:
     """The request that goes on from these tokens; nothing is left to the server's defaults.
 
@@ -74,7 +76,7 @@ def completion_body(
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
         "stream": True,
-        "stream_interval": stream_interval,
+        "stream_interval": STREAM_INTERVAL,
         "vllm_xargs": {SESSION_SEED: params.seed & 0xFFFFFFFFFFFFFFFF},
     }
 
@@ -113,24 +115,6 @@ def _plain_log_prob(token_id: int, top: dict[str, float]) -> float:
     return float(others[0])
 
 
-class Connections:
-    """HTTP connections to all servers: those of requests are kept for the next one."""
-
-    def __init__(self, stall_timeout: float, encrypted: bool) -> None:
-        """`stall_timeout`: most seconds without a byte of an answer to a request; `encrypted`: https."""
-        tls = httpx.create_ssl_context() if encrypted else False
-        kept = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        stall = httpx.Timeout(_CONTROL_SECONDS, read=stall_timeout)
-        self.streams = httpx.AsyncClient(trust_env=False, timeout=stall, limits=kept, verify=tls)
-        # After an error vLLM closes a connection that it has promised to keep: each call takes a new one.
-        new = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self.control = httpx.AsyncClient(trust_env=False, timeout=_CONTROL_SECONDS, limits=new, verify=tls)
-
-    async def close(self) -> None:
-        await self.streams.aclose()
-        await self.control.aclose()
-
-
 class ServerClient:
     """Calls to one server; all of them on one event loop.
 
@@ -139,11 +123,20 @@ class ServerClient:
         dead: why it is not used any more, once it is not.
     """
 
-    def __init__(self, url: str, connections: Connections) -> None:
+    def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.dead: str | None = None
-        self._streams = connections.streams
-        self._control = connections.control
+        tls = httpx.create_ssl_context() if url.startswith("https:") else False
+        stall = httpx.Timeout(_CONTROL_SECONDS, read=STALL_SECONDS)
+        kept = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._streams = httpx.AsyncClient(trust_env=False, timeout=stall, limits=kept, verify=tls)
+        # After an error vLLM closes a connection that it has promised to keep: each call takes a new one.
+        new = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._control = httpx.AsyncClient(trust_env=False, timeout=_CONTROL_SECONDS, limits=new, verify=tls)
+
+    async def disconnect(self) -> None:
+        await self._streams.aclose()
+        await self._control.aclose()
 
     async def complete(self, body: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
         """The chunks of one request. Left early, the connection closes and the server drops the request."""
@@ -170,62 +163,34 @@ class ServerClient:
         except httpx.TransportError:
             return False
 
-    async def models(self) -> list[dict[str, Any]]:
-        """Its models: "id", "max_model_len"."""
-        return list((await self._get("/v1/models"))["data"])
-
-    async def configuration(self) -> dict[str, Any]:
-        """vLLM's configuration as JSON."""
-        return (await self._get("/server_info", config_format="json"))["vllm_config"]
-
     async def weight_version(self) -> str:
-        """The label of its weights: `set_weight_version`'s, "default" before the first."""
-        return str((await self._get("/weight_info"))["weight_version"])
-
-    async def is_paused(self) -> bool:
-        return bool((await self._get("/is_paused"))["is_paused"])
-
-    async def set_weight_version(self, label: str) -> None:
-        await self._post("/update_weight_version", json={"new_version": label})
-
-    async def pause(self) -> None:
-        """End all requests there (their streams end with finish_reason "abort") and hold new ones back."""
-        await self._post("/pause", params={"mode": "abort"})
-
-    async def resume(self) -> None:
-        await self._post("/resume")
-
-    async def drop_kv_state(self) -> None:
-        """Forget the KV state of all tokens, of requests in flight too. ServerFailed if it won't."""
-        answer = await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
-        if answer.json() != {"success": True}:
-            raise ServerFailed(f"it did not drop its KV state: {answer.text[:_MESSAGE_CHARACTERS]}")
+        """The label of its weights: that of /update_weight_version, "default" before the first."""
+        return str((await self.get("/weight_info"))["weight_version"])
 
     async def call_workers(self, method: str, timeout: float, **arguments: str) -> list[Any]:
         """`collective_rpc`: the method's answer of each worker (what is no list or dict comes as text)."""
         body = {"method": method, "kwargs": arguments, "timeout": timeout}
-        answer = await self._post("/collective_rpc", json=body, timeout=timeout + _CONTROL_SECONDS)
+        answer = await self.post("/collective_rpc", json=body, timeout=timeout + _CONTROL_SECONDS)
         return list(answer.json()["results"]) if answer.content else []
 
     async def metrics(self) -> dict[str, float]:
         """Prometheus metrics by name, those of one name added up."""
-        text = (await self._send("GET", "/metrics")).text
         sums: dict[str, float] = {}
-        for line in text.splitlines():
+        for line in (await self._send("GET", "/metrics")).text.splitlines():
             if line and not line.startswith("#"):
                 name, value = line.rsplit(" ", 1)
                 name = name.split("{", 1)[0]
                 sums[name] = sums.get(name, 0.0) + float(value)
         return sums
 
-    async def _get(self, path: str, **params: str) -> dict[str, Any]:
+    async def get(self, path: str, **params: str) -> dict[str, Any]:
         answer = await self._send("GET", path, params=params)
         try:
             return dict(answer.json())
         except ValueError as error:
             raise RequestRefused(f"{path} answered {answer.text[:_MESSAGE_CHARACTERS]!r}, no JSON") from error
 
-    async def _post(self, path: str, **arguments: Any) -> httpx.Response:
+    async def post(self, path: str, **arguments: Any) -> httpx.Response:
         return await self._send("POST", path, **arguments)
 
     async def _send(self, verb: str, path: str, **arguments: Any) -> httpx.Response:

@@ -16,15 +16,15 @@ from typing import Any
 
 from verl.workers.rollout.base import EngineUnavailable
 from verl.workers.rollout.vllm.server import VllmServers
-from verl.workers.rollout.vllm.server_client import Connections, RequestRefused, ServerClient, ServerFailed
+from verl.workers.rollout.vllm.server_client import RequestRefused, ServerClient, ServerFailed
 from verl.workers.rollout.vllm.weight_transfer import WORKER_EXTENSION
 
 logger = logging.getLogger(__name__)
 
 RPC_SECONDS = 1800.0
+PATIENCE_SECONDS = 10.0  # that a server may not answer before it is given up
 _UPDATING = "updating"
 _METRICS = {
-    "kv_used_share": "vllm:kv_cache_usage_perc",
     "prefix_hit_tokens": "vllm:prefix_cache_hits_total",
     "prefilled_tokens": "vllm:prompt_tokens_total",
     "preemptions": "vllm:num_preemptions_total",
@@ -39,13 +39,9 @@ class ServerPool:
         num_workers: of each server, by address; after `connect` as the sender.
     """
 
-    def __init__(
-        self, urls: Sequence[str], servers: VllmServers | None, stall_timeout: float, patience: float
-    ) -> None:
+    def __init__(self, urls: Sequence[str], servers: VllmServers | None) -> None:
         """For the arguments see `RemoteVllmEngine`."""
-        self._connections = Connections(stall_timeout, any(url.startswith("https:") for url in urls))
-        self.clients = [ServerClient(url, self._connections) for url in dict.fromkeys(urls)]
-        self._patience = patience
+        self.clients = [ServerClient(url) for url in dict.fromkeys(urls)]
         self.model_name = ""
         self.num_workers: dict[str, int] = {}
         self._servers = servers
@@ -56,8 +52,8 @@ class ServerPool:
         names = set()
         for client in self.clients:
             try:
-                model = (await client.models())[0]
-                configuration = await client.configuration()
+                model = (await client.get("/v1/models"))["data"][0]
+                configuration = (await client.get("/server_info", config_format="json"))["vllm_config"]
                 _check_fit(client.url, model, configuration, max_model_len)
                 names.add(str(model["id"]))
                 if is_sender:
@@ -95,21 +91,15 @@ class ServerPool:
     async def check(self, client: ServerClient, error: ServerFailed) -> None:
         """Bury a server that failed, unless it says before long that it is healthy."""
         async with self._probing[client.url]:  # one asks, for all turns that failed with it
-            if client.dead is None and not await self._answers(client):
-                self.bury(client.url, str(error))
-
-    async def _answers(self, client: ServerClient) -> bool:
-        processes = self._servers.processes if self._servers is not None else []
-        deadline = time.monotonic() + self._patience
-        wait = 0.05
-        while not any(process.url == client.url and not process.alive for process in processes):
-            if await client.is_healthy():
-                return True
-            if time.monotonic() + wait > deadline:
-                break
-            await asyncio.sleep(wait)
-            wait *= 2
-        return False
+            processes = self._servers.processes if self._servers is not None else []
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            wait = 0.05
+            while client.dead is None and not await client.is_healthy():
+                ended = any(process.url == client.url and not process.alive for process in processes)
+                if ended or time.monotonic() + wait > deadline:
+                    self.bury(client.url, str(error))
+                await asyncio.sleep(wait)
+                wait *= 2
 
     # ---- weights ----
 
@@ -117,8 +107,9 @@ class ServerPool:
         """Before weights come: no request runs, and the label says that there are no complete weights."""
 
         async def prepare(client: ServerClient) -> None:
-            await client.pause()
-            await client.set_weight_version(_UPDATING)
+            # ends all requests there (their streams with finish_reason "abort") and holds new ones back
+            await client.post("/pause", params={"mode": "abort"})
+            await client.post("/update_weight_version", json={"new_version": _UPDATING})
 
         await self.each(prepare)
 
@@ -126,18 +117,17 @@ class ServerPool:
         """After weights came: no KV state of older ones, the new label, and on."""
 
         async def finish(client: ServerClient) -> None:
-            await client.drop_kv_state()
-            await client.set_weight_version(str(version))
-            label = await client.weight_version()
-            if label != str(version):
-                raise RequestRefused(f"it has the weights {label} instead of {version}")
-            await client.resume()
+            answer = await client.post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+            if answer.json() != {"success": True}:
+                raise ServerFailed(f"it did not drop its KV state: {answer.text[:600]}")
+            await client.post("/update_weight_version", json={"new_version": str(version)})
+            await client.post("/resume")
 
         await self.each(finish)
 
-    async def wait_for_version(self, version: int, timeout: float) -> None:
+    async def wait_for_version(self, version: int) -> None:
         """Wait until another process has brought weights `version` to all servers."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + RPC_SECONDS
 
         async def wait(client: ServerClient) -> None:
             while (label := await client.weight_version()) != str(version):
@@ -150,7 +140,7 @@ class ServerPool:
     async def version_after_pause(self, client: ServerClient) -> int:
         """The weights that a server goes on with after another process has paused it."""
         while True:
-            if not await client.is_paused():
+            if not (await client.get("/is_paused"))["is_paused"]:
                 label = await client.weight_version()
                 if label != _UPDATING:
                     return int(label)
@@ -174,10 +164,11 @@ class ServerPool:
         self.living()
 
     async def metrics(self) -> dict[str, float]:
-        """What the living count, added up (`kv_used_share`: the mean); nothing if one does not tell."""
+        """What the living count, added up; nothing if one does not tell."""
         sums = dict.fromkeys(_METRICS, 0.0)
-        living = [client for client in self.clients if client.dead is None]
-        for client in living:
+        for client in self.clients:
+            if client.dead is not None:
+                continue
             try:
                 metrics = await client.metrics()
             except (ServerFailed, RequestRefused) as error:
@@ -185,12 +176,12 @@ class ServerPool:
                 return {}
             for ours, theirs in _METRICS.items():
                 sums[ours] += metrics.get(theirs, 0.0)
-        sums["kv_used_share"] /= max(1, len(living))
         sums["prefilled_tokens"] -= sums["prefix_hit_tokens"]
         return sums
 
     async def close(self) -> None:
-        await self._connections.close()
+        for client in self.clients:
+            await client.disconnect()
 
 
 def _check_fit(url: str, model: Mapping[str, Any], configuration: Mapping[str, Any], needed: int) -> None:

@@ -13,12 +13,9 @@ its worker, on every rank, and `collective_rpc("rollout_...")` calls its methods
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -233,20 +230,6 @@ class WeightReceiver:
                 finalize_layerwise_reload(model, worker.model_config)
             _repack_tied_head(model)
 
-    def rollout_release_kv_pages(self) -> int:
-        """Give the KV cache's memory back to the system (CPU); its contents are lost. Returns bytes.
-
-        The tensors stay: a page is zero, and takes memory again, when it is next touched.
-        """
-        before = _resident_bytes()
-        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in self.model_runner.kv_caches}
-        for address, tensor in storages.items():
-            first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-            length = (address + tensor.untyped_storage().nbytes() - first) // mmap.PAGESIZE * mmap.PAGESIZE
-            if length > 0:
-                ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
-        return max(0, before - _resident_bytes())
-
 
 def expected_shapes(config: PretrainedConfig, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter that a full set of weights must have; no tied `lm_head.weight`."""
@@ -290,10 +273,6 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
     for table in tables:
         if isinstance(table, ParallelLMHead) and id(table.weight) in embeddings:
             dispatch_cpu_unquantized_gemm(table, remove_weight=False)
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def _some(names: Iterable[str], most: int = 3) -> str:
