@@ -259,14 +259,14 @@ def engine(config: Config) -> Any:
     dtype, name = build.rollout_dtype(block.rollout, torch.float32), build.engine_name(block.rollout, "cpu")
     if name != "native":
         return name
-    made = build.build_engine(block.rollout, block.model, build.Request(CPU, dtype, 64, 2000))
+    made = build.build_engine(block.rollout, block.model, build.EngineRequest(CPU, dtype, 64, 2000))
     return dtype, made.max_num_seqs, made.num_blocks  # type: ignore[attr-defined]
 
 
 def vllm(config: Config) -> Any:
     """What vLLM would be started with, on CUDA."""
     block = config.actor_rollout_ref
-    request = build.Request(torch.device("cuda"), torch.bfloat16, 64, 2000)
+    request = build.EngineRequest(torch.device("cuda"), torch.bfloat16, 64, 2000)
     return build._vllm_arguments(block.rollout, block.model, load_hf_config(block.model), request)
 
 

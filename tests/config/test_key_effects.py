@@ -95,7 +95,6 @@ EFFECTS: dict[str, tuple] = {
     f"{A}.optim.betas": ("[0.5,0.5]", "actor"),
     f"{A}.optim.weight_decay": (0.9, "actor"),
     f"{F}.param_offload": ("true", "plan"),
-    f"{F}.grad_offload": ("true", "plan"),
     f"{F}.optimizer_offload": ("true", "plan"),
     f"{F}.reshard_after_forward": ("false", "plan", FOUR),
     f"{F}.fsdp_size": (2, "plan", FOUR),

@@ -6,7 +6,6 @@ from tiny_training import gradients_of, make_actor, make_config, make_critic, sa
 from torch.distributed.fsdp import FSDPModule
 
 from verl.workers.actor.dp_actor import compute_log_prob
-from verl.workers.engine.fsdp_engine import HostGradients
 from verl.workers.engine.reference import Reference
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
@@ -20,7 +19,6 @@ KINDS = {
     "lora, muon": [*LORA, *MUON],
     "muon": MUON,
     "muon, kept": [*MUON, *KEEP],
-    "gradients on the host": [],
 }
 
 
@@ -32,8 +30,6 @@ def make(model_path, kind, world_size=1):
         with torch.no_grad():
             for number, parameter in enumerate(actor.engine.adapters.parameters().values()):
                 parameter.fill_(0.01 * (number % 5 + 1))
-    if kind == "gradients on the host":  # by hand: the key acts on CUDA
-        actor.engine.host_gradients = HostGradients(actor.engine.module.parameters())
     return actor
 
 

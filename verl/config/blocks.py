@@ -51,7 +51,6 @@ class Fsdp(Block):
     """How a trained model is kept in memory and cut over processes."""
 
     param_offload: bool = key(False, "CUDA: keep the weights in CPU memory between uses")
-    grad_offload: bool = key(False, "CUDA: gradients of all micro-batches but the last add up in CPU memory")
     optimizer_offload: bool = key(False, "CUDA: keep the optimizer's state in CPU memory between updates")
     reshard_after_forward: bool = key(
         True, "several processes: gather a layer's weights for each pass; false: once per optimizer step"

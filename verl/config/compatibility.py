@@ -199,6 +199,9 @@ RL = Table(
             "weights come from the model's folder, and no layer draws at random.": {
                 f"{block}.seed": 1 for block in _MEGATRON
             },
+            "gradients are freed with every update.": {
+                f"{block}.grad_offload": False for block in _FSDP if not block.startswith(REF)
+            },
             "every engine takes the trainer's weights; none loads a file of its own.": {
                 f"{ROLLOUT}.load_format": "dummy_dtensor"
             },

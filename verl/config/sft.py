@@ -67,7 +67,6 @@ class SFTFsdp(Block):
     mixed_precision: MixedPrecision = group(MixedPrecision)
     reshard_after_forward: bool = same_as(Fsdp, "reshard_after_forward", True)
     param_offload: ClassVar[bool] = False
-    grad_offload: ClassVar[bool] = False
     optimizer_offload: ClassVar[bool] = False
     fsdp_size: ClassVar[int] = -1
 

@@ -149,7 +149,7 @@ class Held:
         autocasts: computes in 16 bits from float32 weights, each cast when it is used.
         in_flight: micro-batches whose activations it keeps at once.
         tensor: processes that share the width of each layer. has_head: it computes log-probs.
-        keeps_gradients: their buffers stay between updates (grad_offload frees them).
+        keeps_gradients: their buffers stay between updates (optimizer_offload frees them).
     """
 
     weights: int

@@ -256,10 +256,9 @@ def _add_engine(
     offloads = on_cuda and fsdp.param_offload
     load.add(f"{owner}: weights", at_work if offloads else phases, held.weights, held.weights * offloads)
     if updates:
-        offloads_state, offloads_sums = on_cuda and fsdp.optimizer_offload, on_cuda and fsdp.grad_offload
-        stay = held.keeps_gradients and not offloads_sums
-        sums, states = held.gradients * (offloads_sums and not held.keeps_gradients), held.optimizer
-        load.add(f"{owner}: gradients", phases if stay else updates, held.gradients, sums)
+        offloads_state, states = on_cuda and fsdp.optimizer_offload, held.optimizer
+        stay = held.keeps_gradients and not offloads_state
+        load.add(f"{owner}: gradients", phases if stay else updates, held.gradients)
         at = updates if offloads_state else phases
         load.add(f"{owner}: optimizer state", at, states, states * offloads_state)
     for phase, (limits, rows) in use.passes.items():

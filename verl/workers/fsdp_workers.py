@@ -55,20 +55,45 @@ def device_kind(device: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
-def _save_state(path: str, state: dict[str, Any], rank: int) -> None:
-    """Beside an engine's checkpoint: what the next update depends on besides; the same on every rank."""
-    if rank == 0:
-        (Path(path) / STATE_FILE).write_text(json.dumps(state))
+class TrainingWorker(Worker):
+    """One rank that trains and writes checkpoints. device: "auto" (CUDA if there is one), "cpu" or "cuda"."""
+
+    engine: Engine
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = self.init_process_group(device_kind(device))
+        self.checkpoint_writer = BackgroundWriter()
+
+    @register()
+    def data_position(self) -> DataPosition:
+        """Of the engine; known from init_model on."""
+        return self.engine.data
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_is_written(self, wait: bool) -> bool:
+        """Whether nothing of the last checkpoint is being written any more. CheckpointFailed: it could not
+        be written.
+        """
+        return self.checkpoint_writer.is_done(wait)
+
+    def save_state(self, path: str, state: dict[str, Any]) -> None:
+        """Beside an engine's checkpoint: what the next update depends on besides; the same on every rank."""
+        if self.rank == 0:
+            (Path(path) / STATE_FILE).write_text(json.dumps(state))
+
+    def read_state(self, path: str) -> dict[str, Any]:
+        file = Path(path) / STATE_FILE
+        if not file.is_file():
+            raise ValueError(f"Checkpoint {path} has no {STATE_FILE}; expected a folder that a run saved.")
+        return json.loads(file.read_text())
+
+    def close(self) -> None:
+        self.checkpoint_writer.close()
+        super().close()
 
 
-def _read_state(path: str) -> dict[str, Any]:
-    file = Path(path) / STATE_FILE
-    if not file.is_file():
-        raise ValueError(f"Checkpoint {path} has no {STATE_FILE}; expected a folder that a run saved.")
-    return json.loads(file.read_text())
-
-
-class ActorRolloutRefWorker(Worker):
+class ActorRolloutRefWorker(TrainingWorker):
     """One rank of the policy: trains it, samples from it, and holds a frozen copy of its start as reference.
 
     Args:
@@ -90,17 +115,15 @@ class ActorRolloutRefWorker(Worker):
         device: str = "auto",
         seed: int = 0,
     ):
-        super().__init__()
         if role not in ROLES:
             raise ValueError(f"role: found {role!r}, expected one of {', '.join(ROLES)}.")
+        super().__init__(device)
         self.config, self.role, self.agent_factory, self.seed = config, role, agent_factory, seed
         self.has_actor, self.has_rollout, self.has_ref = (x in role for x in ("actor", "rollout", "ref"))
-        self.device = self.init_process_group(device_kind(device))
         self.num_sharing = self._num_sharing() if role != "rollout" else 1  # that has rows of its own
         self.agent: Agent | None = None
         self.rollout_engine: RolloutEngine | None = None
         self._rollout_weights_stale = False
-        self.checkpoint_writer = BackgroundWriter()
 
     def _num_sharing(self) -> int:
         """Processes that share each micro-batch's tokens."""
@@ -271,12 +294,11 @@ class ActorRolloutRefWorker(Worker):
 
     def close(self) -> None:
         with ExitStack() as ends:  # the last one named is called first, and each whatever the others raise
-            ends.callback(super().close)
+            ends.callback(super().close)  # when what is being written is on disk
             if self.rollout_engine is not None:
                 ends.callback(self.rollout_engine.shutdown)
             if self.agent is not None:
                 ends.callback(self.agent.close)
-            ends.callback(self.checkpoint_writer.close)
 
     # ------------------------------------------------------------------------------- log-probs and the update
 
@@ -334,44 +356,30 @@ class ActorRolloutRefWorker(Worker):
             self.engine.snapshot(path),
             self.engine.snapshot_hf(hugging_face, self.tokenizer, self.config.model.path, path),
         ]
-        _save_state(path, self.actor.state_dict(), self.rank)
+        self.save_state(path, self.actor.state_dict())
         if self.has_ref:
             self.reference.save(Path(path))
         self.checkpoint_writer.write(snapshots, Path(path), background)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def checkpoint_is_written(self, wait: bool) -> bool:
-        """Whether nothing of the last checkpoint is being written any more. CheckpointFailed: it could not
-        be written.
-        """
-        return self.checkpoint_writer.is_done(wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         """Goes on from a folder of save_checkpoint, made with any number of processes."""
         self.engine.load(path)
         if self.engine.num_training_steps:  # else weights alone, to start with
-            self.actor.load_state_dict(_read_state(path))
+            self.actor.load_state_dict(self.read_state(path))
         if self.has_ref:
             self.reference.load(Path(path))
         self._rollout_weights_stale = True  # even if they have the same version
 
 
-class CriticWorker(Worker):
+class CriticWorker(TrainingWorker):
     """One rank of the critic. config: the `critic` block; rollout_n: `rollout.n`; device, seed: as for the
     actor.
     """
 
     def __init__(self, config: Critic, rollout_n: int = 1, device: str = "auto", seed: int = 0):
-        super().__init__()
+        super().__init__(device)
         self.config, self.rollout_n, self.seed = config, rollout_n, seed
-        self.device = self.init_process_group(device_kind(device))
-        self.checkpoint_writer = BackgroundWriter()
-
-    @register()
-    def data_position(self) -> DataPosition:
-        """Of the critic's engine; known from init_model on."""
-        return self.engine.data
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -425,21 +433,12 @@ class CriticWorker(Worker):
     def save_checkpoint(self, path: str, background: bool = False) -> None:
         """All that training goes on from, in `path`. background: as for the actor."""
         snapshot = self.engine.snapshot(path)
-        _save_state(path, self.critic.state_dict(), self.rank)
+        self.save_state(path, self.critic.state_dict())
         self.checkpoint_writer.write([snapshot], Path(path), background)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def checkpoint_is_written(self, wait: bool) -> bool:
-        """As for the actor."""
-        return self.checkpoint_writer.is_done(wait)
-
-    def close(self) -> None:
-        self.checkpoint_writer.close()
-        super().close()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         """As for the actor."""
         self.engine.load(path)
         if self.engine.num_training_steps:
-            self.critic.load_state_dict(_read_state(path))
+            self.critic.load_state_dict(self.read_state(path))

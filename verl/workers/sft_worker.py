@@ -17,19 +17,19 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.config import SFTConfig
 from verl.protocol import DataProto
-from verl.single_controller.base import Dispatch, Worker, register
+from verl.single_controller.base import Dispatch, register
 from verl.utils.packing import CPU_TOKENS_PER_PACK, PackedMicroBatch
 from verl.workers.engine.base import Outputs, Share
 from verl.workers.engine.fsdp_engine import TrainEngine
 from verl.workers.engine.loading import Precision, load_policy
 from verl.workers.engine.micro_batches import MicroBatchLimits, pack_micro_batches, tensors_of
-from verl.workers.engine.snapshot import BackgroundWriter
 from verl.workers.engine.update_loop import MiniBatch, UpdateLoop
+from verl.workers.fsdp_workers import TrainingWorker
 
 ASKED = {"temperature": 1.0, "with_entropy": False}
 
 
-class SFTWorker(Worker):
+class SFTWorker(TrainingWorker):
     """Trains a causal language model on rows of `SFTDataset.batch`.
 
     Args:
@@ -39,10 +39,8 @@ class SFTWorker(Worker):
     """
 
     def __init__(self, config: SFTConfig, tokenizer: PreTrainedTokenizerBase, total_steps: int):
-        super().__init__()
+        super().__init__(config.trainer.device)
         self.config, self.tokenizer, self.total_steps = config, tokenizer, total_steps
-        self.device = self.init_process_group(config.trainer.device)
-        self.checkpoint_writer = BackgroundWriter()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -100,17 +98,6 @@ class SFTWorker(Worker):
             self.engine.snapshot_hf(hugging_face, self.tokenizer, base, path),
         ]
         self.checkpoint_writer.write(snapshots, Path(path), background)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def checkpoint_is_written(self, wait: bool) -> bool:
-        """Whether nothing of the last checkpoint is being written any more. CheckpointFailed: it could not
-        be written.
-        """
-        return self.checkpoint_writer.is_done(wait)
-
-    def close(self) -> None:
-        self.checkpoint_writer.close()
-        super().close()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:

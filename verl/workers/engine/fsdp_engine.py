@@ -92,58 +92,6 @@ class ProcessLayout:
         return cls(mesh, data, groups["sequence"].get_group(), groups["replica"].get_group())
 
 
-class HostGradients:
-    """Gradients that add up in CPU memory, so that the device holds them in a step's last backward pass only.
-
-        all micro-batches but the last: each gradient, once it is whole -> CPU, added to what is there
-        the last one:                   gradients stay on the device, and the sums are added to them
-
-    The price is a copy of every gradient to the CPU in each micro-batch but the last. These are the gradients
-    of the parameters with requires_grad; sharded ones rank by rank.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]):
-        self._parameters = [p for p in parameters if p.requires_grad]
-        self._sums: dict[nn.Parameter, Tensor] = {}
-        self._takes = False
-        for parameter in self._parameters:
-            if not isinstance(parameter, DTensor):  # sharding sets gradients by itself: see `after_backward`
-                parameter.register_post_accumulate_grad_hook(self._take)
-
-    def before_backward(self, is_last: bool) -> None:
-        """is_last: this backward pass is the last one before the optimizer steps."""
-        self._takes = not is_last
-
-    def after_backward(self) -> None:
-        """Takes what is left on the device, or adds the sums to it."""
-        if self._takes:
-            for parameter in self._parameters:
-                self._take(parameter)
-            return
-        for parameter, total in self._sums.items():
-            gradient = total.to(parameter.device)
-            if isinstance(parameter, DTensor):
-                gradient = DTensor.from_local(
-                    gradient,
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        self._sums.clear()
-
-    @torch.no_grad()
-    def _take(self, parameter: nn.Parameter) -> None:
-        if not self._takes or parameter.grad is None:
-            return
-        gradient, parameter.grad = parameter.grad, None
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        total = self._sums.get(parameter)
-        self._sums[parameter] = local.cpu() if total is None else total.add_(local.cpu())
-
-
 Module = TypeVar("Module", PolicyModel, ValueModel)
 
 
@@ -152,9 +100,8 @@ class TrainEngine(SavedEngine, Generic[Module]):
 
     Args:
         module: on CPU, of dtype precision.model, the same on every rank.
-        fsdp_config: `param_offload`, `optimizer_offload`: on CUDA, keep them in CPU memory between uses;
-            `grad_offload`: see `HostGradients`. `reshard_after_forward`: see `_backward`. `fsdp_size`: see
-            `ProcessLayout`.
+        fsdp_config: `param_offload`, `optimizer_offload`: on CUDA, keep them in CPU memory between uses.
+            `reshard_after_forward`: see `_backward`. `fsdp_size`: see `ProcessLayout`.
         world_size: number of processes; more than 1 needs torch.distributed to be initialised.
         optim: the configuration's `optim` block. grad_clip: largest norm of the gradient over all ranks.
         sequence_parallel_size: processes that share each micro-batch's tokens.
@@ -200,9 +147,6 @@ class TrainEngine(SavedEngine, Generic[Module]):
         self._offloads_optimizer = (
             on_cuda and self.optimizer is not None and bool(fsdp_config["optimizer_offload"])
         )
-        self.host_gradients: HostGradients | None = None
-        if on_cuda and optim is not None and fsdp_config["grad_offload"]:
-            self.host_gradients = HostGradients(self.module.parameters())
         self._params_needed = self._optimizer_needed = 0  # blocks of `loaded` that are open
         self._offload(params=self.offloads_params, optimizer=self._offloads_optimizer)
 
@@ -269,16 +213,12 @@ class TrainEngine(SavedEngine, Generic[Module]):
         exchanged in the last one only. Gradients of adapters are small, so they wait as well.
         """
         if isinstance(self.module, FSDPModule):
-            self.module.set_requires_all_reduce(is_last or self.host_gradients is not None)
+            self.module.set_requires_all_reduce(is_last)
             self.module.set_requires_gradient_sync(is_last or (self.reshards and self.adapters is None))
             self.module.set_reshard_after_backward(is_last or self.reshards)
             self.module.set_is_last_backward(is_last)
             loss = loss * self.world_size  # FSDP averages over ranks
-        if self.host_gradients is not None:
-            self.host_gradients.before_backward(is_last)
         loss.backward()
-        if self.host_gradients is not None:
-            self.host_gradients.after_backward()
 
     def step(self, discard: bool = False) -> tuple[float, bool]:
         assert self.optimizer is not None

@@ -60,8 +60,8 @@ class MegatronEngine(Engine):
     Args:
         built: in dtype precision.compute, on the device. model: the configuration's `model` block that it was
             built from.
-        fsdp_config: `param_offload`, `optimizer_offload`: on CUDA, keep them in CPU memory between uses;
-            `grad_offload`: on CUDA, free the gradients' memory between updates.
+        fsdp_config: on CUDA `param_offload` and `optimizer_offload` keep them in CPU memory between uses, the
+            latter also frees the gradients' memory between updates.
         optim: the configuration's `optim` block; None makes the engine frozen (a reference model). grad_clip:
             largest norm of the gradient over all processes.
     """
@@ -142,11 +142,8 @@ class MegatronEngine(Engine):
                 if optimizer is None
                 else optimizer.parameter_storage()
             )
-        if on_cuda and optimizer is not None:
-            if fsdp_config["optimizer_offload"]:
-                self._update_state.append(optimizer.state_storage())
-            if fsdp_config["grad_offload"]:
-                self._update_state.append(optimizer.gradient_storage())
+        if on_cuda and optimizer is not None and fsdp_config["optimizer_offload"]:
+            self._update_state += [optimizer.state_storage(), optimizer.gradient_storage()]
         self._params_needed = self._optimizer_needed = 0  # blocks of `loaded` that are open
         self._park()
 

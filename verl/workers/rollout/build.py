@@ -111,23 +111,30 @@ def build_engine(rollout: Rollout, model: Policy, request: EngineRequest) -> Rol
 
 def _kv_bytes(rollout: Rollout, spec: ModelSpec, request: EngineRequest, max_num_seqs: int) -> int:
     """What the native engine's KV cache takes: enough for all sequences, within what it may take at most."""
-    sequence = sequence_bytes(spec, request.dtype, request.max_model_len, rollout.block_size)
+    position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * request.dtype.itemsize
+    sequence = -(-request.max_model_len // rollout.block_size) * rollout.block_size * position
     if request.device.type == "cuda":
-        most, remedy = _most_on_cuda(rollout.gpu_memory_utilization, spec, request)
+        left, total = torch.cuda.mem_get_info(request.device)
+        left += torch.cuda.memory_reserved(request.device) - torch.cuda.memory_allocated(request.device)
+        left -= CUDA_RESERVE_BYTES
+        if request.copies_weights:  # they come after the engine is made, and before its first step
+            shapes = spec.parameter_shapes()
+            if spec.tie_word_embeddings:
+                del shapes["lm_head.weight"]
+            left -= sum(math.prod(shape) for shape in shapes.values()) * request.dtype.itemsize
+        most, remedy = int(rollout.gpu_memory_utilization * total), "raise rollout.gpu_memory_utilization"
+        if left < most:
+            most = max(left, 0)
+            remedy = "free GPU memory, for example by offloading the trainer's"
     else:
         most, remedy = most_on_cpu(rollout.kv_cache_gb), "raise rollout.kv_cache_gb"
     if most < sequence:
         raise ValueError(
-            f"the KV cache may take {_gib(most)} GiB, but one trajectory of {request.max_model_len} tokens "
-            f"needs {_gib(sequence)}: {remedy}, or lower data.max_prompt_length"
+            f"the KV cache may take {most / (1 << 30):.3g} GiB, but one trajectory of "
+            f"{request.max_model_len} tokens needs {sequence / (1 << 30):.3g}: {remedy}, or lower "
+            "data.max_prompt_length"
         )
     return min(most, max_num_seqs * sequence)
-
-
-def sequence_bytes(spec: ModelSpec, dtype: torch.dtype, max_model_len: int, block_size: int) -> int:
-    """Bytes of the native engine's KV state for one trajectory of the greatest length, in whole blocks."""
-    position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-    return -(-max_model_len // block_size) * block_size * position
 
 
 def most_on_cpu(kv_cache_gb: float | None) -> int:
@@ -138,31 +145,6 @@ def most_on_cpu(kv_cache_gb: float | None) -> int:
 def sequences_at_once(max_num_seqs: int, num_rows: int) -> int:
     """Sessions that an engine has room for. max_num_seqs: `rollout.max_num_seqs`; num_rows: those wanted."""
     return min(max_num_seqs, max(MIN_SEQUENCES, num_rows))
-
-
-def own_weights_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes of the native engine's copy of the weights on CUDA, where it has one."""
-    shapes = spec.parameter_shapes()
-    if spec.tie_word_embeddings:
-        del shapes["lm_head.weight"]
-    return sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
-
-
-def _most_on_cuda(share: float, spec: ModelSpec, request: EngineRequest) -> tuple[int, str]:
-    """Bytes that the KV cache may take, and how there may be more."""
-    left, total = torch.cuda.mem_get_info(request.device)
-    left += torch.cuda.memory_reserved(request.device) - torch.cuda.memory_allocated(request.device)
-    left -= CUDA_RESERVE_BYTES
-    if request.copies_weights:  # they come after the engine is made, and before its first step
-        left -= own_weights_bytes(spec, request.dtype)
-    most = int(share * total)
-    if left < most:
-        return max(left, 0), "free GPU memory, for example by offloading the trainer's"
-    return most, "raise rollout.gpu_memory_utilization"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 30):.3g}"
 
 
 def _vllm_arguments(
@@ -186,17 +168,13 @@ def _vllm_arguments(
     elif rollout.kv_cache_gb is not None:
         arguments["kv_cache_memory_bytes"] = most_on_cpu(rollout.kv_cache_gb)
     else:
-        position = position_bytes(model_config, request.dtype) * rollout.block_size
-        blocks = max_num_seqs * -(-request.max_model_len // rollout.block_size) + 1  # vLLM keeps one itself
-        arguments["kv_cache_memory_bytes"] = min(blocks * position, MAX_DEFAULT_KV_BYTES)
+        config = model_config.get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width = config.num_hidden_layers * config.num_key_value_heads * head_dim
+        block = 2 * width * request.dtype.itemsize * rollout.block_size
+        num_blocks = max_num_seqs * -(-request.max_model_len // rollout.block_size) + 1  # vLLM keeps one
+        arguments["kv_cache_memory_bytes"] = min(num_blocks * block, MAX_DEFAULT_KV_BYTES)
     return arguments | rollout.vllm.engine_args
-
-
-def position_bytes(model_config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of keys and values of one position in all layers, for any architecture."""
-    config = model_config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize
 
 
 def _vllm_apart(

@@ -79,7 +79,7 @@ class Stack:
             self.servers.urls,
             max_model_len=LENGTH,
             vocab_size=VOCABULARY,
-            sender=WeightSender("gloo", CPU, torch.float32, bucket_bytes=100_000),
+            sender=WeightSender("gloo", CPU, torch.float32),
             servers=self.servers,
         )
         self.update(make_model(kind, seed=1))

@@ -1,15 +1,12 @@
-"""Weights in buckets: packing, a group per server; and what happens when one side fails."""
+"""Weights to servers, with a group per server; and what happens when one side fails."""
 
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from verl.workers.rollout.vllm.weight_buckets import pack, unpack
 from verl.workers.rollout.vllm.weight_transfer import WeightReceiver, WeightSender
 
 CPU = torch.device("cpu")
@@ -66,31 +63,10 @@ def assert_has(receiver, model, dtype=torch.float32):
         assert tensor.dtype == dtype and torch.equal(tensor, expected[name]), name
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    shapes=st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=12),
-    kinds=st.data(),
-    limit=st.integers(1, 2000),
-)
-def test_what_is_packed_comes_out_again_in_buckets_of_bounded_size(shapes, kinds, limit):
-    pairs = []
-    for i, shape in enumerate(shapes):
-        dtype = kinds.draw(st.sampled_from([torch.float32, torch.float16, torch.int32, torch.bool]))
-        pairs.append((f"w{i}", (torch.randn(shape) * 9).to(dtype)))
-    out = []
-    for entries, data in pack(iter(pairs), torch.bfloat16, CPU, limit):
-        assert data.dtype == torch.uint8 and (data.numel() < limit + 64 or len(entries) == 1)
-        out += [(name, tensor.clone()) for name, tensor in unpack(entries, data)]
-    assert [name for name, _ in out] == [name for name, _ in pairs]
-    for (_, got), (_, given_) in zip(out, pairs, strict=True):
-        expected = given_.to(torch.bfloat16) if given_.is_floating_point() else given_
-        assert got.dtype == expected.dtype and got.shape == expected.shape and torch.equal(got, expected)
-
-
 def test_all_workers_of_all_servers_get_every_update_in_the_wanted_dtype(model):
     servers = [Workers(1, [Receiver(model.config, rank) for rank in range(2)])]
     servers.append(Workers(2, [Receiver(model.config)]))
-    sender = WeightSender("gloo", CPU, torch.bfloat16, bucket_bytes=3000)
+    sender = WeightSender("gloo", CPU, torch.bfloat16)
     for version in range(3):
         with torch.no_grad():
             for parameter in model.parameters():
@@ -106,7 +82,7 @@ def test_a_worker_that_fails_in_the_middle_is_reported_and_holds_nobody_up(model
     bad = Workers(1, [Receiver(model.config, breaks_at="model.norm.weight")])
     early = Workers(2, [Receiver(model.config, breaks_at="model.embed_tokens.weight")])
     good = Workers(3, [Receiver(model.config)])
-    sender = WeightSender("gloo", CPU, torch.float32, bucket_bytes=2000)
+    sender = WeightSender("gloo", CPU, torch.float32)
     failed = sender.send([bad, early, good], model.named_parameters(), 1)
     assert failed.keys() == {bad.url, early.url}
     assert "no room for model.norm.weight" in failed[bad.url]

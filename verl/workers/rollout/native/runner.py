@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from verl.workers.rollout.native.architecture import ModelSpec, WeightStore, rotary_tables, text_weights
+from verl.workers.rollout.native.architecture import ModelSpec, collect_weights, rotary_tables, text_weights
 from verl.workers.rollout.native.cpu_model import DTYPES, CpuModel
 from verl.workers.rollout.native.sampler import SamplingRows
 from verl.workers.rollout.native.step_batch import Sampled, StepBatch
@@ -62,7 +62,6 @@ class PagedRunner:
                 "rollouts in %s on %s run in plain torch operations, slowly%s", dtype, self.device, remedy
             )
             self._model = TorchModel(self.spec, tables, block_size, dtype, self.device)
-        self._store = WeightStore(self.spec, dtype, self.device)
         self._has_weights = False
         self._own_bytes = 0  # of weights, beyond the owner's
         self._keys: list[Tensor] = []
@@ -100,21 +99,19 @@ class PagedRunner:
         self._has_weights = False
         if self._is_multimodal:
             weights = text_weights(weights)
-        self._model.unload()  # the store keeps its casts: they are overwritten where they are
-        self._own_bytes = self._model.load(self._store.collect(weights))
-        if isinstance(self._model, CpuModel):
-            self._store.clear()  # it has packed copies of its own
-            if first:
-                logger.info("rollouts hold %.2f GiB of packed weights", self._own_bytes / (1 << 30))
-        else:
-            self._own_bytes += self._store.num_bytes
+        self._model.unload()
+        collected, cast_bytes = collect_weights(self.spec, weights, self._dtype, self.device)
+        self._own_bytes = self._model.load(collected)
+        if not isinstance(self._model, CpuModel):
+            self._own_bytes += cast_bytes
+        elif first:
+            logger.info("rollouts hold %.2f GiB of packed weights", self._own_bytes / (1 << 30))
         self._has_weights = True
 
     def release_weights(self) -> int:
         """Drop every reference to weights; returns the bytes of those that were the runner's own."""
         freed, self._own_bytes, self._has_weights = self._own_bytes, 0, False
         self._model.unload()
-        self._store.clear()
         self._return_memory()
         return freed
 

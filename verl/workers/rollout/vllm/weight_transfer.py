@@ -1,10 +1,10 @@
 """The policy's weights from the trainer into vLLM's workers, and into vLLM's model.
 
-    apart: (name, tensor) pairs -> pack -> buckets --broadcast (NCCL, gloo)-> worker: unpack -+
-    colocated: (name, tensor) pairs ----------------------------------------------------------+-> vLLM's model
+    apart: (name, tensor) pairs --broadcast, one at a time (NCCL, gloo)--> worker -+
+    colocated: (name, tensor) pairs -----------------------------------------------+-> vLLM's model
 
 With each server the trainer has a group of its own: trainer rank 0 and the server's workers. A server that
-dies takes no other server's group with it. All servers receive the same bucket at the same time. Both ends
+dies takes no other server's group with it. All servers receive the same tensor at the same time. Both ends
 listen and connect on the address that leads from the trainer to the server; nothing is encrypted.
 
 `WeightReceiver` is vLLM's `worker_extension_cls`, in this process or in a server's: vLLM mixes the class into
@@ -13,28 +13,136 @@ its worker, on every rank, and `collective_rpc("rollout_...")` calls its methods
 
 from __future__ import annotations
 
+import json
+import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from verl.workers.rollout.vllm.weight_buckets import (
-    BUCKET_BYTES,
-    TRANSFER_SECONDS,
-    Entry,
-    Group,
-    Pairs,
-    local_address,
-    pack,
-)
-
 WORKER_EXTENSION = "verl.workers.rollout.vllm.weight_transfer.WeightReceiver"
 TIED_HEAD = "lm_head.weight"
+JOIN_SECONDS = 120.0
+TRANSFER_SECONDS = 1800.0
+
+Pairs = Iterable[tuple[str, Tensor]]
+
+
+# ---- the group of both ----
+
+
+class Group:
+    """One trainer process (rank 0) and one server's workers (ranks 1 ..): a store and a process group.
+
+    It is made without torch.distributed's default group: the trainer's is not touched, and a process that has
+    none can take part.
+    """
+
+    def __init__(
+        self, store: Any, backend: str, device: torch.device, rank: int, size: int, address: str
+    ) -> None:
+        """Returns when all are there. `address`: of this machine, on the way to the others."""
+        self._store = store
+        self._device = device
+        self._told: list[str] = []  # keys of the present update's messages
+        members = dist.PrefixStore("group", store)
+        kind: Any = dist.ProcessGroupNCCL if backend == "nccl" else dist.ProcessGroupGloo
+        options = kind.Options() if backend == "nccl" else kind._Options()
+        options._timeout = timedelta(seconds=TRANSFER_SECONDS)
+        if backend == "gloo":
+            options._devices = [kind.create_device(hostname=address)]
+        self._group = kind(members, rank, size, options)
+
+    @classmethod
+    def lead(
+        cls, backend: str, device: torch.device, address: str, size: int, invite: Callable[[int], Future[Any]]
+    ) -> Group:
+        """Rank 0's side: listen on `address`, `invite` the others to the port, wait for them.
+
+        Raises what the invitation raised, or TimeoutError.
+        """
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family)
+        port = int(listener.getsockname()[1])
+        store = _store(address, port, listener.detach())
+        invited = invite(port)
+        deadline = time.monotonic() + JOIN_SECONDS
+        while not store.check([f"ready/{rank}" for rank in range(1, size)]):
+            if invited.done():
+                raise RuntimeError(f"the invitation ended with {invited.exception() or invited.result()!r}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"its workers did not join within {JOIN_SECONDS:g} seconds")
+            time.sleep(0.005)
+        group = cls(store, backend, device, 0, size, address)
+        invited.result(JOIN_SECONDS)
+        return group
+
+    @classmethod
+    def join(cls, backend: str, device: torch.device, host: str, port: int, rank: int, size: int) -> Group:
+        """The other ranks' side."""
+        store = _store(host, port, None)
+        store.set(f"ready/{rank}", "")
+        return cls(store, backend, device, rank, size, local_address(host, port))
+
+    def announce(self, update: int, number: int, message: dict[str, Any]) -> None:
+        """Tells the others what comes next; number 0 begins an update. All must have received the one before
+        it: what was told then is deleted. (No earlier, as a rank may be a few tensors behind.)
+        """
+        if number == 0:
+            for key in self._told:
+                self._store.delete_key(key)
+            self._told.clear()
+        self._told.append(f"{update}/{number}")
+        self._store.set(self._told[-1], json.dumps(message))
+
+    def start_sending(self, data: Tensor) -> Any:
+        return self._group.broadcast(data, 0)
+
+    def receive(self, update: int) -> Iterator[tuple[str, Tensor]]:
+        """What rank 0 announces as `update`, to its end. RuntimeError if it says that it failed."""
+        number = 0
+        while True:
+            message = json.loads(self._store.get(f"{update}/{number}"))
+            if "failed" in message:
+                raise RuntimeError(f"the trainer broke off: {message['failed']}")
+            if "name" not in message:
+                return
+            dtype = getattr(torch, message["dtype"])
+            tensor = torch.empty(message["shape"], dtype=dtype, device=self._device)
+            self._group.broadcast(tensor, 0).wait()
+            yield message["name"], tensor
+            number += 1
+
+
+def _store(host: str, port: int, listener: int | None) -> Any:
+    """The key-value store at an address; with a listening socket's descriptor, the one that holds it."""
+    kind: Any = dist.TCPStore  # its stubs are not complete
+    store = kind(
+        host,
+        port,
+        is_master=listener is not None,
+        timeout=timedelta(seconds=JOIN_SECONDS),
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
+    store.set_timeout(timedelta(seconds=TRANSFER_SECONDS))
+    return store
+
+
+def local_address(host: str, port: int) -> str:
+    """This machine's address on the way to another one (127.0.0.1 to itself); nothing is sent."""
+    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
 
 
 # ---- the trainer's side ----
@@ -52,15 +160,12 @@ class ServerWorkers:
 class WeightSender:
     """Brings weights to servers that are paused, over NCCL between CUDA devices or gloo between CPUs."""
 
-    def __init__(
-        self, backend: str, device: torch.device, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
+    def __init__(self, backend: str, device: torch.device, dtype: torch.dtype) -> None:
         if backend == "nccl" and device.type != "cuda":
             raise ValueError(f"weight_transfer is nccl and the trainer runs on {device.type}; use gloo")
         self._backend = backend
         self._device = device if backend == "nccl" else torch.device("cpu")
         self._dtype = dtype
-        self._bucket_bytes = bucket_bytes
         self._groups: dict[str, Group] = {}
         self._update = 0
 
@@ -80,9 +185,27 @@ class WeightSender:
         number = 0
         end: dict[str, Any] = {}
         try:
-            for entries, data in pack(weights, self._dtype, self._device, self._bucket_bytes):
-                self._broadcast(receiving, failed, number, entries, data)
-                number += 1
+            for number, (name, tensor) in enumerate(weights, start=1):
+                dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+                data = tensor.detach().to(self._device, dtype).contiguous()
+                message = {
+                    "name": name,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "shape": list(data.shape),
+                }
+                under_way = []
+                for url in receiving.keys() - failed.keys():
+                    if receiving[url].done():  # it should wait for this tensor
+                        error = receiving[url].exception()
+                        failed[url] = f"it stopped receiving: {error or 'without an error'}"
+                        continue
+                    self._groups[url].announce(self._update, number - 1, message)
+                    under_way.append((url, self._groups[url].start_sending(data)))
+                for url, work in under_way:
+                    try:
+                        work.wait()
+                    except RuntimeError as error:  # how torch says that a peer is gone
+                        failed[url] = f"the transfer broke: {error}"
         except BaseException as error:
             end = {"failed": repr(error)}
             raise
@@ -131,32 +254,6 @@ class WeightSender:
             )
 
         return Group.lead(self._backend, self._device, host, size, invite)
-
-    def _broadcast(
-        self,
-        receiving: dict[str, Future[list[Any]]],
-        failed: dict[str, str],
-        number: int,
-        entries: list[Entry],
-        data: Tensor,
-    ) -> None:
-        """One bucket to all that still receive; who does not any more goes to `failed`."""
-        message = {"bytes": data.numel(), "entries": [vars(entry) for entry in entries]}
-        under_way = []
-        for url, answer in receiving.items():
-            if url in failed:
-                continue
-            if answer.done():  # it should wait for this bucket
-                error = answer.exception()
-                failed[url] = f"it stopped receiving: {error or 'without an error'}"
-                continue
-            self._groups[url].announce(self._update, number, message)
-            under_way.append((url, self._groups[url].start_sending(data)))
-        for url, work in under_way:
-            try:
-                work.wait()
-            except RuntimeError as error:  # how torch says that a peer is gone
-                failed[url] = f"the transfer broke: {error}"
 
 
 # ---- the worker's side ----
