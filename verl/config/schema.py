@@ -82,7 +82,7 @@ class CriticModel(Model):
     )
     use_remove_padding: bool = follows_actor("model.use_remove_padding")
     lora_adapter_path: ClassVar[None] = None
-    fsdp_config: Fsdp = group(Fsdp, "actor.fsdp_config", but="param_offload grad_offload optimizer_offload")
+    fsdp_config: Fsdp = group(Fsdp, "actor.fsdp_config", but="param_offload optimizer_offload")
 
 
 @dataclass(slots=True)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -59,15 +58,6 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **_SIZES, rope_parameters={**_ROPE, **_LLAMA3}, tie_word_embeddings=True
     ),
     "llama-linear": LlamaConfig(**_SIZES, rope_parameters={**_ROPE, "rope_type": "linear", "factor": 2.0}),
-    "gemma2": Gemma2Config(
-        **_SIZES | {"num_hidden_layers": 3},
-        head_dim=16,
-        sliding_window=7,
-        query_pre_attn_scalar=24,
-        attn_logit_softcapping=3.0,
-        final_logit_softcapping=5.0,
-    ),
-    "gemma2-untied": Gemma2Config(**_SIZES, head_dim=12, sliding_window=9, tie_word_embeddings=False),
     "gemma3": Gemma3TextConfig(
         **_SIZES | {"num_hidden_layers": 3},
         head_dim=16,
@@ -75,12 +65,11 @@ CONFIGS: dict[str, PretrainedConfig] = {
         query_pre_attn_scalar=24,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
-    "gemma3-untied-capped": Gemma3TextConfig(
+    "gemma3-untied": Gemma3TextConfig(
         **_SIZES,
         head_dim=12,
         sliding_window=9,
         layer_types=["full_attention", "sliding_attention"],
-        final_logit_softcapping=5.0,
         tie_word_embeddings=False,
         rope_parameters={
             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},

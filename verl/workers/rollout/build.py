@@ -182,7 +182,7 @@ def _vllm_apart(
 ) -> RolloutEngine:
     """Rank 0 starts the servers, if any are to be started, and sends the weights; all ranks use them."""
     from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
-    from verl.workers.rollout.vllm.server import ServerOptions, VllmServers
+    from verl.workers.rollout.vllm.server import VllmServers
     from verl.workers.rollout.vllm.weight_transfer import WeightSender
 
     vllm = rollout.vllm
@@ -192,9 +192,8 @@ def _vllm_apart(
     if not urls:
         if request.rank == 0:
             devices = _other_devices(request.device)
-            options = ServerOptions(arguments, python=vllm.python or sys.executable, devices=devices)
             try:
-                servers = VllmServers.start(options, vllm.num_servers)
+                servers = VllmServers(arguments, vllm.num_servers, vllm.python or sys.executable, devices)
             except (ValueError, RuntimeError, OSError) as error:
                 problem = error  # the other ranks wait to hear of it
         urls = servers.urls if servers else []

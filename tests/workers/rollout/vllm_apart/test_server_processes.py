@@ -7,11 +7,12 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from verl.workers.rollout.vllm.server import ServerOptions, VllmServers
+from verl.workers.rollout.vllm.server import VllmServers
 
 MODEL = {"model": "/no/such/model"}
 
@@ -60,12 +61,8 @@ def test_servers_start_side_by_side_with_the_right_words_and_end_with_their_chil
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.delenv("VLLM_SERVER_DEV_MODE", raising=False)
     engine_args = {**MODEL, "max_num_seqs": 4, "enforce_eager": True, "hf_overrides": {"a": 1}, "seed": None}
-    options = ServerOptions(
-        engine_args,
-        python=interpreter(tmp_path, STUB.replace("STATUS", "200")),
-        devices=["4", "5"],
-    )
-    with VllmServers.start(options, 2, log_folder=str(tmp_path / "logs"), timeout=20.0) as servers:
+    stub = interpreter(tmp_path, STUB.replace("STATUS", "200"))
+    with closing(VllmServers(engine_args, 2, stub, devices=["4", "5"], timeout=20.0)) as servers:
         words = [said(process.log_path) for process in servers.processes]
         assert len(set(servers.urls)) == 2 and all(
             url.startswith("http://127.0.0.1:") for url in servers.urls
@@ -94,17 +91,16 @@ def test_servers_start_side_by_side_with_the_right_words_and_end_with_their_chil
 
 
 def test_a_server_that_ends_while_it_starts_is_an_error_with_its_last_words(tmp_path):
-    options = ServerOptions(MODEL, python=interpreter(tmp_path, "#!/bin/sh\necho no such model; exit 3\n"))
+    broken = interpreter(tmp_path, "#!/bin/sh\necho no such model; exit 3\n")
     with pytest.raises(RuntimeError, match=r"(?s)ended while it started.*no such model.*exit code 3"):
-        VllmServers.start(options, 1, timeout=20.0)
+        VllmServers(MODEL, 1, broken, timeout=20.0)
 
 
 TRAINER = """
 import sys, time
-from verl.workers.rollout.vllm.server import ServerOptions, VllmServers
-options = ServerOptions({"model": "x"}, python=sys.argv[1])
-servers = VllmServers.start(options, 1, log_folder=sys.argv[2], timeout=20.0)
-print("started", flush=True)
+from verl.workers.rollout.vllm.server import VllmServers
+servers = VllmServers({"model": "x"}, 1, sys.argv[1], timeout=20.0)
+print(servers.processes[0].log_path, flush=True)
 time.sleep(600)
 """
 
@@ -113,10 +109,10 @@ time.sleep(600)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_servers_end_when_the_process_that_started_them_is_killed(tmp_path, how):
     stub = interpreter(tmp_path, STUB.replace("STATUS", "200"))
-    command = [sys.executable, "-c", TRAINER, stub, str(tmp_path / "logs")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
-        assert trainer.stdout.readline() == "started\n"
-        pids = said(tmp_path / "logs" / "server-0.log")["pids"]
+    with subprocess.Popen(
+        [sys.executable, "-c", TRAINER, stub], stdout=subprocess.PIPE, text=True
+    ) as trainer:
+        pids = said(trainer.stdout.readline().strip())["pids"]
         trainer.send_signal(how)
         trainer.wait()
         wait_until_gone(pids)

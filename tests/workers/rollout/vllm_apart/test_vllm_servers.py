@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from verl.workers.rollout.base import SamplingParams
 from verl.workers.rollout.stop import _byte_level_alphabet
 from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
-from verl.workers.rollout.vllm.server import ServerOptions, VllmServers
+from verl.workers.rollout.vllm.server import VllmServers
 from verl.workers.rollout.vllm.weight_transfer import WeightSender
 
 pytestmark = [
@@ -73,8 +72,7 @@ class Stack:
             "block_size": 32,
             "enforce_eager": True,
         }
-        options = ServerOptions(engine_args, python=sys.executable)
-        self.servers = VllmServers.start(options, NUM_SERVERS[kind], timeout=300.0)
+        self.servers = VllmServers(engine_args, NUM_SERVERS[kind], timeout=300.0)
         self.engine = RemoteVllmEngine(
             self.servers.urls,
             max_model_len=LENGTH,

@@ -128,6 +128,9 @@ def test_new_weights_in_the_middle_of_turns_leave_no_stale_state(engine_for: Get
         assert completion.log_probs[5:] == pytest.approx(log_probs_of(logits, rest), abs=1e-4)
         assert (completion.version_first, completion.version_last) == (1, 2)
     close_all(engine, ids)
+    with pytest.raises(ValueError, match="missing weights"):
+        engine.load_weights([], 3)
+    assert engine.version == -1  # its owner sends them again
 
 
 def test_sleep_in_the_middle_of_turns_changes_no_token(engine_for: Get) -> None:

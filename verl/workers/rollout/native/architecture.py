@@ -1,9 +1,9 @@
 """The decoder architectures that the engine runs, read from a Hugging Face config into one `ModelSpec`.
 
-Qwen2, Qwen3, Llama, Mistral, Gemma 2 and Gemma 3 (text) are one decoder (RMSNorm, rotary positions, grouped
+Qwen2, Qwen3, Llama, Mistral and Gemma 3 (text) are one decoder (RMSNorm, rotary positions, grouped
 query heads, gated MLP). They differ in biases, in the norm on query and key heads and in sliding windows;
 Gemma also scales its embeddings and its norms by (1 + weight), norms what each half of a layer gives back,
-caps scores and logits, and (Gemma 3) has other rotary frequencies in its windowed layers. `ModelSpec` holds
+and has other rotary frequencies in its windowed layers. `ModelSpec` holds
 those choices and names the parameters as Hugging Face does; `rotary_tables` makes the positions;
 `collect_weights` checks the parameters that come.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-SUPPORTED = ("qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text", "gemma3")
+SUPPORTED = ("qwen2", "qwen3", "llama", "mistral", "gemma3_text", "gemma3")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
 
@@ -32,7 +32,6 @@ class ModelSpec:
         windows: per layer, positions that a token sees, itself included (None = all).
         rope_kinds: per layer, the config's name for its rotary frequencies (None = there is one set).
         scale: of query-key products.
-        softcap, logit_softcap: bound c of attention scores and of logits, c * tanh(x / c) (None = no bound).
         embedding_scale: factor on embeddings (1 = none).
         norm_offset: norms multiply with (1 + weight).
         sandwich_norms: attention and MLP outputs are normed before they join the residual stream.
@@ -55,8 +54,6 @@ class ModelSpec:
     windows: tuple[int | None, ...]
     rope_kinds: tuple[str | None, ...]
     scale: float
-    softcap: float | None = None
-    logit_softcap: float | None = None
     embedding_scale: float = 1.0
     norm_offset: bool = False
     sandwich_norms: bool = False
@@ -66,7 +63,7 @@ class ModelSpec:
         """Read a transformers config. ValueError for a model that the engine does not run."""
         config = text_config(config)
         kind = config.model_type
-        gemma = kind in ("gemma2", "gemma3_text")
+        gemma = kind == "gemma3_text"
         attention_bias = config.attention_bias if kind in ("llama", "qwen3") or gemma else False
         head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
         hidden_act = config.hidden_activation if gemma else config.hidden_act
@@ -74,7 +71,9 @@ class ModelSpec:
             raise _unsupported(f"no activation {hidden_act!r}; it has {', '.join(ACTIVATIONS)}")
         if gemma and config.use_bidirectional_attention:
             raise ValueError("the model's attention is bidirectional; expected a causal language model")
-        kinds = config.layer_types if kind == "gemma3_text" else [None] * config.num_hidden_layers
+        if gemma and (config.attn_logit_softcapping or config.final_logit_softcapping):
+            raise _unsupported("no soft cap of scores or logits")
+        kinds = config.layer_types if gemma else [None] * config.num_hidden_layers
         for rope_kind in set(kinds):
             _frequencies(config, head_dim, rope_kind)
         return cls(
@@ -95,8 +94,6 @@ class ModelSpec:
             windows=_windows(config),
             rope_kinds=tuple(kinds),
             scale=(config.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
-            softcap=config.attn_logit_softcapping if kind == "gemma2" else None,
-            logit_softcap=config.final_logit_softcapping if gemma else None,
             embedding_scale=config.hidden_size**0.5 if gemma else 1.0,
             norm_offset=gemma,
             sandwich_norms=gemma,

@@ -29,7 +29,6 @@ _P0, _P1, _P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.flo
 _P3, _P4, _P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
 _ZERO, _HALF, _ONE, _TWO = np.float32(0.0), np.float32(0.5), np.float32(1.0), np.float32(2.0)
 _GELU_SCALE, _GELU_CUBE = np.float32(0.7978845608028654), np.float32(0.044715)
-NO_BOUND = np.float32(0.0)  # a softcap that caps nothing
 NO_WINDOW = 1 << 62
 _ROWS_PER_THREAD = 8  # fewer are not worth waking a thread for
 
@@ -249,9 +248,7 @@ def turn_and_keep(
 
 
 @jit
-def attend(
-    first, last, qkv, num_heads, keys, values, tables, lengths, block_size, scale, window, softcap, out
-):
+def attend(first, last, qkv, num_heads, keys, values, tables, lengths, block_size, scale, window, out):
     """Decode attention: one query per row over the row's blocks, read where they lie.
 
     qkv [T, num_heads + 2 * num_kv_heads, head_dim], rotated; keys, values: flat pool [places, num_kv_heads,
@@ -279,7 +276,7 @@ def attend(
             _block_scores(query, keys, position + shift, end + shift, weights, position - start, group)
             position = end
         for head in range(num_heads):
-            _softmax(weights, head, lengths[row] - start, softcap)
+            _softmax(weights, head, lengths[row] - start)
         position = start
         while position < lengths[row]:
             block = position // block_size
@@ -336,10 +333,7 @@ def _block_sums(result, values, first, last, weights, column, group):
 
 
 @jit
-def _softmax(scores, g, count, softcap):
-    if softcap > _ZERO:
-        for n in range(count):
-            scores[g, n] = softcap * _tanh(scores[g, n] / softcap)
+def _softmax(scores, g, count):
     top = scores[g, 0]
     for n in range(count):
         top = max(top, scores[g, n])

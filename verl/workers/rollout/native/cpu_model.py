@@ -25,7 +25,6 @@ from verl.workers.rollout.native.architecture import ModelSpec, ModelWeights
 from verl.workers.rollout.native.cpu_kernel import as_array, share_rows
 from verl.workers.rollout.native.sampler import SamplingRows
 from verl.workers.rollout.native.step_batch import PrefillSpan, StepBatch
-from verl.workers.rollout.native.torch_model import capped, masked_attention
 
 logger = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -97,7 +96,6 @@ class CpuModel:
         self._block_size = block_size
         self._eps = np.float32(spec.rms_norm_eps)
         self._scale = np.float32(spec.scale)
-        self._softcap = np.float32(spec.softcap or cpu_kernel.NO_BOUND)
         self._activation = cpu_kernel.ACTIVATION_CODES[spec.hidden_act]
         self._pools: list[tuple[Tensor, Tensor]] = []
         self._layers: list[PackedLayer] = []
@@ -178,10 +176,7 @@ class CpuModel:
     def sample(self, hidden: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens and both log-probs (see `Sampled`) for hidden states from `hidden`."""
         assert self._head is not None
-        logits = self._head(_taken(hidden, np.arange(len(hidden))))[: len(hidden)]
-        if self._spec.logit_softcap is not None:
-            logits = capped(logits.float(), self._spec.logit_softcap)
-        return cpu_sampler.draw(logits, rows)
+        return cpu_sampler.draw(self._head(_taken(hidden, np.arange(len(hidden))))[: len(hidden)], rows)
 
     def _join(
         self, x: np.ndarray, out: Tensor, out_norm: np.ndarray, norm: np.ndarray, normed: Tensor
@@ -232,7 +227,6 @@ class CpuModel:
                 self._block_size,
                 self._scale,
                 spec.windows[index] or cpu_kernel.NO_WINDOW,
-                self._softcap,
                 as_array(heads),
             )
         for span in batch.spans:
@@ -253,11 +247,6 @@ class CpuModel:
             key, value = keys[places], values[places]
         else:
             key, value = qkv[:, spec.num_heads :].chunk(2, 1)
-        if spec.softcap is not None:
-            where = torch.arange(span.start, end)
-            return masked_attention(
-                query[None], key[None], value[None], where[None], window, spec.softcap, spec.scale
-            )[0]
         mask = None
         if span.start or (window is not None and end > window):
             mask = torch.ones(span.count, end, dtype=torch.bool).tril_(span.start)

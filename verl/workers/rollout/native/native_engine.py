@@ -23,7 +23,7 @@ from verl.workers.rollout.native.session import NativeSession
 
 
 class NativeEngine(RolloutEngine[NativeSession]):
-    """The engine for Qwen2, Qwen3, Llama, Mistral, Gemma 2 and Gemma 3 on CPU or CUDA.
+    """The engine for Qwen2, Qwen3, Llama, Mistral and Gemma 3 on CPU or CUDA.
 
     A session whose turn ended gives up its slot at once. Its KV state stays as long as no other session needs
     the blocks; if it was dropped, it is computed again from the session's tokens when the session is resumed.

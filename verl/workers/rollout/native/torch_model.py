@@ -93,7 +93,7 @@ class TorchModel:
     def sample(self, hidden: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens and both log-probs (see `Sampled`) for hidden states from `hidden`."""
         assert self._weights is not None
-        logits = capped(F.linear(hidden, self._weights.lm_head).float(), self._spec.logit_softcap)
+        logits = F.linear(hidden, self._weights.lm_head).float()
         drawn = torch.stack([x.to(torch.float64) for x in draw(logits, rows)])
         tokens, log_probs, model_log_probs = drawn.cpu().numpy()  # the step's one wait for the device
         return tokens.astype(np.int64), log_probs, model_log_probs
@@ -163,7 +163,6 @@ class TorchModel:
                 values[seen],
                 positions,
                 spec.windows[index],
-                spec.softcap,
                 spec.scale,
             ).flatten(0, 1)
             for rows, positions, seen in sequences
@@ -177,7 +176,6 @@ def masked_attention(
     values: Tensor,
     positions: Tensor,
     window: int | None,
-    softcap: float | None,
     scale: float,
 ) -> Tensor:
     """Attention by the book, in float32, for a bounded number of scores at a time.
@@ -187,7 +185,6 @@ def masked_attention(
         keys, values: [B, L, num_kv_heads, head_dim], positions 0 to L - 1.
         positions: int64 [B, Q] of the queries; each sees the positions up to its own.
         window: positions that a token sees, itself included (None = all).
-        softcap: scores become softcap * tanh(scores / softcap) (None = they stay).
 
     Returns:
         [B, Q, num_heads, head_dim] in the dtype of the query
@@ -197,20 +194,15 @@ def masked_attention(
     if count > most:
         pieces = zip(query.split(most, 1), positions.split(most, 1), strict=True)
         return torch.cat(
-            [masked_attention(piece, keys, values, at, window, softcap, scale) for piece, at in pieces], 1
+            [masked_attention(piece, keys, values, at, window, scale) for piece, at in pieces], 1
         )
     grouped = query.float().view(batch, count, keys.shape[2], -1, head_dim)
-    scores = capped(torch.einsum("bqkgd,blkd->bqkgl", grouped, keys.float()) * scale, softcap)
+    scores = torch.einsum("bqkgd,blkd->bqkgl", grouped, keys.float()) * scale
     behind = positions[:, :, None] - torch.arange(keys.shape[1], device=query.device)
     seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
     probs = scores.masked_fill_(~seen[:, :, None, None], float("-inf")).softmax(-1)
     attended = torch.einsum("bqkgl,blkd->bqkgd", probs, values.float())
     return attended.reshape(batch, count, num_heads, head_dim).to(query.dtype)
-
-
-def capped(x: Tensor, bound: float | None) -> Tensor:
-    """bound * tanh(x / bound), in place; x as it is without a bound."""
-    return x if bound is None else x.div_(bound).tanh_().mul_(bound)
 
 
 def _linear(x: Tensor, layer: dict[str, Tensor], name: str) -> Tensor:

@@ -1,7 +1,7 @@
 """vLLM servers of their own: processes of another interpreter, started and ended from here.
 
-    ServerOptions -> VllmServers.start -> N x [process_guard -> python -m vllm...api_server -> its workers]
-                                       <- addresses, once every server answers /health
+    VllmServers(arguments) -> N x [process_guard -> python -m vllm...api_server -> its workers]
+                           <- addresses, once every server answers /health
 
 The interpreter may be another environment's: the trainer's needs no vLLM. A server starts with random
 weights; the policy's come by transfer (`weight_transfer.py`), through a worker extension on its PYTHONPATH.
@@ -25,9 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -51,88 +49,21 @@ _OWN_VARIABLES = {
 _GRACE_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
-class ServerOptions:
-    """What each server is started with.
-
-    Attributes:
-        engine_args: vLLM's arguments by the names of its `EngineArgs`. "model" is a must: a Hugging Face
-            folder with a configuration and a tokenizer (weights are not read). They win over ours; True and
-            False are flags, None leaves an argument out.
-        python: interpreter with vLLM.
-        devices: CUDA devices of all servers in order, tensor_parallel_size of them each; None: whatever the
-            environment shows.
-    """
-
-    engine_args: Mapping[str, Any]
-    python: str = sys.executable
-    devices: Sequence[str] | None = None
-
-    @property
-    def devices_per_server(self) -> int:
-        return int(self.engine_args.get("tensor_parallel_size") or 1)
-
-    def command(self, port: int) -> list[str]:
-        """The command line of a server on this port."""
-        ours = {
-            "served_model_name": SERVED_MODEL_NAME,
-            "load_format": "dummy",
-            "generation_config": "vllm",
-            "logprobs_mode": "processed_logprobs",
-            "worker_extension_cls": WORKER_EXTENSION,
-            "async_scheduling": False,
-            "enable_prefix_caching": True,
-            "uvicorn_log_level": "warning",
-        }
-        arguments = ours | dict(self.engine_args) | {"host": HOST, "port": port}
-        module = [self.python, "-m", "vllm.entrypoints.openai.api_server"]
-        return module + [word for name, value in arguments.items() for word in _flag(name, value)]
-
-    def variables(self, index: int, package_folder: str) -> dict[str, str]:
-        """The environment of server `index`."""
-        ours = {
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_USE_V2_MODEL_RUNNER": "0",  # our sampler takes the place of the first runner's
-            "VLLM_NO_USAGE_STATS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        }
-        environment = ours | {name: value for name, value in os.environ.items() if name not in _OWN_VARIABLES}
-        if self.devices is not None:
-            first, size = index * self.devices_per_server, self.devices_per_server
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices[first : first + size])
-        paths = [package_folder, environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-        return environment
-
-
-def _flag(name: str, value: Any) -> list[str]:
-    flag = "--" + name.replace("_", "-")
-    if value is None:
-        return []
-    if isinstance(value, bool):
-        return [flag if value else "--no-" + flag[2:]]
-    if isinstance(value, dict | list):
-        return [flag, json.dumps(value)]
-    return [flag, str(value)]
-
-
 class ServerProcess:
     """One running server and its log file."""
 
-    def __init__(self, options: ServerOptions, index: int, folder: Path) -> None:
-        port = _free_port()
-        self.url = f"http://{HOST}:{port}"
-        self.log_path = folder / f"server-{index}.log"
-        command = [sys.executable, process_guard.__file__, str(_GRACE_SECONDS), *options.command(port)]
+    def __init__(
+        self, url: str, command: Sequence[str], environment: Mapping[str, str], log_path: Path
+    ) -> None:
+        self.url, self.log_path = url, log_path
+        guard = [sys.executable, process_guard.__file__, str(_GRACE_SECONDS)]
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                command,
+                [*guard, *command],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=options.variables(index, str(folder)),
+                env=environment,
                 start_new_session=True,
             )
 
@@ -166,46 +97,64 @@ class ServerProcess:
 
 
 class VllmServers:
-    """N servers that were started together and end together; a context manager."""
+    """N servers that were started together and end together."""
 
-    def __init__(self, scratch: tempfile.TemporaryDirectory[str] | None) -> None:
-        self.processes: list[ServerProcess] = []
-        self._scratch = scratch
-
-    @classmethod
-    def start(
-        cls,
-        options: ServerOptions,
+    def __init__(
+        self,
+        engine_args: Mapping[str, Any],
         num_servers: int,
-        *,
-        log_folder: str | None = None,
+        python: str = sys.executable,
+        devices: Sequence[str] | None = None,
         timeout: float = 900.0,
-    ) -> VllmServers:
+    ) -> None:
         """Start them side by side and wait until all are healthy.
 
-        `log_folder` keeps the logs (server-0.log ...); without it they go with the servers. EngineUnavailable
-        with the log's last lines if one ends, or is not healthy after `timeout` seconds; then none is left.
+        Args:
+            engine_args: vLLM's arguments by the names of its `EngineArgs`. "model" is a must: a Hugging Face
+                folder with a configuration and a tokenizer (weights are not read). They win over ours; True
+                and False are flags, None leaves an argument out.
+            python: interpreter with vLLM.
+            devices: CUDA devices of all servers in order, tensor_parallel_size of them each; None: whatever
+                the environment shows.
+
+        Raises:
+            ValueError: too few devices.
+            EngineUnavailable: with the log's last lines, if one ends, or is not healthy after `timeout`
+                seconds; then none is left.
         """
-        if num_servers < 1:
-            raise ValueError(f"num_servers is {num_servers}; expected 1 or more")
-        needed = num_servers * options.devices_per_server
-        if options.devices is not None and len(options.devices) < needed:
+        size = int(engine_args.get("tensor_parallel_size") or 1)
+        if devices is not None and len(devices) < num_servers * size:
             raise ValueError(
-                f"{num_servers} servers on {options.devices_per_server} devices each need {needed} devices; "
-                f"given: {list(options.devices)}"
+                f"{num_servers} servers on {size} devices each need {num_servers * size} devices; given: "
+                f"{list(devices)}"
             )
-        scratch = None if log_folder else tempfile.TemporaryDirectory(prefix="vllm-servers-")
-        folder = Path(log_folder or scratch.name)  # type: ignore[union-attr]
-        _offer_package(folder)
-        servers = cls(scratch)
+        self.processes: list[ServerProcess] = []
+        self._scratch = tempfile.TemporaryDirectory(prefix="vllm-servers-")
+        folder = Path(self._scratch.name)
+        # a PYTHONPATH entry of this package alone, without the trainer's environment
+        (folder / "verl").symlink_to(Path(verl.__file__).parent, target_is_directory=True)
+        environment = {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_USE_V2_MODEL_RUNNER": "0",  # our sampler takes the place of the first runner's
+            "VLLM_NO_USAGE_STATS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        } | {name: value for name, value in os.environ.items() if name not in _OWN_VARIABLES}
+        before = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join([str(folder), *([before] if before else [])])
         try:
             for index in range(num_servers):
-                servers.processes.append(ServerProcess(options, index, folder))
-            servers._wait_until_healthy(time.monotonic() + timeout, timeout)
+                port = _free_port()
+                if devices is not None:
+                    environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[index * size : (index + 1) * size])
+                url, log_path = f"http://{HOST}:{port}", folder / f"server-{index}.log"
+                command = _command(engine_args, python, port)
+                self.processes.append(ServerProcess(url, command, environment, log_path))
+            self._wait_until_healthy(time.monotonic() + timeout, timeout)
         except BaseException:
-            servers.close()
+            self.close()
             raise
-        return servers
 
     @property
     def urls(self) -> list[str]:
@@ -218,52 +167,52 @@ class VllmServers:
         for process in self.processes:
             process.wait()
         self.processes = []
-        if self._scratch is not None:
-            self._scratch.cleanup()
-            self._scratch = None
-
-    def __enter__(self) -> VllmServers:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self._scratch.cleanup()
 
     def _wait_until_healthy(self, deadline: float, timeout: float) -> None:
         waiting = list(self.processes)
         with httpx.Client(trust_env=False, timeout=2.0) as client:
             while waiting:
-                for process in list(waiting):
-                    if not process.alive:
-                        raise EngineUnavailable(
-                            f"the vLLM server {process.url} ended while it started; the last lines of its "
-                            f"log:\n{process.log_tail()}"
-                        )
-                    if _is_healthy(client, process.url):
-                        waiting.remove(process)
-                        logger.info("vLLM server %s is ready", process.url)
-                if waiting and time.monotonic() > deadline:
+                process, problem = waiting[0], ""
+                if not process.alive:
+                    problem = "ended while it started"
+                elif time.monotonic() > deadline:
+                    problem = f"was not healthy after {timeout:g} seconds"
+                if problem:
                     raise EngineUnavailable(
-                        f"the vLLM server {waiting[0].url} was not healthy after {timeout:g} seconds; the "
-                        f"last lines of its log:\n{waiting[0].log_tail()}"
+                        f"the vLLM server {process.url} {problem}; the last lines of its log:\n"
+                        f"{process.log_tail()}"
                     )
+                with contextlib.suppress(httpx.TransportError):
+                    if client.get(f"{process.url}/health").status_code == 200:
+                        logger.info("vLLM server %s is ready", process.url)
+                        waiting.remove(process)
+                        continue
+                waiting.append(waiting.pop(0))
                 time.sleep(0.1)
 
 
-def _is_healthy(client: httpx.Client, url: str) -> bool:
-    try:
-        return client.get(f"{url}/health").status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def _offer_package(folder: Path) -> None:
-    """Make `folder` a PYTHONPATH entry of this package alone, without the trainer's environment."""
-    folder.mkdir(parents=True, exist_ok=True)
-    link = folder / "verl"
-    if not link.exists():
-        link.symlink_to(Path(verl.__file__).parent, target_is_directory=True)
+def _command(engine_args: Mapping[str, Any], python: str, port: int) -> list[str]:
+    """The command line of a server on this port."""
+    ours = {
+        "served_model_name": SERVED_MODEL_NAME,
+        "load_format": "dummy",
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": WORKER_EXTENSION,
+        "async_scheduling": False,
+        "enable_prefix_caching": True,
+        "uvicorn_log_level": "warning",
+    }
+    command = [python, "-m", "vllm.entrypoints.openai.api_server"]
+    for name, value in (ours | dict(engine_args) | {"host": HOST, "port": port}).items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            command.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+            command += [f"--{flag}", text]
+    return command
 
 
 def _free_port() -> int:
