@@ -22,7 +22,7 @@ FOUR, GAE, VLLM = "trainer.n_gpus_per_node=4", "algorithm.adv_estimator=gae", f"
 APART, KL = f"{R}.placement=apart", "algorithm.kl_ctrl.kl_coef=0.1"
 ADAPTIVE = "algorithm.kl_ctrl={{type: adaptive, kl_coef: 0.1, target_kl: 9, horizon: 99}}"
 REJECTS = (f"{COR}.rollout_rs=token", f"{COR}.rollout_rs_threshold=9")
-SIZES, OFFLOADS = ("tensor_model", "pipeline_model", "context"), ("param", "grad", "optimizer")
+SIZES, OFFLOADS = ("tensor_model", "pipeline_model", "context"), ("param", "optimizer")
 LOSSES = ("sapo", "clip_cov", "kl_cov", "dro_sequence", "distillation")
 LOSS = {name: f"{P}.loss_mode={name}" for name in LOSSES}
 NEAR = ("data.max_prompt_length=230", "data.max_response_length=100", f"{OVER}.enable=true")
