@@ -80,7 +80,11 @@ def write_hf_weights(model: PreTrainedModel, names: Sequence[str], dcp_folder: P
     if reverted.keys() != like.keys():  # a model that is kept in another form than in its files
         model.save_pretrained(folder, state_dict=dict(read_tensors(dcp_folder, like, MODEL_PREFIX)))
         return
-    write_hf_config(model, next(iter(like.values())).dtype, folder)
+    model.config.dtype = str(next(iter(like.values())).dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
     split = split_torch_state_dict_into_shards(like, max_shard_size=MAX_FILE_SIZE)
     for file, in_file in split.filename_to_tensors.items():
         chosen = {name: like[name] for name in in_file}
@@ -88,15 +92,6 @@ def write_hf_weights(model: PreTrainedModel, names: Sequence[str], dcp_folder: P
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
-
-
-def write_hf_config(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> None:
-    """Writes what describes the model: config.json, and how it generates."""
-    model.config.dtype = str(dtype).removeprefix("torch.")
-    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    model.config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
 
 
 def tensor_names(model: PreTrainedModel) -> Sequence[str]:

@@ -269,13 +269,6 @@ def _load(
     folder = Path(source)
     if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise ValueError(f"Model folder {source} has no weights; expected *.safetensors beside config.json.")
-    with_adapters = with_adapters and wants_adapters(model_config)
-    if with_adapters:
-        with torch.device("meta"):  # mistakes are found before any weights are read
-            skeleton = auto_class.from_config(
-                config, trust_remote_code=model_config.get("trust_remote_code", False)
-            )
-        _adapters(skeleton, model_config)
     model, report = auto_class.from_pretrained(
         source,
         config=config,
@@ -295,14 +288,9 @@ def _load(
             module.p = 0.0
     if model_config.get("enable_gradient_checkpointing"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    adapters = _adapters(model, model_config) if with_adapters else None
+    adapters = None
+    if with_adapters and wants_adapters(model_config):
+        adapters = add_adapters(model, adapter_config(model_config), model_config["path"])
+        if model_config.get("lora_adapter_path") is not None:
+            load_adapter(adapters, model_config["lora_adapter_path"])
     return model.train(), adapters
-
-
-def _adapters(model: PreTrainedModel, model_config: Mapping[str, Any]) -> Adapters:
-    """Adds the adapters that the block describes, filled from `lora_adapter_path` if there is one."""
-    adapters = add_adapters(model, adapter_config(model_config), model_config["path"])
-    path = model_config.get("lora_adapter_path")
-    if path is not None:
-        load_adapter(adapters, path)
-    return adapters

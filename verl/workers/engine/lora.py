@@ -181,13 +181,12 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str) -> Ada
     """
     from peft import inject_adapter_in_model
 
-    on_meta = next(model.parameters()).is_meta
     wanted = config.target_modules  # PEFT replaces "all-linear" by the modules' names
     wanted = [] if wanted is None or isinstance(wanted, str) else sorted(wanted)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
-            inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=on_meta)
+            inject_adapter_in_model(config, model, ADAPTER)
         except ValueError as error:
             raise ValueError(f"LoRA on {source}: {error} {_advice(model)}") from error
     config.base_model_name_or_path = source

@@ -1,15 +1,23 @@
-"""Megatron's building blocks as the models here use them: its configuration, a layer's parts, RMSNorm.
+"""Megatron's building blocks as the models here use them: its configuration, norm, attention, a layer.
 
-ModelShape, ParallelSizes --transformer_config--> TransformerConfig;  layer_spec(shape) --> a decoder layer
+    ModelShape, ParallelSizes --transformer_config--> TransformerConfig;  layer_spec --> a decoder layer
+    q [t, 1, H, D], k and v [t, 1, G, D] --rotate, packed attention--> [t, 1, H x D]
+
+t tokens of this process, H query and G key heads of this tensor rank. `verl.utils.packed_attention` keeps
+sequences apart, shares beginnings, and with context parallelism exchanges tokens for heads (`Packing.share`).
+No kernel of Transformer Engine is needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -19,7 +27,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from verl.workers.megatron.core_attention import PackedCoreAttention
+from verl.utils.packed_attention import Packing, packed_attention_forward
 from verl.workers.megatron.settings import ModelShape, ParallelSizes
 
 
@@ -41,6 +49,41 @@ class RMSNorm(nn.Module):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
+
+
+@dataclass
+class PackedTokens(PackedSeqParams):
+    """A micro-batch, as the layers see it. packing: where sequences lie; cos, sin [t, D]: rotary embedding.
+
+    `qkv_format` stays None: Megatron leaves layout and rotation to us then.
+    """
+
+    packing: Packing | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [t, H, D]; cos, sin [t, D]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+
+
+class PackedCoreAttention(nn.Module):
+    """What Megatron's `SelfAttention` calls between its projections."""
+
+    def __init__(self, **_: Any):
+        super().__init__()
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedTokens, **__: Any
+    ) -> Tensor:
+        tokens = packed_seq_params
+        assert tokens.cos is not None and tokens.sin is not None
+        query, key = (_rotate(x[:, 0], tokens.cos, tokens.sin) for x in (query, key))
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value[:, 0]))
+        out, _weights = packed_attention_forward(self, q, k, v, None, packing=tokens.packing)
+        return out.squeeze(0).flatten(1).unsqueeze(1)
 
 
 def transformer_config(

@@ -34,13 +34,13 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 from transformers import PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from verl.utils.packing import PackedMicroBatch, ShardedMicroBatch, shard_micro_batch
 from verl.workers.engine.loading import initial_value_head, load_hf_config
 from verl.workers.engine.lora import wants_adapters
 from verl.workers.megatron import cpu_support, parallel_state
-from verl.workers.megatron.core_attention import PackedTokens, RotaryEmbedding
-from verl.workers.megatron.layers import RMSNorm, layer_spec, transformer_config
+from verl.workers.megatron.layers import PackedTokens, RMSNorm, layer_spec, transformer_config
 from verl.workers.megatron.log_prob import vocab_parallel_log_prob
 from verl.workers.megatron.settings import ModelShape, ParallelSizes
 from verl.workers.megatron.weights import Piece, Read, WeightMap, read_folder
@@ -52,9 +52,7 @@ class _Stage(GPTModel):
     keeps_head: the last stage has Megatron's output matrix, tied to the embedding if the model's is.
     """
 
-    def __init__(
-        self, config: TransformerConfig, shape: ModelShape, rotary: RotaryEmbedding, keeps_head: bool
-    ):
+    def __init__(self, config: TransformerConfig, shape: ModelShape, rotary: nn.Module, keeps_head: bool):
         num_layers = shape.num_layers // config.pipeline_model_parallel_size
         layers = TransformerBlockSubmodules(layer_specs=[layer_spec(shape)] * num_layers, layer_norm=RMSNorm)
         super().__init__(
@@ -67,17 +65,17 @@ class _Stage(GPTModel):
             share_embeddings_and_output_weights=shape.tied and keeps_head,
             position_embedding_type="none",
         )
-        self.shape, self.rotary = shape, rotary
+        self.shape, self.rotary = shape, rotary  # Hugging Face's: (cos, sin), each [1, t, D]
 
     def _hidden_states(self, pack: PackedMicroBatch, sharded: ShardedMicroBatch | None) -> Tensor:
         """[t, 1, D] after this stage's layers, t tokens of this process and tensor rank."""
         own = pack if sharded is None else sharded.own
-        cos, sin = self.rotary(own.position_ids[0], self.config.params_dtype)
+        cos, sin = self.rotary(torch.empty((), dtype=self.config.params_dtype), own.position_ids)
         embedded = self.embedding(own.input_ids, own.position_ids) if self.pre_process else None
         hidden: Tensor = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
-            packed_seq_params=PackedTokens(packing=own.packing, cos=cos, sin=sin),
+            packed_seq_params=PackedTokens(packing=own.packing, cos=cos[0], sin=sin[0]),
         )
         return hidden
 
@@ -206,8 +204,9 @@ def build_model(
     recompute = bool(model_config.get("enable_gradient_checkpointing"))
     config = transformer_config(shape, sizes, device, dtype, recompute)
     kind: Any = PolicyStage if is_policy else ValueStage
+    rotary: Any = LlamaRotaryEmbedding  # the same in Qwen2 and Qwen3
     with cpu_support.cuda_names(device):
-        stage = kind(config, shape, RotaryEmbedding(hugging_face, device), keeps_head=is_policy)
+        stage = kind(config, shape, rotary(hugging_face), keeps_head=is_policy)
     weights = WeightMap(shape, sizes, has_head=is_policy)
     built = BuiltModel(stage.to(device), weights, config, shape, hugging_face)
     # Megatron marks what is cut over tensor ranks, for its gradient norm, when it draws initial weights.
