@@ -165,7 +165,9 @@ def test_greedy_tokens_and_log_probs_are_those_of_transformers_after_each_of_thr
 
 
 def wait_for_tokens(engine, session_id, count):
+    deadline = time.monotonic() + 60.0
     while len(engine.partial(session_id).token_ids) < count:
+        assert time.monotonic() < deadline, "no token" if engine._ended.empty() else engine._ended.get()
         time.sleep(0.001)
 
 

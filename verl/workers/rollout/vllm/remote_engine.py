@@ -139,6 +139,8 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
         check_supported(params)
 
     def _queue(self, session: RemoteSession) -> None:
+        if session.server is None:
+            session.server = self._least_loaded()
         session.turn += 1
         self._under_way.add(session.session_id)
         if self.version >= 0:
@@ -272,10 +274,9 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
         try:
             while session.turn == turn and session.under_way:
                 had = len(session.log_probs)
-                if session.server is None or session.server.dead is not None:
-                    load = Counter(other.server for other in list(self._sessions.values()) if other.server)
-                    session.server = self._pool.least_loaded(load, self._rank)
                 server = session.server
+                if server is None or server.dead is not None:
+                    server = session.server = self._least_loaded()
                 try:
                     async with self._room:
                         reason = await self._request(session, server, version)
@@ -328,6 +329,10 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
         finally:
             await chunks.aclose()
         return reason
+
+    def _least_loaded(self) -> ServerClient:
+        load = Counter(other.server for other in list(self._sessions.values()) if other.server)
+        return self._pool.least_loaded(load, self._rank)
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
