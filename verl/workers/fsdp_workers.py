@@ -34,7 +34,7 @@ from verl.workers.rollout.base import RolloutEngine
 from verl.workers.rollout.build import EngineRequest, build_engine, engine_name, rollout_dtype
 
 STATE_FILE = "update.json"
-ROLES = ("actor", "rollout", "ref", "actor_ref", "actor_rollout", "actor_rollout_ref")
+ROLES = ("actor", "actor_rollout", "actor_rollout_ref")
 
 
 class Agent(Protocol):
@@ -98,8 +98,7 @@ class ActorRolloutRefWorker(TrainingWorker):
 
     Args:
         config: the `actor_rollout_ref` block.
-        role: which of the parts this worker has: "actor", "rollout", "ref", "actor_ref", "actor_rollout",
-            "actor_rollout_ref".
+        role: "actor_rollout_ref"; without a reference "actor_rollout" or "actor".
         agent_factory: (tokenizer, rollout engine) -> agent; needed for generate_sequences.
         device: "auto" (CUDA if there is one), "cpu" or "cuda".
         seed: of the order of mini-batches with actor.shuffle.
@@ -118,9 +117,9 @@ class ActorRolloutRefWorker(TrainingWorker):
         if role not in ROLES:
             raise ValueError(f"role: found {role!r}, expected one of {', '.join(ROLES)}.")
         super().__init__(device)
-        self.config, self.role, self.agent_factory, self.seed = config, role, agent_factory, seed
-        self.has_actor, self.has_rollout, self.has_ref = (x in role for x in ("actor", "rollout", "ref"))
-        self.num_sharing = self._num_sharing() if role != "rollout" else 1  # that has rows of its own
+        self.config, self.agent_factory, self.seed = config, agent_factory, seed
+        self.has_ref = role.endswith("ref")
+        self.num_sharing = self._num_sharing()
         self.agent: Agent | None = None
         self.rollout_engine: RolloutEngine | None = None
         self._rollout_weights_stale = False
@@ -130,42 +129,25 @@ class ActorRolloutRefWorker(TrainingWorker):
         size: int = self.config.actor.ulysses_sequence_parallel_size
         return size
 
-    @register()
-    def data_position(self) -> DataPosition:
-        """Of the policy's engine, or the reference's where there is no other; known from init_model on."""
-        engine = self.engine if self.has_actor or self.has_rollout else self.reference.own
-        assert engine is not None
-        return engine.data
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Loads the models of this role. Raises ValueError for a model folder that is missing or does not
-        fit.
-        """
+        """Loads the models. Raises ValueError for a model folder that is missing or does not fit."""
         config = self.config
         self.tokenizer = AutoTokenizer.from_pretrained(
             str(Path(config.model.path).expanduser()), trust_remote_code=config.model.trust_remote_code
         )
-        if self.has_actor or self.has_rollout:
-            self.engine = self._engine(config.actor, config.model, trained=self.has_actor)
-        if self.has_actor:
-            self.actor = DataParallelPPOActor(
-                config.actor,
-                self.engine,
-                self._limits(config.actor, "actor", "ppo"),
-                config.rollout.temperature,
-                config.rollout.n,
-                self.seed,
-            )
-        if self.has_actor and config.teacher.path is not None:
+        self.engine = self._engine(config.actor, config.model, trained=True)
+        limits = self._limits(config.actor, "actor", "ppo")
+        self.actor = DataParallelPPOActor(
+            config.actor, self.engine, limits, config.rollout.temperature, config.rollout.n, self.seed
+        )
+        if config.teacher.path is not None:
             self.teacher_engine = self._load_teacher()
         if self.has_ref:
-            policy = self.engine if self.has_actor or self.has_rollout else None
-            shares_base = policy is not None and policy.adapters is not None
-            own = (
-                None if shares_base else self._engine(config.ref, config.model, trained=False, adapted=False)
-            )
-            self.reference = Reference(policy, own)
+            own = None
+            if self.engine.adapters is None:
+                own = self._engine(config.ref, config.model, trained=False, adapted=False)
+            self.reference = Reference(self.engine, own)
 
     def _engine(
         self, block: Actor | ReferenceConfig, model: Mapping[str, Any], trained: bool, adapted: bool = True

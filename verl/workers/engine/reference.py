@@ -24,12 +24,12 @@ class Reference:
     """The reference beside a policy.
 
     Args:
-        policy: the engine that is trained; None in a process that has only the reference.
+        policy: the engine that is trained.
         own: the reference's own engine; None: the policy's adapters are switched off for it.
     """
 
-    def __init__(self, policy: Engine | None, own: Engine | None):
-        assert own is not None or (policy is not None and policy.adapters is not None)
+    def __init__(self, policy: Engine, own: Engine | None):
+        assert own is not None or policy.adapters is not None
         self.policy, self.own = policy, own
         self.is_reset = False
         self._kept: dict[str, Tensor] = {}  # with LoRA: the adapters of the last reset
@@ -40,8 +40,8 @@ class Reference:
         if self.own is not None:
             yield self.own
             return
-        assert self.policy is not None and self.policy.adapters is not None
         adapters = self.policy.adapters
+        assert adapters is not None
         if not self.is_reset:
             with adapters.switched_off():
                 yield self.policy
@@ -56,8 +56,6 @@ class Reference:
 
     def reset(self) -> None:
         """From now on the reference is the policy as it is now."""
-        if self.policy is None:
-            raise ValueError("the reference can't be reset in a process without the policy (role 'ref').")
         if self.own is not None:
             self.own.copy_weights(self.policy)
         else:
@@ -78,7 +76,7 @@ class Reference:
             if self.own is not None:
                 self.own.load_weights(folder / FOLDER)
             else:
-                assert self.policy is not None and self.policy.adapters is not None
+                assert self.policy.adapters is not None
                 self._kept = {n: p.detach().clone() for n, p in self.policy.adapters.parameters().items()}
                 load_tensors(self._kept, folder / FOLDER)
             self.is_reset = True
