@@ -111,6 +111,7 @@ class RolloutSession:
 
     Attributes:
         tokens: int32, all so far: prompt, sampled tokens, observations.
+        turn: its number, from 1.
         turn_start: where in `tokens` this turn's sampled ones begin.
         limit: most tokens that this turn may have; below 1, there is no room for any.
         under_way: the turn has not ended.
@@ -122,6 +123,7 @@ class RolloutSession:
     session_id: int
     params: SamplingParams
     tokens: array[int] = field(default_factory=lambda: array("i"))
+    turn: int = 0
     turn_start: int = 0
     limit: int = 0
     under_way: bool = False
@@ -133,6 +135,7 @@ class RolloutSession:
 
     def begin_turn(self, params: SamplingParams, new_tokens: Sequence[int], max_model_len: int) -> None:
         """Append a prompt or an observation and set up the turn that follows it."""
+        self.turn += 1
         self.params = params
         self.tokens.extend(new_tokens)
         self.turn_start = len(self.tokens)

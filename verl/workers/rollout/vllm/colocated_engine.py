@@ -30,10 +30,14 @@ from verl.workers.rollout.vllm.requests import SESSION_SEED, check_supported
 
 @dataclass(eq=False)
 class VllmSession(RolloutSession):
-    """A trajectory; while a turn is under way, its request's name in vLLM and vLLM's own record of it."""
+    """A trajectory; while a turn is under way, vLLM's own record of its request."""
 
-    request_id: str = ""
     request: Any = None
+
+    @property
+    def request_id(self) -> str:
+        """The present turn's name in vLLM."""
+        return f"{self.session_id}-{self.turn}"
 
 
 class VllmEngine(RolloutEngine[VllmSession]):
@@ -107,7 +111,6 @@ class VllmEngine(RolloutEngine[VllmSession]):
         super().__init__(max_model_len, self._llm.model_config.hf_config.get_text_config().vocab_size)
         self._asleep = 0
         self._requests: dict[str, VllmSession] = {}
-        self._num_requests = 0
         self._prefilled_tokens = self._prefix_hit_tokens = self._preemptions = 0
 
     @property
@@ -120,8 +123,6 @@ class VllmEngine(RolloutEngine[VllmSession]):
     def _queue(self, session: VllmSession) -> None:
         from vllm.inputs import tokens_input
 
-        self._num_requests += 1
-        session.request_id = str(self._num_requests)
         prompt, params = tokens_input(session.tokens.tolist()), vllm_params(session.params, session.limit)
         name = self._llm.add_request(session.request_id, prompt, params)
         session.request = self._scheduler.requests[name]

@@ -57,12 +57,9 @@ _FAILURES = 5  # requests of a turn that fail in a row, without a token, though 
 
 @dataclass(eq=False)
 class RemoteSession(RolloutSession):
-    """A session, the server that it is at, the number of its turn, and the task that runs it (the loop's
-    thread).
-    """
+    """A session, the server that it is at, and the task that runs its turn (the loop's thread)."""
 
     server: ServerClient | None = None
-    turn: int = 0
     task: asyncio.Task[None] | None = None
 
     def cancel(self) -> None:
@@ -141,7 +138,6 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
     def _queue(self, session: RemoteSession) -> None:
         if session.server is None:
             session.server = self._least_loaded()
-        session.turn += 1
         self._under_way.add(session.session_id)
         if self.version >= 0:
             self._loop.call_soon_threadsafe(self._start, session)
@@ -279,8 +275,8 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
                     server = session.server = self._least_loaded()
                 try:
                     async with self._room:
-                        reason = await self._request(session, server, version)
-                    if session.turn != turn or not session.under_way:
+                        has_ended, reason = await self._request(session, server, version)
+                    if has_ended:  # the owner may have resumed the session by now
                         return
                     if reason == "abort":  # another process has paused the server
                         version = await self._pool.version_after_pause(server)
@@ -305,8 +301,11 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
                 if session.turn != turn:  # its next turn began before this request was gone
                     self._start(session)
 
-    async def _request(self, session: RemoteSession, server: ServerClient, version: int) -> str | None:
-        """One request from the session's tokens; returns why the server ended it, if it did.
+    async def _request(
+        self, session: RemoteSession, server: ServerClient, version: int
+    ) -> tuple[bool, str | None]:
+        """One request from the session's tokens: whether the turn has ended with it, and why the server ended
+        it.
 
         A turn that ends is handed out at once: the task may be cancelled whenever it waits.
         """
@@ -324,11 +323,11 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
                         ended = session.accept(*token, version)
                         if ended is not None:
                             self._ended.put(session.end_turn(*ended, version))
-                            return None
+                            return True, None
                 reason = chunk.finish_reason or reason
         finally:
             await chunks.aclose()
-        return reason
+        return False, reason
 
     def _least_loaded(self) -> ServerClient:
         load = Counter(other.server for other in list(self._sessions.values()) if other.server)
