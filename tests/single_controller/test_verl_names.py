@@ -7,9 +7,12 @@ v0.2 tests/ray/test_colocated_workers.py and tests/utility/test_tensor_dict_util
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from verl import DataProto
 from verl.protocol import (
@@ -31,7 +34,10 @@ from verl.single_controller.base.decorator import (
 )
 from verl.single_controller.local import LocalWorkerGroup
 from verl.trainer.placement import ResourcePoolManager, Role
+from verl.utils import hf_tokenizer
 from verl.utils.metric import reduce_metrics
+
+ROOT = Path(__file__).parents[2]
 
 
 def batch(num_rows: int, **meta_info) -> DataProto:
@@ -108,6 +114,14 @@ def test_a_new_dispatch_mode_becomes_a_name():
     finally:
         DISPATCH_MODE_FN_REGISTRY.pop("SPLIT_MODE", None)
         Dispatch.remove("SPLIT_MODE")
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "data_prep" / "base_model")
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    assert hf_tokenizer(str(tmp_path)).pad_token_id == tokenizer.eos_token_id
+    assert hf_tokenizer(str(tmp_path), correct_pad_token=False).pad_token_id is None
 
 
 def test_metrics_are_reduced_by_their_names():

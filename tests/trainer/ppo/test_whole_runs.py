@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from instant_runs import Critic, Policy, instant_trainer, run
@@ -189,6 +191,35 @@ def test_the_kl_controller_is_restored(tmp_path):
     second = instant_trainer(tmp_path / "run", "trainer.total_training_steps=1", *ADAPTIVE, algorithm="ppo")
     run(second)
     assert second.kl_controller.value == first.kl_controller.value
+
+
+def documented_metrics() -> str:
+    """A pattern of all names in docs/metrics.md; one without a slash goes on like the first of its line."""
+    patterns = []
+    for line in (Path(__file__).parents[3] / "docs" / "metrics.md").read_text().splitlines():
+        names = re.findall(r"`([^`]+)`", line.split("|")[1]) if line.startswith("| `") else []
+        for name in names:
+            name = name if "/" in name else f"{names[0].rpartition('/')[0]}/{name}"
+            pattern = re.sub(r"<\w+>", ".+", re.escape(name).replace(r"\.\.", ".*"))
+            patterns.append(re.sub(r"\\{(.*?)\\}", lambda part: f"({part[1].replace(',', '|')})", pattern))
+    return "|".join(patterns)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_run_says_what_it_is_and_each_of_its_metrics_is_in_the_glossary(tmp_path, capsys, algorithm):
+    settings = ["trainer.total_training_steps=1", "trainer.critic_warmup=1"]
+    run(instant_trainer(tmp_path / "run", *settings, algorithm=algorithm))
+    lines = capsys.readouterr().out.splitlines()
+    begun = [line.split(":")[0] for line in lines]
+    for name in ("model", "data", "algorithm", "batch", "processes", "folder", "retriever"):
+        assert begun.count(name) == 1, name
+    warm_up = (
+        "the first 1 steps train the critic alone (trainer.critic_warmup); the policy learns from then on"
+    )
+    assert (warm_up in lines) == (algorithm == "ppo")
+    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    known = documented_metrics()
+    assert [name for name in metrics if not re.fullmatch(known, name)] == ["step"]
 
 
 def test_the_running_baseline_is_restored(tmp_path):
