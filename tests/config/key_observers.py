@@ -30,7 +30,7 @@ from search_r1.llm_agent.generation import build_agent
 from search_r1.search.probe import RetrievalProbe
 from verl.config import Config
 from verl.preflight.machine_checks import find_wrong_corpora
-from verl.preflight.plan import Hardware, build_plan
+from verl.preflight.plan import Hardware, Plan
 from verl.preflight.preflight import look, start_is_sound
 from verl.preflight.report import report
 from verl.preflight.target import Target
@@ -233,7 +233,7 @@ def critic(config: Config) -> Any:
 
 def plan(config: Config) -> Any:
     config.trainer.device, config.trainer.dry_run_gpu_memory_gb = "cuda", 80
-    return list(report(build_plan(config, Hardware.of(config)), config))
+    return list(report(Plan(config, Hardware.of(config))))
 
 
 def agent(config: Config) -> Any:

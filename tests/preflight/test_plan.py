@@ -7,7 +7,7 @@ import torch
 from known_models import NUM_PARAMETERS, search_r1_settings, write_config, write_small
 from preflight_cases import BASE_MODEL
 
-from verl.preflight.plan import GIB, DeviceLoad, Hardware, Plan, build_plan
+from verl.preflight.plan import GIB, DeviceLoad, Hardware, Plan
 from verl.preflight.report import report, verdict
 from verl.trainer import main_ppo
 from verl.trainer.config import load_config
@@ -26,8 +26,8 @@ def models(tmp_path_factory):
 def plan_of(folder: Path, estimator: str, *settings: str, hardware: Hardware = H80) -> tuple[Plan, list[str]]:
     """The plan, and the lines that a dry run prints about it."""
     config = load_config([*search_r1_settings(folder, estimator), *settings])
-    plan = build_plan(config, hardware)
-    return plan, [*report(plan, config), *verdict(plan, config)]
+    plan = Plan(config, hardware)
+    return plan, [*report(plan), *verdict(plan)]
 
 
 def gib_of(load: DeviceLoad, name: str) -> float:
@@ -132,7 +132,7 @@ def test_the_plan_is_what_the_tensors_of_a_real_update_take():
             f"{ACTOR}.ppo_mini_batch_size=8",
         ]
     )
-    plan = build_plan(config, Hardware.of(config))
+    plan = Plan(config, Hardware.of(config))
     expected = {name: max(phases.values()) for name, phases in plan.loads[0].items.items()}
     actor_class, critic_class = worker_classes(config)
     actor = actor_class(

@@ -7,7 +7,7 @@ from known_models import write_config
 from verl.config import SFTConfig, at, load, load_config
 from verl.config.__main__ import ROOT
 from verl.config.checks import check_sft_config
-from verl.preflight.plan import Hardware, build_plan
+from verl.preflight.plan import Hardware, Plan
 from verl.trainer.config import settings_without_effect, validate
 
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
@@ -73,5 +73,5 @@ def test_the_plan_of_a_recipe_fits(name, tmp_path, files):
     ]
     config = load_config(line)
     validate(config)
-    assert build_plan(config, Hardware.of(config)).fits
+    assert Plan(config, Hardware.of(config)).fits
     assert at(config, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu") is None

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from verl.config.blocks import Fsdp, Model, Optim, RunSettings
 from verl.config.keys import (
     Block,
     Count,
     FilePath,
     NotNegative,
+    OrMinusOne,
     Positive,
     Range,
     Share,
@@ -25,7 +25,7 @@ from verl.config.keys import (
     must_follow,
     same_as,
 )
-from verl.config.policy import ACTOR, ActorRolloutRef, Megatron
+from verl.config.policy import ACTOR, ActorRolloutRef, Fsdp, Megatron, Model, Optim
 
 
 @dataclass(slots=True)
@@ -238,6 +238,42 @@ class AlgorithmConfig(Block):
     kl_ctrl: KlControl = group(KlControl)
     rollout_correction: RolloutCorrection = group(RolloutCorrection)
     rae_decay: ClassVar[float] = 0.95  # what one score leaves of the running mean of its data source
+
+
+@dataclass(slots=True)
+class RunSettings(Block):
+    """Keys of `trainer` that reinforcement learning and supervised training share."""
+
+    total_epochs: Count = key(30, "passes over the training rows; gives the number of steps")
+    total_training_steps: Count | None = key(None, "stop after this many steps instead")
+    project_name: str = key("verl_examples", "names of the run in the loggers and in default_local_dir")
+    experiment_name: str = key("gsm8k", "as project_name")
+    logger: list[str] = key(["console"], "any of console, wandb, tensorboard, mlflow")
+    nnodes: Count = key(1, "machines")
+    n_gpus_per_node: Count = key(1, "training processes per machine; it may have more GPUs, for other runs")
+    backend: str = key("auto", "local: in this process; auto: local for one process", "auto local ray")
+    device: str = key(
+        "auto", "auto: cuda if there is one; several processes need a GPU each", "auto cpu cuda"
+    )
+    seed: Whole = key(0, "of everything random in the run")
+    save_freq: OrMinusOne = key(-1, "checkpoint every this many steps (-1: only the last)")
+    test_freq: OrMinusOne = key(-1, "validate every this many steps (-1: only the first and the last)")
+    default_local_dir: FilePath = key(
+        "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "the run's folder"
+    )
+    resume_mode: str = key(
+        "auto",
+        "auto: the newest checkpoint, if any; latest: it must exist; none: an earlier run is renamed",
+        "auto none latest from_path",
+    )
+    resume_from_path: FilePath | None = key(
+        None, "with resume_mode=from_path: folder of a step; later ones are renamed"
+    )
+    max_ckpt_to_keep: Count | None = key(3, "older checkpoints are deleted (null: keep all)")
+    async_checkpoint: bool = key(True, "write checkpoints while the next step runs, from a copy")
+    doctor_skip: list[str] = key([], "checks of verl.preflight that the start leaves out")
+    progress: str = key("auto", "live is a display, plain lines; auto: live on a terminal", "auto live plain")
+    max_skipped_updates: Count = key(10, "the run stops after so many updates in a row without a finite loss")
 
 
 @dataclass(slots=True)

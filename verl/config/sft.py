@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from verl.config.blocks import Fsdp, MixedPrecision, ModelWithAdapters, Optim, RunSettings
 from verl.config.keys import (
     Block,
     Count,
@@ -22,6 +21,8 @@ from verl.config.keys import (
     key,
     same_as,
 )
+from verl.config.policy import Fsdp, MixedPrecision, ModelWithAdapters, Optim
+from verl.config.schema import RunSettings
 
 
 @dataclass(slots=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -91,32 +90,6 @@ class DeviceLoad:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """who_goes_where: in words. loads: one of each kind of device. problems: what can't work whatever else is
-    free (a KV cache below one trajectory). parameters: number of each model's.
-    """
-
-    hardware: Hardware
-    phases: tuple[str, ...]
-    who_goes_where: str
-    loads: tuple[DeviceLoad, ...]
-    problems: tuple[str, ...]
-    parameters: Mapping[str, int]
-
-    @cached_property
-    def tightest(self) -> tuple[DeviceLoad, str, int]:
-        """The device with the least room, in which phase, and how many bytes are left; below 0 they lack."""
-        loads = (
-            (load, phase, load.capacity - load.total(phase)) for load in self.loads for phase in self.phases
-        )
-        return min(loads, key=lambda one: one[2])
-
-    @property
-    def fits(self) -> bool:
-        return self.tightest[2] >= 0 and not self.problems
-
-
-@dataclass(frozen=True)
 class EngineUse:
     """One model of a training process, as its engine is configured.
 
@@ -136,40 +109,6 @@ class EngineUse:
     @property
     def is_trained(self) -> bool:
         return self.owner in ("actor", "critic")
-
-
-def build_plan(config: Config, hardware: Hardware) -> Plan:
-    """The plan of a validated configuration on some hardware. Nothing is started.
-
-    Raises:
-        ValueError: a model's config.json can't be read, or the processes can't be dealt out.
-    """
-    passes, on_cuda, layout = Passes.of(config), hardware.device == "cuda", Layout.of(config)
-    phases = phases_of(config, passes)
-    roles = ", ".join(role.value for role in roles_of(passes))
-    engines = engines_of(config, passes, torch.device(hardware.device))
-    nodes = processes_on_nodes(config)
-    problems: list[str] = []
-    loads = []
-    for stage in range(layout.pipeline):
-        of_stage = f" of pipeline stage {stage}" if layout.pipeline > 1 else ""
-        count = layout.num_processes // layout.pipeline if on_cuda else len(nodes)
-        each, kind = f"each of the {count}" if count > 1 else "the", "GPU" if on_cuda else "node"
-        load = DeviceLoad(f"{each} {kind}{'s' * (count > 1)}{of_stage}", hardware.device_bytes)
-        for _ in range(1 if on_cuda else nodes[0]):
-            for use in engines:
-                _add_engine(load, config, use, layout, stage, on_cuda, phases)
-            _add_process(load, hardware, layout.num_processes, phases)
-            _add_rollout(load, config, engines[0], hardware, layout.num_processes, phases, problems)
-        loads.append(load)
-    return Plan(
-        hardware,
-        phases,
-        f"processes: {len(nodes)} x {nodes[0]}, {layout}; each: {roles}",
-        tuple(loads),
-        tuple(dict.fromkeys(problems)),
-        {use.owner: use.size.num_parameters for use in engines if use.owner != "reference"},
-    )
 
 
 def phases_of(config: Config, passes: Passes) -> tuple[str, ...]:
@@ -237,45 +176,6 @@ def engines_of(config: Config, passes: Passes, device: torch.device) -> list[Eng
     return engines
 
 
-def _add_engine(
-    load: DeviceLoad,
-    config: Config,
-    use: EngineUse,
-    layout: Layout,
-    stage: int,
-    on_cuda: bool,
-    phases: tuple[str, ...],
-) -> None:
-    """One model of a process: what it keeps, and what its passes take."""
-    owner, fsdp = use.owner, use.fsdp
-    held = hold(use.size, layout, stage, use.precision, use.is_trained, fsdp)
-    at_work = [phase for phase in use.passes if phase in phases]
-    updates = [phase for phase in at_work if phase.startswith("update")]
-    if owner == "actor":
-        at_work.append("rollout")  # the weights are read, or sent, before it generates
-    offloads = on_cuda and fsdp.param_offload
-    load.add(f"{owner}: weights", at_work if offloads else phases, held.weights, held.weights * offloads)
-    if updates:
-        offloads_state, states = on_cuda and fsdp.optimizer_offload, held.optimizer
-        stay = held.keeps_gradients and not offloads_state
-        load.add(f"{owner}: gradients", phases if stay else updates, held.gradients)
-        at = updates if offloads_state else phases
-        load.add(f"{owner}: optimizer state", at, states, states * offloads_state)
-    for phase, (limits, rows) in use.passes.items():
-        if phase not in phases:
-            continue
-        tokens = tokens_of(limits, -(-rows // layout.replicas), config.data.max_prompt_length, layout.context)
-        gathered = held.gathered
-        if phase in updates:
-            activations, head = update_pass(use.size, held, use.precision, tokens, use.checkpointing)
-            gathered += held.exchanged
-        else:
-            activations, head = forward_pass(use.size, held, use.precision, tokens)
-        load.add(f"{owner}: weights and gradients of layers at work", [phase], gathered)
-        load.add(f"{owner}: activations", [phase], activations)
-        load.add(f"{owner}: chunk of logits", [phase], head)
-
-
 def tokens_of(limits: MicroBatchLimits, rows: int, longest: int, num_sharing: int = 1) -> int:
     """Most tokens of one pass on each of the `num_sharing` processes that share its tokens; a budget is of
     each. A single trajectory may be longer than the budget.
@@ -289,70 +189,136 @@ def tokens_of(limits: MicroBatchLimits, rows: int, longest: int, num_sharing: in
     return -(-tokens // num_sharing)
 
 
-def _add_process(load: DeviceLoad, hardware: Hardware, num_processes: int, phases: tuple[str, ...]) -> None:
-    """What a process takes before it holds any model."""
-    if hardware.device == "cpu":
-        load.add("process (python, torch)", phases, PROCESS_BYTES)
-        return
-    total = CUDA_CONTEXT_BYTES + int(FRAGMENTATION * hardware.device_bytes) + NCCL_BYTES * (num_processes > 1)
-    load.add("CUDA, NCCL, fragmentation", phases, total, PROCESS_BYTES)
+class Plan:
+    """The memory plan of a validated configuration on some hardware. Nothing is started.
 
+    Attributes:
+        phases: that a step has. who_goes_where: in words. loads: one of each kind of device.
+        problems: what can't work whatever else is free (a KV cache below one trajectory).
+        tightest: (device with the least room, in which phase, bytes left; below 0 they lack).
 
-def _add_rollout(
-    load: DeviceLoad,
-    config: Config,
-    actor: EngineUse,
-    hardware: Hardware,
-    num_processes: int,
-    phases: tuple[str, ...],
-    problems: list[str],
-) -> None:
-    """The rollout engine of a process; on a GPU its KV cache takes what the others leave."""
-    block, rollout, size = config.actor_rollout_ref, config.actor_rollout_ref.rollout, actor.size
-    on_cuda, dtype = hardware.device == "cuda", build.rollout_dtype(rollout, actor.precision.compute)
-    share, reserve = int(rollout.gpu_memory_utilization * hardware.device_bytes), build.CUDA_RESERVE_BYTES
-    weights = size.num_parameters * dtype.itemsize
-    if rollout.placement == "apart":  # a GPU of a server holds its slice of the weights, and a cache
-        here = weights // rollout.tensor_model_parallel_size
-        if on_cuda and here + reserve >= share:
-            problems.append(
-                f"a GPU of the vLLM servers would hold {here / GIB:.2f} GiB of weights, which leaves no KV "
-                "cache within actor_rollout_ref.rollout.gpu_memory_utilization="
-                f"{rollout.gpu_memory_utilization:g} of it"
-            )
-        return
-    # the machine that a dry run is for has vLLM, if it has a GPU
-    is_vllm = build.engine_name(rollout, hardware.device) == "vllm" or (
-        rollout.name == "auto" and on_cuda and not torch.cuda.is_available()
-    )
-    most_rows = max(rows_of_step(config), config.data.val_batch_size)
-    slots = build.sequences_at_once(rollout.max_num_seqs, -(-most_rows // num_processes))
-    position = 2 * size.num_layers * size.keys * dtype.itemsize
-    sequence = -(-rollout.prompt_length // rollout.block_size) * rollout.block_size * position
-    sent_as = actor.precision.compute if block.actor.strategy == "megatron" else actor.precision.model
-    # weights are gathered, merged or cast for the engine
-    is_copy = num_processes > 1 or size.adapters or dtype != actor.precision.model
-    arriving = size.embedding * sent_as.itemsize
-    if on_cuda:
-        weights = weights if is_vllm or is_copy else 0
-        beside = load.total("rollout") + reserve + weights
-        cache = min(share - (weights + reserve) * is_vllm, hardware.device_bytes - beside)
-        cache = cache if is_vllm else min(cache, slots * sequence)
-        arriving = max(reserve, arriving)
-    else:
-        cache = min(build.most_on_cpu(rollout.kv_cache_gb), slots * sequence)
-        if not is_vllm:  # its packed weights have an output matrix of their own
-            weights += size.embedding * dtype.itemsize * size.ties_embeddings
-            arriving = size.num_parameters * sent_as.itemsize * bool(is_copy)
-    cache = max(0, cache)
-    if cache < sequence:
-        problems.append(
-            f"the KV cache of a rollout process may take {cache / GIB:.2f} GiB, but one trajectory of "
-            f"{rollout.prompt_length} tokens needs {sequence / GIB:.2f} GiB"
+    Raises:
+        ValueError: a model's config.json can't be read, or the processes can't be dealt out.
+    """
+
+    def __init__(self, config: Config, hardware: Hardware) -> None:
+        passes, nodes = Passes.of(config), processes_on_nodes(config)
+        self.config, self.hardware, self.on_cuda = config, hardware, hardware.device == "cuda"
+        self.layout, self.phases = Layout.of(config), phases_of(config, passes)
+        self.engines = engines_of(config, passes, torch.device(hardware.device))
+        roles = ", ".join(role.value for role in roles_of(passes))
+        self.who_goes_where = f"processes: {len(nodes)} x {nodes[0]}, {self.layout}; each: {roles}"
+        self.problems: list[str] = []
+        self.loads: list[DeviceLoad] = []
+        stages = self.layout.pipeline
+        count = self.layout.num_processes // stages if self.on_cuda else len(nodes)
+        each, kind = f"each of the {count}" if count > 1 else "the", "GPU" if self.on_cuda else "node"
+        for stage in range(stages):
+            name = f"{each} {kind}{'s' * (count > 1)}" + f" of pipeline stage {stage}" * (stages > 1)
+            load = DeviceLoad(name, hardware.device_bytes)
+            for _ in range(1 if self.on_cuda else nodes[0]):
+                self._add_process(load)
+                for use in self.engines:
+                    self._add_engine(load, use, stage)
+                self._add_rollout(load)
+            self.loads.append(load)
+        self.problems = list(dict.fromkeys(self.problems))
+        left = [(one, p, one.capacity - one.total(p)) for one in self.loads for p in self.phases]
+        self.tightest = min(left, key=lambda each: each[2])
+
+    @property
+    def fits(self) -> bool:
+        return self.tightest[2] >= 0 and not self.problems
+
+    def _add_process(self, load: DeviceLoad) -> None:
+        """What a process takes before it holds any model."""
+        if not self.on_cuda:
+            load.add("process (python, torch)", self.phases, PROCESS_BYTES)
+            return
+        total = CUDA_CONTEXT_BYTES + int(FRAGMENTATION * load.capacity)
+        total += NCCL_BYTES * (self.layout.num_processes > 1)
+        load.add("CUDA, NCCL, fragmentation", self.phases, total, PROCESS_BYTES)
+
+    def _add_engine(self, load: DeviceLoad, use: EngineUse, stage: int) -> None:
+        """One model of a process: what it keeps, and what its passes take."""
+        owner, fsdp, layout, phases = use.owner, use.fsdp, self.layout, self.phases
+        held = hold(use.size, layout, stage, use.precision, use.is_trained, fsdp)
+        at_work = [phase for phase in use.passes if phase in phases]
+        updates = [phase for phase in at_work if phase.startswith("update")]
+        offloads = self.on_cuda and fsdp.param_offload
+        # the actor's weights are read, or sent, before it generates
+        with_weights = [*at_work, *["rollout"] * (owner == "actor")] if offloads else phases
+        load.add(f"{owner}: weights", with_weights, held.weights, held.weights * offloads)
+        if updates:
+            offloads_state = fsdp.optimizer_offload and self.on_cuda
+            stay = held.keeps_gradients and not offloads_state
+            with_state = updates if offloads_state else phases
+            load.add(f"{owner}: gradients", phases if stay else updates, held.gradients)
+            load.add(f"{owner}: optimizer state", with_state, held.optimizer, held.optimizer * offloads_state)
+        for phase in at_work:
+            limits, rows = use.passes[phase]
+            longest = self.config.data.max_prompt_length
+            tokens = tokens_of(limits, -(-rows // layout.replicas), longest, layout.context)
+            gathered = held.gathered
+            if phase in updates:
+                activations, head = update_pass(use.size, held, use.precision, tokens, use.checkpointing)
+                gathered += held.exchanged
+            else:
+                activations, head = forward_pass(use.size, held, use.precision, tokens)
+            load.add(f"{owner}: weights and gradients of layers at work", [phase], gathered)
+            load.add(f"{owner}: activations", [phase], activations)
+            load.add(f"{owner}: chunk of logits", [phase], head)
+
+    def _add_rollout(self, load: DeviceLoad) -> None:
+        """The rollout engine of a process; on a GPU its KV cache takes what the others leave."""
+        config, actor, on_cuda = self.config, self.engines[0], self.on_cuda
+        block, rollout, size = config.actor_rollout_ref, config.actor_rollout_ref.rollout, actor.size
+        dtype, num_processes = (
+            build.rollout_dtype(rollout, actor.precision.compute),
+            self.layout.num_processes,
         )
-    offloads = on_cuda and block.actor.fsdp_config.param_offload
-    sleeps = rollout.free_cache_engine or offloads
-    only_then = ["rollout"] if offloads or (sleeps and is_vllm) else phases
-    load.add("rollout: weights of its own", only_then, weights, weights * (sleeps and is_vllm))
-    load.add("rollout: KV cache", ["rollout"] if sleeps else phases, cache)
-    load.add("rollout: a step's work, weights arriving", ["rollout"], arriving)
+        share, reserve = int(rollout.gpu_memory_utilization * load.capacity), build.CUDA_RESERVE_BYTES
+        weights = size.num_parameters * dtype.itemsize
+        if rollout.placement == "apart":  # a GPU of a server holds its slice of the weights, and a cache
+            here = weights // rollout.tensor_model_parallel_size
+            if on_cuda and here + reserve >= share:
+                self.problems.append(
+                    f"a GPU of the vLLM servers would hold {here / GIB:.2f} GiB of weights, which leaves no "
+                    "KV cache within actor_rollout_ref.rollout.gpu_memory_utilization="
+                    f"{rollout.gpu_memory_utilization:g} of it"
+                )
+            return
+        # the machine that a dry run is for has vLLM, if it has a GPU
+        is_vllm = build.engine_name(rollout, self.hardware.device) == "vllm" or (
+            rollout.name == "auto" and on_cuda and not torch.cuda.is_available()
+        )
+        most_rows = max(rows_of_step(config), config.data.val_batch_size)
+        slots = build.sequences_at_once(rollout.max_num_seqs, -(-most_rows // num_processes))
+        position = 2 * size.num_layers * size.keys * dtype.itemsize
+        sequence = -(-rollout.prompt_length // rollout.block_size) * rollout.block_size * position
+        sent_as = actor.precision.compute if self.layout.is_megatron else actor.precision.model
+        # weights are gathered, merged or cast for the engine
+        is_copy = num_processes > 1 or size.adapters > 0 or dtype != actor.precision.model
+        arriving = size.embedding * sent_as.itemsize
+        if on_cuda:
+            weights = weights if is_vllm or is_copy else 0
+            left = load.capacity - load.total("rollout") - reserve - weights
+            cache = min(left, share - weights - reserve if is_vllm else min(share, slots * sequence))
+            arriving = max(reserve, arriving)
+        else:
+            cache = min(build.most_on_cpu(rollout.kv_cache_gb), slots * sequence)
+            if not is_vllm:  # its packed weights have an output matrix of their own
+                weights += size.embedding * dtype.itemsize * size.ties_embeddings
+                arriving = size.num_parameters * sent_as.itemsize * is_copy
+        cache = max(0, cache)
+        if cache < sequence:
+            self.problems.append(
+                f"the KV cache of a rollout process may take {cache / GIB:.2f} GiB, but one trajectory of "
+                f"{rollout.prompt_length} tokens needs {sequence / GIB:.2f} GiB"
+            )
+        offloads = on_cuda and block.actor.fsdp_config.param_offload
+        sleeps = rollout.free_cache_engine or offloads
+        with_weights = ["rollout"] if offloads or (sleeps and is_vllm) else self.phases
+        load.add("rollout: weights of its own", with_weights, weights, weights * (sleeps and is_vllm))
+        load.add("rollout: KV cache", ["rollout"] if sleeps else self.phases, cache)
+        load.add("rollout: a step's work, weights arriving", ["rollout"], arriving)

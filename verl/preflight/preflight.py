@@ -13,7 +13,7 @@ from verl.config import Config, SFTConfig
 from verl.preflight.cluster import check_machine, check_nodes, look_at_ray
 from verl.preflight.findings import Finding, merge
 from verl.preflight.machine_checks import MACHINE_CHECKS
-from verl.preflight.plan import Hardware, build_plan
+from verl.preflight.plan import Hardware, Plan
 from verl.preflight.ray_checks import RAY_CHECKS
 from verl.preflight.report import report, verdict
 from verl.preflight.run_checks import RUN_CHECKS
@@ -100,8 +100,8 @@ def dry_run(config: Config) -> int:
     Raises:
         ValueError: a model's config.json can't be read, or nothing says what hardware is meant.
     """
-    plan = build_plan(config, Hardware.of(config))
-    print("\n".join(report(plan, config)), end="\n\n")
-    for line in verdict(plan, config):
+    plan = Plan(config, Hardware.of(config))
+    print("\n".join(report(plan)), end="\n\n")
+    for line in verdict(plan):
         print(line) if plan.fits else print(f"error: {line}", file=sys.stderr)
     return 0 if plan.fits else 2

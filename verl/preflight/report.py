@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 
-from verl.config import Config, at
+from verl.config import at
 from verl.preflight.plan import GIB, DeviceLoad, Plan
 
 TITLES = {
@@ -19,15 +19,14 @@ TITLES = {
 }
 
 
-def report(plan: Plan, config: Config) -> Iterator[str]:
+def report(plan: Plan) -> Iterator[str]:
     """The lines of a dry run, without its verdict."""
-    hardware, rollout = plan.hardware, config.actor_rollout_ref.rollout
+    hardware, config, rollout = plan.hardware, plan.config, plan.config.actor_rollout_ref.rollout
     kind = "GPU" if hardware.device == "cuda" else "node, CPU only"
     yield f"hardware: {gib(hardware.device_bytes)} GiB for each {kind} ({hardware.source})"
     yield f"driver: this process, on {socket.gethostname()}; it holds token ids and scores, no weights"
-    yield "parameters: " + ", ".join(
-        f"{name} {count / 1e6:,.1f} M" for name, count in plan.parameters.items()
-    )
+    counts = {use.owner: use.size.num_parameters for use in plan.engines if use.owner != "reference"}
+    yield "parameters: " + ", ".join(f"{owner} {count / 1e6:,.1f} M" for owner, count in counts.items())
     yield plan.who_goes_where
     if rollout.placement == "apart":
         own = f"{rollout.vllm.num_servers}, started by rank 0 on GPUs of its node that it does not train on"
@@ -54,7 +53,7 @@ def _table(load: DeviceLoad, phases: tuple[str, ...]) -> Iterator[str]:
         yield f"  {name:{width}}  {'  '.join(padded)}"
 
 
-def verdict(plan: Plan, config: Config) -> list[str]:
+def verdict(plan: Plan) -> list[str]:
     """Whether it fits; if not: where, by how much, and the keys that lower that phase."""
     load, phase, left = plan.tightest
     if plan.fits:
@@ -63,38 +62,29 @@ def verdict(plan: Plan, config: Config) -> list[str]:
     if left < 0:
         need = f'{load.name} would need {gib(load.total(phase))} GiB in the phase "{TITLES[phase]}" and has '
         lines.insert(0, f"{need}{gib(load.capacity)}: {gib(-left)} GiB too much")
-    phase = phase if left < 0 else "rollout"
-    return [
-        *lines,
-        f"what to change: {'; '.join(_what_lowers(phase, plan.hardware.device == 'cuda', config))}",
-    ]
+    return [*lines, f"what to change: {'; '.join(_what_lowers(plan, phase if left < 0 else 'rollout'))}"]
 
 
-def _what_lowers(phase: str, on_cuda: bool, config: Config) -> list[str]:
+def _what_lowers(plan: Plan, phase: str) -> list[str]:
     """The settings that lower a phase."""
+    config, on_cuda = plan.config, plan.on_cuda
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     name = "critic" if phase in ("values", "update_critic") else "actor_rollout_ref.actor"
     if phase == "rollout":
         key = "gpu_memory_utilization" if on_cuda else "kv_cache_gb"
-        changes = [f"actor_rollout_ref.rollout.{key} (now {rollout[key]}) and max_num_seqs"]
-        if rollout.placement == "colocated" and on_cuda:
-            changes.insert(
-                0, "actor_rollout_ref.rollout.placement=apart (vLLM servers, which split the model)"
-            )
-        elif on_cuda:
-            changes.insert(0, "actor_rollout_ref.rollout.tensor_model_parallel_size")
+        split = ["placement=apart (vLLM servers, which split the model)", "tensor_model_parallel_size"]
+        changes = [f"actor_rollout_ref.rollout.{split[rollout.placement == 'apart']}"] * on_cuda
+        changes.append(f"actor_rollout_ref.rollout.{key} (now {rollout[key]}) and max_num_seqs")
     elif actor.use_dynamic_bsz:
         changes = [f"{name}.ppo_max_token_len_per_gpu below {at(config, name).ppo_max_token_len_per_gpu}"]
     else:
         rows = at(config, name).ppo_micro_batch_size_per_gpu
         changes = [
             "actor_rollout_ref.actor.use_dynamic_bsz=true (passes of so many tokens)",
-            f"or {name}.ppo_micro_batch_size_per_gpu (and log_prob_micro_batch_size_per_gpu) below {rows} "
-            "trajectories",
+            f"or {name}.ppo_micro_batch_size_per_gpu and log_prob_... below {rows} trajectories",
         ]
-    model, fsdp = "actor_rollout_ref.model", f"{name}.fsdp_config"
-    if name == "critic":
-        model, fsdp = "critic.model", "critic.model.fsdp_config"
+    model = name.removesuffix(".actor") + ".model"
+    fsdp = f"{model if name == 'critic' else name}.fsdp_config"
     switches = [f"{model}.enable_gradient_checkpointing"] * phase.startswith("update")
     switches += [f"{fsdp}.optimizer_offload", f"{fsdp}.param_offload"] * on_cuda
     changes += [f"{key}=true" for key in switches if not at(config, key)]

@@ -18,7 +18,7 @@ from verl.config.keys import as_list
 from verl.preflight.findings import Finding, error, warning
 from verl.preflight.machine import existing_parent, memory_of_machine
 from verl.preflight.memory import Layout
-from verl.preflight.plan import Hardware, build_plan, engines_of, rows_of_step
+from verl.preflight.plan import Hardware, Plan, engines_of, rows_of_step
 from verl.preflight.report import verdict
 from verl.preflight.target import Target, local_folder
 from verl.trainer.config.validation import settings_without_effect, validate
@@ -225,12 +225,12 @@ def find_little_memory(target: Target) -> Iterator[Finding]:
     if on_gpus_elsewhere and not torch.cuda.is_available():  # of a size that is not known here
         return
     try:
-        plan = build_plan(config, Hardware.of(config))
+        plan = Plan(config, Hardware.of(config))
     except ValueError:  # a model that can't be read, or sizes that can't be: other checks say why
         return
     if plan.hardware.device == "cuda":
         if not plan.fits:
-            what, *do = verdict(plan, config)
+            what, *do = verdict(plan)
             do.append("trainer.doctor_skip=[memory] starts it all the same")
             yield error(what, "the run would end with out of memory", "; ".join(do))
         return
@@ -303,21 +303,15 @@ def find_unfit_index(target: Target) -> Iterator[Finding]:
     except (OSError, ValueError) as problem:
         yield error(f"{name}: {problem}", "the retrieval server would not start")
         return
-    num_gpus = torch.cuda.device_count()
-    if on_gpu and num_gpus:
-        room = sum(torch.cuda.mem_get_info(index)[0] for index in range(num_gpus))
-        if num_bytes > room:
-            yield error(
-                f"{name} has {_gb(num_bytes)}, the {num_gpus} GPUs here have {_gb(room)} free",
-                "the retrieval server would end with out of memory, after minutes of loading",
-                "bash retrieval_launch.sh --device cpu, or an index of half the size (python -m "
-                "search_r1.search.index_builder), or more GPUs",
-            )
-    elif num_bytes > memory_of_machine():
-        yield warning(
-            f"{name} has {_gb(num_bytes)}, this machine {_gb(memory_of_machine())} of memory",
-            "each search would read from disk, at a fraction of the speed",
-            "serve it on a machine with more memory: retriever.url=http://<machine>:8000/retrieve",
+    num_gpus = torch.cuda.device_count() if on_gpu else 0
+    free = sum(torch.cuda.mem_get_info(index)[0] for index in range(num_gpus)) or memory_of_machine()
+    if num_bytes > free:
+        make, where = (error, f"the {num_gpus} GPUs here") if num_gpus else (warning, "this machine")
+        yield make(
+            f"{name} has {_gb(num_bytes)}, {where} {_gb(free)} of memory",
+            "the retrieval server would end with out of memory, or read from disk for each search",
+            "serve it where there is more (retriever.url=http://<machine>:8000/retrieve), on the CPU (bash "
+            "retrieval_launch.sh --device cpu), or build a smaller one",
         )
 
 
