@@ -168,8 +168,8 @@ def main() -> int:
         frame = pd.read_parquet(folder / "train.parquet")
         server = [sys.executable, "-m", "search_r1.search.server", "--host", "127.0.0.1", "--port", PORT]
         server += ["--retriever_name", "bm25", "--corpus_path", str(folder / "corpus.jsonl")]
-        with running("retrieval server", server, folder / "server.log", ENVIRONMENT) as running_server:
-            url = f"http://127.0.0.1:{running_server.port}/retrieve"
+        with running(server, folder / "server.log", ENVIRONMENT) as (port, _):
+            url = f"http://127.0.0.1:{port}/retrieve"
             for number in range(options.rounds):
                 seed = options.seed + number
                 ours_dir, trl_records = folder / f"ours-{number}", folder / f"trl-{number}.jsonl"

@@ -8,33 +8,27 @@
 Theirs (scripts/bench/searchr1_like_server.py) runs with the Python of an environment of its own; without it
 this script ends with the commands that install it. Both search the same corpus. Every query is a new one, so
 no cache helps either side. "Queries per CPU s" divides by CPU seconds of the server alone: the clients run on
-the same cores and disturb the wall clock. OMP_NUM_THREADS is 1 for both. "Same documents": the share of our
-documents that theirs gave too (or others with the same scores), in the replies to the first eight requests of
-each run.
+the same cores and disturb the wall clock. OMP_NUM_THREADS is 1 for both.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
-import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
-from scripts.bench.load import Load, LoadResult  # noqa: E402
-from scripts.bench.servers import PORT, RunningServer, running  # noqa: E402
+from scripts.bench.servers import PORT, running  # noqa: E402
 from scripts.bench.synthetic_corpus import make_queries, write_corpus  # noqa: E402
 
 THEIRS, OURS = "Search-R1-like", "ours"
@@ -47,8 +41,8 @@ INSTALL = """python -m venv {folder}
     datasets fastapi uvicorn"""
 """The environment of the comparison server; Pyserini 0.22.1 also needs a JDK 11 to 21."""
 HEAD = (
-    "| clients | queries each | server | queries/s | queries per CPU s | p50 ms | p99 ms | RSS MB "
-    "| same documents |\n|--:|--:|---|--:|--:|--:|--:|--:|--:|"
+    "| clients | queries each | server | queries/s | queries per CPU s | p50 ms | p99 ms | RSS MB |\n"
+    "|--:|--:|---|--:|--:|--:|--:|--:|"
 )
 
 
@@ -98,73 +92,53 @@ def server_commands(files: dict[str, Path], work: Path, comparison_python: Path)
     return {THEIRS: theirs, OURS: [*ours, "--index_path", str(files["bm25"])]}
 
 
-def run_load(load: Load) -> LoadResult:
-    """In a process of its own."""
-    command = [sys.executable, str(ROOT / "scripts/bench/load.py"), json.dumps(dataclasses.asdict(load))]
-    return LoadResult(**json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout))
-
-
-def same_documents(ours: LoadResult, theirs: LoadResult) -> float:
-    """The share of our documents that theirs gave to the same query; 1.0 if there are none.
-
-    Documents of the same rank and score also count as the same: which one of equals comes is free.
-    """
-    replies = dict(theirs.samples)
-    same = [1.0]
-    for request, reply in ours.samples:
-        if request in replies:
-            rows, others = json.loads(reply)["result"], json.loads(replies[request])["result"]
-            for row, other in zip(rows, others, strict=True):
-                ids = {item["document"]["id"] for item in other}
-                for mine, its in zip(row, other, strict=True):
-                    is_equal = math.isclose(mine["score"], its["score"], rel_tol=1e-5)
-                    same.append(float(mine["document"]["id"] in ids or is_equal))
-    return mean(same[1:] or same)
-
-
 def compare(
-    servers: Sequence[RunningServer], files: dict[str, Path], options: argparse.Namespace
-) -> dict[tuple[int, int], dict[str, list[LoadResult]]]:
-    """(clients, queries per request) -> server -> a result a round.
+    servers: dict[str, tuple[int, int]], queries: Path, options: argparse.Namespace
+) -> dict[tuple[int, int], dict[str, list[dict[str, float]]]]:
+    """(clients, queries per request) -> server -> what run_load gives, a round each.
+
+    servers: name -> (port, process id).
 
     Both get the same queries, and never one that was asked before.
     """
-    loads = [(clients, each) for each in options.queries_per_request for clients in options.clients]
-    results: dict[tuple[int, int], dict[str, list[LoadResult]]] = {
-        load: {server.name: [] for server in servers} for load in loads
-    }
     asked = 0
 
-    def run(server: RunningServer, clients: int, each: int, seconds: float) -> LoadResult:
-        place = {"port": server.port, "pid": server.pid, "queries_path": str(files["queries"])}
-        about = {"clients": clients, "queries_per_request": each, "topk": options.topk}
-        return run_load(Load(**place, **about, first_query=asked, seconds=seconds))
+    def run(name: str, clients: int, each: int, seconds: float) -> dict[str, float]:
+        port, pid = servers[name]
+        load = {"port": port, "pid": pid, "clients": clients, "each": each, "topk": options.topk}
+        load |= {"queries_path": str(queries), "first_query": asked, "seconds": seconds}
+        command = [sys.executable, str(ROOT / "scripts/bench/load.py"), json.dumps(load)]
+        return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
 
-    asked += max(run(server, max(options.clients), 1, WARM_UP_SECONDS).queries for server in servers)
+    def in_turns(clients: int, each: int, seconds: float) -> dict[str, dict[str, float]]:
+        nonlocal asked
+        results = {name: run(name, clients, each, seconds) for name in servers}
+        asked += int(max(result["queries"] for result in results.values()))
+        return results
+
+    in_turns(max(options.clients), 1, WARM_UP_SECONDS)
+    loads = [(clients, each) for each in options.queries_per_request for clients in options.clients]
+    results: dict[tuple[int, int], dict[str, list[dict[str, float]]]] = {
+        load: {name: [] for name in servers} for load in loads
+    }
     for number in range(options.rounds):
         for clients, each in loads:
-            for server in servers:
-                result = run(server, clients, each, options.seconds)
-                results[clients, each][server.name].append(result)
-                speed = f"{result.queries_per_s:.0f} queries/s, {result.queries_per_cpu_s:.0f} per CPU s"
-                print(f"round {number + 1}, {clients} x {each}, {server.name}: {speed}", file=sys.stderr)
-            asked += max(rounds[-1].queries for rounds in results[clients, each].values())
+            for name, result in in_turns(clients, each, options.seconds).items():
+                results[clients, each][name].append(result)
+                print(f"round {number + 1}, {clients} x {each}, {name}: {result}", file=sys.stderr)
     return results
 
 
-def table(results: dict[tuple[int, int], dict[str, list[LoadResult]]]) -> str:
+def table(results: dict[tuple[int, int], dict[str, list[dict[str, float]]]]) -> str:
     """Medians over the rounds, Markdown; behind our figures their ratio to the other server's."""
     lines = [HEAD]
     for (clients, each), rounds in results.items():
-        for name, runs in rounds.items():
+        for name in rounds:
             cells = [str(clients), str(each), name]
-            for field in ("queries_per_s", "queries_per_cpu_s", "p50_ms", "p99_ms"):
-                value, other = (median(getattr(run, field) for run in rounds[n]) for n in (name, THEIRS))
+            for field in ("queries_per_s", "queries_per_cpu_s", "p50_ms", "p99_ms", "rss_mb"):
+                value, other = (median(run[field] for run in rounds[n]) for n in (name, THEIRS))
                 ratio = f" ({value / other:.2g}x)" if name == OURS else ""
                 cells.append(f"{value:.{1 if value < 100 else 0}f}{ratio}")
-            pairs = zip(runs, rounds[THEIRS], strict=True)
-            shares = [same_documents(ours, theirs) for ours, theirs in pairs]
-            cells += [f"{median(run.rss_mb for run in runs):.0f}", f"{mean(shares):.3f}"]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -190,11 +164,11 @@ def main() -> int:
     for num_passages in options.num_passages:
         files = make_files(work, num_passages, python)
         with contextlib.ExitStack() as stack:
-            servers = [
-                stack.enter_context(running(name, command, work / f"server_{name}.log", environment))
+            servers = {
+                name: stack.enter_context(running(command, work / f"server_{name}.log", environment))
                 for name, command in server_commands(files, work, python).items()
-            ]
-            results = compare(servers, files, options)
+            }
+            results = compare(servers, files["queries"], options)
         print(
             f"\n### BM25, {num_passages:,} passages, {os.cpu_count()} cores\n\n{table(results)}", flush=True
         )

@@ -16,151 +16,97 @@ import selectors
 import socket
 import sys
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 
 REPLY_TIMEOUT = 600.0  # seconds without any reply after which the server is taken for dead
-NUM_SAMPLES = 8
+HEAD = "POST /retrieve HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: "
 
 
-@dataclass(frozen=True)
-class Load:
-    """What is asked of the server at `port`, which is the process `pid`."""
-
-    port: int
-    pid: int
-    clients: int
-    queries_per_request: int
-    topk: int
-    queries_path: str  # one query a line
-    first_query: int  # how many queries were asked before
-    seconds: float  # no request starts after them
-
-
-@dataclass(frozen=True)
-class LoadResult:
-    """What one run saw. `samples`: (body of the request, body of the reply) of its first requests."""
-
-    queries: int
-    queries_per_s: float
-    queries_per_cpu_s: float  # CPU seconds of the server alone
-    p50_ms: float
-    p99_ms: float
-    rss_mb: float  # of the server, at the end
-    samples: list[tuple[str, str]]
-
-
-class UniqueQueries:
-    """Never the same text twice: the lines of a file, then the same lines with their words rotated."""
-
-    def __init__(self, lines: list[str], start: int) -> None:
-        self._lines, self.used = lines, start
-
-    def take(self, count: int) -> list[str]:
-        """The next `count` queries. Raises ValueError when there are none left."""
-        return [self._next() for _ in range(count)]
-
-    def _next(self) -> str:
-        turn, place = divmod(self.used, len(self._lines))
-        self.used += 1
-        words = self._lines[place].split()
-        if turn >= len(words):
-            raise ValueError(f"no unasked query is left after {self.used - 1}: make a longer queries file")
-        return " ".join(words[turn:] + words[:turn])
-
-
-class Client:
-    """One connection, with one request at a time."""
-
-    def __init__(self, port: int) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=REPLY_TIMEOUT)
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.request, self.sent_at = b"", 0.0
-        self._reply = bytearray()
-
-    def send(self, body: bytes) -> None:
-        self._reply.clear()
-        self.request, self.sent_at = body, time.perf_counter()
-        head = "POST /retrieve HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        self.socket.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-
-    def receive(self) -> bytes | None:
-        """Reads what has come; the body when the reply is whole. Raises RuntimeError unless it is a 200."""
-        data = self.socket.recv(2**18)
-        if not data:
-            raise RuntimeError("the server closed a connection in the middle of a reply")
-        self._reply += data
-        end = self._reply.find(b"\r\n\r\n")
-        if end < 0:
-            return None
-        status, *lines = bytes(self._reply[:end]).lower().split(b"\r\n")
-        if b" 200" not in status:
-            raise RuntimeError(f"the server answered {bytes(self._reply[:300])!r}")
-        (length,) = (int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length:"))
-        return bytes(self._reply[end + 4 :]) if len(self._reply) >= end + 4 + length else None
+def processes_of(pid: int) -> list[psutil.Process]:
+    root = psutil.Process(pid)
+    return [root, *root.children(recursive=True)]
 
 
 def cpu_seconds(pid: int) -> float:
     """User and system time of a process and its children, also of those that have ended."""
-    root = psutil.Process(pid)
-    total = sum(sum(process.cpu_times()[:2]) for process in [root, *root.children(recursive=True)])
-    return total + root.cpu_times().children_user + root.cpu_times().children_system
+    times = [process.cpu_times() for process in processes_of(pid)]
+    return sum(sum(each[:2]) for each in times) + times[0].children_user + times[0].children_system
 
 
-def run_load(load: Load) -> LoadResult:
-    """One run. Raises RuntimeError for a reply that is not a 200."""
-    lines = Path(load.queries_path).read_text(encoding="utf-8").splitlines()
-    queries = UniqueQueries(lines, load.first_query)
+def run_load(
+    port: int,
+    pid: int,
+    clients: int,
+    each: int,
+    topk: int,
+    queries_path: str,
+    first_query: int,
+    seconds: float,
+) -> dict[str, Any]:
+    """One run against the server at `port`, the process `pid`: `clients` that ask `each` queries a request.
 
-    def new_body() -> bytes:
-        asked = queries.take(load.queries_per_request)
-        return json.dumps({"queries": asked, "topk": load.topk, "return_scores": True}).encode("ascii")
+    first_query: how many lines of the file were asked before; no text is asked twice: after the last line
+    come the same lines with their words rotated. Raises RuntimeError for a reply that is not a 200.
+    """
+    lines = Path(queries_path).read_text(encoding="utf-8").splitlines()
+    asked = first_query
+
+    def new_request() -> bytes:
+        nonlocal asked
+        queries = []
+        for number in range(asked, asked + each):
+            turn, place = divmod(number, len(lines))
+            words = lines[place].split()
+            if turn >= len(words):
+                raise RuntimeError(f"no unasked query is left after {number}: make a longer queries file")
+            queries.append(" ".join(words[turn:] + words[:turn]))
+        asked += each
+        body = json.dumps({"queries": queries, "topk": topk, "return_scores": True})
+        return f"{HEAD}{len(body)}\r\n\r\n{body}".encode("ascii")
 
     latencies: list[float] = []
-    samples: dict[bytes, bytes] = {}
-    clients = [Client(load.port) for _ in range(load.clients)]
-    cpu_before, start = cpu_seconds(load.pid), time.perf_counter()
+    cpu_before, start = cpu_seconds(pid), time.perf_counter()
     with selectors.DefaultSelector() as selector:
-        for client in clients:
-            selector.register(client.socket, selectors.EVENT_READ, client)
-            client.send(new_body())
-            if len(samples) < NUM_SAMPLES:
-                samples[client.request] = b""
+        for _ in range(clients):
+            connection = socket.create_connection(("127.0.0.1", port), timeout=REPLY_TIMEOUT)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(new_request())
+            selector.register(connection, selectors.EVENT_READ, [time.perf_counter(), b""])  # sent at, reply
         while selector.get_map():
             ready = selector.select(REPLY_TIMEOUT)
             if not ready:
                 raise RuntimeError(f"no reply for {REPLY_TIMEOUT:.0f} s")
             for key, _ in ready:
-                client = key.data
-                body = client.receive()
-                if body is None:
+                state, connection = key.data, key.fileobj
+                state[1] += connection.recv(2**18)  # type: ignore[union-attr]
+                head, separator, body = state[1].partition(b"\r\n\r\n")
+                if not state[1] or (separator and b" 200" not in head.split(b"\r\n")[0]):
+                    raise RuntimeError(f"the server answered {state[1][:300]!r}")
+                if not separator or len(body) < int(head.lower().partition(b"content-length:")[2].split()[0]):
                     continue
                 now = time.perf_counter()
-                latencies.append(now - client.sent_at)
-                if client.request in samples:
-                    samples[client.request] = body
-                if now - start < load.seconds:
-                    client.send(new_body())
+                latencies.append(now - state[0])
+                if now - start < seconds:
+                    request = new_request()
+                    state[:] = [time.perf_counter(), b""]
+                    connection.sendall(request)  # type: ignore[union-attr]
                 else:
-                    selector.unregister(client.socket)  # the server may close it while others wait
-    wall, server_cpu = time.perf_counter() - start, cpu_seconds(load.pid) - cpu_before
-    for client in clients:
-        client.socket.close()
-    root = psutil.Process(load.pid)
-    num_queries = len(latencies) * load.queries_per_request
-    return LoadResult(
-        queries=num_queries,
-        queries_per_s=num_queries / wall,
-        queries_per_cpu_s=num_queries / max(server_cpu, 0.01),  # the clock of CPU time ticks every 10 ms
-        p50_ms=float(np.percentile(latencies, 50)) * 1e3,
-        p99_ms=float(np.percentile(latencies, 99)) * 1e3,
-        rss_mb=sum(p.memory_info().rss for p in [root, *root.children(recursive=True)]) / 1e6,
-        samples=[(request.decode(), reply.decode()) for request, reply in samples.items()],
-    )
+                    selector.unregister(connection)
+                    connection.close()  # type: ignore[union-attr]
+    wall, server_cpu = time.perf_counter() - start, cpu_seconds(pid) - cpu_before
+    return {
+        "queries": asked - first_query,
+        "queries_per_s": (asked - first_query) / wall,
+        "queries_per_cpu_s": (asked - first_query) / max(server_cpu, 0.01),  # CPU time ticks every 10 ms
+        "p50_ms": float(np.percentile(latencies, 50)) * 1e3,
+        "p99_ms": float(np.percentile(latencies, 99)) * 1e3,
+        "rss_mb": sum(process.memory_info().rss for process in processes_of(pid)) / 1e6,
+    }
 
 
 if __name__ == "__main__":
-    json.dump(asdict(run_load(Load(**json.loads(sys.argv[1])))), sys.stdout)
+    json.dump(run_load(**json.loads(sys.argv[1])), sys.stdout)

@@ -3,73 +3,48 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+import httpx
 
 READY_TIMEOUT = 1800.0  # seconds; a comparison server first writes its Arrow copy of the corpus
 PORT = "{port}"  # stands in a command for the port
 
 
-@dataclass(frozen=True)
-class RunningServer:
-    """A server that answers. `ready_s`: how long it took from the start of its process."""
-
-    name: str
-    port: int
-    pid: int
-    ready_s: float
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def _answers(port: int) -> bool:
-    body = json.dumps({"queries": ["is it there"], "topk": 1, "return_scores": True}).encode()
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/retrieve", body, {"Content-Type": "application/json"}
-    )
+    body = {"queries": ["is it there"], "topk": 1, "return_scores": True}
     try:
-        with urllib.request.urlopen(request, timeout=60) as reply:
-            return reply.status == 200
-    except urllib.error.HTTPError as error:
-        if error.code == 503:  # still loading
-            return False
-        raise RuntimeError(f"the server answered {error.code}: {error.read()[:300]!r}") from None
-    except OSError:
+        reply = httpx.post(f"http://127.0.0.1:{port}/retrieve", json=body, timeout=60, trust_env=False)
+    except httpx.TransportError:
         return False
+    return reply.status_code == 200
 
 
 @contextlib.contextmanager
-def running(
-    name: str, command: list[str], log_path: Path, environment: dict[str, str]
-) -> Iterator[RunningServer]:
-    """The server of `command` while the block runs; PORT in the command becomes a free port.
+def running(command: list[str], log_path: Path, environment: dict[str, str]) -> Iterator[tuple[int, int]]:
+    """(port, process id) of the server of `command` while the block runs; PORT in it becomes a free port.
 
     Raises RuntimeError with the end of its log when it ends before it answers.
     """
-    port = free_port()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     command = [part.replace(PORT, str(port)) for part in command]
-    start = time.monotonic()
+    deadline = time.monotonic() + READY_TIMEOUT
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment})
     try:
         while not _answers(port):
-            if process.poll() is not None or time.monotonic() - start > READY_TIMEOUT:
+            if process.poll() is not None or time.monotonic() > deadline:
                 end = log_path.read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"{name} did not start: {' '.join(command)}\n{end}")
+                raise RuntimeError(f"the server did not start: {' '.join(command)}\n{end}")
             time.sleep(0.2)
-        yield RunningServer(name, port, process.pid, time.monotonic() - start)
+        yield port, process.pid
     finally:
         process.terminate()
         try:
