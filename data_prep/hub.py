@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-NOT_INSTALLED = "huggingface_hub is not installed: pip install huggingface_hub"
+NOT_INSTALLED = "huggingface_hub is not installed: pip install -c constraints.txt huggingface_hub"
 
 
 @contextmanager

@@ -80,7 +80,7 @@ APART = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.placement=apart"]
         (["server_urls=[gpu7:8000]"], "expected http://host:port"),
         (["server_urls=http://a:1", "num_servers=2"], "expected one or the other"),
         (["python=/nowhere/bin/python"], "Found no interpreter at"),
-        (["python=python3"], "vLLM is not installed there; run `pip install vllm`"),
+        (["python=python3"], "vLLM is not installed there; run `pip install -c constraints-vllm.txt vllm`"),
     ],
 )
 def test_servers_apart_are_checked_before_anything_starts(overrides, words, good, tmp_path, monkeypatch):
@@ -100,7 +100,9 @@ def test_vllm_must_be_installed_where_it_is_to_run(good, tmp_path, monkeypatch):
     (tmp_path / "vllm").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     if not has_vllm():
-        with pytest.raises(ValueError, match="run `pip install vllm`.*name=native"):  # a folder is no package
+        with pytest.raises(
+            ValueError, match="run `pip install -c constraints-vllm.txt vllm`.*name=native"
+        ):  # a folder is no package
             check([*good, f"{ROLLOUT}.name=vllm"])
     (tmp_path / "vllm" / "__init__.py").write_text("")
     check([*good, f"{ROLLOUT}.name=vllm"])

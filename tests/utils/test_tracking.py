@@ -39,7 +39,7 @@ def test_unknown_and_missing_loggers_are_named(tmp_path, monkeypatch):
         track(tmp_path, "nodepad")
     for name in ("mlflow", "wandb", "tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)
-        with pytest.raises(ValueError, match=f"pip install {name}"):
+        with pytest.raises(ValueError, match=f"pip install -c constraints.txt {name}"):
             track(tmp_path, name)
 
 

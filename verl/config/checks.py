@@ -19,7 +19,7 @@ from verl.config.sft import SFTConfig
 
 FORMAT_SCORES = ("structure_format_score", "final_format_score", "retrieval_score")
 LOGGERS, VAL_MODES = ("console", "wandb", "tensorboard", "mlflow"), ("greedy", "sampled")
-_INSTALL_VLLM = "`pip install vllm` (without a GPU: `bash scripts/test_vllm.sh` installs its CPU build)"
+_INSTALL_VLLM = "`pip install -c constraints-vllm.txt vllm` (without a GPU: `bash scripts/test_vllm.sh`)"
 
 
 def check_config(config: Config, *, format_reward: bool | None = None, with_data: bool = True) -> None:
@@ -87,15 +87,17 @@ def _check_run(config: Config | SFTConfig, trained: list[str], models: list[str]
             )
         if (path is not None or rank > 0) and importlib.util.find_spec("peft") is None:
             raise refusal(
-                config, f"{block}.lora_rank", ", but peft is not installed; run `pip install peft`."
+                config,
+                f"{block}.lora_rank",
+                ", but peft is not there; run `pip install -c constraints.txt peft`.",
             )
     for name in trainer.logger:
         if name not in LOGGERS:
             raise ValueError(f"Found {name!r} in trainer.logger; expected any of: {', '.join(LOGGERS)}.")
         if name != "console" and importlib.util.find_spec(name) is None:
             raise ValueError(
-                f"Found {name!r} in trainer.logger, but the package is not installed; run `pip install "
-                f"{name}` or leave it out."
+                f"Found {name!r} in trainer.logger, but the package is not installed; run `pip install -c "
+                f"constraints.txt {name}` or leave it out."
             )
     path = trainer.resume_from_path
     if trainer.resume_mode != "from_path" and path is not None:

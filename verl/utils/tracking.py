@@ -168,6 +168,6 @@ def _import(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ValueError(
-            f"Found {name!r} in trainer.logger, but the package is not installed; run `pip install {name}` "
-            "or leave it out."
+            f"Found {name!r} in trainer.logger, but the package is not installed; run `pip install -c "
+            f"constraints.txt {name}` or leave it out."
         ) from error

