@@ -75,9 +75,9 @@ def build_trainer(
     from verl.trainer.placement import build_pools, roles_of
     from verl.trainer.ppo.passes import Passes
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.trainer.ppo.scoring import RewardManager
     from verl.utils.dataset.rl_dataset import RLHFDataset
     from verl.utils.reward_score import load_reward_function
-    from verl.workers.reward_manager import RewardManager
 
     model = config.actor_rollout_ref.model
     folders = ("model.path", "model.lora_adapter_path", "teacher.path")

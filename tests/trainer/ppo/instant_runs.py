@@ -14,7 +14,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs, Dispatch, Worker, register
 from verl.trainer.placement import ResourcePoolManager, Role
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.workers.reward_manager import RewardManager
+from verl.trainer.ppo.scoring import RewardManager
 
 MODEL = Path(__file__).parents[3] / "data_prep" / "base_model"
 WORDS = "The lake lies north of the old town and was first named by people who came from the coast. "

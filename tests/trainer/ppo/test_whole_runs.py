@@ -13,8 +13,8 @@ import pytest
 from instant_runs import Critic, Policy, instant_trainer, run
 
 from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped, StoppedOnRequest, StopRequest
+from verl.trainer.ppo.scoring import RewardManager
 from verl.utils.reward_score import load_reward_function
-from verl.workers.reward_manager import RewardManager
 
 STEPS = "trainer.total_training_steps=4"
 

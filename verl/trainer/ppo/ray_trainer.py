@@ -34,7 +34,7 @@ from verl.trainer.ppo.run_state import (
     StoppedOnRequest,
     StopRequest,
 )
-from verl.trainer.ppo.scoring import add_advantages, score
+from verl.trainer.ppo.scoring import RewardManager, add_advantages, score
 from verl.trainer.ppo.scoring import compute_advantage as compute_advantage  # where verl has it
 from verl.trainer.ppo.validation import ValidationReport, run_summary, validate
 from verl.utils.dataset.difficulty_pools import DifficultyPools
@@ -43,7 +43,6 @@ from verl.utils.records import RunRecorder
 from verl.utils.records.trajectories import TokenTexts, trajectory_records
 from verl.workers.engine.loading import load_hf_config
 from verl.workers.engine.update_loop import shuffled
-from verl.workers.reward_manager import RewardManager
 
 PASS_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 NOT_TRAINED_ON = ("prompts", "responses", "token_level_scores", "token_level_rewards")

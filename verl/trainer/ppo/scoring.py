@@ -8,7 +8,9 @@ scores, the passes' columns -> AdvantageInputs -> advantages, returns [N, R]
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import traceback
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -24,10 +26,123 @@ from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import FixedKLController
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
+from verl.utils.reward_score import RewardFunction, default_compute_score, qa_em
 from verl.utils.reward_score.qa_em import documents_hold_answer, golden_answers
-from verl.workers.reward_manager import RewardFunctionFailed, RewardManager, apply_search_cost
+from verl.utils.reward_score.qa_em_format import Segment
 
+_PROTOCOL_TAGS = frozenset(
+    f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/")
+)
 COLUMNS = ("values", "old_log_probs", "sum_pi_squared", "rollout_is_weights", "reward_baselines")
+
+
+class RewardManager:
+    """Scores trajectories: the reward function's number stands on each row's last sampled token.
+
+    Only what the policy sampled is read as an answer; the format reward looks at the observations too.
+    Nothing that is decoded here is ever encoded again.
+
+    Args:
+        tokenizer: the policy's tokenizer, to decode with.
+        num_examine: print this many trajectories of each data source with every call.
+        compute_score: called with data_source, solution_str (the policy's text), ground_truth and extra_info
+            (with `segments`, the response in runs); returns a number, or a dictionary with "score" and more
+            numbers. None: by data source, which is exact match unless a source is registered otherwise.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int = 0,
+        compute_score: RewardFunction | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.num_examine = num_examine
+        self.compute_score = compute_score or default_compute_score
+        tags = {
+            id_ for id_ in tokenizer.all_special_ids if tokenizer.convert_ids_to_tokens(id_) in _PROTOCOL_TAGS
+        }
+        self._silent_ids = np.array(sorted(set(tokenizer.all_special_ids) - tags), dtype=np.int64)
+
+    def __call__(self, data: DataProto, return_dict: bool = False) -> Any:
+        """Score every row; a row without a sampled token scores 0. RunStopped: the function raised.
+
+        Args:
+            data: responses and response_mask [N, R] int64; data_source (str), reward_model (dict with
+                ground_truth), extra_info (dict) of each row.
+            return_dict: return more than the scores.
+
+        Returns:
+            token_level_scores [N, R] float32, zero but for the last sampled token of each row; or a
+            dictionary with it as "reward_tensor" and lists of N: "score" and "em" (float; em is exact
+            match whatever the reward is), "answer" (str or None), and what a user's function returned
+            beside its score.
+        """
+        mask = data.tensors["response_mask"]
+        scores = torch.zeros(mask.shape, dtype=torch.float32)
+        rows = [self._score_row(data, i, parts) for i, parts in enumerate(self.segments(data))]
+        for i, row in enumerate(rows):
+            sampled = mask[i].nonzero()
+            if len(sampled):
+                scores[i, int(sampled[-1])] = row["score"]
+        printed: Counter[str] = Counter()
+        for source, row in zip(data.non_tensor_batch["data_source"], rows, strict=True):
+            printed[source] += 1
+            if printed[source] <= self.num_examine:
+                print(f"[{source}] score {row['score']:g}, answer {row['answer']}\n{row['text']}\n")
+        if not return_dict:
+            return scores
+        names = dict.fromkeys(name for row in rows for name in row if name != "text")
+        return {"reward_tensor": scores, **{name: [row.get(name) for row in rows] for name in names}}
+
+    def segments(self, data: DataProto) -> list[list[Segment]]:
+        """The text of each row's response in runs of sampled and of observed tokens; padding left out.
+
+        Special tokens (end of sequence and the like) leave no text, unless they are the protocol's tags.
+        """
+        responses = data.tensors["responses"].cpu().numpy()
+        mask = data.tensors["response_mask"].cpu().numpy().astype(bool)
+        attention = data.tensors["attention_mask"][:, -responses.shape[1] :].cpu().numpy().astype(bool)
+        spans: list[list[bool]] = []
+        ids: list[np.ndarray] = []
+        for row, sampled, real in zip(responses, mask, attention, strict=True):
+            row, sampled = row[real], sampled[real]
+            cuts = np.flatnonzero(np.diff(sampled)) + 1
+            runs = np.split(row, cuts) if len(row) else []
+            spans.append([bool(sampled[start]) for start in (0, *cuts)] if len(row) else [])
+            ids += [run[~np.isin(run, self._silent_ids)] for run in runs]
+        texts = iter(self.tokenizer.batch_decode(ids, clean_up_tokenization_spaces=False) if ids else [])
+        return [[Segment(next(texts), sampled) for sampled in row] for row in spans]
+
+    def _score_row(self, data: DataProto, i: int, segments: list[Segment]) -> dict[str, Any]:
+        fields = data.non_tensor_batch
+        ground_truth = fields["reward_model"][i]["ground_truth"]
+        text = qa_em.join_turns(segment.text for segment in segments if segment.sampled)
+        answer = qa_em.extract_solution(text)
+        result: dict[str, Any] = {"score": 0.0, "em": 0.0, "answer": answer, "text": text}
+        if not any(segment.sampled for segment in segments):
+            return result
+        try:
+            returned = self.compute_score(
+                data_source=fields["data_source"][i],
+                solution_str=text,
+                ground_truth=ground_truth,
+                extra_info={**fields["extra_info"][i], "segments": segments},
+            )
+        except Exception as error:  # it is a user's function: anything may come
+            frames, function = traceback.extract_tb(error.__traceback__)[1:], self.compute_score
+            code = getattr(function, "__code__", None)
+            path = getattr(function, "path", None) or getattr(code, "co_filename", None)
+            own = [frame for frame in frames if frame.filename == str(path)] or list(frames)
+            where = f"{own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}: " if own else ""
+            what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise RunStopped(f"the reward function failed: {where}{what}") from error
+        result |= dict(returned) if isinstance(returned, Mapping) else {"score": returned}
+        result["score"] = float(result["score"])
+        has_golden = isinstance(ground_truth, Mapping) and ground_truth.get("target") is not None
+        if has_golden and answer is not None:
+            result["em"] = float(qa_em.em_check(answer, golden_answers(ground_truth)))
+        return result
 
 
 def score(batch: DataProto, reward_fn: RewardManager, config: Config) -> None:
@@ -57,10 +172,7 @@ def score_answers(batch: DataProto, reward_fn: RewardManager) -> dict[str, Any]:
     Writes token_level_scores [N, R] float32 (the outcome on the last sampled token), outcome [N] float32,
     num_sampled, prompt_length, response_length [N] int64 (tokens), and per row `em` (float).
     """
-    try:
-        answers: dict[str, Any] = reward_fn(batch, return_dict=True)
-    except RewardFunctionFailed as error:
-        raise RunStopped(str(error)) from error
+    answers: dict[str, Any] = reward_fn(batch, return_dict=True)
     tensors = batch.tensors
     mask, attention, scores = tensors["response_mask"], tensors["attention_mask"], answers["reward_tensor"]
     tensors["token_level_scores"], tensors["outcome"] = scores, scores.sum(-1)
@@ -69,6 +181,21 @@ def score_answers(batch: DataProto, reward_fn: RewardManager) -> dict[str, Any]:
     tensors["response_length"] = attention[:, -mask.shape[1] :].sum(-1)
     batch.non_tensor_batch["em"] = np.array(answers["em"], dtype=object)
     return answers
+
+
+def apply_search_cost(scores: Tensor, num_searches: Sequence[int], cost: float) -> Tensor:
+    """A reward is worth less the more searches it took: score * max(0, 1 - cost * searches) if score > 0.
+
+    A reward of 0 or less stays what it is, so that a wrong answer is never a reason to search less. Among
+    right answers to one question the cost decides: GRPO then prefers the one with no search too many.
+
+    Args:
+        scores: [N, R] float32.
+        num_searches: searches that were made, of each row.
+        cost: share of the reward for each search; 0 changes nothing.
+    """
+    kept = (1.0 - cost * torch.tensor(num_searches, dtype=scores.dtype)).clamp(min=0.0).unsqueeze(1)
+    return torch.where(scores > 0, scores * kept, scores)
 
 
 def values_named(batch: DataProto, name: str, key: str) -> np.ndarray:

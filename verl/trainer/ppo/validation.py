@@ -22,11 +22,10 @@ from verl.trainer.ppo.collection import (
     without_padding,
 )
 from verl.trainer.ppo.run_state import RunState
-from verl.trainer.ppo.scoring import score_answers
+from verl.trainer.ppo.scoring import RewardManager, score_answers
 from verl.utils.announcing import announced
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.reward_score.qa_em import documents_hold_answer, golden_answers
-from verl.workers.reward_manager import RewardManager
 
 SAMPLED, GREEDY = "sampled", "greedy"
 

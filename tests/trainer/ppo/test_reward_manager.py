@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from verl.protocol import DataProto
+from verl.trainer.ppo.scoring import RewardManager, apply_search_cost
 from verl.utils.reward_score import qa_em_format
-from verl.workers.reward_manager import RewardManager, apply_search_cost
 
 EOS, PAD = 0, 0  # the same id: padding must not be found by it
 
