@@ -38,6 +38,7 @@ from data_prep.microworld import write_world  # noqa: E402
 from scripts.bench.servers import PORT, running  # noqa: E402
 
 OURS, TRL = "ours", "TRL"
+MODEL = str(ROOT / "data_prep" / "base_model")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -55,7 +56,7 @@ LENGTHS = {
 MAX_TURNS, TOPK, LEARNING_RATE = 3, 2, 8e-4
 
 
-def our_command(model: str, world: Path, url: str, run_dir: Path, steps: int, seed: int) -> list[str]:
+def our_command(world: Path, url: str, run_dir: Path, steps: int, seed: int) -> list[str]:
     """The quickstart's settings, without what TRL does not do (search cost, entropy bonus, lr schedule)."""
     settings = {
         "data.train_files": world / "train.parquet",
@@ -63,7 +64,7 @@ def our_command(model: str, world: Path, url: str, run_dir: Path, steps: int, se
         "data.shuffle_train_dataloader": "false",
         "data.train_batch_size": PROMPTS,
         **{f"data.{name}": value for name, value in LENGTHS.items()},
-        "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.model.path": MODEL,
         "actor_rollout_ref.rollout.n_agent": GROUP,
         "actor_rollout_ref.rollout.max_num_seqs": PROMPTS * GROUP,
         "actor_rollout_ref.actor.ppo_mini_batch_size": PROMPTS * GROUP,
@@ -88,8 +89,18 @@ def our_command(model: str, world: Path, url: str, run_dir: Path, steps: int, se
     return [*program, *(f"{key}={value}" for key, value in settings.items())]
 
 
-def trl_command(python: str, task: dict[str, Any], folder: Path) -> list[str]:
-    path = folder / "task.json"
+def trl_command(python: str, world: Path, url: str, records: Path, steps: int, seed: int) -> list[str]:
+    rows = [
+        {"prompt": row["prompt"][0]["content"], "answers": list(row["golden_answers"])}
+        for row in pd.read_parquet(world / "train.parquet").to_dict("records")
+    ]
+    task = {
+        **LENGTHS,
+        **{"model": MODEL, "url": url, "rows": rows, "records": str(records), "steps": steps, "seed": seed},
+        **{"group": GROUP, "prompts_per_step": PROMPTS, "micro_batch": 32},
+        **{"lr": LEARNING_RATE, "topk": TOPK, "max_turns": MAX_TURNS},
+    }
+    path = world / "task.json"
     path.write_text(json.dumps(task), encoding="utf-8")
     return [python, str(ROOT / "scripts" / "bench" / "grpo_step_trl.py"), str(path)]
 
@@ -154,48 +165,29 @@ def table(runs: dict[str, list[tuple[list[float], list[dict[str, float]]]]], war
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--trl-python", help="interpreter with TRL (default: ours alone)")
-    parser.add_argument("--model", default=str(ROOT / "data_prep" / "base_model"))
     parser.add_argument("--steps", type=int, default=8, help="of each run, the warm-up included")
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--trl-micro-batch", type=int, default=32)
     options = parser.parse_args()
     runs: dict[str, list[Any]] = {OURS: []} | ({TRL: []} if options.trl_python else {})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_world(options.seed, folder, num_train=6000, num_test=2, num_3hop=2)
-        frame = pd.read_parquet(folder / "train.parquet")
+        write_world(0, folder, num_train=6000, num_test=2, num_3hop=2)
         server = [sys.executable, "-m", "search_r1.search.server", "--host", "127.0.0.1", "--port", PORT]
         server += ["--retriever_name", "bm25", "--corpus_path", str(folder / "corpus.jsonl")]
         with running(server, folder / "server.log", ENVIRONMENT) as (port, _):
             url = f"http://127.0.0.1:{port}/retrieve"
-            for number in range(options.rounds):
-                seed = options.seed + number
-                ours_dir, trl_records = folder / f"ours-{number}", folder / f"trl-{number}.jsonl"
-                rows = [
-                    {
-                        "prompt": prompt[0]["content"],
-                        "answers": [str(a) for a in rule["ground_truth"]["target"]],
-                    }
-                    for prompt, rule in zip(frame["prompt"], frame["reward_model"], strict=True)
-                ]
-                task = {
-                    **LENGTHS,
-                    **{"model": options.model, "url": url, "rows": rows, "records": str(trl_records)},
-                    **{"steps": options.steps, "seed": seed, "group": GROUP, "prompts_per_step": PROMPTS},
-                    **{"lr": LEARNING_RATE, "topk": TOPK, "max_turns": MAX_TURNS},
-                    "micro_batch": options.trl_micro_batch,
-                }
-                for contender in list(runs)[:: 1 if number % 2 == 0 else -1]:
+            for seed in range(options.rounds):
+                for contender in list(runs)[:: 1 if seed % 2 == 0 else -1]:
                     if contender == OURS:
-                        command = our_command(options.model, folder, url, ours_dir, options.steps, seed)
-                        records = ours_dir / "metrics.jsonl"
-                        ours_dir.mkdir()
+                        records = folder / f"ours-{seed}" / "metrics.jsonl"
+                        records.parent.mkdir()
+                        command = our_command(folder, url, records.parent, options.steps, seed)
                     else:
-                        command, records = trl_command(options.trl_python, task, folder), trl_records
+                        records = folder / f"trl-{seed}.jsonl"
+                        command = trl_command(options.trl_python, folder, url, records, options.steps, seed)
                     runs[contender].append(run(command, records, options.steps))
-                    print(f"round {number + 1}, {contender}: done", file=sys.stderr, flush=True)
+                    print(f"round {seed + 1}, {contender}: done", file=sys.stderr, flush=True)
             print(table(runs, options.warm_up))
     return 0
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
 import sys
@@ -32,7 +31,8 @@ import torch  # noqa: E402
 import yaml  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from verl.trainer.ppo.run_state import STATE_FILE, CheckpointStore, RunState  # noqa: E402
+from verl.trainer.ppo.run_state import STATE_FILE, RunState  # noqa: E402
+from verl.utils.durable import link_or_copy  # noqa: E402
 from verl.workers.engine.checkpoint import ADAPTER_FOLDER, save_tensors  # noqa: E402
 from verl.workers.engine.hf_weights import (  # noqa: E402
     MODEL_PREFIX,
@@ -67,24 +67,16 @@ def parts_of(folder: Path) -> dict[str, Path]:
         raise ValueError(f"{folder} was being written when its run ended; take one without .incomplete.")
     if (folder / "dcp" / ".metadata").is_file():
         return {folder.name: folder}
-    found = {name: folder / name for name in PARTS if (folder / name / "dcp" / ".metadata").is_file()}
-    if not found:
-        if not folder.exists():
-            raise ValueError(f"There is no folder {folder}{_steps_in(folder.parent)}.")
-        if steps := _steps_in(folder):
-            raise ValueError(f"{folder} is no step's folder{steps}.")
+    parts = {name: folder / name for name in PARTS if (folder / name / "dcp" / ".metadata").is_file()}
+    if not parts:
+        run = folder if folder.exists() else folder.parent
+        near = ", ".join(sorted(map(str, run.glob("global_step_*[0-9]"))))
         raise ValueError(
             f"{folder} holds no checkpoint: found no dcp/.metadata in it, nor in {', '.join(PARTS)} below it;"
-            " expected a run's global_step_N folder, or the folder actor in it."
+            f" expected a run's global_step_N folder, or the folder actor in it."
+            + (f" There are {near}." if near else "")
         )
-    return found
-
-
-def _steps_in(run: Path) -> str:
-    """Words on which checkpoints a run's folder has, to go on a sentence; "" for a folder without any."""
-    steps = [str(CheckpointStore(run, None).folder(step)) for step in CheckpointStore(run, None).steps()]
-    shown = ["...", *steps[-4:]] if len(steps) > 5 else steps
-    return f"; the checkpoints there are {', '.join(shown)}" if steps else ""
+    return parts
 
 
 def new_folder(path: Path) -> Path:
@@ -102,14 +94,7 @@ def copy_files(source: Path, target: Path, weights: bool = False) -> None:
         if file.is_file() and not file.name.endswith(WEIGHTS):
             shutil.copyfile(file, target / file.name)
         elif file.is_file() and weights:
-            _link(file, target / file.name)
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links, or another one
-        shutil.copyfile(source, target)
+            link_or_copy(file, target / file.name)
 
 
 def to_hf(step: Path, out: Path, like: Path | None) -> None:
@@ -125,11 +110,19 @@ def to_hf(step: Path, out: Path, like: Path | None) -> None:
         raise ValueError(
             f"{source} has no config.json; name a Hugging Face folder of the same model with --like."
         )
-    names = saved_tensors(part / "dcp", MODEL_PREFIX)
-    if any(".lora_A." in name for name in names):
-        merge_adapters(part, source, new_folder(out))
+    copy_files(source, new_folder(out))
+    if any(".lora_A." in name for name in saved_tensors(part / "dcp", MODEL_PREFIX)):
+        adapter = part / ADAPTER_FOLDER  # merged into its base, in the dtype that was trained in
+        base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+        dtype = AutoConfig.from_pretrained(source).dtype or torch.float32
+        policy = load_policy({"path": base, "lora_adapter_path": str(adapter)}, dtype)
+        policy.model.save_pretrained(out, state_dict=dict(plain_parameters(policy.model, policy.adapters)))
     else:
-        _write_whole(part, source, new_folder(out))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+        if (source / "generation_config.json").is_file():
+            model.generation_config = type(model.generation_config).from_pretrained(source)
+        write_hf_weights(model, tensor_names(model), part / "dcp", out)
     write_asking_settings(part, out)
 
 
@@ -153,30 +146,14 @@ def write_asking_settings(part: Path, out: Path) -> None:
         (out / RUN_CONFIG).write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
 
 
-def _write_whole(part: Path, source: Path, out: Path) -> None:
-    """The weights as they are, and the other files of a Hugging Face folder."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
-    copy_files(source, out)
-    if (source / "generation_config.json").is_file():
-        model.generation_config = type(model.generation_config).from_pretrained(source)
-    write_hf_weights(model, tensor_names(model), part / "dcp", out)
-
-
-def merge_adapters(part: Path, source: Path, out: Path) -> None:
-    """The base model with the checkpoint's adapters merged, in the dtype that was trained in."""
-    adapter = part / ADAPTER_FOLDER
-    base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
-    dtype = AutoConfig.from_pretrained(source).dtype or torch.float32
-    policy = load_policy({"path": base, "lora_adapter_path": str(adapter)}, dtype)
-    copy_files(source, out)
-    policy.model.save_pretrained(out, state_dict=dict(plain_parameters(policy.model, policy.adapters)))
-
-
 def from_hf(source: Path, out: Path) -> None:
     """A Hugging Face folder as the folder of step 0, without optimizer."""
     if not (source / "config.json").is_file():
-        raise ValueError(_no_hugging_face(source))
+        near = [str(path.parent) for path in source.glob("**/huggingface/config.json")]
+        raise ValueError(
+            f"{source} has no config.json; expected a Hugging Face folder"
+            + (f", such as {', '.join(near[:5])}." if near else ".")
+        )
     dtype = AutoConfig.from_pretrained(source).dtype or torch.float32
     policy = load_policy({"path": str(source)}, dtype)
     step = new_folder(out / "global_step_0")
@@ -187,20 +164,6 @@ def from_hf(source: Path, out: Path) -> None:
     torch.save({"scheduler": schedule, "weights_version": 0}, actor / "schedule.pt")
     copy_files(source, actor / HUGGING_FACE, weights=True)
     RunState().save(step)
-
-
-def _no_hugging_face(source: Path) -> str:
-    """Why a folder is none that `from-hf` can take, and which one is."""
-    if not source.exists():
-        return f"There is no folder {source}{_steps_in(source.parent)}."
-    for near in (source / HUGGING_FACE, *(source / part / HUGGING_FACE for part in PARTS)):
-        if (near / "config.json").is_file():
-            return f"{source} is a checkpoint, no Hugging Face folder; give {near}."
-    if (source / "dcp").is_dir() or any((source / part / "dcp").is_dir() for part in PARTS):
-        return f"{source} is a checkpoint, no Hugging Face folder; make one of it: to-hf {source} OUT."
-    if steps := _steps_in(source):
-        return f"{source} is a run's folder, no Hugging Face folder{steps}, each with actor/{HUGGING_FACE}."
-    return f"{source} has no config.json; expected a Hugging Face folder."
 
 
 def describe(part: Path) -> list[str]:
