@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from server_parts import DOCUMENTS, EchoRetriever, http, post
 from search_r1.search.client import SearchClient
 from search_r1.search.serving import retrieve_endpoint
 from search_r1.search.serving.service import RetrievalService
+
+CURLS_TYPE = "application/x-www-form-urlencoded"  # of -d, if nobody names another
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +134,14 @@ def test_the_documentation_names_the_limits():
     text = (Path(__file__).parents[3] / "docs" / "retrieval.md").read_text()
     for name in ("MAX_TOPK", "MAX_QUERY_CHARS", "MAX_QUERIES", "MAX_DOCUMENTS"):
         assert str(getattr(retrieve_endpoint, name)) in text
+
+
+def test_the_curl_examples_of_the_documentation_are_answered(client):
+    text = (Path(__file__).parents[3] / "docs" / "retrieval.md").read_text()
+    bodies = re.findall(r"-d '(\{.*\})'", text)
+    assert len(bodies) == 2
+    for body in bodies:
+        found = client.post("/retrieve", content=body, headers={"Content-Type": CURLS_TYPE}).json()
+        assert len(found["result"]) == 1
+    paths = re.findall(r"^curl -s http://127\.0\.0\.1:8000(/\w+)$", text, re.MULTILINE)
+    assert paths and all(client.get(path).status_code == 200 for path in paths)
