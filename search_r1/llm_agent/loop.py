@@ -128,7 +128,7 @@ class TrajectoryLoop:
 
     def _start_pending(self) -> None:
         limit = self.config.max_in_flight or len(self.trajectories)
-        asked: list[tuple[int | None, Trajectory, str]] = []
+        new_searches: list[tuple[int | None, Trajectory, str]] = []
         while self.pending and self.num_in_flight < limit:
             trajectory = self.pending.popleft()
             self.num_in_flight += 1
@@ -138,9 +138,9 @@ class TrajectoryLoop:
             else:
                 self._note_start(trajectory)
                 self._emit("search", trajectory, query)
-                asked.append((None, trajectory, query))
-        if asked:
-            self._search(asked)
+                new_searches.append((None, trajectory, query))
+        if new_searches:
+            self._search(new_searches)
 
     def _open(self, trajectory: Trajectory) -> None:
         room = self.max_tokens - trajectory.num_tokens
@@ -160,7 +160,7 @@ class TrajectoryLoop:
 
     def _handle(self, completions: list[Completion]) -> None:
         """Deals with the turns that ended in one step; their searches go out together."""
-        asked: list[tuple[int | None, Trajectory, str]] = []
+        new_searches: list[tuple[int | None, Trajectory, str]] = []
         for completion in sorted(completions, key=lambda c: self.sessions[c.session_id].row):
             session_id, trajectory = completion.session_id, self.sessions[completion.session_id]
             self._note_start(trajectory)
@@ -182,20 +182,20 @@ class TrajectoryLoop:
                 ended = {"length": "length", "eos": "eos"}.get(completion.finish_reason, "max_turns")
                 self._finish(session_id, trajectory, ended)
             elif turn.query is not None:
-                asked.append((session_id, trajectory, turn.query))
+                new_searches.append((session_id, trajectory, turn.query))
                 self._emit("search", trajectory, turn.query)
             else:
                 self._emit("hint", trajectory, HINT)
                 self._go_on(session_id, trajectory, self.codec.hint_ids)
-        if asked:
-            self._search(asked)
+        if new_searches:
+            self._search(new_searches)
 
-    def _search(self, asked: list[tuple[int | None, Trajectory, str]]) -> None:
+    def _search(self, new_searches: list[tuple[int | None, Trajectory, str]]) -> None:
         assert self.search_client is not None
         due = self.num_steps + (self.config.search_delay_steps or 0)
         started = time.perf_counter()
-        futures = self.search_client.submit([query for _, _, query in asked], self.config.topk)
-        for (session_id, trajectory, _), future in zip(asked, futures, strict=True):
+        futures = self.search_client.submit([query for _, _, query in new_searches], self.config.topk)
+        for (session_id, trajectory, _), future in zip(new_searches, futures, strict=True):
             self.searches.append(_PendingSearch(session_id, trajectory, future, due, started))
 
     def _wait_for_searches(self) -> None:

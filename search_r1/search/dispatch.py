@@ -45,7 +45,6 @@ SINGLE_QUERY_SLOTS = 16  # the same for an address that takes a single query in 
 FIRST_PAUSE, MAX_PAUSE = 0.1, 2.0  # seconds for an address that fails, or a query that breaks its requests
 MAX_TOLD_PAUSE = 60.0  # seconds; the most that a server's Retry-After is believed
 MIN_PATIENCE, USUAL_TIMES = 1.0, 10.0  # another address is asked after 10 times the usual seconds, 1 at least
-MIN_WAIT_TO_TELL = 0.5  # seconds; a shorter wait says less than the address's last problem
 
 Key: TypeAlias = tuple[str, int]  # query, topk
 Documents: TypeAlias = list[FoundDocument]
@@ -79,8 +78,8 @@ class _Address:
         return urlunsplit(split._replace(netloc=split.netloc.rpartition("@")[2]))
 
     @property
-    def num_slots(self) -> int:
-        return SINGLE_QUERY_SLOTS if self.takes_single_query else SLOTS
+    def has_room(self) -> bool:
+        return self.in_flight < (SINGLE_QUERY_SLOTS if self.takes_single_query else SLOTS)
 
     def revive(self) -> None:
         """It answered."""
@@ -98,7 +97,6 @@ class _Search:
     nonsense_from: set[_Address] = field(default_factory=set)
     limit: int = MAX_BATCH  # the largest batch it may travel in: one that fails is sent again in parts
     num_broken: int = 0  # requests that failed with it in a way that may be its own fault
-    problem: str = ""  # of its last request
     is_done: bool = False
 
 
@@ -158,17 +156,9 @@ class Dispatcher:
         """Tells a caller whose time is over what is wrong with each address."""
         if search.is_done:
             return
-        now, problems = _loop().time(), []
-        for address in self.addresses:
-            waits = [now - request.started for request in search.requests if request.address is address]
-            if max(waits, default=0.0) >= (MIN_WAIT_TO_TELL if address.problem else 0.05):
-                problems.append(f"{address.name}: no answer for {max(waits):.1f} s")
-            elif address.problem:
-                problems.append(address.problem)
         what = "connection" if all(address.is_unreachable for address in self.addresses) else "answer"
-        names = ", ".join(address.name for address in self.addresses)
-        reasons = "; ".join(problems) or search.problem or f"{names}: other searches came first"
-        error = SearchError(f"no {what} within {self.timeout:g} s ({reasons})")
+        problems = [address.problem or f"{address.name}: no answer" for address in self.addresses]
+        error = SearchError(f"no {what} within {self.timeout:g} s ({'; '.join(problems)})")
         search.futures.remove(future)
         self._end(future, error)
         if not search.futures:
@@ -210,7 +200,7 @@ class Dispatcher:
             for address in due[: len(self._waiting)]:
                 self._start(address, self._take_batch(1))
         while self._waiting:
-            free = [address for address in up if address.in_flight < address.num_slots]
+            free = [address for address in up if address.has_room]
             if not up:
                 free = [address for address in due if not address.in_flight]
             if not free:
@@ -358,8 +348,6 @@ class Dispatcher:
         address.paused_until = max(address.paused_until, now + pause)
         address.problem, address.is_unreachable = problem, False
         address.takes_single_query = False  # another server may come up there
-        for search in request.searches:
-            search.problem = problem
 
     def _again(self, searches: list[_Search], in_parts: bool = False, at_the_end: bool = False) -> None:
         """Lets searches wait again, in front, but for those that another request carries.

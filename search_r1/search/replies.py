@@ -41,8 +41,8 @@ def parse_document(item: object) -> FoundDocument:
         score, item = item.get("score"), item["document"]
     contents = item.get("contents") if isinstance(item, dict) else item
     if not isinstance(contents, str):
-        found = f"fields {sorted(item)}" if isinstance(item, dict) else f"a {type(item).__name__}"
-        raise SearchError(f"the reply has a document without 'contents' (text): found {found}")
+        what = f"fields {sorted(item)}" if isinstance(item, dict) else f"a {type(item).__name__}"
+        raise SearchError(f"the reply has a document without 'contents' (text): found {what}")
     number = None
     with contextlib.suppress(OverflowError):  # JSON has integers of any length
         number = float(score) if isinstance(score, int | float) else None

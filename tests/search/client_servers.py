@@ -59,8 +59,10 @@ class ScriptedServer:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._http.daemon_threads = True
+        class Server(ThreadingHTTPServer):
+            daemon_threads, request_queue_size = True, 64  # of 5, further connections may be reset
+
+        self._http = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}/retrieve"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
         self._thread.start()

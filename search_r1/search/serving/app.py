@@ -10,7 +10,7 @@ With an api key, /retrieve and /metrics ask for it.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import PlainTextResponse, RedirectResponse
@@ -32,32 +32,9 @@ PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
+Query = Annotated[str, Field(max_length=MAX_QUERY_CHARS)]
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
-REQUEST = {
-    "type": "object",
-    "description": "queries, or a single query. Other fields are ignored.",
-    "properties": {
-        "queries": {
-            "type": ["array", "null"],
-            "items": {"type": "string", "maxLength": MAX_QUERY_CHARS},
-            "maxItems": MAX_QUERIES,
-        },
-        "query": {"type": ["string", "null"], "maxLength": MAX_QUERY_CHARS},
-        "topk": {
-            "type": ["integer", "null"],
-            "minimum": 1,
-            "maximum": MAX_TOPK,
-            "description": "Documents per query; the server's --topk without it",
-        },
-        "return_scores": {"type": ["boolean", "null"], "default": False},
-    },
-    "anyOf": [
-        {"required": ["queries"], "properties": {"queries": {"type": "array"}}},
-        {"required": ["query"], "properties": {"query": {"type": "string"}}},
-    ],
-    "example": {"queries": ["Who wrote Faust?"], "topk": 3, "return_scores": True},
-}
 REFUSALS = {
     400: "The body is not JSON",
     401: "The api key is missing or wrong",
@@ -67,6 +44,24 @@ REFUSALS = {
     503: "Still loading, the queue is full, or the engine behind the server does not answer: see Retry-After",
     504: "No answer within the server's --request_timeout_s",
 }
+
+
+class RetrieveFields(BaseModel):
+    """queries, or a single query. Other fields are ignored."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"required": ["queries"], "properties": {"queries": {"type": "array"}}},
+                {"required": ["query"], "properties": {"query": {"type": "string"}}},
+            ],
+            "example": {"queries": ["Who wrote Faust?"], "topk": 3, "return_scores": True},
+        }
+    )
+    queries: Annotated[list[Query] | None, Field(max_length=MAX_QUERIES)] = None
+    query: Query | None = None
+    topk: Annotated[int | None, Field(ge=1, le=MAX_TOPK, description="default: the server's --topk")] = None
+    return_scores: bool | None = False
 
 
 class DocumentFields(BaseModel):
@@ -125,10 +120,8 @@ def create_app(service: RetrievalService) -> ASGIApp:
     async def retrieve_with_slash() -> Response:
         return RedirectResponse("../retrieve", status_code=307)
 
-    schema = {"requestBody": {"required": True, "content": {"application/json": {"schema": REQUEST}}}}
-
-    @rest.post("/retrieve", summary="Search", responses=refusals, openapi_extra=schema)
-    async def retrieve() -> RetrieveReply:
+    @rest.post("/retrieve", summary="Search", responses=refusals)
+    async def retrieve(fields: RetrieveFields) -> RetrieveReply:
         raise AssertionError("the endpoint below answers this route; here it is only described")
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -27,7 +27,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
 import threading
 import time
 from collections import OrderedDict
@@ -46,7 +45,7 @@ SHARE = 32  # queries of one request before it is the next one's turn
 MAX_CACHE_BYTES = 256 * 2**20
 MAX_OPEN_DOCUMENTS = 500_000  # asked for by all open requests; about a kilobyte each when they are there
 MAX_FAILED_CALLS = 16  # of one batch: one bad query among 16,384 is found in 15
-MAX_RETRY_AFTER_SECONDS = 30
+RETRY_SECONDS = 1  # until a refused client should ask again
 SWEEP_SECONDS = 0.1
 SLOW_SECONDS = 0.25  # from here on it pays to know whether the client is still there
 
@@ -155,8 +154,6 @@ class Batcher:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: dict[tuple[str, int], _Query] = {}  # waiting, or searched right now
         self._tickets: OrderedDict[Ticket, None] = OrderedDict()  # oldest first
-        self._jitter = random.Random()
-        self._seconds_per_query = 0.001  # smoothed
         # Shared with the worker, under the lock:
         self._changed = threading.Condition()
         self._lanes: OrderedDict[int, OrderedDict[Ticket, None]] = OrderedDict()  # by topk
@@ -164,7 +161,6 @@ class Batcher:
         self._notify_at: float = 1  # the worker sleeps until so many wait
         self._expected = 0
         self._batch_seconds = 0.0  # smoothed
-        self._searching_since: float | None = None
         self._closed = False
         self._worker = threading.Thread(target=self._work, name="search", daemon=True)
 
@@ -200,7 +196,7 @@ class Batcher:
             or self.num_documents + len(missing) * topk > MAX_OPEN_DOCUMENTS
         ):
             self._metrics.refused.inc(len(queries))
-            raise Refusal(503, f"the queue is full: {self.num_queries} queries are open", self.retry_after())
+            raise Refusal(503, f"the queue is full: {self.num_queries} queries are open", RETRY_SECONDS)
         self.num_queries += len(missing)
         self.num_documents += len(missing) * topk
         if not self._tickets:
@@ -246,14 +242,6 @@ class Batcher:
         if not ticket.future.done():
             ticket.future.set_exception(error)
 
-    def retry_after(self) -> int:
-        """Seconds that what is open will take, from 1 to MAX_RETRY_AFTER_SECONDS, with some jitter so that
-        those who were refused together don't come back together."""
-        since = self._searching_since
-        running = 0.0 if since is None else time.monotonic() - since
-        seconds = (running + self.num_queries * self._seconds_per_query) * self._jitter.uniform(0.75, 1.25)
-        return max(1, min(math.ceil(seconds), MAX_RETRY_AFTER_SECONDS))
-
     def close(self, timeout: float) -> bool:
         """Ends the worker. False if the backend did not come back within `timeout` seconds."""
         with self._changed:
@@ -278,8 +266,6 @@ class Batcher:
         for query, outcome in zip(queries, outcomes, strict=True):
             del self._open[query.text, query.topk]
             if isinstance(outcome, Refusal):
-                if outcome.status == 503:
-                    outcome.retry_after = self.retry_after()
                 for ticket in list(query.waiters):
                     self.drop(ticket, outcome)
                 continue
@@ -292,7 +278,6 @@ class Batcher:
                     self._close_ticket(ticket)
                     if not ticket.future.done():
                         ticket.future.set_result(None)
-        self._seconds_per_query += 0.2 * (seconds / len(queries) - self._seconds_per_query)
         self._metrics.searched.inc(len(queries))
         self._metrics.batch_size.observe(len(queries))
         self._metrics.batch_seconds.observe(seconds)
@@ -335,7 +320,6 @@ class Batcher:
             outcomes = self._search([query.text for query in batch], batch[0].topk)
             seconds = time.monotonic() - started
             with self._changed:
-                self._searching_since = None
                 self._expected = len(batch) + self._num_waiting
                 self._batch_seconds += 0.2 * (seconds - self._batch_seconds)
             try:
@@ -358,7 +342,6 @@ class Batcher:
                 if self._closed:
                     return []
                 if self._lanes:  # else what was there has been dropped
-                    self._searching_since = time.monotonic()
                     return self._take()
 
     def _take(self) -> list[_Query]:
@@ -392,7 +375,7 @@ class Batcher:
                     raise ValueError(f"the backend gave {len(documents)} answers to {stop - start} queries")
                 outcomes[start:stop] = [Hits.of(*row) for row in zip(documents, scores, strict=True)]
             except RetrievalUnavailable as error:
-                unavailable = Refusal(503, f"the search engine is not available: {error}")
+                unavailable = Refusal(503, f"the search engine is not available: {error}", RETRY_SECONDS)
                 outcomes[start:stop] = [unavailable] * (stop - start)
             except BaseException as error:  # anything, also a panic of Rust's: the thread must not end
                 num_failed += 1

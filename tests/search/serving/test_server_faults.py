@@ -56,7 +56,7 @@ def test_a_full_queue_is_503_with_retry_after_and_later_all_is_well(serve):
                 time.sleep(0.01)
             refused = [future.result() for future in futures if future.done()]
             assert {response.status_code for response in refused} == {503}
-            assert all(1 <= int(response.headers["Retry-After"]) <= 30 for response in refused)
+            assert {response.headers["Retry-After"] for response in refused} == {"1"}
             assert "queue is full" in refused[0].json()["detail"]
             retriever.gate.set()
             statuses = sorted(future.result().status_code for future in futures)
