@@ -38,6 +38,8 @@ def test_of_a_repeated_key_the_last_value_counts():
         ("retriever.url=[http://a:1/x, 'http://b']", ["http://a:1/x", "http://b"]),
         ("retriever.url=http://a:1/x?y={z}", "http://a:1/x?y={z}"),
         ("trainer.project_name=${trainer.experiment_name}-2", "gsm8k-2"),
+        (r'trainer.project_name="a\.b, c:d"', r"a\.b, c:d"),
+        ("retriever.url=[gpu7:8000,gpu8:8000]", ["gpu7:8000", "gpu8:8000"]),
     ],
 )
 def test_a_value_is_read_as_its_key_holds_it(argument, value):
@@ -94,13 +96,10 @@ def test_the_servers_interpreter_is_found_from_any_folder(monkeypatch, tmp_path)
 
 
 def test_a_dictionary_sets_the_keys_in_it_and_leaves_the_others():
-    control = load_config(["algorithm.kl_ctrl={type: adaptive, horizon: 10}"]).algorithm.kl_ctrl
-    assert (control.type, control.kl_coef, control.target_kl, control.horizon) == (
-        "adaptive",
-        0.001,
-        None,
-        10,
-    )
+    for text in ("{type: adaptive, horizon: 10}", "{type:adaptive,horizon:10}"):
+        control = load_config([f"algorithm.kl_ctrl={text}"]).algorithm.kl_ctrl
+        values = (control.type, control.kl_coef, control.target_kl, control.horizon)
+        assert values == ("adaptive", 0.001, None, 10)
 
 
 def test_open_keys_take_any_key():

@@ -7,50 +7,25 @@ from transformers import Qwen2Config
 
 QWEN_2_5 = {
     "architectures": ["Qwen2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151643,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
     "max_position_embeddings": 131072,
     "model_type": "qwen2",
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 131072,
     "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "use_sliding_window": False,
     "vocab_size": 152064,
 }
-SIZES = {
-    "3B": {
-        "hidden_size": 2048,
-        "intermediate_size": 11008,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 36,
-        "num_key_value_heads": 2,
-        "max_window_layers": 36,
-        "tie_word_embeddings": True,
-        "vocab_size": 151936,
-    },
-    "7B": {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_attention_heads": 28,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 4,
-        "max_window_layers": 28,
-    },
-    "72B": {
-        "hidden_size": 8192,
-        "intermediate_size": 29568,
-        "num_attention_heads": 64,
-        "num_hidden_layers": 80,
-        "num_key_value_heads": 8,
-        "max_window_layers": 70,
-    },
+_SHAPES = {  # hidden size, width of the MLP, heads, layers, key and value heads
+    "3B": (2048, 11008, 16, 36, 2),
+    "7B": (3584, 18944, 28, 28, 4),
+    "72B": (8192, 29568, 64, 80, 8),
 }
+_FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+)
+SIZES = {size: dict(zip(_FIELDS, shape, strict=True)) for size, shape in _SHAPES.items()}
+SIZES["3B"] |= {"tie_word_embeddings": True, "vocab_size": 151936}
 # as on their model cards: 3.09 B, 7.61 B, 72.7 B
 NUM_PARAMETERS = {"3B": 3_085_938_688, "7B": 7_615_616_512, "72B": 72_706_203_648}
 

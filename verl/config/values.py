@@ -8,6 +8,10 @@ from typing import Any
 import yaml
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+_NO_END = (
+    ", where a quote or a bracket has no end, or something follows a value; put a value with special "
+    "characters in quotes that reach the program, for example key='\"...\"'."
+)
 _SWEEP = ", a sweep; expected one value. A list is written key=[a,b]."
 
 
@@ -28,17 +32,18 @@ def parse_value(text: str, *, is_text: bool = False, nullable: bool = True) -> A
         ValueError: a quote or a bracket has no end, or several values are there; what goes on after the text.
     """
     text = text.strip()
-    if text[:1] in ("'", '"') or (text[:1] in ("[", "{") and not is_text):
-        text = re.sub(r"([{,]\s*[\w.]+):(?=[^\s/])", r"\1: ", text)  # {a:1} as well
+    if text[:1] in ("'", '"'):
+        quoted = re.fullmatch(r"(['\"])((?:\\.|(?!\1).)*)\1", text, re.DOTALL)
+        if quoted is not None:
+            return re.sub(r"\\(['\"\\])", r"\1", quoted[2])
+        raise ValueError(_SWEEP if "," in text else _NO_END)
+    if text[:1] in ("[", "{") and not is_text:
+        if text[0] == "{":  # {a:1} as well
+            text = re.sub(r"([{,]\s*[\w.]+):(?=[^\s/])", r"\1: ", text)
         try:
-            return yaml.load(text.replace("\\'", "''"), YamlLoader)  # noqa: S506
+            return yaml.load(text, YamlLoader)  # noqa: S506
         except yaml.YAMLError:
-            if text[:1] in ("'", '"') and "," in text:
-                raise ValueError(_SWEEP) from None
-            raise ValueError(
-                ", where a quote or a bracket has no end, or something follows a value; put a value with "
-                "special characters in quotes that reach the program, for example key='\"...\"'."
-            ) from None
+            raise ValueError(_NO_END) from None
     if "," in re.sub(r"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}", "", text):  # outside of brackets
         raise ValueError(_SWEEP)
     words = {"null": None} if is_text else {"null": None, "true": True, "false": False}
