@@ -16,11 +16,9 @@ NOT_INSTALLED = "huggingface_hub is not installed: pip install -c constraints.tx
 
 @contextmanager
 def _errors_of_one_line(what: str) -> Iterator[None]:
-    import httpx  # what huggingface_hub raises when there is no connection
-
     try:
         yield
-    except (OSError, ValueError, httpx.HTTPError) as error:  # the hub's own errors are among them
+    except Exception as error:  # also those of the HTTP library below it, which its versions have others of
         reason = re.sub(r"\?\S*", "", " ".join(str(error).split()))  # a signed address lets anybody in
         raise ValueError(
             f"{what} can't be had from the hub ({reason}); the same command goes on where this one was"
@@ -48,8 +46,14 @@ def fetch_file(repository: str, path: str, folder: Path | None = None) -> Path |
 def fetch_folder(repository: str, path: str, folder: Path) -> None:
     """A repository's folder `path`, as `folder`/`path`. Raises ValueError as `fetch_file` does."""
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import list_repo_files  # not snapshot_download: without a hub it is content
     except ImportError:
         raise ValueError(NOT_INSTALLED) from None
     with _errors_of_one_line(f"{path}/ of {repository}"):
-        snapshot_download(repository, repo_type="dataset", allow_patterns=f"{path}/*", local_dir=folder)
+        names = [
+            name for name in list_repo_files(repository, repo_type="dataset") if name.startswith(f"{path}/")
+        ]
+    if not names:
+        raise ValueError(f"{repository} has no folder {path}")
+    for name in names:
+        fetch_file(repository, name, folder)

@@ -54,13 +54,13 @@ def hub(monkeypatch) -> dict[tuple[str, str], bytes]:
         target.write_bytes(content[repository, path])
         return str(target)
 
-    def snapshot(repository: str, *, repo_type: str, allow_patterns: str, local_dir: Path) -> None:
-        for name, path in content:
-            if name == repository and path.startswith(allow_patterns.removesuffix("*")):
-                download(name, path, repo_type=repo_type, local_dir=local_dir)
+    def listing(repository: str, *, repo_type: str) -> list[str]:
+        if not content:
+            raise RuntimeError("no connection to https://x/y?Signature=secret")
+        return ["README.md", *(path for name, path in content if name == repository)]
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    monkeypatch.setattr("huggingface_hub.list_repo_files", listing)
     return content
 
 
@@ -106,6 +106,7 @@ def test_mistakes_and_a_hub_that_is_away_are_one_line(hub, tmp_path, capsys):
             "e5",
             "part_aa of PeterJinGo/wiki-18-e5-index can't be had from the hub (no connection to https://x/y",
         ),
+        ("bm25", "bm25/ of PeterJinGo/wiki-18-bm25-index can't be had from the hub (no connection to"),
     ):
         assert wiki18.main(["--save_path", str(tmp_path), "--what", what]) == 2
         error = capsys.readouterr().err
