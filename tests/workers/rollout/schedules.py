@@ -109,7 +109,7 @@ class Schedule:
         stats = self.engine.stats()
         assert (stats["running"], stats["queued"], stats["parked"], stats["kv_bytes"]) == (0, 0, 0, 0)
         scheduler = self.engine._scheduler
-        assert not any(scheduler.pool.count(block) for block in range(self.engine.num_blocks))
+        assert not any(scheduler.pool._counts)
         assert sorted(scheduler._free_slots) == list(range(self.engine.max_num_seqs))
         assert not scheduler._idle and not len(scheduler._decoding)
 

@@ -71,7 +71,7 @@ class Reference:
             save_tensors(self._kept, folder / FOLDER)
 
     def load(self, folder: Path) -> None:
-        """Takes the reference of a checkpoint; without one there, it is what training started from."""
+        """Takes the reference of a checkpoint; without one there, it stays what training started from."""
         if (folder / FOLDER).is_dir():
             if self.own is not None:
                 self.own.load_weights(folder / FOLDER)
@@ -80,10 +80,3 @@ class Reference:
                 self._kept = {n: p.detach().clone() for n, p in self.policy.adapters.parameters().items()}
                 load_tensors(self._kept, folder / FOLDER)
             self.is_reset = True
-        elif self.is_reset and self.own is not None:
-            raise ValueError(
-                f"Checkpoint {folder} is of a run whose reference was never reset, but this process has "
-                "reset its own; load it in a new process."
-            )
-        else:
-            self.is_reset = False

@@ -64,10 +64,6 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - self.num_free
 
-    def count(self, block: int) -> int:
-        """Sequences that hold the block."""
-        return self._counts[block]
-
     def take(self, count: int) -> list[int]:
         """`count` blocks for one sequence alone; what they held is forgotten."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} are free"

@@ -27,7 +27,7 @@ _MAX_LOGITS = 1 << 26  # elements of logits held at once; more rows are sampled 
 
 
 class PagedRunner:
-    """The model of a `SessionEngine`: Qwen2, Qwen3, Llama, Mistral and Gemma 3. Knows no sessions.
+    """The model of a `NativeEngine`: Qwen2, Qwen3, Llama, Mistral and Gemma 3. Knows no sessions.
 
     Attributes:
         spec: what was read from the config.
