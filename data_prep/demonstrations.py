@@ -61,7 +61,7 @@ PROTOCOL = Wording(note="<think> {}.</think>", answer="<answer> {}</answer>", ta
 PLAIN = Wording(note="So {}.", answer="Answer: {}.", tagged=False)
 
 
-class Retriever:
+class WorldSearch:
     """BM25 (k1 0.9, b 0.4) over the articles of a world, as the retrieval server does it, in a few lines."""
 
     def __init__(self, world: World) -> None:
@@ -95,7 +95,7 @@ class Demonstrator:
 
     def __init__(self, world: World, rng: random.Random, topk: int = 2, wording: Wording = PROTOCOL) -> None:
         self.world, self.rng, self.topk, self.wording = world, rng, topk, wording
-        self.retriever = Retriever(world)
+        self.retriever = WorldSearch(world)
         self.entities = list(world.values())
         self.names = list(world)
         self.chains = {hops: chains(hops) for hops in (1, 2, 3)}

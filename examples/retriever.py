@@ -16,7 +16,7 @@ PASSAGES = ['"Rome"\nRome is the capital of Italy.', '"Oslo"\nOslo is the capita
 app = FastAPI()
 
 
-class Request(BaseModel):
+class SearchRequest(BaseModel):
     queries: list[str]
     topk: int = 3
     return_scores: bool = True
@@ -27,7 +27,7 @@ def words(text: str) -> set[str]:
 
 
 @app.post("/retrieve")
-def retrieve(request: Request) -> dict[str, list[list[dict]]]:
+def retrieve(request: SearchRequest) -> dict[str, list[list[dict]]]:
     """For each query its documents, best first. The first line of `contents` is the title."""
     result = []
     for query in request.queries:

@@ -41,7 +41,7 @@ from search_r1.search.corpus_files import Progress
 from search_r1.search.indexing.corpus_check import CorpusReport, check_corpus
 from search_r1.search.indexing.job import IndexJob, run_job
 from search_r1.search.manifest import check_manifest
-from search_r1.search.progress import ProgressLine
+from search_r1.search.progress import progress_lines
 
 if TYPE_CHECKING:
     from search_r1.search.dense.encoder import Encoder
@@ -130,15 +130,15 @@ def _check_method(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--embedding_path: {path} is an exact index already; give a --faiss_type")
 
 
-def check_or_raise(arguments: argparse.Namespace, progress: ProgressLine) -> CorpusReport:
+def check_or_raise(arguments: argparse.Namespace, progress: Progress) -> CorpusReport:
     """Checks the corpus. Raises ValueError that names the first broken lines and double ids."""
     checked = check_corpus(arguments.corpus_path, progress=progress)
-    progress.report(
+    report(
         f"{checked.path}: {checked.num_documents:,} documents, {checked.num_bytes:,} bytes, "
         f"sha256 {checked.sha256}"
     )
     if checked.empty.count:
-        progress.report(f"note: {checked.empty.count:,} documents without text: {checked.empty}")
+        report(f"note: {checked.empty.count:,} documents without text: {checked.empty}")
     faults = []
     if checked.broken.count:
         faults.append(
@@ -150,7 +150,7 @@ def check_or_raise(arguments: argparse.Namespace, progress: ProgressLine) -> Cor
             f"{checked.duplicates}"
         )
         if arguments.allow_duplicate_ids:
-            progress.report(f"note: {text}")
+            report(f"note: {text}")
         else:
             faults.append(f"{text}\n  (--allow_duplicate_ids builds the index all the same)")
     if faults:
@@ -245,12 +245,13 @@ def _open_encoders(arguments: argparse.Namespace) -> list[Encoder]:
     ]
 
 
-def run(arguments: argparse.Namespace, command: list[str], progress: ProgressLine) -> None:
+def run(arguments: argparse.Namespace, command: list[str]) -> None:
     """Checks and builds; the manifest keeps `command`. Raises ValueError for all that the user can mend."""
     check_arguments(arguments)
+    progress = progress_lines(report)
     checked = check_or_raise(arguments, progress)
     if arguments.check_only:
-        progress.report("the corpus is in order")
+        report("the corpus is in order")
         return
     with Corpus.open(checked.path, progress) as corpus:
         for job in plan_jobs(arguments, corpus):
@@ -261,10 +262,13 @@ def run(arguments: argparse.Namespace, command: list[str], progress: ProgressLin
                 overwrite=arguments.overwrite,
                 command=command,
                 progress=progress,
-                report=progress.report,
+                report=report,
             )
-            progress.close()
             print(f"built {job.target}" if built else f"{job.target} is built already", flush=True)
+
+
+def report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -277,10 +281,9 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     arguments = build_parser().parse_args(words)
     before = signal.signal(signal.SIGTERM, _stop)
-    progress = ProgressLine()
     again = "the same command goes on where this one was"
     try:
-        run(arguments, [*PROGRAM, *words], progress)
+        run(arguments, [*PROGRAM, *words])
         return 0
     except KeyboardInterrupt:
         message, status = f"stopped; {again}", 130
@@ -297,7 +300,7 @@ def main(argv: list[str] | None = None) -> int:
         status = 1
     finally:
         signal.signal(signal.SIGTERM, before)
-    progress.report(message)
+    report(message)
     return status
 
 

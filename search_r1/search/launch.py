@@ -29,6 +29,7 @@ from search_r1.search.backend_plan import (
     plan_backends,
 )
 from search_r1.search.manifest import check_manifest
+from search_r1.search.progress import progress_lines
 from search_r1.search.retriever import SearchBackend
 
 if TYPE_CHECKING:
@@ -181,15 +182,7 @@ def open_retriever(arguments: argparse.Namespace, report: Report = print) -> Sea
     from search_r1.search.corpus import Corpus
 
     plans = plan_backends(arguments.retriever_name, arguments.index_path, arguments.retriever_model)
-    last = ""
-
-    def progress(stage: str, done: int, total: int) -> None:
-        nonlocal last
-        line = f"{stage}: {100 * done // max(1, total)} %"
-        if line != last:
-            last = line
-            report(line)
-
+    progress = progress_lines(report)
     corpus = None
     if arguments.corpus_path and any(plan.kind not in ONLINE for plan in plans):
         report(f"reading the corpus {arguments.corpus_path}")
