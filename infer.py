@@ -30,8 +30,7 @@ from rich.console import Console
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from search_r1.llm_agent.generation import LLMGenerationManager
-    from search_r1.llm_agent.loop import Event
+    from search_r1.llm_agent.generation import Event, LLMGenerationManager
 
 CHECKPOINT_ROOTS = ("verl_checkpoints", "checkpoints")
 TAG = re.compile(r"</?(?:think|search|information|answer)>")
@@ -243,8 +242,8 @@ def load_manager(
     import torch
     import transformers
 
-    from search_r1.llm_agent.codec import generation_eos_ids
     from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
+    from search_r1.llm_agent.trajectory import generation_eos_ids
     from search_r1.search.client import SearchClient
     from verl.utils.announcing import announced
     from verl.workers.rollout.native import NativeEngine
@@ -284,7 +283,7 @@ def ask(
     import torch
 
     from data_prep.prompts import fill_prompt
-    from search_r1.llm_agent.codec import parse_action
+    from search_r1.llm_agent.trajectory import parse_action
     from verl.protocol import DataProto, object_array
     from verl.utils.dataset.rl_dataset import prompt_text
 

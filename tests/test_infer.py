@@ -29,9 +29,8 @@ from transformers import (
 
 import infer
 from data_prep.prompts import SEARCH_PROMPT
-from search_r1.llm_agent.codec import format_observation
-from search_r1.llm_agent.generation import LLMGenerationManager
-from search_r1.llm_agent.loop import Event
+from search_r1.llm_agent.generation import Event, LLMGenerationManager
+from search_r1.llm_agent.trajectory import format_observation
 from search_r1.search.client import SearchClient
 
 REPO = Path(__file__).parents[1]

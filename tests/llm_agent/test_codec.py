@@ -7,7 +7,7 @@ from scripted_engine import EOS, byte_tokenizer
 from transformers import tokenization_utils_base
 
 from data_prep import prompts
-from search_r1.llm_agent.codec import (
+from search_r1.llm_agent.trajectory import (
     HINT,
     Action,
     Codec,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scripted_engine import MemorySearch, ScriptedEngine, byte_tokenizer, prompts
 
-from search_r1.llm_agent.codec import format_observation
 from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
 from search_r1.llm_agent.stragglers import StragglerWatch
+from search_r1.llm_agent.trajectory import format_observation
 from verl.protocol import DataProto
 
 TOKENIZER = byte_tokenizer()
