@@ -182,7 +182,8 @@ def test_rows_whose_search_failed_are_left_out_before_groups_are_looked_at():
 def test_the_clip_ratio_is_the_share_of_trajectories_that_a_limit_has_cut(reason, share):
     """However long they are: all are as long as the step's longest here."""
     world = World([MIXED] * 4, reasons={0: [reason] * 2, 1: [reason] * 2})
-    assert world.collect()[1]["response_length/clip_ratio"] == share
+    metrics = world.collect()[1]
+    assert (metrics["response_length/clip_ratio"], metrics["prompt_length/clip_ratio"]) == (share, 0)
 
 
 PARTIAL = ["actor_rollout_ref.rollout.straggler_factor=2", "actor_rollout_ref.rollout.keep_partial=true"]
