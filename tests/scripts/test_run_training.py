@@ -215,6 +215,20 @@ def test_a_signal_ends_the_run_and_the_server(repository, number):
         assert not psutil.pid_exists(note(repository, program)[0])
 
 
+def test_the_server_ends_with_a_script_that_is_killed(repository):
+    process = start(repository, STUB="wait")
+    wait_until_running(repository, process)
+    server, run_itself = (psutil.Process(note(repository, name)[0]) for name in ("server", "main_ppo"))
+    process.kill()
+    try:
+        server.wait(timeout=30)
+    finally:
+        for left in (server, run_itself):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+        process.communicate(timeout=30)
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
 def test_usr1_and_a_first_ctrl_c_are_for_the_run_which_ends_as_it_likes(repository, number):
     process = start(repository, STUB="wait")

@@ -130,6 +130,12 @@ def test_metrics_are_reduced_by_their_names():
     assert reduce_metrics(metrics) == {"loss": 2.0, "max_reward": 8.0, "min_error": 0.05}
 
 
+def test_the_reward_manager_is_where_search_r1_has_it():
+    from verl.trainer import main_ppo, ppo
+
+    assert main_ppo.RewardManager is ppo.scoring.RewardManager
+
+
 def test_roles_and_pools_take_verls_arguments():
     manager = ResourcePoolManager({"global_pool": [2]}, {Role.RefPolicy: "global_pool"})
     manager.create_resource_pool()

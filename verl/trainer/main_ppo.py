@@ -178,6 +178,15 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
     return 0
 
 
+def __getattr__(name: str) -> object:
+    """`from verl.trainer.main_ppo import RewardManager`, as in Search-R1."""
+    if name == "RewardManager":
+        from verl.trainer.ppo.scoring import RewardManager
+
+        return RewardManager
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def main() -> None:
     sys.exit(run(sys.argv[1:]))
 
