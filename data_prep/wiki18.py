@@ -67,19 +67,25 @@ def fetch(name: str, folder: Path) -> Path:
     if target.exists():
         return target
     parts_folder = folder / f"{target_name}.parts"
+    # Killed while the parts were joined; the number is the size of the first one, which lies there.
+    begun = next(folder.glob(f"{target_name}.unfinished.*"), None)
     parts = []
-    for path in names:
+    for path in names if begun is None else names[1:]:
         part = fetch_file(repository, path, parts_folder)
         if part is None:
             raise ValueError(f"{repository} has no {path}")
         parts.append(part)
-    unfinished = folder / f"{target_name}.unfinished"
+    unfinished = begun or folder / f"{target_name}.unfinished"
     if name == "corpus":
         unpack(parts[0], unfinished)
     else:
-        parts[0].replace(unfinished)  # the largest one: it need not be there twice
-        with unfinished.open("ab") as joined:
-            for part in parts[1:]:
+        if begun is None:
+            size = parts[0].stat().st_size
+            unfinished = parts.pop(0).replace(folder / f"{target_name}.unfinished.{size}")  # not there twice
+        with unfinished.open("r+b") as joined:
+            joined.truncate(int(unfinished.suffix[1:]))
+            joined.seek(0, 2)
+            for part in parts:
                 with part.open("rb") as file:
                     shutil.copyfileobj(file, joined, BLOCK_BYTES)
     unfinished.replace(target)

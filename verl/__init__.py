@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from verl.protocol import DataProto
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["DataProto", "__version__"]
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -108,30 +108,36 @@ def unpack_gzip(packed: Path, progress: Progress | None = None) -> Path:
     """
     target = packed.with_suffix("")
     partial = target.with_name(target.name + ".partial")
+    if target.exists():
+        if target.stat().st_mtime >= packed.stat().st_mtime:
+            return target
+        raise ValueError(
+            f"{target} is older than {packed}: remove it and it is unpacked again, or give {target} itself"
+        )
     try:
-        with packed.open("rb") as raw, gzip.GzipFile(fileobj=raw) as stream:
+        # Open for writing: NFS gives no exclusive lock for less. Not truncated: another process may be at it.
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), "wb") as file:
             with contextlib.suppress(OSError):  # file systems without locks
-                fcntl.flock(raw, fcntl.LOCK_EX)
-            if target.exists():
-                if target.stat().st_mtime >= packed.stat().st_mtime:
-                    return target
-                raise ValueError(
-                    f"{target} is older than {packed}: remove it and it is unpacked again, or give {target} "
-                    "itself"
-                )
-            if stream.peek(512)[257:262] == b"ustar":
-                raise ValueError(
-                    f"{packed} holds a tar archive (as wiki-18.jsonl.gz does). `python -m data_prep.wiki18` "
-                    f"downloads and unpacks that; any other: `tar -xOzf {packed} > corpus.jsonl`, and give it"
-                )
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if not os.fstat(file.fileno()).st_nlink:  # whoever had it gave up and removed it
+                return unpack_gzip(packed, progress)
             try:
-                with partial.open("wb") as file:
+                if target.exists():  # by the process that had the lock
+                    return target
+                file.truncate(0)
+                with packed.open("rb") as raw, gzip.GzipFile(fileobj=raw) as stream:
+                    if stream.peek(512)[257:262] == b"ustar":
+                        raise ValueError(
+                            f"{packed} holds a tar archive (as wiki-18.jsonl.gz does). "
+                            "`python -m data_prep.wiki18` downloads and unpacks that; any other: "
+                            f"`tar -xOzf {packed} > corpus.jsonl`, and give it"
+                        )
                     while block := stream.read(BLOCK_BYTES):
                         file.write(block)
                         if progress is not None:
                             progress("unpacking the corpus (bytes)", raw.tell(), packed.stat().st_size)
-                    file.flush()
-                    os.fsync(file.fileno())
+                file.flush()
+                os.fsync(file.fileno())
                 partial.replace(target)
             finally:
                 partial.unlink(missing_ok=True)

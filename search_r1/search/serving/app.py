@@ -38,6 +38,7 @@ METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 REFUSALS = {
     400: "The body is not JSON",
     401: "The api key is missing or wrong",
+    408: "The body did not arrive in time",
     413: "Too many queries, too long a query, too many documents or too large a body",
     422: "The JSON has another shape, or topk is out of range",
     500: "The backend failed on one of the queries",

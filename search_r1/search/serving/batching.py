@@ -15,7 +15,8 @@ and a lone client not at all, since three quarters of one is none.
 **Who goes into it.** Up to `max_batch` queries of one topk, in turns of SHARE per request, so that one
 question doesn't wait behind a request of ten thousand. Requests with another topk are next in turn.
 
-**What is bounded.** Queries and documents of all open requests: past that `submit` refuses. A request past
+**What is bounded.** Queries and documents of all open requests: past that `submit` refuses (the bytes of
+their bodies are bounded by retrieve_endpoint.py). A request past
 its deadline, or given up by its client, leaves the queue and its queries are not searched unless somebody
 else waits for them.
 

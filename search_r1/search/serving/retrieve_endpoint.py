@@ -1,6 +1,6 @@
 """POST /retrieve as a bare ASGI callable: no framework stands between the socket and the queue.
 
-    body, in bounds -> api key -> parse_request -> Batcher.submit -> Hits -> the reply's JSON
+    api key -> body, in time and in bounds -> parse_request -> Batcher.submit -> Hits -> the reply's JSON
 
 Fields, their defaults and unknown fields are as in Search-R1's server. The documents' JSON goes into the
 reply as it stands in the corpus. Every refusal is {"detail": why}.
@@ -23,13 +23,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from search_r1.search.launch import MAX_TOPK
-from search_r1.search.serving.batching import Batcher, Refusal, Ticket
+from search_r1.search.serving.batching import RETRY_SECONDS, Batcher, Refusal, Ticket
 from search_r1.search.serving.service import RetrievalService
 
 MAX_QUERIES = 16_384
 MAX_QUERY_CHARS = 16_384
 MAX_DOCUMENTS = 200_000  # queries times topk of one request: a reply of about 150 MB
 MAX_BODY_BYTES = 32 * 2**20
+MAX_OPEN_BYTES = 256 * 2**20  # of the bodies of all open requests
+BODY_SECONDS = 30.0  # a body must be here after so long
 EXPECTED = 'expected {"queries": [string, ...], "topk": int, "return_scores": bool}, or "query": string'
 LOADING_RETRY_SECONDS = 2
 STOPPING_RETRY_SECONDS = 1
@@ -108,6 +110,7 @@ class RetrieveEndpoint:
 
     def __init__(self, service: RetrievalService) -> None:
         self._service = service
+        self._open_bytes = 0  # of the bodies of all open requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived, status = time.monotonic(), 500
@@ -135,11 +138,26 @@ class RetrieveEndpoint:
         if service.api_key is not None and not key_matches(scope["headers"], service.api_key):
             raise Refusal(401, "a valid api key is needed: Authorization: Bearer KEY, or X-API-Key: KEY")
         body = bytearray()
-        async for chunk in Request(scope, receive).stream():
-            body += chunk
-            if len(body) > MAX_BODY_BYTES:
-                raise Refusal(413, f"the body is too large: at most {MAX_BODY_BYTES} bytes are allowed")
-        request = parse_request(body, service.topk)
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for chunk in Request(scope, receive).stream():
+                    body += chunk
+                    self._open_bytes += len(chunk)
+                    if len(body) > MAX_BODY_BYTES:
+                        raise Refusal(
+                            413, f"the body is too large: at most {MAX_BODY_BYTES} bytes are allowed"
+                        )
+                    if self._open_bytes > MAX_OPEN_BYTES:
+                        raise Refusal(503, "too many large requests at once", RETRY_SECONDS)
+            return await self._search(parse_request(body, service.topk), receive, arrived)
+        except TimeoutError:  # of the block above: the search has a deadline of its own
+            raise Refusal(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
+        finally:
+            self._open_bytes -= len(body)
+
+    async def _search(self, request: RetrieveRequest, receive: Receive, arrived: float) -> bytes:
+        """The JSON of the reply. Raises Refusal or ClientDisconnect."""
+        service = self._service
         batcher = service.batcher
         if batcher is None:
             loading = f"still loading {service.corpus_path or service.backend}"
@@ -164,7 +182,11 @@ def _watch(receive: Receive, batcher: Batcher, ticket: Ticket) -> None:
 
 
 def _refused(refusal: Refusal) -> Response:
-    headers = {401: {"www-authenticate": "Bearer"}, 405: {"allow": "POST"}}.get(refusal.status, {})
+    headers = {
+        401: {"www-authenticate": "Bearer"},
+        405: {"allow": "POST"},
+        408: {"connection": "close"},
+    }.get(refusal.status, {})
     if refusal.retry_after is not None:
         headers["retry-after"] = str(refusal.retry_after)
     content = orjson.dumps({"detail": refusal.detail})

@@ -17,6 +17,8 @@ import httpx
 import pytest
 from server_parts import EchoRetriever, echo_service, http, post
 
+from search_r1.search.serving import retrieve_endpoint
+
 
 @contextmanager
 def connect(address: str) -> Iterator[socket.socket]:
@@ -27,6 +29,28 @@ def connect(address: str) -> Iterator[socket.socket]:
 
 def head(length: int) -> bytes:
     return f"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+def test_a_body_that_drips_is_refused_with_408(serve, monkeypatch):
+    monkeypatch.setattr(retrieve_endpoint, "BODY_SECONDS", 0.3)
+    with serve(echo_service()) as address, connect(address) as connection:
+        connection.sendall(head(1000) + b" ")
+        reply = b"".join(iter(lambda: connection.recv(2**16), b""))  # the server closes the connection
+        assert reply.startswith(b"HTTP/1.1 408") and b"within 0.3 s" in reply
+
+
+def test_the_bodies_of_all_open_requests_are_bounded(serve, monkeypatch):
+    monkeypatch.setattr(retrieve_endpoint, "MAX_OPEN_BYTES", 3000)
+    body = {"queries": ["x" * 1800]}
+    with serve(echo_service()) as address, http(address) as client:
+        with connect(address) as connection:
+            connection.sendall(head(2000) + b" " * 1900)
+            while post(client, body).status_code == 200:
+                time.sleep(0.01)
+            refused = post(client, body)
+            assert refused.status_code == 503 and "large requests" in refused.json()["detail"]
+        while post(client, body).status_code != 200:  # the other one has gone
+            time.sleep(0.01)
 
 
 def test_a_backend_that_hangs_costs_each_request_its_deadline_and_no_more(serve):
