@@ -56,9 +56,9 @@ PY
 start_server() {    # corpus, log -> RETRIEVER_URL
     local corpus="$1" log="$2"
     # In a session of its own, where there are such: a Ctrl-C is for the run, which still searches. It ends with this
-    # script also when that is killed.
+    # script also when that is killed (an old setpriv, or busybox's, can't do that).
     # shellcheck disable=SC2046  # words to split
-    $(command -v setsid || true) $(command -v setpriv >/dev/null && echo setpriv --pdeathsig TERM) "$PYTHON" \
+    $(command -v setsid || true) $(setpriv --pdeathsig TERM true 2>/dev/null && echo setpriv --pdeathsig TERM) "$PYTHON" \
         -m search_r1.search.server --host 127.0.0.1 --port 0 --retriever_name bm25 --corpus_path "$corpus" >"$log" 2>&1 &
     SERVER_PID=$!
     if ! announced "starting a search server on $corpus" wait_for_server "$log"; then

@@ -76,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="FAISS factory string: Flat (default), HNSW64, IVF4096,Flat, ...; exact: no FAISS, "
         "the index of the server's own exact search, half as large with --use_fp16",
     )
-    dense.add_argument("--faiss_gpu", action="store_true", help="let FAISS train and add on the GPUs")
+    dense.add_argument("--faiss_gpu", action="store_true", help="let FAISS train on the GPUs")
     dense.add_argument(
         "--save_embedding", action="store_true", help="keep <method>_exact beside a FAISS file"
     )
