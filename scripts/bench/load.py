@@ -82,9 +82,10 @@ def run_load(
                 raise RuntimeError(f"no reply for {REPLY_TIMEOUT:.0f} s")
             for key, _ in ready:
                 state, connection = key.data, key.fileobj
-                state[1] += connection.recv(2**18)  # type: ignore[union-attr]
+                data = connection.recv(2**18)  # type: ignore[union-attr]
+                state[1] += data
                 head, separator, body = state[1].partition(b"\r\n\r\n")
-                if not state[1] or (separator and b" 200" not in head.split(b"\r\n")[0]):
+                if not data or (separator and b" 200" not in head.split(b"\r\n")[0]):
                     raise RuntimeError(f"the server answered {state[1][:300]!r}")
                 if not separator or len(body) < int(head.lower().partition(b"content-length:")[2].split()[0]):
                     continue

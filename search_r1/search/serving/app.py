@@ -28,8 +28,10 @@ from search_r1.search.serving.service import RetrievalService
 
 PAGE = Path(__file__).with_name("page.html")
 PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
 Query = Annotated[str, Field(max_length=MAX_QUERY_CHARS)]
