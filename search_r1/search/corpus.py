@@ -89,7 +89,7 @@ class Corpus:
 
     @classmethod
     def from_documents(cls, documents: Sequence[dict[str, Any]]) -> Corpus:
-        """A corpus of its own. Raises ValueError for documents that `parse_line` refuses, and for none."""
+        """A corpus in a temporary file. Raises ValueError for none, and for what `parse_line` refuses."""
         if not documents:
             raise ValueError("the corpus has no documents")
         lines = [Document.from_fields(fields).json + b"\n" for fields in documents]
