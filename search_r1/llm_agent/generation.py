@@ -42,7 +42,7 @@ from verl.workers.rollout.base import Completion, Partial, RolloutEngine, Sampli
 
 
 @dataclass
-class _PendingSearch:
+class _OpenSearch:
     """A search under way. `due`: the engine step at which its observation joins, with a fixed delay."""
 
     session_id: int | None  # None: of a continued trajectory, whose session is opened with the documents
@@ -82,13 +82,13 @@ class TrajectoryLoop:
         self.codec, self.engine, self.search_client, self.config = codec, engine, search_client, config
         self.params, self.trajectories, self.on_event = params, trajectories, on_event
         self.keep_partial = keep_partial
-        self.max_tokens = min(self.config.max_prompt_length, self.engine.max_model_len)
+        self.max_context = min(self.config.max_prompt_length, self.engine.max_model_len)
         self.max_turns = self.config.max_turns if self.config.do_search else 0
         self.load = EngineLoad(engine)
         self.pending = deque(trajectory for trajectory in trajectories if not trajectory.finish_reason)
         self.num_in_flight = 0
         self.sessions: dict[int, Trajectory] = {}
-        self.searches: list[_PendingSearch] = []
+        self.searches: list[_OpenSearch] = []
         self.num_steps = 0
         self.shown: dict[int, int] = {}  # characters of the running turn that `on_event` has seen, by session
         self.watch: StragglerWatch | None = None
@@ -142,7 +142,7 @@ class TrajectoryLoop:
             self._search(new_searches)
 
     def _open(self, trajectory: Trajectory) -> None:
-        room = self.max_tokens - trajectory.num_tokens
+        room = self.max_context - trajectory.num_tokens
         if room < 1:
             self._finish(None, trajectory, "length")
             return
@@ -195,7 +195,7 @@ class TrajectoryLoop:
         started = time.perf_counter()
         futures = self.search_client.submit([query for _, _, query in new_searches], self.config.topk)
         for (session_id, trajectory, _), future in zip(new_searches, futures, strict=True):
-            self.searches.append(_PendingSearch(session_id, trajectory, future, due, started))
+            self.searches.append(_OpenSearch(session_id, trajectory, future, due, started))
 
     def _wait_for_searches(self) -> None:
         """Nothing can be decoded: until the next documents, or until a group is late."""
@@ -231,7 +231,7 @@ class TrajectoryLoop:
 
     def _go_on(self, session_id: int | None, trajectory: Trajectory, token_ids: Sequence[int]) -> None:
         """Appends tokens that the policy did not write and starts its next turn, if both fit."""
-        room = self.max_tokens - trajectory.num_tokens - len(token_ids)
+        room = self.max_context - trajectory.num_tokens - len(token_ids)
         if room < 1:
             self._finish(session_id, trajectory, "length")
             return
@@ -349,9 +349,9 @@ class LLMGenerationManager:
 
         Returns:
             The tensors of generation in the table of `verl/protocol.py`, P = max_start_length and
-            R = max_prompt_length (the same in every process, so that parts can be joined); the columns of
-            gen_batch's non_tensor_batch but `continuation`, and `trajectory`: `Trajectory.record`. meta_info
-            `metrics`: the `retrieval/*` and `rollout/*` (`engine_load.py`) figures of this process.
+            R = max_prompt_length, which bounds prompt and response together (P and R are the same in every
+            process, so that parts can be joined); gen_batch's columns but `continuation`, and `trajectory`:
+            `Trajectory.record`. meta_info `metrics`: `retrieval/*` and `rollout/*` figures of this process.
         """
         config, meta_info, columns = self.config, gen_batch.meta_info, gen_batch.non_tensor_batch
         seeds = gen_batch.tensors["sampling_seeds"].tolist()

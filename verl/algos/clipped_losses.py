@@ -1,7 +1,7 @@
 """Policy losses that hold the ratio r near 1: PPO's clip, GSPO, GMPO, SAPO's soft gate; and Clip-Cov and
 KL-Cov, which hold back the few tokens that entropy collapses by (Cui et al. 2025, arXiv:2505.22617).
 
-Where r is 1 their gradient is that of -A log pi. Symbols: see `policy_losses`.
+Where r is 1 their gradient is that of -A log pi. Symbols, mask and aggregation: see `policy_losses`.
 
 Clip-Cov and KL-Cov choose tokens out of the whole mini-batch:
 
@@ -60,8 +60,8 @@ def compute_policy_loss(
     loss_agg_mode: str = "token-mean",
     denominator: LossDenominator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """PPO's clipped policy loss with its settings as arguments, as in verl: `clipped_surrogate` with low and
-    high, which default to `cliprange`.
+    """PPO's clipped policy loss with its settings as arguments, as in verl, for users (our actor takes
+    `compute_policy_loss_vanilla`): `clipped_surrogate` with low and high, which default to `cliprange`.
 
     The dual clip is on by default here, as in verl; the configuration's `actor.clip_ratio_c` is null.
 

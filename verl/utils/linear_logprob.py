@@ -28,8 +28,8 @@ def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 
 
 class _LinearLogProb(torch.autograd.Function):
-    """With p = softmax(z), H its entropy and gradients a of log p[label], b of H: dz = a (onehot - p) - b
-    p (log p + H).
+    """p = softmax(z), H is its entropy. Where the loss has gradients a for log p[label] and b for H:
+    dz = a (onehot - p) - b p (log p + H).
     """
 
     @staticmethod

@@ -172,8 +172,8 @@ def _padded(lengths: Tensor) -> _Layout:
 
 
 def _shared(tokens: Tensor, lengths: Sequence[int]) -> _Layout:
-    """Rows end to end, what a row has in common with another from the beginning on left out. tokens [S,
-    ...]
+    """Rows end to end; a row's beginning is left out where the pack has it already and it is long enough.
+    tokens: [S, ...], what is compared.
     """
     by_prefix = prefix_order([row.numpy() for row in tokens.split(list(lengths))])
     if not any(by_prefix.shared):

@@ -3,8 +3,8 @@
     generate_sequences -> compute_log_prob, compute_ref_log_prob -> update_actor      (ActorRolloutRefWorker)
                           compute_values -> update_critic                             (CriticWorker)
 
-`sync_weights` gives the policy's weights to the rollout engine. The native one reads them where they are (one
-process, same dtype), so that an update needs no copy.
+`sync_weights` gives the policy's weights to the rollout engine. On CUDA the native one reads them where they
+are (one process, same dtype), and an update needs no copy; on CPU it packs a copy of them after each update.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class TrajectoryCollector:
         max_rounds = algorithm.filter_groups.max_num_gen_batches or math.inf
         self._rounds = []
         while True:
-            yield self._prompts(step, count, is_last)
+            yield self._prompts(step, count, is_last)  # goes on here after `add`
             self._batch = DataProto.concat(self._rounds)
             uids = self._batch.non_tensor_batch["uid"]
             self._usable = usable_rows(self._batch, self.passes.compares_group, algorithm.overlong_filter)
@@ -205,7 +205,7 @@ class TrajectoryCollector:
     # ----------------------------------------------------------------------------------- what is learnt
 
     def selected(self, seconds: float) -> tuple[DataProto, dict[str, float]]:
-        """The rows that the step learns from, and metrics of all that it has made in `seconds`.
+        """The rows that the step learns from, and metrics of all that it generated, which took `seconds`.
 
         Raises:
             RunStopped: there is nothing to learn from.

@@ -1,7 +1,7 @@
 """The driver of a run: one process that holds the loop, and worker groups that hold the models.
 
-`RayPPOTrainer.fit` is a run, and its loop is a step, from top to bottom. The same trainer runs with a Ray
-worker group (one actor a process, any number of machines) and with the in-process one
+`RayPPOTrainer.fit` is a run; the body of its loop is a step, from top to bottom. The same trainer runs with
+a Ray worker group (one actor a process, any number of machines) and with the in-process one
 (`trainer.backend=local`). Weights never pass through the driver; the rows of a step do.
 """
 
@@ -44,8 +44,8 @@ from verl.utils.records.trajectories import TokenTexts, trajectory_records
 from verl.workers.engine.loading import load_hf_config
 from verl.workers.engine.update_loop import shuffled
 
-PASS_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")
-NOT_TRAINED_ON = ("prompts", "responses", "token_level_scores", "token_level_rewards")
+PASS_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")  # for log-probs and values
+NOT_TRAINED_ON = ("prompts", "responses", "token_level_scores", "token_level_rewards")  # not for the update
 
 
 class RayPPOTrainer(ResumableRun):
@@ -321,10 +321,10 @@ class RayPPOTrainer(ResumableRun):
     def _arranged(
         self, batch: DataProto, group: WorkerGroup, block: Actor | Critic
     ) -> tuple[DataProto, list[int]]:
-        """The rows as the processes of a group get them, with what its losses (`block`: actor or critic) are
-        divided by; and the tokens of each process.
+        """The columns that an update reads (`block`: actor or critic), with the rows in the order in which
+        the processes of a group get them; and the number of tokens of each process.
 
-        Rows are shuffled here, not by the processes: so a mini-batch is the same set for any number of them.
+        Rows are shuffled here (`shuffle`), so that a mini-batch is the same set for any number of processes.
         """
         columns = [str(name) for name, _ in batch.tensors.items() if name not in NOT_TRAINED_ON]
         rows = batch.select(columns, ["uid"], [])

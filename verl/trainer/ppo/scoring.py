@@ -1,6 +1,6 @@
 """Scores of trajectories, and the advantages that the update learns from.
 
-reward function -> * search cost -> + overlong penalty -> token_level_scores [N, R]
+reward function -> less search cost and overlong penalty -> token_level_scores [N, R]
                 -> em, reward_extra (all that it returned, by name)
 scores, the passes' columns -> AdvantageInputs -> advantages, returns [N, R]
 """
@@ -299,8 +299,8 @@ def compute_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
 ) -> DataProto:
-    """verl's, for users' own trainers: adds advantages and returns to a batch with token_level_rewards and
-    what the estimator needs (uid, values, reward_baselines, ...). `num_repeat` has no effect, as in verl.
+    """verl's, for users' own trainers (ours: `add_advantages`): adds advantages and returns to a batch with
+    token_level_rewards and what the estimator needs (uid, values, ...). `num_repeat` has no effect, as there.
     """
     tensors = data.tensors
     if "response_mask" not in tensors:

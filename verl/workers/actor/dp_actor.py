@@ -82,8 +82,8 @@ class PolicyObjective:
     config: the `actor` block. temperature: the one that was sampled with. batch: this rank's columns, [N, R]
     where they are per token. on_policy: the weights are those of old_log_probs, so that the ratio is 1, and
     old_log_probs are not read. (If it is False and they are missing, the loss must do without.) limits, seed:
-    for a loss that chooses tokens out of the mini-batch. first_log_probs: [N, R],
-    is filled with this pass's log-probs, if given.
+    for a loss that chooses tokens out of the mini-batch. first_log_probs: [N, R], if given it is filled with
+    this pass's log-probs.
     """
 
     config: Mapping[str, Any]
@@ -269,13 +269,13 @@ class DataParallelPPOActor:
         self.entropy_controller = get_entropy_controller(config)
 
     def update_policy(self, data: DataProto) -> dict[str, float]:
-        """ppo_epochs passes over the rows, one optimizer step per mini-batch (meta_info `mini_batch_rows` on
-        this rank; else as configured). Returns metrics `actor/*`, and `rollout_corr/*` where the
+        """ppo_epochs passes over the rows, one optimizer step per mini-batch (of meta_info `mini_batch_rows`
+        rows on this rank; else as configured). Returns metrics `actor/*`, and `rollout_corr/*` where the
         rollout_log_probs have not been compared with anything yet.
 
         Reads input_ids, attention_mask, position_ids, response_mask, and the columns of `loss_columns`. In
-        the first mini-batch the policy is the one that old_log_probs are of, so its ratio is taken as 1 and
-        they are not read; but they are with meta_info `bypass_mode`, where they are the rollout engine's.
+        the first mini-batch the policy is still the one that old_log_probs are of: the ratio is 1, and they
+        are not read. With meta_info `bypass_mode` they are the rollout engine's, and are read there too.
         They may be missing if there is only one optimizer step, or if the policy loss does without them: with
         several steps there are no metrics of the ratio then.
         """

@@ -43,7 +43,7 @@ from verl.workers.engine.optim import build_optimizer, build_scheduler, hidden_m
 
 @dataclass(frozen=True)
 class ProcessLayout:
-    """Of one model, as one process sees it; None where there is but one process.
+    """How a model's processes are divided, as one of them sees it. One process alone has no mesh, no group.
 
     mesh: for `fully_shard`, of one dimension (shard) or two (replicate, shard). data: which replica the
     process is a part of. sequence: the processes of its replica. peers: the processes with

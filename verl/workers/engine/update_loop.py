@@ -171,8 +171,8 @@ class UpdateLoop:
         if nothing was computed.
 
         Idle rows add their metrics alone, without a backward pass; but one of their micro-batches has it if
-        there is nothing else: the optimizer steps (momentum, decay) on zeros too. They come first, so that
-        the last pass is a backward one, after which sharded weights are given back.
+        there is nothing else: the optimizer steps (momentum, decay) on zeros too. Idle rows come first, so
+        that the last pass is a backward one, after which sharded weights are given back.
         """
         engine, shares = self.engine, list[Share]()
         idle = set(objective.idle_rows)
@@ -202,7 +202,7 @@ class UpdateLoop:
     def _micro_batches(
         self, batch: Mapping[str, Tensor], rows: list[int]
     ) -> tuple[int, Iterable[PackedMicroBatch]]:
-        """`micro_batches`; none where no rank has such rows."""
+        """`pack_micro_batches` of these rows; none where no rank has such rows."""
         if not any(self.engine.reduce([float(len(rows))], "sum")):
             return 0, ()
         return pack_micro_batches(batch, rows, self.engine, self.limits)

@@ -4,7 +4,7 @@
                         ^                                                            |
                         +---- Scheduler.finish / park (turn ended) <-----------------+
 
-Log-probs come from the pass that samples.
+Log-probs come from the pass that samples. `RolloutEngine` has `open`, `resume` and `close`.
 """
 
 from __future__ import annotations

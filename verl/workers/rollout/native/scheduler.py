@@ -322,7 +322,7 @@ class Scheduler:
             blocks.append(known.block)
             contents.append(before)
             start += size
-        for end in (start + size, session.prompt_len):
+        for end in (start + size, session.prompt_len):  # one more block, or a part of one, to copy from
             if start < end <= min(len(tokens), start + size) and min(end, most) > start:
                 known = self.pool.find(before, tokens[start:end].tobytes())
                 # A whole block may be one that this step fills; the end of a prompt is computed already.

@@ -18,7 +18,7 @@ NO_SLOT = -1
 
 @dataclass(eq=False)
 class NativeSession(RolloutSession):
-    """A trajectory and the KV state it holds. The last one of its tokens is never computed yet.
+    """A trajectory and the KV state it holds. Its last token is always still to compute.
 
     It is parked when its turn ended: no slot, but blocks until someone needs them. While a turn is under way
     it is queued (new, resumed or preempted) or has a slot: it is prefilled at once or chunk by chunk, then it
