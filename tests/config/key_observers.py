@@ -44,7 +44,7 @@ from verl.trainer.ppo.run_state import RunStopped
 from verl.utils.records import recorder
 from verl.utils.reward_score.qa_em_format import Segment
 from verl.workers.engine.loading import load_hf_config
-from verl.workers.engine.micro_batches import MicroBatchLimits
+from verl.workers.engine.update_loop import MicroBatchLimits
 from verl.workers.megatron_workers import sizes_of
 from verl.workers.rollout import build
 

@@ -13,8 +13,8 @@ from verl.preflight.plan import tokens_of
 from verl.utils.packed_attention import PACKED_ATTENTION
 from verl.utils.packing import pack_rows
 from verl.workers.engine.loading import PolicyModel, Precision
-from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.engine.optim import build_optimizer
+from verl.workers.engine.update_loop import MicroBatchLimits
 
 FP32 = Precision(torch.float32, torch.float32, torch.float32)
 MIXED = Precision(torch.float32, torch.bfloat16, torch.float32)

@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algos.advantages import RunningBaseline, register_adv_est
+from verl.algos.advantages import Groups, RunningBaseline, outcome_scores, register_adv_est, spread
 from verl.algos.aggregation import masked_whiten
-from verl.algos.grouping import Groups, outcome_scores, spread
 
 Index = Sequence[Any] | np.ndarray
 

@@ -21,7 +21,7 @@ from verl.preflight.memory import Layout, ModelSize, forward_pass, hold, size_of
 from verl.trainer.placement import processes_on_nodes, roles_of
 from verl.trainer.ppo.passes import Passes
 from verl.workers.engine.loading import Precision
-from verl.workers.engine.micro_batches import MicroBatchLimits
+from verl.workers.engine.update_loop import MicroBatchLimits
 from verl.workers.rollout import build
 
 GIB = 1 << 30

@@ -27,9 +27,9 @@ from verl.workers.critic.dp_critic import DataParallelPPOCritic
 from verl.workers.engine.base import Engine
 from verl.workers.engine.fsdp_engine import TrainEngine
 from verl.workers.engine.loading import Precision, check_heads, load_policy, load_value_model
-from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.engine.reference import Reference
 from verl.workers.engine.snapshot import BackgroundWriter
+from verl.workers.engine.update_loop import MicroBatchLimits
 from verl.workers.rollout.base import RolloutEngine
 from verl.workers.rollout.build import EngineRequest, build_engine, engine_name, rollout_dtype
 

@@ -22,8 +22,13 @@ from verl.utils.packing import CPU_TOKENS_PER_PACK, PackedMicroBatch
 from verl.workers.engine.base import Outputs, Share
 from verl.workers.engine.fsdp_engine import TrainEngine
 from verl.workers.engine.loading import Precision, load_policy
-from verl.workers.engine.micro_batches import MicroBatchLimits, pack_micro_batches, tensors_of
-from verl.workers.engine.update_loop import MiniBatch, UpdateLoop
+from verl.workers.engine.update_loop import (
+    MicroBatchLimits,
+    MiniBatch,
+    UpdateLoop,
+    pack_micro_batches,
+    tensors_of,
+)
 from verl.workers.fsdp_workers import TrainingWorker
 
 ASKED = {"temperature": 1.0, "with_entropy": False}

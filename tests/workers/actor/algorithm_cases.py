@@ -11,7 +11,7 @@ from tiny_training import VOCABULARY, gradients_of, make_actor, make_batch, make
 from verl.algos.aggregation import prompt_counts
 from verl.protocol import DataProto, object_array
 from verl.workers.actor.dp_actor import DataParallelPPOActor
-from verl.workers.engine.micro_batches import MicroBatchLimits
+from verl.workers.engine.update_loop import MicroBatchLimits
 
 ALL_ROWS = MicroBatchLimits(None, None, padded=False)
 SPLITS = {

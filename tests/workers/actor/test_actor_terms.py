@@ -8,7 +8,7 @@ from tiny_training import assert_same_gradients, make_actor, make_batch, make_co
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.workers.actor import dp_actor
 from verl.workers.actor.dp_actor import token_statistics
-from verl.workers.engine.micro_batches import MicroBatchLimits
+from verl.workers.engine.update_loop import MicroBatchLimits
 
 ALL_ROWS = MicroBatchLimits(None, None, padded=False)
 

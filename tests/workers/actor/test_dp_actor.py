@@ -15,7 +15,7 @@ from tiny_training import (
 
 from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
 from verl.workers.actor.dp_actor import compute_log_prob
-from verl.workers.engine.micro_batches import MicroBatchLimits, pack_micro_batches, tensors_of
+from verl.workers.engine.update_loop import MicroBatchLimits, pack_micro_batches, tensors_of
 
 ALL_ROWS = MicroBatchLimits(None, None, padded=False)
 

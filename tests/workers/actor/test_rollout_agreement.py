@@ -8,7 +8,7 @@ from tiny_training import make_actor, make_batch, make_config
 
 from verl.algos.rollout_correction import rollout_agreement
 from verl.workers.actor.dp_actor import compute_log_prob
-from verl.workers.engine.micro_batches import MicroBatchLimits
+from verl.workers.engine.update_loop import MicroBatchLimits
 
 ALL_ROWS = MicroBatchLimits(None, None, padded=False)
 

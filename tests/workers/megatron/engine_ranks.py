@@ -11,7 +11,7 @@ from tiny_training import CPU, make_actor, make_batch, make_config, make_critic,
 from verl.trainer.ppo.batching import arrange_for_workers
 from verl.workers.actor.dp_actor import DataParallelPPOActor, compute_log_prob
 from verl.workers.critic.dp_critic import DataParallelPPOCritic
-from verl.workers.engine.micro_batches import MicroBatchLimits
+from verl.workers.engine.update_loop import MicroBatchLimits
 
 NUM_ROWS = 11  # no multiple of 2: a replica gets a copy that takes part in nothing
 NUM_UPDATES = 2

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.algos.advantages import estimator_inputs
+from verl.algos.policy_losses import policy_loss_inputs
 from verl.algos.rollout_correction import check_correction, corrects
 from verl.config import Config
-from verl.trainer.ppo import core_algos
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,10 @@ class Passes:
         or a rollout correction that can't be."""
         algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
         check_correction(algorithm.rollout_correction, config.actor_rollout_ref.rollout)
-        inputs = core_algos.estimator_inputs(algorithm.adv_estimator)
-        with_turns = core_algos.estimator_inputs(algorithm.adv_estimator, algorithm.turn_credit)
+        inputs = estimator_inputs(algorithm.adv_estimator)
+        with_turns = estimator_inputs(algorithm.adv_estimator, algorithm.turn_credit)
         kl_in_reward = not actor.use_kl_loss and algorithm.kl_ctrl.kl_coef > 0
-        loss_inputs = core_algos.policy_loss_inputs(actor.policy_loss.loss_mode)
+        loss_inputs = policy_loss_inputs(actor.policy_loss.loss_mode)
         trains = not config.trainer.val_only
         return cls(
             estimator_inputs=frozenset(with_turns),

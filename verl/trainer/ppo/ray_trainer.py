@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-from verl.algos.aggregation import PROMPT_MEAN
+from verl.algos.advantages import RunningBaseline
+from verl.algos.aggregation import PROMPT_MEAN, prompt_counts
+from verl.algos.kl_and_entropy import get_kl_controller
 from verl.config import Config
 from verl.config.policy import Actor
 from verl.config.schema import Critic
@@ -22,7 +24,7 @@ from verl.protocol import DataProto
 from verl.single_controller import build_worker_groups
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
 from verl.trainer.placement import ResourcePoolManager, Role
-from verl.trainer.ppo import core_algos, metric_utils
+from verl.trainer.ppo import metric_utils
 from verl.trainer.ppo.batching import arrange_for_workers, attention_length
 from verl.trainer.ppo.collection import TrajectoryCollector, with_greedy_baselines, without_padding
 from verl.trainer.ppo.health import HealthMonitor
@@ -86,8 +88,8 @@ class RayPPOTrainer(ResumableRun):
         self.stop_request = stop_request or StopRequest()
 
         self.passes = Passes.of(config)
-        self.kl_controller = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
-        self.running_baseline = core_algos.RunningBaseline(config.algorithm.rae_decay)
+        self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
+        self.running_baseline = RunningBaseline(config.algorithm.rae_decay)
         self.health = HealthMonitor()
         self.texts = TokenTexts(tokenizer)
         self.sampler = self._prompt_sampler()
@@ -334,7 +336,7 @@ class RayPPOTrainer(ResumableRun):
         if block.loss_agg_mode == PROMPT_MEAN:  # is divided by what the uid's rows of a mini-batch sampled
             mask, uids = tensors["response_mask"], rows.non_tensor_batch["uid"]
             starts = range(0, len(batch), size)
-            counts = [core_algos.prompt_counts(mask[at : at + size], uids[at : at + size]) for at in starts]
+            counts = [prompt_counts(mask[at : at + size], uids[at : at + size]) for at in starts]
             tensors["prompt_tokens"], tensors["prompt_rows"] = map(torch.cat, zip(*counts, strict=True))
         if block.get("echo_coeff"):  # learns tokens of the response that the policy read and did not sample
             sampled = tensors["sampled_mask" if "sampled_mask" in tensors else "response_mask"]

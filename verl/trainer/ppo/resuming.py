@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from verl.algos.advantages import RunningBaseline
+from verl.algos.kl_and_entropy import FixedKLController
 from verl.config import Config
 from verl.config.keys import flat
 from verl.single_controller.base import WorkerGroup
 from verl.trainer.ppo.collection import TrajectoryCollector
-from verl.trainer.ppo.core_algos import FixedKLController
 from verl.trainer.ppo.health import HealthMonitor
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import (

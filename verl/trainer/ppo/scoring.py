@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from verl.algos.advantages import AdvantageInputs, RunningBaseline
+from verl.algos.advantages import compute_advantage as estimate_advantages
+from verl.algos.kl_and_entropy import FixedKLController, apply_kl_penalty
+from verl.algos.rollout_correction import apply_rollout_correction, take_out_rejected
 from verl.config import Config
 from verl.config.schema import AlgorithmConfig
 from verl.protocol import DataProto, object_array
-from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.core_algos import FixedKLController
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
 from verl.utils.reward_score import RewardFunction, default_compute_score, qa_em
@@ -272,21 +273,21 @@ def add_advantages(
         RunStopped: rewards that the estimator can't take.
     """
     tensors = batch.tensors
-    metrics = core_algos.apply_rollout_correction(batch, algorithm.rollout_correction)
+    metrics = apply_rollout_correction(batch, algorithm.rollout_correction)
     if passes.kl_in_reward:
-        metrics |= core_algos.apply_kl_penalty(batch, kl_controller, algorithm.kl_penalty)
+        metrics |= apply_kl_penalty(batch, kl_controller, algorithm.kl_penalty)
     else:
         tensors["token_level_rewards"] = tensors["token_level_scores"]
     inputs = advantage_inputs(batch, algorithm, passes, running_baseline)
     try:
-        advantages, returns = core_algos.compute_advantage(algorithm.adv_estimator, inputs)
+        advantages, returns = estimate_advantages(algorithm.adv_estimator, inputs)
     except ValueError as error:
         raise RunStopped(f"the advantages of this step: {error}") from error
     tensors["advantages"], tensors["returns"] = advantages, returns
     if inputs.baseline_keys is not None:
         mask = tensors["response_mask"]
         running_baseline.update(tensors["token_level_rewards"], mask, inputs.baseline_keys)
-    core_algos.take_out_rejected(batch)
+    take_out_rejected(batch)
     return metrics
 
 
@@ -315,7 +316,7 @@ def compute_advantage(
         config=config,
         **{name: tensors[name] for name in COLUMNS if name in tensors},
     )
-    tensors["advantages"], tensors["returns"] = core_algos.compute_advantage(adv_estimator, inputs)
+    tensors["advantages"], tensors["returns"] = estimate_advantages(adv_estimator, inputs)
     return data
 
 

@@ -35,8 +35,14 @@ from verl.algos.rollout_correction import rollout_agreement
 from verl.protocol import DataProto
 from verl.utils.packing import PackedMicroBatch
 from verl.workers.engine.base import Engine, Outputs, Share
-from verl.workers.engine.micro_batches import EXTRA_LOSS_KEY, MicroBatchLimits, pack_micro_batches, tensors_of
-from verl.workers.engine.update_loop import MiniBatch, UpdateLoop
+from verl.workers.engine.update_loop import (
+    EXTRA_LOSS_KEY,
+    MicroBatchLimits,
+    MiniBatch,
+    UpdateLoop,
+    pack_micro_batches,
+    tensors_of,
+)
 
 
 def uses_kl_loss(config: Mapping[str, Any]) -> bool:

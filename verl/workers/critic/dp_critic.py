@@ -15,8 +15,13 @@ from verl.algos.aggregation import agg_loss, compute_value_loss
 from verl.protocol import DataProto
 from verl.utils.packing import PackedMicroBatch
 from verl.workers.engine.base import Engine, Outputs, Share
-from verl.workers.engine.micro_batches import MicroBatchLimits, pack_micro_batches, tensors_of
-from verl.workers.engine.update_loop import MiniBatch, UpdateLoop
+from verl.workers.engine.update_loop import (
+    MicroBatchLimits,
+    MiniBatch,
+    UpdateLoop,
+    pack_micro_batches,
+    tensors_of,
+)
 
 
 class DataParallelPPOCritic:
