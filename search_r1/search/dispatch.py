@@ -97,6 +97,7 @@ class _Search:
     nonsense_from: set[_Address] = field(default_factory=set)
     limit: int = MAX_BATCH  # the largest batch it may travel in: one that fails is sent again in parts
     num_broken: int = 0  # requests that failed with it in a way that may be its own fault
+    problem: str = ""  # of its last request that failed
     is_done: bool = False
 
 
@@ -157,8 +158,8 @@ class Dispatcher:
         if search.is_done:
             return
         what = "connection" if all(address.is_unreachable for address in self.addresses) else "answer"
-        problems = [address.problem or f"{address.name}: no answer" for address in self.addresses]
-        error = SearchError(f"no {what} within {self.timeout:g} s ({'; '.join(problems)})")
+        problems = [a.problem or search.problem or f"{a.name}: no answer" for a in self.addresses]
+        error = SearchError(f"no {what} within {self.timeout:g} s ({'; '.join(dict.fromkeys(problems))})")
         search.futures.remove(future)
         self._end(future, error)
         if not search.futures:
@@ -348,6 +349,8 @@ class Dispatcher:
         address.paused_until = max(address.paused_until, now + pause)
         address.problem, address.is_unreachable = problem, False
         address.takes_single_query = False  # another server may come up there
+        for search in request.searches:
+            search.problem = problem
 
     def _again(self, searches: list[_Search], in_parts: bool = False, at_the_end: bool = False) -> None:
         """Lets searches wait again, in front, but for those that another request carries.

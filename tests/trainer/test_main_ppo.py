@@ -1,10 +1,12 @@
 """The whole program on a small world: what it writes, what it refuses, and that backends agree."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
+from instant_runs import documented_metrics
 from small_runs import ROOT, arguments, metrics
 
 from verl.trainer.main_ppo import run
@@ -79,6 +81,8 @@ def test_rule_5_local_and_ray_with_one_and_two_processes_take_the_same_step(worl
     for key in ("actor/pg_loss", "actor/grad_norm", "actor/kl_loss", "critic/vf_loss", "critic/grad_norm"):
         assert rows["ray1"][key] == pytest.approx(rows["local"][key], rel=1e-5, abs=1e-7), key
         assert rows["ray2"][key] == pytest.approx(rows["local"][key], rel=1e-5, abs=1e-7), key
+    names, known = rows["local"].keys() | rows["ray2"].keys(), documented_metrics()
+    assert [name for name in names if not re.fullmatch(known, name)] == ["step"], "docs/metrics.md lacks them"
 
 
 @pytest.mark.slow

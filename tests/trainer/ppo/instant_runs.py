@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -225,3 +226,15 @@ def run(trainer: RayPPOTrainer) -> dict[str, Any]:
         return trainer.fit()
     finally:
         trainer.shutdown()
+
+
+def documented_metrics() -> str:
+    """A pattern of all names in docs/metrics.md; one without a slash goes on like the first of its line."""
+    patterns = []
+    for line in (Path(__file__).parents[3] / "docs" / "metrics.md").read_text().splitlines():
+        names = re.findall(r"`([^`]+)`", line.split("|")[1]) if line.startswith("| `") else []
+        for name in names:
+            name = name if "/" in name else f"{names[0].rpartition('/')[0]}/{name}"
+            pattern = re.sub(r"<\w+>", ".+", re.escape(name).replace(r"\.\.", ".*"))
+            patterns.append(re.sub(r"\\{(.*?)\\}", lambda part: f"({part[1].replace(',', '|')})", pattern))
+    return "|".join(patterns)

@@ -7,10 +7,9 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
-from instant_runs import Critic, Policy, instant_trainer, run
+from instant_runs import Critic, Policy, documented_metrics, instant_trainer, run
 
 from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped, StoppedOnRequest, StopRequest
 from verl.trainer.ppo.scoring import RewardManager
@@ -191,18 +190,6 @@ def test_the_kl_controller_is_restored(tmp_path):
     second = instant_trainer(tmp_path / "run", "trainer.total_training_steps=1", *ADAPTIVE, algorithm="ppo")
     run(second)
     assert second.kl_controller.value == first.kl_controller.value
-
-
-def documented_metrics() -> str:
-    """A pattern of all names in docs/metrics.md; one without a slash goes on like the first of its line."""
-    patterns = []
-    for line in (Path(__file__).parents[3] / "docs" / "metrics.md").read_text().splitlines():
-        names = re.findall(r"`([^`]+)`", line.split("|")[1]) if line.startswith("| `") else []
-        for name in names:
-            name = name if "/" in name else f"{names[0].rpartition('/')[0]}/{name}"
-            pattern = re.sub(r"<\w+>", ".+", re.escape(name).replace(r"\.\.", ".*"))
-            patterns.append(re.sub(r"\\{(.*?)\\}", lambda part: f"({part[1].replace(',', '|')})", pattern))
-    return "|".join(patterns)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
