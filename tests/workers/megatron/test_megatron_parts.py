@@ -1,11 +1,15 @@
 """Parts of models on Megatron over 1, 2 and 3 processes."""
 
 import json
+from types import SimpleNamespace
 
 import megatron_checks as checks
 import pytest
+import torch
 from megatron_ranks import run_ranks, write_models
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
@@ -30,3 +34,18 @@ def test_a_rank_reads_its_own_slices_alone_from_a_folder_of_several_files(folder
     with open(f"{folders['qwen3 untied']}/config.json") as config:
         (tmp_path / "config.json").write_text(config.read())
     run_ranks(checks.own_slices, 2, str(tmp_path))
+
+
+def test_rotary_angles_are_made_on_the_device_of_the_tokens():
+    from verl.workers.megatron.model import _Stage
+
+    rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=32, num_attention_heads=4)).to("meta")
+    stage = SimpleNamespace(
+        config=SimpleNamespace(params_dtype=torch.bfloat16),
+        rotary=rotary,
+        pre_process=False,
+        decoder=lambda packed_seq_params, **_: packed_seq_params.cos,
+    )
+    ids = torch.zeros(1, 3, dtype=torch.int64, device="meta")
+    cos = _Stage._hidden_states(stage, SimpleNamespace(input_ids=ids, position_ids=ids, packing=None), None)
+    assert cos.device.type == "meta" and cos.shape == (3, 8) and cos.dtype == torch.bfloat16

@@ -70,7 +70,8 @@ class _Stage(GPTModel):
     def _hidden_states(self, pack: PackedMicroBatch, sharded: ShardedMicroBatch | None) -> Tensor:
         """[t, 1, D] after this stage's layers, t tokens of this process and tensor rank."""
         own = pack if sharded is None else sharded.own
-        cos, sin = self.rotary(torch.empty((), dtype=self.config.params_dtype), own.position_ids)
+        like = torch.empty((), dtype=self.config.params_dtype, device=own.position_ids.device)
+        cos, sin = self.rotary(like, own.position_ids)
         embedded = self.embedding(own.input_ids, own.position_ids) if self.pre_process else None
         hidden: Tensor = self.decoder(
             hidden_states=embedded,
