@@ -1,5 +1,7 @@
 """`RemoteVllmEngine` against servers that speak vLLM's protocol: sessions, stops, faults."""
 
+import asyncio
+
 import pytest
 from protocol_server import expected_turn, log_prob
 from remote_parts import GREEDY, WEIGHTS, drain, hold, wait_until
@@ -196,3 +198,15 @@ def test_garbage_is_an_error_that_names_the_server(start, line, message):
 def test_a_server_that_does_not_fit_is_refused_at_once(start, attribute, value, message):
     with pytest.raises(ValueError, match=message):
         start(prepare=lambda server: setattr(server, attribute, value))
+
+
+def test_a_full_session_is_not_sent_when_the_request_before_it_ends_late(start):
+    engine, (server,) = start()
+    session_id = engine.open([1, 2], SamplingParams(3, **GREEDY))
+    drain(engine)
+    engine.resume(session_id, [3] * engine.max_model_len, SamplingParams(3, **GREEDY))
+    engine._loop.call_soon_threadsafe(engine._start, engine._sessions[session_id])  # as its last task does
+    engine._call(asyncio.sleep(0))
+    assert engine._sessions[session_id].task is None
+    (completion,) = engine.step()
+    assert (completion.finish_reason, completion.token_ids) == ("length", []) and len(server.requests) == 1

@@ -106,3 +106,19 @@ def test_weights_that_are_not_the_models_are_not_taken(model, change, message):
     failed = sender.send([server], change(list(model.named_parameters())), 1)
     assert message in failed[server.url]
     sender.close()
+
+
+def test_workers_hear_at_once_of_a_tensor_that_the_trainer_could_not_send(model):
+    class Broken:
+        def is_floating_point(self):
+            raise MemoryError("out of memory")
+
+    workers = Workers(4, [Receiver(model.config)])
+    call, answers = workers.call, []
+    workers.call = lambda *words, **arguments: answers.append(call(*words, **arguments)) or answers[-1]
+    sender = WeightSender("gloo", CPU, torch.float32)
+    pairs = [*list(model.named_parameters())[:2], ("third", Broken())]
+    with pytest.raises(MemoryError):
+        sender.send([workers], pairs, 1)
+    with pytest.raises(RuntimeError, match="the trainer broke off: MemoryError"):
+        answers[-1].result(20)

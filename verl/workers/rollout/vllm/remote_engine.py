@@ -251,6 +251,8 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
     # ---- turns ----
 
     def _start(self, session: RemoteSession) -> None:
+        if session.limit < 1:  # no room for a token: `step` ends the turn
+            return
         if session.under_way and session.task is None and session.session_id in self._sessions:
             session.task = self._loop.create_task(self._run(session))
 

@@ -98,6 +98,7 @@ class ServerPool:
                 ended = any(process.url == client.url and not process.alive for process in processes)
                 if ended or time.monotonic() + wait > deadline:
                     self.bury(client.url, str(error))
+                    return
                 await asyncio.sleep(wait)
                 wait *= 2
 

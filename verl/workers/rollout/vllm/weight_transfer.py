@@ -185,7 +185,7 @@ class WeightSender:
         number = 0
         end: dict[str, Any] = {}
         try:
-            for number, (name, tensor) in enumerate(weights, start=1):
+            for name, tensor in weights:
                 dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
                 data = tensor.detach().to(self._device, dtype).contiguous()
                 message = {
@@ -199,13 +199,14 @@ class WeightSender:
                         error = receiving[url].exception()
                         failed[url] = f"it stopped receiving: {error or 'without an error'}"
                         continue
-                    self._groups[url].announce(self._update, number - 1, message)
+                    self._groups[url].announce(self._update, number, message)
                     under_way.append((url, self._groups[url].start_sending(data)))
                 for url, work in under_way:
                     try:
                         work.wait()
                     except RuntimeError as error:  # how torch says that a peer is gone
                         failed[url] = f"the transfer broke: {error}"
+                number += 1
         except BaseException as error:
             end = {"failed": repr(error)}
             raise
