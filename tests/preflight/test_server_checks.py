@@ -180,3 +180,8 @@ def test_indexes_that_are_whole_broken_or_not_there(tmp_path, monkeypatch):
     assert "it does not exist" in look(tmp_path / "none")[0].what
     (tmp_path / "lfs").write_text("version https://git-lfs.github.com/spec/v1\n")
     assert "git lfs pull" in look(tmp_path / "lfs")[0].what
+
+
+def test_a_corpus_is_not_looked_at_by_a_run_that_does_not_search(tmp_path):
+    settings = ["do_search=false", f"retriever.corpus_path={tmp_path / 'none.jsonl'}"]
+    assert find("corpus", target_of(*settings, probe=RetrievalProbe())) == []

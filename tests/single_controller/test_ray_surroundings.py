@@ -117,3 +117,9 @@ def test_a_network_file_system_is_refused_when_asked_for_and_left_when_it_is_the
     assert note.startswith("Ray works in /tmp/ray: /home/me/tmp is on a network file system (nfs4)")
     with pytest.raises(ValueError, match="can't be used either. Set RAY_TMPDIR"):
         temp_dir.choose_temp_dir(["server:/ / nfs rw 0 0"])
+
+
+def test_a_path_is_on_what_was_mounted_last_and_deepest():
+    for folder, kind in (("/scratch/big disk/me", "lustre"), ("/data/me", "nfs4")):
+        mounts = [*MOUNTS, "auto.data /data autofs rw 0 0", "server:/data /data nfs4 rw 0 0"]
+        assert f"network file system ({kind})" in str(temp_dir.trouble_with(folder, mounts))

@@ -200,7 +200,7 @@ def find_silent_servers(target: Target) -> Iterator[Finding]:
 def find_wrong_corpora(target: Target) -> Iterator[Finding]:
     """servers with another corpus than is meant (retriever.corpus_path), or than each other"""
     config, probe = target.config, target.probe
-    if probe is None or not isinstance(config, Config):
+    if probe is None or not isinstance(config, Config) or not target.servers:
         return
     path, answering = config.retriever.corpus_path, [s for s in target.servers if s.problem is None]
     if path is None:

@@ -25,9 +25,12 @@ def trouble_with(folder: str, mounts: Sequence[str] | None = None) -> str | None
         table = Path("/proc/mounts")
         mounts = table.read_text().splitlines() if table.exists() else []
     real = os.path.realpath(folder) + "/"
-    holding = [(point, kind) for _, point, kind in (line.split(" ")[:3] for line in mounts)]
-    holding = [(point, kind) for point, kind in holding if real.startswith(point.rstrip("/") + "/")]
-    kind = max(holding, key=lambda mount: len(mount[0]))[1] if holding else ""
+    every = [
+        (point.replace("\\040", " "), kind) for _, point, kind in (line.split(" ")[:3] for line in mounts)
+    ]
+    holding = [(point, kind) for point, kind in every if real.startswith(point.rstrip("/") + "/")]
+    # of several at one point the last counts, such as what autofs mounted over itself
+    kind = max(reversed(holding), key=lambda mount: len(mount[0]))[1] if holding else ""
     if NETWORK_FILE_SYSTEMS.fullmatch(kind):
         return f"is on a network file system ({kind}), where Ray's sockets and locks don't work"
     if len(os.fsencode(os.path.abspath(folder))) > LONGEST_FOLDER:
