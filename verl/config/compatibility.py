@@ -240,6 +240,7 @@ RL = Table(
                 f"{ACTOR}.policy_loss.aipo_max_ratio": "5",
                 f"{ACTOR}.policy_loss.ipo_eps": "0.3",
                 f"{ACTOR}.optim.adamw_lr": "lr",
+                f"{REF}.fsdp_config.model_dtype": "that of the computation",
                 "trainer.cpus_per_process": "0.25",
                 "algorithm.rae_decay": "0.95",
                 "data.difficulty_pools.easy_threshold": "1",

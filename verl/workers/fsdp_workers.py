@@ -276,11 +276,12 @@ class ActorRolloutRefWorker(TrainingWorker):
 
     def close(self) -> None:
         with ExitStack() as ends:  # the last one named is called first, and each whatever the others raise
-            ends.callback(super().close)  # when what is being written is on disk
+            ends.callback(super().close)
             if self.rollout_engine is not None:
                 ends.callback(self.rollout_engine.shutdown)
             if self.agent is not None:
                 ends.callback(self.agent.close)
+            ends.callback(self.checkpoint_writer.close)  # while there are the groups that it writes with
 
     # ------------------------------------------------------------------------------- log-probs and the update
 
