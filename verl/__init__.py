@@ -23,6 +23,8 @@ def _name_the_environment(
     if not issubclass(kind, ModuleNotFoundError) or (ROOT / name).exists():
         return _excepthook(kind, error, trace)
     environment = ROOT / ".venv" / "bin" / "python"
+    if Path(sys.prefix) == environment.parents[1]:
+        return _excepthook(kind, error, trace)
     advice = (
         f"Use {environment}" if environment.exists() else "Run bash train_grpo.sh, which makes .venv once"
     )

@@ -26,7 +26,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import FrameType
@@ -382,20 +382,23 @@ class CheckpointWriting:
     def _finish_after_a_failure(self) -> None:
         if self._step is None:
             return
-        problem = [f"was not whole within {_SECONDS_AFTER_A_FAILURE:g} s, or its processes are busy"]
+        problem = f"was not whole within {_SECONDS_AFTER_A_FAILURE:g} s, or its processes are busy"
+        is_written = threading.Event()
 
-        def finish() -> None:
+        def wait() -> None:
+            with suppress(BaseException):  # `finish` raises it again
+                for group in self._groups:
+                    group.checkpoint_is_written(True)
+            is_written.set()
+
+        step = self._step
+        threading.Thread(target=wait, daemon=True).start()
+        if is_written.wait(_SECONDS_AFTER_A_FAILURE):
             try:
-                self.finish()
-                problem.clear()
+                return self.finish()
             except BaseException as error:  # the run's own error is the one that is raised
-                problem[:] = [f"has no name: {error}"]
-
-        step, thread = self._step, threading.Thread(target=finish, daemon=True)
-        thread.start()
-        thread.join(_SECONDS_AFTER_A_FAILURE)
-        for why in problem:
-            print(f"note: the checkpoint of step {step} {why}; it is not gone on from", flush=True)
+                problem = f"has no name: {error}"
+        print(f"note: the checkpoint of step {step} {problem}; it is not gone on from", flush=True)
 
     def commit_if_written(self, wait: bool = False) -> None:
         """Gives the checkpoint its name if its files are all there. RunStopped: it could not be written."""
