@@ -37,8 +37,8 @@ WARM_UP_SECONDS = 15.0
 INSTALL = """python -m venv {folder}
 {folder}/bin/pip install torch==2.13.0
 {folder}/bin/pip install --no-deps pyserini==0.22.1
-{folder}/bin/pip install pyjnius onnxruntime tqdm pandas scikit-learn transformers sentence-transformers \\
-    datasets fastapi uvicorn"""
+{folder}/bin/pip install pyjnius faiss-cpu onnxruntime tqdm pandas scikit-learn transformers \\
+    sentence-transformers datasets fastapi uvicorn"""
 """The environment of the comparison server; Pyserini 0.22.1 also needs a JDK 11 to 21."""
 HEAD = (
     "| clients | queries each | server | queries/s | queries per CPU s | p50 ms | p99 ms | RSS MB |\n"

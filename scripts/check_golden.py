@@ -8,7 +8,8 @@ Each scenario is a documented command line on CPU, with the shipped tiny model i
 and in the reference, and every number of the two metrics.jsonl is compared: bit by bit, and the last weights
 too, where a run is repeatable (native engine, one process), elsewhere within a tolerance. Rounding depends on
 the CPU, therefore both sides run on this machine; `--cache` keeps what a reference commit has given. Runs
-that are killed and resumed are compared with an undisturbed reference.
+that are killed and resumed are compared with an undisturbed reference. The default reference also needs
+`pip install hydra-core==1.3.2`, in the environment with vLLM too.
 
 Exit status 0: equal; 1: something differs or a run failed; 2: a mistake in the arguments.
 """
@@ -87,7 +88,11 @@ MEGATRON = """
 VLLM = """
     actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.max_num_seqs=16
     actor_rollout_ref.rollout.max_num_batched_tokens=1024"""
-LOAD = tuple(f"rollout/{name}" for name in ("steps", "running", "queued", "parked", "kv_used_share"))
+# What servers apart have in hand, and find in their caches, depends on when each request comes.
+LOAD = tuple(
+    f"rollout/{name}"
+    for name in ("steps", "running", "queued", "parked", "kv_used_share", "prefix_hit", "prefilled")
+)
 APART = "actor_rollout_ref.rollout.placement=apart"
 SCENARIOS = {
     "grpo": Scenario("GRPO", "train_grpo.sh", SMALL),
