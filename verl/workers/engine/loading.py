@@ -38,8 +38,10 @@ DTYPES = {
     "float16": torch.float16,
 }
 transformers_logging.disable_progress_bar()  # a run has a display of its own
-# Its report of a critic's unused head looks like a fault; missing weights are refused below.
-transformers_logging.get_logger("transformers.modeling_utils").setLevel(transformers_logging.ERROR)
+# Its reports of a critic's unused head, and of layers that no process shares, look like faults; missing
+# weights are refused below.
+for _name in ("modeling_utils", "distributed.tensor_parallel"):
+    transformers_logging.get_logger(f"transformers.{_name}").setLevel(transformers_logging.ERROR)
 
 # What some models do to their logits after the head; log-probabilities here are of hidden @ weight.T alone.
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
