@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import subprocess
 import sys
@@ -32,6 +33,15 @@ def test_an_unknown_command_names_the_nearest_one():
 def test_each_python_command_shows_its_own_help(name):
     result = run(name, "--help")
     assert result.returncode == 0 and result.stdout.startswith("usage:")
+
+
+def test_an_installation_has_the_command(tmp_path):
+    """setup.py declares it, and what it names can be called."""
+    line = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(line, cwd=command.ROOT, check=True, capture_output=True, timeout=60)
+    (metadata,) = importlib.metadata.distributions(path=[str(tmp_path)])
+    (script,) = metadata.entry_points.select(group="console_scripts")
+    assert script.name == "search-r1" and script.load() is command.main
 
 
 def test_what_each_command_runs_is_there():
