@@ -9,6 +9,7 @@ import pytest
 from sample_workers import ScaleWorker, SumWorker, sample_batch
 
 from verl.single_controller import ClassWithInitArgs, ResourcePool, Worker, build_worker_groups, register
+from verl.utils.device import get_device_name
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -48,6 +49,16 @@ def test_two_ray_ranks_and_one_local_rank_give_the_same_rows(groups, num_rows):
     ours, theirs = (group.scale(batch, offset=1) for group in (groups["scale"], local["scale"]))
     assert ours.batch["y"].tolist() == theirs.batch["y"].tolist() == [3 * i + 1 for i in range(num_rows)]
     assert ours.non_tensor_batch["names"].tolist() == theirs.non_tensor_batch["names"].tolist()
+
+
+def test_a_group_is_built_with_verls_arguments(ray_backend):
+    """As verl 0.9.1's tests/single_controller/test_colocated_workers.py builds them."""
+    pool = ray_backend.RayResourcePool(process_on_nodes=[1])
+    cls = ray_backend.RayClassWithInitArgs(cls=ScaleWorker, factor=3)
+    with ray_backend.RayWorkerGroup(
+        resource_pool=pool, ray_cls_with_init=cls, device_name=get_device_name()
+    ) as group:
+        assert group.scale(sample_batch(2), offset=1).batch["y"].tolist() == [1, 4]
 
 
 def test_roles_of_one_pool_live_in_the_same_processes(groups):
