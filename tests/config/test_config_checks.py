@@ -71,6 +71,19 @@ def test_a_reference_that_nothing_asks_for_is_not_reset(good):
         check([*good, reset, "algorithm.kl_ctrl.kl_coef=0"])
 
 
+@pytest.mark.parametrize(
+    ("override", "package"),
+    [("actor_rollout_ref.model.lora_rank=8", "peft"), ("trainer.logger=[wandb]", "wandb")],
+)
+def test_a_missing_package_is_named_with_the_command_and_the_versions(override, package, good, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == package else find_spec(name)
+    )
+    with pytest.raises(ValueError, match=f"run `pip install -c constraints.txt {package}`"):
+        check([*good, override])
+
+
 APART = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.placement=apart"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -139,6 +140,24 @@ def test_pip_resolves_vllm_with_our_requirements():
 def test_readme_and_setup_py_name_the_same_pythons():
     assert 'python_requires=">=3.11,<3.14"' in (ROOT / "setup.py").read_text()
     assert "Python 3.11, 3.12 or 3.13 is all that must be there" in (ROOT / "README.md").read_text()
+
+
+def test_long_work_says_that_it_goes_on_and_how_long_it_took(tmp_path):
+    done = bash(f"""
+        sleep() {{ echo "$1" >>"{tmp_path}/pauses"; command sleep 0.1; }}
+        work() {{ command sleep 0.5; SECONDS=$((SECONDS + 9)); return "$1"; }}
+        announced "short work" true
+        announced "long work" work 0
+        announced "bad work" work 5 || echo "status $?"
+    """)
+    assert (done.returncode, done.stdout) == (0, "status 5\n")
+    lines = re.sub(r"\d+ s", "N s", done.stderr).splitlines()
+    assert list(dict.fromkeys(lines)) == [
+        "long work: N s so far",
+        "long work: done after N s",
+        "bad work: N s so far",
+    ]
+    assert "3\n10\n10\n" in (tmp_path / "pauses").read_text()
 
 
 def test_an_active_environment_that_lacks_something_is_told_the_pip_command(tmp_path):

@@ -95,6 +95,24 @@ def test_a_search_fails_at_its_deadline_with_the_reason(start):
     assert len(server.requests) >= 2
 
 
+def test_a_request_that_began_just_before_the_deadline_says_the_reason_before_it(start):
+    """Not "no answer for 0.0 s"."""
+
+    def refuse_and_hang(body: object) -> Answer:
+        if len(server.requests) > 1:
+            time.sleep(0.5)
+        return 503, {"detail": "it is full"}, {"Retry-After": "0.5"}
+
+    server = start(refuse_and_hang)
+    with (
+        SearchClient(server.url, timeout=0.7) as client,  # the second request begins 0.15 to 0.2 s before
+        pytest.raises(SearchError) as error,
+    ):
+        client.batch_search(["x"])
+    assert len(server.requests) == 2
+    assert "answered 503: it is full" in str(error.value) and "no answer for" not in str(error.value)
+
+
 def test_a_dead_address_is_named_with_the_reason():
     with (
         SearchClient("http://127.0.0.1:1, http://127.0.0.1:2", timeout=0.5) as client,

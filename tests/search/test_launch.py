@@ -137,9 +137,8 @@ def test_flags_that_can_not_work_are_said_before_anything_loads(folder, flags, m
 
 def test_a_missing_package_is_said_with_the_command_to_type(folder, monkeypatch):
     monkeypatch.setitem(backend_plan.EXTRAS, "bm25", ("retrieval", ("numba", "no_such_package")))
-    with pytest.raises(
-        ValueError, match=r'bm25 needs the package no_such_package.*pip install .*"\.\[retrieval\]"'
-    ):
+    words = r'bm25 needs the package no_such_package.*: pip install -c constraints.txt -e "\.\[retrieval\]"'
+    with pytest.raises(ValueError, match=words):
         check("--corpus_path", folder / "corpus.jsonl")
 
 

