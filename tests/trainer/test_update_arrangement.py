@@ -6,7 +6,6 @@ import pytest
 from small_runs import arguments, metrics
 
 from verl.trainer.main_ppo import run
-from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 
 
 def record_updates(monkeypatch, worker, name):
@@ -22,33 +21,6 @@ def record_updates(monkeypatch, worker, name):
 
     monkeypatch.setattr(worker, name, recorded)
     return batches
-
-
-@pytest.mark.slow
-def test_each_step_is_shuffled_in_its_own_way_and_the_critic_has_its_own_mini_batches(
-    world, url, tmp_path, monkeypatch
-):
-    actor = record_updates(monkeypatch, ActorRolloutRefWorker, "update_actor")
-    critic = record_updates(monkeypatch, CriticWorker, "update_critic")
-    line = arguments(
-        world,
-        url,
-        tmp_path,
-        algorithm__adv_estimator="gae",
-        actor_rollout_ref__actor__shuffle="true",
-        actor_rollout_ref__actor__ppo_mini_batch_size=8,
-        critic__ppo_mini_batch_size=4,
-        trainer__val_before_train="false",
-        trainer__test_freq=-1,
-        trainer__save_freq=-1,
-        data__val_data_num=2,
-    )
-    assert run(line) == 0
-    for batches, rows in ((actor, 8), (critic, 4)):
-        (first, first_rows), (second, second_rows) = batches
-        assert first_rows == second_rows == rows
-        assert sorted(first) == sorted(second) == [group for group in range(4) for _ in range(4)]
-        assert first != second and sorted(first) != first
 
 
 @pytest.mark.slow
