@@ -32,7 +32,7 @@ def test_messages_that_the_troubleshooting_page_quotes_are_said():
     assert quotes and [quote for quote in quotes if quote not in source] == []
 
 
-def test_the_readme_says_when_a_prompts_words_matter():
-    """Search-R1's rows work as they are; rows made here have other words unless --template gives them."""
-    text = " ".join((ROOT / "README.md").read_text().split())
-    assert "--template FILE" in text and "the prompt has other words" in text and "work as they are" in text
+def test_every_message_that_names_pip_names_the_file_with_the_versions():
+    lines = [line for folder in OURS[:3] for path in (ROOT / folder).rglob("*.py") for line in path.open()]
+    calls = [line.strip() for line in lines if "pip install" in line]
+    assert len(calls) > 5 and [line for line in calls if "pip install -c" not in line] == []
