@@ -42,7 +42,8 @@ def main() -> None:
         print(usage())
         return
     if not (ROOT / "train_grpo.sh").is_file():
-        sys.exit(f"error: {ROOT} is no checkout of the project; there, pip install -c constraints.txt -e .")
+        remedy = "Take a checkout, and in it: pip install -c constraints.txt -e ."
+        sys.exit(f"error: {ROOT} is no checkout of the project. {remedy}")
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
