@@ -113,6 +113,22 @@ class BaseTextEnv:
         raise ValueError(f"Found tool group {tool_group_name!r}; expected one of {names}.")
 
 
+def gold_answer(extras: Mapping[str, Any] | None) -> Any:
+    """The row's right answer: `ground_truth` of its `reward_spec` (SkyRL's name) or `reward_model` (verl's).
+
+    Raises:
+        ValueError: the row has neither.
+    """
+    extras = extras or {}
+    for name in ("reward_spec", "reward_model"):
+        if isinstance(extras.get(name), Mapping) and extras[name].get("ground_truth") is not None:
+            return extras[name]["ground_truth"]
+    raise ValueError(
+        f"Found a row with the columns {sorted(extras)}; its environment expects the right answer in "
+        f"reward_spec.ground_truth or reward_model.ground_truth."
+    )
+
+
 class tool:  # a decorator, hence its name
     """Marks a method of a `ToolGroup` as a tool of that name."""
 

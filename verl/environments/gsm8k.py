@@ -1,0 +1,79 @@
+"""Arithmetic in GSM8K's form: the answer is a number after `####`.
+
+    gsm8k             one turn: 1 or 0
+    gsm8k_multi_turn  up to `max_turns` turns, over with the right answer: 1, or 0.2 / max_turns for each turn
+                      that ends in a number which is not the right one
+
+`env_config`: {"method": "strict" (default: the number after the first ####) | "flexible" (the last number)}.
+The strict rule is SkyRL's and verl's, so that rewards can be compared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, gold_answer
+
+FORM_REWARD = 0.2  # of all turns together
+
+_MARKED = re.compile(r"#### (-?[0-9.,]+)")
+_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+
+
+def extract_number(text: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
+    """The number that the text gives as its answer, without commas; None: it gives none."""
+    if method == "strict":
+        match = _MARKED.search(text)
+        return match.group(1).replace(",", "") if match else None
+    numbers = _NUMBER.findall(text)
+    return numbers[-1].replace(",", "") if numbers else None
+
+
+class GSM8kEnv(BaseTextEnv):
+    """One turn; reward 1 for the right number, else 0."""
+
+    runs = "inline"
+
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
+        super().__init__()
+        self.gold = str(gold_answer(extras))
+        self.method = (env_config or {}).get("method", "strict")
+        if self.method not in ("strict", "flexible"):
+            raise ValueError(f"Found method={self.method!r} of gsm8k; expected 'strict' or 'flexible'.")
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        reward = float(extract_number(action, self.method) == self.gold)
+        return {"observations": [], "reward": reward, "done": True, "metadata": {}}
+
+
+class GSM8kMultiTurnEnv(GSM8kEnv):
+    """Several turns: each asks for reasoning and a tentative number, the last one for the number alone."""
+
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
+        super().__init__(env_config, extras)
+        row = extras or {}
+        self.max_turns = int(row.get("max_turns") or (row.get("extra_info") or {}).get("max_turns") or 5)
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.turns += 1
+        number = extract_number(action, self.method)
+        right = number == self.gold
+        reward = 1.0 if right else 0.0 if number is None else FORM_REWARD / self.max_turns
+        left = self.max_turns - self.turns
+        if right or left <= 0:
+            return {"observations": [], "reward": reward, "done": True, "metadata": {}}
+        if left > 1:
+            content = "Reason step by step, and end with a tentative number in the exact form '#### NUMBER'."
+        else:
+            content = "This is the last turn. Give only the final number, in the exact form '#### NUMBER'."
+        observations = [{"role": "user", "content": content}]
+        return {"observations": observations, "reward": reward, "done": False, "metadata": {}}
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {"steps": self.turns}
+
+    @staticmethod
+    def aggregate_metrics(metrics: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"avg_steps": sum(row["steps"] for row in metrics) / len(metrics)} if metrics else {}
