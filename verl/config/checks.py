@@ -43,7 +43,7 @@ def check_config(config: Config, *, format_reward: bool | None = None, with_data
         raise refusal(config, f"{pools}.easy_share {pools}.hard_share", "; expected at most 1 together.")
     if with_data and not config.trainer.dry_run:  # else not made yet, or on another machine
         for name in ("train_files", "val_files", *["extra_val_files"] * (data.extra_val_files is not None)):
-            _check_parquet(f"data.{name}", data[name])
+            _check_files(f"data.{name}", data[name])
     _check_rollout(config)
     _check_losses(config)
     _check_rewards(config, format_reward)
@@ -58,9 +58,9 @@ def check_sft_config(config: SFTConfig, *, with_data: bool = True) -> None:
     """A configuration of supervised training. with_data: as above."""
     check_values(config)
     if with_data:
-        _check_parquet("data.train_files", config.data.train_files)
+        _check_files("data.train_files", config.data.train_files)
     if config.data.val_files is not None:
-        _check_parquet("data.val_files", config.data.val_files)
+        _check_files("data.val_files", config.data.val_files)
     elif config.trainer.test_freq > 0 and with_data:
         raise refusal(config, "trainer.test_freq", " without data.val_files; expected both or none.")
     check_model("model.partial_pretrain", config.model.partial_pretrain)
@@ -111,8 +111,8 @@ def _check_run(config: Config | SFTConfig, trained: list[str], models: list[str]
         raise refusal(config, keys, "; expected trainer.backend=ray, or one process.")
 
 
-def _check_parquet(key: str, files: str | list[str] | None) -> None:
-    """A key that names a parquet file, or a list of them."""
+def _check_files(key: str, files: str | list[str] | None) -> None:
+    """A key that names a file of rows, or a list of them."""
     for path in as_list(files):
         if path is None:
             raise ValueError(f"Found no {key}; expected a parquet file. Set {key}=<path>.parquet.")

@@ -43,7 +43,7 @@ class PoolsConfig(Block):
 class Data(Block):
     """Rows of questions, and how long a trajectory may be."""
 
-    train_files: FilePath | list[str] = key(None, 'parquet file or [list of files]; "~" is expanded')
+    train_files: FilePath | list[str] = key(None, 'parquet or jsonl file or [list of files]; "~" is expanded')
     val_files: FilePath | list[str] = key(None, "the same, for validation")
     extra_val_files: FilePath | list[str] | None = key(
         None, "more questions, asked at the first and last validation"
@@ -55,7 +55,9 @@ class Data(Block):
     max_response_length: Count = key(512, "most tokens that the policy writes in one turn")
     max_start_length: Count = key(256, "of the initial prompt the last this many tokens are kept")
     max_obs_length: Count = key(512, "longest observation; of a longer one the closing tag stays")
-    truncation: str = key("error", "prompt longer than max_prompt_length; left: keep its end", "error left")
+    truncation: str = key(
+        "error", "prompt longer than max_prompt_length; left: keep its end; skip: the row", "error left skip"
+    )
     train_batch_size: Count = key(1024, "prompts per training step, before they are repeated to groups")
     val_batch_size: Count = key(1312, "prompts per validation batch; the last batch may be smaller")
     shuffle_train_dataloader: bool = key(True, "new order of the training rows each epoch")

@@ -1,5 +1,7 @@
 """Rows from parquet files, and an order of batches that survives a restart."""
 
+import json
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -102,6 +104,41 @@ def test_long_prompts_keep_their_end_or_are_refused_before_anything_starts(tmp_p
     assert capsys.readouterr().out == (
         "note: a prompt has 30 tokens; the last data.max_start_length=20 are used\n"
     ), "said once"
+
+
+def test_rows_of_jsonl_are_those_of_parquet(tmp_path):
+    parquet = write(tmp_path / "a.parquet", ["who?", "where?"])
+    lines = [{**row, "prompt": list(row["prompt"])} for row in pd.read_parquet(parquet).to_dict("records")]
+    text = "\n\n".join(json.dumps(line, default=lambda array: array.tolist()) for line in lines)
+    (tmp_path / "a.jsonl").write_text(text)
+    both = [RLHFDataset(file, ByteTokenizer(), CONFIG) for file in (parquet, str(tmp_path / "a.jsonl"))]
+    assert [str(both[0][i]).replace("array(", "").count("WHO") for i in (0, 1)] == [1, 0]
+    for one, other in zip(*([data[i] for i in (0, 1)] for data in both), strict=True):
+        assert list(one["reward_model"]["ground_truth"].pop("target")) == other["reward_model"][
+            "ground_truth"
+        ].pop("target")
+        assert one == other
+    (tmp_path / "a.jsonl").write_text(text + "\n[1]\n")
+    with pytest.raises(ValueError, match=r"a.jsonl, line 4: found list; expected an object"):
+        RLHFDataset(str(tmp_path / "a.jsonl"), ByteTokenizer(), CONFIG)
+
+
+def test_rows_of_skyrl_bring_reward_spec_and_keep_their_columns(tmp_path):
+    row = {"data_source": "openai/gsm8k", "prompt": "1 + 1?", "env_class": "gsm8k", "db_id": "x"}
+    row["reward_spec"] = {"method": "rule", "ground_truth": "2"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    dataset = RLHFDataset(str(tmp_path / "a.jsonl"), ByteTokenizer(), CONFIG)
+    assert dataset[0]["reward_model"] == row["reward_spec"] and dataset.rows[0]["db_id"] == "x"
+
+
+def test_too_long_prompts_are_skipped_if_asked_for(tmp_path, capsys):
+    file = write(tmp_path / "a.parquet", ["short", "x" * 41, "brief"])
+    dataset = RLHFDataset(file, ByteTokenizer(), {**CONFIG, "truncation": "skip"})
+    assert [bytes(dataset[i]["raw_prompt_ids"]) for i in range(len(dataset))] == [b"short", b"brief"]
+    assert "1 of 3 prompts" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="2 of 2 prompts"):
+        file = write(tmp_path / "b.parquet", ["x" * 41, "x" * 50])
+        RLHFDataset(file, ByteTokenizer(), {**CONFIG, "truncation": "skip"})
 
 
 def batches(sampler: PromptSampler, count: int) -> list[list[int]]:

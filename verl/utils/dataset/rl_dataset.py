@@ -1,13 +1,15 @@
-"""Questions from parquet files, and the order in which a run goes through them.
+"""Questions from parquet or jsonl files, and the order in which a run goes through them.
 
-    parquet rows -> RLHFDataset[i] -> {raw_prompt_ids, data_source, reward_model, extra_info, index}
+    rows of files -> RLHFDataset[i] -> {raw_prompt_ids, data_source, reward_model, extra_info, index}
     PromptSampler -> which rows make the next batch, the same again after a restart
 
 Row schema (Search-R1's): data_source str; prompt [{role, content}, ...]; reward_model {style, ground_truth:
-{target: [golden answers]}}; extra_info {split, index, ...}, which may be missing.
+{target: [golden answers]}} (SkyRL's rows call it reward_spec); extra_info {split, index, ...}, which may be
+missing. Other columns are kept.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +21,29 @@ _SUBSET_SEED = 42  # Search-R1's: train_data_num picks the same rows
 _VERL_DEFAULTS = {"prompt_key": "prompt", "max_prompt_length": 1024, "truncation": "error"}
 _TEMPLATE_BYTES = 1024  # more than a chat template adds to the messages
 
+LENGTH_ADVICE = (
+    "Raise it, take the rows out, set data.truncation=skip to leave them out, or data.truncation=left to "
+    "keep the end of each prompt."
+)
+
+Row = dict[str, Any]
+
 
 class RLHFDataset:
     """Prompts as token ids, with what is needed to score their answers.
 
     Args:
-        parquet_files: a file or several, read one after the other; "~" is expanded.
+        parquet_files: a file (.parquet or .jsonl) or several, read one after the other; "~" is expanded.
         tokenizer: the policy's; its chat template is used if it has one, else the first message's content.
         data_config: the `data` block of the configuration: prompt_key, truncation, max_prompt_length,
             max_start_length.
         num_rows: use this many rows, drawn without replacement with a fixed seed; None: all.
+        adapt: what is made of each row before anything is read from it (`mixture` has such functions).
         verl_arguments: those settings one by one, as Search-R1's verl takes them; others have no effect.
 
     Raises:
         ValueError: a file or a column is missing, there is no row, num_rows is too large, or a prompt is
-            longer than data.max_prompt_length with data.truncation=error.
+            longer than data.max_prompt_length with data.truncation=error (skip leaves such rows out).
     """
 
     def __init__(
@@ -42,41 +52,68 @@ class RLHFDataset:
         tokenizer: Any,
         data_config: Mapping[str, Any] | None = None,
         num_rows: int | None = None,
+        adapt: Callable[[Row], Row] | None = None,
         **verl_arguments: Any,
     ) -> None:
-        self.tokenizer = tokenizer
-        self.config = {**_VERL_DEFAULTS, **(data_config or verl_arguments)}
-        self.config.setdefault("max_start_length", self.config["max_prompt_length"])
-        self.prompt_key: str = self.config["prompt_key"]
+        self._set_up(tokenizer, data_config or verl_arguments, adapt)
         files = [parquet_files] if isinstance(parquet_files, str) else parquet_files
         paths = [Path(file).expanduser() for file in files]
-        frame = pd.concat([self._read(path) for path in paths], ignore_index=True)
+        rows = [row for path in paths for row in self._read(path)]
         if num_rows is not None:
-            if num_rows > len(frame):
+            if num_rows > len(rows):
                 raise ValueError(
-                    f"Found {len(frame)} rows in {_names(paths)}; expected at least the {num_rows} that "
+                    f"Found {len(rows)} rows in {_names(paths)}; expected at least the {num_rows} that "
                     "data.train_data_num or data.val_data_num asks for. Set it to null for all rows."
                 )
-            frame = frame.sample(num_rows, random_state=_SUBSET_SEED)
-        if frame.empty:
-            raise ValueError(f"Found no rows in {_names(paths)}; expected at least one.")
-        self.rows: list[dict[str, Any]] = frame.to_dict("records")
-        self._has_warned = False
-        if self.config["truncation"] == "error":
-            self._check_lengths(_names(paths))
+            chosen = np.random.RandomState(_SUBSET_SEED).choice(len(rows), num_rows, replace=False)
+            rows = [rows[i] for i in chosen]  # those of pandas' DataFrame.sample
+        self._take_rows(rows, _names(paths))
 
-    def _read(self, path: Path) -> pd.DataFrame:
+    def _set_up(
+        self, tokenizer: Any, config: Mapping[str, Any], adapt: Callable[[Row], Row] | None = None
+    ) -> None:
+        self.tokenizer, self.adapt = tokenizer, adapt
+        self.config = {**_VERL_DEFAULTS, **config}
+        self.config.setdefault("max_start_length", self.config["max_prompt_length"])
+        self.prompt_key: str = self.config["prompt_key"]
+        self._has_warned = False
+
+    def _take_rows(self, rows: list[Row], origin: str) -> None:
+        if not rows:
+            raise ValueError(f"Found no rows in {origin}; expected at least one.")
+        self.rows = rows
+        if self.config["truncation"] != "left":
+            self._check_lengths(origin)
+
+    def _read(self, path: Path) -> list[Row]:
+        """All rows of a file, with all their columns."""
         if not path.is_file():
-            raise ValueError(f"Found no file at {path}; expected a parquet file with questions.")
-        columns = pq.read_schema(path).names
+            raise ValueError(f"Found no file at {path}; expected a parquet or jsonl file with questions.")
+        if path.suffix == ".jsonl":
+            rows = []
+            with path.open("rb") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        rows.append(json_row(line, f"{path}, line {number}"))
+                        self.check_columns(rows[-1], f"{path}, line {number}")
+            return rows
+        self.check_columns(pq.read_schema(path).names, str(path))
+        return pd.read_parquet(path).to_dict("records")
+
+    def check_columns(self, columns: Iterable[str], where: str) -> None:
+        """Raises ValueError if a row with these columns can't be asked and scored."""
+        columns = list(columns)
         needed = [self.prompt_key, "data_source", "reward_model"]
+        if self.adapt is not None:  # the source of a mixture names itself, and may bring its own rewards
+            needed = needed[:1]
+        elif "reward_spec" in columns:
+            needed[2] = "reward_spec"
         missing = [name for name in needed if name not in columns]
         if missing:
             raise ValueError(
-                f"Found no column {', '.join(missing)} in {path} (it has {', '.join(columns)}); expected "
+                f"Found no column {', '.join(missing)} in {where} (it has {', '.join(columns)}); expected "
                 f"{', '.join(needed)}. The prompt's column is named by data.prompt_key."
             )
-        return pd.read_parquet(path, columns=needed + ["extra_info"] * ("extra_info" in columns))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -85,37 +122,46 @@ class RLHFDataset:
         """One row: raw_prompt_ids (list[int], no special tokens added but the chat template's), data_source
         (str), reward_model (dict), extra_info (dict), index (int, its place in the data set).
         """
-        row = self.rows[index]
-        extra_info = row.get("extra_info")
+        return self.item(self.rows[index], index)
+
+    def item(self, row: Row, index: int) -> dict[str, Any]:
+        """`self[index]`, of a row that is given."""
+        row = self.adapt(row) if self.adapt is not None else row
+        extra_info, reward_model = row.get("extra_info"), row.get("reward_model")
         return {
             "raw_prompt_ids": self._prompt_ids(_messages(row[self.prompt_key])),
             "data_source": row["data_source"],
-            "reward_model": row["reward_model"],
+            "reward_model": row["reward_spec"] if reward_model is None else reward_model,
             "extra_info": dict(extra_info) if isinstance(extra_info, Mapping) else {},
             "index": index,
         }
 
-    def _check_lengths(self, files: str) -> None:
-        """Refuses prompts that are too long before anything else is started.
+    def too_long(self, row: Row) -> str | None:
+        """The row's length and beginning if its prompt is longer than data.max_prompt_length, else None.
 
         A token has at least one byte, so only rows of many bytes are tokenised.
         """
-        longest, too_long, first = self.config["max_prompt_length"], 0, ""
-        for index, row in enumerate(self.rows):
-            messages = _messages(row[self.prompt_key])
-            num_bytes = sum(len(str(message["content"]).encode()) for message in messages)
-            if num_bytes + _TEMPLATE_BYTES <= longest:
-                continue
-            text, ids = self._encoded(messages)
-            if len(ids) > longest:
-                too_long += 1
-                first = first or f"row {index}, {len(ids)} tokens: {text[:60]!r}..."
-        if too_long:
+        longest, messages = self.config["max_prompt_length"], _messages(row[self.prompt_key])
+        num_bytes = sum(len(str(message["content"]).encode()) for message in messages)
+        if num_bytes + _TEMPLATE_BYTES <= longest:
+            return None
+        text, ids = self._encoded(messages)
+        return f"{len(ids)} tokens: {text[:60]!r}..." if len(ids) > longest else None
+
+    def _check_lengths(self, files: str) -> None:
+        """Refuses or leaves out prompts that are too long before anything else is started."""
+        found = {i: text for i, row in enumerate(self.rows) if (text := self.too_long(row)) is not None}
+        if not found:
+            return
+        too_long = f"{len(found)} of {len(self)} prompts in {files} that are too long"
+        first = next(iter(found))
+        if self.config["truncation"] == "error" or len(found) == len(self):
             raise ValueError(
-                f"Found {too_long} of {len(self)} prompts in {files} that are too long (the first: {first}); "
-                f"expected at most data.max_prompt_length={longest} tokens. Raise it, take the rows out, or "
-                "set data.truncation=left to keep the end of each prompt."
+                f"Found {too_long} (the first: row {first}, {found[first]}); expected at most "
+                f"data.max_prompt_length={self.config['max_prompt_length']} tokens. {LENGTH_ADVICE}"
             )
+        print(f"note: {too_long} are skipped (data.truncation=skip)")
+        self.rows = [row for i, row in enumerate(self.rows) if i not in found]
 
     def _encoded(self, messages: list[dict[str, str]]) -> tuple[str, list[int]]:
         text = prompt_text(self.tokenizer, messages)
@@ -206,6 +252,17 @@ class PromptSampler:
                 )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         self._order = self.order_of(self.epoch)
+
+
+def json_row(line: bytes, where: str) -> Row:
+    """A line of a jsonl file. ValueError: it holds no row."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: found no JSON ({error}); expected one row a line.") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: found {type(row).__name__}; expected an object with a row's columns.")
+    return row
 
 
 def prompt_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
