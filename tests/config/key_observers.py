@@ -43,6 +43,9 @@ from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
 from verl.utils.records import recorder
 from verl.utils.reward_score.qa_em_format import Segment
+from verl.verifiers.base import Sample, VerifierSettings
+from verl.verifiers.batch import Request, Verifiers
+from verl.verifiers.registry import Assigned
 from verl.workers.engine.loading import load_hf_config
 from verl.workers.engine.update_loop import MicroBatchLimits
 from verl.workers.megatron_workers import sizes_of
@@ -156,6 +159,8 @@ def write_questions(folder: Path) -> None:
         "    length = len(solution_str)\n"
         "    return {'score': length % 7 / 7, 'format': length % 3, 'same': 1} | turns\n"
         "def other(data_source, solution_str, ground_truth, extra_info):\n    return 0.5\n"
+        "def unsure(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return None if extra_info['index'] % 4 == 0 else 0.5\n"
     )
 
 
@@ -329,6 +334,15 @@ def structure(config: Config) -> Any:
         text = "".join(segment.text for segment in segments)
         rewards.append(score("nq", text, {"target": ["Oslo"]}, {"segments": segments}))
     return rewards
+
+
+def verdicts(config: Config) -> Any:
+    """Scores of a response by verifiers that the settings reach."""
+    assigned = [Assigned("max_length", 5), Assigned("gsm8k", "7")]
+    verifiers = Verifiers(VerifierSettings(config.verifiers))
+    (result,) = verifiers.verify([Request(Sample("7", None, num_tokens=9), assigned)])
+    verifiers.close()
+    return result
 
 
 def corpora(config: Config) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from verl.config.environments import VerifiersConfig
 from verl.config.keys import (
     Block,
     Count,
@@ -303,6 +304,7 @@ class Config(Block):
     critic: Critic = group(Critic)
     reward_model: RewardModel = group(RewardModel)
     custom_reward_function: RewardFunction = group(RewardFunction)
+    verifiers: VerifiersConfig = group(VerifiersConfig)
     retriever: Retriever = group(Retriever)
     algorithm: AlgorithmConfig = group(AlgorithmConfig)
     trainer: Trainer = group(Trainer)

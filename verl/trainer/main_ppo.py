@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.config import Config, Loaded
@@ -78,6 +79,9 @@ def build_trainer(
     from verl.trainer.ppo.scoring import RewardManager
     from verl.utils.dataset.rl_dataset import RLHFDataset
     from verl.utils.reward_score import load_reward_function
+    from verl.verifiers.base import VerifierSettings
+    from verl.verifiers.batch import Verifiers
+    from verl.verifiers.registry import check_rows
 
     model = config.actor_rollout_ref.model
     folders = ("model.path", "model.lora_adapter_path", "teacher.path")
@@ -91,18 +95,22 @@ def build_trainer(
     roles = roles_of(Passes.of(config))
     user_score = load_reward_function(config.custom_reward_function)
     extra = config.data.extra_val_files
+    train_dataset = RLHFDataset(config.data.train_files, tokenizer, config.data, config.data.train_data_num)
+    val_dataset = RLHFDataset(config.data.val_files, tokenizer, config.data, config.data.val_data_num)
+    settings = VerifierSettings(config.verifiers, Path(config.trainer.default_local_dir))
+    for dataset in (train_dataset, val_dataset):
+        check_rows(dataset.rows, settings)
+    verifiers = Verifiers(settings)
     return RayPPOTrainer(
         config=config,
         tokenizer=tokenizer,
         role_worker_mapping={role: _worker(role, config) for role in roles},
         resource_pool_manager=build_pools(config, roles),
-        reward_fn=RewardManager(tokenizer, compute_score=user_score or train_score),
-        val_reward_fn=RewardManager(tokenizer, compute_score=user_score),
+        reward_fn=RewardManager(tokenizer, 0, user_score or train_score, verifiers),
+        val_reward_fn=RewardManager(tokenizer, 0, user_score, verifiers),
         trajectory_metrics=env_metrics,
-        train_dataset=RLHFDataset(
-            config.data.train_files, tokenizer, config.data, config.data.train_data_num
-        ),
-        val_dataset=RLHFDataset(config.data.val_files, tokenizer, config.data, config.data.val_data_num),
+        train_dataset=train_dataset,
+        val_dataset=val_dataset,
         extra_val_dataset=RLHFDataset(extra, tokenizer, config.data, None) if extra else None,
         stop_request=stop_request,
     )

@@ -1,4 +1,7 @@
-"""Verifiers: what a response is worth, by the verifier that its row names."""
+"""Verifiers: what a response is worth, by names that the rows of the data give.
+
+from verl.verifiers import Sample, Verdict, Verifier, CouldNotVerify
+"""
 
 from verl.verifiers.base import CouldNotVerify, Sample, Verdict, Verifier
 

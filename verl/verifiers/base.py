@@ -11,11 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+if TYPE_CHECKING:
+    from verl.config.environments import VerifiersConfig
 
 
 class CouldNotVerify(Exception):
     """An environment or a verifier has no verdict, for a reason that is not the policy's."""
+
+
+class VerifierLimit(Exception):
+    """The run may not go on: a verifier has spent what it was allowed to. It resumes with a higher limit."""
+
+
+@dataclass(frozen=True)
+class VerifierSettings:
+    """What a verifier is made from: the `verifiers` block, and the run's folder for what has to last."""
+
+    config: VerifiersConfig
+    folder: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -48,22 +64,38 @@ class Verdict:
 class Verifier:
     """Scores responses. A subclass defines `verify`, or `verify_many` where many at once are faster.
 
-    name: what rows call it. low, high: the range of its scores, to which they are clipped.
+    name: what rows call it, and its metrics. low, high: the range of its scores, to which they are clipped.
     """
 
-    name: ClassVar[str]
+    name: str = ""
     low: ClassVar[float] = 0.0
     high: ClassVar[float] = 1.0
 
+    @classmethod
+    def create(cls, name: str, settings: VerifierSettings) -> Self:
+        """The verifier of that name; overridden by those that read the settings."""
+        made = cls()
+        made.name = made.name or name
+        return made
+
+    def check_label(self, label: Any) -> None:
+        """Raises ValueError for a label that it can't work with; called before the run starts."""
+
     def verify(self, sample: Sample) -> Verdict:
         """The verdict of one response. CouldNotVerify is the same as a verdict without a score; any other
-        exception stops the run, as it is a mistake in the verifier.
+        exception stops the run, as it is a mistake in the verifier or in the row's label.
         """
         return self.verify_many([sample])[0]
 
     def verify_many(self, samples: Sequence[Sample]) -> list[Verdict]:
         """The verdict of each response, in order."""
-        return [self.verify(sample) for sample in samples]
+        verdicts = []
+        for sample in samples:
+            try:
+                verdicts.append(self.verify(sample))
+            except CouldNotVerify as error:
+                verdicts.append(Verdict(None, str(error)))
+        return verdicts
 
     def close(self) -> None:
         """Ends processes and connections."""

@@ -1,14 +1,19 @@
 """Scores land on the last sampled token and are read from what the policy wrote."""
 
+import asyncio
 import functools
+import time
 
 import numpy as np
 import pytest
 import torch
 
-from verl.protocol import DataProto
-from verl.trainer.ppo.scoring import RewardManager, apply_search_cost
+from verl.protocol import DataProto, object_array
+from verl.trainer.ppo.run_state import RunStopped
+from verl.trainer.ppo.scoring import RewardManager, apply_search_cost, score_answers
 from verl.utils.reward_score import qa_em_format
+from verl.verifiers import Sample, Verdict
+from verl.verifiers.text import TextVerifier
 
 EOS, PAD = 0, 0  # the same id: padding must not be found by it
 
@@ -153,3 +158,87 @@ def test_a_search_costs_a_share_of_a_reward_and_nothing_of_a_failure():
     paid = apply_search_cost(scores, [1, 3, 3, 2, 20], 0.1)
     assert torch.allclose(paid, torch.tensor([[0.0, 0.9], [0.0, 0.7], [0.0, 0.0], [-0.5, 0.0], [0.0, 0.0]]))
     assert torch.equal(apply_search_cost(scores, [1, 3, 3, 2, 20], 0.0), scores)
+
+
+def verified(**row) -> dict:
+    return {"style": "rule", "ground_truth": {"verifiers": [row], "target": None}}
+
+
+def test_rows_that_name_verifiers_are_scored_by_them_and_the_others_as_ever():
+    data = batch(
+        [[("so it is 7", 1), ("8", 0)], [("<answer>Beijing</answer>", 1)], []],
+        reward_model=[
+            verified(name="gsm8k", label="7", weight=2.0),
+            {"ground_truth": {"target": ["Beijing"]}},
+            verified(name="gsm8k", label="7"),
+        ],
+    )
+    result = RewardManager(ByteTokenizer())(data, return_dict=True)
+    assert result["score"] == [2.0, 1.0, 0.0] and result["em"] == [0.0, 1.0, 0.0]
+    assert result["reward_tensor"][0].nonzero().item() == len("so it is 7") - 1
+    assert [each["name"] for each in result["verdicts"][0]] == ["gsm8k"] and result["verdicts"][1] is None
+
+
+def test_a_verifier_sees_the_prompt_the_sampled_text_and_its_length(monkeypatch):
+    seen = []
+    monkeypatch.setattr(TextVerifier, "verify", lambda self, sample: seen.append(sample) or Verdict(1.0))
+    data = batch([[("ab", 1), ("seen", 0), ("c", 1)]], reward_model=[verified(name="gsm8k", label="7")])
+    RewardManager(ByteTokenizer())(data)
+    assert seen == [Sample("ab\nc", "7", "such as <answer>Beijing</answer>", 3, {"index": 0})]
+
+
+def reward_batch(count: int) -> DataProto:
+    records = object_array([{"finish_reason": "answer", "num_searches": 0} for _ in range(count)])
+    data = batch([[("text", 1)] for _ in range(count)])
+    data.tensors["rollout_log_probs"] = torch.full(data.tensors["responses"].shape, -1.0)
+    data.non_tensor_batch["trajectory"] = records
+    return data
+
+
+def test_a_row_without_a_verdict_leaves_the_batch_before_its_tokens_are_counted():
+    data = reward_batch(3)
+    answers = score_answers(
+        data,
+        RewardManager(
+            ByteTokenizer(), compute_score=lambda **row: [0.5, None, 1][row["extra_info"]["index"]]
+        ),
+    )
+    assert answers["score"] == [0.5, None, 1.0]
+    assert data.tensors["num_sampled"].tolist() == [4, 0, 4]
+    assert data.tensors["outcome"].tolist() == [0.5, 0.0, 1.0]
+    assert data.tensors["rollout_log_probs"].sum(-1).tolist() == [-4.0, 0.0, -4.0]
+    reasons = [record["finish_reason"] for record in data.non_tensor_batch["trajectory"]]
+    assert reasons == ["answer", "unverified", "answer"]
+
+
+def test_too_many_rows_without_a_verdict_stop_the_run():
+    manager = RewardManager(
+        ByteTokenizer(), compute_score=lambda **row: None if row["extra_info"]["index"] else 1
+    )
+    with pytest.raises(RunStopped, match=r"2 of 3 .* not be verified by the reward function .*=0.5"):
+        manager(reward_batch(3))
+    assert manager(reward_batch(2)).sum() == 1.0
+
+
+def test_a_reward_function_may_be_a_coroutine_or_take_all_rows_at_once():
+    async def waiting(data_source, solution_str, ground_truth, extra_info):
+        await asyncio.sleep(0.2)
+        return {"score": extra_info["index"], "length": len(solution_str)}
+
+    def batched(data_sources, solution_strs, ground_truths, extra_infos):
+        return [
+            None if info["index"] == 1 else len(text)
+            for text, info in zip(solution_strs, extra_infos, strict=True)
+        ]
+
+    started = time.perf_counter()
+    result = RewardManager(ByteTokenizer(), compute_score=waiting)(reward_batch(9), return_dict=True)
+    assert result["score"] == list(range(9)) and time.perf_counter() - started < 1
+    result = RewardManager(ByteTokenizer(), compute_score=batched)(reward_batch(3), return_dict=True)
+    assert result["score"] == [4.0, None, 4.0]
+    with pytest.raises(RunStopped, match=r"test_reward_manager.py, line \d+, in short: ValueError: no rows"):
+
+        def short(data_sources, solution_strs, ground_truths, extra_infos):
+            raise ValueError("no rows")
+
+        RewardManager(ByteTokenizer(), compute_score=short)(reward_batch(3))

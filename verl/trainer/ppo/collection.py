@@ -31,6 +31,7 @@ from verl.trainer.ppo.scoring import values_named
 from verl.utils.dataset.difficulty_pools import FILE_NAME as POOLS_FILE
 from verl.utils.dataset.difficulty_pools import DifficultyPools
 from verl.utils.dataset.rl_dataset import PromptSampler, RLHFDataset
+from verl.verifiers.batch import verifier_metrics
 
 TRAIN_STREAM, VALIDATION_STREAM = 0, 1
 KEPT, CUT = "kept", "cut"  # finish reasons of trajectories that a round did not wait for
@@ -229,7 +230,7 @@ class TrajectoryCollector:
         """One row for each prompt of the batch, to be answered greedily (ReMax's baseline)."""
         uids = batch.non_tensor_batch["uid"].astype(str)
         first = np.unique(uids, return_index=True)[1]
-        made = ("trajectory", "em", "reward_extra", "continuation")
+        made = ("trajectory", "em", "reward_extra", "verdicts", "continuation")
         columns = [name for name in batch.non_tensor_batch if name not in made]
         prompts = batch.select([], columns).select_idxs(first)
         seeds = sampling_seeds(self.config.trainer.seed, TRAIN_STREAM, step, len(prompts))
@@ -273,6 +274,7 @@ class TrajectoryCollector:
             }
         if self.pools is not None:
             metrics |= self.pools.metrics()
+        metrics |= verifier_metrics(columns["verdicts"].tolist())
         if usable.any():
             extra = columns["reward_extra"][usable]
             names = [name for name, value in extra[0].items() if isinstance(value, int | float)]

@@ -30,12 +30,7 @@ from verl.trainer.ppo.collection import TrajectoryCollector, with_greedy_baselin
 from verl.trainer.ppo.health import HealthMonitor
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.resuming import ResumableRun
-from verl.trainer.ppo.run_state import (
-    RunStopped,
-    SearchesFailed,
-    StoppedOnRequest,
-    StopRequest,
-)
+from verl.trainer.ppo.run_state import RunStopped, SearchesFailed, StoppedOnRequest, StopRequest
 from verl.trainer.ppo.scoring import RewardManager, add_advantages, score
 from verl.trainer.ppo.scoring import compute_advantage as compute_advantage  # where verl has it
 from verl.trainer.ppo.validation import ValidationReport, run_summary, validate
@@ -159,6 +154,7 @@ class RayPPOTrainer(ResumableRun):
         finally:
             for group in groups.values():
                 group.shutdown()
+            self.reward_fn.verifiers.close()
             self.checkpoints.unlock()
 
     # ------------------------------------------------------------------- loop
@@ -422,11 +418,11 @@ class RayPPOTrainer(ResumableRun):
             report.extra = ask(self.extra_val_dataset)
         return report
 
-    def _validate_step(self, when: str) -> tuple[dict[str, float], SearchesFailed | None]:
+    def _validate_step(self, when: str) -> tuple[dict[str, float], RunStopped | None]:
         """A step's validation: its metrics, or why there are none. The step is done all the same."""
         try:
             report = self._validate(complete=when == "after")
-        except SearchesFailed as failure:
+        except RunStopped as failure:
             return {}, failure
         self._record_validation(report, when)
         return report.metrics(), None

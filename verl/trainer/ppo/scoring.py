@@ -8,9 +8,8 @@ scores, the passes' columns -> AdvantageInputs -> advantages, returns [N, R]
 from __future__ import annotations
 
 import math
-import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -23,13 +22,24 @@ from verl.algos.advantages import compute_advantage as estimate_advantages
 from verl.algos.kl_and_entropy import FixedKLController, apply_kl_penalty
 from verl.algos.rollout_correction import apply_rollout_correction, take_out_rejected
 from verl.config import Config
+from verl.config.environments import VerifiersConfig
 from verl.config.schema import AlgorithmConfig
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.passes import Passes
+from verl.trainer.ppo.penalties import add_to_outcome, apply_search_cost, overlong_penalty, room_left
 from verl.trainer.ppo.run_state import RunStopped
-from verl.utils.reward_score import RewardFunction, default_compute_score, qa_em
+from verl.utils.reward_score import (
+    RewardFunction,
+    RewardFunctionFailed,
+    call_reward_function,
+    default_compute_score,
+    qa_em,
+)
 from verl.utils.reward_score.qa_em import documents_hold_answer, golden_answers
 from verl.utils.reward_score.qa_em_format import Segment
+from verl.verifiers.base import Sample, VerifierLimit, VerifierSettings
+from verl.verifiers.batch import UNVERIFIED, Request, Verifiers
+from verl.verifiers.registry import assigned_verifiers
 
 _PROTOCOL_TAGS = frozenset(
     f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/")
@@ -40,15 +50,19 @@ COLUMNS = ("values", "old_log_probs", "sum_pi_squared", "rollout_is_weights", "r
 class RewardManager:
     """Scores trajectories: the reward function's number stands on each row's last sampled token.
 
-    Only what the policy sampled is read as an answer; the format reward looks at the observations too.
-    Nothing that is decoded here is ever encoded again.
+    A row that names verifiers (`verl/verifiers/registry.py`) is scored by them, all others by the reward
+    function. Only what the policy sampled is read as an answer; the format reward looks at the observations
+    too. Nothing that is decoded here is ever encoded again.
 
     Args:
         tokenizer: the policy's tokenizer, to decode with.
         num_examine: print this many trajectories of each data source with every call.
         compute_score: called with data_source, solution_str (the policy's text), ground_truth and extra_info
-            (with `segments`, the response in runs); returns a number, or a dictionary with "score" and more
-            numbers. None: by data source, which is exact match unless a source is registered otherwise.
+            (with `segments`, the response in runs); returns a number, a dictionary with "score" and more
+            numbers, or None: could not verify. It may be a coroutine function; one that takes data_sources,
+            solution_strs, ground_truths and extra_infos gets all rows at once and returns a list. None: by
+            data source, which is exact match unless a source is registered otherwise.
+        verifiers: those of the run; None: by their defaults.
     """
 
     def __init__(
@@ -56,17 +70,20 @@ class RewardManager:
         tokenizer: Any,
         num_examine: int = 0,
         compute_score: RewardFunction | None = None,
+        verifiers: Verifiers | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.num_examine = num_examine
         self.compute_score = compute_score or default_compute_score
+        self.verifiers = verifiers or Verifiers(VerifierSettings(VerifiersConfig()))
         tags = {
             id_ for id_ in tokenizer.all_special_ids if tokenizer.convert_ids_to_tokens(id_) in _PROTOCOL_TAGS
         }
         self._silent_ids = np.array(sorted(set(tokenizer.all_special_ids) - tags), dtype=np.int64)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> Any:
-        """Score every row; a row without a sampled token scores 0. RunStopped: the function raised.
+        """Score every row; a row without a sampled token scores 0. RunStopped: the function raised, or too
+        many rows could not be verified.
 
         Args:
             data: responses and response_mask [N, R] int64; data_source (str), reward_model (dict with
@@ -77,20 +94,22 @@ class RewardManager:
             token_level_scores [N, R] float32, zero but for the last sampled token of each row; or a
             dictionary with it as "reward_tensor" and lists of N: "score" and "em" (float; em is exact
             match whatever the reward is), "answer" (str or None), and what a user's function returned
-            beside its score.
+            beside its score; with verifiers "verdicts" (see `Result`). A score is None, and the tensor's row
+            zero, where there is no verdict.
         """
         mask = data.tensors["response_mask"]
         scores = torch.zeros(mask.shape, dtype=torch.float32)
-        rows = [self._score_row(data, i, parts) for i, parts in enumerate(self.segments(data))]
+        rows = self._score_rows(data)
         for i, row in enumerate(rows):
             sampled = mask[i].nonzero()
-            if len(sampled):
+            if len(sampled) and row["score"] is not None:
                 scores[i, int(sampled[-1])] = row["score"]
         printed: Counter[str] = Counter()
         for source, row in zip(data.non_tensor_batch["data_source"], rows, strict=True):
             printed[source] += 1
             if printed[source] <= self.num_examine:
-                print(f"[{source}] score {row['score']:g}, answer {row['answer']}\n{row['text']}\n")
+                score = UNVERIFIED if row["score"] is None else f"score {row['score']:g}"
+                print(f"[{source}] {score}, answer {row['answer']}\n{row['text']}\n")
         if not return_dict:
             return scores
         names = dict.fromkeys(name for row in rows for name in row if name != "text")
@@ -115,35 +134,71 @@ class RewardManager:
         texts = iter(self.tokenizer.batch_decode(ids, clean_up_tokenization_spaces=False) if ids else [])
         return [[Segment(next(texts), sampled) for sampled in row] for row in spans]
 
-    def _score_row(self, data: DataProto, i: int, segments: list[Segment]) -> dict[str, Any]:
+    def _score_rows(self, data: DataProto) -> list[dict[str, Any]]:
+        """Of each row: score (float or None), em, answer, text, and what else there is to say."""
         fields = data.non_tensor_batch
-        ground_truth = fields["reward_model"][i]["ground_truth"]
-        text = qa_em.join_turns(segment.text for segment in segments if segment.sampled)
-        answer = qa_em.extract_solution(text)
-        result: dict[str, Any] = {"score": 0.0, "em": 0.0, "answer": answer, "text": text}
-        if not any(segment.sampled for segment in segments):
-            return result
+        rows: list[dict[str, Any]] = []
+        requests: dict[int, Request] = {}
+        unscored: dict[int, dict[str, Any]] = {}  # row -> arguments of the reward function
+        for i, segments in enumerate(self.segments(data)):
+            text = qa_em.join_turns(segment.text for segment in segments if segment.sampled)
+            rows.append({"score": 0.0, "em": 0.0, "answer": qa_em.extract_solution(text), "text": text})
+            if not any(segment.sampled for segment in segments):
+                continue
+            columns = {str(name): column[i] for name, column in fields.items()}
+            try:
+                assigned = assigned_verifiers(fields["reward_model"][i], columns)
+            except ValueError as error:
+                raise RunStopped(f"row {i} of the batch: {error}") from error
+            if assigned:
+                requests[i] = Request(self._sample(data, i, text), assigned)
+            else:
+                unscored[i] = {
+                    "data_source": fields["data_source"][i],
+                    "solution_str": text,
+                    "ground_truth": fields["reward_model"][i]["ground_truth"],
+                    "extra_info": {**fields["extra_info"][i], "segments": segments},
+                }
+        if requests:
+            try:
+                results = self.verifiers.verify(list(requests.values()))
+            except (ValueError, VerifierLimit) as error:
+                raise RunStopped(f"the verifiers: {error}") from error
+            for i, result in zip(requests, results, strict=True):
+                rows[i] |= {"score": result.score, "verdicts": result.verdicts}
         try:
-            returned = self.compute_score(
-                data_source=fields["data_source"][i],
-                solution_str=text,
-                ground_truth=ground_truth,
-                extra_info={**fields["extra_info"][i], "segments": segments},
+            scores = call_reward_function(self.compute_score, list(unscored.values()))
+        except RewardFunctionFailed as error:
+            raise RunStopped(f"the reward function failed: {error}") from error
+        for i, returned in zip(unscored, scores, strict=True):
+            rows[i] |= dict(returned) if isinstance(returned, Mapping) else {"score": returned}
+            rows[i]["score"] = None if rows[i]["score"] is None else float(rows[i]["score"])
+        for i in (*requests, *unscored):
+            truth, answer = fields["reward_model"][i]["ground_truth"], rows[i]["answer"]
+            has_golden = isinstance(truth, Mapping) and truth.get("target") is not None
+            right = has_golden and answer is not None and qa_em.em_check(answer, golden_answers(truth))
+            rows[i]["em"] = float(right)
+        self._check_share([row for row in rows if row["score"] is None], len(rows))
+        return rows
+
+    def _sample(self, data: DataProto, i: int, text: str) -> Sample:
+        prompt = data.tensors["attention_mask"][i, : data.tensors["prompts"].shape[1]].bool()
+        ids = data.tensors["prompts"][i][prompt].tolist()
+        kept = [[token for token in ids if token not in self._silent_ids]]
+        query = self.tokenizer.batch_decode(kept, clean_up_tokenization_spaces=False)[0]
+        num_tokens = int(data.tensors["response_mask"][i].sum())
+        return Sample(text, None, query, num_tokens, data.non_tensor_batch["extra_info"][i])
+
+    def _check_share(self, lost: list[dict[str, Any]], num_rows: int) -> None:
+        limit = self.verifiers.settings.config.max_failed_share
+        if lost and (len(lost) > limit * num_rows or len(lost) == num_rows):
+            reports = [each for row in lost for each in row.get("verdicts", ()) if each["score"] is None]
+            names = ", ".join(sorted({each["name"] for each in reports})) or "the reward function"
+            why = f": {reports[-1]['detail']}" if reports else ""
+            raise RunStopped(
+                f"{len(lost)} of {num_rows} trajectories could not be verified by {names} "
+                f"(verifiers.max_failed_share={limit:g}){why}"
             )
-        except Exception as error:  # it is a user's function: anything may come
-            frames, function = traceback.extract_tb(error.__traceback__)[1:], self.compute_score
-            code = getattr(function, "__code__", None)
-            path = getattr(function, "path", None) or getattr(code, "co_filename", None)
-            own = [frame for frame in frames if frame.filename == str(path)] or list(frames)
-            where = f"{own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}: " if own else ""
-            what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise RunStopped(f"the reward function failed: {where}{what}") from error
-        result |= dict(returned) if isinstance(returned, Mapping) else {"score": returned}
-        result["score"] = float(result["score"])
-        has_golden = isinstance(ground_truth, Mapping) and ground_truth.get("target") is not None
-        if has_golden and answer is not None:
-            result["em"] = float(qa_em.em_check(answer, golden_answers(ground_truth)))
-        return result
 
 
 def score(batch: DataProto, reward_fn: RewardManager, config: Config) -> None:
@@ -171,10 +226,25 @@ def score_answers(batch: DataProto, reward_fn: RewardManager) -> dict[str, Any]:
     """Adds the reward function's scores to a batch; returns all that it returned.
 
     Writes token_level_scores [N, R] float32 (the outcome on the last sampled token), outcome [N] float32,
-    num_sampled, prompt_length, response_length [N] int64 (tokens), and per row `em` (float).
+    num_sampled, prompt_length, response_length [N] int64 (tokens), and per row `em` (float) and `verdicts`
+    (see `Result`, or None). A row that could not be verified leaves the batch as one whose search failed
+    does: its response_mask is emptied, and its record's finish_reason is "unverified".
     """
     answers: dict[str, Any] = reward_fn(batch, return_dict=True)
     tensors = batch.tensors
+    unverified = torch.tensor([value is None for value in answers.get("score", [0.0] * len(batch))])
+    if unverified.any():
+        for name in ("response_mask", "rollout_log_probs"):
+            if name in tensors:
+                tensors[name] = tensors[name].masked_fill(unverified[:, None], 0)
+        records = batch.non_tensor_batch["trajectory"]
+        batch.non_tensor_batch["trajectory"] = object_array(
+            [
+                {**record, "finish_reason": UNVERIFIED} if lost else record
+                for record, lost in zip(records, unverified.tolist(), strict=True)
+            ]
+        )
+    batch.non_tensor_batch["verdicts"] = object_array(answers.pop("verdicts", [None] * len(batch)))
     mask, attention, scores = tensors["response_mask"], tensors["attention_mask"], answers["reward_tensor"]
     tensors["token_level_scores"], tensors["outcome"] = scores, scores.sum(-1)
     tensors["num_sampled"] = mask.sum(-1)
@@ -182,21 +252,6 @@ def score_answers(batch: DataProto, reward_fn: RewardManager) -> dict[str, Any]:
     tensors["response_length"] = attention[:, -mask.shape[1] :].sum(-1)
     batch.non_tensor_batch["em"] = np.array(answers["em"], dtype=object)
     return answers
-
-
-def apply_search_cost(scores: Tensor, num_searches: Sequence[int], cost: float) -> Tensor:
-    """A reward is worth less the more searches it took: score * max(0, 1 - cost * searches) if score > 0.
-
-    A reward of 0 or less stays what it is, so that a wrong answer is never a reason to search less. Among
-    right answers to one question the cost decides: GRPO then prefers the one with no search too many.
-
-    Args:
-        scores: [N, R] float32.
-        num_searches: searches that were made, of each row.
-        cost: share of the reward for each search; 0 changes nothing.
-    """
-    kept = (1.0 - cost * torch.tensor(num_searches, dtype=scores.dtype)).clamp(min=0.0).unsqueeze(1)
-    return torch.where(scores > 0, scores * kept, scores)
 
 
 def values_named(batch: DataProto, name: str, key: str) -> np.ndarray:
@@ -218,45 +273,6 @@ def values_named(batch: DataProto, name: str, key: str) -> np.ndarray:
                 f"dictionary with {name!r}, or change {key}."
             )
     return values
-
-
-def room_left(batch: DataProto, max_context: int, max_turn: int, max_turns: int) -> np.ndarray:
-    """How many more tokens each policy could have written before a limit had cut it; [N] int64, at least 0.
-
-    A trajectory is cut when its context (prompt, turns, observations) reaches `max_context` tokens, or when
-    its last turn, the one after `max_turns` others, reaches `max_turn`. 0 for one that was cut, also where an
-    observation that did not fit has cut it.
-    """
-    context = batch.tensors["attention_mask"].sum(-1).tolist()
-    room = np.maximum(max_context - np.array(context, dtype=np.int64), 0)
-    for row, record in enumerate(batch.non_tensor_batch["trajectory"]):
-        turns = record["turns"]
-        if record["finish_reason"] == "length":
-            room[row] = 0
-        elif len(turns) > max_turns:
-            room[row] = min(room[row], max(max_turn - (turns[-1]["end"] - turns[-1]["start"]), 0))
-    return room
-
-
-def overlong_penalty(room: np.ndarray, buffer_length: int, factor: float) -> np.ndarray:
-    """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13) times `factor`; [N] float64, from -factor
-    to 0.
-
-    0 while at least `buffer_length` tokens are left, then falling evenly to -1 where none is: with |y| the
-    length, L_max where it is cut and L_cache the buffer, (L_max - L_cache - |y|) / L_cache. The paper's one
-    limit is the response's; an agent's context holds retrieved text as well, so what counts is the room that
-    is left, L_max - |y|, which is the same number however the observations are counted.
-    """
-    return factor * np.clip((room - buffer_length) / buffer_length, -1.0, 0.0)
-
-
-def add_to_outcome(scores: Tensor, response_mask: Tensor, amounts: np.ndarray) -> Tensor:
-    """[N, R]: `scores` with each row's amount [N] added on its last sampled token, if it has one."""
-    mask = response_mask.bool()
-    columns = torch.arange(mask.shape[1]).expand(mask.shape)
-    last = columns.masked_fill(~mask, -1).amax(dim=1, keepdim=True)
-    amount = torch.from_numpy(amounts).to(scores.dtype).unsqueeze(1)
-    return scores.scatter_add(1, last.clamp(min=0), torch.where(last >= 0, amount, 0.0))
 
 
 def add_advantages(

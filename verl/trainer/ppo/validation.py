@@ -26,6 +26,7 @@ from verl.trainer.ppo.scoring import RewardManager, score_answers
 from verl.utils.announcing import announced
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.reward_score.qa_em import documents_hold_answer, golden_answers
+from verl.verifiers.batch import UNVERIFIED, verifier_metrics
 
 SAMPLED, GREEDY = "sampled", "greedy"
 
@@ -35,14 +36,18 @@ class ValidationReport:
     """Scores of one pass over the questions in each mode ("sampled": temperature 1; "greedy").
 
     Attributes:
-        rows: mode -> one record per question: score (float), em (0/1), searches (int), hops (int or None),
-            data_source (str), finish_reason (str), documents_hold_answer (0/1; None without golden answers),
-            first_query_right and all_queries_right (0/1; None where the data does not say).
+        rows: mode -> one record per question that was verified: score (float), em (0/1), searches (int),
+            hops (int or None), data_source (str), finish_reason (str), documents_hold_answer (0/1; None
+            without golden answers), first_query_right and all_queries_right (0/1; None where the data does
+            not say).
+        verdicts: mode -> figures of the verifiers, and `unverified`, how many questions are not in `rows` as
+            their answers could not be verified.
         samples: DataProto of the first mode's first batch, for the trajectory records.
         extra: the report of `data.extra_val_files`, if those were asked too.
     """
 
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    verdicts: dict[str, dict[str, float]] = field(default_factory=dict)
     samples: DataProto | None = None
     extra: ValidationReport | None = None
 
@@ -65,6 +70,7 @@ class ValidationReport:
                 known = [row for row in rows if row[name] is not None]
                 if known:
                     metrics[f"{prefix}/{mode}/{name}"] = _mean(known, name)
+            metrics |= {f"{prefix}/{mode}/{name}": x for name, x in self.verdicts.get(mode, {}).items()}
         return metrics | (self.extra.metrics(f"{prefix}_extra") if self.extra else {})
 
     def summary(self) -> dict[str, Any]:
@@ -104,6 +110,7 @@ def validate(
     size = batch_size or len(dataset)
     for mode in modes:
         rows: list[dict[str, Any]] = []
+        verdicts: list[Any] = []
         with announced(f"{mode} validation of {len(dataset)} questions"):
             for start in range(0, len(dataset), size):
                 prompts = prompt_batch(
@@ -113,9 +120,13 @@ def validate(
                 score_answers(batch, reward_fn)
                 batch = without_padding(batch)
                 rows += _records(batch)
+                verdicts += list(batch.non_tensor_batch["verdicts"])
                 if mode == modes[0]:
                     report.samples = batch if report.samples is None else report.samples
-        report.rows[mode] = rows
+        report.rows[mode] = [row for row in rows if row["finish_reason"] != UNVERIFIED]
+        if any(verdicts) or len(report.rows[mode]) < len(rows):
+            unverified = {"unverified": float(len(rows) - len(report.rows[mode]))}
+            report.verdicts[mode] = verifier_metrics(verdicts) | unverified
     return report
 
 

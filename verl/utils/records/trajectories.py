@@ -109,6 +109,8 @@ def trajectory_records(
                 "token_mask": tensors["response_mask"][i, :length].tolist(),
             }
         )
+        if "verdicts" in fields and fields["verdicts"][i] is not None:
+            records[-1]["verdicts"] = fields["verdicts"][i]
     return records
 
 

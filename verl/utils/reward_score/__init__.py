@@ -7,14 +7,17 @@ called with the same four arguments instead. `solution_str` is only what the pol
 the row's, with `segments` added: the whole response in runs of sampled and of observed text.
 """
 
+import asyncio
 import importlib.util
-from collections.abc import Callable, Mapping
+import inspect
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from verl.utils.reward_score import qa_em
 
-RewardFunction = Callable[..., "float | Mapping[str, Any]"]
+RewardFunction = Callable[..., Any]  # see `call_reward_function`
 
 # Search-R1's data sets. Any other source that brings golden answers is scored in the same way.
 EXACT_MATCH_SOURCES = (
@@ -96,9 +99,14 @@ class FileReward:
                 "custom_reward_function.name."
             )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> float | Mapping[str, Any]:
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The user's own."""
         assert callable(self._function)
-        returned: float | Mapping[str, Any] = self._function(*args, **kwargs)
+        return self._function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> float | Mapping[str, Any]:
+        returned: float | Mapping[str, Any] = self.function(*args, **kwargs)
         return returned
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -117,3 +125,47 @@ def load_reward_function(config: Mapping[str, Any]) -> RewardFunction | None:
     path, name = config["path"], config["name"]
     # absolute, as another process may have another working directory
     return None if path is None else FileReward(Path(path).expanduser().absolute(), name)
+
+
+class RewardFunctionFailed(Exception):
+    """A user's reward function raised; the message names its line."""
+
+
+def call_reward_function(function: RewardFunction, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """What a reward function returns for each row: a number, a dictionary, or None (could not verify).
+
+    A coroutine function is called for all rows at the same time. One that takes data_sources, solution_strs,
+    ground_truths and extra_infos (verl's batched form) is called once and returns a list.
+
+    Args:
+        calls: data_source, solution_str, ground_truth and extra_info of each row.
+    """
+    if not calls:
+        return []
+    inner = function.function if isinstance(function, FileReward) else function
+
+    async def together(coroutines: Sequence[Any]) -> list[Any]:
+        return list(await asyncio.gather(*coroutines))
+
+    try:
+        if "solution_strs" in inspect.signature(inner).parameters:
+            lists = {
+                "data_sources": [call["data_source"] for call in calls],
+                "solution_strs": [call["solution_str"] for call in calls],
+                "ground_truths": [call["ground_truth"] for call in calls],
+                "extra_infos": [call["extra_info"] for call in calls],
+            }
+            returned = inner(**lists)
+            many = list(asyncio.run(returned) if inspect.iscoroutine(returned) else returned)
+            if len(many) != len(calls):
+                raise ValueError(f"it returned {len(many)} scores for {len(calls)} rows")
+            return many
+        many = [inner(**call) for call in calls]
+        return asyncio.run(together(many)) if inspect.iscoroutinefunction(inner) else many
+    except Exception as error:  # it is a user's function: anything may come
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        path = getattr(getattr(inner, "__code__", None), "co_filename", None)
+        own = [frame for frame in frames if frame.filename == path] or frames
+        where = f"{own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}: " if own else ""
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise RewardFunctionFailed(f"{where}{what}") from error

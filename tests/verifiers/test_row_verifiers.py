@@ -1,0 +1,126 @@
+"""Rows name their verifiers; a row without a verdict leaves the batch and is counted."""
+
+import time
+
+import pytest
+
+from verl.config.environments import VerifiersConfig
+from verl.verifiers import CouldNotVerify, Sample, Verdict, Verifier
+from verl.verifiers.base import VerifierSettings
+from verl.verifiers.batch import Request, Verifiers, verifier_metrics
+from verl.verifiers.registry import VERIFIERS, Assigned, assigned_verifiers, check_rows
+
+SETTINGS = VerifierSettings(VerifiersConfig())
+OWN = f"{__name__}:"
+
+
+class Shouts(Verifier):
+    name = "shouts"
+
+    def verify(self, sample: Sample) -> Verdict:
+        return Verdict(3.0 if sample.text.isupper() else -3.0, "looked at the letters", cost=0.25)
+
+
+class Away(Verifier):
+    def verify(self, sample: Sample) -> Verdict:
+        if sample.text == "b":
+            raise CouldNotVerify("the server is away")
+        return Verdict(0.5)
+
+
+class Slow(Verifier):
+    def verify_many(self, samples):
+        time.sleep(0.3)
+        return [Verdict(0.0, timed_out=True)] * len(samples)
+
+
+class Slower(Slow):
+    pass
+
+
+class Broken(Verifier):
+    def verify_many(self, samples):
+        raise CouldNotVerify("no machine")
+
+
+class NoNumber(Verifier):
+    def verify(self, sample: Sample) -> Verdict:
+        return Verdict(float("nan"))
+
+
+def test_a_row_names_its_verifiers_in_three_forms():
+    listed = [{"name": "Math", "label": "72", "weight": None}, {"name": OWN + "Shouts", "label": None}]
+    assert assigned_verifiers({"ground_truth": {"verifiers": listed, "target": None}}) == [
+        Assigned("math", "72"),
+        Assigned(OWN + "Shouts", None),
+    ]
+    assert assigned_verifiers({"ground_truth": "72", "verifier": "gsm8k"}) == [Assigned("gsm8k", "72")]
+    theirs = {"dataset": ["gsm8k", "max_length"], "ground_truth": ["72", "500"]}
+    assert assigned_verifiers({}, theirs) == [Assigned("gsm8k", "72"), Assigned("max_length", "500")]
+    assert assigned_verifiers({}, {"dataset": "math", "ground_truth": ["72"]}) == [Assigned("math", "72")]
+    assert assigned_verifiers({"ground_truth": {"target": ["Oslo"]}}, {"dataset": "nq"}) == []
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_one_before_the_run():
+    row = {"reward_model": {"verifier": "strict_mat", "ground_truth": "1"}}
+    with pytest.raises(ValueError, match=r"row 0: Found verifier 'strict_mat'.*mean 'strict_math'"):
+        check_rows([row], SETTINGS)
+    with pytest.raises(ValueError, match="2 verifiers .* 1 labels"):
+        assigned_verifiers({"verifier": ["math", "code"], "ground_truth": ["1"]})
+    with pytest.raises(ValueError, match="found no class 'Nobody'"):
+        check_rows([{"reward_model": {"verifier": OWN + "Nobody", "ground_truth": "1"}}], SETTINGS)
+    with pytest.raises(ValueError, match="expected a number of tokens"):
+        check_rows([{"dataset": "max_length", "ground_truth": "long"}], SETTINGS)
+    assert check_rows([{"dataset": "max_length", "ground_truth": "9"}, {"data_source": "nq"}], SETTINGS) == 1
+
+
+def test_all_of_open_instructs_names_are_there():
+    judges = "quality quality_rubric quality_ref safety factuality creative_writing refusal "
+    judges += "web_instruct_general_verifier"
+    names = "gsm8k math strict_math ifeval ifeval_old flan string_matcher string_f1 puzzle re_search "
+    names += "re_search_f1 max_length up_to_max_length code code_stdio rubric passthrough"
+    assert set(VERIFIERS) == {*names.split(), *(f"general-{kind}" for kind in judges.split())}
+
+
+def test_a_rows_score_is_the_weighted_sum_within_each_verifiers_range():
+    assigned = [Assigned(OWN + "Shouts", None, 0.5), Assigned("gsm8k", "7", 2.0), Assigned("gsm8k", "8", 9.0)]
+    loud, quiet = Verifiers(SETTINGS).verify([Request(Sample(text, None), assigned) for text in ("A 7", "a")])
+    assert (loud.score, quiet.score) == (0.5 * 1.0 + 2.0, 0.0)
+    assert [each["score"] for each in loud.verdicts] == [1.0, 1.0, 0.0]
+    metrics = verifier_metrics([loud.verdicts, quiet.verdicts, None])
+    assert metrics["objective/gsm8k_reward"] == 1.0
+    assert metrics["objective/gsm8k_correct_rate"] == 0.5
+    assert metrics["reward/cost"] == 0.5
+
+
+def test_a_row_without_a_verdict_has_no_score_and_the_others_keep_theirs():
+    both = [Assigned(OWN + "Away", None), Assigned(OWN + "Broken", None, 0.0)]
+    requests = [Request(Sample(text, None), both) for text in "abc"]
+    results = Verifiers(SETTINGS).verify(requests)
+    assert [result.score for result in results] == [0.5, None, 0.5]  # what has no weight only reports
+    assert results[1].verdicts[0]["detail"] == "the server is away"
+    metrics = verifier_metrics([result.verdicts for result in results])
+    assert metrics[f"reward/unverified/{OWN}Away"] == 1
+    assert metrics[f"reward/unverified/{OWN}Broken"] == 3
+    assert metrics[f"objective/{OWN}Away_reward"] == 0.5  # of those that were verified
+
+
+def test_verifiers_of_different_names_work_at_the_same_time():
+    assigned = [Assigned(OWN + name, None) for name in ("Slow", "Slower")]
+    started = time.perf_counter()
+    results = Verifiers(SETTINGS).verify([Request(Sample("", None), assigned)] * 3)
+    assert time.perf_counter() - started < 0.55
+    metrics = verifier_metrics([result.verdicts for result in results])
+    assert [result.score for result in results] == [0.0] * 3
+    assert metrics[f"reward/timeout/{OWN}Slow"] == 3
+
+
+def test_a_score_that_is_no_number_is_an_error_and_no_score():
+    with pytest.raises(ValueError, match="NoNumber' returned the score nan"):
+        Verifiers(SETTINGS).verify([Request(Sample("", None), [Assigned(OWN + "NoNumber", None)])])
+
+
+def test_remap_has_one_verifier_do_the_work_of_another():
+    settings = VerifierSettings(VerifiersConfig(remap={"math": OWN + "Shouts"}))
+    (result,) = Verifiers(settings).verify([Request(Sample("A", None), [Assigned("math", "7")])])
+    assert (result.score, result.verdicts[0]["name"]) == (1.0, "shouts")
