@@ -243,8 +243,8 @@ def load_manager(
     import transformers
 
     from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
-    from search_r1.llm_agent.trajectory import generation_eos_ids
     from search_r1.search.client import SearchClient
+    from verl.agent.trajectory import generation_eos_ids
     from verl.utils.announcing import announced
     from verl.workers.rollout.native import NativeEngine
 
@@ -283,7 +283,7 @@ def ask(
     import torch
 
     from data_prep.prompts import fill_prompt
-    from search_r1.llm_agent.trajectory import parse_action
+    from search_r1.llm_agent.search_environment import parse_action
     from verl.protocol import DataProto, object_array
     from verl.utils.dataset.rl_dataset import prompt_text
 

@@ -30,7 +30,7 @@ from transformers import (
 import infer
 from data_prep.prompts import SEARCH_PROMPT
 from search_r1.llm_agent.generation import Event, LLMGenerationManager
-from search_r1.llm_agent.trajectory import format_observation
+from search_r1.llm_agent.search_environment import format_observation
 from search_r1.search.client import SearchClient
 
 REPO = Path(__file__).parents[1]

@@ -28,6 +28,7 @@ class BaseTextEnvStepOutput(TypedDict):
     all actions are summed to the trajectory's; None where the run's reward function or verifiers score.
     done: the episode is over. metadata: plain data, kept in the trajectory's record. postprocessed_action:
     SkyRL's; refused unless it is None or the action itself, as the ids that were sampled are trained.
+    action: what the record calls it ("step"). finish_reason: as what a done episode has ended ("done").
     """
 
     observations: list[Message]
@@ -35,6 +36,24 @@ class BaseTextEnvStepOutput(TypedDict):
     done: bool
     metadata: dict[str, Any]
     postprocessed_action: NotRequired[str | None]
+    action: NotRequired[str]
+    finish_reason: NotRequired[str]
+
+
+class ActionUnderWay(Future[BaseTextEnvStepOutput]):
+    """A Future of `step_many` that tells the record at once what the action is: `action` and `metadata` as in
+    the output.
+    """
+
+    def __init__(self, action: str, metadata: dict[str, Any]) -> None:
+        super().__init__()
+        self.action, self.metadata = action, metadata
+
+
+class EpisodeFailed(Exception):
+    """Ends an episode for a reason that is not the policy's. reason: its finish_reason."""
+
+    reason: ClassVar[str] = "env_failed"
 
 
 class BaseTextEnv:
@@ -45,14 +64,20 @@ class BaseTextEnv:
         stop: strings that end a turn where they appear, beside the end of sequence.
         runs: where `init` and `step` run with `environment.executor=auto`: "inline" (cheap: microseconds),
             "thread" (waits for others), "process" (computes, or may hang: can be killed).
+        observation_end: closing text of its observations; of one that is too long what stands before goes.
+        counts_turns: it ends its episodes itself; else they end after `max_turns` actions.
+        stateless: an episode is known by its number of turns, so that an unfinished one can be gone on with.
 
     Attributes:
         turns: actions so far, for the subclass to count. max_turns: most actions of an episode; the loop sets
             it from the row's `max_turns` or from the configuration before `init` where the class leaves it.
     """
 
-    stop: ClassVar[tuple[str, ...]] = ()
+    stop: tuple[str, ...] = ()
     runs: ClassVar[Literal["inline", "thread", "process"]] = "thread"
+    observation_end: ClassVar[str] = ""
+    counts_turns: ClassVar[bool] = False
+    stateless: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.turns = 0

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+SEARCH = "search"  # the default; `search_r1` registers it
+
 
 @dataclass(frozen=True)
 class EnvSpec:

@@ -72,7 +72,7 @@ def build_trainer(
     """
     from transformers import AutoTokenizer
 
-    from search_r1.llm_agent.trajectory import env_metrics
+    from search_r1.llm_agent.search_environment import env_metrics
     from verl.trainer.placement import build_pools, roles_of
     from verl.trainer.ppo.passes import Passes
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 from transformers import AutoTokenizer
 
-from search_r1.llm_agent.trajectory import Trajectory, Turn, env_metrics, to_tensors
+from search_r1.llm_agent.search_environment import env_metrics
+from verl.agent.trajectory import Trajectory, Turn, to_tensors
 from verl.config import load_config
 from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs, Dispatch, Worker, register
@@ -107,12 +108,13 @@ class Policy(SavedWorker, Worker):
         for size in (room // 2, room - room // 2):
             start, end = made.add_sampled(self.search, [-0.5] * len(self.search))
             documents = [{"contents": f"{WORDS * 6}{seed} {size} {i}", "score": 1.0} for i in range(3)]
-            made.turns.append(Turn("search", SEARCH, "who named the lake", start, end, documents))
+            details = {"query": "who named the lake", "documents": documents}
+            made.turns.append(Turn("search", SEARCH, start, end, details=details))
             begin = int(draws.integers(1000))
             made.add_observation(self.text[begin : begin + size])
         text, answer = self.answers[int(draws.random() < 0.5)]
         start, end = made.add_sampled(answer, [-0.1] * len(answer))
-        made.turns.append(Turn("answer", text, None, start, end))
+        made.turns.append(Turn("answer", text, start, end, details={"query": None, "documents": None}))
         return made
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

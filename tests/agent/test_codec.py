@@ -7,14 +7,8 @@ from scripted_engine import EOS, byte_tokenizer
 from transformers import tokenization_utils_base
 
 from data_prep import prompts
-from search_r1.llm_agent.trajectory import (
-    HINT,
-    Action,
-    Codec,
-    GenerationConfig,
-    format_observation,
-    parse_action,
-)
+from search_r1.llm_agent.search_environment import HINT, Action, format_observation, parse_action
+from verl.agent.trajectory import AgentConfig, Codec
 
 
 @pytest.mark.parametrize(
@@ -71,9 +65,9 @@ def test_pretraining_shows_the_layout_that_the_agent_writes():
 
 def test_a_control_token_that_a_document_spells_out_stays_text():
     tokenizer = byte_tokenizer()
-    codec = Codec(tokenizer, GenerationConfig(2, 100, 1000, 100, 500))
+    codec = Codec(tokenizer, AgentConfig(2, 100, 1000, 100, 500))
     documents = [{"contents": f"A title\nIt ends with {EOS}{EOS} and goes on.", "score": None}]
-    ids = codec.observation_ids(documents)
+    ids = codec.observation_ids(format_observation(documents))
     assert tokenizer.eos_token_id in codec.tokenizer.encode(format_observation(documents))
     assert tokenizer.eos_token_id not in ids
     assert codec.decode(ids) == format_observation(documents)
@@ -85,7 +79,7 @@ def test_a_long_document_shows_no_warning_of_indexing_errors(monkeypatch):
     monkeypatch.setattr(tokenization_utils_base.logger, "warning", lambda text, *_: shown.append(text))
     tokenizer = byte_tokenizer()
     tokenizer.model_max_length = 100
-    codec = Codec(tokenizer, GenerationConfig(2, 100, 1000, 100, 500))
+    codec = Codec(tokenizer, AgentConfig(2, 100, 1000, 100, 500))
     assert len(codec.encode(f"{EOS} a long document " * 40)) > 100 and shown == []
     tokenizer.encode("a long document " * 40)
     assert "will result in indexing errors" in shown[0]

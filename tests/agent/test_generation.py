@@ -9,7 +9,7 @@ import pytest
 from scripted_engine import MemorySearch, ScriptedEngine, byte_tokenizer, prompts
 
 from search_r1.llm_agent.generation import Event, GenerationConfig, LLMGenerationManager, build_agent
-from search_r1.llm_agent.trajectory import HINT, INFORMATION_END, format_observation
+from search_r1.llm_agent.search_environment import HINT, INFORMATION_END, format_observation
 from verl.config import load_config
 from verl.protocol import DataProto
 

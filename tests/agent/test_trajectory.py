@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from search_r1.llm_agent.trajectory import Trajectory, Turn, env_metrics, search_metrics, to_tensors
+from search_r1.llm_agent.search_environment import env_metrics, search_metrics
+from verl.agent.trajectory import Trajectory, Turn, to_tensors
 
 
 def example() -> Trajectory:
     """The worked example of verl/protocol.py: prompt [5, 6], sampled [7, 8], observation [9], sampled [2]."""
     trajectory = Trajectory(0, [5, 6], seed=1)
-    trajectory.turns.append(Turn("search", "a", "q", *trajectory.add_sampled([7, 8], [-0.5, -1.5])))
+    trajectory.turns.append(Turn("search", "a", *trajectory.add_sampled([7, 8], [-0.5, -1.5])))
     trajectory.add_observation([9])
-    trajectory.turns.append(Turn("answer", "b", None, *trajectory.add_sampled([2], [-0.25])))
+    trajectory.turns.append(Turn("answer", "b", *trajectory.add_sampled([2], [-0.25])))
     trajectory.finish_reason = "answer"
     return trajectory
 
@@ -85,7 +86,7 @@ def test_the_env_metrics_are_search_r1s():
 
 def test_the_search_clients_figures_are_those_of_one_batch():
     trajectory = example()
-    trajectory.turns[0].search_seconds = 0.5
+    trajectory.turns[0].details["search_seconds"] = 0.5
     before = {"searches": 10, "cache_hits": 2, "failed": 1, "requests": 3, "request_seconds": 1.0}
     after = {"searches": 14, "cache_hits": 3, "failed": 2, "requests": 5, "request_seconds": 1.5}
     assert search_metrics(before, after, [trajectory, example()]) == {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from scripted_engine import MemorySearch, ScriptedEngine, byte_tokenizer, prompts
 
-from search_r1.llm_agent.engine_load import SAMPLE_STEPS, EngineLoad
 from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
+from verl.agent.engine_load import SAMPLE_STEPS, EngineLoad
 from verl.protocol import DataProto
 
 TOKENIZER = byte_tokenizer()

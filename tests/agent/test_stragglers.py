@@ -10,8 +10,8 @@ import pytest
 from scripted_engine import MemorySearch, ScriptedEngine, byte_tokenizer, prompts
 
 from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
-from search_r1.llm_agent.stragglers import StragglerWatch
-from search_r1.llm_agent.trajectory import format_observation
+from search_r1.llm_agent.search_environment import format_observation
+from verl.agent.stragglers import StragglerWatch
 from verl.protocol import DataProto
 
 TOKENIZER = byte_tokenizer()

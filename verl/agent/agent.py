@@ -1,0 +1,109 @@
+"""From prompts to trajectories, as a batch for training, with any environments: `EnvironmentAgent`.
+
+gen_batch (prompts, seeds) -> Trajectory of each row -> TrajectoryLoop -> tensors and records
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from verl.agent.loop import LoopEvent, TrajectoryLoop
+from verl.agent.trajectory import AgentConfig, Codec, Trajectory, to_tensors
+from verl.environments.executors import EnvironmentRunner
+from verl.protocol import DataProto
+from verl.workers.rollout.base import RolloutEngine, SamplingParams
+
+
+class EnvironmentAgent:
+    """Runs trajectories on one engine, in the environments that their rows name."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        engine: RolloutEngine,
+        config: AgentConfig,
+        env_config: Mapping[str, Mapping[str, Any]] | None = None,
+        on_event: Callable[[LoopEvent], None] | None = None,
+    ) -> None:
+        """env_config: environment -> what its instances are made with. `on_event` hears what happens as it
+        happens; it needs an engine with `partial`. ValueError: lengths that can't work.
+        """
+        self.tokenizer, self.engine, self.config = tokenizer, engine, config
+        self.env_config, self.on_event = env_config or {}, on_event
+        self.codec = Codec(tokenizer, config)
+        self.runners: dict[str, EnvironmentRunner] = {}
+
+    def run_llm_loop(self, gen_batch: DataProto) -> DataProto:
+        """Generates one trajectory per row.
+
+        Args:
+            gen_batch: batch `sampling_seeds` [N] int64; non_tensor_batch `raw_prompt_ids` (list[int]), and if
+                there are any `uid` (rows of one prompt, for `straggler_factor`) and `continuation` (None, or
+                what `Trajectory.continued` takes); meta_info `do_sample` (False: greedy), `temperature`,
+                `top_p`, `top_k`, `validate` (True: stragglers are waited for), `keep_partial` (True:
+                stragglers end as "kept", with their mask as if they had ended), all optional.
+
+        Returns:
+            The tensors of generation in the table of `verl/protocol.py`, P = max_start_length and
+            R = max_prompt_length, which bounds prompt and response together (P and R are the same in every
+            process, so that parts can be joined); gen_batch's columns but `continuation`, and `trajectory`:
+            `Trajectory.record`. meta_info `metrics`: `rollout/*` figures of this process and `figures`.
+        """
+        config, meta_info, columns = self.config, gen_batch.meta_info, gen_batch.non_tensor_batch
+        seeds = gen_batch.tensors["sampling_seeds"].tolist()
+        prompts = [[int(id_) for id_ in ids[-config.max_start_length :]] for ids in columns["raw_prompt_ids"]]
+        trajectories = [
+            Trajectory(row, prompt_ids, seed)
+            if state is None
+            else Trajectory.continued(row, prompt_ids, seed, state)
+            for row, (prompt_ids, seed, state) in enumerate(
+                zip(prompts, seeds, columns.get("continuation", [None] * len(seeds)), strict=True)
+            )
+        ]
+        sampling: dict[str, Any] = {"temperature": 0.0}
+        if meta_info.get("do_sample", True):
+            names = ("temperature", "top_p", "top_k", "min_p")
+            sampling = {name: meta_info.get(name, getattr(config, name)) for name in names}
+        params = SamplingParams(
+            max_tokens=config.max_response_length,
+            eos_token_ids=self.codec.eos_token_ids,
+            ignore_eos=config.ignore_eos,
+            **sampling,
+        )
+        groups = None if meta_info.get("validate", False) else columns.get("uid")
+        for env_class in {trajectory.env_class for trajectory in trajectories}:
+            if env_class not in self.runners:
+                self.runners[env_class] = EnvironmentRunner(env_class, self.env_config.get(env_class))
+        loop = TrajectoryLoop(
+            self.codec,
+            self.engine,
+            self.runners,
+            config,
+            params,
+            trajectories,
+            self.on_event,
+            groups=None if groups is None else groups.tolist(),
+            keep_partial=meta_info.get("keep_partial", False),
+        )
+        loop.run()
+        tensors = to_tensors(
+            trajectories,
+            config.max_start_length,
+            config.max_prompt_length,
+            self.tokenizer.pad_token_id or 0,
+        )
+        records = [trajectory.record(self.codec.decode(trajectory.prompt_ids)) for trajectory in trajectories]
+        non_tensors = {**columns, "trajectory": records}
+        non_tensors.pop("continuation", None)
+        metrics = self.figures(trajectories) | loop.load.metrics()
+        return DataProto.from_dict(
+            tensors=tensors, non_tensors=non_tensors, meta_info={"metrics": metrics} if metrics else {}
+        )
+
+    def figures(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """More metrics of a batch; for subclasses."""
+        return {}
+
+    def close(self) -> None:
+        """Ends what the environments share."""

@@ -1,0 +1,356 @@
+"""The loop over sessions: the policy writes a turn, its environment takes it, the policy goes on.
+
+    open -> engine.step -> Completion -> the environment takes the turn --done--> finished
+                ^                           |            |
+                |                           |            +-- under way (a search, a thread, a process) --+
+                +-- resume with the tokens -+<-------------------------- its observation ----------------+
+
+There is no turn barrier: a trajectory goes on as soon as its observation is there, while the others decode.
+At most `max_in_flight` are under way; the next start, in the order of their rows, as others end. A group that
+is late (`stragglers.py`) is cut: its unfinished members end as "cut", without a token to learn from, or as
+"kept". What an environment can't take ends its own trajectory, which is masked, and no other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from verl.agent.engine_load import EngineLoad
+from verl.agent.stragglers import StragglerWatch
+from verl.agent.trajectory import KEPT, AgentConfig, Codec, Trajectory, Turn
+from verl.environments.base import ActionUnderWay, BaseTextEnvStepOutput, EpisodeFailed
+from verl.environments.executors import EnvironmentRunner, StepResult
+from verl.verifiers.base import CouldNotVerify
+from verl.workers.rollout.base import Completion, Partial, RolloutEngine, SamplingParams
+
+# How a last generation stopped -> the ends of an episode that it says more about.
+LIMITS_OF = {"length": ("done", "max_turns"), "eos": ("max_turns",)}
+
+
+@dataclass(frozen=True)
+class LoopEvent:
+    """What `on_event` is told while trajectories run.
+
+    kind: "text" (the policy wrote `text`) | "action" (its environment is at work on what `details` say) |
+    "observation" (`text` is said to the policy; `details` of its turn) | "end" (`text`: the reason).
+    """
+
+    kind: Literal["text", "action", "observation", "end"]
+    row: int
+    text: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class PendingStep:
+    """A turn that its environment is at work on. `due`: the engine step at which its observation joins, with
+    a fixed delay.
+    """
+
+    session_id: int | None  # None: of a continued trajectory, whose session is opened with the observation
+    trajectory: Trajectory
+    future: Future[BaseTextEnvStepOutput]
+    due: int
+    ended: str  # why its generation stopped, as in `Completion`
+
+
+class TrajectoryLoop:
+    """Which session runs which trajectory, which actions are under way, and what is still to start."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        engine: RolloutEngine,
+        runners: Mapping[str, EnvironmentRunner],
+        config: AgentConfig,
+        params: SamplingParams,
+        trajectories: list[Trajectory],
+        on_event: Callable[[LoopEvent], None] | None = None,
+        *,
+        groups: Sequence[Hashable] | None = None,
+        keep_partial: bool = False,
+    ) -> None:
+        """
+        Args:
+            runners: of each `env_class` of the trajectories.
+            params: of every turn, but for the seed (the trajectory's), the stop strings (its environment's)
+                and max_tokens (as room allows).
+            trajectories: row i is entry i; those with a finish_reason are left as they are.
+            groups: of each row, to cut stragglers by; None: none is cut.
+            keep_partial: stragglers end as "kept" instead of "cut", unless they were kept before.
+        """
+        self.codec, self.engine, self.runners, self.config = codec, engine, runners, config
+        self.params, self.trajectories, self.on_event = params, trajectories, on_event
+        self.keep_partial = keep_partial
+        self.max_context = min(self.config.max_prompt_length, self.engine.max_model_len)
+        self.load = EngineLoad(engine)
+        self.pending = deque(trajectory for trajectory in trajectories if not trajectory.finish_reason)
+        self.num_in_flight = 0
+        self.sessions: dict[int, Trajectory] = {}
+        self.waiting: list[PendingStep] = []
+        self.num_steps = 0
+        self.shown: dict[int, int] = {}  # characters of the running turn that `on_event` has seen, by session
+        self.watch: StragglerWatch | None = None
+        self.unstarted: deque[int] = deque()  # sessions, as opened, none of whose tokens was seen
+        if groups is not None and config.straggler_factor is not None:
+            self.watch = StragglerWatch(config.straggler_factor, groups)
+            for trajectory in trajectories:
+                if trajectory.finish_reason:
+                    self.watch.skip(trajectory.row)
+
+    def run(self) -> None:
+        """Runs every trajectory to its end. All sessions and environments are closed afterwards, also after
+        an error.
+        """
+        try:
+            self._start_pending()
+            while self.num_in_flight:
+                if self.engine.has_runnable:
+                    completions = self.engine.step()
+                    self.num_steps += 1
+                    self.load.sample(self.num_steps)
+                    if self.on_event is not None:
+                        for session_id in self.sessions:
+                            text = self.codec.decode_turn(self.engine.partial(session_id).token_ids)
+                            if not text.endswith("\ufffd"):  # a character whose last bytes are still to come
+                                self._show(session_id, text)
+                    self._handle(completions)
+                elif self.waiting:
+                    self._wait()
+                else:
+                    raise RuntimeError(f"the engine stopped with {len(self.sessions)} sessions unfinished")
+                self._cut_stragglers()
+                self._join()
+                self._start_pending()
+        finally:
+            for session_id in list(self.sessions):
+                self.engine.close(session_id)
+            for trajectory in self.trajectories:
+                self._close(trajectory)
+
+    def _start_pending(self) -> None:
+        limit = self.config.max_in_flight or len(self.trajectories)
+        asking: list[tuple[int | None, Trajectory, str]] = []
+        while self.pending and self.num_in_flight < limit:
+            trajectory = self.pending.popleft()
+            self.num_in_flight += 1
+            runner = self.runners[trajectory.env_class]
+            try:
+                trajectory.episode = runner.open({}, [], len(trajectory.turns) - trajectory.is_asking)
+            except Exception as error:  # it is a user's environment: anything may come
+                self._fail(None, trajectory, error)
+                continue
+            if trajectory.is_asking:
+                self._note_start(trajectory)
+                asking.append((None, trajectory, "stop"))
+            else:
+                self._open(trajectory)
+        if asking:
+            self._take_turns(asking)
+
+    def _open(self, trajectory: Trajectory) -> None:
+        room = self.max_context - trajectory.num_tokens
+        if room < 1:
+            self._finish(None, trajectory, "length")
+            return
+        session_id = self.engine.open(
+            trajectory.prompt_ids + trajectory.response_ids, self._turn_params(trajectory, room)
+        )
+        self.sessions[session_id] = trajectory
+        if self.watch is not None:
+            self.unstarted.append(session_id)
+
+    def _turn_params(self, trajectory: Trajectory, room: int) -> SamplingParams:
+        max_tokens = min(self.config.max_response_length - trajectory.num_begun, room)
+        stop = self.codec.stop(trajectory.episode.stop)
+        return replace(self.params, max_tokens=max_tokens, stop=stop, seed=trajectory.seed)
+
+    def _handle(self, completions: list[Completion]) -> None:
+        """Deals with the turns that ended in one step."""
+        ended: list[tuple[int | None, Trajectory, str]] = []
+        for completion in sorted(completions, key=lambda c: self.sessions[c.session_id].row):
+            session_id, trajectory = completion.session_id, self.sessions[completion.session_id]
+            self._note_start(trajectory)
+            start, end = trajectory.add_sampled(completion.token_ids, completion.log_probs)
+            if trajectory.version_first is None:
+                trajectory.version_first = completion.version_first
+            trajectory.version_last = completion.version_last
+            text = self.codec.decode_turn(trajectory.response_ids[start:end])
+            self._show(session_id, text)
+            self.shown.pop(session_id, None)
+            trajectory.turns.append(Turn("step", text, start, end))
+            ended.append((session_id, trajectory, completion.finish_reason))
+        self._take_turns(ended)
+
+    def _take_turns(self, ended: Sequence[tuple[int | None, Trajectory, str]]) -> None:
+        """Gives the last turns of trajectories, in the order of their rows, to their environments: those of
+        one environment together. What comes back at once is dealt with here, the rest when it is there.
+        """
+        by_class: dict[str, list[Trajectory]] = {}
+        for _, trajectory, _ in ended:
+            by_class.setdefault(trajectory.env_class, []).append(trajectory)
+        results: dict[int, StepResult] = {}
+        for env_class, members in by_class.items():
+            texts = [trajectory.turns[-1].text for trajectory in members]
+            outputs = self.runners[env_class].step_many([t.episode for t in members], texts)
+            results.update(zip((trajectory.row for trajectory in members), outputs, strict=True))
+        due = self.num_steps + (self.config.search_delay_steps or 0)
+        for session_id, trajectory, reason in ended:
+            result = results[trajectory.row]
+            if isinstance(result, Future):
+                if isinstance(result, ActionUnderWay):
+                    turn = trajectory.turns[-1]
+                    turn.action, turn.details = result.action, result.metadata
+                    self._emit("action", trajectory, details=turn.details)
+                self.waiting.append(PendingStep(session_id, trajectory, result, due, reason))
+            else:
+                self._take(session_id, trajectory, result, reason)
+
+    def _wait(self) -> None:
+        """Nothing can be decoded: until the next observation, or until a group is late."""
+        if self.config.search_delay_steps is not None:  # the clock moves to the next observation
+            self.num_steps = max(self.num_steps, min(step.due for step in self.waiting))
+            return
+        late_at = None if self.watch is None else self.watch.next_due()
+        timeout = None if late_at is None else max(0.0, late_at - self._now()) + 0.001
+        wait([step.future for step in self.waiting], timeout, return_when=FIRST_COMPLETED)
+
+    def _join(self) -> None:
+        """Resumes the trajectories whose observations are there, or due."""
+        is_timed = self.config.search_delay_steps is not None
+        ready = [
+            step for step in self.waiting if (step.due <= self.num_steps if is_timed else step.future.done())
+        ]
+        for step in sorted(ready, key=lambda step: step.trajectory.row):
+            self.waiting.remove(step)
+            error = step.future.exception()  # waits for it, where it is due
+            result = error if isinstance(error, Exception) else step.future.result()
+            self._take(step.session_id, step.trajectory, result, step.ended)
+
+    def _take(
+        self,
+        session_id: int | None,
+        trajectory: Trajectory,
+        output: BaseTextEnvStepOutput | Exception,
+        ended: str,
+    ) -> None:
+        """Goes on, or ends, with what the environment gave for the last turn."""
+        if isinstance(output, Exception):
+            self._fail(session_id, trajectory, output)
+            return
+        turn, runner = trajectory.turns[-1], self.runners[trajectory.env_class]
+        turn.action, turn.reward = output.get("action", turn.action), output["reward"]
+        turn.details = output["metadata"]
+        if output["done"]:
+            reason = output.get("finish_reason", "done")
+            if reason in LIMITS_OF.get(ended, ()):
+                reason = ended
+            self._finish(session_id, trajectory, reason)
+            return
+        text = "".join(message["content"] for message in output["observations"])
+        self._emit("observation", trajectory, text, turn.details)
+        self._go_on(session_id, trajectory, self.codec.observation_ids(text, runner.observation_end))
+
+    def _fail(self, session_id: int | None, trajectory: Trajectory, error: Exception) -> None:
+        """Ends a trajectory that its environment could not take: nothing is learnt from it."""
+        is_named = isinstance(error, EpisodeFailed | CouldNotVerify)
+        reason = "unverified"
+        if not isinstance(error, CouldNotVerify):
+            reason = error.reason if isinstance(error, EpisodeFailed) else "env_failed"
+        if trajectory.turns:
+            trajectory.turns[-1].error = str(error) if is_named else f"{type(error).__name__}: {error}"
+        trajectory.mask()
+        self._finish(session_id, trajectory, reason)
+
+    def _go_on(self, session_id: int | None, trajectory: Trajectory, token_ids: Sequence[int]) -> None:
+        """Appends tokens that the policy did not write and starts its next turn, if both fit."""
+        room = self.max_context - trajectory.num_tokens - len(token_ids)
+        if room < 1:
+            self._finish(session_id, trajectory, "length")
+            return
+        trajectory.add_observation(token_ids)
+        if session_id is None:
+            self._open(trajectory)
+        else:
+            self.engine.resume(session_id, token_ids, self._turn_params(trajectory, room))
+
+    def _finish(self, session_id: int | None, trajectory: Trajectory, reason: str) -> None:
+        trajectory.finish_reason = reason
+        self.num_in_flight -= 1
+        if session_id is not None:
+            del self.sessions[session_id]
+            self.engine.close(session_id)
+        self._close(trajectory)
+        if self.watch is not None:
+            self.watch.end(trajectory.row, self._now())
+        self._emit("end", trajectory, reason)
+
+    def _close(self, trajectory: Trajectory) -> None:
+        """Ends its environment, if it has one."""
+        episode, trajectory.episode = trajectory.episode, None
+        if episode is not None:
+            self.runners[trajectory.env_class].close(episode)
+
+    def _now(self) -> float:
+        """The clock of the straggler policy."""
+        return time.perf_counter() if self.config.search_delay_steps is None else float(self.num_steps)
+
+    def _note_start(self, trajectory: Trajectory) -> None:
+        if self.watch is not None:
+            self.watch.start(trajectory.row, self._now())
+
+    def _cut_stragglers(self) -> None:
+        """Ends the unfinished members of groups that the batch should not wait for."""
+        if self.watch is None:
+            return
+        while self.unstarted:  # engines start sessions in the order in which they were opened
+            trajectory = self.sessions.get(self.unstarted[0])
+            if trajectory is not None and not self.watch.has_started(trajectory.row):
+                if not self.engine.partial(self.unstarted[0]).token_ids:
+                    break
+                self._note_start(trajectory)
+            self.unstarted.popleft()
+        for rows in self.watch.late(self._now()):
+            self.watch.cut(rows)
+            for row in rows:
+                self._cut(self.trajectories[row])
+
+    def _cut(self, trajectory: Trajectory) -> None:
+        session_id = next((key for key, value in self.sessions.items() if value is trajectory), None)
+        for step in [step for step in self.waiting if step.trajectory is trajectory]:
+            step.future.cancel()
+            self.waiting.remove(step)
+        if not self.keep_partial or trajectory.num_old_turns is not None:
+            trajectory.mask()
+            self._finish(session_id, trajectory, "cut")
+            return
+        if session_id is not None:
+            begun, stop = self.engine.partial(session_id), self.codec.stop(trajectory.episode.stop)
+            length = len(begun.token_ids) if stop is None else stop.settled_length(begun.token_ids)
+            trajectory.keep(
+                Partial(begun.token_ids[:length], begun.log_probs[:length], begun.version_first),
+                self.engine.version,
+            )
+        self._finish(session_id, trajectory, KEPT)
+
+    def _emit(
+        self,
+        kind: Literal["text", "action", "observation", "end"],
+        trajectory: Trajectory,
+        text: str = "",
+        details: Mapping[str, Any] | None = None,
+    ) -> None:
+        if self.on_event is not None:
+            self.on_event(LoopEvent(kind, trajectory.row, text, details or {}))
+
+    def _show(self, session_id: int, text: str) -> None:
+        """Tells `on_event` what a running turn has written since the last time; `text`: all of the turn."""
+        new = text[self.shown.get(session_id, 0) :]
+        if new and self.on_event is not None:
+            self.shown[session_id] = len(text)
+            self._emit("text", self.sessions[session_id], new)
