@@ -1,0 +1,115 @@
+"""Sums in the form of gsm8k's rows, worked column by column, with carries from turn to turn.
+
+    python -m data_prep.arithmetic --seed 0 --out data/arithmetic/seed0
+
+    seed -> two numbers of three digits -> train.parquet, test.parquet
+
+A row: prompt, env_class gsm8k_multi_turn, reward_spec {method, ground_truth}, max_turns (a turn for each column).
+One pair of numbers in `HELD_OUT_SHARE` is for tests alone: no training row and no demonstration has it.
+
+    345+678   turn 1: 5+8+0=13;3   turn 2: 4+7+1=12;23   turn 3: 3+6+1=10;#### 1023
+    101+102   turn 1: 1+2+0=03;3   turn 2: 0+0+0=00;03   turn 3: 1+1+0=02;#### 203
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import random
+from pathlib import Path
+from typing import Any
+
+from data_prep.files import write_parquet
+
+NUM_DIGITS = 3
+PROMPT = "Question: How much is\n{sum}?\n"  # a line break: digits after a blank can be one token with it
+HELD_OUT_SHARE = 5
+
+Pair = tuple[int, int]
+
+
+def is_held_out(pair: Pair) -> bool:
+    """Whether a pair is for tests alone; the same on every machine."""
+    digest = hashlib.blake2b(f"{pair[0]}+{pair[1]}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % HELD_OUT_SHARE == 0
+
+
+def draw_pair(rng: random.Random, held_out: bool) -> Pair:
+    """Two numbers of `NUM_DIGITS` digits."""
+    low, high = 10 ** (NUM_DIGITS - 1), 10**NUM_DIGITS - 1
+    while is_held_out(pair := (rng.randint(low, high), rng.randint(low, high))) != held_out:
+        pass
+    return pair
+
+
+def fill_sum(pair: Pair) -> str:
+    """The prompt of a pair."""
+    return PROMPT.format(sum=f"{pair[0]}+{pair[1]}")
+
+
+def work_out(rng: random.Random, pair: Pair, right_share: float) -> list[str]:
+    """What a student writes in each turn. Each column's sum is right in `right_share` of the cases, else a
+    number from 0 to 19; the student goes on with what it wrote.
+    """
+    carry, done, turns = 0, "", []
+    for place in range(NUM_DIGITS):
+        left, right = (number // 10**place % 10 for number in pair)
+        total = left + right + carry if rng.random() < right_share else rng.randrange(20)
+        text, carry = f"{left}+{right}+{carry}={total:02d};", total // 10
+        last = place == NUM_DIGITS - 1
+        done = f"{total if last else total % 10}{done}"
+        turns.append(f"{text}{'#### ' if last else ''}{done}")
+    return turns
+
+
+def drill(rng: random.Random, count: int = 24) -> list[tuple[str, bool]]:
+    """Single columns without mistakes, as (text, trained) segments: the quickest way to learn them."""
+    segments = [(PROMPT[: PROMPT.index("{")], False)]
+    for _ in range(count):
+        left, right, carry = rng.randrange(10), rng.randrange(10), rng.randrange(2)
+        segments += [(f"{left}+{right}+{carry}=", False), (f"{left + right + carry:02d};", True)]
+    return segments
+
+
+def make_row(pair: Pair, split: str = "train", index: int = 0) -> dict[str, Any]:
+    """The parquet row of a pair."""
+    return {
+        "data_source": "arithmetic",
+        "prompt": [{"role": "user", "content": fill_sum(pair)}],
+        "env_class": "gsm8k_multi_turn",
+        "reward_spec": {"method": "rule", "ground_truth": str(sum(pair))},
+        "max_turns": NUM_DIGITS,
+        "extra_info": {"split": split, "index": index, "question": f"{pair[0]}+{pair[1]}"},
+    }
+
+
+def write_rows(seed: int, out: Path, num_train: int, num_test: int) -> dict[str, int]:
+    """Write both files into the folder `out`, the same for a seed; returns the number of rows of each."""
+    counts = {}
+    for split, count in (("train", num_train), ("test", num_test)):
+        if count < 1:
+            raise ValueError(f"--num-{split} {count}: give at least 1")
+        rng = random.Random(f"arithmetic {split} {seed}")
+        pairs = [draw_pair(rng, held_out=split == "test") for _ in range(count)]
+        rows = [make_row(pair, split, index) for index, pair in enumerate(pairs)]
+        counts[f"{split}.parquet"] = write_parquet(out / f"{split}.parquet", rows)
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Sums in the form of gsm8k's rows.")
+    parser.add_argument("--seed", type=int, default=0, help="of the pairs of numbers (default 0)")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--num-train", type=int, default=8000, help="training rows (default 8000)")
+    parser.add_argument("--num-test", type=int, default=200, help="test rows (default 200)")
+    args = parser.parse_args()
+    try:
+        counts = write_rows(args.seed, args.out, args.num_train, args.num_test)
+    except ValueError as error:
+        parser.error(str(error))
+    for name, count in counts.items():
+        print(f"{args.out / name}: {count} rows")
+
+
+if __name__ == "__main__":
+    main()

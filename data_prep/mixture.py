@@ -1,0 +1,119 @@
+"""Three environments for one run of the tiny model: searching, sums and SQL, with demonstrations to start from.
+
+    python -m data_prep.mixture --seed 0 --out data/mixture/seed0
+
+    seed -> search/   the microworld (data_prep.microworld)
+         -> sums/     additions over several turns (data_prep.arithmetic)
+         -> sql/      the microworld as tables (data_prep.microworld_sql)
+         -> sft_train.parquet, sft_val.parquet    demonstrations of all three
+
+The model has never seen a sum or a query, so it starts from demonstrations. These are imperfect on purpose: what
+is right, reinforcement learning has to find out. They are played against the environments, so that the student
+reads what a policy will read, and have none of the questions and names of the tests. Among them are drills
+(single columns of sums) and what the model was pretrained on, lest it forget how to read and search.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from data_prep import arithmetic, microworld, microworld_sql
+from data_prep.demonstrations import Demonstrator, Sample
+from data_prep.files import write_parquet
+from data_prep.sft_rows import FIRST_SEED
+from data_prep.tiny_tokenizer import END_TOKEN
+from verl.environments import make
+
+ROWS_PER_WORLD = 24
+SHARES = {"search": 0.37, "sums": 0.33, "drill": 0.14, "sql": 0.16}
+RIGHT_SEARCH = 0.3  # share of searches that are right throughout; the others are as in pretraining
+RIGHT_COLUMN = 0.7  # share of a sum's columns that are right
+RIGHT_QUERY = 0.3  # share of queries for the right column of a table
+DB_ID = "demonstrations"
+
+
+def play(env: Any, prompt: str, turns: list[str], end: str) -> Sample:
+    """The segments of an episode in which a student writes these turns; `end` closes each of them."""
+    sample: Sample = [(prompt, False)]
+    for text in turns:
+        head, mark, number = (text + end).partition("#### ")  # apart: a blank and a digit can be one token
+        sample += [(piece, True) for piece in (head + mark, number) if piece]
+        output = env.step(text)
+        if output["done"]:
+            break
+        sample += [(message["content"], False) for message in output["observations"]]
+    env.close()
+    return sample
+
+
+def demonstrations(seed: int, count: int, folder: Path) -> Iterator[Sample]:
+    """`count` samples, the same for a seed. `folder`: for databases while they are made."""
+    rng = random.Random(f"mixture {seed}")
+    settings = {"db_path": str(folder)}
+    for number in range(count):
+        if number % ROWS_PER_WORLD == 0:
+            world = microworld.pretraining_world(FIRST_SEED + seed * 1_000_000 + number)
+            student = Demonstrator(world, rng)
+            microworld_sql.write_database(world, microworld_sql.database_file(folder, DB_ID))
+        (kind,) = rng.choices(list(SHARES), list(SHARES.values()))
+        question = student.question(rng.choice((1, 2)))
+        if kind == "search":
+            right = rng.random() < RIGHT_SEARCH
+            yield student.search(question, right=True) if right else student.draw(1.0)
+        elif kind == "drill":
+            yield arithmetic.drill(rng)
+        elif kind == "sums":
+            pair = arithmetic.draw_pair(rng, held_out=False)
+            env = make("gsm8k_multi_turn", extras=arithmetic.make_row(pair))
+            turns = arithmetic.work_out(rng, pair, RIGHT_COLUMN)
+            yield play(env, arithmetic.fill_sum(pair), turns, END_TOKEN)
+        else:
+            env = make("text2sql", env_config=settings, extras=microworld_sql.make_row(question, DB_ID))
+            turns = microworld_sql.attempt(rng, question, RIGHT_QUERY)
+            yield play(env, microworld_sql.fill_question(question), turns, "")
+
+
+def write_mixture(
+    seed: int, out: Path, num_train: int, num_test: int, num_demonstrations: int
+) -> dict[str, int]:
+    """Write everything into the folder `out`; returns the number of rows of each file."""
+    if num_demonstrations < 1:
+        raise ValueError(f"--num-demonstrations {num_demonstrations}: give at least 1")
+    parts = {
+        "search": microworld.write_world(seed, out / "search", num_train, num_test, num_3hop=2),
+        "sums": arithmetic.write_rows(seed, out / "sums", num_train, num_test),
+        "sql": microworld_sql.write_tables(seed, out / "sql", num_train, num_test),
+    }
+    counts = {f"{part}/{name}": count for part, files in parts.items() for name, count in files.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [
+            {"segments": [{"text": text, "trained": trained} for text, trained in sample if text]}
+            for sample in demonstrations(seed, num_demonstrations, Path(folder))
+        ]
+    # last: a sign that all files are there
+    return counts | {"sft_train.parquet": write_parquet(out / "sft_train.parquet", rows)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Searching, sums and SQL for one run, with demonstrations.")
+    parser.add_argument("--seed", type=int, default=0, help="of everything random, 0 to 999 (default 0)")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--num-train", type=int, default=4096, help="training rows of each (default 4096)")
+    parser.add_argument("--num-test", type=int, default=200, help="test rows of each (default 200)")
+    parser.add_argument("--num-demonstrations", type=int, default=9000, help="of all (default 9000)")
+    args = parser.parse_args()
+    try:
+        counts = write_mixture(args.seed, args.out, args.num_train, args.num_test, args.num_demonstrations)
+    except ValueError as error:
+        parser.error(str(error))
+    for name, count in counts.items():
+        print(f"{args.out / name}: {count} rows")
+
+
+if __name__ == "__main__":
+    main()
