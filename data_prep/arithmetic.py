@@ -4,7 +4,7 @@
 
     seed -> two numbers of three digits -> train.parquet, test.parquet
 
-A row: prompt, env_class gsm8k_multi_turn, reward_spec {method, ground_truth}, max_turns (a turn for each column).
+A row: prompt, env_class gsm8k_multi_turn, reward_spec {method, ground_truth}, max_turns (one a column).
 One pair of numbers in `HELD_OUT_SHARE` is for tests alone: no training row and no demonstration has it.
 
     345+678   turn 1: 5+8+0=13;3   turn 2: 4+7+1=12;23   turn 3: 3+6+1=10;#### 1023

@@ -2,13 +2,14 @@
 
     python -m data_prep.microworld_sql --seed 0 --out data/sql/seed0
 
-    seed -> both parts of the world (data_prep.microworld) -> a database each: a table per kind, a column per fact
-         -> questions about the training part -> train.parquet      half of 1 hop, half of 2 hops
-         -> questions about the test part     -> test.parquet       names that training never shows
+    seed -> both parts of the world (data_prep.microworld) -> a database each
+         -> questions about the training part -> train.parquet    half of 1 hop, half of 2 hops
+         -> questions about the test part     -> test.parquet     names that training never shows
 
-Databases: <out>/databases/spider/database/<db_id>/<db_id>.sqlite, where the environment looks for rows with data
-`spider` below its db_path. A row: prompt, env_class text2sql, db_id, data, reward_spec {method, ground_truth: the
-gold query}, max_turns.
+A database has a table for each kind of entity, with the columns `name` and its relations. It is
+<out>/databases/spider/database/<db_id>/<db_id>.sqlite, where the environment with db_path <out>/databases
+looks for rows with data `spider`. A row: prompt, env_class text2sql, db_id, data, reward_spec {method,
+ground_truth: the right query}, max_turns.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MAX_TURNS = 3
 
 
 def write_database(world: World, path: Path) -> None:
-    """One table per kind of entity, with the columns `name` and its relations. An existing file is replaced."""
+    """The world as a SQLite file; one that is there is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     connection = sqlite3.connect(path)
@@ -70,7 +71,7 @@ def fill_question(question: Question) -> str:
 
 def attempt(rng: random.Random, question: Question, right_share: float) -> list[str]:
     """What a poor student writes in each turn: half of the time a query for the first hop, to look at; then a
-    solution. Each query asks for the right column in `right_share` of the cases, else for any of the same table.
+    solution. A query asks for the right column in `right_share` of the cases, else for any of its table.
     """
     first, last = question.relations[0], question.relations[-1]
 

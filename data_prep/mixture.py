@@ -1,16 +1,16 @@
-"""Three environments for one run of the tiny model: searching, sums and SQL, with demonstrations to start from.
+"""Searching, sums and SQL for one run of the tiny model, with demonstrations to start from.
 
     python -m data_prep.mixture --seed 0 --out data/mixture/seed0
 
     seed -> search/   the microworld (data_prep.microworld)
          -> sums/     additions over several turns (data_prep.arithmetic)
          -> sql/      the microworld as tables (data_prep.microworld_sql)
-         -> sft_train.parquet, sft_val.parquet    demonstrations of all three
+         -> sft_train.parquet    demonstrations of all three
 
-The model has never seen a sum or a query, so it starts from demonstrations. These are imperfect on purpose: what
-is right, reinforcement learning has to find out. They are played against the environments, so that the student
-reads what a policy will read, and have none of the questions and names of the tests. Among them are drills
-(single columns of sums) and what the model was pretrained on, lest it forget how to read and search.
+The model has never seen a sum or a query, so it starts from demonstrations. These are imperfect on purpose:
+what is right, reinforcement learning has to find out. They are played against the environments, so that the
+student reads what a policy will read; none has a sum or a name of the tests. Among them are drills (single
+columns of sums) and samples of the model's pretraining, lest it forget how to read and search.
 """
 
 from __future__ import annotations
