@@ -8,6 +8,7 @@ from verl.trainer.config import validate
 GROUP = "actor_rollout_ref.rollout.n_agent"
 FILTER = "algorithm.filter_groups"
 POOLS = "data.difficulty_pools"
+STEP_WISE, LOSS = "actor_rollout_ref.rollout.step_wise=true", "actor_rollout_ref.actor.policy_loss.loss_mode"
 OVERLONG = "reward_model.overlong_buffer"
 KEYS = "algorithm.gdpo_reward_keys=[score,format]"
 NO_KL = "algorithm.kl_ctrl.kl_coef=0"
@@ -37,6 +38,9 @@ def check(good):
         ("grpo", f"{OVERLONG}.enable=true", "algorithm.overlong_filter=true"),
         ("gae", f"{POOLS}.enable=true", f"{POOLS}.easy_share=0.5", f"{POOLS}.hard_share=0.5"),
         ("grpo", "algorithm.turn_credit=0.5"),
+        ("grpo", "algorithm.turn_credit=0.5", STEP_WISE),
+        ("remax", NO_KL, STEP_WISE),
+        ("rloo", STEP_WISE, f"{LOSS}=gspo"),
         ("rloo", f"{GROUP}=1", "trainer.val_only=true"),
     ],
 )
@@ -49,6 +53,14 @@ def test_settings_that_fit_together_pass(settings, check):
     [
         (("rloo", f"{GROUP}=1"), "group of 1 .*rloo.*Set actor_rollout_ref.rollout.n_agent"),
         (("grpo_passk", f"{GROUP}=1"), "group of 1 .*grpo_passk"),
+        (
+            ("gae", STEP_WISE),
+            "step_wise=true with algorithm.adv_estimator=gae, which credits .* in later turns",
+        ),
+        (("reinforce_plus_plus", STEP_WISE), "adv_estimator=reinforce_plus_plus, .* Set step_wise=false"),
+        (("tir_optimal_token_baseline", STEP_WISE), "tir_optimal_token_baseline, which credits"),
+        (("remax", STEP_WISE), "adv_estimator=remax, .* or algorithm.kl_ctrl.kl_coef=0"),
+        (("grpo", STEP_WISE, f"{LOSS}=dro_sequence"), "loss_mode=dro_sequence, .* or loss_mode=dro"),
         (("remax", "actor_rollout_ref.rollout.do_sample=false"), "do_sample=false .*expected do_sample=true"),
         (("gdpo", NO_KL), "gdpo_reward_keys=null with algorithm.adv_estimator=gdpo; expected the names"),
         (("grpo", KEYS), "gdpo_reward_keys=.* with algorithm.adv_estimator=grpo; .*null for every other"),

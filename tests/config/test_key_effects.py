@@ -125,6 +125,7 @@ EFFECTS: dict[str, tuple] = {
     f"{R}.straggler_factor": (3, "agent"),
     f"{R}.keep_partial": ("true", "driver", f"{R}.straggler_factor=4"),
     f"{R}.search_delay_steps": (3, "agent"),
+    f"{R}.step_wise": ("true", "driver"),
     f"{R}.log_prob_micro_batch_size_per_gpu": (3, "actor"),
     f"{R}.vllm.engine_args": ("{{swap_space: 2}}", "vllm"),
     f"{R}.vllm.python": ("/no/python", "checks", VLLM, APART),

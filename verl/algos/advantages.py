@@ -254,6 +254,11 @@ def get_adv_estimator_fn(name: str | Enum) -> AdvantageFn:
     return ADV_ESTIMATORS.get(name)
 
 
+def is_token_wise(name: str | Enum) -> bool:
+    """Whether the named estimator is registered as one that credits tokens with what comes after them."""
+    return get_adv_estimator_fn(name) in _TOKEN_WISE
+
+
 def estimator_inputs(name: str | Enum, turn_credit: float = 0.0) -> set[str]:
     """Those fields of `AdvantageInputs` that the named estimator asks for by name, optional ones included.
 

@@ -60,7 +60,7 @@ class LossDenominator:
     was split.
 
     Attributes:
-        num_tokens: sampled tokens. num_sequences: rows with at least one.
+        num_tokens: sampled tokens. num_sequences: rows with at least one (turns, with `rollout.step_wise`).
         scale_factor: constant that seq-mean-token-sum-norm divides by (`actor.loss_scale_factor`); None: the
             width R of the losses, that of the step's longest response (verl pads all steps to one width).
         num_prompts: uids with a sampled token; tokens_of_prompt: [B], for each row the sampled tokens of all
@@ -148,7 +148,9 @@ def agg_loss(
         prompt-mean              sum_p (sum_{i of p, t} l / n_p) / P
 
     T, N, P, S and n_p come from `denominator`, by default this very mask's: give the whole mini-batch's for a
-    part of it. Rows without a sampled token count nowhere.
+    part of it. Rows without a sampled token count nowhere. A row is a trajectory; with `rollout.step_wise` it
+    is a turn (as in SkyRL), so N counts turns and n_i is a turn's: modes without N keep the gradient, those
+    with sums keep its direction, and seq-mean-token-mean gives each turn the same weight.
 
     Raises:
         ValueError: an unknown mode, or prompt-mean without the tokens of the rows' prompts.

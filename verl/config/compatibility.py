@@ -115,6 +115,7 @@ RL = Table(
             f"{ROLLOUT}.vllm.engine_args", _with_enforce_eager, kind=bool, joins=True
         ),
         f"{REF}.param_offload": Alias(f"{REF}.fsdp_config.param_offload"),
+        "generator.step_wise_trajectories": Alias(f"{ROLLOUT}.step_wise"),
     },
     fixed=_reasons(
         {
@@ -226,6 +227,7 @@ RL = Table(
         f"{ACTOR}.entropy_ctrl.type": "The weight is adaptive when entropy_ctrl.target_entropy is set.",
         f"{ROLLOUT}.vllm.sleep_level": "It is 1, and 2 where the trainer's weights are offloaded.",
         f"{ROLLOUT}.vllm.weight_transfer": "It is NCCL on CUDA and gloo on CPU.",
+        "generator.merge_stepwise_output": "What turns have in common is computed once, always.",
         "algorithm.filter_groups.refill": "No refill is algorithm.filter_groups.max_num_gen_batches=1.",
         **dict.fromkeys(
             ("trainer.rollout_pool.nnodes", "trainer.rollout_pool.n_gpus_per_node"),

@@ -283,6 +283,7 @@ class Rollout(Block):
     search_delay_steps: Whole | None = key(
         None, "decode steps from a search to its observation (null: as soon as it is there)"
     )
+    step_wise: bool = key(False, "each turn is a row of the update, not each trajectory; same gradient")
     log_prob_micro_batch_size_per_gpu: Count | None = key(
         None, "trajectories of a pass (null: 128 over all processes)"
     )

@@ -150,9 +150,9 @@ def pack_rows(
 class _Layout:
     """How S tokens of B rows, end to end, become T tokens of a pack.
 
-    source [T]: which of the S each is; where [S]: which of the T stands for it. seq_lens: tokens of each row
-    in the pack; key_lens: tokens that it attends to, which are those of the pack at key_index (None: its
-    own).
+    source [T]: which of the S each is; where [S]: which of the T stands for it. seq_lens: tokens of each
+    sequence in the pack, a row or a row and those that go on from its end; key_lens: tokens that it attends
+    to, which are those of the pack at key_index (None: its own).
     """
 
     source: Tensor
@@ -181,15 +181,23 @@ def _shared(tokens: Tensor, lengths: Sequence[int]) -> _Layout:
         return _Layout(every, every, lengths)
     starts = np.cumsum([0, *lengths])
     where = np.empty(len(tokens), dtype=np.int64)
-    source, keys, seq_lens, key_lens = [], [], [], []
+    source: list[np.ndarray] = []
+    keys: list[np.ndarray] = []
+    seq_lens: list[int] = []
+    key_lens: list[int] = []
     before, used = slice(0, 0), 0
     for row, shared in zip(by_prefix.order, by_prefix.shared, strict=True):
         start, own = starts[row], lengths[row] - shared
         where[start : start + shared] = where[before][:shared]
         where[start + shared : start + lengths[row]] = np.arange(used, used + own)
+        goes_on = bool(keys) and shared == before.stop - before.start
         before, used = slice(start, start + lengths[row]), used + own
-        if own:
-            source.append(np.arange(start + shared, start + lengths[row]))
+        if not own:
+            continue
+        source.append(np.arange(start + shared, start + lengths[row]))
+        if goes_on:  # the row before is its whole beginning: the two are one sequence to attention
+            keys[-1], seq_lens[-1], key_lens[-1] = where[before], seq_lens[-1] + own, lengths[row]
+        else:
             keys.append(where[before])
             seq_lens.append(own)
             key_lens.append(lengths[row])

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from verl.algos.advantages import is_token_wise
 from verl.algos.policy_losses import POLICY_LOSSES, loss_traits
 from verl.config import Config, at
 from verl.config.checks import check_config, check_model, check_vllm_is_there
@@ -129,6 +130,8 @@ def _check_algorithm(config: Config, passes: Passes) -> None:
     if algorithm.turn_credit and not config.do_search:
         why = ", where a trajectory is a single turn; expected 0."
         raise refusal(config, "algorithm.turn_credit do_search", why)
+    if rollout.step_wise:
+        _check_step_wise(config, passes)
     if passes.teacher != (config.actor_rollout_ref.teacher.path is not None):
         why = "; expected a teacher for a loss that reads its log-probs (distillation), else null."
         raise refusal(config, f"{_TEACHER} {ACTOR}.policy_loss.loss_mode", why)
@@ -148,6 +151,26 @@ def _check_algorithm(config: Config, passes: Passes) -> None:
             "reward_model.overlong_buffer.enable=false and reward_model.search_cost=0."
         )
         raise refusal(config, f"{taken_off[0]} {_ESTIMATOR}", why)
+
+
+def _check_step_wise(config: Config, passes: Passes) -> None:
+    """What `rollout.step_wise` refuses: what is computed over a trajectory's tokens across its turns."""
+    algorithm, loss_mode = config.algorithm, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    name = algorithm.adv_estimator
+    sums_kl = passes.greedy_rollouts and passes.kl_in_reward
+    if is_token_wise(name) or passes.values or sums_kl:
+        why = (
+            ", which credits a token with what comes after it, in later turns too; with turns as rows a turn "
+            "has the trajectory's outcome alone. Set step_wise=false, or an estimator such as grpo or rloo"
+            + (", or algorithm.kl_ctrl.kl_coef=0." if sums_kl else ".")
+        )
+        raise refusal(config, f"{ROLLOUT}.step_wise {_ESTIMATOR}", why)
+    if loss_mode == "dro_sequence":
+        why = (
+            ", which fits the log-ratio of a whole trajectory to its outcome; a turn has only a part of it. "
+            "Set step_wise=false, or loss_mode=dro."
+        )
+        raise refusal(config, f"{ROLLOUT}.step_wise {ACTOR}.policy_loss.loss_mode", why)
 
 
 def _check_filter(config: Config, passes: Passes) -> None:

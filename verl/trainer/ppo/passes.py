@@ -39,6 +39,7 @@ class Passes:
         has_ratio: the policy loss can't do without old log-probs.
         reward_keys: components of the reward that are looked at one by one (gdpo).
         turn_credit: weight of the rewards of single turns.
+        step_wise: each turn is a row of the policy's update.
     """
 
     estimator_inputs: frozenset[str]
@@ -54,6 +55,7 @@ class Passes:
     has_ratio: bool
     reward_keys: tuple[str, ...]
     turn_credit: float
+    step_wise: bool
 
     @classmethod
     def of(cls, config: Config) -> Passes:
@@ -80,6 +82,7 @@ class Passes:
             has_ratio="old_log_prob" in loss_inputs,
             reward_keys=tuple(algorithm.gdpo_reward_keys or ()) if "reward_components" in inputs else (),
             turn_credit=algorithm.turn_credit,
+            step_wise=config.actor_rollout_ref.rollout.step_wise,
         )
 
     def old_log_probs(self, updates_actor: bool, num_updates: int) -> bool:

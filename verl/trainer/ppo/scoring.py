@@ -282,8 +282,8 @@ def add_advantages(
     kl_controller: FixedKLController,
     running_baseline: RunningBaseline,
 ) -> dict[str, float]:
-    """Adds rewards, advantages and returns to a step's batch; which tokens the update leaves out, and how it
-    weighs the others. Returns metrics.
+    """Adds rewards, advantages and returns to a step's batch; which tokens the update leaves out, how it
+    weighs the others, and with `rollout.step_wise` their turns. Returns metrics.
 
     Raises:
         RunStopped: rewards that the estimator can't take.
@@ -300,6 +300,8 @@ def add_advantages(
     except ValueError as error:
         raise RunStopped(f"the advantages of this step: {error}") from error
     tensors["advantages"], tensors["returns"] = advantages, returns
+    if passes.step_wise:
+        tensors["turn_ids"] = turn_ids(batch)
     if inputs.baseline_keys is not None:
         mask = tensors["response_mask"]
         running_baseline.update(tensors["token_level_rewards"], mask, inputs.baseline_keys)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from verl.algos.aggregation import PROMPT_MEAN, LossDenominator, agg_loss, echo_loss
@@ -34,6 +35,7 @@ from verl.algos.policy_losses import (
 from verl.algos.rollout_correction import rollout_agreement
 from verl.protocol import DataProto
 from verl.utils.packing import PackedMicroBatch
+from verl.utils.turn_rows import TRAJECTORY, joined, split_into_turns
 from verl.workers.engine.base import Engine, Outputs, Share
 from verl.workers.engine.update_loop import (
     EXTRA_LOSS_KEY,
@@ -71,13 +73,17 @@ def rows_without_gradient(
     config: Mapping[str, Any], entropy_coeff: float, batch: Mapping[str, Tensor], rows: list[int]
 ) -> list[int]:
     """Those of the rows that no term of the loss pulls at: all advantages exactly 0 (a group whose members
-    scored the same), a policy loss that vanishes with them, and no other term.
+    scored the same), a policy loss that vanishes with them, and no other term. Of a trajectory's turns all or
+    none: they share a pass.
     """
     vanishes = loss_traits(config["policy_loss"]["loss_mode"]).vanishes_with_advantage
     if not vanishes or entropy_coeff or uses_kl_loss(config) or config["echo_coeff"]:
         return []
     mask = batch["response_mask"][rows].bool()
     pulled = (batch["advantages"][rows].masked_fill(~mask, 0.0) != 0).any(dim=1)
+    if TRAJECTORY in batch:
+        trajectory = batch[TRAJECTORY][rows]
+        pulled = torch.isin(trajectory, trajectory[pulled])
     return [row for row, is_idle in zip(rows, (mask.any(dim=1) & ~pulled).tolist(), strict=True) if is_idle]
 
 
@@ -149,7 +155,7 @@ class PolicyObjective:
     def _selected(self, select: SelectFn) -> Tensor:
         """[N, R] bool on CPU: what the loss chooses out of the mini-batch's rows of all ranks.
 
-        Each rank has as many rows, of one width, and the same seed.
+        Each rank has the same seed; where it has fewer or narrower rows they are filled up.
         """
         batch, rows, engine = self.batch, self.mini_batch.rows, self.engine
         log_prob = torch.zeros(batch["response_mask"].shape)
@@ -161,11 +167,13 @@ class PolicyObjective:
         mask = batch["response_mask"][rows].bool()
         own = [x[rows].float().masked_fill(~mask, 0.0) for x in (log_prob, old_log_prob, batch["advantages"])]
         columns = torch.stack([*own, mask.float()]).to(engine.device)
+        most, width = (int(size) for size in engine.reduce([float(size) for size in mask.shape], "max"))
+        columns = F.pad(columns, (0, width - mask.shape[1], 0, most - len(mask)))
         log_probs, old_log_probs, advantages, sampled = torch.cat(engine.gather(columns), dim=1)
         chosen = select(log_probs, old_log_probs, advantages, sampled.bool(), self.config, self.seed)
-        first = engine.data.rank * len(mask)
+        first = engine.data.rank * most
         selection = torch.zeros(log_prob.shape, dtype=torch.bool)
-        selection[rows] = chosen[first : first + len(mask)].cpu()
+        selection[rows] = chosen[first : first + len(mask), : mask.shape[1]].cpu()
         return selection
 
     def _other_terms(
@@ -284,8 +292,13 @@ class DataParallelPPOActor:
         are not read. With meta_info `bypass_mode` they are the rollout engine's, and are read there too.
         They may be missing if there is only one optimizer step, or if the policy loss does without them: with
         several steps there are no metrics of the ratio then.
+
+        With `turn_ids` [N, R] in the batch each turn is a row of the loss (`verl/utils/turn_rows.py`): a
+        sequence to losses and aggregations that know sequences. Mini-batches stay sets of trajectories.
         """
-        batch = self._batch(data)
+        trajectories = batch = self._batch(data)
+        if "turn_ids" in data.tensors:
+            batch = split_into_turns(trajectories, data.tensors["turn_ids"])
         bypass = bool(data.meta_info.get("bypass_mode", False))
         first_log_probs: Tensor | None = None
         if "rollout_log_probs" in batch and (bypass or "old_log_probs" not in batch):
@@ -315,9 +328,11 @@ class DataParallelPPOActor:
             metrics["actor/kl_coef"] = self.config["kl_loss_coef"]
         if "actor/entropy" in metrics:
             self.entropy_controller.update(metrics["actor/entropy"])
-        if first_log_probs is not None:
-            seen = batch["response_mask"].bool() & ~first_log_probs.isnan()
-            rollout = batch["rollout_log_probs"]
+        if first_log_probs is not None:  # compared over trajectories, with turns as rows too
+            mask, rollout = trajectories["response_mask"].bool(), trajectories["rollout_log_probs"]
+            if TRAJECTORY in batch:
+                first_log_probs = joined(first_log_probs, batch, mask.shape)
+            seen = mask & ~first_log_probs.isnan()
             metrics |= rollout_agreement(rollout, first_log_probs, seen, self.engine.reduce)
         return metrics
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from verl.algos.aggregation import LossDenominator, denominator_counts
 from verl.protocol import DataProto
 from verl.utils.packing import CPU_TOKENS_PER_PACK, PackedMicroBatch, pack_rows, plan_by_prefix, plan_padded
+from verl.utils.turn_rows import TRAJECTORY, rows_of
 from verl.workers.engine.base import Engine, Outputs, Share
 
 logger = logging.getLogger(__name__)
@@ -103,24 +104,30 @@ def pack_micro_batches(
     Loss tokens are those of response_mask and, where the batch has one, of extra_loss_mask ([N, R] bool, see
     `pack_rows`). The count is the same on every rank, since each pass is a collective operation of all: a
     rank that has fewer gets micro-batches without loss tokens. They are built one at a time, as they are
-    asked for.
+    asked for. Rows that are turns (`verl/utils/turn_rows.py`) stay with those of their trajectory, and limits
+    count trajectories: the last turn's row has the others as its beginnings, and is what they all cost. A
+    padded pass shares nothing, so there each turn is a row like any other.
     """
     tensors = {key: batch[key] for key in (*PACKING_KEYS, EXTRA_LOSS_KEY) if key in batch}
     masks = [tensors[key] for key in LOSS_MASKS if key in tensors]
     index = torch.as_tensor(rows, dtype=torch.int64)
     index = index[torch.stack([mask[index].any(dim=1) for mask in masks]).any(dim=0)]
-    attention = tensors["attention_mask"][index].bool()
+    stays_with = batch[TRAJECTORY][index] if TRAJECTORY in batch and not limits.padded else index
+    counts = stays_with.unique_consecutive(return_counts=True)[1]
+    units, last = index.split(counts.tolist()), index[counts.cumsum(0) - 1]
+    attention = tensors["attention_mask"][last].bool()
     lengths = attention.sum(dim=1).tolist()
     if limits.padded:
         plan = plan_padded(lengths, limits.max_rows, limits.max_tokens)
     else:
-        sequences = [x.numpy() for x in tensors["input_ids"][index][attention].split(lengths)]
+        sequences = [x.numpy() for x in tensors["input_ids"][last][attention].split(lengths)]
         plan = plan_by_prefix(sequences, limits.max_rows, limits.max_tokens)
     count = int(engine.reduce([len(plan)], "max")[0])
 
     def build() -> Iterator[PackedMicroBatch]:
         for micro_batch in plan:
-            yield pack_rows(tensors, index[micro_batch].tolist(), engine.device, limits.padded)
+            together = torch.cat([units[unit] for unit in micro_batch])
+            yield pack_rows(tensors, together.tolist(), engine.device, limits.padded)
         for _ in range(count - len(plan)):
             row = {key: value[:1] for key, value in tensors.items()}
             without_loss = {key: torch.zeros_like(row[key]) for key in LOSS_MASKS if key in row}
@@ -200,12 +207,13 @@ class UpdateLoop:
 
         Args:
             data: this rank's rows; meta_info `mini_batch_rows` says how many make a mini-batch (else as
-                configured), and `uid` names them in the log. batch: its tensors.
+                configured), and `uid` names them in the log. batch: its tensors, or those of their turns'
+                rows (`verl/utils/turn_rows.py`): mini-batches are sets of rows of `data` all the same.
         """
         engine, num_skipped = self.engine, 0
         of_steps: dict[str, list[float]] = {}  # of each metric, its values in the optimizer steps
         with engine.loaded(optimizer=True):
-            for mini_batch in self._mini_batches(batch, self._rows_of_mini_batch(data)):
+            for mini_batch in self._mini_batches(data, batch):
                 objective = objective_of(mini_batch)
                 metrics = self._accumulate(batch, mini_batch, objective)
                 if not metrics:  # no rank has a token to learn from
@@ -221,6 +229,8 @@ class UpdateLoop:
                 else:
                     num_skipped += 1
                     rows, names = mini_batch.rows, data.non_tensor_batch.get("uid")
+                    if names is not None and TRAJECTORY in batch:
+                        names = names[batch[TRAJECTORY].numpy()]
                     self._count_skipped(partial(first_not_finite, engine, batch, rows, objective, names))
         over_steps: dict[str, Callable[[list[float]], float]] = {"min": min, "max": max, "sum": fmean}
         metrics = {name: over_steps[_op(name)](values) for name, values in of_steps.items()} | {
@@ -241,10 +251,12 @@ class UpdateLoop:
     def _rows_of_mini_batch(self, data: DataProto) -> int:
         return data.meta_info.get("mini_batch_rows", self.mini_batch_rows)
 
-    def _mini_batches(self, batch: Mapping[str, Tensor], size: int) -> Iterator[MiniBatch]:
-        number = 0
+    def _mini_batches(self, data: DataProto, batch: Mapping[str, Tensor]) -> Iterator[MiniBatch]:
+        number, size = 0, self._rows_of_mini_batch(data)
+        # one for all ranks, whose turns may be of other lengths than those here
+        scale_factor = self.loss_scale_factor or data.tensors["response_mask"].shape[1]
         for epoch in range(self.config["ppo_epochs"]):
-            all_rows = mini_batches(len(batch["response_mask"]), size)
+            all_rows = [rows_of(trajectories, batch) for trajectories in mini_batches(len(data), size)]
             if self.config["shuffle"]:
                 order = shuffled(len(all_rows), self.seed, self.engine.num_training_steps, epoch)
                 all_rows = [all_rows[i] for i in order]
@@ -252,7 +264,7 @@ class UpdateLoop:
                 prompt_rows = batch["prompt_rows"][rows] if "prompt_rows" in batch else None
                 counts = denominator_counts(batch["response_mask"][rows], prompt_rows)
                 denominator = LossDenominator.from_counts(
-                    self.engine.reduce(counts, "sum"), self.loss_scale_factor, batch.get("prompt_tokens")
+                    self.engine.reduce(counts, "sum"), scale_factor, batch.get("prompt_tokens")
                 )
                 yield MiniBatch(rows, number, denominator)
                 number += 1
