@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.keys import as_list, at, check_values, refusal
+from verl.config.mixture import sources_of
 from verl.config.policy import ACTOR, ROLLOUT, Vllm
 from verl.config.schema import Config
 from verl.config.sft import SFTConfig
@@ -42,8 +43,10 @@ def check_config(config: Config, *, format_reward: bool | None = None, with_data
         pools = "data.difficulty_pools"
         raise refusal(config, f"{pools}.easy_share {pools}.hard_share", "; expected at most 1 together.")
     if with_data and not config.trainer.dry_run:  # else not made yet, or on another machine
-        for name in ("train_files", "val_files", *["extra_val_files"] * (data.extra_val_files is not None)):
+        names = ["train_files"] * (data.mixture is None) + ["val_files"]
+        for name in names + ["extra_val_files"] * (data.extra_val_files is not None):
             _check_files(f"data.{name}", data[name])
+    sources_of(config, with_data and not config.trainer.dry_run)
     _check_rollout(config)
     _check_losses(config)
     _check_rewards(config, format_reward)

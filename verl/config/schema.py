@@ -46,6 +46,10 @@ class Data(Block):
 
     train_files: FilePath | list[str] = key(None, 'parquet or jsonl file or [list of files]; "~" is expanded')
     val_files: FilePath | list[str] = key(None, "the same, for validation")
+    mixture: list[dict] | None = key(
+        None,
+        "instead of train_files: [{path, amount, ratio, verifier, env_class, name, n, splits, env}, ...]",
+    )
     extra_val_files: FilePath | list[str] | None = key(
         None, "more questions, asked at the first and last validation"
     )
@@ -176,6 +180,9 @@ class FilterGroups(Block):
     )
     max_num_gen_batches: Whole = key(
         10, "most rounds of generation until the step has enough prompts (1: train fewer; 0: no limit)"
+    )
+    retire_solved: Share | None = key(
+        None, "a prompt whose group had this mean score or more is not asked again (null: it is)"
     )
 
     @property

@@ -77,6 +77,7 @@ def build_trainer(
     from verl.trainer.ppo.passes import Passes
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.scoring import RewardManager
+    from verl.utils.dataset.mixture import training_rows
     from verl.utils.dataset.rl_dataset import RLHFDataset
     from verl.utils.reward_score import load_reward_function
     from verl.verifiers.base import VerifierSettings
@@ -95,11 +96,11 @@ def build_trainer(
     roles = roles_of(Passes.of(config))
     user_score = load_reward_function(config.custom_reward_function)
     extra = config.data.extra_val_files
-    train_dataset = RLHFDataset(config.data.train_files, tokenizer, config.data, config.data.train_data_num)
+    train_dataset = training_rows(config, tokenizer)
     val_dataset = RLHFDataset(config.data.val_files, tokenizer, config.data, config.data.val_data_num)
     settings = VerifierSettings(config.verifiers, Path(config.trainer.default_local_dir))
     for dataset in (train_dataset, val_dataset):
-        check_rows(dataset.rows, settings)
+        check_rows(dataset.rows_to_check(), settings)
     verifiers = Verifiers(settings)
     return RayPPOTrainer(
         config=config,

@@ -89,6 +89,9 @@ def settings_without_effect(config: Config) -> list[str]:
     if config.actor_rollout_ref.rollout.placement == "colocated":
         why = f"each process has an engine with the whole model; {ROLLOUT}.placement=apart splits it."
         unread[f"{ROLLOUT}.tensor_model_parallel_size"] = why
+    if config.data.mixture is not None:
+        why = "the rows are those of data.mixture."
+        unread |= {"data.train_files": why, "data.train_data_num": why}
     lines = [
         f"{key}={shown(at(config, key))} has no effect: {reason}"
         for key, reason in unread.items()

@@ -13,7 +13,6 @@ not wait for (`rollout.keep_partial`) goes on in the next round, the last round'
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -28,14 +27,13 @@ from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
 from verl.trainer.ppo.scoring import values_named
-from verl.utils.dataset.difficulty_pools import FILE_NAME as POOLS_FILE
-from verl.utils.dataset.difficulty_pools import DifficultyPools
-from verl.utils.dataset.rl_dataset import PromptSampler, RLHFDataset
+from verl.utils.dataset.mixture import Mixture
+from verl.utils.dataset.rl_dataset import NoPromptsLeft, PromptSampler, RLHFDataset
 from verl.verifiers.batch import verifier_metrics
 
 TRAIN_STREAM, VALIDATION_STREAM = 0, 1
 KEPT, CUT = "kept", "cut"  # finish reasons of trajectories that a round did not wait for
-PARTIAL_GROUPS_FILE = "partial_groups.pkl"
+PARTIAL_GROUPS_FILE, HISTORY_FILE = "partial_groups.pkl", "prompt_history.npz"
 
 
 def sampling_seeds(run_seed: int, stream: int, step: int, num_rows: int, round_: int = 0) -> torch.Tensor:
@@ -83,8 +81,8 @@ class TrajectoryCollector:
 
     Args:
         config: the whole configuration. passes: what it asks for.
-        dataset, sampler: the training prompts and which of them come next. A `DifficultyPools` hears how
-            often each was solved.
+        dataset, sampler: the training prompts and which of them come next. The sampler hears how often each
+            was solved.
         trajectory_metrics: records of trajectories -> `env/*`.
         say: takes one line for the user.
 
@@ -97,14 +95,13 @@ class TrajectoryCollector:
         self,
         config: Config,
         passes: Passes,
-        dataset: RLHFDataset,
+        dataset: RLHFDataset | Mixture,
         sampler: PromptSampler,
         trajectory_metrics: Callable[[list[dict[str, Any]]], dict[str, float]],
         say: Callable[[str], None],
     ) -> None:
         self.config, self.passes, self.dataset, self.sampler = config, passes, dataset, sampler
         self.trajectory_metrics, self.say = trajectory_metrics, say
-        self.pools = sampler if isinstance(sampler, DifficultyPools) else None
         self.unfinished: DataProto | None = None
         self._rounds: list[DataProto] = []  # of this step, scored
         self._batch = DataProto(None)  # all their rows
@@ -130,6 +127,7 @@ class TrajectoryCollector:
             self._chosen = self._informative()
             num_groups, num_prompts = len(set(uids[self._chosen])), len(set(uids))
             may_go_on = len(self._rounds) < max_rounds and num_prompts < len(self.dataset)
+            may_go_on = may_go_on and self.sampler.num_left >= wanted
             if num_groups >= wanted or not refills or not may_go_on:
                 break
             # As many as the share so far says are needed, and no more at once than without a filter.
@@ -150,26 +148,21 @@ class TrajectoryCollector:
     def add(self, scored: DataProto) -> None:
         """Takes the scored trajectories of a round."""
         self._rounds.append(scored)
-        if self.pools is not None:  # they hear the mean score of each prompt's usable trajectories
-            columns, scores = scored.non_tensor_batch, defaultdict(list)
-            usable = usable_rows(scored, False, self.config.algorithm.overlong_filter)
-            for index, row, is_usable in zip(columns["index"], columns["reward_extra"], usable, strict=True):
-                if is_usable:
-                    scores[int(index)].append(float(row["score"]))
-            self.pools.record(list(scores), [sum(values) / len(values) for values in scores.values()])
+        usable = usable_rows(scored, False, self.config.algorithm.overlong_filter)
+        scores = _scores_by(scored, "index", usable)  # the mean of each prompt's usable trajectories
+        self.sampler.record(list(map(int, scores)), [sum(group) / len(group) for group in scores.values()])
 
     def _prompts(self, step: int, count: int, is_last: bool) -> DataProto:
         """The unfinished rows and `count` fresh prompts, each as often as it is answered."""
         rollout, number = self.config.actor_rollout_ref.rollout, len(self._rounds)
-        if self.pools is None:
-            indices = self.sampler.take(count)
-        else:  # not those that a round of this step has asked already
-            asked = {int(row) for batch in self._rounds for row in batch.non_tensor_batch["index"]}
-            indices = self.pools.take(count, sorted(asked))
-        fresh = prompt_batch(
-            [self.dataset[i] for i in indices], f"step{step}.{number}" if number else f"step{step}"
-        )
-        prompts = fresh.repeat(rollout.n_agent * rollout.n, interleave=True)
+        asked = {int(row) for batch in self._rounds for row in batch.non_tensor_batch["index"]}
+        try:
+            rows = [self.dataset[i] for i in self.sampler.take(count, sorted(asked))]
+        except NoPromptsLeft as error:
+            raise RunStopped(f"step {step}: {error}") from error
+        answers = [row.pop("num_answers", None) or rollout.n_agent * rollout.n for row in rows]
+        fresh = prompt_batch(rows, f"step{step}.{number}" if number else f"step{step}")
+        prompts = fresh.select_idxs(np.repeat(np.arange(len(rows)), answers))
         if self.unfinished is not None:
             prompts.non_tensor_batch["continuation"] = object_array([None] * len(prompts))
             prompts = DataProto.concat([self.unfinished, prompts])
@@ -272,8 +265,10 @@ class TrajectoryCollector:
                 "filter/num_gen_batches": float(len(self._rounds)),
                 "groups/effective_share": informative / max(groups, 1),
             }
-        if self.pools is not None:
-            metrics |= self.pools.metrics()
+        metrics |= self.sampler.metrics()
+        if isinstance(self.dataset, Mixture):
+            sources = dict(zip(uids, columns["source"], strict=True))
+            metrics |= self.dataset.metrics(sources, _scores_by(batch, "uid", usable))
         metrics |= verifier_metrics(columns["verdicts"].tolist())
         if usable.any():
             extra = columns["reward_extra"][usable]
@@ -294,28 +289,36 @@ class TrajectoryCollector:
 
     def take_state(self) -> None:
         """Notes what the next step depends on, for a `save` in the midst of it."""
-        self._state = self.unfinished, copy.deepcopy(self.pools)
+        self._state = self.unfinished, self.sampler.history()
 
     def save(self, folder: Path) -> None:
         """Writes what `take_state` has noted into a checkpoint (the sampler's position is not in it)."""
-        unfinished, pools = self._state
+        unfinished, history = self._state
         if unfinished is not None:
             unfinished.save_to_disk(folder / PARTIAL_GROUPS_FILE)
-        if pools is not None:
-            pools.save(folder)
+        if history:
+            np.savez(folder / HISTORY_FILE, allow_pickle=False, **history)
 
     def load(self, folder: Path) -> None:
-        """Takes what `save` wrote. ValueError if there were pools then and are none now."""
+        """Takes what `save` wrote. ValueError if the sampler had other settings then."""
         path = folder / PARTIAL_GROUPS_FILE
         self.unfinished = DataProto.load_from_disk(path) if path.exists() else None
-        if self.pools is not None:
-            self.pools.load(folder)
-        elif (folder / POOLS_FILE).exists():
-            raise ValueError(
-                f"Found {POOLS_FILE} with data.difficulty_pools.enable=false; a run keeps the data order it "
-                "began with. Set it to true, or trainer.resume_mode=none."
-            )
+        history: dict[str, np.ndarray] = {}
+        if (folder / HISTORY_FILE).exists():
+            with np.load(folder / HISTORY_FILE) as stored:
+                history = dict(stored)
+        self.sampler.load_history(history)
         self.take_state()
+
+
+def _scores_by(batch: DataProto, column: str, usable: np.ndarray) -> dict[Any, list[float]]:
+    """Value of the column -> scores of its usable rows, before costs and penalties."""
+    scores: dict[Any, list[float]] = defaultdict(list)
+    names, extra = batch.non_tensor_batch[column], batch.non_tensor_batch["reward_extra"]
+    for name, row, is_usable in zip(names, extra, usable, strict=True):
+        if is_usable:
+            scores[name].append(float(row["score"]))
+    return scores
 
 
 def usable_rows(batch: DataProto, compares_group: bool, overlong_filter: bool = False) -> np.ndarray:

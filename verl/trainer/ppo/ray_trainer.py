@@ -34,8 +34,8 @@ from verl.trainer.ppo.run_state import RunStopped, SearchesFailed, StoppedOnRequ
 from verl.trainer.ppo.scoring import RewardManager, add_advantages, score
 from verl.trainer.ppo.scoring import compute_advantage as compute_advantage  # where verl has it
 from verl.trainer.ppo.validation import ValidationReport, run_summary, validate
-from verl.utils.dataset.difficulty_pools import DifficultyPools
-from verl.utils.dataset.rl_dataset import PromptSampler, RLHFDataset
+from verl.utils.dataset.mixture import Mixture, prompt_sampler
+from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.records import RunRecorder
 from verl.utils.records.trajectories import TokenTexts, trajectory_records
 from verl.workers.engine.loading import load_hf_config
@@ -69,7 +69,7 @@ class RayPPOTrainer(ResumableRun):
         reward_fn: RewardManager,
         val_reward_fn: RewardManager,
         trajectory_metrics: Callable[[list[dict[str, Any]]], dict[str, float]],
-        train_dataset: RLHFDataset,
+        train_dataset: RLHFDataset | Mixture,
         val_dataset: RLHFDataset,
         extra_val_dataset: RLHFDataset | None = None,
         stop_request: StopRequest | None = None,
@@ -87,7 +87,7 @@ class RayPPOTrainer(ResumableRun):
         self.running_baseline = RunningBaseline(config.algorithm.rae_decay)
         self.health = HealthMonitor()
         self.texts = TokenTexts(tokenizer)
-        self.sampler = self._prompt_sampler()
+        self.sampler = prompt_sampler(train_dataset, config)
         trainer = config.trainer
         self.total_steps = trainer.total_training_steps or len(self.sampler) * trainer.total_epochs
         for optim in (config.actor_rollout_ref.actor.optim, config.critic.optim):
@@ -99,17 +99,6 @@ class RayPPOTrainer(ResumableRun):
             config, self.passes, train_dataset, self.sampler, trajectory_metrics, self.recorder.say
         )
         self.worker_groups: dict[str, WorkerGroup] = {}
-
-    def _prompt_sampler(self) -> PromptSampler:
-        data = self.config.data
-        order = (
-            len(self.train_dataset),
-            data.train_batch_size,
-            data.shuffle_train_dataloader,
-            self.config.trainer.seed,
-        )
-        pools = data.difficulty_pools
-        return DifficultyPools(*order, pools) if pools.enable else PromptSampler(*order)
 
     # ---------------------------------------------------------------- workers
 
@@ -141,8 +130,9 @@ class RayPPOTrainer(ResumableRun):
         """Trajectories of the largest batch that is generated, over all processes."""
         data, rollout = self.config.data, self.config.actor_rollout_ref.rollout
         questions = max(len(self.val_dataset), len(self.extra_val_dataset or ()))
+        sources = self.train_dataset.sources if isinstance(self.train_dataset, Mixture) else ()
         return max(
-            data.train_batch_size * rollout.n_agent * rollout.n,
+            data.train_batch_size * max([rollout.n_agent * rollout.n, *(each.n or 0 for each in sources)]),
             min(data.val_batch_size or questions, questions),
         )
 
@@ -152,6 +142,7 @@ class RayPPOTrainer(ResumableRun):
         try:
             self.recorder.close()
         finally:
+            self.sampler.close()
             for group in groups.values():
                 group.shutdown()
             self.reward_fn.verifiers.close()
@@ -257,7 +248,7 @@ class RayPPOTrainer(ResumableRun):
         lines = [
             f"model: {config.actor_rollout_ref.model.path}",
             f"data: {len(self.train_dataset)} training and {len(self.val_dataset)} validation questions of "
-            f"{config.data.train_files}",
+            f"{config.data.train_files if config.data.mixture is None else 'data.mixture'}",
             f"algorithm: {algorithm.adv_estimator}, loss {actor.policy_loss.loss_mode}, learning rate "
             f"{actor.optim.lr:g}",
             f"batch: {config.data.train_batch_size} questions with {answers} answers each, mini-batches of "

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from verl.algos.advantages import RunningBaseline
 from verl.algos.kl_and_entropy import FixedKLController
 from verl.config import Config
-from verl.config.keys import flat
+from verl.config.keys import as_list, flat
+from verl.config.mixture import sources_of
 from verl.single_controller.base import WorkerGroup
 from verl.trainer.ppo.collection import TrajectoryCollector
 from verl.trainer.ppo.health import HealthMonitor
@@ -32,7 +35,8 @@ from verl.utils.records import Recorder, RunRecorder
 
 FILE_NAME = "learning_settings.json"
 _MODEL = "actor_rollout_ref.model.path"
-_TRAIN_FILES = "data.train_files"
+_TRAIN_FILES, _MIXTURE = "data.train_files", "data.mixture"
+_WHOLE_FILE = 256 * 1024**2  # bytes; of a larger one the size, the first and the last MiB are compared
 _DECISIVE = (  # keys, and blocks of keys
     "algorithm",
     "reward_model",
@@ -47,6 +51,7 @@ _DECISIVE = (  # keys, and blocks of keys
     "actor_rollout_ref.actor.kl_loss_type",
     "actor_rollout_ref.rollout.n_agent",
     _TRAIN_FILES,
+    _MIXTURE,
     "data.train_data_num",
     "do_search",
     "max_turns",
@@ -62,9 +67,15 @@ def learning_settings(config: Config) -> dict[str, dict[str, Any]]:
     values = {
         key: value for key, value in flat(config).items() if any(_is_of(key, name) for name in _DECISIVE)
     }
-    files = config.data.train_files
-    paths = [Path(file).expanduser() for file in ([files] if isinstance(files, str) else files or [])]
-    contents = {_TRAIN_FILES: _digest(paths)}
+    if config.data.mixture is None:
+        files = as_list(config.data.train_files or [])
+        contents = {_TRAIN_FILES: _digest([Path(file).expanduser() for file in files])}
+    else:  # data.train_files is not read
+        sources = sources_of(config)
+        values |= {_TRAIN_FILES: None, _MIXTURE: [asdict(source) | {"path": None} for source in sources]}
+        for entry in values[_MIXTURE]:
+            del entry["files"]
+        contents = {f"{_MIXTURE} paths": _digest([file for source in sources for file in source.files])}
     model = Path(config.actor_rollout_ref.model.path).expanduser()
     if (model / "config.json").is_file():
         sizes = sorted((path.name, path.stat().st_size) for path in model.glob("*.safetensors"))
@@ -120,7 +131,13 @@ def _digest(paths: list[Path], more: str = "") -> str:
     digest = hashlib.sha256(more.encode())
     for path in paths:
         with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+            size = path.stat().st_size
+            if size <= _WHOLE_FILE:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+                continue
+            digest.update(str(size).encode() + file.read(2**20))
+            file.seek(-(2**20), os.SEEK_END)
+            digest.update(file.read())
     return digest.hexdigest()
 
 

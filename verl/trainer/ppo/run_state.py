@@ -4,7 +4,7 @@
     <run folder>/global_step_N/actor/huggingface  the same weights as a Hugging Face folder
     <run folder>/global_step_N/critic/...
     <run folder>/global_step_N/partial_groups.pkl rows that go on in the next step, if there are any
-    <run folder>/global_step_N/difficulty_pools.npz how often each prompt was drawn and solved, with pools
+    <run folder>/global_step_N/prompt_history.npz which prompts were drawn and solved, where that decides
     <run folder>/global_step_N/run_state.json     step, data position, KL coefficient, totals (this file)
     <run folder>/latest_checkpointed_iteration.txt the N of the newest one, for verl's tools
 

@@ -11,23 +11,21 @@ one pool the order is that of `PromptSampler`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from verl.utils.dataset.rl_dataset import PromptSampler
+from verl.utils.dataset.rl_dataset import NoPromptsLeft, PromptSampler
 
 POOLS = ("easy", "normal", "hard")
 EASY, NORMAL, HARD = range(3)
-FILE_NAME = "difficulty_pools.npz"
 
 
 class DifficultyPools(PromptSampler):
     """A `PromptSampler` that draws from pools.
 
     Args:
-        num_rows, batch_size, shuffle, seed: as for `PromptSampler`.
+        num_rows, batch_size, shuffle, seed, retire_solved: as for `PromptSampler`.
         config: `data.difficulty_pools`: a row is easy from a solve rate of `easy_threshold` up and hard from
             `hard_threshold` down; `easy_share`, `hard_share`: of the prompts that are drawn.
 
@@ -37,9 +35,15 @@ class DifficultyPools(PromptSampler):
     """
 
     def __init__(
-        self, num_rows: int, batch_size: int, shuffle: bool, seed: int, config: Mapping[str, Any]
+        self,
+        num_rows: int,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        config: Mapping[str, Any],
+        retire_solved: float | None = None,
     ) -> None:
-        super().__init__(num_rows, batch_size, shuffle, seed)
+        super().__init__(num_rows, batch_size, shuffle, seed, retire_solved)
         self.config = config
         self.draws = np.zeros(num_rows, dtype=np.int64)
         self.solve_rates = np.full(num_rows, np.nan)
@@ -58,10 +62,12 @@ class DifficultyPools(PromptSampler):
         A share is rounded to whole prompts. What a pool does not have comes from the normal one; what that
         does not have, from the hard one, then from the easy one.
         """
-        assert count <= self.batch_size
+        if self.num_left < count:
+            raise NoPromptsLeft(self.num_left, count)
         pools = self.pools()
         may_be_taken = np.ones(self.num_rows, dtype=bool)
-        if self.num_rows - len(set(skip)) >= count:
+        may_be_taken[list(self.retired)] = False
+        if self.num_left - len(set(skip) - self.retired) >= count:
             may_be_taken[list(skip)] = False
         members = [np.flatnonzero((pools == pool) & may_be_taken) for pool in (EASY, NORMAL, HARD)]
         easy = min(int(count * self.config["easy_share"] + 0.5), len(members[EASY]))
@@ -75,6 +81,12 @@ class DifficultyPools(PromptSampler):
         self.draws[chosen] += 1
         self.position += count
         return chosen.tolist()
+
+    def draw(self, count: int, skip: Sequence[int] = ()) -> list[int]:
+        rows: list[int] = []
+        while len(rows) < count:
+            rows += self.take(min(count - len(rows), max(self.num_left, 1)), [*skip, *rows])
+        return rows
 
     def _first(self, rows: np.ndarray, count: int) -> np.ndarray:
         """`count` of `rows`: those drawn least often, in the order of their next draw's epoch."""
@@ -93,9 +105,10 @@ class DifficultyPools(PromptSampler):
             self._places[level] = np.argsort(self.order_of(level))
         return self._places[level]
 
-    def record(self, rows: Sequence[int], solve_rates: Sequence[float]) -> None:
+    def record(self, rows: Sequence[int], scores: Sequence[float]) -> None:
         """Notes the mean score of the group of each row; of a row that is there twice, the last one."""
-        for row, rate in zip(rows, solve_rates, strict=True):
+        super().record(rows, scores)
+        for row, rate in zip(rows, scores, strict=True):
             self.solve_rates[row] = rate
 
     def metrics(self) -> dict[str, float]:
@@ -103,23 +116,18 @@ class DifficultyPools(PromptSampler):
         measured = ~np.isnan(self.solve_rates)
         pools, total = self.pools()[measured], max(int(measured.sum()), 1)
         shares = {f"pools/{name}": float((pools == pool).sum() / total) for pool, name in enumerate(POOLS)}
-        return shares | {"pools/measured": float(measured.mean())}
+        return super().metrics() | shares | {"pools/measured": float(measured.mean())}
 
-    def save(self, folder: Path) -> None:
-        """Writes what was measured into a checkpoint's folder, by row of the data set."""
-        np.savez(folder / FILE_NAME, draws=self.draws, solve_rates=self.solve_rates)
+    def history(self) -> dict[str, np.ndarray]:
+        return super().history() | {"draws": self.draws.copy(), "solve_rates": self.solve_rates.copy()}
 
-    def load(self, folder: Path) -> None:
-        """Takes what `save` wrote.
-
-        Raises:
-            ValueError: the checkpoint was made without pools.
-        """
-        path = folder / FILE_NAME
-        if not path.is_file():
+    def load_history(self, history: Mapping[str, np.ndarray]) -> None:
+        rest = dict(history)
+        draws, rates = rest.pop("draws", None), rest.pop("solve_rates", None)
+        if draws is None or rates is None:
             raise ValueError(
-                f"Found no {FILE_NAME} with data.difficulty_pools.enable=true; a run keeps the data order it "
-                "began with. Set it to false, or trainer.resume_mode=none."
+                "Found no measurements in the checkpoint, with data.difficulty_pools.enable=true; a run "
+                "keeps the data order it began with. Set it to false, or trainer.resume_mode=none."
             )
-        with np.load(path) as stored:
-            self.draws, self.solve_rates = stored["draws"], stored["solve_rates"]
+        super().load_history(rest)
+        self.draws, self.solve_rates = draws.copy(), rates.copy()

@@ -34,6 +34,7 @@ class RLHFDataset:
 
     Args:
         parquet_files: a file (.parquet or .jsonl) or several, read one after the other; "~" is expanded.
+            Or the rows themselves.
         tokenizer: the policy's; its chat template is used if it has one, else the first message's content.
         data_config: the `data` block of the configuration: prompt_key, truncation, max_prompt_length,
             max_start_length.
@@ -48,7 +49,7 @@ class RLHFDataset:
 
     def __init__(
         self,
-        parquet_files: str | Sequence[str],
+        parquet_files: str | Sequence[str] | Sequence[Row],
         tokenizer: Any,
         data_config: Mapping[str, Any] | None = None,
         num_rows: int | None = None,
@@ -57,17 +58,20 @@ class RLHFDataset:
     ) -> None:
         self._set_up(tokenizer, data_config or verl_arguments, adapt)
         files = [parquet_files] if isinstance(parquet_files, str) else parquet_files
-        paths = [Path(file).expanduser() for file in files]
-        rows = [row for path in paths for row in self._read(path)]
-        if num_rows is not None:
-            if num_rows > len(rows):
-                raise ValueError(
-                    f"Found {len(rows)} rows in {_names(paths)}; expected at least the {num_rows} that "
-                    "data.train_data_num or data.val_data_num asks for. Set it to null for all rows."
-                )
-            chosen = np.random.RandomState(_SUBSET_SEED).choice(len(rows), num_rows, replace=False)
-            rows = [rows[i] for i in chosen]  # those of pandas' DataFrame.sample
-        self._take_rows(rows, _names(paths))
+        self.rows: list[Row] = []
+        for file in files:
+            self.rows += self._read(Path(file).expanduser()) if isinstance(file, str) else [file]
+        origin = ", ".join(file for file in files if isinstance(file, str)) or "the rows given"
+        if num_rows is not None and num_rows > len(self):
+            raise ValueError(
+                f"Found {len(self)} rows in {origin}; expected at least the {num_rows} that "
+                "data.train_data_num or data.val_data_num asks for. Set it to null for all rows."
+            )
+        self.keep(num_rows)
+        if not self.rows:
+            raise ValueError(f"Found no rows in {origin}; expected at least one.")
+        if self.config["truncation"] != "left":
+            self._check_lengths(origin)
 
     def _set_up(
         self, tokenizer: Any, config: Mapping[str, Any], adapt: Callable[[Row], Row] | None = None
@@ -78,12 +82,11 @@ class RLHFDataset:
         self.prompt_key: str = self.config["prompt_key"]
         self._has_warned = False
 
-    def _take_rows(self, rows: list[Row], origin: str) -> None:
-        if not rows:
-            raise ValueError(f"Found no rows in {origin}; expected at least one.")
-        self.rows = rows
-        if self.config["truncation"] != "left":
-            self._check_lengths(origin)
+    def keep(self, num_rows: int | None) -> None:
+        """Leaves out all but so many rows, drawn with a fixed seed: those of pandas' DataFrame.sample."""
+        if num_rows is not None:
+            chosen = np.random.RandomState(_SUBSET_SEED).choice(len(self), num_rows, replace=False)
+            self.rows = [self.rows[i] for i in chosen]
 
     def _read(self, path: Path) -> list[Row]:
         """All rows of a file, with all their columns."""
@@ -117,6 +120,15 @@ class RLHFDataset:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def rows_to_check(self) -> Iterable[Row]:
+        """The rows that can be looked at before the run starts."""
+        return self.rows if self.adapt is None else map(self.adapt, self.rows)
+
+    @property
+    def num_places(self) -> int:
+        """One more than the largest index of a row."""
+        return len(self)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """One row: raw_prompt_ids (list[int], no special tokens added but the chat template's), data_source
@@ -177,6 +189,17 @@ class RLHFDataset:
         return ids[-kept:]
 
 
+class NoPromptsLeft(RuntimeError):
+    """All prompts but a few are solved and retired."""
+
+    def __init__(self, num_left: int, wanted: int) -> None:
+        super().__init__(
+            f"{num_left} prompts are left that algorithm.filter_groups.retire_solved has not retired, and a "
+            f"step asks {wanted}: the policy solves the others. Take harder or more rows, raise "
+            "retire_solved, or call the run finished."
+        )
+
+
 class PromptSampler:
     """Row numbers to ask: every row once an epoch, in an order that depends on (seed, epoch) alone.
 
@@ -187,18 +210,27 @@ class PromptSampler:
         batch_size: rows of a training step.
         shuffle: a new order each epoch; else the file's order.
         seed: of the shuffling.
+        retire_solved: rows whose group reached this mean score are not asked again; None: all are.
 
     Raises:
         ValueError: there are fewer rows than a step takes.
     """
 
-    def __init__(self, num_rows: int, batch_size: int, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        retire_solved: float | None = None,
+    ) -> None:
         if num_rows < batch_size:
             raise ValueError(
                 f"Found {num_rows} training rows and data.train_batch_size={batch_size}; expected at least "
                 f"one batch of rows. Set data.train_batch_size={num_rows} or less."
             )
         self.num_rows, self.batch_size, self.shuffle, self.seed = num_rows, batch_size, shuffle, seed
+        self.retire_solved, self.retired = retire_solved, set[int]()
         self.epoch, self.position = 0, 0
         self._order = self.order_of(0)
 
@@ -210,15 +242,64 @@ class PromptSampler:
         """Row numbers of the next batch; goes on into the next epoch by itself."""
         return self.take(self.batch_size)
 
-    def take(self, count: int) -> list[int]:
-        """The next `count` row numbers, at most `batch_size`, for a step that needs more prompts."""
+    def take(self, count: int, skip: Sequence[int] = ()) -> list[int]:
+        """The next `count` row numbers, at most `batch_size`, for a step that needs more prompts. `skip`:
+        rows that the step has asked already, which only `DifficultyPools` would give again.
+
+        Raises:
+            NoPromptsLeft: too many rows are retired.
+        """
         assert count <= self.batch_size
-        if self.position + count > self.num_rows:
+        if self.num_left < count:
+            raise NoPromptsLeft(self.num_left, count)
+        while True:
+            rows: list[int] = []
+            place = self.position
+            while len(rows) < count and place < self.num_rows:
+                row = int(self._order[place])
+                place += 1
+                if row not in self.retired:
+                    rows.append(row)
+            if len(rows) == count:
+                self.position = place
+                return rows
             self.epoch, self.position = self.epoch + 1, 0
             self._order = self.order_of(self.epoch)
-        start = self.position
-        self.position += count
-        return self._order[start : start + count].tolist()
+
+    def draw(self, count: int, skip: Sequence[int] = ()) -> list[int]:
+        """The next `count` row numbers, however many, over the end of an epoch too (`mixture`)."""
+        return [row for _ in range(count) for row in self.take(1)]
+
+    @property
+    def num_left(self) -> int:
+        """Rows that are not retired."""
+        return self.num_rows - len(self.retired)
+
+    def record(self, rows: Sequence[int], scores: Sequence[float]) -> None:
+        """Hears the mean score of the group of each row."""
+        if self.retire_solved is not None:
+            pairs = zip(rows, scores, strict=True)
+            self.retired.update(row for row, score in pairs if score >= self.retire_solved)
+
+    def metrics(self) -> dict[str, float]:
+        """`filter/retired`: rows that are not asked again."""
+        return {} if self.retire_solved is None else {"filter/retired": float(len(self.retired))}
+
+    def history(self) -> dict[str, np.ndarray]:
+        """What a checkpoint needs besides `state_dict`: values of many rows, copied."""
+        return {} if self.retire_solved is None else {"retired": np.array(sorted(self.retired), np.int64)}
+
+    def load_history(self, history: Mapping[str, np.ndarray]) -> None:
+        """Takes what `history` gave. ValueError: that was of a sampler with other settings."""
+        if "draws" in history:
+            raise ValueError(
+                "Found what difficulty pools have measured, with data.difficulty_pools.enable=false; a run "
+                "keeps the data order it began with. Set it to true, or trainer.resume_mode=none."
+            )
+        self.retired = set(history["retired"].tolist()) if "retired" in history else set()
+
+    def close(self) -> None:
+        """Ends what runs in the background."""
 
     def order_of(self, epoch: int) -> np.ndarray:
         """The rows in the order of an epoch, [num_rows] int64."""
@@ -278,7 +359,3 @@ def _messages(prompt: Any) -> list[dict[str, str]]:
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return [dict(message) for message in prompt]
-
-
-def _names(paths: Sequence[Path]) -> str:
-    return ", ".join(str(path) for path in paths)

@@ -1,0 +1,266 @@
+"""Prompts of several sources, drawn by ratio.
+
+    data.mixture -> Mixture[i] (rows of all sources, one after the other)
+    MixtureSampler -> how many prompts of the next ones are of each source, and which these are
+
+Whatever is drawn, the number of prompts of a source stays within one of its share of all that were drawn so
+far: an error that does not grow. Which sources get the odd ones of a step, and the order of the rows in it,
+follow from (seed, number of the draw).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from verl.config import Config
+from verl.config.mixture import Source, sources_of
+from verl.utils.dataset.difficulty_pools import DifficultyPools
+from verl.utils.dataset.rl_dataset import NoPromptsLeft, PromptSampler, RLHFDataset, Row
+
+
+class Mixture:
+    """The rows of several sources as one data set: those of the first, of the second, ...
+
+    Args:
+        sources: what they are. datasets: the rows of each. weights: of each among the prompts.
+
+    Attributes:
+        weights: as above, adding up to 1. starts: the place of each source's first row.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], datasets: Sequence[RLHFDataset], weights: Sequence[float]
+    ) -> None:
+        self.sources, self.datasets = sources, datasets
+        self.weights = np.array(weights) / sum(weights)
+        self.starts = np.cumsum([0, *(dataset.num_places for dataset in datasets)])
+
+    def __len__(self) -> int:
+        return sum(len(dataset) for dataset in self.datasets)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """A row as `RLHFDataset` has it, with `source` (str, its name) and `num_answers` (int; None: as the
+        run has it).
+        """
+        number = self.source_of(index)
+        row = self.datasets[number][index - int(self.starts[number])]
+        source = self.sources[number]
+        return row | {"index": index, "source": source.name, "num_answers": source.n}
+
+    def rows_to_check(self) -> Iterator[Row]:
+        """The rows that can be looked at before the run starts."""
+        return itertools.chain.from_iterable(dataset.rows_to_check() for dataset in self.datasets)
+
+    def metrics(
+        self, source_of_group: Mapping[Any, str], scores: Mapping[Any, Sequence[float]]
+    ) -> dict[str, float]:
+        """`data/<name>/`: `share` of a step's prompts; mean `score` of its answers; `solved`, the share of its
+        groups whose mean score is 1 or more. scores: of each group, those that can be learnt from.
+        """
+        metrics: dict[str, float] = {}
+        for source in self.sources:
+            groups = [group for group, name in source_of_group.items() if name == source.name]
+            own = [scores[group] for group in groups if group in scores]
+            metrics[f"data/{source.name}/share"] = len(groups) / len(source_of_group)
+            if own:
+                metrics[f"data/{source.name}/score"] = float(np.mean(np.concatenate(own)))
+                metrics[f"data/{source.name}/solved"] = sum(np.mean(group) >= 1 for group in own) / len(own)
+        return metrics
+
+    def source_of(self, index: int) -> int:
+        """The number of the source of a row."""
+        return int(np.searchsorted(self.starts, index, side="right")) - 1
+
+
+def adapted(source: Source) -> Callable[[Row], Row]:
+    """What is made of a source's rows: its name, verifier and environment where a row names none."""
+
+    def adapt(row: Row) -> Row:
+        row = {"data_source": source.name, **row}
+        if source.env_class is not None and row.get("env_class") is None:
+            row["env_class"] = source.env_class
+        reward = row.get("reward_model")
+        reward = row.get("reward_spec") if reward is None else reward
+        if source.verifier is not None:
+            reward = with_verifier(dict(reward or {}), source.verifier)
+        elif reward is None:
+            reward = {"style": "rule", "ground_truth": None}  # the environment has the reward
+        return row | {"reward_model": reward}
+
+    return adapt
+
+
+def with_verifier(reward_model: dict[str, Any], name: str) -> dict[str, Any]:
+    """A row's reward_model with a verifier, if it names none; its label is the plain ground truth, or the
+    golden answer (of several a list). Labels are text: what is no text, as JSON.
+    """
+    truth = reward_model.get("ground_truth")
+    if isinstance(truth, Mapping) and truth.get("verifiers") is not None:
+        return reward_model
+    label = truth["target"] if isinstance(truth, Mapping) and truth.get("target") is not None else truth
+    label = label.tolist() if isinstance(label, np.ndarray) else label
+    if isinstance(label, list) and len(label) == 1:
+        label = label[0]
+    kept = dict(truth) if isinstance(truth, Mapping) else {}
+    return reward_model | {"ground_truth": kept | {"verifiers": [verifier(name, label)]}}
+
+
+def verifier(name: str, label: Any, weight: float = 1.0) -> dict[str, Any]:
+    """An entry of `reward_model.ground_truth.verifiers`; labels are text, as parquet needs one type."""
+    text = label if isinstance(label, str) else json.dumps(label, default=np.ndarray.tolist)
+    return {"name": name, "label": text, "weight": weight}
+
+
+class MixtureSampler(PromptSampler):
+    """Draws from each source by its share, with a sampler for each.
+
+    Args:
+        mixture: the rows. samplers: of each source, which count from 0.
+        batch_size, shuffle, seed: as for `PromptSampler`.
+    """
+
+    def __init__(
+        self, mixture: Mixture, samplers: Sequence[PromptSampler], batch_size: int, shuffle: bool, seed: int
+    ) -> None:
+        self.mixture, self.samplers = mixture, samplers
+        self.num_rows, self.batch_size, self.shuffle, self.seed = len(mixture), batch_size, shuffle, seed
+        self.num_draws = 0
+        self.drawn = np.zeros(len(samplers), dtype=np.int64)  # prompts of each source so far
+
+    def take(self, count: int, skip: Sequence[int] = ()) -> list[int]:
+        """The next `count` rows of all sources, in an order of chance."""
+        rng = np.random.default_rng([self.seed, self.num_draws])
+        counts, starts = self._counts(count, rng), self.mixture.starts
+        asked = np.array(skip, dtype=np.int64)
+        rows: list[int] = []
+        for number, sampler in enumerate(self.samplers):
+            own = asked[(asked >= starts[number]) & (asked < starts[number + 1])] - starts[number]
+            rows += [int(starts[number]) + row for row in sampler.draw(int(counts[number]), own.tolist())]
+        self.num_draws += 1
+        self.drawn += counts
+        return [rows[i] for i in rng.permutation(count)] if self.shuffle else rows
+
+    def _counts(self, count: int, rng: np.random.Generator) -> np.ndarray:
+        """Prompts of each source among the next `count`, [sources] int64. A source without prompts left
+        gives none, and the others take its share.
+        """
+        if self.num_left < count:
+            raise NoPromptsLeft(self.num_left, count)
+        has_prompts = np.array([sampler.num_left > 0 for sampler in self.samplers])
+        weights = np.where(has_prompts, self.mixture.weights, 0.0)
+        wanted = weights / weights.sum() * (self.drawn[has_prompts].sum() + count) - self.drawn
+        counts = np.where(has_prompts, np.maximum(np.floor(wanted), 0), 0).astype(np.int64)
+        while counts.sum() != count:
+            step = 1 if counts.sum() < count else -1
+            behind = step * (wanted - counts) + rng.random(len(counts)) * 1e-6
+            behind[~has_prompts if step > 0 else counts == 0] = -np.inf
+            counts[int(behind.argmax())] += step
+        return counts
+
+    @property
+    def num_left(self) -> int:
+        return sum(sampler.num_left for sampler in self.samplers)
+
+    def record(self, rows: Sequence[int], scores: Sequence[float]) -> None:
+        for row, score in zip(rows, scores, strict=True):
+            number = self.mixture.source_of(row)
+            self.samplers[number].record([row - int(self.mixture.starts[number])], [score])
+
+    def metrics(self) -> dict[str, float]:
+        """Those of the sources' samplers: counts added up, shares as their mean."""
+        all_of: dict[str, list[float]] = {}
+        for sampler in self.samplers:
+            for name, value in sampler.metrics().items():
+                all_of.setdefault(name, []).append(value)
+        return {
+            name: sum(values) / (len(values) if name.startswith("pools/") else 1)
+            for name, values in all_of.items()
+        }
+
+    def history(self) -> dict[str, np.ndarray]:
+        return {
+            f"{source.name}/{name}": values
+            for source, sampler in zip(self.mixture.sources, self.samplers, strict=True)
+            for name, values in sampler.history().items()
+        }
+
+    def load_history(self, history: Mapping[str, np.ndarray]) -> None:
+        for source, sampler in zip(self.mixture.sources, self.samplers, strict=True):
+            own, prefix = {}, f"{source.name}/"
+            for name, values in history.items():
+                if name.startswith(prefix):
+                    own[name.removeprefix(prefix)] = values
+            sampler.load_history(own)
+
+    def close(self) -> None:
+        for sampler in self.samplers:
+            sampler.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        states = zip(self.mixture.sources, self.samplers, strict=True)
+        return {
+            "num_draws": self.num_draws,
+            "drawn": self.drawn.tolist(),
+            "sources": {source.name: sampler.state_dict() for source, sampler in states},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        names = [source.name for source in self.mixture.sources]
+        if list(state.get("sources", {})) != names:
+            earlier = ", ".join(state.get("sources", ["data.train_files"]))
+            raise ValueError(
+                f"Found the sources {', '.join(names)} in data.mixture, but the checkpoint was made with "
+                f"{earlier}; a run keeps the data it began with. Use these, or trainer.resume_mode=none."
+            )
+        self.num_draws, self.drawn = int(state["num_draws"]), np.array(state["drawn"], dtype=np.int64)
+        for name, sampler in zip(names, self.samplers, strict=True):
+            sampler.load_state_dict(state["sources"][name])
+
+
+def training_rows(config: Config, tokenizer: Any) -> RLHFDataset | Mixture:
+    """The rows of data.mixture, or else of data.train_files.
+
+    Raises:
+        ValueError: what `RLHFDataset` and `Source` raise.
+    """
+    data = config.data
+    if data.mixture is None:
+        return RLHFDataset(data.train_files, tokenizer, data, data.train_data_num)
+    sources, datasets, weights = sources_of(config), [], []
+    for source in sources:
+        files: Any = [str(file) for file in source.files]
+        if source.env is not None:
+            from verl.environments.adapters import verifiers_rows
+
+            files = verifiers_rows(source.env["id"], source.env.get("args") or {})
+        dataset = RLHFDataset(files, tokenizer, data, adapt=adapted(source))
+        weights.append(source.weight(len(dataset)))
+        dataset.keep(source.rows_to_use(len(dataset)))
+        datasets.append(dataset)
+    return Mixture(sources, datasets, weights)
+
+
+def prompt_sampler(rows: RLHFDataset | Mixture, config: Config) -> PromptSampler:
+    """What draws a run's prompts from its rows. ValueError: there are fewer rows than a step takes."""
+    data, batch_size, seed = config.data, config.data.train_batch_size, config.trainer.seed
+    retire = config.algorithm.filter_groups.retire_solved
+
+    def of(rows: RLHFDataset, count: int) -> PromptSampler:
+        order = (len(rows), count, data.shuffle_train_dataloader, seed)
+        pools = data.difficulty_pools
+        return DifficultyPools(*order, pools, retire) if pools.enable else PromptSampler(*order, retire)
+
+    if not isinstance(rows, Mixture):
+        return of(rows, batch_size)
+    samplers = []
+    for source, dataset in zip(rows.sources, rows.datasets, strict=True):
+        try:
+            samplers.append(of(dataset, 1))
+        except ValueError as error:
+            raise ValueError(f"{source.name} of data.mixture: {error}") from error
+    return MixtureSampler(rows, samplers, batch_size, data.shuffle_train_dataloader, seed)
