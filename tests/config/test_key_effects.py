@@ -33,6 +33,7 @@ UPDATES = f"{A}.ppo_mini_batch_size=4"
 EFFECTS: dict[str, tuple] = {
     "data.train_files": ("{files}/other.parquet", "driver"),
     "data.val_files": ("{files}/other.parquet", "driver"),
+    "data.mixture": ("[{{path: {files}/other.parquet, ratio: 2}}]", "driver"),
     "data.extra_val_files": ("{files}/other.parquet", "driver"),
     "data.train_data_num": (5, "driver"),
     "data.val_data_num": (2, "driver"),
@@ -175,6 +176,7 @@ EFFECTS: dict[str, tuple] = {
     f"{FIL}.enable": ("true", "driver"),
     f"{FIL}.metric": ("same", "driver", f"{FIL}.enable=true", REWARD),
     f"{FIL}.max_num_gen_batches": (1, "driver", f"{FIL}.enable=true"),
+    f"{FIL}.retire_solved": (0, "driver", LONG),
     f"{ALG}.overlong_filter": ("true", "driver"),
     f"{ALG}.kl_penalty": ("k2", "driver", KL),
     f"{ALG}.kl_ctrl.type": ("adaptive", "driver", KL, "algorithm.kl_ctrl={{target_kl: 9, horizon: 9}}"),

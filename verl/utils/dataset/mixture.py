@@ -59,7 +59,7 @@ class Mixture:
     def metrics(
         self, source_of_group: Mapping[Any, str], scores: Mapping[Any, Sequence[float]]
     ) -> dict[str, float]:
-        """`data/<name>/`: `share` of a step's prompts; mean `score` of its answers; `solved`, the share of its
+        """`data/<name>/`: `share` of the prompts; mean `score` of its answers; `solved`, the share of its
         groups whose mean score is 1 or more. scores: of each group, those that can be learnt from.
         """
         metrics: dict[str, float] = {}

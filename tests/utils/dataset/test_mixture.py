@@ -1,0 +1,179 @@
+"""Several sources in one data set: what may be written, what is drawn, and a restart that changes nothing."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from test_rl_dataset import ByteTokenizer
+
+from verl.config import load_config
+from verl.config.mixture import Source, sources_of
+from verl.utils.dataset.mixture import prompt_sampler, training_rows, with_verifier
+from verl.utils.dataset.rl_dataset import NoPromptsLeft
+
+
+def write(path, count: int, **columns) -> str:
+    row = {"data_source": path.stem, "reward_model": {"ground_truth": "7"}} | columns
+    lines = [
+        json.dumps(row | {"prompt": f"{path.stem} {i}?", "extra_info": {"index": i}}) for i in range(count)
+    ]
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def mixture_of(*entries: dict, settings=()):
+    config = load_config(["data.train_batch_size=8", "data.max_start_length=100", *settings])
+    config.data.mixture = list(entries)
+    rows = training_rows(config, ByteTokenizer())
+    return rows, prompt_sampler(rows, config)
+
+
+@pytest.fixture
+def files(tmp_path):
+    return [{"path": write(tmp_path / f"{name}.jsonl", n)} for name, n in (("a", 90), ("b", 30), ("c", 500))]
+
+
+def shares(rows, sampler, draws: int, count: int = 8) -> np.ndarray:
+    drawn = [rows.source_of(row) for _ in range(draws) for row in sampler.take(count)]
+    return np.bincount(drawn, minlength=len(rows.sources)) / len(drawn)
+
+
+@pytest.mark.parametrize("count", [1, 8, 13])
+def test_each_source_gets_its_ratio_within_a_percent(files, count):
+    ratios = (3, 1, 0.7)
+    rows, sampler = mixture_of(*(file | {"ratio": r} for file, r in zip(files, ratios, strict=True)))
+    wanted = np.array(ratios) / sum(ratios)
+    sampler.batch_size = count
+    assert np.abs(shares(rows, sampler, 1000, count) - wanted).max() < 0.001  # 10 times better than asked for
+
+
+def test_without_ratios_a_source_is_drawn_by_its_size_and_amount(files):
+    (a, b, c) = files
+    rows, sampler = mixture_of(a | {"amount": 3.0}, b, c | {"amount": 100})
+    assert len(rows) == 90 + 30 + 100
+    assert np.abs(shares(rows, sampler, 500) - np.array([270, 30, 100]) / 400).max() < 0.001
+    assert {rows[i]["source"] for i in range(len(rows))} == {"a", "b", "c"}
+    half, _ = mixture_of(a | {"amount": 0.5})
+    assert len(half) == 45 and len({bytes(half[i]["raw_prompt_ids"]) for i in range(45)}) == 45
+
+
+def test_every_row_of_a_source_comes_once_before_one_comes_twice(files):
+    rows, sampler = mixture_of(files[0], files[1] | {"ratio": 200})
+    drawn = [row for _ in range(60) for row in sampler.take(8)]
+    counts = np.bincount([row - 90 for row in drawn if row >= 90], minlength=30)
+    assert counts.max() - counts.min() <= 1
+
+
+def test_one_row_of_many_is_refused_with_both_spellings(files):
+    with pytest.raises(ValueError, match=r"amount: 1, .* 500 rows; expected amount: 1.0 .* amount: 500"):
+        mixture_of(files[2] | {"amount": 1})
+    assert len(mixture_of(files[0] | {"amount": 1}, files[1])[0]) == 31  # of few rows it may be meant
+
+
+@pytest.mark.parametrize(
+    "entry, message",
+    [
+        ({"paht": "x"}, "unknown key 'paht' .* nearest one is 'path'"),
+        ({"path": "nowhere.parquet"}, "no file .parquet or .jsonl at nowhere.parquet"),
+        ({"ratio": 1}, "expected path: <file>, or env"),
+        ({"env": {"name": "x"}}, "expected {id: <name>"),
+        ({"path": "x.jsonl", "ratio": 0}, "ratio: 0 .* above 0"),
+        ({"path": "x.jsonl", "n": "4"}, "n: '4' .* expected int"),
+        ("x.jsonl", "expected {path"),
+    ],
+)
+def test_mistakes_are_refused(entry, message):
+    config = load_config([])
+    config.data.mixture = [entry]
+    with pytest.raises(ValueError, match=message):
+        sources_of(config)
+
+
+def test_two_sources_of_one_name_are_refused(files):
+    with pytest.raises(ValueError, match="the name 'a' at .* twice"):
+        mixture_of(files[0], files[0])
+
+
+def test_a_folder_gives_the_files_of_its_splits(tmp_path):
+    (tmp_path / "data").mkdir()
+    for name in ("train-0", "train-1", "test-0"):
+        write(tmp_path / "data" / f"{name}.jsonl", 3)
+    config = load_config([])
+    config.data.mixture = [{"path": str(tmp_path)}, {"path": str(tmp_path), "splits": "test", "name": "t"}]
+    assert [[file.name for file in each.files] for each in sources_of(config)] == [
+        ["train-0.jsonl", "train-1.jsonl"],
+        ["test-0.jsonl"],
+    ]
+
+
+def test_a_source_names_verifier_and_environment_of_rows_that_name_none(tmp_path):
+    path = tmp_path / "s.jsonl"
+    own = {"env_class": "gsm8k", "reward_model": {"ground_truth": {"verifiers": [{"name": "puzzle"}]}}}
+    lines = [{"prompt": "q", "reward_spec": {"ground_truth": "7"}}, {"prompt": "q", **own}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    rows, _ = mixture_of(
+        {"path": str(path), "verifier": "math", "env_class": "text2sql", "name": "n"},
+        settings=["data.train_batch_size=1"],
+    )
+    first, second = rows.rows_to_check()
+    assert first["reward_model"]["ground_truth"]["verifiers"] == [
+        {"name": "math", "label": "7", "weight": 1.0}
+    ]
+    assert first["env_class"] == "text2sql" and first["data_source"] == "n"
+    assert second["env_class"] == "gsm8k"
+    assert rows[1]["reward_model"]["ground_truth"]["verifiers"] == [{"name": "puzzle"}]
+
+
+@pytest.mark.parametrize(
+    "truth, label",
+    [("a", "a"), (7, "7"), ({"target": ["x"]}, "x"), ({"target": np.array(["x", "y"])}, '["x", "y"]')],
+)
+def test_labels_are_text(truth, label):
+    made = with_verifier({"style": "rule", "ground_truth": truth}, "math")
+    assert made["ground_truth"]["verifiers"][0]["label"] == label and made["style"] == "rule"
+
+
+@pytest.mark.parametrize("pools", ["false", "true"])
+def test_rule_10_a_restart_draws_the_same(files, pools):
+    settings = [f"data.difficulty_pools.enable={pools}", "algorithm.filter_groups.retire_solved=0.9"]
+    entries = (files[0] | {"ratio": 2}, files[1], files[2] | {"amount": 0.3})
+    rows, sampler = mixture_of(*entries, settings=settings)
+    rng = np.random.default_rng(0)
+    for _ in range(9):
+        drawn = sampler.take(8)
+        sampler.record(drawn, rng.random(8).tolist())
+    _, resumed = mixture_of(*entries, settings=settings)
+    resumed.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    resumed.load_history(sampler.history())
+    assert sampler.num_left == resumed.num_left < len(rows)
+    assert [sampler.take(5, [3]) for _ in range(40)] == [resumed.take(5, [3]) for _ in range(40)]
+    with pytest.raises(ValueError, match="Found the sources a .* made with a, b, c"):
+        mixture_of(files[0])[1].load_state_dict(sampler.state_dict())
+
+
+def test_a_solved_source_gives_its_share_to_the_others(files):
+    rows, sampler = mixture_of(files[0], files[1], settings=["algorithm.filter_groups.retire_solved=0.9"])
+    sampler.take(8)
+    sampler.record(range(90, 120), [0.95] * 30)
+    assert shares(rows, sampler, 50).tolist() == [1, 0]
+    assert sampler.metrics() == {"filter/retired": 30.0}
+    sampler.record(range(85), [1.0] * 85)
+    assert set(sampler.take(5)) == set(range(85, 90))
+    with pytest.raises(NoPromptsLeft, match="5 prompts are left .* retire_solved has .* asks 6"):
+        sampler.take(6)
+
+
+def test_amounts_of_a_source():
+    assert Source("x", amount=500).rows_to_use(400) is None and Source("x", amount=500).weight(400) == 500
+    assert Source("x", amount=3.0).rows_to_use(400) is None and Source("x", amount=3.0).weight(400) == 1200
+    assert Source("x", amount=0.1).rows_to_use(400) == 40 and Source("x", amount=10).rows_to_use(400) == 10
+
+
+def test_parquet_and_jsonl_mix(tmp_path, files):
+    frame = pd.DataFrame({"prompt": ["p?"] * 9, "reward_model": [{"ground_truth": "1"}] * 9})
+    frame.to_parquet(tmp_path / "p.parquet")
+    rows, _ = mixture_of({"path": [str(tmp_path / "p.parquet"), files[1]["path"]], "name": "both"})
+    assert len(rows) == 39 and rows[38]["data_source"] == "b" and rows[0]["data_source"] == "both"
