@@ -11,8 +11,10 @@ Nothing here runs code that the other side names, and every size is bounded. The
 from __future__ import annotations
 
 import _json
+import _socket
 import builtins
 import posix
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -165,6 +167,21 @@ def build(tree: Any, other: Callable[[str, int], Any]) -> Any:
     if tag in ("h", "c") and type(parts[0]) is int and len(parts) == 1:
         return other(tag, parts[0])
     return refuse()
+
+
+def send_fds(to: _socket.socket, data: bytes, fds: list[int]) -> None:
+    packed = b"".join(fd.to_bytes(4, sys.byteorder) for fd in fds)
+    to.sendmsg([data], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, packed)])
+
+
+def receive(of: _socket.socket) -> tuple[bytes, list[int]]:
+    """One message and the files that came with it; nothing at the end."""
+    try:
+        data, ancillary, _, _ = of.recvmsg(4096, 256)
+    except OSError:
+        return b"", []
+    packed = b"".join(part for _, kind, part in ancillary if kind == _socket.SCM_RIGHTS)
+    return data, [int.from_bytes(packed[i : i + 4], sys.byteorder) for i in range(0, len(packed), 4)]
 
 
 def write_frame(fd: int, text: str) -> None:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from verl.code_server.codec import Peer, TooLarge, Torn
+from verl.code_server.codec import Peer, TooLarge, Torn, send_fds
 
 GONE = "gone"  # outcome for the supervisor: the prisoner had ended before the test could begin
 MATH = frozenset(dir(__import__("math")))
@@ -281,8 +281,6 @@ def apply_after_each_statement(tree: _ast.Module) -> None:
 
 def judge_tests(control: _socket.socket, job: Any, link: _socket.socket, may_fork: bool) -> None:
     """Runs the tests of a job in order. Each report is the nonce, the test's index and an outcome."""
-    from verl.code_server.zygote import send_fds
-
     nonce, first, tests = job
 
     def report(index: int, outcome: str) -> None:

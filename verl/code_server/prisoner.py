@@ -9,14 +9,13 @@ It is PID 1 of its sandbox, which ends with it.
 from __future__ import annotations
 
 import _socket
-import functools
 import operator
 import posix
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from verl.code_server.codec import Peer, Torn, parts_of
+from verl.code_server.codec import Peer, Torn, parts_of, receive
 
 DIRTY, CLEAN = b"d", b"c"  # does something of the last test remain?
 OPERATORS: dict[str, Callable[..., Any]] = {
@@ -126,8 +125,6 @@ def serve_functions(control: _socket.socket, program: str, link: _socket.socket,
 
     control is closed before the program starts: the program's word counts for nothing.
     """
-    from verl.code_server.zygote import receive
-
     control.close()
     namespace, problem = load(program, "program")
     while True:
@@ -150,12 +147,10 @@ def serve_functions(control: _socket.socket, program: str, link: _socket.socket,
             pass
 
 
-def serve_stdio(control: _socket.socket, program: str, may_fork: bool) -> None:
+def serve_stdio(control: _socket.socket, program: str, may_fork: bool, lock: Callable[[], None]) -> None:
     """For each [stdin, stdout] of the supervisor: runs the program in a fork, answers with its exit status
     (four bytes) and whether anything remains of it. This process runs nothing of the program.
     """
-    from verl.code_server.zygote import lock_prisoner, receive
-
     while True:
         kind, fds = receive(control)
         if len(fds) != 2:
@@ -168,7 +163,7 @@ def serve_stdio(control: _socket.socket, program: str, may_fork: bool) -> None:
             if kind == b"e":
                 posix.dup2(fds[1], 2)
             posix.closerange(3, 256)
-            lock_prisoner()
+            lock()
             run_script(program)
         for fd in fds:
             posix.close(fd)
@@ -187,8 +182,11 @@ def run_script(program: str) -> None:
     """Runs a program as __main__ and ends the process as Python does: threads, atexit, flush. An exit of its
     own (`sys.exit`) is no failure, as in Open-Instruct's grading; an exception is, with exit code 1.
     """
-    reopen = functools.partial(open, encoding="utf-8", errors="surrogateescape", closefd=False)
-    sys.stdin, sys.stdout, sys.stderr = reopen(0), reopen(1, "w"), reopen(2, "w")
+
+    def reopen(fd: int, mode: str) -> Any:  # bytes that are no UTF-8 pass through
+        return open(fd, mode, encoding="utf-8", errors="surrogateescape", closefd=False)
+
+    sys.stdin, sys.stdout, sys.stderr = reopen(0, "r"), reopen(1, "w"), reopen(2, "w")
     problem = load(program, "__main__")[1]
     code = 0 if problem is None or isinstance(problem, SystemExit) else 1
     if isinstance(problem, MemoryError):

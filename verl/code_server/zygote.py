@@ -16,7 +16,7 @@ import resource
 import sys
 from typing import Any
 
-from verl.code_server.codec import decode
+from verl.code_server.codec import decode, receive
 from verl.code_server.judge import judge_tests
 from verl.code_server.prisoner import serve_functions, serve_stdio
 
@@ -33,21 +33,6 @@ def must(result: int, what: str) -> int:
         posix.write(2, f"sandbox: {what}: errno {ctypes.get_errno()}\n".encode())
         posix._exit(70)
     return result
-
-
-def send_fds(to: _socket.socket, data: bytes, fds: list[int]) -> None:
-    packed = b"".join(fd.to_bytes(4, sys.byteorder) for fd in fds)
-    to.sendmsg([data], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, packed)])
-
-
-def receive(of: _socket.socket) -> tuple[bytes, list[int]]:
-    """One message and the files that came with it; nothing at the end."""
-    try:
-        data, ancillary, _, _ = of.recvmsg(4096, 256)
-    except OSError:
-        return b"", []
-    packed = b"".join(part for _, kind, part in ancillary if kind == _socket.SCM_RIGHTS)
-    return data, [int.from_bytes(packed[i : i + 4], sys.byteorder) for i in range(0, len(packed), 4)]
 
 
 def seccomp(program: bytes) -> None:
@@ -126,7 +111,7 @@ def run_role(role: bytes, control: _socket.socket) -> None:
     elif role == b"functions":
         serve_functions(control, job, _socket.socket(fileno=fds[1]), may_fork)
     else:
-        serve_stdio(control, job, may_fork)
+        serve_stdio(control, job, may_fork, lock_prisoner)
 
 
 def main(given: dict[str, Any]) -> None:
