@@ -2,10 +2,11 @@
 
     python -m data_prep.mixture --seed 0 --out data/mixture/seed0
 
-    seed -> search/   the microworld (data_prep.microworld)
-         -> sums/     additions over several turns (data_prep.arithmetic)
-         -> sql/      the microworld as tables (data_prep.microworld_sql)
+    seed -> corpus.jsonl, train.parquet, test.parquet    the microworld (data_prep.microworld)
+         -> sums/                additions over several turns (data_prep.arithmetic)
+         -> sql/                 the microworld as tables (data_prep.microworld_sql)
          -> sft_train.parquet    demonstrations of all three
+         -> settings.yaml        keys of a run that name these files
 
 The model has never seen a sum or a query, so it starts from demonstrations. These are imperfect on purpose:
 what is right, reinforcement learning has to find out. They are played against the environments, so that the
@@ -24,7 +25,7 @@ from typing import Any
 
 from data_prep import arithmetic, microworld, microworld_sql
 from data_prep.demonstrations import Demonstrator, Sample
-from data_prep.files import write_parquet
+from data_prep.files import write_jsonl, write_parquet
 from data_prep.sft_rows import FIRST_SEED
 from data_prep.tiny_tokenizer import END_TOKEN
 from verl.environments import make
@@ -84,19 +85,28 @@ def write_mixture(
     """Write everything into the folder `out`; returns the number of rows of each file."""
     if num_demonstrations < 1:
         raise ValueError(f"--num-demonstrations {num_demonstrations}: give at least 1")
-    parts = {
-        "search": microworld.write_world(seed, out / "search", num_train, num_test, num_3hop=2),
-        "sums": arithmetic.write_rows(seed, out / "sums", num_train, num_test),
-        "sql": microworld_sql.write_tables(seed, out / "sql", num_train, num_test),
-    }
-    counts = {f"{part}/{name}": count for part, files in parts.items() for name, count in files.items()}
+    counts = microworld.write_world(seed, out, num_train, num_test, num_3hop=2)
+    for part, write in (("sums", arithmetic.write_rows), ("sql", microworld_sql.write_tables)):
+        files = write(seed, out / part, num_train, num_test)
+        counts |= {f"{part}/{name}": count for name, count in files.items()}
     with tempfile.TemporaryDirectory() as folder:
         rows = [
             {"segments": [{"text": text, "trained": trained} for text, trained in sample if text]}
             for sample in demonstrations(seed, num_demonstrations, Path(folder))
         ]
-    # last: a sign that all files are there
-    return counts | {"sft_train.parquet": write_parquet(out / "sft_train.parquet", rows)}
+    counts["sft_train.parquet"] = write_parquet(out / "sft_train.parquet", rows)
+    folders = {"search": out.absolute(), "sums": out.absolute() / "sums", "sql": out.absolute() / "sql"}
+    settings = {
+        "data.mixture": [
+            {"name": name, "path": str(folder / "train.parquet"), "ratio": 1}
+            for name, folder in folders.items()
+        ],
+        "data.val_files": [str(folder / "test.parquet") for folder in folders.values()],
+        "environment.env_config": {"text2sql": {"db_path": str(folders["sql"] / "databases")}},
+    }
+    # last, as a sign that all files are there; JSON is YAML
+    write_jsonl(out / "settings.yaml", [settings])
+    return counts
 
 
 def main() -> None:

@@ -5,6 +5,9 @@
 #     run_training sft|grpo|ppo "$@"
 #
 # With --doctor among them the run is only checked (python -m verl.preflight), with the settings that it would have.
+# With --config FILE the settings are those of FILE, in place of the ones named below. configs/mixture.yaml brings
+# data of its own (data_prep.mixture) and a supervised start on it, made once, with the settings of
+# configs/mixture_sft.yaml.
 #
 # What it reads from the environment (all optional):
 #   BASE_MODEL     a Hugging Face folder or hub name; default: a tiny model that is shipped, data_prep/base_model
@@ -12,7 +15,8 @@
 #                  configs/microworld_*.yaml, others those in configs/search_r1_*.yaml and configs/sft.yaml.
 #   DATA_DIR       a folder with train.parquet and test.parquet (and corpus.jsonl, which is then served), for sft
 #                  with sft_train.parquet (and sft_val.parquet, if there is one);
-#                  default: the microworld of the seed, made on the spot
+#                  default: the microworld of the seed, made on the spot. A file settings.yaml in it has keys that
+#                  say what is read instead of train.parquet and test.parquet.
 #   SEED           seed of the world and of the run; default 0
 #   RETRIEVER_URL  a retrieval server that already runs (or several: a,b); default: one is started on DATA_DIR's
 #                  corpus and stopped at the end. `retriever.url=...` on the command line does the same.
@@ -106,13 +110,24 @@ overrides_label() {    # overrides -> "" or "-adv_estimator-rloo": those that de
     echo "${label:0:120}"
 }
 
-make_world() {    # seed, sft|grpo|ppo -> DATA_DIR with what that needs
-    DATA_DIR="data/microworld/seed$1"
-    if [ "$2" = sft ]; then
+make_world() {    # seed, sft|grpo|ppo, microworld|mixture -> what that needs in DATA_DIR
+    if [ "$3" = mixture ]; then
+        [ -f "$DATA_DIR/settings.yaml" ] || "$PYTHON" -m data_prep.mixture --seed "$1" --out "$DATA_DIR"
+    elif [ "$2" = sft ]; then
         [ -f "$DATA_DIR/sft_train.parquet" ] || "$PYTHON" -m data_prep.sft_rows --seed "$1" --out "$DATA_DIR"
     elif [ ! -f "$DATA_DIR/corpus.jsonl" ] || [ ! -f "$DATA_DIR/test_3hop.parquet" ]; then
         "$PYTHON" -m data_prep.microworld --seed "$1" --out "$DATA_DIR"
     fi
+}
+
+supervised_start() {    # seed, settings, model folder to make -> the tiny model, trained on DATA_DIR's demonstrations
+    [ ! -f "$3/config.json" ] || return 0
+    echo "a supervised start first, once: $3"
+    SEED="$1" DATA_DIR="$DATA_DIR" BASE_MODEL=data_prep/base_model EXPERIMENT_NAME="$(model_label "$3")" \
+        bash train_sft.sh --config "$2" &
+    TRAINER_PID=$!
+    wait "$TRAINER_PID" || return
+    TRAINER_PID=
 }
 
 check_rows() {    # names of files that DATA_DIR must hold
@@ -144,6 +159,7 @@ sft_overrides() {    # the rows, one setting a line
 }
 
 rl_overrides() {    # the questions, one setting a line
+    [ ! -f "$DATA_DIR/settings.yaml" ] || { echo "@$DATA_DIR/settings.yaml" && return; }
     quoted data.train_files "$DATA_DIR/train.parquet" && echo
     quoted data.val_files "$DATA_DIR/test.parquet" && echo
     [ ! -f "$DATA_DIR/test_3hop.parquet" ] || { quoted data.extra_val_files "$DATA_DIR/test_3hop.parquet" && echo; }
@@ -164,17 +180,30 @@ more_extras() {    # the overrides of a run -> ",megatron", ",vllm" if it needs 
 }
 
 run_training() {
-    local kind="$1" needs_server=true dry_run=false argument extras=train,retrieval
+    local kind="$1" needs_server=true dry_run=false argument extras=train,retrieval config='' is_config=false
     local program=(verl.trainer.main_ppo) doctor=false passed=()
     shift
     for argument in "$@"; do
-        if [ "$argument" = --doctor ]; then doctor=true; else passed+=("$argument"); fi
+        if $is_config; then
+            config="$argument" is_config=false
+            continue
+        fi
+        case "$argument" in
+            --doctor) doctor=true ;;
+            --config) is_config=true ;;
+            --config=*) config="${argument#--config=}" ;;
+            *) passed+=("$argument") ;;
+        esac
         case "$argument" in
             *retriever.url=* | *do_search=[Ff]alse | *trainer.dry_run=[Tt]rue) needs_server=false ;;
         esac
         [[ "$argument" == *trainer.dry_run=[Tt]rue ]] && dry_run=true needs_server=false    # a plan, without data
     done
     [ -z "${RETRIEVER_URL:-}" ] || needs_server=false
+    if $is_config; then
+        echo "error: found --config without a file; expected one such as --config configs/mixture.yaml" >&2
+        return 2
+    fi
 
     local model=data_prep/base_model configuration=ppo_trainer model_key=actor_rollout_ref.model.path
     if [ "$kind" = sft ]; then
@@ -185,28 +214,34 @@ run_training() {
         program=(verl.preflight)
         [ "$kind" != sft ] || program+=(--config-name sft_trainer)
     fi
-    set -- ${passed[@]+"${passed[@]}"}    # without --doctor, wherever it stood
+    set -- ${passed[@]+"${passed[@]}"}    # without --doctor and --config, wherever they stood
+    [ ! -f "$config" ] || config="$(absolute "$(dirname "$config")")/$(basename "$config")"
     [ -n "${BASE_MODEL:-}" ] && model="$(absolute "$BASE_MODEL")"
     [ -n "${DATA_DIR:-}" ] && DATA_DIR="$(absolute "$DATA_DIR")"
     cd "$REPO_ROOT" || return
     setup_environment "$extras$(more_extras "$@")"
     export TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 PYTHONUNBUFFERED=1
 
-    local seed="${SEED:-0}" makes_world=false
-    [ -n "${DATA_DIR:-}" ] || { makes_world=true && DATA_DIR="data/microworld/seed$seed"; }
+    local seed="${SEED:-0}" makes_world=false world=microworld start=''
+    [ "$(basename "$config")" != mixture.yaml ] || world=mixture
+    [ -n "${DATA_DIR:-}" ] || { makes_world=true && DATA_DIR="data/$world/seed$seed"; }
 
     local data name size=model
     data="$(basename "$(dirname "$DATA_DIR")")-$(basename "$DATA_DIR")"
-    name="$(model_label "$model")"
+    if [ "$world-${BASE_MODEL:-}" = mixture- ] && ! $dry_run && ! $doctor; then
+        start="verl_checkpoints/$data-start/huggingface"
+    fi
+    name="$(model_label "${start:-$model}")"
     name="${EXPERIMENT_NAME:-$data-${name#"$data"-}-$kind-seed$seed$(overrides_label "$@")}"
     local run_dir="verl_checkpoints/$name"
     if [ -z "${BASE_MODEL:-}" ] || is_tiny "$model"; then
         size=tiny
     fi
-    echo "settings: $(recipe_for "$size" "$kind")"
+    config="${config:-$(recipe_for "$size" "$kind")}"
+    echo "settings: $config"
 
     local overrides=(
-        "@$(recipe_for "$size" "$kind")"
+        "@$config"
         "trainer.seed=$seed" "trainer.project_name=search-r1" "$(quoted trainer.experiment_name "$name")"
         "$(quoted trainer.default_local_dir "$run_dir")" "$(quoted "$model_key" "$model")"
     )
@@ -214,8 +249,17 @@ run_training() {
     "$PYTHON" -m verl.config "$configuration" "${overrides[@]}" "$@" || return
     case " $* " in *" --help "* | *" -h "* | *" --print "* | *" --origins "*) return ;; esac
 
+    trap stop_all EXIT
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
+    trap 'exit 129' HUP
+    trap 'exit 138' USR1
     if ! $dry_run; then
-        ! $makes_world || make_world "$seed" "$kind"
+        ! $makes_world || make_world "$seed" "$kind" "$world"
+        if [ -n "$start" ]; then
+            supervised_start "$seed" "${config%.yaml}_sft.yaml" "$start"
+            overrides+=("$(quoted "$model_key" "$start")")
+        fi
         if [ "$kind" = sft ]; then check_rows sft_train.parquet; else check_rows train.parquet test.parquet; fi
         mkdir -p "$run_dir"
     fi
@@ -223,11 +267,6 @@ run_training() {
         overrides+=("$argument")
     done < <(if [ "$kind" = sft ]; then sft_overrides; else rl_overrides; fi)
 
-    trap stop_all EXIT
-    trap 'exit 130' INT
-    trap 'exit 143' TERM
-    trap 'exit 129' HUP
-    trap 'exit 138' USR1
     ! $needs_server || start_search "$run_dir"
     [ "$kind" = sft ] || [ -z "${RETRIEVER_URL:-}" ] || overrides+=("$(quoted retriever.url "$RETRIEVER_URL")")
 

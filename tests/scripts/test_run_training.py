@@ -32,6 +32,17 @@ if program.endswith("microworld"):
     folder.mkdir(parents=True)
     for name in ("corpus.jsonl", "train.parquet", "test.parquet", "test_3hop.parquet"):
         (folder / name).touch()
+if program.endswith("mixture"):
+    folder = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+    folder.mkdir(parents=True)
+    for name in ("corpus.jsonl", "train.parquet", "test.parquet", "sft_train.parquet"):
+        (folder / name).touch()
+    (folder / "settings.yaml").write_text(json.dumps({"data.val_files": ["one", "two"]}))
+if program.endswith("fsdp_sft_trainer"):
+    [setting] = [each for each in sys.argv if each.startswith("trainer.default_local_dir=")]
+    model = pathlib.Path(setting.split("=", 1)[1].strip("'")) / "huggingface"
+    model.mkdir(parents=True)
+    (model / "config.json").touch()
 if program.endswith("sft_rows"):
     folder = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
     folder.mkdir(parents=True)
@@ -287,6 +298,35 @@ def test_a_run_is_called_after_the_overrides_that_decide_what_it_learns(
 def settings_of_the_script(repository):
     settings = [argument for argument in note(repository, "main_ppo")[1] if not argument.startswith("@")]
     return dict(argument.split("=", 1) for argument in settings)
+
+
+def test_the_mixture_is_made_and_gets_a_supervised_start_once(repository, tmp_path):
+    for number, flags in enumerate((["--config", "configs/mixture.yaml"], ["--config=configs/mixture.yaml"])):
+        assert run(repository, *flags, "max_turns=4", SEED="4") == (0, "")
+        config, start = settings(repository), note(repository, "fsdp_sft_trainer")
+        assert (config.max_turns, config.trainer.seed, config.data.max_response_length) == (4, 4, 64)
+        assert config.data.val_files == ["one", "two"]
+        assert config.trainer.experiment_name == "mixture-seed4-start-grpo-seed4"
+        assert config.actor_rollout_ref.model.path == "verl_checkpoints/mixture-seed4-start/huggingface"
+        if number == 1:  # neither was made again
+            assert start is None and note(repository, "mixture") is None
+            continue
+        sft = sft_settings(repository)
+        assert sft.data.train_files.endswith("data/mixture/seed4/sft_train.parquet")
+        assert (sft.model.partial_pretrain, sft.optim.name) == ("data_prep/base_model", "muon")
+        for name in ("fsdp_sft_trainer", "mixture"):
+            (repository / "notes" / name).unlink()
+
+
+def test_a_config_file_takes_the_place_of_the_settings_and_is_relative_to_the_caller(repository, tmp_path):
+    (tmp_path / "mine.yaml").write_text("max_turns: 9\n")
+    assert run(repository, "--config", "mine.yaml", cwd=tmp_path) == (0, "")
+    config = settings(repository)
+    assert (config.max_turns, config.data.max_start_length) == (9, 256)
+    status, errors = run(repository, "--config", "other.yaml")
+    assert status == 2 and "Found no file at @other.yaml" in errors
+    status, errors = run(repository, "--config")
+    assert status == 2 and "expected one such as --config configs/mixture.yaml" in errors
 
 
 @pytest.mark.parametrize("line", [["--doctor", "max_turns=7"], ["max_turns=7", "--doctor"]])
