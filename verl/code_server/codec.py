@@ -254,6 +254,8 @@ class Peer:
         kind, *parts = message
         if kind == "ok" and len(parts) == 1:
             return parts
+        if kind == "large":
+            raise TooLarge("a value is too large to cross")
         if kind == "raise" and len(parts) == 2 and type(parts[1]) is list:
             raise exception_of(parts[0], parts[1])
         try:

@@ -242,11 +242,12 @@ class Supervisor:
                 now = time.monotonic()
                 sent_by, number, outcome = (*message.decode("ascii", "replace").split(" "), "", "", "")[:3]
                 gone = sent_by != nonce or not number.isdigit() or int(number) != index or outcome == "gone"
+                over = prisoner.over_memory or judge.over_memory
                 if gone and (loaded or index == first):
-                    over = prisoner.over_memory or judge.over_memory
                     report.add("memory" if over else "crashed", -1.0)
                 if gone:
                     return
+                outcome = "memory" if over else outcome
                 if outcome == "loaded" and not loaded:
                     loaded, began = True, now
                     continue

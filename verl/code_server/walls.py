@@ -36,7 +36,13 @@ FORBIDDEN = (
     "fanotify_init quotactl acct swapon swapoff reboot kexec_load kexec_file_load init_module "
     "finit_module delete_module settimeofday clock_settime clock_adjtime adjtimex syslog vhangup "
     "personality modify_ldt ioperm iopl nfsservctl lookup_dcookie mbind set_mempolicy migrate_pages "
-    "move_pages landlock_create_ruleset sethostname setdomainname mknod mknodat seccomp"
+    "move_pages sethostname setdomainname mknod mknodat seccomp"
+)
+# what Landlock does not govern, and a mount or PID namespace does
+REACHING_OUT = (
+    "chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes utimensat futimesat setxattr "
+    "lsetxattr fsetxattr removexattr lremovexattr fremovexattr setpriority ioprio_set sched_setscheduler "
+    "sched_setparam sched_setattr sched_setaffinity process_madvise process_mrelease"
 )
 NAMESPACE_FLAGS = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000, 0x80)
 ADVICE = (
@@ -62,13 +68,14 @@ class Limits:
     tmp_mb: int = 64
 
 
-def seccomp_program(fork: bool) -> bytes:
+def seccomp_program(namespaces: bool, fork: bool) -> bytes:
     """The filter as BPF: what reaches beyond the process fails, and without `fork` new processes too."""
     import pyseccomp
 
     rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
     refusal = pyseccomp.ERRNO(1)
-    for name in FORBIDDEN.split():
+    names = FORBIDDEN.split() if namespaces else [*FORBIDDEN.split(), *REACHING_OUT.split()]
+    for name in names:
         try:
             pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, name)
             rules.add_rule(refusal, name)
@@ -77,6 +84,8 @@ def seccomp_program(fork: bool) -> bytes:
     rules.add_rule(pyseccomp.ERRNO(38), "clone3")  # its flags are in memory; glibc then uses clone
     for flag in NAMESPACE_FLAGS:
         rules.add_rule(refusal, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, flag, flag))
+    if not namespaces:
+        rules.add_rule(refusal, "prlimit64", pyseccomp.Arg(0, pyseccomp.NE, 0))  # of another process
     if not fork:
         rules.add_rule(refusal, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, 0x10000, 0))  # no CLONE_THREAD
         rules.add_rule(refusal, "prctl", pyseccomp.Arg(0, pyseccomp.EQ, 1))  # PDEATHSIG
@@ -265,7 +274,7 @@ class Walls:
 
     def settings(self, prefix: str) -> dict[str, Any]:
         """What the zygote needs to know; see zygote.py."""
-        megabyte = 1 << 20
+        megabyte, namespaces = 1 << 20, self.tier == "namespaces"
         limits = {
             resource.RLIMIT_AS: self.limits.memory_mb * megabyte,
             resource.RLIMIT_FSIZE: max(16 * megabyte, int(self.limits.output_mb * megabyte) + 1),
@@ -281,14 +290,14 @@ class Walls:
         words = (0xFFFF, 3, 3)  # all of files; TCP bind, connect; abstract sockets, signals
         return {
             "tier": self.tier,
-            "namespaces": self.tier == "namespaces",
+            "namespaces": namespaces,
             "limits": limits,
             "processes": self.limits.processes,
             "tmp_mb": self.limits.tmp_mb,
             "readable": readable,
             "landlock": b"".join(word.to_bytes(8, sys.byteorder) for word in words),
-            "seccomp": seccomp_program(fork=True),
-            "seccomp_no_fork": seccomp_program(fork=False),
+            "seccomp": seccomp_program(namespaces, fork=True),
+            "seccomp_no_fork": seccomp_program(namespaces, fork=False),
             "path": ["/packages"] if self.places else [],
         }
 

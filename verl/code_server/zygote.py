@@ -74,15 +74,15 @@ def build_walls(role: bytes) -> None:
     for number in range(64):  # CAP_*: none may come back
         libc.prctl(24, number, 0, 0, 0)
     must(libc.capset(ctypes.c_char_p(CAP_HEADER), ctypes.c_char_p(bytes(24))), "capset")
-    for fd in (0, 1, 2):
-        posix.dup2(settings["null"], fd)
-    posix.close(settings["null"])
     if not settings["namespaces"]:
         must(libc.prctl(SET_PDEATHSIG, 9, 0, 0, 0), "pdeathsig")
         landlock()
     seccomp(settings["seccomp"])
     if role != b"stdio":
         lock_prisoner()
+    for fd in (0, 1, 2):
+        posix.dup2(settings["null"], fd)
+    posix.close(settings["null"])
 
 
 def lock_prisoner() -> None:
