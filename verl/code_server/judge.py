@@ -48,7 +48,7 @@ class Remote:
         object.__setattr__(self, "_number", number)
 
     def _ask(self, op: str, *args: Any) -> Any:
-        return object.__getattribute__(self, "_test").peer.request(op, self, *args)
+        return object.__getattribute__(self, "_test").ask(op, self, *args)
 
     def _ask_plain(self, op: str, kind: type) -> Any:
         value = self._ask(op)
@@ -73,7 +73,7 @@ class Remote:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         test = object.__getattribute__(self, "_test")
-        result, after = test.peer.request("call", self, list(args), kwargs)
+        result, after = test.ask("call", self, list(args), kwargs)
         if type(after) is list and len(after) == len(args):
             for before, now in zip(args, after, strict=True):
                 if now is not None and type(before) is type(now) and type(now) in (list, dict, set):
@@ -156,7 +156,7 @@ class Test:
         self.peer = Peer(fd, self.serve, self.pack, self.unpack)
         self.callbacks: list[Any] = []
         self.mutations: list[tuple[Any, Any]] = []
-        self.opaque = False
+        self.opaque = self.failed = False
 
     def pack(self, value: Any) -> list[Any]:
         if isinstance(value, Remote):
@@ -173,7 +173,20 @@ class Test:
         number, values = args
         if op != "callback" or type(number) is not int or number < 0:
             raise Torn("not a message")
-        return self.callbacks[number](*values)
+        try:
+            return self.callbacks[number](*values)
+        except AssertionError:  # whatever the program makes of it
+            self.failed = True
+            raise
+
+    def ask(self, op: str, *args: Any) -> Any:
+        """Asks the prisoner. Only `next` may end an iteration, or a call could end one of the test's."""
+        try:
+            return self.peer.request(op, *args)
+        except (StopIteration, StopAsyncIteration, GeneratorExit) as error:
+            if op == "next":
+                raise
+            raise RuntimeError(f"the program raised {type(error).__name__}") from None
 
     def apply_mutations(self) -> None:
         """What a call did to its arguments becomes visible when the statement of the call has ended: not
@@ -287,7 +300,7 @@ def judge_tests(control: _socket.socket, job: Any, link: _socket.socket, may_for
     for index, text in enumerate(tests):
         mine, theirs = _socket.socketpair()
         try:
-            send_fds(link, b"l" if index == len(tests) - 1 else b"t", [theirs.fileno()])
+            send_fds(link, b"t", [theirs.fileno()])
         except OSError:
             report(index, GONE)
             return
@@ -346,4 +359,6 @@ def run_test(test: Test, tree: _ast.Module, names: dict[str, Any]) -> str:
         outcome = f"error:{type(error).__name__}"
     if torn:
         return torn[0]
+    if test.failed:
+        return "failed"
     return "opaque_value" if outcome == "passed" and test.opaque else outcome

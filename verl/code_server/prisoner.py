@@ -1,9 +1,7 @@
 """The process that runs a program. All it sends is hostile input to those who read it.
 
-    functions:  load the program once -> for each test a fork serves the judge's calls over its own channel
-    stdio:      for each test a fork runs the program from its start, with files as stdin and stdout
-
-It is PID 1 of its sandbox, which ends with it.
+PID 1 of the sandbox -> for each test a fork that loads the program: serves the judge's calls over a channel
+                        of its own, or runs with files as stdin and stdout
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from typing import Any
 
 from verl.code_server.codec import Peer, Torn, parts_of, receive
 
-DIRTY, CLEAN = b"d", b"c"  # does something of the last test remain?
 OPERATORS: dict[str, Callable[..., Any]] = {
     "get": getattr,
     "set": setattr,
@@ -115,77 +112,65 @@ def load(program: str, name: str) -> tuple[dict[str, Any], BaseException | None]
     return module.__dict__, None
 
 
-def left_files() -> list[str]:
-    try:
-        return sorted(posix.listdir("/tmp"))
-    except OSError:  # it may not even look
-        return []
+def serve_tests(
+    role: bytes, program: str, source: _socket.socket, alone: bool, lock: Callable[[], None]
+) -> None:
+    """For each test runs the program from its start in a fork; between two tests ends all that is left of it.
+    This process runs nothing of the program. It ends where files are left: the next test needs a new sandbox.
 
-
-def serve_functions(control: _socket.socket, program: str, link: _socket.socket, may_fork: bool) -> None:
-    """Loads the program, then takes one channel per test from the judge and serves it in a fork; the last one
-    (b"l"), and each where forks are forbidden or would lose a thread, in the process itself.
-
-    control is closed before the program starts: the program's word counts for nothing.
+    role: b"functions": a test comes as its channel to the judge; the next one, or the end, is the sign that it
+        is over. b"stdio": as [stdin, stdout]; the answer is the exit status (four bytes) and b"d" where
+        files are left, else b"c".
+    alone: in a PID namespace of its own. lock: what a fork does before it runs the program.
     """
-    control.close()
-    namespace, problem = load(program, "program")
-    files = left_files()
+    child = 0
     while True:
-        kind, fds = receive(link)
-        if not fds or left_files() != files:  # the last test left some: the next gets a new sandbox
-            return
-        if kind == b"l" or not may_fork or len(sys._current_frames()) > 1:
-            link.close()
-            Servant(fds[0], namespace, problem).run()
-            return
-        if posix.fork() == 0:
-            link.close()
-            Servant(fds[0], namespace, problem).run()
-            posix._exit(0)
-        posix.close(fds[0])
-        try:
-            while posix.waitpid(-1, posix.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            pass
-
-
-def serve_stdio(control: _socket.socket, program: str, may_fork: bool, lock: Callable[[], None]) -> None:
-    """For each [stdin, stdout] of the supervisor: runs the program in a fork, answers with its exit status
-    (four bytes) and whether anything remains of it. This process runs nothing of the program.
-    """
-    while True:
-        kind, fds = receive(control)
-        if len(fds) != 2:
+        kind, fds = receive(source)
+        if child:
+            end(child, alone)
+        if not fds or alone and posix.listdir("/tmp"):
             return
         child = posix.fork()
         if child == 0:
-            control.close()
-            posix.dup2(fds[0], 0)
-            posix.dup2(fds[1], 1)
-            if kind == b"e":
-                posix.dup2(fds[1], 2)
-            posix.closerange(3, 256)
             lock()
-            run_script(program)
+            if role == b"stdio":
+                run_script(program, fds, kind == b"e")
+            posix.dup2(fds[0], 3)
+            posix.closerange(4, 256)
+            Servant(3, *load(program, "program")).run()
+            posix._exit(0)
         for fd in fds:
             posix.close(fd)
-        status = posix.waitpid(child, 0)[1]
-        try:
-            if may_fork:
-                posix.kill(-1, 9)  # all that it left running
-            while True:
-                posix.waitpid(-1, 0)
-        except OSError:
-            pass
-        control.send(status.to_bytes(4, "little") + (DIRTY if left_files() else CLEAN))
+        if role == b"stdio":
+            status = end(child, alone, wait=True)
+            child = 0
+            source.send(status.to_bytes(4, "little") + (b"d" if alone and posix.listdir("/tmp") else b"c"))
 
 
-def run_script(program: str) -> None:
-    """Runs a program as __main__ and ends the process as Python does: threads, atexit, flush. An exit of its
-    own (`sys.exit`) is no failure, as in Open-Instruct's grading; an exception is, with exit code 1.
+def end(child: int, alone: bool, wait: bool = False) -> int:
+    """Ends a test's process and all that it has started; its exit status. wait: it ends by itself."""
+    if not wait:
+        posix.kill(child, 9)
+    status = posix.waitpid(child, 0)[1]
+    try:
+        if alone:
+            posix.kill(-1, 9)
+        while True:
+            posix.waitpid(-1, 0)
+    except OSError:  # there is none
+        return status
+
+
+def run_script(program: str, fds: list[int], with_errors: bool) -> None:
+    """Runs a program as __main__ with files as stdin and stdout, and ends the process as Python does:
+    threads, atexit, flush. `sys.exit` is no failure, as in Open-Instruct's grading; an exception is: exit code 1, or 3
+    for want of memory.
     """
+    posix.dup2(fds[0], 0)
+    posix.dup2(fds[1], 1)
+    if with_errors:
+        posix.dup2(fds[1], 2)
+    posix.closerange(3, 256)
 
     def reopen(fd: int, mode: str) -> Any:  # bytes that are no UTF-8 pass through
         return open(fd, mode, encoding="utf-8", errors="surrogateescape", closefd=False)

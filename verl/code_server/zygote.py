@@ -18,7 +18,7 @@ from typing import Any
 
 from verl.code_server.codec import decode, receive
 from verl.code_server.judge import judge_tests
-from verl.code_server.prisoner import serve_functions, serve_stdio
+from verl.code_server.prisoner import serve_tests
 
 NEWNS, NEWIPC, NEWUSER, NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
 SET_PDEATHSIG, SET_DUMPABLE, SET_NO_NEW_PRIVS, SET_SECCOMP = 1, 4, 38, 22
@@ -78,14 +78,14 @@ def build_walls(role: bytes) -> None:
         must(libc.prctl(SET_PDEATHSIG, 9, 0, 0, 0), "pdeathsig")
         landlock()
     seccomp(settings["seccomp"])
-    if role != b"stdio":
-        lock_prisoner()
+    if role == b"judge":
+        lock_up()
     for fd in (0, 1, 2):
         posix.dup2(settings["null"], fd)
     posix.close(settings["null"])
 
 
-def lock_prisoner() -> None:
+def lock_up() -> None:
     """Without a PID namespace that would end them with it, a sandbox starts no processes; nor can it reach
     its parent."""
     if settings["tier"] == "landlock":
@@ -105,13 +105,12 @@ def run_role(role: bytes, control: _socket.socket) -> None:
     size = posix.fstat(fds[0]).st_size
     job = decode(posix.pread(fds[0], size, 0).decode("ascii"), lambda tag, number: None)
     posix.close(fds[0])
-    may_fork = settings["namespaces"]
+    alone = settings["namespaces"]
+    source = control if role == b"stdio" else _socket.socket(fileno=fds[1])
     if role == b"judge":
-        judge_tests(control, job, _socket.socket(fileno=fds[1]), may_fork)
-    elif role == b"functions":
-        serve_functions(control, job, _socket.socket(fileno=fds[1]), may_fork)
+        judge_tests(control, job, source, alone)
     else:
-        serve_stdio(control, job, may_fork, lock_prisoner)
+        serve_tests(role, job, source, alone, lock_up)
 
 
 def main(given: dict[str, Any]) -> None:
@@ -122,7 +121,14 @@ def main(given: dict[str, Any]) -> None:
     requests, namespaces = _socket.socket(fileno=given["socket"]), given["namespaces"]
     import signal
 
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    def reap(*_: Any) -> None:
+        try:
+            while posix.waitpid(-1, posix.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            pass
+
+    signal.signal(signal.SIGCHLD, reap)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     own = posix.pidfd_open(posix.getpid()) if namespaces else -1
     gc.collect()
