@@ -118,8 +118,8 @@ def serve_tests(
     """For each test runs the program from its start in a fork; between two tests ends all that is left of it.
     This process runs nothing of the program. It ends where files are left: the next test needs a new sandbox.
 
-    role: b"functions": a test comes as its channel to the judge; the next one, or the end, is the sign that it
-        is over. b"stdio": as [stdin, stdout]; the answer is the exit status (four bytes) and b"d" where
+    role: b"functions": a test comes as its channel to the judge; the next one, or the end, is the sign
+        that it is over. b"stdio": as [stdin, stdout]; answered by the exit status (four bytes) and b"d" where
         files are left, else b"c".
     alone: in a PID namespace of its own. lock: what a fork does before it runs the program.
     """
@@ -163,8 +163,8 @@ def end(child: int, alone: bool, wait: bool = False) -> int:
 
 def run_script(program: str, fds: list[int], with_errors: bool) -> None:
     """Runs a program as __main__ with files as stdin and stdout, and ends the process as Python does:
-    threads, atexit, flush. `sys.exit` is no failure, as in Open-Instruct's grading; an exception is: exit code 1, or 3
-    for want of memory.
+    threads, atexit, flush. `sys.exit` is no failure, as in Open-Instruct's grading; an exception is: exit
+    code 1, or 3 for want of memory.
     """
     posix.dup2(fds[0], 0)
     posix.dup2(fds[1], 1)
