@@ -45,7 +45,7 @@ from verl.utils.records import recorder
 from verl.utils.reward_score.qa_em_format import Segment
 from verl.verifiers.base import Sample, VerifierSettings
 from verl.verifiers.batch import Request, Verifiers
-from verl.verifiers.registry import Assigned
+from verl.verifiers.registry import Assigned, make_verifier
 from verl.workers.engine.loading import load_hf_config
 from verl.workers.engine.update_loop import MicroBatchLimits
 from verl.workers.megatron_workers import sizes_of
@@ -343,6 +343,14 @@ def verdicts(config: Config) -> Any:
     (result,) = verifiers.verify([Request(Sample("7", None, num_tokens=9), assigned)])
     verifiers.close()
     return result
+
+
+def patience(config: Config) -> Any:
+    """What becomes of a response that takes too long to check."""
+    verifier = make_verifier("math", VerifierSettings(config.verifiers))
+    (verdict,) = verifier.verify_many([Sample("$9^{9^{9^9}}$", "1")])
+    verifier.close()
+    return verdict
 
 
 def corpora(config: Config) -> Any:

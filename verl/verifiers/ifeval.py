@@ -1,0 +1,354 @@
+"""Verifiers of instructions that a program can check: ifeval, ifeval_old.
+
+    ifeval      label [{"instruction_id": [ids], "kwargs": [arguments or null of each]}]; the share that is
+                followed. IFEval's 25 ids (Zhou et al. 2023, arXiv:2311.07911) are checked by if-verifiable,
+                Open-Instruct's 29 others (IF-RLVR, Pyatkin et al. 2025, arXiv:2507.02833) here.
+    ifeval_old  label {"func_name": name, its arguments}; 1 or 0
+
+What is read is the response behind </think>. Nothing is downloaded: words and sentences are found by nltk's
+tokenizers without their trained data, and the language detector starts from a fixed seed.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from verl.verifiers.base import Sample, Verdict, Verifier, VerifierSettings
+from verl.verifiers.text import after_thinking
+from verl.verifiers.workers import CheckWorkers
+
+_ABBREVIATIONS = "dr mr mrs ms prof st jr sr inc ltd co corp vs etc e.g i.e u.s u.k a.m p.m no fig p.s"
+_FIRST = {  # labels that have a process load words, sentences and languages before its first clock
+    "ifeval": '{"instruction_id": ["language:response_language", "keywords:start_end"], '
+    '"kwargs": [{"language": "en"}, null]}',
+    "ifeval_old": '{"func_name": "validate_response_language", "language": "en"}',
+}
+
+
+class IFEvalVerifier(Verifier):
+    """Both; the work is done in processes of their own (`workers.py`)."""
+
+    def __init__(self, name: str, workers: CheckWorkers) -> None:
+        self.name, self.workers = name, workers
+
+    @classmethod
+    def create(cls, name: str, settings: VerifierSettings) -> IFEvalVerifier:
+        first = ["This is so.", _FIRST[name]]
+        return cls(
+            name, CheckWorkers(f"verl.verifiers.ifeval:{name}_score", settings.config.cpu_seconds, first)
+        )
+
+    def check_label(self, label: Any) -> None:
+        if self.name == "ifeval":
+            for each, arguments in instructions(label):
+                _build(each, arguments)
+        else:
+            _old_check(label)
+
+    def verify_many(self, samples: Sequence[Sample]) -> list[Verdict]:
+        labels = [each.label if isinstance(each.label, str) else json.dumps(each.label) for each in samples]
+        return self.workers.map([(each.text, label) for each, label in zip(samples, labels, strict=True)])
+
+    def close(self) -> None:
+        self.workers.close()
+
+
+def ifeval_score(text: str, label: str) -> float:
+    """The share of the label's instructions that the response follows."""
+    answer, wanted = after_thinking(text), instructions(label)
+    if not answer or not wanted:
+        return 0.0
+    return sum(bool(_build(each, arguments)(answer)) for each, arguments in wanted) / len(wanted)
+
+
+def ifeval_old_score(text: str, label: str) -> float:
+    """Whether the response follows the label's instruction."""
+    return float(bool(_old_check(label)(after_thinking(text))))
+
+
+def instructions(label: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Id and arguments of each instruction. ValueError: the label has another form."""
+    read = label
+    for _ in range(2):  # a list of one dictionary, which may be text once more
+        if isinstance(read, str):
+            try:
+                read = json.loads(read)
+            except ValueError:
+                try:
+                    read = ast.literal_eval(read)
+                except (ValueError, SyntaxError):
+                    read = None
+        read = read[0] if isinstance(read, list) and read else read
+    if not isinstance(read, Mapping) or (read and "instruction_id" not in read):
+        raise ValueError(f'Found ifeval label {label!r:.200}; expected [{{"instruction_id", "kwargs"}}].')
+    names = read.get("instruction_id", [])
+    given = read.get("kwargs") or [None] * len(names)
+    known = [{k: v for k, v in (each or {}).items() if v is not None} for each in given]
+    return list(zip(names, known, strict=True))
+
+
+def _build(name: str, arguments: dict[str, Any]) -> Callable[[str], Any]:
+    """The check of one instruction. ValueError: there is no such id, or an argument is missing."""
+    own, library = _OWN.get(name), _library()
+    if own is not None:
+        names = list(inspect.signature(own).parameters)[1:]
+    elif name in library:
+        made = library[name](name)
+        names = made.get_instruction_args_keys()
+    else:
+        raise ValueError(f"Found instruction id {name!r}; expected one of {sorted({*_OWN, *library})}.")
+    missing = [each for each in names if each not in arguments]
+    if missing:  # the library would draw it at random
+        raise ValueError(f"Found no {', '.join(missing)} in the kwargs of {name}; expected {names}.")
+    if own is not None:
+        return lambda text: own(text, **{each: arguments[each] for each in names})
+    made.build_description(**arguments)
+    return made.check_following
+
+
+@cache
+def _library() -> dict[str, Any]:
+    """IFEval's checks by id, with tokenizers that need no files."""
+    import langdetect
+    from if_verifiable.ifeval import instructions_util
+    from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
+
+    langdetect.DetectorFactory.seed = 0
+    instructions_util._get_sentence_tokenizer = _sentences
+    instructions_util.nltk.word_tokenize = words
+    others = {"letters:letter_counting2": INSTRUCTION_DICT["keywords:letter_frequency"]}
+    return {**INSTRUCTION_DICT, **others}
+
+
+@cache
+def _sentences() -> Any:
+    from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
+
+    parameters = PunktParameters()
+    parameters.abbrev_types = set(_ABBREVIATIONS.split())
+    return PunktSentenceTokenizer(parameters)
+
+
+def words(text: str) -> list[str]:
+    """nltk's words: punctuation marks are words of their own."""
+    from nltk.tokenize import NLTKWordTokenizer
+
+    return [
+        word for sentence in _sentences().tokenize(text) for word in NLTKWordTokenizer().tokenize(sentence)
+    ]
+
+
+def _split(text: str) -> list[str]:
+    from if_verifiable.ifeval.instructions_util import split_into_sentences
+
+    return list(split_into_sentences(text))
+
+
+def _same(first: str, second: str) -> bool:
+    return first.strip().lower() == second.strip().lower()
+
+
+def _word(word: Any) -> str:
+    return (word if isinstance(word, str) else word[0]).strip()
+
+
+def _bare(word: str) -> str:
+    return re.sub(r"[^\w\s]", "", word)
+
+
+def _count(word: str, text: str) -> int:
+    return len(re.findall(word.strip(), text, re.IGNORECASE))
+
+
+def _compare(count: int, relation: str, wanted: int) -> bool:
+    return count < wanted if relation == "less than" else count >= wanted
+
+
+def _parts(text: str, divider: str) -> int:
+    """Paragraphs, an empty one at either end left out; 0 if another is empty."""
+    parts = [part.strip() for part in re.split(divider, text)]
+    return 0 if not all(parts[1:-1]) else len(parts) - (not parts[0]) - (len(parts) > 1 and not parts[-1])
+
+
+def _repeat_phrase(text: str, phrase: str, small_n: int) -> bool:
+    wanted = phrase.split()
+    found = [each.split() for each in re.findall(rf"{wanted[0]} .*? {wanted[-1]}", text)]
+    changes = [sum(a != b for a, b in zip(each, wanted, strict=False)) for each in found]
+    return len(found) == small_n and all(len(each) == len(wanted) for each in found) and set(changes) <= {1}
+
+
+def _sentence_hyphens(text: str) -> bool:
+    pairs = zip(text.split("-"), _split(text.replace("-", " ")), strict=False)
+    return all(part == part.strip() == sentence for part, sentence in pairs)
+
+
+def _composition(text: str, n_sent: int, n_words: int) -> bool:
+    parts = re.split(r"\s?\*\*\*\s?", text)
+    sentences = [_split(part) for part in parts]
+    is_whole = all(len(each) == n_sent and all(len(words(s)) == n_words for s in each) for each in sentences)
+    return is_whole and _parts(text, r"\s?\*\*\*\s?") == 3
+
+
+def _position(text: str, keyword: Any, n: int, m: int) -> bool:
+    sentences = _split(text)
+    return len(sentences) >= n and words(sentences[n - 1])[m - 1 : m] == [_word(keyword)]
+
+
+def _no_neighbours(text: str) -> bool:
+    letters = [word[0].lower() for word in text.split()]
+    pairs = list(zip(letters, letters[1:], strict=False))
+    return all(len(a) == len(b) == 1 and ord(b) - ord(a) != 1 for a, b in pairs)
+
+
+def _start_end(text: str) -> bool:
+    found = words(text)
+    return len(found) > 1 and found[0].lower() == found[-1].lower()
+
+
+_OWN: dict[str, Callable[..., bool]] = {
+    "copy:repeat_phrase": _repeat_phrase,
+    "copy:copy": lambda text, prompt_to_repeat: _same(text, prompt_to_repeat),
+    "copy:copying_simple": lambda text, prompt_to_repeat: _same(text, prompt_to_repeat),
+    "copy:copying_multiple": lambda text, prompt_to_repeat, N: (
+        len(parts := text.split("******")) == N and all(_same(part, prompt_to_repeat) for part in parts)
+    ),
+    "new:copy_span_idx": lambda text, prompt_to_repeat, n_start, n_end: _same(
+        text, prompt_to_repeat[n_start:n_end]
+    ),
+    "detectable_format:sentence_hyphens": _sentence_hyphens,
+    "detectable_format:square_brackets": lambda text: all(
+        word[0] == "[" and word[-1] == "]" for word in text.split()
+    ),
+    "detectable_format:bigram_wrapping": lambda text: all(
+        first.startswith("<<") and second.endswith(">>")
+        for first, second in zip(text.split()[::2], text.split()[1::2], strict=False)
+    ),
+    "keywords:no_adjacent_consecutive": _no_neighbours,
+    "keywords:word_once": lambda text, keyword: _count(keyword, text) == 1,
+    "keywords:word_count_different_numbers": lambda text, keyword, frequency, relation: _compare(
+        _count(keyword, text), relation, frequency
+    ),
+    "keywords:exclude_word_harder": lambda text, keyword: f" {keyword.strip()} " not in text,
+    "keywords:palindrome": lambda text: any(word == word[::-1] for word in text.split()),
+    "keywords:keyword_specific_position": _position,
+    "keywords:start_end": _start_end,
+    "paragraphs:paragraphs": lambda text: _parts(text, r"\s?\*\*\*\s?") == 2,
+    "paragraphs:paragraphs2": lambda text: _parts(text, r"\n\n") == 2,
+    "first_word:first_word_sent": lambda text, first_word: all(
+        each and _same(each.split()[0], _word(first_word)) for each in _split(text)
+    ),
+    "first_word:first_word_answer": lambda text, first_word: _same(text.split()[0], first_word),
+    "last_word:last_word_sent": lambda text, last_word: all(
+        each and _same(_bare(each.split()[-1]), _word(last_word)) for each in _split(text)
+    ),
+    "last_word:last_word_answer": lambda text, last_word: _same(_bare(text.split()[-1]), last_word),
+    "punctuation:punctuation_dot": lambda text: "." not in text,
+    "punctuation:punctuation_exclamation": lambda text: "!" not in text,
+    "count:lowercase_counting": lambda text, N: len(re.findall(r"\b[a-z]+\b", text)) <= N,
+    "letters:letter_counting": lambda text, N, relation: _compare(
+        len(re.findall("[a-zA-Z]", text)), relation, N
+    ),
+    "count:counting_composition": _composition,
+    "count:count_unique": lambda text: len(set(found := words(text))) == len(found),
+    "count:count_increment_word": lambda text, keyword1, keyword2: (
+        _count(keyword1, text) == 1 and _count(keyword2, text) == 2
+    ),
+}
+
+
+def _old_check(label: Any) -> Callable[[str], Any]:
+    """The check of a label of ifeval_old. ValueError: there is none."""
+    try:
+        read = json.loads(label) if isinstance(label, str) else dict(label)
+    except (TypeError, ValueError):
+        read = {}
+    check = _OLD.get(str(read.get("func_name"))) if isinstance(read, dict) else None
+    if check is None:
+        raise ValueError(
+            f"Found ifeval_old label {label!r:.200}; expected a func_name of {', '.join(sorted(_OLD))}."
+        )
+    names = list(inspect.signature(check).parameters)[1:]
+    missing = [each for each in names if read.get(each) is None]
+    if missing:
+        raise ValueError(f"Found no {', '.join(missing)} for {read['func_name']}; expected {names}.")
+    return lambda text: check(text, **{each: read[each] for each in names})
+
+
+def _around(count: int, quantifier: str, wanted: int, tolerance: int) -> bool:
+    if quantifier == "around":
+        return abs(count - wanted) <= tolerance
+    return {"at least": count >= wanted, "at most": count <= wanted}.get(quantifier, False)
+
+
+def _language(text: str, language: str) -> bool:
+    _library()  # seeds the detector
+    import langdetect
+
+    return bool(langdetect.detect(text) == language)
+
+
+def _dividers(text: str, N: int) -> bool:
+    parts = "\n".join(line.strip() for line in text.splitlines()).strip().split("* * *")
+    return len(parts) == N and all(part.strip() for part in parts)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+_SENTENCE_END = re.compile(r"(?<!\w\.\w.)(?<![A-Z][a-z]\.)(?<=\.|\?|!)\s")
+_OLD: dict[str, Callable[..., bool]] = {
+    "verify_keywords": lambda text, keyword_list: all(each.lower() in text.lower() for each in keyword_list),
+    "verify_keyword_frequency": lambda text, word, N: (
+        re.findall(r"\b\w+\b", text.lower()).count(word.lower()) == N
+    ),
+    "validate_forbidden_words": lambda text, forbidden_words: (
+        not any(each.lower() in text.lower() for each in forbidden_words)
+    ),
+    "verify_letter_frequency": lambda text, letter, N: len(letter) == 1 and text.count(letter) == N,
+    "validate_response_language": _language,
+    "verify_paragraph_count": _dividers,
+    "validate_word_constraint": lambda text, N, quantifier: _around(
+        len(text.split()), quantifier, N, max(round(N * 0.1), 1)
+    ),
+    "verify_sentence_constraint": lambda text, N, quantifier: _around(
+        len(_SENTENCE_END.split(text)), quantifier, N, 1
+    ),
+    "validate_paragraphs": lambda text, N, first_word, i: (
+        len(parts := text.split("\n\n")) == N and 0 < i <= N and parts[i - 1].strip().startswith(first_word)
+    ),
+    "verify_postscript": lambda text, postscript_marker: bool(text.partition(postscript_marker)[2].strip()),
+    "validate_placeholders": lambda text, N: len(re.findall(r"\[.*?\]", text)) >= N,
+    "verify_bullet_points": lambda text, N: (
+        sum(line.strip().startswith(("*", "-")) for line in text.split("\n")) == N
+    ),
+    "validate_title": lambda text: re.search("<<.*?>>", text) is not None,
+    "validate_choice": lambda text, options: any(each in text for each in options),
+    "validate_highlighted_sections": lambda text, N: len(re.findall(r"\*.*?\*", text)) >= N,
+    "validate_sections": lambda text, N, section_splitter: (
+        len(parts := text.split(section_splitter)) - (parts[0] == "") == N
+    ),
+    "validate_json_format": _is_json,
+    "validate_repeat_prompt": lambda text, original_prompt: text.startswith(original_prompt),
+    "validate_two_responses": lambda text: (
+        len(parts := text.split("******")) == 2 and parts[0].strip() != parts[1].strip()
+    ),
+    "validate_uppercase": lambda text: text == text.upper(),
+    "validate_lowercase": lambda text: text == text.lower(),
+    "validate_frequency_capital_words": lambda text, N, quantifier: _around(
+        len(re.findall(r"\b[A-Z]+\b", text)), quantifier, N, max(round(N * 0.1), 1)
+    ),
+    "validate_end": lambda text, end_phrase: text.endswith(end_phrase),
+    "validate_quotation": lambda text: text.startswith('"') and text.endswith('"'),
+    "validate_no_commas": lambda text: "," not in text,
+}

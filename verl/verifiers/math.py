@@ -1,0 +1,147 @@
+r"""Verifiers of mathematical answers: math, strict_math.
+
+    response -> candidates -> equal to the label as text, or by math-verify (symbols) -> 1, else 0
+
+Where the answer stands is part of the name. math: the last \boxed{} and what follows "The final answer is"
+(Minerva's form) are candidates; without both the last $..$; without that the whole response. strict_math:
+Minerva's form, else the whole response. Text is compared by the rules of Minerva (Lewkowycz et al. 2022,
+arXiv:2206.14858, appendix D) and of MATH (Hendrycks et al. 2021, arXiv:2103.03874).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from verl.verifiers.base import Sample, Verdict, Verifier, VerifierSettings
+from verl.verifiers.workers import CheckWorkers
+
+_MINERVA = re.compile(r"Final Answer: The final answer is(.*?). I hope it is correct\.")
+_WORDS = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")
+_REPLACED = [("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")]
+_REPLACED += [(",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")]
+_REMOVED = "square ways integers dollars mph inches ft hours km units \\ldots sue points feet minutes digits"
+_REMOVED += " cents degrees cm gm pounds meters meals edges students childrentickets multiples \\text{s}"
+_REMOVED_TEXTS = [*_REMOVED.split(), "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}"]
+_REMOVED_TEXTS += ["\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"]
+_UNWRAPPED = [
+    (r"(.*?)(\$)(.*?)(\$)(.*)", r"$\3$"),
+    (r"\\text\{(.*?)\}", r"\1"),
+    (r"\\textbf\{(.*?)\}", r"\1"),
+]
+_UNWRAPPED += [(r"\\overline\{(.*?)\}", r"\1"), (r"\\boxed\{(.*)\}", r"\1")]
+_UNWRAPPED += [(r"frac([^{])(.)", r"frac{\1}{\2}"), (r"sqrt([^{])", r"sqrt{\1}")]
+_STRIPPED = [("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), ("\\left", "")]
+_STRIPPED += [("\\right", ""), ("^{\\circ}", ""), ("^\\circ", ""), ("\\$", "")]
+
+
+class MathVerifier(Verifier):
+    """Both; the work is done in processes of their own (`workers.py`)."""
+
+    def __init__(self, name: str, workers: CheckWorkers) -> None:
+        self.name, self.workers = name, workers
+
+    @classmethod
+    def create(cls, name: str, settings: VerifierSettings) -> MathVerifier:
+        first = ["0.50", "1/2", False]
+        return cls(name, CheckWorkers("verl.verifiers.math:math_score", settings.config.cpu_seconds, first))
+
+    def verify_many(self, samples: Sequence[Sample]) -> list[Verdict]:
+        is_strict = self.name == "strict_math"
+        return self.workers.map([(sample.text, str(sample.label), is_strict) for sample in samples])
+
+    def close(self) -> None:
+        self.workers.close()
+
+
+def math_score(text: str, label: str, is_strict: bool) -> float:
+    """1 if a candidate of the response equals the label."""
+    found = candidates(text, is_strict)
+    return float(any(equal(each, label) for equal in (same_text, same_value) for each in found))
+
+
+def candidates(text: str, is_strict: bool) -> list[str]:
+    """The texts that may be the answer; see above."""
+    minerva = _MINERVA.search(text + "I hope it is correct.")
+    boxed = None if is_strict else last_boxed(text)
+    found = [] if boxed is None else [boxed]
+    found += [] if minerva is None else [minerva_form(minerva[1].strip())]
+    dollars = [match.start() for match in re.finditer(r"\$", text)]
+    if not found and not is_strict and len(dollars) > 1:
+        found = [minerva_form(text[dollars[-2] + 1 : dollars[-1]])]
+    return found or ([minerva_form(text)] if is_strict else [minerva_form(text), text])
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last \boxed{..} holds, its braces matched; or what follows the last "\boxed "."""
+    if "\\boxed " in text:
+        return text.rsplit("\\boxed ", 1)[1].split("$")[0]
+    start, depth = text.rfind("\\boxed{"), 0
+    for end in range(start + 6, len(text)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start + 7 : end]
+    return None
+
+
+def minerva_form(answer: str) -> str:
+    """Normalised as in Minerva's evaluation: units and markup gone, shorthand written out."""
+    answer = answer.split("=")[-1]
+    for before, after in (*_REPLACED, *((each, "") for each in _REMOVED_TEXTS)):
+        answer = answer.replace(before, after)
+    for pattern, form in _UNWRAPPED:
+        answer = re.sub(pattern, form, answer)
+    answer = answer.replace("$", "")
+    return answer.replace(",", "") if answer.replace(",", "").isdigit() else answer
+
+
+def same_text(first: str, second: str) -> bool:
+    """Whether both are the same by the rules of MATH."""
+    forms = _math_form(first), _math_form(second)
+    return first == second if None in forms else forms[0] == forms[1]
+
+
+def _math_form(answer: str) -> str | None:
+    r"""None: it is in a form (two units, a \sqrt at its end) that these rules don't know."""
+    for before, after in _STRIPPED:
+        answer = answer.replace(before, after)
+    answer, *units = answer.split("\\text{ ")
+    if len(units) > 1 or re.search(r"\\(sqrt|frac)$", answer):
+        return None
+    answer = answer.replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
+    answer = "0" + answer if answer.startswith(".") else answer
+    name, equals, value = answer.partition("=")
+    answer = value if equals and len(name) <= 2 and "=" not in value else answer
+    answer = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", answer).replace(" ", "")
+    answer = re.sub(r"\\frac([^{])([^{])", r"\\frac{\1}{\2}", answer)
+    answer = re.sub(r"\\frac([^{])\{", r"\\frac{\1}{", answer)
+    answer = "1/2" if answer == "0.5" else answer
+    return re.sub(r"^(0|-?[1-9]\d*)/(0|-?[1-9]\d*)$", r"\\frac{\1}{\2}", answer)
+
+
+def same_value(candidate: str, label: str) -> bool:
+    """Whether math-verify says that both are equal. Prose is no value: the last number of a text without an
+    answer would be one by chance.
+    """
+    if len(candidate) > 2000 or len(_WORDS.findall(candidate)) > 3:
+        return False
+    gold = _parsed(label)
+    if not gold:
+        return False
+    return bool(_math_verify().verify(gold, _parsed(candidate), timeout_seconds=None))
+
+
+def _parsed(answer: str) -> list[Any]:
+    library = _math_verify()
+    forms = [library.LatexExtractionConfig(), library.ExprExtractionConfig()]
+    parsed: list[Any] = library.parse(f"${answer}$", forms, fallback_mode="no_fallback", parsing_timeout=None)
+    return parsed
+
+
+def _math_verify() -> Any:
+    import math_verify  # takes half a second, which only the processes pay
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no clock of its own
+    return math_verify
