@@ -1,7 +1,5 @@
 """Checks of a policy's text in processes that can be killed: `9^(9^(9^9))` costs only its own row.
 
-    calls -> one thread a process, JSON lines over its pipes -> a verdict of each call
-
 A process counts its own processor time, from when a call begins, and the kernel ends it there (SIGPROF), in
 whatever C code it is. A busy machine thus makes no false zero, as waiting costs nothing. Memory is bounded.
 """
@@ -16,7 +14,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,7 +21,6 @@ from typing import Any
 from verl.verifiers.base import CouldNotVerify, Verdict
 
 _MEMORY_BYTES = 4 << 30  # of a process's address space
-_START_SECONDS = 120.0  # until a process has imported what it needs
 _BLAME = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE}  # C code that the text has led astray
 
 
@@ -32,44 +28,33 @@ class CheckWorkers:
     """Processes that call one function; started when they are first needed, ended by `close`.
 
     Args:
-        function: module:function, called with JSON values; returns a score.
-        cpu_seconds: processor time that one call may take. first: arguments of a call before the first one,
-            without a clock, for what is imported late.
+        function: module:function, called with JSON values; returns a score. first: arguments of a call before
+            the first one, without a clock, for what is imported late.
+        cpu_seconds: processor time that one call may take.
     """
 
     def __init__(self, function: str, cpu_seconds: float, first: Sequence[Any]) -> None:
         self.function, self.cpu_seconds, self.first = function, cpu_seconds, first
         self.wall_seconds = max(60.0, 20 * cpu_seconds)  # a machine that is this busy can't verify
-        self.num_processes = min(os.cpu_count() or 1, 8)
         self._idle: list[subprocess.Popen[bytes]] = []
 
     def map(self, calls: Sequence[Sequence[Any]]) -> list[Verdict]:
         """The verdict of each call, in order. Too much time or memory: 0 with `timed_out`; a process that
         ended for another reason twice: no score. CouldNotVerify: no process can be started.
         """
-        verdicts = [Verdict(None)] * len(calls)
-        places, lock = iter(range(len(calls))), threading.Lock()
 
-        def work() -> None:
-            process = self._idle.pop() if self._idle else None  # atomic, as is `append`
-            while True:
-                with lock:
-                    place = next(places, None)
-                if place is None:
+        def verdict(call: Sequence[Any]) -> Verdict:
+            for _ in range(2):
+                process = self._idle.pop() if self._idle else self._start()
+                made = self._ask(process, call)
+                if process.poll() is None:
+                    self._idle.append(process)
+                if made.score is not None:
                     break
-                for _ in range(2):
-                    process = self._start() if process is None else process
-                    verdicts[place] = self._ask(process, calls[place])
-                    process = None if process.poll() is not None else process
-                    if verdicts[place].score is not None:
-                        break
-            if process is not None:
-                self._idle.append(process)
+            return made
 
-        with ThreadPoolExecutor(max(1, min(self.num_processes, len(calls))), "check") as pool:
-            for done in [pool.submit(work) for _ in range(min(self.num_processes, len(calls)))]:
-                done.result()
-        return verdicts
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, 8), "check") as pool:
+            return list(pool.map(verdict, calls))
 
     def close(self) -> None:
         """Ends the processes."""
@@ -78,15 +63,10 @@ class CheckWorkers:
 
     def _start(self) -> subprocess.Popen[bytes]:
         code = f"import sys; sys.path[:] = {sys.path!r}; from verl.verifiers.workers import serve; serve()"
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, self.function, str(self.cpu_seconds), json.dumps(self.first)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        if not self._line(process, _START_SECONDS):  # it says when it is ready
+        command = [sys.executable, "-c", code, self.function, str(self.cpu_seconds), json.dumps(self.first)]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, 0, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        if not _line(process, 120):  # it says when it is ready
             raise CouldNotVerify(f"the checking process can't start (status {_end(process, 1)})")
         return process
 
@@ -94,9 +74,9 @@ class CheckWorkers:
         assert process.stdin is not None
         try:
             process.stdin.write(json.dumps(list(call)).encode() + b"\n")
-        except OSError:
-            return Verdict(None, f"the checking process had ended with {_end(process, 1)}")
-        line = self._line(process, self.wall_seconds)
+            line = _line(process, self.wall_seconds)
+        except OSError:  # it was killed while it was idle
+            line = b""
         if line:
             score, problem = json.loads(line)
             return Verdict(score, problem, timed_out=problem == "memory")
@@ -105,33 +85,29 @@ class CheckWorkers:
             return Verdict(None, f"the machine was too busy for {self.wall_seconds:g} seconds")
         if status == -signal.SIGPROF:
             return Verdict(0.0, f"more than {self.cpu_seconds:g} seconds", timed_out=True)
-        if -status in _BLAME:
-            return Verdict(0.0, f"signal {-status}", timed_out=True)
-        return Verdict(None, f"the checking process ended with {status}")
+        problem = f"the checking process ended with {status}"
+        return Verdict(0.0, problem, timed_out=True) if -status in _BLAME else Verdict(None, problem)
 
-    def _line(self, process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
-        """The next line, which is written at once; b"" at the process's end, None when the time is up."""
-        assert process.stdout is not None
-        return process.stdout.readline() if select.select([process.stdout], [], [], seconds)[0] else None
+
+def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
+    """The next line, which is written at once; b"" at the process's end, None when the time is up."""
+    assert process.stdout is not None
+    return process.stdout.readline() if select.select([process.stdout], [], [], seconds)[0] else None
 
 
 def _end(process: subprocess.Popen[bytes], seconds: float) -> int:
     """Its exit status; it is killed if it has not ended after so long."""
-    try:
-        status = process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        status = process.wait()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        pipe.close()
-    return status
+    with process:  # closes the pipes
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
 
 
 def serve() -> None:
     """The process: a line with the arguments in, a line with [score, problem] out, until its input ends."""
     module, _, name = sys.argv[1].partition(":")
-    cpu_seconds = float(sys.argv[2])
     channel = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever a library prints is no answer
     function = getattr(importlib.import_module(module), name)
@@ -140,14 +116,12 @@ def serve() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     channel.write(b"ready\n")
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        signal.setitimer(signal.ITIMER_PROF, float(sys.argv[2]))
         try:
             answer = [float(function(*json.loads(line))), ""]
         except MemoryError:
             answer = [0.0, "memory"]
-        except (
-            Exception
-        ) as error:  # libraries raise anything on text that nobody foresaw; it is no right answer
+        except Exception as error:  # libraries raise anything on text that nobody foresaw; no right answer
             answer = [0.0, f"{type(error).__name__}: {error}"[:500]]
         signal.setitimer(signal.ITIMER_PROF, 0)
         channel.write(json.dumps(answer).encode() + b"\n")
