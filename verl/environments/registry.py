@@ -87,5 +87,7 @@ for _id, _entry_point in {
     "text2sql": "verl.environments.text2sql:SQLEnv",
     "lcb": "verl.environments.lcb:LCBEnv",
     "searchcode": "verl.environments.searchcode:SearchCodeEnv",
+    "gymnasium": "verl.environments.adapters:GymnasiumEnv",
+    "verifiers": "verl.environments.adapters:VerifiersEnv",
 }.items():
     register(_id, _entry_point)

@@ -1,0 +1,223 @@
+"""Our environments beside skyrl-gym's, on generated episodes: rewards, ends, numbers of turns and of
+observations are equal, but for mistakes of theirs, which have a test each. What observations say is not
+compared: their sentences are theirs.
+"""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from verl.environments import make
+
+skyrl_gym = pytest.importorskip("skyrl_gym")
+
+NUM_EPISODES = 1_000
+
+
+def both(env_class, config, row):
+    """Their environment of a row, and ours. Theirs reads its configuration as attributes."""
+    return skyrl_gym.make(env_class, env_config=SimpleNamespace(**config), extras=row), make(
+        env_class, env_config=config, extras=row
+    )
+
+
+def play(env, actions):
+    """(reward, done, number of observations) of each turn, up to the end of the episode."""
+    turns = []
+    for action in actions:
+        output = env.step(action)
+        turns.append((output["reward"], output["done"], len(output["observations"])))
+        if output["done"]:
+            break
+    return turns
+
+
+def truth(gold, **more):
+    spec = {"method": "rule", "ground_truth": gold}
+    return {"reward_spec": spec, "reward_model": spec, "extra_info": {}, **more}
+
+
+def number_text(rng, gold):
+    """A turn that gives the gold answer, another number, or none, in one of many forms."""
+    number = rng.choice([gold, gold, str(rng.randint(-50, 2_000)), f"{rng.randint(1_000, 9_999):,}", "", "."])
+    form = rng.choice(
+        ["#### {}", "####{}", "so #### {}.", "#### ${}", "#### {} dollars", "it is {}", "## {}"]
+    )
+    return f"{rng.choice(['', 'Let me see. ', '#### '])}{form.format(number)}{rng.choice(['', ' #### 7'])}"
+
+
+@pytest.mark.parametrize("env_class", ["gsm8k", "gsm8k_multi_turn"])
+def test_gsm8k_as_theirs(env_class):
+    rng, rewards = random.Random(env_class), Counter()
+    for _ in range(NUM_EPISODES):
+        gold, max_turns = str(rng.randint(-20, 1_500)), rng.randint(1, 6)
+        more = rng.choice([{"max_turns": max_turns}, {"extra_info": {"max_turns": max_turns}}])
+        theirs, ours = both(env_class, {}, truth(gold, **more))
+        actions = [number_text(rng, gold) for _ in range(max_turns)]
+        assert (expected := play(theirs, actions)) == play(ours, actions), (gold, actions)
+        assert theirs.get_metrics() == ours.get_metrics()
+        rewards.update(round(reward, 3) for reward, _, _ in expected)
+    assert len(rewards) >= (2 if env_class == "gsm8k" else 6) and min(rewards.values()) > 20
+
+
+def test_their_multi_turn_needs_extra_info_and_ours_has_a_default():
+    row = {"reward_spec": {"ground_truth": "1"}}
+    with pytest.raises(KeyError):
+        skyrl_gym.make("gsm8k_multi_turn", extras=row)
+    assert make("gsm8k_multi_turn", extras=row).max_turns == 5
+
+
+ANSWERS = [
+    "204", "1,024", r"\frac{1}{2}", r"\frac12", r"\sqrt2", "12 square units", r"90^\circ", r"$\text{the } 5$",
+    r"x = 7", r"\textbf{3} meters", r"\overline{AB}", "(1, 2)", r"3\%", "a b", r"\boxed{8}", "0042", "-3", "",
+]  # fmt: skip
+
+
+def test_aime_as_theirs():
+    rng, rewards = random.Random("aime"), Counter()
+    for _ in range(NUM_EPISODES):
+        gold, other = rng.choice(ANSWERS), rng.choice(ANSWERS)
+        form = rng.choice(
+            ["Answer: {}", "answer : {}", "so Answer:{} <end>", "It is {}", "Answer: 1\nAnswer: {}"]
+        )
+        text = "Thinking. " * rng.choice([0, 3, 60]) + form.format(rng.choice([gold, other]))
+        text += rng.choice(["", "", ".", "\nDone.", "\n" + "." * 300])
+        if r"\boxed" in text and "nswer" not in text[-300:]:
+            continue  # a test of its own, below
+        theirs, ours = both("aime", {}, truth(gold))
+        expected, result = play(theirs, [text]), play(ours, [text])
+        assert expected == result, (gold, text)
+        rewards.update(reward for reward, _, _ in expected)
+    assert min(rewards[1.0], rewards[-1.0]) > 100
+
+
+def test_their_aime_refuses_an_answer_in_a_box():
+    theirs, ours = both("aime", {}, truth("204"))
+    text = r"Thus \boxed{204}."
+    assert play(theirs, [text]) == [(-1.0, True, 0)] and play(ours, [text]) == [(1.0, True, 0)]
+
+
+TABLE = [
+    (f"name{index % 60}", index % 5, index % 7 / 2, None if index % 11 == 0 else index) for index in range(90)
+]
+COLUMNS = ["name", "shop", "price", "stock"]
+
+
+@pytest.fixture(scope="module")
+def databases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("databases")
+    file = folder / "spider" / "database" / "shop" / "shop.sqlite"
+    file.parent.mkdir(parents=True)
+    with sqlite3.connect(file) as connection:
+        connection.execute("CREATE TABLE item (name TEXT, shop INTEGER, price REAL, stock INTEGER)")
+        connection.executemany("INSERT INTO item VALUES (?, ?, ?, ?)", TABLE)
+    yield SimpleNamespace(config={"db_path": str(folder)}, read=connection.execute)
+    connection.close()
+
+
+def some_query(rng):
+    columns = ", ".join(rng.sample(COLUMNS, rng.randint(1, 2)))
+    distinct = rng.choice(["", "", "DISTINCT "])
+    where = rng.choice(["", f" WHERE shop = {rng.randint(0, 5)}", f" WHERE price > {rng.randint(0, 4)}"])
+    order = rng.choice(["", "", f" ORDER BY {rng.choice(COLUMNS)}{rng.choice(['', ' DESC'])}, rowid"])
+    return f"SELECT {distinct}{columns} FROM item{where}{order}{rng.choice(['', '', ' LIMIT 5'])}"
+
+
+def sql_turn(rng, gold, is_last):
+    broken = rng.choice(["SELECT nothing FROM item", "SELEC", "SELECT 1 FROM nowhere", ""])
+    query = rng.choice([gold, gold, gold.lower() + " ", some_query(rng), broken])
+    think = rng.choice(
+        ["<think>so</think>"] * 8 + ["", "<think>so", "so <think>x</think>", " <THINK>so</think>"]
+    )
+    if is_last or rng.random() < 0.25:
+        form = rng.choice(
+            ["<solution>{}</solution>"] * 8
+            + [
+                "<solution>{}",
+                "<solution><sql>{}</sql></solution>",
+                "{}",
+                "<solution>{}</solution> <sql>x</sql>",
+            ]
+            + [
+                "<solution>a</solution><solution>{}</solution>",
+                "</observation><think>z</think><solution>{}</solution>",
+            ]
+        )
+        return think + form.format(query)
+    return think + rng.choice(["<sql>{}</sql>"] * 5 + ["<sql>{}", "{}", "<sql>{}</sql><sql>x</sql>"]).format(
+        query
+    )
+
+
+@pytest.mark.slow
+def test_text2sql_as_theirs(databases):
+    rng, rewards, mended = random.Random("sql"), Counter(), 0
+    for _ in range(NUM_EPISODES):
+        gold, max_turns = some_query(rng), rng.randint(1, 4)
+        row = truth(gold, db_id="shop", data="spider", max_turns=max_turns)
+        theirs, ours = both("text2sql", databases.config, row)
+        actions = [sql_turn(rng, gold, turn == max_turns - 1) for turn in range(max_turns)]
+        expected, result = play(theirs, actions), play(ours, actions)
+        rewards.update(reward for reward, done, _ in expected if done)
+        if (
+            expected != result
+        ):  # rows that are equal as a set, but not as often, not in order, or other columns
+            assert expected[:-1] == result[:-1] and expected[-1][0] == 1 and result[-1][0] == 0, (
+                gold,
+                actions,
+            )
+            solution = actions[len(expected) - 1].split("<solution>")[1].split("</solution>")[0]
+            found, right = databases.read(solution), databases.read(gold)
+            columns = [cursor.description and len(cursor.description) for cursor in (found, right)]
+            rows, right_rows = found.fetchall(), right.fetchall()
+            assert set(rows) == set(right_rows) and (rows != right_rows or columns[0] != columns[1])
+            assert Counter(rows) != Counter(right_rows) or "ORDER BY" in gold or rows == []
+            mended += 1
+    assert min(rewards[1.0], rewards[0.0], rewards[-1.0]) > 100 and 0 < mended < 100
+
+
+@pytest.mark.parametrize(
+    "gold, solution",
+    [
+        ("SELECT name FROM item ORDER BY stock DESC", "SELECT name FROM item ORDER BY stock"),  # wrong order
+        ("SELECT shop FROM item", "SELECT DISTINCT shop FROM item"),  # rows too seldom
+        ("SELECT DISTINCT shop FROM item", "SELECT shop FROM item"),  # rows too often
+        ("SELECT name, shop FROM item WHERE shop > 9", ""),  # no query at all
+    ],
+)
+def test_their_text2sql_pays_for_other_rows(databases, gold, solution):
+    theirs, ours = both("text2sql", databases.config, truth(gold, db_id="shop", data="spider"))
+    text = f"<think>x</think><solution>{solution}</solution>"
+    assert play(theirs, [text]) == [(1.0, True, 0)] and play(ours, [text]) == [(0.0, True, 0)]
+
+
+def test_their_text2sql_writes_files(databases, tmp_path):
+    theirs, ours = both("text2sql", databases.config, truth("SELECT 1", db_id="shop", data="spider"))
+    for env, written in ((ours, False), (theirs, True)):
+        env.step(f"<think>x</think><sql>ATTACH DATABASE '{tmp_path}/evil.db' AS evil</sql>")
+        assert (tmp_path / "evil.db").exists() == written
+
+
+def test_their_text2sql_shows_neither_names_nor_order(databases):
+    row = truth("SELECT 1", db_id="shop", data="spider")
+    query = "<think>x</think><sql>SELECT name AS item_name FROM item ORDER BY name, stock LIMIT 40</sql>"
+    names = [name for (name,) in databases.read("SELECT name FROM item ORDER BY name, stock LIMIT 40")]
+    texts = [env.step(query)["observations"][0]["content"] for env in both("text2sql", databases.config, row)]
+    assert ["item_name" in text for text in texts] == [False, True]
+    lines = [[line.strip() for line in text.splitlines() if line.strip() in names] for text in texts]
+    assert lines[1] == names and lines[0] != names
+
+
+def test_their_text2sql_reads_tags_in_the_result(databases):
+    gold = "SELECT name FROM item"
+    theirs, ours = both("text2sql", databases.config, truth(gold, db_id="shop", data="spider"))
+    actions = [
+        "<think>x</think><sql>SELECT '<solu' || 'tion>'</sql>",
+        f"<think>x</think><solution>{gold}</solution>",
+    ]
+    assert play(theirs, actions)[-1][0] == -1 and play(ours, actions)[-1][0] == 1
