@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from verl.environments import lcb, make
+from verl.environments.lcb import function_test, last_block, with_prelude
+from verl.verifiers.base import CouldNotVerify
+
+STDIN = [{"testtype": "stdin", "input": f"{n}\n", "output": f"{n * n}\n"} for n in (3, -2, 10)]
+FUNCTIONAL = [
+    {
+        "testtype": "functional",
+        "input": "[3, 1, 2]\n1",
+        "output": "[1, 2, 3]",
+        "metadata": {"func_name": "order"},
+    },
+    {"testtype": "functional", "input": "[5, 5]\n2", "output": "[5, 5]", "metadata": {"func_name": "order"}},
+]
+
+
+def score(program, tests, **config):
+    env = make("lcb", env_config=config, extras={"reward_spec": {"ground_truth": json.dumps(tests)}})
+    output = env.step(f"I think.\n```python\n{program}\n```\nDone.")
+    assert output["done"] and output["observations"] == []
+    return output["reward"]
+
+
+def test_the_last_block_counts_and_none_is_zero():
+    assert last_block("```python\na\n```\n```\nb\n```") == "b" and last_block("a = 1") is None
+    env = make("lcb", extras={"reward_spec": {"ground_truth": json.dumps(STDIN)}})
+    assert env.step("print(9)") == {
+        "observations": [], "reward": 0.0, "done": True, "metadata": {"parsed_code": None}
+    }  # fmt: skip
+
+
+def test_imports_of_the_future_stay_first():
+    program = with_prelude("from __future__ import annotations\nimport math\nx = np.zeros(3)")
+    assert program.startswith("from __future__ import annotations\n") and "import numpy as np" in program
+    assert "import numpy" not in with_prelude("x = 1") and "pandas" not in with_prelude("x = 1")
+    compile(program, "program", "exec")
+
+
+def test_a_functional_test_is_an_assert_on_plain_values():
+    test = {"input": '"a\\nb"\n{"k": null}', "output": "true", "metadata": {"func_name": "f"}}
+    assert function_test(test, in_class=True).startswith("found = Solution().f('a\\nb', {'k': None})\n")
+    for value in ((1, 2), [1, 2]):
+        text = function_test({"input": "1", "output": "[1, 2]", "metadata": {"func_name": "f"}}, False)
+        exec(text, {"f": lambda _, value=value: value})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program, reward",
+    [
+        ("n = int(input())\nprint(n * n)", 1),
+        (
+            "import sys\nif __name__ == '__main__':\n    n = int(sys.stdin.read())\n    print(n * n, end='')",
+            1,
+        ),
+        ("print(9)", 0),
+        ("n = int(inpt())", 0),
+    ],
+)
+def test_programs_that_read_and_print(program, reward):
+    assert score(program, STDIN) == reward
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program, reward",
+    [
+        ("def order(values, times):\n    return sorted(values)", 1),
+        ("class Solution:\n def order(self, v: List[int], times: int):\n  return tuple(sorted(v))", 1),
+        ("def order(values, times):\n    return values", 0),
+        ("def other(values, times):\n    return sorted(values)", 0),
+        ("def order(values, times):\n    return Counter(values) and np.sort(np.array(values)).tolist()", 1),
+    ],
+)
+def test_programs_whose_function_is_called(program, reward):
+    assert score(program, FUNCTIONAL) == reward
+
+
+FRAME = """
+import sys
+def answer():
+    frame = sys._getframe()
+    while frame is not None:
+        for name in ("gt_out", "expected", "output", "want"):
+            if name in frame.f_locals:
+                return frame.f_locals[name]
+        frame = frame.f_back
+"""
+EQUAL = """
+class Equal(list):
+    __eq__ = lambda self, other: True
+    __ne__ = lambda self, other: False
+    __hash__ = None
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program, tests",
+    [
+        (FRAME + "print(answer())", STDIN),
+        (FRAME + "def order(values, times):\n    return answer()", FUNCTIONAL),
+        (EQUAL + "def order(values, times):\n    return Equal()", FUNCTIONAL),
+        (EQUAL + "class Solution:\n    def order(self, values, times):\n        return Equal()", FUNCTIONAL),
+        ("def order(values, times):\n    import os\n    os._exit(0)", FUNCTIONAL),
+        ("import sys\nsys.exit(0)", STDIN),
+        ("__builtins__.isinstance = lambda *a: True\ndef order(values, times):\n return 1", FUNCTIONAL),
+    ],
+    ids=["frame-stdin", "frame", "equal", "equal-method", "exit-function", "exit", "builtins"],
+)
+def test_cheats_earn_nothing(program, tests):
+    assert score(program, tests) == 0
+
+
+@pytest.mark.slow
+def test_a_program_that_hangs_is_wrong_before_all_its_tests_have_hung(monkeypatch):
+    monkeypatch.setattr(lcb, "BATCH_SECONDS", 1.0)
+    started = time.monotonic()
+    assert score("while True: pass", STDIN * 10, seconds=0.5) == 0
+    assert time.monotonic() - started < 7.5
+    assert score("n = int(input())\nprint(n * n)", STDIN * 3, seconds=0.5) == 1
+
+
+def test_no_server_is_no_verdict():
+    env = make(
+        "lcb",
+        env_config={"code_api_url": "http://127.0.0.1:9"},
+        extras={"reward_spec": {"ground_truth": json.dumps(STDIN)}},
+    )
+    env.client.queue_seconds = -100.0
+    with pytest.raises(CouldNotVerify):
+        env.step("```\nprint(1)\n```")
+
+
+def test_mistakes_of_the_user_are_told():
+    for ground_truth in ("[]", "{}", "no JSON"):
+        with pytest.raises(ValueError, match="JSON"):
+            make("lcb", extras={"reward_spec": {"ground_truth": ground_truth}})

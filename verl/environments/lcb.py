@@ -1,0 +1,125 @@
+"""Programming problems in LiveCodeBench's form: one turn, whose last code block must pass all tests.
+
+Row: `reward_spec.ground_truth`, JSON text of the tests:
+
+    [{"testtype": "stdin", "input": "3\\n", "output": "9\\n"}, ...]
+    [{"testtype": "functional", "input": "[1, 2]\\n3", "output": "[1]", "metadata": {"func_name": "f"}}, ...]
+
+The input of a functional test has one JSON value per argument and line. The function stands at the top of the
+program, or in a class `Solution`. Reward 1 or 0. `env_config`: {"seconds": 6, for each test}.
+
+The program runs on the code server, where it sees inputs only; results are compared where it is not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from verl.code_server.client import CodeClient
+from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, gold_answer
+
+SECONDS = 6.0
+BATCH_SECONDS = 30.0  # that the tests of one request may take: a program that hangs in each is known by then
+
+_BLOCK = re.compile(r"```(?:\w+)?\n(.*?)```", re.DOTALL)
+# What solutions on programming sites need not import. The slow ones come only where the program names them.
+PRELUDE = """\
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, OrderedDict, defaultdict, deque
+from copy import deepcopy
+from functools import cache, cmp_to_key, lru_cache, partial, reduce
+from heapq import heapify, heappop, heappush, heapreplace, merge, nlargest, nsmallest
+from itertools import accumulate, chain, combinations, count, cycle, groupby, islice, pairwise, permutations
+from itertools import product, repeat, zip_longest
+from math import atan2, ceil, comb, factorial, floor, gcd, inf, isqrt, log, log2, log10, pi, prod, sqrt
+from operator import iand, itemgetter, or_, sub, xor
+from os.path import commonprefix
+from random import randrange, shuffle
+from re import search as re_search
+from string import ascii_lowercase, ascii_uppercase
+from time import time
+from typing import Any, Callable, Deque, Dict, Generator, Iterable, Iterator, List, Optional, Set, Tuple
+from typing import Union
+import bisect, collections, copy, datetime, functools, heapq, io, itertools, math, operator, os, random, re
+import string, sys
+"""
+_SLOW_IMPORTS = {"np.": "import numpy as np\n", "pd.": "import pandas as pd\n"}
+_FUTURE = re.compile(r"^from __future__ import .*\n", re.MULTILINE)
+
+
+class LCBEnv(BaseTextEnv):
+    """One problem."""
+
+    runs = "thread"
+
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
+        super().__init__()
+        config = env_config or {}
+        self.seconds = float(config.get("seconds") or SECONDS)
+        self.client = code_client(config.get("code_api_url"))
+        text = gold_answer(extras)
+        try:
+            self.tests = json.loads(text)
+        except (ValueError, TypeError):
+            self.tests = None
+        if not isinstance(self.tests, list) or not self.tests:
+            raise ValueError(
+                f"Found {str(text)[:200]!r} in an lcb row; expected JSON text of a list of tests."
+            )
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        code = last_block(action)
+        passed = code is not None and self._passes(code)
+        metadata = {"parsed_code": code}
+        return {"observations": [], "reward": float(passed), "done": True, "metadata": metadata}
+
+    def _passes(self, code: str) -> bool:
+        stdio = self.tests[0].get("testtype") != "functional"
+        tests: list[Any] = [
+            {"input": test["input"], "output": test["output"]}
+            if stdio
+            else function_test(test, in_class="class Solution" in code)
+            for test in self.tests
+        ]
+        size = max(1, int(BATCH_SECONDS / self.seconds))
+        return all(
+            result == 1
+            for first in range(0, len(tests), size)
+            for result in self.client.test(
+                with_prelude(code), tests[first : first + size], stdio, self.seconds
+            )
+        )
+
+
+@cache
+def code_client(url: str | None) -> CodeClient:
+    """The client of this process for a code server; None: see `CodeClient`."""
+    return CodeClient(url)
+
+
+def last_block(text: str) -> str | None:
+    """The program in the text's last code block; None: it has none."""
+    blocks = _BLOCK.findall(text)
+    return blocks[-1].strip() if blocks else None
+
+
+def with_prelude(code: str) -> str:
+    """The program with the imports that its site gives it for free."""
+    future = "".join(_FUTURE.findall(code))
+    slow = "".join(line for name, line in _SLOW_IMPORTS.items() if name in code and line not in code)
+    return f"{future}{PRELUDE}{slow}\n{_FUTURE.sub('', code)}"
+
+
+def function_test(test: Mapping[str, Any], in_class: bool) -> str:
+    """An assert that calls the program's function. A tuple counts as a list: JSON has no tuples."""
+    name = test["metadata"]["func_name"]
+    arguments = ", ".join(repr(json.loads(line)) for line in test["input"].split("\n"))
+    expected = json.loads(test["output"])
+    return (
+        f"found = {'Solution().' if in_class else ''}{name}({arguments})\n"
+        f"assert (list(found) if isinstance(found, tuple) else found) == {expected!r}"
+    )

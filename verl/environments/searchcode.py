@@ -1,0 +1,122 @@
+"""Questions for which the policy may search and compute.
+
+    <tool><search>QUERY</search></tool>       documents come back: {"result": "Doc 1: ...\nDoc 2: ..."}
+    <tool><python>PROGRAM</python></tool>     what the program printed comes back
+    <solution>... #### N</solution>           ends the episode
+
+Reward, at the end: 1 for the right number after the first `####` that the policy wrote outside of its tool
+calls, else 0. What a tool returned earns nothing. A program runs on the code server, without network and
+without the trainer's environment. A search that fails ends the episode: it leaves the batch.
+
+`env_config`: {"search_url": "http://127.0.0.1:8000/retrieve", "topk": 3, "timeout": 30 seconds for a search,
+"seconds": 10 for a program}.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from verl.code_server.client import CodeClient
+from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, ToolGroup, gold_answer, tool
+from verl.environments.gsm8k import extract_number
+from verl.environments.lcb import code_client
+from verl.verifiers.base import CouldNotVerify
+
+DEFAULTS = {"search_url": "http://127.0.0.1:8000/retrieve", "topk": 3, "timeout": 30.0, "seconds": 10.0}
+PAUSES = (0.2, 1.0, 3.0)  # seconds before a failed search is tried again
+
+_TOOL = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
+_CALL = re.compile(r"<(\w+)>(.*?)</\1>", re.DOTALL)
+
+
+class SearchTool(ToolGroup):
+    """Asks a server with Search-R1's /retrieve."""
+
+    def __init__(self, url: str, topk: int, timeout: float) -> None:
+        super().__init__("SearchToolGroup")
+        self.url, self.topk, self.timeout = url, topk, timeout
+
+    @tool
+    def search(self, query: str) -> str:
+        """The documents as JSON text. CouldNotVerify: the server gives none."""
+        request = {"queries": [query.strip()], "topk": self.topk, "return_scores": True}
+        deadline = time.monotonic() + self.timeout
+        for pause in (*PAUSES, None):
+            try:
+                left = max(0.1, deadline - time.monotonic())
+                reply = httpx.post(self.url, json=request, timeout=left, trust_env=False)
+                reply.raise_for_status()
+                texts = [hit["document"]["contents"].strip() for hit in reply.json()["result"][0]]
+                break
+            except (httpx.HTTPError, LookupError, TypeError, AttributeError, ValueError) as error:
+                if pause is None or time.monotonic() + pause > deadline:
+                    raise CouldNotVerify(
+                        f"searchcode: {self.url} did not answer a search: {error!r}"
+                    ) from error
+                time.sleep(pause)
+        documents = "".join(f"Doc {index}: {text}\n" for index, text in enumerate(texts, 1))
+        return json.dumps({"result": documents or "No search results found."})
+
+
+class PythonTool(ToolGroup):
+    """Runs a program on the code server."""
+
+    def __init__(self, client: CodeClient, seconds: float) -> None:
+        super().__init__("PythonCodeExecutorToolGroup")
+        self.client, self.seconds = client, seconds
+
+    @tool
+    def python(self, code: str) -> str:
+        """What it printed, or what went wrong. CouldNotVerify: the server's state is unknown."""
+        printed, outcome = self.client.run(code, stdin="", limit=self.seconds)
+        return (
+            printed.strip() if outcome == "passed" else f"The program failed ({outcome}). {printed}".strip()
+        )
+
+
+class SearchCodeEnv(BaseTextEnv):
+    """One question."""
+
+    stop = ("</tool>", "</solution>")
+    runs = "thread"
+
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
+        super().__init__()
+        config, row = {**DEFAULTS, **(env_config or {})}, extras or {}
+        self.gold = str(gold_answer(row))
+        self.max_turns = int(row.get("max_turns") or (row.get("extra_info") or {}).get("max_turns") or 2)
+        self.actions: list[str] = []
+        search = SearchTool(config["search_url"], int(config["topk"]), float(config["timeout"]))
+        python = PythonTool(code_client(config.get("code_api_url")), float(config["seconds"]))
+        self.init_tool_groups([search, python])
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.turns += 1
+        self.actions.append(action)
+        if self.turns >= self.max_turns or ("<solution>" in action and "</solution>" in action):
+            answer = extract_number(_TOOL.sub("", "\n".join(self.actions)))
+            reward = float(answer == self.gold)
+            return {"observations": [], "reward": reward, "done": True, "metadata": {}}
+        block = _TOOL.search(action)
+        call = _CALL.search(block.group(1)) if block else None
+        group = self.tool_to_toolgroup.get(call.group(1)) if call else None
+        name = call.group(1) if call else None
+        if call is None:
+            text = "There is no tool call. Write <tool><search>QUERY</search></tool> or <tool><python>..."
+        elif group is None:
+            text = f"There is no tool {name!r}; there are {', '.join(self.tool_to_toolgroup)}."
+        else:
+            text = self._execute_tool(group, call.group(1), [call.group(2).strip()])
+        observations = [{"role": "user", "content": text}] if text else []
+        metadata = {
+            "tool_group": group,
+            "tool_name": name,
+            "tool_input": call.group(2).strip() if call else "",
+        }
+        return {"observations": observations, "reward": 0.0, "done": False, "metadata": metadata}
