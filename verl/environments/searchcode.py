@@ -35,7 +35,7 @@ _TOOL = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
 _CALL = re.compile(r"<(\w+)>(.*?)</\1>", re.DOTALL)
 
 
-class SearchTool(ToolGroup):
+class SearchGroup(ToolGroup):
     """Asks a server with Search-R1's /retrieve."""
 
     def __init__(self, url: str, topk: int, timeout: float) -> None:
@@ -64,7 +64,7 @@ class SearchTool(ToolGroup):
         return json.dumps({"result": documents or "No search results found."})
 
 
-class PythonTool(ToolGroup):
+class PythonGroup(ToolGroup):
     """Runs a program on the code server."""
 
     def __init__(self, client: CodeClient, seconds: float) -> None:
@@ -92,15 +92,15 @@ class SearchCodeEnv(BaseTextEnv):
         self.gold = str(gold_answer(row))
         self.max_turns = int(row.get("max_turns") or (row.get("extra_info") or {}).get("max_turns") or 2)
         self.actions: list[str] = []
-        search = SearchTool(config["search_url"], int(config["topk"]), float(config["timeout"]))
-        python = PythonTool(code_client(config.get("code_api_url")), float(config["seconds"]))
+        search = SearchGroup(config["search_url"], int(config["topk"]), float(config["timeout"]))
+        python = PythonGroup(code_client(config.get("code_api_url")), float(config["seconds"]))
         self.init_tool_groups([search, python])
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
         self.actions.append(action)
         if self.turns >= self.max_turns or ("<solution>" in action and "</solution>" in action):
-            answer = extract_number(_TOOL.sub("", "\n".join(self.actions)))
+            answer = extract_number("\n".join(_TOOL.sub("", text) for text in self.actions))
             reward = float(answer == self.gold)
             return {"observations": [], "reward": reward, "done": True, "metadata": {}}
         block = _TOOL.search(action)
