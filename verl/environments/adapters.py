@@ -118,8 +118,8 @@ def load_verifiers_environment(id: str, args: str) -> Any:
         load = verifiers.load_environment
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"The environment {id!r} needs `load_environment` of the package verifiers, which its versions from "
-            f"0.1.14 and before 0.4 have; 0.3.1 has been tried. ({error})"
+            f"The environment {id!r} needs `load_environment` of the package verifiers: its versions from "
+            f"0.1.14 and before 0.4 have it; 0.3.1 has been tried. ({error})"
         ) from error
     # It would take SIGINT and SIGTERM from the trainer, and can't in another thread than the main one.
     with mock.patch.object(signal, "signal"):
