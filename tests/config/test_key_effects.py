@@ -34,6 +34,7 @@ EFFECTS: dict[str, tuple] = {
     "data.train_files": ("{files}/other.parquet", "driver"),
     "data.val_files": ("{files}/other.parquet", "driver"),
     "data.mixture": ("[{{path: {files}/other.parquet, ratio: 2}}]", "driver"),
+    "data.streaming": ("true", "driver"),
     "data.extra_val_files": ("{files}/other.parquet", "driver"),
     "data.train_data_num": (5, "driver"),
     "data.val_data_num": (2, "driver"),

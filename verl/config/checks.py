@@ -42,6 +42,9 @@ def check_config(config: Config, *, format_reward: bool | None = None, with_data
     if data.difficulty_pools.easy_share + data.difficulty_pools.hard_share > 1:
         pools = "data.difficulty_pools"
         raise refusal(config, f"{pools}.easy_share {pools}.hard_share", "; expected at most 1 together.")
+    if data.streaming and data.difficulty_pools.enable:
+        why = ", which ask for rows at any place; expected one or the other."
+        raise refusal(config, "data.streaming data.difficulty_pools.enable", why)
     if with_data and not config.trainer.dry_run:  # else not made yet, or on another machine
         names = ["train_files"] * (data.mixture is None) + ["val_files"]
         for name in names + ["extra_val_files"] * (data.extra_val_files is not None):

@@ -50,6 +50,9 @@ class Data(Block):
         None,
         "instead of train_files: [{path, amount, ratio, verifier, env_class, name, n, splits, env}, ...]",
     )
+    streaming: bool | None = key(
+        None, "read training rows while the run goes on (null: above 200,000, or 256 MiB, of jsonl 64 MiB)"
+    )
     extra_val_files: FilePath | list[str] | None = key(
         None, "more questions, asked at the first and last validation"
     )

@@ -28,7 +28,7 @@ from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
 from verl.trainer.ppo.scoring import values_named
 from verl.utils.dataset.mixture import Mixture
-from verl.utils.dataset.rl_dataset import NoPromptsLeft, PromptSampler, RLHFDataset
+from verl.utils.dataset.rl_dataset import DataFailed, PromptSampler, RLHFDataset
 from verl.verifiers.batch import verifier_metrics
 
 TRAIN_STREAM, VALIDATION_STREAM = 0, 1
@@ -158,7 +158,7 @@ class TrajectoryCollector:
         asked = {int(row) for batch in self._rounds for row in batch.non_tensor_batch["index"]}
         try:
             rows = [self.dataset[i] for i in self.sampler.take(count, sorted(asked))]
-        except NoPromptsLeft as error:
+        except DataFailed as error:
             raise RunStopped(f"step {step}: {error}") from error
         answers = [row.pop("num_answers", None) or rollout.n_agent * rollout.n for row in rows]
         fresh = prompt_batch(rows, f"step{step}.{number}" if number else f"step{step}")

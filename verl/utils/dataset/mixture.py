@@ -13,14 +13,17 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from verl.config import Config
+from verl.config.keys import as_list
 from verl.config.mixture import Source, sources_of
 from verl.utils.dataset.difficulty_pools import DifficultyPools
 from verl.utils.dataset.rl_dataset import NoPromptsLeft, PromptSampler, RLHFDataset, Row
+from verl.utils.dataset.streaming import RowStream, StreamSampler, is_large
 
 
 class Mixture:
@@ -229,16 +232,31 @@ def training_rows(config: Config, tokenizer: Any) -> RLHFDataset | Mixture:
         ValueError: what `RLHFDataset` and `Source` raise.
     """
     data = config.data
+
+    def read(files: Sequence[Path], adapt: Callable[[Row], Row] | None = None) -> RLHFDataset:
+        streams = data.streaming
+        if streams is None:
+            streams = not data.difficulty_pools.enable and is_large(files)
+        if streams:
+            return RowStream(files, tokenizer, data, adapt)
+        return RLHFDataset([str(file) for file in files], tokenizer, data, adapt=adapt)
+
     if data.mixture is None:
+        files = [Path(file).expanduser() for file in as_list(data.train_files)]
+        if data.train_data_num is None or data.streaming:
+            rows = read(files)
+            rows.keep(data.train_data_num)
+            return rows
         return RLHFDataset(data.train_files, tokenizer, data, data.train_data_num)
     sources, datasets, weights = sources_of(config), [], []
     for source in sources:
-        files: Any = [str(file) for file in source.files]
-        if source.env is not None:
+        if source.env is None:
+            dataset = read(source.files, adapted(source))
+        else:
             from verl.environments.adapters import verifiers_rows
 
-            files = verifiers_rows(source.env["id"], source.env.get("args") or {})
-        dataset = RLHFDataset(files, tokenizer, data, adapt=adapted(source))
+            made = verifiers_rows(source.env["id"], source.env.get("args") or {})
+            dataset = RLHFDataset(made, tokenizer, data, adapt=adapted(source))
         weights.append(source.weight(len(dataset)))
         dataset.keep(source.rows_to_use(len(dataset)))
         datasets.append(dataset)
@@ -251,6 +269,8 @@ def prompt_sampler(rows: RLHFDataset | Mixture, config: Config) -> PromptSampler
     retire = config.algorithm.filter_groups.retire_solved
 
     def of(rows: RLHFDataset, count: int) -> PromptSampler:
+        if isinstance(rows, RowStream):
+            return StreamSampler(rows, batch_size, data.shuffle_train_dataloader, seed, retire)
         order = (len(rows), count, data.shuffle_train_dataloader, seed)
         pools = data.difficulty_pools
         return DifficultyPools(*order, pools, retire) if pools.enable else PromptSampler(*order, retire)

@@ -189,7 +189,11 @@ class RLHFDataset:
         return ids[-kept:]
 
 
-class NoPromptsLeft(RuntimeError):
+class DataFailed(RuntimeError):
+    """The training data can't give the next prompts, for a reason outside of the program."""
+
+
+class NoPromptsLeft(DataFailed):
     """All prompts but a few are solved and retired."""
 
     def __init__(self, num_left: int, wanted: int) -> None:
@@ -325,6 +329,11 @@ class PromptSampler:
             ValueError: the data, batch size or seed are others than when the position was saved.
         """
         own = self.state_dict()
+        if state.keys() != own.keys():
+            raise ValueError(
+                "Found a checkpoint of another kind of data: it was made with another value of "
+                "data.streaming, or with data.mixture. Use the old settings, or trainer.resume_mode=none."
+            )
         for name in ("num_rows", "batch_size", "shuffle", "seed"):
             if state[name] != own[name]:
                 raise ValueError(
