@@ -53,7 +53,7 @@ def is_large(files: Iterable[Path]) -> bool:
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """Rows that are read together: those from `start` to `stop`, which count the rows of all files before (of
     jsonl: the bytes). group: number of the row group, -1 for jsonl. first: where the group starts.
     """
@@ -86,7 +86,7 @@ class RowStream(RLHFDataset):
         adapt: Callable[[Row], Row] | None = None,
     ) -> None:
         self._set_up(copy.deepcopy(tokenizer), data_config, adapt)
-        self.files, self.groups = list(files), list[Block]()
+        self.files, self.groups = list(files), list[RowBlock]()
         self.limit: int | None = None  # rows of an epoch
         self.ready: dict[int, dict[str, Any]] = {}
         self._num_rows = self._num_places = 0
@@ -98,7 +98,7 @@ class RowStream(RLHFDataset):
                 starts = range(first, first + size, PIECE_BYTES)
                 stops = [*starts[1:], first + size]
                 spans = zip(starts, stops, strict=True)
-                groups = [Block(number, -1, first, start, stop, stop - start) for start, stop in spans]
+                groups = [RowBlock(number, -1, first, start, stop, stop - start) for start, stop in spans]
                 with path.open("rb") as file:
                     piece = file.read(PIECE_BYTES)
                 num_lines = max(1, sum(bool(line.strip()) for line in piece.split(b"\n")[:-1]))
@@ -111,7 +111,7 @@ class RowStream(RLHFDataset):
                     group, start_at = metadata.row_group(index), self._num_places
                     self._num_places += group.num_rows
                     span = (start_at, start_at, self._num_places)
-                    groups.append(Block(number, index, *span, group.total_byte_size))
+                    groups.append(RowBlock(number, index, *span, group.total_byte_size))
                 self._num_rows += metadata.num_rows
             self.groups += groups
         if self._num_rows == 0:
@@ -138,9 +138,9 @@ class RowStream(RLHFDataset):
             row = rows[place][1]
             yield row if self.adapt is None else self.adapt(row)
 
-    def windows(self, rng: np.random.Generator | None) -> Iterator[list[Block]]:
+    def windows(self, rng: np.random.Generator | None) -> Iterator[list[RowBlock]]:
         """The blocks of each window of an epoch, in order. rng: shuffles them; None: as in the files."""
-        waiting: list[Block] = []
+        waiting: list[RowBlock] = []
         filled = 0.0
         order = range(len(self.groups)) if rng is None else rng.permutation(len(self.groups)).tolist()
         for group in (self.groups[i] for i in order):
@@ -164,7 +164,7 @@ class RowStream(RLHFDataset):
         if waiting:
             yield waiting
 
-    def read(self, blocks: Sequence[Block]) -> Window:
+    def read(self, blocks: Sequence[RowBlock]) -> Window:
         """The rows of a window, in the order of the files."""
         window, blocks = Window(self), sorted(blocks, key=astuple)
         for number in sorted({block.file for block in blocks}):
@@ -217,7 +217,7 @@ class Window:
     def add_batch(self, place: int, batch: pa.RecordBatch) -> None:
         self._add(np.arange(place, place + len(batch)), batch)
 
-    def add_lines(self, block: Block) -> None:
+    def add_lines(self, block: RowBlock) -> None:
         """The lines that start within the block."""
         places, lines = [], []
         path = self.stream.files[block.file]
