@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from verl.environments import make
-from verl.environments.aime import last_boxed, normalized_answer, read_answer
+from verl.environments import aime, make
+from verl.environments.aime import read_answer, same_value
+from verl.verifiers.base import CouldNotVerify, Verdict
+from verl.verifiers.workers import CheckWorkers
 
 
 @pytest.mark.parametrize(
@@ -22,25 +24,6 @@ def test_one_answer_is_read(text, answer):
     assert read_answer(text) == answer
 
 
-def test_nested_braces_belong_to_the_box():
-    assert last_boxed(r"\boxed{a{b}c} d}") == "a{b}c"
-
-
-@pytest.mark.parametrize(
-    "answer, normal",
-    [
-        ("x = 1,234", "1234"),
-        (r"$\text{the } 5 \text{ degrees}$", r"the5"),
-        (r"\frac12", r"\frac{1}{2}"),
-        (r"\sqrt2", r"\sqrt{2}"),
-        (r"90^\circ", "90"),
-        ("12 square units", "12"),
-    ],
-)
-def test_minervas_rule(answer, normal):
-    assert normalized_answer(answer) == normal
-
-
 def test_right_is_one_and_wrong_minus_one():
     env = make("aime", env_config={}, extras={"reward_model": {"ground_truth": "204"}})
     output = env.step("So we get\nAnswer: 204")
@@ -54,3 +37,28 @@ def test_right_is_one_and_wrong_minus_one():
     assert make("aime", extras={"reward_spec": {"ground_truth": 204}}).step(r"\boxed{204}")["reward"] == 1
     wrong = make("aime", extras={"reward_spec": {"ground_truth": "204"}}).step("no idea")
     assert wrong["reward"] == -1 and wrong["metadata"] == {"acc": False, "pred": None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "prediction, gold, same",
+    [
+        ("0.5", r"\frac{1}{2}", True),
+        (r"2\sqrt{2}", r"\sqrt{8}", True),
+        ("3,4", "3", False),
+        (r"3\text{or}4", "3", False),
+        (r"\{1,2,3,204\}", "204", False),
+        ("9^(9^(9^9))", "204", False),
+    ],
+)
+def test_math_verify_finds_equal_values_and_can_be_killed(monkeypatch, prediction, gold, same):
+    monkeypatch.setattr(aime, "CPU_SECONDS", 2.0)
+    assert same_value(prediction, gold) == same
+    env = make("aime", extras={"reward_spec": {"ground_truth": gold}})
+    assert env.step(f"Answer: {prediction}")["reward"] == (1 if same else -1)
+
+
+def test_a_process_that_others_end_is_no_verdict(monkeypatch):
+    monkeypatch.setattr(CheckWorkers, "map", lambda self, calls: [Verdict(None, "ended")])
+    with pytest.raises(CouldNotVerify, match="ended"):
+        make("aime", extras={"reward_spec": {"ground_truth": "2"}}).step("Answer: 1")

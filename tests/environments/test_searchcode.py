@@ -1,48 +1,11 @@
 from __future__ import annotations
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from verl.environments import make
 from verl.verifiers.base import CouldNotVerify
-
-
-class Retriever(BaseHTTPRequestHandler):
-    """/retrieve of Search-R1, also with SkyRL's single `query`."""
-
-    failures = 0
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if Retriever.failures > 0:
-            Retriever.failures -= 1
-            self.send_error(503)
-            return
-        query = body["query"] if "query" in body else body["queries"][0]
-        hits = [
-            {"document": {"contents": f' "Title {i}"\nabout {query} '}, "score": 1.0}
-            for i in range(body["topk"])
-        ]
-        reply = json.dumps({"result": [[] if query == "nothing" else hits]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(reply)))
-        self.end_headers()
-        self.wfile.write(reply)
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture(scope="module")
-def url():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Retriever)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/retrieve"
-    server.shutdown()
-    server.server_close()
 
 
 def start(url="http://127.0.0.1:9/retrieve", max_turns=4, **config):
@@ -72,13 +35,13 @@ def test_wrong_calls_are_told(url):
     assert env.step("#### 42")["done"]
 
 
-def test_a_search_is_tried_again_and_fails_for_good(url):
-    Retriever.failures = 1
+def test_a_search_is_tried_again_and_fails_for_good(url, retriever):
+    retriever.failures = 1
     assert "Doc 1" in observed(start(url), "<tool><search>x</search></tool>")
-    Retriever.failures = 1_000
+    retriever.failures = 1_000
     with pytest.raises(CouldNotVerify, match="503"):
         start(url, timeout=0.5).step("<tool><search>x</search></tool>")
-    Retriever.failures = 0
+    retriever.failures = 0
     with pytest.raises(CouldNotVerify, match="did not answer"):
         start(timeout=0.5).step("<tool><search>x</search></tool>")
 

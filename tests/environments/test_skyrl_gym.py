@@ -5,6 +5,8 @@ compared: their sentences are theirs.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import random
 import sqlite3
 from collections import Counter
@@ -12,7 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 
+import search_r1.llm_agent.search_environment  # noqa: F401  # registers "search"
+from search_r1.search.client import SearchClient
 from verl.environments import make
+from verl.utils.reward_score.qa_em import compute_score_em, join_turns
 
 skyrl_gym = pytest.importorskip("skyrl_gym")
 
@@ -78,22 +83,27 @@ ANSWERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_aime_as_theirs():
-    rng, rewards = random.Random("aime"), Counter()
+    rng, rewards, mended = random.Random("aime"), Counter(), Counter()
     for _ in range(NUM_EPISODES):
-        gold, other = rng.choice(ANSWERS), rng.choice(ANSWERS)
+        gold, given = rng.choice(ANSWERS), rng.choice(ANSWERS)
+        given = rng.choice([gold, given])
         form = rng.choice(
             ["Answer: {}", "answer : {}", "so Answer:{} <end>", "It is {}", "Answer: 1\nAnswer: {}"]
         )
-        text = "Thinking. " * rng.choice([0, 3, 60]) + form.format(rng.choice([gold, other]))
+        text = "Thinking. " * rng.choice([0, 3, 60]) + form.format(given)
         text += rng.choice(["", "", ".", "\nDone.", "\n" + "." * 300])
         if r"\boxed" in text and "nswer" not in text[-300:]:
             continue  # a test of its own, below
         theirs, ours = both("aime", {}, truth(gold))
         expected, result = play(theirs, [text]), play(ours, [text])
-        assert expected == result, (gold, text)
+        if expected != result:  # math-verify: right, say with a full stop behind it, or with %
+            assert expected[0][0] == -1 and result[0][0] == 1, (gold, text)
+            assert given == gold or {given, gold} == {r"3\%", r"\textbf{3} meters"}, (gold, text)
+            mended[gold] += 1
         rewards.update(reward for reward, _, _ in expected)
-    assert min(rewards[1.0], rewards[-1.0]) > 100
+    assert min(rewards[1.0], rewards[-1.0]) > 100 and 0 < mended.total() < 100
 
 
 def test_their_aime_refuses_an_answer_in_a_box():
@@ -221,3 +231,157 @@ def test_their_text2sql_reads_tags_in_the_result(databases):
         f"<think>x</think><solution>{gold}</solution>",
     ]
     assert play(theirs, actions)[-1][0] == -1 and play(ours, actions)[-1][0] == 1
+
+
+PROGRAMS = [
+    "n = int(input())\nprint(n * n)",
+    "import sys\nprint(int(sys.stdin.readline()) ** 2, '\\n')",
+    "n = int(input())\nprint(n * n if n < {n} else 0)",
+    "n = int(input())\nprint(float(n * n))",
+    "print({n})",
+    "n = input(\nprint(n)",
+    "n = int(input())\nprint(n // 0)",
+    "def f(n):\n    return n * n",
+    "class Solution:\n    def f(self, n: int) -> List[int]:\n        return n * n",
+    "def f(n):\n    return n * n if n < {n} else None",
+    "def f(n):\n    raise ValueError(n)",
+    "def g(n):\n    return n * n",
+]
+
+
+@pytest.mark.slow
+def test_lcb_as_theirs():
+    """Fewer: theirs starts two processes for each program."""
+    rng, rewards = random.Random("lcb"), Counter()
+    for _ in range(60):
+        functional, numbers = rng.random() < 0.5, rng.sample(range(-9, 30), 3)
+        tests = [
+            {
+                "testtype": "functional" if functional else "stdin",
+                "input": f"{n}" if functional else f"{n}\n",
+                "output": f"{n * n}",
+                "metadata": {"func_name": "f"},
+            }
+            for n in numbers
+        ]
+        theirs, ours = both("lcb", {}, truth(json.dumps(tests)))
+        program = rng.choice(PROGRAMS).replace("{n}", str(rng.choice(numbers)))
+        text = rng.choice(["", "```\nprint(1)\n```\n"]) + rng.choice(
+            ["```python\n{}\n```", "```\n{}\n```\n", "{}"]
+        )
+        text = text.replace("{}", program)
+        assert (expected := play(theirs, [text])) == play(ours, [text]), (tests, text)
+        rewards.update(reward for reward, _, _ in expected)
+    assert min(rewards[1.0], rewards[0.0]) > 10
+
+
+@pytest.mark.slow
+def test_their_lcb_pays_for_cheats():
+    equal = "class E(list):\n    __eq__ = lambda self, other: True\ndef f(n):\n    return E()"
+    frame = (
+        "import sys\ndef f(n):\n    frame = sys._getframe()\n    while 'gt_out' not in frame.f_locals:\n"
+        "        frame = frame.f_back\n    return frame.f_locals['gt_out']"
+    )
+    tests = [{"testtype": "functional", "input": "3", "output": "9", "metadata": {"func_name": "f"}}]
+    for program in (equal, frame):
+        theirs, ours = both("lcb", {}, truth(json.dumps(tests)))
+        text = f"```python\n{program}\n```"
+        # `tmp_result is True` holds for both in theirs
+        assert play(theirs, [text]) == [(1.0, True, 0)] and play(ours, [text]) == [(0.0, True, 0)]
+
+
+def tool_turn(rng, num_programs):
+    call = rng.choice(
+        [
+            "<tool><search>who {n}</search></tool>",
+            "<tool><python>print({n})</python></tool>",
+            "<tool>{n}</tool>",
+        ]
+        + ["<tool><shell>{n}</shell></tool>", "I think {n}", "<tool><search>who {n}</search>", "#### {n}"]
+        + [
+            "<solution>#### {n}</solution>",
+            "<solution>{n}</solution>",
+            "<solution>#### {n}",
+            "so #### {n}, I say",
+        ]
+    )
+    if "<python>" in call:
+        num_programs[0] += 1
+        call = (
+            call if num_programs[0] <= 25 else "<tool><search>{n}</search></tool>"
+        )  # theirs starts a process
+    return call.replace("{n}", str(rng.choice([42, 42, 7])))
+
+
+@pytest.mark.slow
+def test_searchcode_as_theirs(url):
+    rng, rewards, num_programs = random.Random("searchcode"), Counter(), [0]
+    for _ in range(NUM_EPISODES):
+        max_turns = rng.randint(1, 4)
+        theirs, ours = both("searchcode", {"search_url": url}, truth("42", max_turns=max_turns))
+        theirs.tool_groups[0].search_url = url
+        actions = [tool_turn(rng, num_programs) for _ in range(max_turns)]
+        assert (expected := play(theirs, actions)) == play(ours, actions), actions
+        rewards.update(reward for reward, done, _ in expected if done)
+    assert min(rewards[1.0], rewards[0.0]) > 100
+
+
+@pytest.mark.slow
+def test_their_searchcode_pays_for_what_a_program_printed(url, monkeypatch):
+    monkeypatch.setenv("SECRET_OF_THE_TRAINER", "treasure")
+    theirs, ours = both("searchcode", {"search_url": url}, truth("42", max_turns=2))
+    look = (
+        "<tool><python>import os\nprint('####', 42, os.environ.get('SECRET_OF_THE_TRAINER'))</python></tool>"
+    )
+    seen = [env.step(look)["observations"][0]["content"] for env in (theirs, ours)]
+    assert seen == ["#### 42 treasure", "#### 42 None"]
+    assert [env.step("done")["reward"] for env in (theirs, ours)] == [1.0, 0.0]
+
+
+def search_turn(rng):
+    return rng.choice(
+        ["<search>who wrote Emma</search>"] * 3
+        + ["<think>so</think><answer>Jane Austen</answer>", "<answer>the  jane austen!</answer>"] * 2
+        + [
+            "<answer>Emma</answer>",
+            "<answer>Jane Austen",
+            "search who</search>",
+            "I think.",
+            "<search></search>",
+        ]
+    )
+
+
+def search_episode(url, client, actions, gold, max_turns):
+    """Of theirs and of ours, whose reward is the run's exact match over the policy's text. Ours has one turn
+    more than its `max_turns`, as Search-R1's.
+    """
+    config = SimpleNamespace(search_url=url, topk=1, timeout=5, log_requests=False)
+    row = truth({"target": [gold]}, max_turns=max_turns)
+    theirs = play(skyrl_gym.make("search", env_config=config, extras=row), actions)
+    config = {"client": client, "topk": 1, "do_search": True, "max_turns": max_turns - 1}
+    ours = play(make("search", env_config=config, extras={**row, "max_turns": max_turns - 1}), actions)
+    reward = compute_score_em(join_turns(actions[: len(ours)]), {"target": [gold]})
+    return theirs, [*((0, done, number) for _, done, number in ours[:-1]), (reward, *ours[-1][1:])]
+
+
+@pytest.mark.slow
+def test_search_as_theirs(url):
+    rng, rewards = random.Random("search"), Counter()
+    with contextlib.closing(SearchClient(url, topk=1)) as client:
+        for _ in range(NUM_EPISODES):
+            max_turns = rng.randint(1, 4)
+            actions = [search_turn(rng) for _ in range(max_turns)]
+            theirs, ours = search_episode(url, client, actions, "Jane Austen", max_turns)
+            if theirs != ours:  # an answer that its turn did not close spoils theirs of a later turn
+                assert theirs[:-1] == ours[:-1] and ours[-1][0] == 1, actions
+                assert "<answer>Jane Austen" in actions and "austen" in actions[len(ours) - 1].lower()
+            rewards.update(reward for reward, done, _ in theirs if done)
+    assert min(rewards[1.0], rewards[0.0]) > 100
+
+
+def test_their_search_pays_for_an_answer_in_a_document(url):
+    with contextlib.closing(SearchClient(url, topk=1)) as client:
+        actions = ["<search>trap</search>", "I give up."]
+        theirs, ours = search_episode(url, client, actions, "Jane Austen", 2)
+    assert theirs[-1] == (1.0, True, 0) and ours[-1] == (0.0, True, 0)

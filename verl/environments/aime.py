@@ -1,68 +1,53 @@
 """Competition mathematics: one turn that ends with `Answer: ...`, or with \\boxed{...} without such a line.
 
-Reward 1 or -1. An answer is right where Minerva's rule says so: it equals the row's as text, once words,
-units and spellings of LaTeX that mean nothing are gone (Lewkowycz et al. 2022, appendix D.1; also SkyRL's and
-verl's rule). What that rule refuses math-verify may still find equal, such as 1/2 and 0.5. One answer is
-read: the last `Answer:` of the last 300 characters, else the last box.
+Reward 1 or -1. One answer is read: the last `Answer:` of the last 300 characters, else the last box. It is
+right where it equals the row's as text, normalised by Minerva's rule as in SkyRL and verl; what that rule
+refuses math-verify may still find equal, such as 1/2 and 0.5, in a process that can be killed.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, gold_answer
+from verl.verifiers.base import CouldNotVerify
+from verl.verifiers.math import last_boxed, minerva_form
+from verl.verifiers.workers import CheckWorkers
 
 LAST_CHARACTERS = 300
+CPU_SECONDS = 5.0  # that math-verify may take for one answer
 
 _ANSWER = re.compile(r"Answer\s*:\s*([^\n<]+)", re.IGNORECASE)
-_REPLACED = {
-    "an ": "", "a ": "", ".$": "$", r"\$": "", r"\ ": "", " ": "", "mbox": "text", r",\text{and}": ",",
-    r"\text{and}": ",", r"\text{m}": r"\text{}",
-}  # fmt: skip
-_LEFT_OUT = [
-    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue",
-    "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals",
-    "edges", "students", "childrentickets", "multiples", r"\text{s}", r"\text{.}", "\\text{\ns}",
-    r"\text{}^2", r"\text{}^3", "\\text{\n}", r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;",
-    r",\!", "{,}", '"', r"\dots",
-]  # fmt: skip
-_REWRITTEN = [
-    (re.compile(pattern), by)
-    for pattern, by in (
-        (r".*?\$(.*?)\$.*", r"$\1$"),  # only what stands between dollar signs
-        (r"\\text\{(.*?)\}", r"\1"),
-        (r"\\textbf\{(.*?)\}", r"\1"),
-        (r"\\overline\{(.*?)\}", r"\1"),
-        (r"\\boxed\{(.*)\}", r"\1"),
-        (r"frac([^{])(.)", r"frac{\1}{\2}"),
-        (r"sqrt([^{])", r"sqrt{\1}"),
-    )
-]
+_places = threading.BoundedSemaphore(os.cpu_count() or 1)
 
 
-def normalized_answer(answer: str) -> str:
-    """An answer by Minerva's rule: two answers with equal results count as the same."""
-    answer = answer.split("=")[-1]
-    for text, by in (*_REPLACED.items(), *dict.fromkeys(_LEFT_OUT, "").items()):
-        answer = answer.replace(text, by)
-    for pattern, by in _REWRITTEN:
-        answer = pattern.sub(by, answer)
-    answer = answer.replace("$", "")
-    without_commas = answer.replace(",", "")
-    return (without_commas if without_commas.isdigit() else answer).strip()
+class AIMEEnv(BaseTextEnv):
+    """One turn; reward 1 or -1. Metrics: `acc`."""
 
+    counts_turns = stateless = True
 
-def last_boxed(text: str) -> str | None:
-    """What stands in the last \\boxed{...}; None: there is none that is closed."""
-    start = text.rfind(r"\boxed{")
-    depth = 0
-    for end in range(start + len(r"\boxed"), len(text)) if start >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if depth == 0:
-            return text[start + len(r"\boxed{") : end]
-    return None
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
+        super().__init__()
+        self.gold = minerva_form(str(gold_answer(extras))).strip()
+        self.is_right = False
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        answer = read_answer(action)
+        prediction = None if answer is None else minerva_form(answer).strip()
+        self.is_right = prediction is not None and (
+            prediction == self.gold or same_value(prediction, self.gold)
+        )
+        metadata = {"acc": self.is_right, "pred": prediction}
+        reward = 1.0 if self.is_right else -1.0
+        return {"observations": [], "reward": reward, "done": True, "metadata": metadata}
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {"acc": float(self.is_right)}
 
 
 def read_answer(text: str) -> str | None:
@@ -71,23 +56,15 @@ def read_answer(text: str) -> str | None:
     return answers[-1] if answers else last_boxed(text)
 
 
-class AIMEEnv(BaseTextEnv):
-    """One turn; reward 1 or -1. Metrics: `acc`."""
+def same_value(prediction: str, gold: str) -> bool:
+    """Whether math-verify finds them equal in time. CouldNotVerify: its process was ended by someone else."""
+    with _places:
+        verdict = _workers().map([(prediction, gold)])[0]
+    if verdict.score is None:
+        raise CouldNotVerify(f"aime: {verdict.detail}")
+    return verdict.score == 1
 
-    runs = "thread"
 
-    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
-        super().__init__()
-        self.gold = str(gold_answer(extras))
-        self.is_right = False
-
-    def step(self, action: str) -> BaseTextEnvStepOutput:
-        answer = read_answer(action)
-        prediction = None if answer is None else normalized_answer(answer)
-        self.is_right = prediction is not None and prediction == normalized_answer(self.gold)
-        metadata = {"acc": self.is_right, "pred": prediction}
-        reward = 1.0 if self.is_right else -1.0
-        return {"observations": [], "reward": reward, "done": True, "metadata": metadata}
-
-    def get_metrics(self) -> dict[str, Any]:
-        return {"acc": float(self.is_right)}
+@cache
+def _workers() -> CheckWorkers:
+    return CheckWorkers("verl.verifiers.math:same_value", CPU_SECONDS, ["0.50", "1/2"])

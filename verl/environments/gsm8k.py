@@ -35,6 +35,7 @@ class GSM8kEnv(BaseTextEnv):
     """One turn; reward 1 for the right number, else 0."""
 
     runs = "inline"
+    counts_turns = stateless = True
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__()

@@ -54,7 +54,7 @@ _FUTURE = re.compile(r"^from __future__ import .*\n", re.MULTILINE)
 class LCBEnv(BaseTextEnv):
     """One problem."""
 
-    runs = "thread"
+    counts_turns = stateless = True
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__()

@@ -84,7 +84,7 @@ class SearchCodeEnv(BaseTextEnv):
     """One question."""
 
     stop = ("</tool>", "</solution>")
-    runs = "thread"
+    counts_turns = True
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__()

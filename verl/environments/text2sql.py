@@ -18,7 +18,6 @@ Queries run in processes of `sqlite_worker.py`, as many as there are cores.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import re
@@ -54,7 +53,8 @@ class SQLEnv(BaseTextEnv):
     """One question. Errors of a query are observations; a right query that fails is CouldNotVerify."""
 
     stop = ("</sql>", "</solution>")
-    runs = "thread"
+    observation_end = "</reminder></observation>\n\n"
+    counts_turns = True
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__()
@@ -107,9 +107,6 @@ class SQLEnv(BaseTextEnv):
                 )
                 return float(reply.get("equal", False))
         raise CouldNotVerify(f"text2sql: the right query {self.gold!r} on {self.file}: {kept['failed']}")
-
-    def get_metrics(self) -> dict[str, Any]:
-        return {"steps": self.turns}
 
 
 def read_solution(actions: Sequence[str]) -> str | None:
@@ -209,17 +206,4 @@ def borrowed_worker() -> Iterator[SQLiteWorker]:
             worker.close()
 
 
-def _close_idle() -> None:
-    while _idle:
-        _idle.pop().close()
-
-
-def _start_anew() -> None:
-    """In a forked child: its parent's workers are not its own, nor are the places that are taken there."""
-    global _places
-    _idle.clear()
-    _places = threading.BoundedSemaphore(os.cpu_count() or 1)
-
-
-atexit.register(_close_idle)
-os.register_at_fork(after_in_child=_start_anew)
+os.register_at_fork(after_in_child=_idle.clear)  # its parent's workers are not its own
