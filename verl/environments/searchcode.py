@@ -18,6 +18,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import httpx
@@ -50,7 +51,7 @@ class SearchGroup(ToolGroup):
         for pause in (*PAUSES, None):
             try:
                 left = max(0.1, deadline - time.monotonic())
-                reply = httpx.post(self.url, json=request, timeout=left, trust_env=False)
+                reply = _http().post(self.url, json=request, timeout=left)
                 reply.raise_for_status()
                 texts = [hit["document"]["contents"].strip() for hit in reply.json()["result"][0]]
                 break
@@ -62,6 +63,12 @@ class SearchGroup(ToolGroup):
                 time.sleep(pause)
         documents = "".join(f"Doc {index}: {text}\n" for index, text in enumerate(texts, 1))
         return json.dumps({"result": documents or "No search results found."})
+
+
+@cache
+def _http() -> httpx.Client:
+    """This process's connections; unused ones are closed before uvicorn closes its end."""
+    return httpx.Client(trust_env=False, limits=httpx.Limits(keepalive_expiry=4.0))
 
 
 class PythonGroup(ToolGroup):
