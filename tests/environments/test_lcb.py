@@ -52,35 +52,11 @@ def test_a_functional_test_is_an_assert_on_plain_values():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "program, reward",
-    [
-        ("n = int(input())\nprint(n * n)", 1),
-        (
-            "import sys\nif __name__ == '__main__':\n    n = int(sys.stdin.read())\n    print(n * n, end='')",
-            1,
-        ),
-        ("print(9)", 0),
-        ("n = int(inpt())", 0),
-    ],
-)
-def test_programs_that_read_and_print(program, reward):
-    assert score(program, STDIN) == reward
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "program, reward",
-    [
-        ("def order(values, times):\n    return sorted(values)", 1),
-        ("class Solution:\n def order(self, v: List[int], times: int):\n  return tuple(sorted(v))", 1),
-        ("def order(values, times):\n    return values", 0),
-        ("def other(values, times):\n    return sorted(values)", 0),
-        ("def order(values, times):\n    return Counter(values) and np.sort(np.array(values)).tolist()", 1),
-    ],
-)
-def test_programs_whose_function_is_called(program, reward):
-    assert score(program, FUNCTIONAL) == reward
+def test_programs_may_print_or_be_called_with_numpy_and_free_imports():
+    main = "import sys\nif __name__ == '__main__':\n    n = int(sys.stdin.read())\n    print(n * n, end='')"
+    assert score(main, STDIN) == 1 and score("print(9)", STDIN) == 0
+    order = "def order(values, times):\n    return Counter(values) and np.sort(np.array(values)).tolist()"
+    assert score(order, FUNCTIONAL) == 1 and score("def order(values, times):\n    return 1", FUNCTIONAL) == 0
 
 
 FRAME = """
