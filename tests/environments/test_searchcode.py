@@ -58,6 +58,7 @@ def test_what_a_program_prints_earns_nothing(url):
     env = start(url, max_turns=3)
     assert observed(env, "<tool><python>print('####', 6 * 7)</python></tool>") == "#### 42"
     assert observed(env, "<tool><python>x = 1</python></tool>") == ""
+    assert 9_000 < len(observed(start(url), "<tool><python>print('x' * 20_000)</python></tool>")) < 9_100
     assert env.step("I am done.") == {"observations": [], "reward": 0.0, "done": True, "metadata": {}}
 
 

@@ -106,6 +106,7 @@ def test_the_policy_sees_names_order_and_at_most_fifty_rows(world):
     lines = text.strip().splitlines()
     assert lines[0] == "<observation>name | cost" and lines[1] == "item 000 | 0.0"
     assert lines[-1] == "<reminder>Turns left: 3.</reminder></observation>" and len(lines) == 6
+    assert "\na  b c | 1\n" in look(world(), "SELECT 'a  b' || char(10) || 'c', 1")
     assert "item 049" in (text := look(world(), "SELECT name FROM item")) and "item 050" not in text
     assert "there are more" in text and "no rows" in look(world(), "SELECT 1 WHERE 0")
     assert 9_000 < len(look(world(), "SELECT hex(zeroblob(100000))")) < 9_200

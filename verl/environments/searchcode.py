@@ -30,6 +30,7 @@ from verl.environments.lcb import code_client
 from verl.verifiers.base import CouldNotVerify
 
 DEFAULTS = {"search_url": "http://127.0.0.1:8000/retrieve", "topk": 3, "timeout": 30.0, "seconds": 10.0}
+MAX_CHARACTERS = 9_000  # of what a program printed that the policy is shown
 PAUSES = (0.2, 1.0, 3.0)  # seconds before a failed search is tried again
 
 _TOOL = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
@@ -82,9 +83,10 @@ class PythonGroup(ToolGroup):
     def python(self, code: str) -> str:
         """What it printed, or what went wrong. CouldNotVerify: the server's state is unknown."""
         printed, outcome = self.client.run(code, stdin="", limit=self.seconds)
-        return (
-            printed.strip() if outcome == "passed" else f"The program failed ({outcome}). {printed}".strip()
-        )
+        printed = printed.strip()
+        if len(printed) > MAX_CHARACTERS:
+            printed = printed[:MAX_CHARACTERS] + "\n(the rest is left out: too long)"
+        return printed if outcome == "passed" else f"The program failed ({outcome}). {printed}".strip()
 
 
 class SearchCodeEnv(BaseTextEnv):

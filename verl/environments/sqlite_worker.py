@@ -72,7 +72,7 @@ def query(file: str, sql: str, seconds: float, most_rows: int) -> tuple[list[str
 
 def _cell(value: Any) -> str:
     text = "NULL" if value is None else f"x'{value[:100].hex()}'" if isinstance(value, bytes) else str(value)
-    return " ".join(text[:MAX_CHARACTERS].split())
+    return " ".join(text[:MAX_CHARACTERS].splitlines())  # a row is a line
 
 
 def look(request: dict[str, Any]) -> dict[str, Any]:
