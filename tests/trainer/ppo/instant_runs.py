@@ -17,6 +17,7 @@ from verl.single_controller.base import ClassWithInitArgs, Dispatch, Worker, reg
 from verl.trainer.placement import ResourcePoolManager, Role
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.scoring import RewardManager
+from verl.utils.dataset.mixture import training_rows
 
 MODEL = Path(__file__).parents[3] / "data_prep" / "base_model"
 WORDS = "The lake lies north of the old town and was first named by people who came from the coast. "
@@ -154,10 +155,15 @@ class Critic(SavedWorker, Worker):
 
 
 def instant_trainer(
-    folder: Path, *settings: str, algorithm: str = "grpo", rows: int = 32, tokens: int = 220
+    folder: Path,
+    *settings: str,
+    algorithm: str = "grpo",
+    rows: int = 32,
+    tokens: int = 220,
+    reads_files: bool = False,
 ) -> RayPPOTrainer:
     """A trainer of `rows` trajectories a step, of up to `tokens` each, over 8 times as many questions as a
-    step takes.
+    step takes. reads_files: over those of data.mixture.
     """
     config = load_config(
         [
@@ -216,7 +222,7 @@ def instant_trainer(
         reward_fn=RewardManager(tokenizer),
         val_reward_fn=RewardManager(tokenizer),
         trajectory_metrics=env_metrics,
-        train_dataset=dataset,
+        train_dataset=training_rows(config, tokenizer) if reads_files else dataset,
         val_dataset=dataset[:2],
     )
 

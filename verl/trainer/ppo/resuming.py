@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,10 @@ def learning_settings(config: Config) -> dict[str, dict[str, Any]]:
         contents = {_TRAIN_FILES: _digest([Path(file).expanduser() for file in files])}
     else:  # data.train_files is not read
         sources = sources_of(config)
-        values |= {_TRAIN_FILES: None, _MIXTURE: [asdict(source) | {"path": None} for source in sources]}
-        for entry in values[_MIXTURE]:
-            del entry["files"]
-        contents = {f"{_MIXTURE} paths": _digest([file for source in sources for file in source.files])}
+        files, paths = [file for source in sources for file in source.files], f"{_MIXTURE} paths"
+        values |= {_TRAIN_FILES: None, paths: [str(file) for file in files]}
+        values[_MIXTURE] = [asdict(replace(source, path=None, files=())) for source in sources]
+        contents = {paths: _digest(files)}
     model = Path(config.actor_rollout_ref.model.path).expanduser()
     if (model / "config.json").is_file():
         sizes = sorted((path.name, path.stat().st_size) for path in model.glob("*.safetensors"))
