@@ -34,7 +34,9 @@ def main(arguments: list[str] | None = None) -> None:
         limits=Limits(memory_mb=args.memory_mb, output_mb=args.max_output_mb),
         allow_packages=tuple(name for name in args.allow_packages.split(",") if name),
     )
-    config = uvicorn.Config(create_app(settings), args.host, args.port, log_level="info", access_log=False)
+    config = uvicorn.Config(
+        create_app(settings), args.host, args.port, log_level="info", access_log=False, timeout_keep_alive=75
+    )
     server = uvicorn.Server(config)
 
     def end_with_stdin() -> None:

@@ -28,6 +28,8 @@ from verl.code_server.walls import Walls
 
 WATCH_SECONDS = 0.02  # between two looks at the memory of running sandboxes
 START_SECONDS = 10.0  # a sandbox that is not ready by then never will be
+SHARED_BYTES = 8 << 20  # of each process, with the zygote
+MANY_PROCESSES = 4  # of a sandbox: more than these run at the lowest priority
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
@@ -88,21 +90,23 @@ class Sandbox:
                 loop.remove_reader(self.control.fileno())
 
     def send_job(self, job: Any, cpu_seconds: float, *more: socket.socket) -> None:
-        """Hands over what to do, in a sealed file in memory. OSError: the sandbox is gone."""
+        """Hands over what to do, in a sealed file in memory."""
         file = sealed_file(encode(job, lambda value: [None]).encode())
         try:
             data = str(int(cpu_seconds) + 2).encode()
-            socket.send_fds(self.control, [data], [file, *(one.fileno() for one in more)])
+            with suppress(OSError):  # it has just ended: `receive` will say so
+                socket.send_fds(self.control, [data], [file, *(one.fileno() for one in more)])
         finally:
             os.close(file)
             for one in more:
                 one.close()
 
-    def memory_bytes(self, shared: int) -> int:
-        """Resident memory of its processes, less what each shares with the zygote."""
-        total, waiting = 0, [self.pid]
+    def memory_bytes(self, shared: int) -> tuple[int, list[int]]:
+        """(resident memory of its processes, less what each shares with the zygote; their ids)."""
+        total, waiting, pids = 0, [self.pid], []
         while waiting:
             pid = waiting.pop()
+            pids.append(pid)
             try:
                 with open(f"/proc/{pid}/statm") as file:
                     total += max(0, int(file.read().split()[1]) * PAGE_BYTES - shared)
@@ -111,7 +115,7 @@ class Sandbox:
                         waiting.extend(int(child) for child in file.read().split())
             except (OSError, ValueError):  # it has just ended
                 continue
-        return total
+        return total, pids
 
     def kill(self) -> None:
         if self.pidfd >= 0:
@@ -170,7 +174,11 @@ class Stock:
             await asyncio.sleep(WATCH_SECONDS)
             since = time.monotonic() - WATCH_SECONDS
             for sandbox in [one for one in self.running if one.used_since < since]:
-                if sandbox.memory_bytes(8 << 20) > memory_bytes:
+                held, pids = sandbox.memory_bytes(SHARED_BYTES)
+                for pid in pids if len(pids) > MANY_PROCESSES else []:  # they leave the others their share
+                    with suppress(OSError):
+                        os.setpriority(os.PRIO_PROCESS, pid, 19)
+                if held > memory_bytes:
                     sandbox.over_memory = True
                     if sandbox.pidfd >= 0:
                         signal.pidfd_send_signal(sandbox.pidfd, signal.SIGKILL)

@@ -36,13 +36,14 @@ FORBIDDEN = (
     "fanotify_init quotactl acct swapon swapoff reboot kexec_load kexec_file_load init_module "
     "finit_module delete_module settimeofday clock_settime clock_adjtime adjtimex syslog vhangup "
     "personality modify_ldt ioperm iopl nfsservctl lookup_dcookie mbind set_mempolicy migrate_pages "
-    "move_pages sethostname setdomainname mknod mknodat seccomp"
+    "move_pages sethostname setdomainname mknod mknodat seccomp "
+    "setpriority ioprio_set sched_setscheduler sched_setparam sched_setattr sched_setaffinity "
+    "process_madvise process_mrelease"
 )
 # what Landlock does not govern, and a mount or PID namespace does
 REACHING_OUT = (
     "chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes utimensat futimesat setxattr "
-    "lsetxattr fsetxattr removexattr lremovexattr fremovexattr setpriority ioprio_set sched_setscheduler "
-    "sched_setparam sched_setattr sched_setaffinity process_madvise process_mrelease"
+    "lsetxattr fsetxattr removexattr lremovexattr fremovexattr"
 )
 NAMESPACE_FLAGS = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000, 0x80)
 ADVICE = (
@@ -64,7 +65,7 @@ class Limits:
 
     memory_mb: int = 512
     output_mb: float = 1.0
-    processes: int = 32
+    processes: int = 12
     tmp_mb: int = 64
 
 
@@ -84,8 +85,7 @@ def seccomp_program(namespaces: bool, fork: bool) -> bytes:
     rules.add_rule(pyseccomp.ERRNO(38), "clone3")  # its flags are in memory; glibc then uses clone
     for flag in NAMESPACE_FLAGS:
         rules.add_rule(refusal, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, flag, flag))
-    if not namespaces:
-        rules.add_rule(refusal, "prlimit64", pyseccomp.Arg(0, pyseccomp.NE, 0))  # of another process
+    rules.add_rule(refusal, "prlimit64", pyseccomp.Arg(0, pyseccomp.NE, 0))  # of another process
     if not fork:
         rules.add_rule(refusal, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, 0x10000, 0))  # no CLONE_THREAD
         rules.add_rule(refusal, "prctl", pyseccomp.Arg(0, pyseccomp.EQ, 1))  # PDEATHSIG
@@ -171,6 +171,7 @@ class Walls:
         self.tier, self.limits = tier, limits
         self.places = find_packages(packages)
         self.uid = NOBODY if os.geteuid() == 0 else None
+        self.links: tempfile.TemporaryDirectory[str] | None = None
         self.process: subprocess.Popen[bytes] | None = None
         self.socket: socket.socket | None = None
         self.start()
@@ -272,6 +273,17 @@ class Walls:
             command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
         return [*command, "--remount-ro", "/", "--"]
 
+    def package_folder(self) -> str:
+        """Where programs find the packages: a mount, or a folder of links to them."""
+        if self.tier == "namespaces":
+            return "/packages"
+        if self.links is None:
+            self.links = tempfile.TemporaryDirectory(prefix="verl-code-server-packages-")
+            os.chmod(self.links.name, 0o755)
+            for place in self.places:
+                os.symlink(place, f"{self.links.name}/{place.name}")
+        return self.links.name
+
     def settings(self, prefix: str) -> dict[str, Any]:
         """What the zygote needs to know; see zygote.py."""
         megabyte, namespaces = 1 << 20, self.tier == "namespaces"
@@ -286,6 +298,7 @@ class Walls:
         system = ["/lib/", "/lib64/", "/usr/lib/", "/usr/lib64/", f"{prefix}/lib/", f"{prefix}/bin/"]
         readable = [(path, 1 | 4 | 8) for path in system if os.path.exists(path)]
         readable += [(str(place), 1 | 4 | 8 if place.is_dir() else 4) for place in self.places]
+        readable += [(self.package_folder(), 8)] if self.places else []
         readable += [("/dev/null", 2 | 4), ("/dev/urandom", 4), ("/dev/zero", 4)]
         words = (0xFFFF, 3, 3)  # all of files; TCP bind, connect; abstract sockets, signals
         return {
@@ -298,7 +311,7 @@ class Walls:
             "landlock": b"".join(word.to_bytes(8, sys.byteorder) for word in words),
             "seccomp": seccomp_program(namespaces, fork=True),
             "seccomp_no_fork": seccomp_program(namespaces, fork=False),
-            "path": ["/packages"] if self.places else [],
+            "path": [self.package_folder()] if self.places else [],
         }
 
 

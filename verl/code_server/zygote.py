@@ -24,6 +24,7 @@ NEWNS, NEWIPC, NEWUSER, NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
 SET_PDEATHSIG, SET_DUMPABLE, SET_NO_NEW_PRIVS, SET_SECCOMP = 1, 4, 38, 22
 CAP_HEADER = (0x20080522).to_bytes(4, sys.byteorder) + bytes(4)  # version 3
 libc = ctypes.CDLL(None, use_errno=True)
+PRELOADED = "typing collections math re functools itertools heapq bisect"
 settings: dict[str, Any] = {}  # see walls.py, which fills them in
 
 
@@ -118,6 +119,8 @@ def main(given: dict[str, Any]) -> None:
     settings.update(given)
     settings["null"] = posix.open("/dev/null", posix.O_RDWR)
     sys.path.extend(given["path"])
+    for name in PRELOADED.split():
+        __import__(name)
     requests, namespaces = _socket.socket(fileno=given["socket"]), given["namespaces"]
     import signal
 
@@ -146,6 +149,7 @@ def main(given: dict[str, Any]) -> None:
             requests.close()
             if own >= 0:
                 posix.close(own)
+            posix.setsid()
             build_walls(role)
             posix.chdir("/tmp")
             run_role(role, control)

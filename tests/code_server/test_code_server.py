@@ -1,0 +1,139 @@
+"""The code server as the rest of the framework meets it: client, verdicts, walls, refusals."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import httpx
+import pytest
+
+from verl.code_server import client as client_module
+from verl.code_server import walls
+from verl.code_server.client import CodeClient, is_graded, own_server
+from verl.verifiers.base import CouldNotVerify
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
+
+
+@pytest.fixture(scope="module")
+def url():
+    yield own_server().url
+    own_server().close()
+
+
+def ask(url: str, path: str, **body: object) -> httpx.Response:
+    content = json.dumps({"max_execution_time": 2.0, "detail": True, **body})
+    headers = {"Content-Type": "application/json"}
+    return httpx.post(f"{url}/{path}", content=content, headers=headers, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("program", "test", "outcome"),
+    [
+        ("def f(x): return x + 1", "assert f(1) == 2", "passed"),
+        ("def f(x): return x + 1", "assert f(1) == 3", "failed"),
+        ("class E:\n  def __eq__(s, o): return True\ndef f(x): return E()", "assert f(1) == 3", "failed"),
+        ("def abs(x): return 0\ndef f(x): return 9", "assert abs(f(1) - 3) < 1", "failed"),
+        ("def sum(a, b): return a + b", "assert sum(1, 2) == 3", "passed"),
+        ("def f(x): x.sort()", "l = [2, 1]\nf(l)\nassert l == [1, 2]", "passed"),
+        ("def f(x): x.clear(); return []", "l = [2, 1]\nassert f(l) == sorted(l)", "failed"),
+        ("def f(g): return g(2)", "assert f(lambda x: x * 2) == 4", "passed"),
+        ("class P:\n  def __init__(s): s.x = 3", "assert P().x == 3", "passed"),
+        ("class P:\n  def __eq__(s, o): return True", "assert P() == P()", "opaque_value"),
+        ("def f(): raise StopIteration", "assert all(map(lambda n: f(), [1]))", "error:RuntimeError"),
+        ("def f(g):\n  try: g(1)\n  except BaseException: pass", "def g(x): assert 0\nf(g)", "failed"),
+        ("import os\ndef f(): os._exit(0)", "assert f() == 1", "crashed"),
+        ("def f(): return 'x' * (50 << 20)", "assert f()", "output_limit"),
+        ("def f(): return bytearray(10**10)", "assert f()", "memory"),
+        ("1 +", "assert f()", "program_error"),
+        ("def f(): pass", "while True: pass", "timeout"),
+        ("import socket\ndef f(): socket.socket()", "f()", "error:PermissionError"),
+    ],
+)
+def test_a_verdict_is_made_of_plain_data_outside_of_the_program(url, program, test, outcome):
+    reply = ask(url, "test_program", program=program, tests=[test], max_execution_time=1.0).json()
+    assert reply["outcomes"] == [outcome] and reply["results"] == [int(outcome == "passed")]
+    assert (reply["runtimes"][0] >= 0) == (outcome == "passed")
+
+
+def test_tests_do_not_see_each_other(url):
+    program = "import os\nn = []\ndef f():\n  n.append(1)\n  open('x', 'a').write('a')\n"
+    program += "  return len(n) + os.stat('x').st_size"
+    assert (
+        ask(url, "test_program", program=program, tests=["assert f() == 2"] * 3).json()["results"] == [1] * 3
+    )
+
+
+def test_standard_output_is_compared_outside(url):
+    tests = [
+        {"input": "1\n", "output": "2"},
+        {"input": "2", "output": "3.0"},
+        {"input": "3", "output": "5"},
+        7,
+    ]
+    reply = ask(url, "test_program_stdio", program="print(int(input()) + 1)", tests=tests).json()
+    assert reply["outcomes"] == ["passed", "passed", "failed", "error:TypeError"]
+
+
+def test_the_reply_is_open_instructs_unless_more_is_asked_for(url):
+    body = {"program": "def f(): return 1", "tests": '["assert f() == 1"]'}
+    assert set(httpx.post(f"{url}/test_program", json=body).json()) == {"results", "runtimes"}
+    assert httpx.get(f"{url}/health").json()["status"] == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [({"program": 5, "tests": []}, 422), ({"program": "", "tests": "no list"}, 422), ({"tests": []}, 422),
+     ({"program": "", "tests": [], "max_execution_time": -1}, 422),
+     ({"program": "\ud800", "tests": ["f()"]}, 200),
+     ({"program": "x" * (65 << 20), "tests": []}, 413)],
+    ids=["program", "tests", "none", "limit", "surrogate", "large"],
+)  # fmt: skip
+def test_a_bad_request_is_refused_and_never_an_error_of_the_server(url, body, status):
+    assert ask(url, "test_program", **body).status_code == status
+
+
+def test_a_client_runs_and_tests_and_pickles(url):
+    client = pickle.loads(pickle.dumps(CodeClient(url)))
+    assert client.test(
+        "def f(): return 1", ["assert f() == 1", "assert f() == 2"], stdio=False, limit=1.0
+    ) == [1, 0]
+    assert client.run("print(input() * 2)", "ab", 1.0) == ("abab\n", "passed")
+    assert client.run("print(1)\n1 / 0", "", 1.0) == (
+        "1\nZeroDivisionError: division by zero\n",
+        "program_error",
+    )
+
+
+def test_a_server_that_is_not_there_is_could_not_verify_and_no_zero():
+    client = CodeClient("http://127.0.0.1:9/test_program", queue_seconds=0.3)
+    with pytest.raises(CouldNotVerify):
+        client.test("def f(): pass", ["f()"], stdio=False, limit=0.1)
+
+
+def test_a_server_that_dies_is_replaced():
+    first = own_server()
+    first.process.kill()
+    first.process.wait()
+    assert CodeClient(None).test("def f(): return 1", ["assert f() == 1"]) == [1]
+    own_server().close()
+    assert client_module._own is not None
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [None, [], {}, {"results": [1], "runtimes": []}, {"results": [2], "runtimes": [0.1]},
+     {"results": [1, 1], "runtimes": [0, 0]},
+     {"results": [1], "runtimes": [float("nan")]}, {"results": ["1"], "runtimes": [0.1]}],
+)  # fmt: skip
+def test_a_torn_reply_is_none(reply):
+    assert not is_graded(reply, 1)
+
+
+def test_without_walls_the_server_refuses_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(walls, "find_bubblewrap", lambda: "/bin/false")
+    monkeypatch.setattr(walls, "landlock_abi", lambda: 3)
+    with pytest.raises(walls.NoWalls, match="sysctl") as refusal:
+        walls.choose_walls("auto", walls.Limits())
+    assert "found version 3, expected 6" in str(refusal.value)

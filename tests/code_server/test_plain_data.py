@@ -1,0 +1,120 @@
+"""What crosses between judge and prisoner, how tests arrive, and which outputs are equal."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import math
+import pickle
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.code_server.answers import MAX_TEST_BYTES, decode_tests, same_output
+from verl.code_server.codec import Torn, decode, encode
+
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(st.characters())
+    | st.binary()
+    | st.complex_numbers(allow_nan=False)
+    | st.decimals(allow_nan=False)
+    | st.fractions()
+)
+KEYS = st.integers() | st.text() | st.tuples(st.integers(), st.binary())
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(KEYS, inner)
+        | st.sets(KEYS)
+        | st.frozensets(KEYS)
+    ),
+    max_leaves=30,
+)
+
+
+def no_object(*_: object) -> list:
+    raise AssertionError("a plain value needs no handle")
+
+
+@given(VALUES)
+def test_a_plain_value_arrives_equal_and_with_its_types(value):
+    arrived = decode(encode(value, no_object), no_object)
+    assert arrived == value
+    assert repr(arrived) == repr(value) or isinstance(value, set | frozenset | dict | list | tuple)
+
+
+def test_not_a_number_and_half_a_surrogate_pair_arrive():
+    assert math.isnan(decode(encode(math.nan, no_object), no_object))
+    assert decode(encode("\ud800", no_object), no_object) == "\ud800"
+
+
+def test_an_object_of_an_own_class_never_crosses_as_a_value():
+    class Always(int):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+    assert decode(encode([Always(3)], no_object), no_object) != [4]
+    assert decode(encode(object(), lambda value: ["h", 7]), lambda tag, number: (tag, number)) == ("h", 7)
+
+
+@given(st.text() | st.recursive(st.integers() | st.text(), st.lists).map(json.dumps))
+def test_hostile_text_is_torn_or_plain_data_and_nothing_else(text):
+    with contextlib.suppress(Torn):
+        decode(text, lambda tag, number: None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[", '["m","eval","1"]', '["i","zz"]', "1e5", "NaN", "1" * 5000,
+     "[" * 10**5,
+     '["d",1]', '["s",["l"]]', '["h"]', '["h","x"]', '["q",1]', "[[]]", '["m","ndarray",["l"],"O"]'],
+)  # fmt: skip
+def test_what_is_no_message_is_torn(text):
+    with pytest.raises(Torn):
+        decode(text, lambda tag, number: None)
+
+
+def pack(value: object) -> str:
+    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
+def test_tests_arrive_in_each_form_of_open_instruct():
+    tests = [{"input": "1\n", "output": "2\n"}]
+    assert decode_tests(tests) == decode_tests(json.dumps(tests)) == decode_tests(pack(tests)) == tests
+    assert decode_tests(None) == decode_tests("") == decode_tests([]) == []
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("a pickle ran code",)
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [pack([Evil()]), pack(["x" * (MAX_TEST_BYTES + 1)]), pack({"no": "list"}), "no base64!", "{}", 5,
+     base64.b64encode(zlib.compress(b"\x80\x04j\xff\xff\xff\x7f.")).decode()],
+    ids=["code", "bomb", "no list", "text", "object", "number", "memo"],
+)  # fmt: skip
+def test_tests_that_are_no_plain_list_are_refused(tests, capsys):
+    with pytest.raises(ValueError, match="tests"):
+        decode_tests(tests)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "same"),
+    [("1 2\n3\n", " 1 2 \n3", True), ("1.0 2", "1 2.00", True), ("1\n\n2", "1\n2", False), ("", "", True),
+     ("a", "b", False), ("1e400", "1e400 ", True), ("NaN", "NaN", True),
+     ("nan 1", "nan 1.0", False), ("1 2", "12", False)],
+)  # fmt: skip
+def test_outputs_are_compared_by_lines_then_by_decimals(output, expected, same):
+    assert same_output(output, expected) is same
