@@ -5,7 +5,7 @@ The loop is `verl/agent/`; what a search does is `search_environment.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,6 +15,8 @@ from verl.agent.agent import EnvironmentAgent
 from verl.agent.loop import LoopEvent
 from verl.agent.trajectory import AgentConfig, Trajectory, generation_eos_ids
 from verl.config import Config
+from verl.config.environments import EnvironmentConfig
+from verl.environments.executors import Environments
 from verl.environments.registry import SEARCH
 from verl.protocol import DataProto
 from verl.workers.rollout.base import RolloutEngine
@@ -83,10 +85,11 @@ class LLMGenerationManager(EnvironmentAgent):
         search_client: SearchClient | None,
         config: GenerationConfig,
         on_event: Callable[[Event], None] | None = None,
-        env_config: Mapping[str, Mapping[str, Any]] | None = None,
+        block: EnvironmentConfig | None = None,
     ) -> None:
         """Without a `search_client`, one is made for `config.search_url`; without `do_search` none is needed.
-        `on_event` hears what happens as it happens; it needs an engine with `partial`.
+        `on_event` hears what happens as it happens; it needs an engine with `partial`. block: the run's
+        `environment` block, for rows with other environments.
 
         Raises ValueError for lengths that can't work, and for `do_search` without a client and an address.
         """
@@ -98,9 +101,9 @@ class LLMGenerationManager(EnvironmentAgent):
             search_client = SearchClient(config.search_url, topk=config.topk)
         self.search_client = search_client
         search = {name: getattr(config, name) for name in ("topk", "max_turns", "do_search")}
-        env_config = {**(env_config or {}), SEARCH: {**search, "client": search_client}}
+        environments = Environments(block, {SEARCH: {**search, "client": search_client}})
         listener = None if on_event is None else lambda event: on_event(Event.of_loop(event))
-        super().__init__(tokenizer, engine, config, env_config, listener)
+        super().__init__(tokenizer, engine, config, environments, listener)
         empty = len(self.codec.encode(format_observation([])))
         if config.do_search and config.max_obs_length < empty:
             raise ValueError(
@@ -157,4 +160,4 @@ def build_agent(
             api_key=api_key,
             use_proxy=retriever.use_proxy,
         )
-    return LLMGenerationManager(tokenizer, engine, client, generation)
+    return LLMGenerationManager(tokenizer, engine, client, generation, block=config.environment)

@@ -21,7 +21,6 @@ import numpy as np
 from search_r1.search.client import FoundDocument
 from verl.agent.trajectory import Trajectory
 from verl.environments.base import ActionUnderWay, BaseTextEnv, BaseTextEnvStepOutput, EpisodeFailed
-from verl.environments.registry import SEARCH, register
 
 SEARCH_END, ANSWER_END = "</search>", "</answer>"
 INFORMATION_START, INFORMATION_END = "\n\n<information>", "</information>\n\n"
@@ -177,9 +176,6 @@ class SearchEnvironment(BaseTextEnv):
             for (place, query), future in zip(asked.items(), futures, strict=True):
                 outputs[place] = SearchUnderWay(query, future, started)
         return outputs
-
-
-register(SEARCH, SearchEnvironment)
 
 
 def env_metrics(trajectories: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -15,6 +15,9 @@ import os
 import re
 import shutil
 import tempfile
+import threading
+import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +31,10 @@ from transformers import AutoTokenizer
 
 from search_r1.llm_agent.generation import build_agent
 from search_r1.search.probe import RetrievalProbe
+from verl.agent.trajectory import AgentConfig, Codec
 from verl.config import Config
+from verl.environments.base import BaseTextEnv, EpisodeFailed
+from verl.environments.executors import Environments
 from verl.preflight.machine_checks import find_wrong_corpora
 from verl.preflight.plan import Hardware, Plan
 from verl.preflight.preflight import look, start_is_sound
@@ -39,6 +45,7 @@ from verl.trainer import main_ppo, restarts
 from verl.trainer.config import validate
 from verl.trainer.main_ppo_format import format_score
 from verl.trainer.placement import needs_ray, place, processes_on_nodes, roles_of
+from verl.trainer.ppo.episodes import FailureWatch
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
 from verl.utils.records import recorder
@@ -256,6 +263,49 @@ def agent(config: Config) -> Any:
         return repr(made.config), None if made.search_client is None else plain(vars(made.search_client))
     finally:
         made.close()
+
+
+class Observed(BaseTextEnv):
+    """Says where it runs and what it was made with."""
+
+    def __init__(self, env_config: Any, extras: Any) -> None:
+        super().__init__()
+        self.made_with = dict(env_config)
+
+    def step(self, action: str) -> Any:
+        time.sleep(0.2)
+        reward = float(threading.current_thread() is threading.main_thread())
+        return {"observations": [], "reward": reward, "done": True, "metadata": self.made_with}
+
+
+class Other(Observed):
+    pass
+
+
+def environments(config: Config) -> Any:
+    """Two episodes of the run's environment, and what becomes of a batch in which one of four failed."""
+    name = config.environment.env_class
+    stage, tokenizer = Environments(config.environment), AutoTokenizer.from_pretrained(BASE_MODEL)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    codec = Codec(tokenizer, AgentConfig(1, 2, 3, 4, 5), config.environment.observation_format)
+    opened = [stage[name].open({}, [], 3) for _ in range(2)]
+    episodes = [each.result() if isinstance(each, Future) else each for each in opened]
+    started = time.perf_counter()
+    outcomes = []
+    for each in stage[name].step_many(episodes, ["x", "y"]):
+        try:
+            outcomes.append(each.result() if isinstance(each, Future) else each)
+        except EpisodeFailed as error:
+            outcomes.append(str(error))
+    seconds = round((time.perf_counter() - started) * 5)  # 1 side by side, 2 one after the other
+    failed = {"finish_reason": "env_failed", "turns": [], "env_error": "?", "env_class": name}
+    records = [failed, *[{"finish_reason": "done", "turns": [], "env_class": name}] * 3]
+    try:
+        FailureWatch(config, str).check(records)
+        ended = "goes on"
+    except RunStopped as error:
+        ended = str(error)
+    return name, outcomes, seconds, codec.is_chat(name), ended
 
 
 def engine(config: Config) -> Any:

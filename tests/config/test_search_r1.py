@@ -138,7 +138,8 @@ def test_a_key_without_effect_is_taken_with_a_note(name):
 def test_an_alias_sets_its_key_unless_that_is_set(name):
     key = RL.aliases[name].key
     default = at(load_config([]), key)
-    other = True if default is False else 0.25
+    others = {bool: True, int: 25, float: 0.25, str: "http://127.0.0.1:9"}
+    other = others[type(default)]
     assert at(load_config([f"{name}={shown(other)}"]), key) == other
     assert at(load_config([f"{name}={shown(other)}", f"{key}={shown(default)}"]), key) == default
 

@@ -5,13 +5,14 @@ gen_batch (prompts, seeds) -> Trajectory of each row -> TrajectoryLoop -> tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from verl.agent.loop import LoopEvent, TrajectoryLoop
 from verl.agent.trajectory import AgentConfig, Codec, Trajectory, to_tensors
-from verl.environments.executors import EnvironmentRunner
+from verl.environments.executors import Environments
 from verl.protocol import DataProto
+from verl.utils.dataset.rl_dataset import row_max_turns
 from verl.workers.rollout.base import RolloutEngine, SamplingParams
 
 
@@ -23,24 +24,24 @@ class EnvironmentAgent:
         tokenizer: Any,
         engine: RolloutEngine,
         config: AgentConfig,
-        env_config: Mapping[str, Mapping[str, Any]] | None = None,
+        environments: Environments,
         on_event: Callable[[LoopEvent], None] | None = None,
     ) -> None:
-        """env_config: environment -> what its instances are made with. `on_event` hears what happens as it
-        happens; it needs an engine with `partial`. ValueError: lengths that can't work.
+        """environments: which it owns. `on_event` hears what happens as it happens; it needs an engine with
+        `partial`.
         """
         self.tokenizer, self.engine, self.config = tokenizer, engine, config
-        self.env_config, self.on_event = env_config or {}, on_event
-        self.codec = Codec(tokenizer, config)
-        self.runners: dict[str, EnvironmentRunner] = {}
+        self.environments, self.on_event = environments, on_event
+        self.codec = Codec(tokenizer, config, environments.block.observation_format)
 
     def run_llm_loop(self, gen_batch: DataProto) -> DataProto:
         """Generates one trajectory per row.
 
         Args:
             gen_batch: batch `sampling_seeds` [N] int64; non_tensor_batch `raw_prompt_ids` (list[int]), and if
-                there are any `uid` (rows of one prompt, for `straggler_factor`) and `continuation` (None, or
-                what `Trajectory.continued` takes); meta_info `do_sample` (False: greedy), `temperature`,
+                there are any `uid` (rows of one prompt, for `straggler_factor`), `continuation` (None, or
+                what `Trajectory.continued` takes) and `episode` (None: a search; or its `env_class`, `prompt`
+                (messages) and `extras`); meta_info `do_sample` (False: greedy), `temperature`,
                 `top_p`, `top_k`, `validate` (True: stragglers are waited for), `keep_partial` (True:
                 stragglers end as "kept", with their mask as if they had ended), all optional.
 
@@ -53,14 +54,20 @@ class EnvironmentAgent:
         config, meta_info, columns = self.config, gen_batch.meta_info, gen_batch.non_tensor_batch
         seeds = gen_batch.tensors["sampling_seeds"].tolist()
         prompts = [[int(id_) for id_ in ids[-config.max_start_length :]] for ids in columns["raw_prompt_ids"]]
-        trajectories = [
-            Trajectory(row, prompt_ids, seed)
-            if state is None
-            else Trajectory.continued(row, prompt_ids, seed, state)
-            for row, (prompt_ids, seed, state) in enumerate(
-                zip(prompts, seeds, columns.get("continuation", [None] * len(seeds)), strict=True)
+        nothing: list[Any] = [None] * len(seeds)
+        states, episodes = columns.get("continuation", nothing), columns.get("episode", nothing)
+        trajectories = []
+        for row, (ids, seed, state) in enumerate(zip(prompts, seeds, states, strict=True)):
+            made = (
+                Trajectory(row, ids, seed) if state is None else Trajectory.continued(row, ids, seed, state)
             )
-        ]
+            made.max_turns = config.max_turns
+            if episodes[row] is not None:
+                made.env_class, made.messages, made.extras = (
+                    episodes[row][name] for name in ("env_class", "prompt", "extras")
+                )
+                made.max_turns = row_max_turns(made.extras) or config.max_turns
+            trajectories.append(made)
         sampling: dict[str, Any] = {"temperature": 0.0}
         if meta_info.get("do_sample", True):
             names = ("temperature", "top_p", "top_k", "min_p")
@@ -72,13 +79,10 @@ class EnvironmentAgent:
             **sampling,
         )
         groups = None if meta_info.get("validate", False) else columns.get("uid")
-        for env_class in {trajectory.env_class for trajectory in trajectories}:
-            if env_class not in self.runners:
-                self.runners[env_class] = EnvironmentRunner(env_class, self.env_config.get(env_class))
         loop = TrajectoryLoop(
             self.codec,
             self.engine,
-            self.runners,
+            self.environments,
             config,
             params,
             trajectories,
@@ -106,4 +110,5 @@ class EnvironmentAgent:
         return {}
 
     def close(self) -> None:
-        """Ends what the environments share."""
+        """Ends the environments' threads and processes."""
+        self.environments.close()

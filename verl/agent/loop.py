@@ -13,18 +13,21 @@ is late (`stragglers.py`) is cut: its unfinished members end as "cut", without a
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, Literal
 
 from verl.agent.engine_load import EngineLoad
 from verl.agent.stragglers import StragglerWatch
 from verl.agent.trajectory import KEPT, AgentConfig, Codec, Trajectory, Turn
 from verl.environments.base import ActionUnderWay, BaseTextEnvStepOutput, EpisodeFailed
-from verl.environments.executors import EnvironmentRunner, StepResult
+from verl.environments.executors import Environments, Episode, StepResult
+from verl.environments.registry import SEARCH
 from verl.verifiers.base import CouldNotVerify
 from verl.workers.rollout.base import Completion, Partial, RolloutEngine, SamplingParams
 
@@ -48,15 +51,15 @@ class LoopEvent:
 
 @dataclass(eq=False)
 class PendingStep:
-    """A turn that its environment is at work on. `due`: the engine step at which its observation joins, with
-    a fixed delay.
+    """A turn that its environment is at work on, or an environment that is being made. `due`: the engine step
+    at which what comes of it joins, with a fixed delay.
     """
 
-    session_id: int | None  # None: of a continued trajectory, whose session is opened with the observation
+    session_id: int | None  # None: of a trajectory whose session is opened afterwards
     trajectory: Trajectory
-    future: Future[BaseTextEnvStepOutput]
+    future: Future[BaseTextEnvStepOutput] | Future[Episode]
     due: int
-    ended: str  # why its generation stopped, as in `Completion`
+    ended: str = ""  # why the turn's generation stopped, as in `Completion`
 
 
 class TrajectoryLoop:
@@ -66,7 +69,7 @@ class TrajectoryLoop:
         self,
         codec: Codec,
         engine: RolloutEngine,
-        runners: Mapping[str, EnvironmentRunner],
+        environments: Environments,
         config: AgentConfig,
         params: SamplingParams,
         trajectories: list[Trajectory],
@@ -77,14 +80,14 @@ class TrajectoryLoop:
     ) -> None:
         """
         Args:
-            runners: of each `env_class` of the trajectories.
+            environments: those that the trajectories' `env_class` name.
             params: of every turn, but for the seed (the trajectory's), the stop strings (its environment's)
                 and max_tokens (as room allows).
             trajectories: row i is entry i; those with a finish_reason are left as they are.
             groups: of each row, to cut stragglers by; None: none is cut.
             keep_partial: stragglers end as "kept" instead of "cut", unless they were kept before.
         """
-        self.codec, self.engine, self.runners, self.config = codec, engine, runners, config
+        self.codec, self.engine, self.environments, self.config = codec, engine, environments, config
         self.params, self.trajectories, self.on_event = params, trajectories, on_event
         self.keep_partial = keep_partial
         self.max_context = min(self.config.max_prompt_length, self.engine.max_model_len)
@@ -93,6 +96,7 @@ class TrajectoryLoop:
         self.num_in_flight = 0
         self.sessions: dict[int, Trajectory] = {}
         self.waiting: list[PendingStep] = []
+        self.ended: list[tuple[Trajectory, Episode, Future[None] | None]] = []
         self.num_steps = 0
         self.shown: dict[int, int] = {}  # characters of the running turn that `on_event` has seen, by session
         self.watch: StragglerWatch | None = None
@@ -130,8 +134,15 @@ class TrajectoryLoop:
         finally:
             for session_id in list(self.sessions):
                 self.engine.close(session_id)
+            for step in self.waiting:  # those that are being made close themselves
+                step.future.cancel()
             for trajectory in self.trajectories:
                 self._close(trajectory)
+            futures = [future for _, _, future in self.ended if future is not None]
+            self.environments.wait_for(futures, in_haste=self.num_in_flight > 0)
+            for trajectory, episode, _ in self.ended:
+                trajectory.seconds = (episode.seconds_init, episode.seconds_step)
+                trajectory.env_metrics = episode.metrics
 
     def _start_pending(self) -> None:
         limit = self.config.max_in_flight or len(self.trajectories)
@@ -139,19 +150,34 @@ class TrajectoryLoop:
         while self.pending and self.num_in_flight < limit:
             trajectory = self.pending.popleft()
             self.num_in_flight += 1
-            runner = self.runners[trajectory.env_class]
             try:
-                trajectory.episode = runner.open({}, [], len(trajectory.turns) - trajectory.is_asking)
+                episode = self.environments[trajectory.env_class].open(
+                    trajectory.extras,
+                    trajectory.messages,
+                    trajectory.max_turns,
+                    len(trajectory.turns) - trajectory.is_asking,
+                    trajectory.kept_env,
+                )
             except Exception as error:  # it is a user's environment: anything may come
                 self._fail(None, trajectory, error)
                 continue
-            if trajectory.is_asking:
+            if isinstance(episode, Future):
+                self.waiting.append(PendingStep(None, trajectory, episode, self.num_steps))
+            elif trajectory.is_asking:
+                trajectory.episode = episode
                 self._note_start(trajectory)
                 asking.append((None, trajectory, "stop"))
             else:
-                self._open(trajectory)
+                self._begin(trajectory, episode)
         if asking:
             self._take_turns(asking)
+
+    def _begin(self, trajectory: Trajectory, episode: Episode) -> None:
+        """Its environment is ready."""
+        trajectory.episode = episode
+        if episode.messages is not None:  # what its `init` shows instead of the row's prompt
+            trajectory.prompt_ids = self.codec.prompt_ids(episode.messages)[-self.config.max_start_length :]
+        self._open(trajectory)
 
     def _open(self, trajectory: Trajectory) -> None:
         room = self.max_context - trajectory.num_tokens
@@ -167,6 +193,7 @@ class TrajectoryLoop:
 
     def _turn_params(self, trajectory: Trajectory, room: int) -> SamplingParams:
         max_tokens = min(self.config.max_response_length - trajectory.num_begun, room)
+        assert trajectory.episode is not None
         stop = self.codec.stop(trajectory.episode.stop)
         return replace(self.params, max_tokens=max_tokens, stop=stop, seed=trajectory.seed)
 
@@ -197,7 +224,7 @@ class TrajectoryLoop:
         results: dict[int, StepResult] = {}
         for env_class, members in by_class.items():
             texts = [trajectory.turns[-1].text for trajectory in members]
-            outputs = self.runners[env_class].step_many([t.episode for t in members], texts)
+            outputs = self.environments[env_class].step_many([t.episode for t in members if t.episode], texts)
             results.update(zip((trajectory.row for trajectory in members), outputs, strict=True))
         due = self.num_steps + (self.config.search_delay_steps or 0)
         for session_id, trajectory, reason in ended:
@@ -218,7 +245,8 @@ class TrajectoryLoop:
             return
         late_at = None if self.watch is None else self.watch.next_due()
         timeout = None if late_at is None else max(0.0, late_at - self._now()) + 0.001
-        wait([step.future for step in self.waiting], timeout, return_when=FIRST_COMPLETED)
+        futures: list[Future[Any]] = [step.future for step in self.waiting]
+        wait(futures, timeout, return_when=FIRST_COMPLETED)
 
     def _join(self) -> None:
         """Resumes the trajectories whose observations are there, or due."""
@@ -229,8 +257,14 @@ class TrajectoryLoop:
         for step in sorted(ready, key=lambda step: step.trajectory.row):
             self.waiting.remove(step)
             error = step.future.exception()  # waits for it, where it is due
-            result = error if isinstance(error, Exception) else step.future.result()
-            self._take(step.session_id, step.trajectory, result, step.ended)
+            if isinstance(error, Exception):
+                self._fail(step.session_id, step.trajectory, error)
+                continue
+            result = step.future.result()
+            if isinstance(result, Episode):
+                self._begin(step.trajectory, result)
+            else:
+                self._take(step.session_id, step.trajectory, result, step.ended)
 
     def _take(
         self,
@@ -243,18 +277,33 @@ class TrajectoryLoop:
         if isinstance(output, Exception):
             self._fail(session_id, trajectory, output)
             return
-        turn, runner = trajectory.turns[-1], self.runners[trajectory.env_class]
+        turn, environment = trajectory.turns[-1], self.environments[trajectory.env_class]
+        if trajectory.env_class != SEARCH and (mistake := mistake_of(output, turn.text)) is not None:
+            self._fail(session_id, trajectory, EpisodeFailed(mistake))
+            return
         turn.action, turn.reward = output.get("action", turn.action), output["reward"]
-        turn.details = output["metadata"]
+        details = output.get("metadata") or {}
+        turn.details = details if "action" in output else {"metadata": details}
         if output["done"]:
             reason = output.get("finish_reason", "done")
             if reason in LIMITS_OF.get(ended, ()):
                 reason = ended
             self._finish(session_id, trajectory, reason)
             return
-        text = "".join(message["content"] for message in output["observations"])
+        if not environment.counts_turns and len(trajectory.turns) >= trajectory.max_turns:
+            self._finish(session_id, trajectory, "length" if ended == "length" else "max_turns")
+            return
+        text = "".join(str(message["content"]) for message in output["observations"])
         self._emit("observation", trajectory, text, turn.details)
-        self._go_on(session_id, trajectory, self.codec.observation_ids(text, runner.observation_end))
+        if self.codec.is_chat(trajectory.env_class):
+            try:
+                ids = self.codec.chat_ids(output["observations"], trajectory.response_ids[-1])
+            except Exception as error:  # templates raise all kinds for roles that they don't know
+                self._fail(session_id, trajectory, error)
+                return
+        else:
+            ids = self.codec.observation_ids(text, environment.observation_end)
+        self._go_on(session_id, trajectory, ids)
 
     def _fail(self, session_id: int | None, trajectory: Trajectory, error: Exception) -> None:
         """Ends a trajectory that its environment could not take: nothing is learnt from it."""
@@ -262,8 +311,9 @@ class TrajectoryLoop:
         reason = "unverified"
         if not isinstance(error, CouldNotVerify):
             reason = error.reason if isinstance(error, EpisodeFailed) else "env_failed"
+        trajectory.error = str(error) if is_named else f"{type(error).__name__}: {error}"
         if trajectory.turns:
-            trajectory.turns[-1].error = str(error) if is_named else f"{type(error).__name__}: {error}"
+            trajectory.turns[-1].error = trajectory.error
         trajectory.mask()
         self._finish(session_id, trajectory, reason)
 
@@ -294,7 +344,8 @@ class TrajectoryLoop:
         """Ends its environment, if it has one."""
         episode, trajectory.episode = trajectory.episode, None
         if episode is not None:
-            self.runners[trajectory.env_class].close(episode)
+            ended = self.environments[trajectory.env_class].close(episode)
+            self.ended.append((trajectory, episode, ended))
 
     def _now(self) -> float:
         """The clock of the straggler policy."""
@@ -325,7 +376,13 @@ class TrajectoryLoop:
         for step in [step for step in self.waiting if step.trajectory is trajectory]:
             step.future.cancel()
             self.waiting.remove(step)
-        if not self.keep_partial or trajectory.num_old_turns is not None:
+        environment = self.environments[trajectory.env_class]
+        assert trajectory.episode is not None  # it has started
+        is_kept = self.keep_partial and trajectory.num_old_turns is None
+        if is_kept and not environment.stateless:
+            trajectory.kept_env = environment.keep(trajectory.episode)
+            is_kept = trajectory.kept_env is not None
+        if not is_kept:
             trajectory.mask()
             self._finish(session_id, trajectory, "cut")
             return
@@ -336,6 +393,8 @@ class TrajectoryLoop:
                 Partial(begun.token_ids[:length], begun.log_probs[:length], begun.version_first),
                 self.engine.version,
             )
+        if trajectory.kept_env is not None:
+            trajectory.episode = None  # it goes on, and is closed at its end
         self._finish(session_id, trajectory, KEPT)
 
     def _emit(
@@ -354,3 +413,18 @@ class TrajectoryLoop:
         if new and self.on_event is not None:
             self.shown[session_id] = len(text)
             self._emit("text", self.sessions[session_id], new)
+
+
+def mistake_of(output: Any, action: str) -> str | None:
+    """Why what a `step` returned can't be gone on with; None: it can."""
+    if not isinstance(output, Mapping) or not {"observations", "reward", "done"} <= output.keys():
+        return f"step returned {output!r:.200}; expected a dictionary with observations, reward and done"
+    if output.get("postprocessed_action") not in (None, action):
+        return (
+            "step returned another postprocessed_action than the action; only what was sampled is trained: "
+            "let a wrong form cost reward instead"
+        )
+    reward = output["reward"]
+    if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
+        return f"step returned reward={reward!r}; expected a finite number, or None"
+    return None

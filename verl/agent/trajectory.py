@@ -22,7 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.environments.base import Message
+from verl.environments.executors import Episode
 from verl.environments.registry import SEARCH
+from verl.utils.dataset.rl_dataset import prompt_text
 from verl.utils.reward_score.qa_em import join_turns
 from verl.workers.rollout.base import Partial
 from verl.workers.rollout.stop import StopCondition
@@ -103,8 +106,10 @@ class Codec:
         eos_token_ids: the tokenizer's end of sequence, if it has one, and the model's.
     """
 
-    def __init__(self, tokenizer: Any, config: AgentConfig) -> None:
+    def __init__(self, tokenizer: Any, config: AgentConfig, observation_format: str | None = None) -> None:
+        """observation_format: see `environment.observation_format`."""
         self.tokenizer, self.max_obs_length = tokenizer, config.max_obs_length
+        self._format = observation_format
         eos = tokenizer.eos_token_id
         self.eos_token_ids = frozenset(config.eos_token_ids) | (set() if eos is None else {eos})
         # Ids that no document may become: an end of sequence that it spells out is plain text.
@@ -143,6 +148,75 @@ class Codec:
         while end and token_ids[end - 1] in self.eos_token_ids:
             end -= 1
         return self.decode(token_ids[:end])
+
+    def is_chat(self, env_class: str) -> bool:
+        """Whether an environment's observations are messages of the chat template."""
+        if self._format is None:
+            return bool(self.tokenizer.chat_template) and env_class != SEARCH
+        return self._format == "chat"
+
+    def prompt_ids(self, messages: list[Message]) -> list[int]:
+        """A prompt's tokens, as in a row of the data."""
+        text = prompt_text(self.tokenizer, messages)
+        return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+    def chat_ids(self, messages: Sequence[Message], last_id: int | None) -> tuple[int, ...]:
+        """What follows an assistant's turn: its end, the messages, and the beginning of the next turn, as the
+        tokenizer's chat template has it. At most `max_obs_length` tokens; contents are cut, the template not.
+
+        Args:
+            last_id: of the turn. If it is the end of sequence with which the template ends a turn, that is
+                not said again.
+
+        Raises:
+            ValueError: the template is not one to which messages can be appended.
+        """
+        pieces = self._bridge(messages)
+        if last_id is not None and last_id in self.eos_token_ids:
+            pieces[0] = pieces[0].removeprefix(self.decode([last_id]))
+        contents = [str(message["content"]) for message in messages]
+        encode = self.tokenizer.encode
+        whole = pieces[0] + "".join(
+            content + piece for content, piece in zip(contents, pieces[1:], strict=True)
+        )
+        ids = encode(whole, add_special_tokens=False, verbose=False)
+        spelled = encode("\n".join(contents), add_special_tokens=False, verbose=False)
+        if len(ids) <= self.max_obs_length and self._control_ids.isdisjoint(spelled):
+            return tuple(ids)
+        frame = [encode(piece, add_special_tokens=False, verbose=False) for piece in pieces]
+        room = self.max_obs_length - sum(map(len, frame))
+        if room < 0:
+            raise ValueError(
+                f"data.max_obs_length: found {self.max_obs_length}, but the chat template alone takes "
+                f"{self.max_obs_length - room} tokens; raise it, or set environment.observation_format=raw"
+            )
+        parts = list(frame[0])
+        for content, after in zip(contents, frame[1:], strict=True):
+            cut = self.encode(content)[:room]
+            room -= len(cut)
+            parts += [*cut, *after]
+        return tuple(parts)
+
+    def _bridge(self, messages: Sequence[Message]) -> list[str]:
+        """The chat template's text around the contents of messages that follow an assistant's turn."""
+        marks = [f"content-{number}-of-a-message" for number in range(len(messages) + 1)]
+        history = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": marks[0]}]
+        appended = [{**each, "content": mark} for each, mark in zip(messages, marks[1:], strict=True)]
+        render = self.tokenizer.apply_chat_template
+        before = render(history, tokenize=False)
+        text = render([*history, *appended], tokenize=False, add_generation_prompt=True)
+        end_of_turn, pieces, has_all = before.partition(marks[0])[2], [], True
+        for mark in marks:
+            piece, found, text = text.partition(mark)
+            pieces.append(piece)
+            has_all = has_all and bool(found)
+        pieces = [*pieces[1:], text]
+        if not has_all or not pieces[0].startswith(end_of_turn):
+            raise ValueError(
+                "the tokenizer's chat template does not just append messages; set "
+                "environment.observation_format=raw"
+            )
+        return pieces
 
     def observation_ids(self, text: str, closing: str = "") -> tuple[int, ...]:
         """An observation's tokens, at most `max_obs_length`; where it ends in `closing`, one that is too long
@@ -215,8 +289,14 @@ class Trajectory:
     num_begun: int = 0  # of the last response tokens: of a turn that has not ended
     num_old_turns: int | None = None  # turns of an earlier step; None: begun in this one
     env_class: str = SEARCH
-    max_turns: int | None = None  # actions of its episode; None: the environment counts them itself
-    episode: Any = None  # of its environment, while it runs
+    extras: Mapping[str, Any] = field(default_factory=dict)  # columns of its row, for its environment
+    messages: list[Message] = field(default_factory=list)  # its prompt, for its environment
+    max_turns: int = 0  # actions of its episode
+    episode: Episode | None = None  # while it runs
+    seconds: tuple[float, float] = (0.0, 0.0)  # of its environment, in init and in all steps
+    env_metrics: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None  # why its environment failed
+    kept_env: bytes | None = None
 
     @classmethod
     def continued(cls, row: int, prompt_ids: list[int], seed: int, state: Mapping[str, Any]) -> Trajectory:
@@ -226,11 +306,12 @@ class Trajectory:
             state: its `response_ids`, `response_mask`, `log_probs` without padding, and its `record`.
         """
         record = state["record"]
+        kept = record.get("kept", {})
         turns = [Turn.of_record(turn) for turn in record["turns"]]
         is_open = record["finish_reason"] == KEPT
         return cls(
             row,
-            prompt_ids,
+            kept.get("prompt_ids", prompt_ids),
             seed,
             list(state["response_ids"]),
             list(state["response_mask"]),
@@ -241,6 +322,7 @@ class Trajectory:
             record["version_last"],
             record["num_begun"],
             len(turns),
+            kept_env=kept.get("env"),
         )
 
     @property
@@ -287,7 +369,7 @@ class Trajectory:
     def record(self, prompt_text: str) -> dict[str, Any]:
         """The plain dict that goes into the batch under `trajectory`."""
         is_search = self.env_class == SEARCH
-        return {
+        record = {
             "turns": [turn.record(is_search) for turn in self.turns],
             "num_searches": sum(turn.details.get("documents") is not None for turn in self.turns),
             "num_actions": len(self.turns),
@@ -299,6 +381,19 @@ class Trajectory:
             "prompt_text": prompt_text,
             "policy_text": join_turns(turn.text for turn in self.turns),
         }
+        if not is_search:
+            rewards = [turn.reward for turn in self.turns if turn.reward is not None]
+            record |= {
+                "env_class": self.env_class,
+                "env_reward": sum(rewards) if rewards else None,  # None: the run's reward function scores
+                "env_metrics": self.env_metrics,
+                "env_error": self.error,
+                "env_seconds_init": self.seconds[0],
+                "env_seconds_step": self.seconds[1],
+            }
+        if self.kept_env is not None and self.finish_reason == KEPT:
+            record["kept"] = {"env": self.kept_env, "prompt_ids": self.prompt_ids}
+        return record
 
 
 def to_tensors(

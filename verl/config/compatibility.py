@@ -40,8 +40,9 @@ class Alias:
 
 @dataclass(frozen=True)
 class Table:
-    """What one program takes besides its schema; see above."""
+    """What one program takes besides its schema; see above. renamed_groups: of keys without another entry."""
 
+    renamed_groups: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, Alias] = field(default_factory=dict)
     fixed: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     without_effect: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
@@ -107,6 +108,7 @@ _FP32, _WRAP = "Gradients are summed over processes in fp32.", "FSDP2 shards eac
 _HDFS = "Nothing is copied to HDFS; a run's folder is default_local_dir."
 
 RL = Table(
+    renamed_groups={"environment.skyrl_gym": "environment.env_config"},
     aliases={
         **{name: Alias(f"{name}_per_gpu", _of_the_run, low=1) for name in PASSES},
         f"{ACTOR}.optim.clip_grad": Alias(f"{ACTOR}.grad_clip"),
@@ -116,6 +118,11 @@ RL = Table(
         ),
         f"{REF}.param_offload": Alias(f"{REF}.fsdp_config.param_offload"),
         "generator.step_wise_trajectories": Alias(f"{ROLLOUT}.step_wise"),
+        "generator.max_turns": Alias("max_turns"),
+        "environment.skyrl_gym.max_env_workers": Alias("environment.max_workers"),
+        "environment.skyrl_gym.search.search_url": Alias("retriever.url"),
+        "environment.skyrl_gym.search.topk": Alias("retriever.topk"),
+        "environment.skyrl_gym.search.timeout": Alias("retriever.timeout"),
     },
     fixed=_reasons(
         {

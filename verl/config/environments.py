@@ -1,4 +1,4 @@
-"""Keys of what an action earns: the `verifiers` block."""
+"""Keys of what an action does and what it earns: the blocks `environment` and `verifiers`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.keys import Block, Count, Positive, Share, key
+
+
+@dataclass(slots=True)
+class EnvironmentConfig(Block):
+    """What an action of the policy does (verl/environments)."""
+
+    env_class: str = key(
+        "search", "environment of rows without a column env_class: a name, or package.module:Class"
+    )
+    max_workers: Count = key(32, "most threads of a process that environments run in, and most processes")
+    executor: str = key(
+        "auto", "where environments run; auto: where their class says", "auto inline thread process"
+    )
+    step_timeout: Positive = key(60.0, "seconds of an init or a step; then its trajectory is left out")
+    max_failed_share: Share = key(0.5, "the run stops when environments fail in more of a step's rows")
+    observation_format: str | None = key(
+        None,
+        "as it is, or as messages of the chat template (null: chat where there is one; searches raw)",
+        "raw chat null",
+    )
+    env_config: dict[str, Any] = key({}, "{environment: {its own settings}}")
 
 
 @dataclass(slots=True)

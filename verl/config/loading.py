@@ -227,6 +227,10 @@ def _named(setting: Setting, program: Program) -> Iterator[Setting]:
     if name in keys or name in table.names or any(_is_in(name, path) for path in keys if keys[path].is_open):
         yield setting
         return
+    for group, other in table.renamed_groups.items():
+        if _is_in(name, group):
+            yield from _named(replace(setting, key=other + name.removeprefix(group)), program)
+            return
     inside = [path for path in (*keys, *table.names) if _is_in(path, name)]
     if inside and isinstance(setting.value, dict):
         for inner, value in setting.value.items():

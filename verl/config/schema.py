@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from verl.config.environments import VerifiersConfig
+from verl.config.environments import EnvironmentConfig, VerifiersConfig
 from verl.config.keys import (
     Block,
     Count,
@@ -316,7 +316,8 @@ class Config(Block):
     custom_reward_function: RewardFunction = group(RewardFunction)
     verifiers: VerifiersConfig = group(VerifiersConfig)
     retriever: Retriever = group(Retriever)
+    environment: EnvironmentConfig = group(EnvironmentConfig)
     algorithm: AlgorithmConfig = group(AlgorithmConfig)
     trainer: Trainer = group(Trainer)
-    max_turns: Whole = key(10, "most searches per trajectory; then one last turn without search")
+    max_turns: Whole = key(10, "most searches, then one last turn without; in other environments most turns")
     do_search: bool = key(True, "false: answer without a search engine")

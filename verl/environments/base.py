@@ -75,13 +75,13 @@ class BaseTextEnv:
 
     stop: tuple[str, ...] = ()
     runs: ClassVar[Literal["inline", "thread", "process"]] = "thread"
+    max_turns: int = 1
     observation_end: ClassVar[str] = ""
     counts_turns: ClassVar[bool] = False
     stateless: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.turns = 0
-        self.max_turns = 1
         self.tool_groups: list[ToolGroup] = []
         self.tool_to_toolgroup: dict[str, str] = {}
 
@@ -152,6 +152,14 @@ def gold_answer(extras: Mapping[str, Any] | None) -> Any:
         f"Found a row with the columns {sorted(extras)}; its environment expects the right answer in "
         f"reward_spec.ground_truth or reward_model.ground_truth."
     )
+
+
+def make_environment(cls: Callable[..., Any], kwargs: Mapping[str, Any], max_turns: int) -> Any:
+    """An environment for one episode of at most `max_turns` actions."""
+    env = cls(**kwargs)
+    if isinstance(env, BaseTextEnv) and "max_turns" not in vars(env):
+        env.max_turns = max_turns
+    return env
 
 
 class tool:  # a decorator, hence its name

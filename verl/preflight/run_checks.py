@@ -24,6 +24,7 @@ from verl.preflight.target import Target, local_folder
 from verl.trainer.config.validation import settings_without_effect, validate
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import CheckpointStore
+from verl.utils.dataset.row_environments import searches
 from verl.utils.tracking import has_wandb_key
 from verl.workers.engine.loading import load_hf_config
 
@@ -113,7 +114,7 @@ def find_lengths_that_do_not_fit(target: Target) -> Iterator[Finding]:
                 "more positions (RoPE scaling in its config.json)",
             )
     one_search = data.max_start_length + data.max_response_length + data.max_obs_length
-    if config.do_search and config.max_turns > 0 and one_search > data.max_prompt_length:
+    if searches(config) and config.max_turns > 0 and one_search > data.max_prompt_length:
         yield warning(
             f"data.max_start_length={data.max_start_length}, max_response_length={data.max_response_length} "
             f"and max_obs_length={data.max_obs_length} make {one_search} tokens, data.max_prompt_length is "

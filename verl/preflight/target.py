@@ -14,6 +14,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from verl.config import Config, SFTConfig, at
 from verl.trainer.placement import needs_ray, num_processes
 from verl.trainer.ppo.passes import Passes
+from verl.utils.dataset.row_environments import searches
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Target:
     def servers(self) -> Sequence[Any]:
         """State of each retrieval server of the run (`RetrievalProbe.servers`), as seen from this machine."""
         config = self.config
-        if self.probe is None or not isinstance(config, Config) or not config.do_search:
+        if self.probe is None or not isinstance(config, Config) or not searches(config):
             return []
         block = config.retriever
         return self.probe.servers(block.url, block.topk, block.timeout, block.use_proxy)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import search_r1.llm_agent  # noqa: F401  (registers its environment)
 from verl.config import Config, Loaded
 from verl.config.checks import check_config
 from verl.config.command_line import read_arguments
@@ -96,8 +97,9 @@ def build_trainer(
     roles = roles_of(Passes.of(config))
     user_score = load_reward_function(config.custom_reward_function)
     extra = config.data.extra_val_files
+    data = {**config.data, "env_class": config.environment.env_class}
     train_dataset = training_rows(config, tokenizer)
-    val_dataset = RLHFDataset(config.data.val_files, tokenizer, config.data, config.data.val_data_num)
+    val_dataset = RLHFDataset(config.data.val_files, tokenizer, data, config.data.val_data_num)
     settings = VerifierSettings(config.verifiers, Path(config.trainer.default_local_dir))
     for dataset in (train_dataset, val_dataset):
         check_rows(dataset.rows_to_check(), settings)
@@ -112,7 +114,7 @@ def build_trainer(
         trajectory_metrics=env_metrics,
         train_dataset=train_dataset,
         val_dataset=val_dataset,
-        extra_val_dataset=RLHFDataset(extra, tokenizer, config.data, None) if extra else None,
+        extra_val_dataset=RLHFDataset(extra, tokenizer, data, None) if extra else None,
         stop_request=stop_request,
     )
 
@@ -141,6 +143,7 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
         from verl.trainer.placement import order_of_kernels, place, start_ray
         from verl.trainer.ppo.run_state import RunStopped, StoppedOnRequest, StopRequest
         from verl.trainer.restarts import RECOVERABLE, RestartingRun
+        from verl.utils.dataset.row_environments import check_environments
 
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` runs
     stop_request = StopRequest().listen()
@@ -149,6 +152,7 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
     try:
         try:
             validate(config, format_reward=train_score_factory is not None)
+            check_environments(config)
             for line in (*loaded.notes, *settings_without_effect(config)):
                 print(f"note: {line}")
             if config.trainer.dry_run:

@@ -23,7 +23,9 @@ import numpy as np
 import torch
 
 from verl.config import Config
+from verl.environments.registry import SEARCH
 from verl.protocol import DataProto, object_array
+from verl.trainer.ppo.episodes import environment_metrics, environment_of
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
 from verl.trainer.ppo.scoring import values_named
@@ -48,7 +50,8 @@ def sampling_seeds(run_seed: int, stream: int, step: int, num_rows: int, round_:
 
 def prompt_batch(rows: list[dict[str, Any]], uid_prefix: str) -> DataProto:
     """Rows of `RLHFDataset` -> DataProto of non-tensors, with a `uid` for each prompt of this step."""
-    columns = {key: object_array([row[key] for row in rows]) for key in rows[0]}
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: object_array([row.get(name) for row in rows]) for name in names}
     columns["uid"] = object_array([f"{uid_prefix}-{i}" for i in range(len(rows))])
     return DataProto(None, columns)
 
@@ -83,7 +86,7 @@ class TrajectoryCollector:
         config: the whole configuration. passes: what it asks for.
         dataset, sampler: the training prompts and which of them come next. The sampler hears how often each
             was solved.
-        trajectory_metrics: records of trajectories -> `env/*`.
+        trajectory_metrics: records of trajectories with searches -> `env/*`.
         say: takes one line for the user.
 
     Attributes:
@@ -239,12 +242,17 @@ class TrajectoryCollector:
         cut_groups = {uid for uid, reason in zip(uids, reasons, strict=True) if reason == CUT}
         kept = 0 if self.unfinished is None else len(set(self.unfinished.non_tensor_batch["uid"]))
         num_sampled = float(batch.tensors["num_sampled"].sum())
+        searches = [record for record in records if environment_of(record) == SEARCH]
+        has_tokens = batch.tensors["num_sampled"].bool().tolist()
+        extras = zip(columns["reward_extra"], has_tokens, strict=True)
+        scores = [extra["score"] if has else None for extra, has in extras]
         metrics: dict[str, float] = batch.meta_info.pop("metrics", {})
         metrics |= {
             "env/cut_trajectories": float(reasons.count(CUT)),
             "env/cut_groups": float(len(cut_groups)),
             "env/kept_groups": float(kept),
-            **self.trajectory_metrics(list(records)),
+            **(self.trajectory_metrics(searches) if searches else {}),
+            **environment_metrics(records, scores),
             "env/left_out": float((~usable).sum()),
             "response_length/clip_ratio": reasons.count("length") / len(reasons),
             "prompt_length/clip_ratio": float(

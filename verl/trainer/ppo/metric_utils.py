@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -132,13 +132,6 @@ def effective_group_share(
     learns = ((advantages != 0) & mask).any(dim=-1).numpy()
     groups = np.unique(np.asarray(uids, dtype=object).astype(str), return_inverse=True)[1].reshape(-1)
     return len(np.unique(groups[learns])) / (groups.max() + 1)
-
-
-def search_failures(trajectories: Sequence[Mapping[str, Any]] | np.ndarray) -> list[str]:
-    """What went wrong in the trajectories that ended because a search failed; one text each."""
-    failed = [record for record in trajectories if record["finish_reason"] == "search_failed"]
-    errors = [[turn["error"] for turn in record["turns"] if turn.get("error")] for record in failed]
-    return [str(texts[0]) if texts else "unknown" for texts in errors]
 
 
 def seqlen_metrics(tokens_per_rank: list[int], batch: DataProto) -> dict[str, float]:

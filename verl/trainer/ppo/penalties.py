@@ -31,7 +31,7 @@ def room_left(batch: DataProto, max_context: int, max_turn: int, max_turns: int)
 
     A trajectory is cut when its context (prompt, turns, observations) reaches `max_context` tokens, or when
     its last turn, the one after `max_turns` others, reaches `max_turn`. 0 for one that was cut, also where an
-    observation that did not fit has cut it.
+    observation that did not fit has cut it. Of other environments than searches any turn may be the last.
     """
     context = batch.tensors["attention_mask"].sum(-1).tolist()
     room = np.maximum(max_context - np.array(context, dtype=np.int64), 0)
@@ -39,7 +39,7 @@ def room_left(batch: DataProto, max_context: int, max_turn: int, max_turns: int)
         turns = record["turns"]
         if record["finish_reason"] == "length":
             room[row] = 0
-        elif len(turns) > max_turns:
+        elif len(turns) > max_turns or (turns and "env_class" in record):
             room[row] = min(room[row], max(max_turn - (turns[-1]["end"] - turns[-1]["start"]), 0))
     return room
 

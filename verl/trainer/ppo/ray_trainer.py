@@ -20,6 +20,7 @@ from verl.algos.kl_and_entropy import get_kl_controller
 from verl.config import Config
 from verl.config.policy import Actor
 from verl.config.schema import Critic
+from verl.environments.registry import SEARCH
 from verl.protocol import DataProto
 from verl.single_controller import build_worker_groups
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
@@ -27,15 +28,17 @@ from verl.trainer.placement import ResourcePoolManager, Role
 from verl.trainer.ppo import metric_utils
 from verl.trainer.ppo.batching import arrange_for_workers, attention_length
 from verl.trainer.ppo.collection import TrajectoryCollector, with_greedy_baselines, without_padding
+from verl.trainer.ppo.episodes import FailureWatch
 from verl.trainer.ppo.health import HealthMonitor
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.resuming import ResumableRun
-from verl.trainer.ppo.run_state import RunStopped, SearchesFailed, StoppedOnRequest, StopRequest
+from verl.trainer.ppo.run_state import RunStopped, StoppedOnRequest, StopRequest
 from verl.trainer.ppo.scoring import RewardManager, add_advantages, score
 from verl.trainer.ppo.scoring import compute_advantage as compute_advantage  # where verl has it
 from verl.trainer.ppo.validation import ValidationReport, run_summary, validate
 from verl.utils.dataset.mixture import Mixture, prompt_sampler
 from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.dataset.row_environments import SEARCHING, environments_of
 from verl.utils.records import RunRecorder
 from verl.utils.records.trajectories import TokenTexts, trajectory_records
 from verl.workers.engine.loading import load_hf_config
@@ -98,6 +101,7 @@ class RayPPOTrainer(ResumableRun):
         self.collector = TrajectoryCollector(
             config, self.passes, train_dataset, self.sampler, trajectory_metrics, self.recorder.say
         )
+        self.failures = FailureWatch(config, self.recorder.say)
         self.worker_groups: dict[str, WorkerGroup] = {}
 
     # ---------------------------------------------------------------- workers
@@ -256,7 +260,10 @@ class RayPPOTrainer(ResumableRun):
             f"processes: {self.actor_rollout_wg.world_size} ({trainer.backend}, {trainer.device})",
             f"folder: {self.checkpoints.run_dir}",
         ]
-        if config.do_search:
+        names = environments_of(config)
+        if names != {SEARCH}:
+            lines.append(f"environments: {', '.join(sorted(names))}")
+        if config.do_search and names & SEARCHING:
             lines.append(f"retriever: {config.retriever.url}")
         if self.passes.values and self.state.step < trainer.critic_warmup:
             lines.append(
@@ -269,20 +276,13 @@ class RayPPOTrainer(ResumableRun):
         """A trajectory for each row of prompts, with the prompts' columns.
 
         Raises:
-            SearchesFailed: so many searches failed that the rest says little about the policy. What is left
-                leans to trajectories that did not search, or searched before the server went away.
+            SearchesFailed, EnvironmentsFailed: of too many; see `FailureWatch`.
         """
         columns = prompts.non_tensor_batch
-        shipped = [name for name in ("raw_prompt_ids", "uid", "continuation") if name in columns]
+        shipped = [name for name in ("raw_prompt_ids", "uid", "continuation", "episode") if name in columns]
         generated = self.actor_rollout_wg.generate_sequences(prompts.select(non_tensor_batch_keys=shipped))
         trajectories = generated.non_tensor_batch["trajectory"]
-        failures = metric_utils.search_failures(trajectories)
-        limit = self.config.retriever.max_failed_share
-        if len(failures) > limit * len(trajectories) or len(failures) == len(trajectories):
-            raise SearchesFailed(
-                f"{len(failures)} of {len(trajectories)} trajectories ended because a search failed "
-                f"(retriever.max_failed_share={limit:g}): {failures[-1]}"
-            )
+        self.failures.check(trajectories)
         columns = {name: column for name, column in columns.items() if name != "continuation"}
         return DataProto(generated.batch, columns | {"trajectory": trajectories}, dict(generated.meta_info))
 

@@ -54,6 +54,8 @@ _DECISIVE = (  # keys, and blocks of keys
     _MIXTURE,
     "data.train_data_num",
     "do_search",
+    "environment.env_class",
+    "environment.env_config",
     "max_turns",
 )
 

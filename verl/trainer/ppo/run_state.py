@@ -54,6 +54,10 @@ class SearchesFailed(RunStopped):
     """Too many searches failed: the retrieval server is away."""
 
 
+class EnvironmentsFailed(SearchesFailed):
+    """Too many episodes failed in their environments."""
+
+
 class StopRequest:
     """SIGUSR1 or a first Ctrl-C asks a run to end after its step, with a checkpoint; a second Ctrl-C ends it
     at once.

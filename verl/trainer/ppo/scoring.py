@@ -50,9 +50,10 @@ COLUMNS = ("values", "old_log_probs", "sum_pi_squared", "rollout_is_weights", "r
 class RewardManager:
     """Scores trajectories: the reward function's number stands on each row's last sampled token.
 
-    A row that names verifiers (`verl/verifiers/registry.py`) is scored by them, all others by the reward
-    function. Only what the policy sampled is read as an answer; the format reward looks at the observations
-    too. Nothing that is decoded here is ever encoded again.
+    A row whose environment gave rewards has their sum. Of the others one that names verifiers
+    (`verl/verifiers/registry.py`) is scored by them, all others by the reward function. Only what the policy
+    sampled is read as an answer; the format reward looks at the observations too. Nothing that is decoded
+    here is ever encoded again.
 
     Args:
         tokenizer: the policy's tokenizer, to decode with.
@@ -146,6 +147,10 @@ class RewardManager:
             if not any(segment.sampled for segment in segments):
                 continue
             columns = {str(name): column[i] for name, column in fields.items()}
+            reward = columns["trajectory"].get("env_reward") if "trajectory" in columns else None
+            if reward is not None:  # its environment has scored it
+                rows[i]["score"] = float(reward)
+                continue
             try:
                 assigned = assigned_verifiers(fields["reward_model"][i], columns)
             except ValueError as error:
@@ -390,7 +395,8 @@ def turn_rewards(batch: DataProto) -> Tensor:
     """[N, T] float32: the reward of each turn, NaN where it has none of its own; T is the most turns of a
     row.
 
-    A reward function that returns `turn_rewards` (a list, one number or None a turn) decides. Else a search
+    A reward function that returns `turn_rewards` (a list, one number or None a turn) decides, or an
+    environment that gives its turns rewards. Else a search
     is worth 1 if it is the trajectory's first whose documents hold a golden answer and 0 if not, so that
     asking again wins nothing; other turns have no reward of their own.
     """
@@ -400,6 +406,8 @@ def turn_rewards(batch: DataProto) -> Tensor:
         fields["trajectory"], fields["reward_extra"], fields["reward_model"], strict=True
     ):
         given = extra.get("turn_rewards")
+        if given is None and record.get("env_reward") is not None:
+            given = [turn["reward"] for turn in record["turns"]]
         rows.append(_first_hits(record, reward_model["ground_truth"]) if given is None else list(given))
         if len(rows[-1]) != len(record["turns"]):
             raise RunStopped(
@@ -417,7 +425,7 @@ def _first_hits(record: Mapping[str, Any], ground_truth: Any) -> list[float | No
     rewards: list[float | None] = []
     found = False
     for turn in record["turns"]:
-        if not golden or turn["documents"] is None:
+        if not golden or turn.get("documents") is None:
             rewards.append(None)
             continue
         hit = not found and documents_hold_answer(turn["documents"], golden)

@@ -37,9 +37,9 @@ class ValidationReport:
 
     Attributes:
         rows: mode -> one record per question that was verified: score (float), em (0/1), searches (int),
-            hops (int or None), data_source (str), finish_reason (str), documents_hold_answer (0/1; None
-            without golden answers), first_query_right and all_queries_right (0/1; None where the data does
-            not say).
+            hops (int or None), data_source (str), env_class (str; None of a search), finish_reason (str),
+            documents_hold_answer (0/1; None without golden answers), first_query_right and all_queries_right
+            (0/1; None where the data does not say).
         verdicts: mode -> figures of the verifiers, and `unverified`, how many questions are not in `rows` as
             their answers could not be verified.
         samples: DataProto of the first mode's first batch, for the trajectory records.
@@ -52,12 +52,15 @@ class ValidationReport:
     extra: ValidationReport | None = None
 
     def metrics(self, prefix: str = "val") -> dict[str, float]:
-        """`val/test_score/<data_source>` (first mode); per mode EM and searches, by hops where known."""
+        """`val/test_score/<data_source or environment>` (first mode); per mode EM and searches, by hops where
+        known.
+        """
         metrics: dict[str, float] = {}
         for i, (mode, rows) in enumerate(self.rows.items()):
             if i == 0:
-                for source, members in _group(rows, "data_source").items():
-                    metrics[f"{prefix}/test_score/{source}"] = _mean(members, "score")
+                for column in ("data_source", "env_class"):
+                    for name, members in _group(rows, column).items():
+                        metrics[f"{prefix}/test_score/{name}"] = _mean(members, "score")
             metrics[f"{prefix}/{mode}/em"] = _mean(rows, "em")
             metrics[f"{prefix}/{mode}/searches"] = _mean(rows, "searches")
             metrics[f"{prefix}/{mode}/search_failed"] = float(
@@ -149,6 +152,7 @@ def _records(batch: DataProto) -> list[dict[str, Any]]:
                 "searches": trajectory["num_searches"],
                 "hops": extra.get("hops"),
                 "data_source": batch.non_tensor_batch["data_source"][i],
+                "env_class": trajectory.get("env_class", "").replace(":", ".") or None,
                 "finish_reason": trajectory["finish_reason"],
                 "documents_hold_answer": _documents_hold_answer(
                     trajectory, batch.non_tensor_batch["reward_model"][i]["ground_truth"]

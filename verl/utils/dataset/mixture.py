@@ -231,15 +231,15 @@ def training_rows(config: Config, tokenizer: Any) -> RLHFDataset | Mixture:
     Raises:
         ValueError: what `RLHFDataset` and `Source` raise.
     """
-    data = config.data
+    data, settings = config.data, {**config.data, "env_class": config.environment.env_class}
 
     def read(files: Sequence[Path], adapt: Callable[[Row], Row] | None = None) -> RLHFDataset:
         streams = data.streaming
         if streams is None:
             streams = not data.difficulty_pools.enable and is_large(files)
         if streams:
-            return RowStream(files, tokenizer, data, adapt)
-        return RLHFDataset([str(file) for file in files], tokenizer, data, adapt=adapt)
+            return RowStream(files, tokenizer, settings, adapt)
+        return RLHFDataset([str(file) for file in files], tokenizer, settings, adapt=adapt)
 
     if data.mixture is None:
         files = [Path(file).expanduser() for file in as_list(data.train_files)]
@@ -247,7 +247,7 @@ def training_rows(config: Config, tokenizer: Any) -> RLHFDataset | Mixture:
             rows = read(files)
             rows.keep(data.train_data_num)
             return rows
-        return RLHFDataset(data.train_files, tokenizer, data, data.train_data_num)
+        return RLHFDataset(data.train_files, tokenizer, settings, data.train_data_num)
     sources, datasets, weights = sources_of(config), [], []
     for source in sources:
         if source.env is None:
@@ -256,7 +256,7 @@ def training_rows(config: Config, tokenizer: Any) -> RLHFDataset | Mixture:
             from verl.environments.adapters import verifiers_rows
 
             made = verifiers_rows(source.env["id"], source.env.get("args") or {})
-            dataset = RLHFDataset(made, tokenizer, data, adapt=adapted(source))
+            dataset = RLHFDataset(made, tokenizer, settings, adapt=adapted(source))
         weights.append(source.weight(len(dataset)))
         dataset.keep(source.rows_to_use(len(dataset)))
         datasets.append(dataset)

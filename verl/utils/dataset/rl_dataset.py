@@ -5,11 +5,13 @@
 
 Row schema (Search-R1's): data_source str; prompt [{role, content}, ...]; reward_model {style, ground_truth:
 {target: [golden answers]}} (SkyRL's rows call it reward_spec); extra_info {split, index, ...}, which may be
-missing. Other columns are kept.
+missing. Other columns are kept, and given to the row's environment where that is not a search: then rows are
+SkyRL's, and data_source and the reward's column may be missing.
 """
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,12 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 
+from verl.environments.registry import SEARCH
+from verl.utils.records.files import plain
+
 _SUBSET_SEED = 42  # Search-R1's: train_data_num picks the same rows
 _VERL_DEFAULTS = {"prompt_key": "prompt", "max_prompt_length": 1024, "truncation": "error"}
+_VERL_DEFAULTS["env_class"] = SEARCH
 _TEMPLATE_BYTES = 1024  # more than a chat template adds to the messages
 
 LENGTH_ADVICE = (
@@ -37,7 +43,7 @@ class RLHFDataset:
             Or the rows themselves.
         tokenizer: the policy's; its chat template is used if it has one, else the first message's content.
         data_config: the `data` block of the configuration: prompt_key, truncation, max_prompt_length,
-            max_start_length.
+            max_start_length; and env_class, the environment of rows that name none.
         num_rows: use this many rows, drawn without replacement with a fixed seed; None: all.
         adapt: what is made of each row before anything is read from it (`mixture` has such functions).
         verl_arguments: those settings one by one, as Search-R1's verl takes them; others have no effect.
@@ -88,6 +94,13 @@ class RLHFDataset:
             chosen = np.random.RandomState(_SUBSET_SEED).choice(len(self), num_rows, replace=False)
             self.rows = [self.rows[i] for i in chosen]
 
+    @cached_property
+    def has_episodes(self) -> bool:
+        """Whether rows may have an environment, or a number of turns, of their own."""
+        return self.adapt is not None or any(
+            self.environment_of(row) != SEARCH or row_max_turns(row) for row in self.rows
+        )
+
     def _read(self, path: Path) -> list[Row]:
         """All rows of a file, with all their columns."""
         if not path.is_file():
@@ -107,7 +120,8 @@ class RLHFDataset:
         """Raises ValueError if a row with these columns can't be asked and scored."""
         columns = list(columns)
         needed = [self.prompt_key, "data_source", "reward_model"]
-        if self.adapt is not None:  # the source of a mixture names itself, and may bring its own rewards
+        gives_rewards = self.config["env_class"] != SEARCH or "env_class" in columns
+        if self.adapt is not None or gives_rewards:  # the source of a mixture names itself, too
             needed = needed[:1]
         elif "reward_spec" in columns:
             needed[2] = "reward_spec"
@@ -140,13 +154,37 @@ class RLHFDataset:
         """`self[index]`, of a row that is given."""
         row = self.adapt(row) if self.adapt is not None else row
         extra_info, reward_model = row.get("extra_info"), row.get("reward_model")
-        return {
+        reward_model = row.get("reward_spec") if reward_model is None else reward_model
+        env_class = self.environment_of(row)
+        item = {
             "raw_prompt_ids": self._prompt_ids(_messages(row[self.prompt_key])),
-            "data_source": row["data_source"],
-            "reward_model": row["reward_spec"] if reward_model is None else reward_model,
+            "data_source": row.get("data_source") or env_class,
+            "reward_model": reward_model if isinstance(reward_model, Mapping) else {"ground_truth": None},
             "extra_info": dict(extra_info) if isinstance(extra_info, Mapping) else {},
             "index": index,
         }
+        return item | ({"episode": self._episode(row)} if self.has_episodes else {})
+
+    def environment_of(self, row: Row) -> str:
+        """The environment that a row names, else the configuration's."""
+        named = row.get("env_class")
+        return named if isinstance(named, str) and named else self.config["env_class"]
+
+    def _episode(self, row: Row) -> dict[str, Any] | None:
+        """What the row's environment gets: env_class, prompt (messages), extras (all columns but the prompt);
+        None for a search as the configuration has it.
+        """
+        env_class = self.environment_of(row)
+        if env_class == SEARCH:
+            count = row_max_turns(row)
+            return (
+                None if count is None else {"env_class": SEARCH, "prompt": [], "extras": {"max_turns": count}}
+            )
+        extras = {name: plain(value) for name, value in row.items() if name != self.prompt_key}
+        for name, other in (("reward_spec", "reward_model"), ("reward_model", "reward_spec")):
+            if extras.get(name) is None and extras.get(other) is not None:
+                extras[name] = extras[other]
+        return {"env_class": env_class, "prompt": _messages(row[self.prompt_key]), "extras": extras}
 
     def too_long(self, row: Row) -> str | None:
         """The row's length and beginning if its prompt is longer than data.max_prompt_length, else None.
@@ -361,6 +399,15 @@ def prompt_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
     if tokenizer.chat_template:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return messages[0]["content"]
+
+
+def row_max_turns(row: Mapping[str, Any]) -> int | None:
+    """`max_turns` of a row, or of its extra_info; None: it says nothing."""
+    for columns in (row, row.get("extra_info")):
+        value = columns.get("max_turns") if isinstance(columns, Mapping) else None
+        if value is not None and value == value:  # not the NaN of an empty cell
+            return int(value)
+    return None
 
 
 def _messages(prompt: Any) -> list[dict[str, str]]:

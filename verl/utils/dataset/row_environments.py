@@ -1,0 +1,69 @@
+"""Which environments the rows of a run name, read from its files before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from verl.config import Config
+from verl.config.keys import as_list
+from verl.config.mixture import sources_of
+from verl.environments.registry import SEARCH, load_class
+
+SEARCHING = frozenset((SEARCH, "searchcode"))  # those that ask the retrieval server
+
+
+def environments_of(config: Config) -> set[str]:
+    """Names of the environments of all rows; files that are not there have none."""
+    data, default = config.data, config.environment.env_class
+    keys = ["train_files"] * (data.mixture is None) + ["val_files", "extra_val_files"]
+    files = [(Path(file), default) for key in keys for file in as_list(data[key]) if file is not None]
+    for source in sources_of(config) if data.mixture is not None else ():
+        files += [(Path(file), source.env_class or default) for file in source.files]
+    named = {
+        name or other for path, other in dict.fromkeys(files) if path.is_file() for name in _named_in(path)
+    }
+    return named or {default}
+
+
+def _named_in(path: Path) -> Iterator[str]:
+    """Each environment that rows of a file name; "" for rows that name none, and for a file that can't be
+    read: other checks say why.
+    """
+    try:
+        yield from _names_read(path)
+    except (ValueError, OSError):  # of pyarrow and json
+        yield ""
+
+
+def _names_read(path: Path) -> Iterator[str]:
+    if path.suffix == ".jsonl":
+        with path.open("rb") as lines:
+            for line in lines:  # parsed only where it may name one
+                row = json.loads(line) if b'"env_class"' in line else {}
+                yield row.get("env_class") or ""
+        return
+    if "env_class" not in pq.read_schema(path).names:
+        yield ""
+        return
+    yield from (name or "" for name in pq.read_table(path, columns=["env_class"])[0].unique().to_pylist())
+
+
+def searches(config: Config) -> bool:
+    """Whether the run asks the retrieval server."""
+    return config.do_search and not SEARCHING.isdisjoint(environments_of(config))
+
+
+def check_environments(config: Config) -> None:
+    """ValueError: there is no environment of a name in the configuration or in a row."""
+    settings = config.environment.env_config
+    if SEARCH in settings:
+        raise ValueError(
+            f"Found environment.env_config.{SEARCH}={settings[SEARCH]}; expected a search's settings in "
+            "retriever.url, retriever.topk and max_turns."
+        )
+    for name in sorted({config.environment.env_class, *environments_of(config), *settings}):
+        load_class(name)
