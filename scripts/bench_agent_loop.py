@@ -37,7 +37,7 @@ def child() -> None:
     from verl.protocol import DataProto, object_array
     from verl.workers.rollout.native import NativeEngine
 
-    class Retriever:
+    class MemoryRetriever:
         def submit(self, queries: list[str], topk: int) -> list[Future]:
             futures: list[Future] = [Future() for _ in queries]
             for query, future in zip(queries, futures, strict=True):
@@ -55,7 +55,7 @@ def child() -> None:
     engine = NativeEngine(model.config, PROMPTS * GROUP, 800, torch.float32, "cpu")
     engine.load_weights(model.state_dict().items(), version=0)
     config = GenerationConfig(3, 100, 768, 32, 200, topk=2, search_delay_steps=4)
-    manager = LLMGenerationManager(tokenizer, engine, Retriever(), config)  # type: ignore[arg-type]
+    manager = LLMGenerationManager(tokenizer, engine, MemoryRetriever(), config)  # type: ignore[arg-type]
     for line in sys.stdin:
         number, rows = int(line), range(PROMPTS * GROUP)
         asked = [f"Who is the director of Hotel {number * PROMPTS + row // GROUP}?" for row in rows]
