@@ -11,7 +11,6 @@ SkyRL's, and data_source and the reward's column may be missing.
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +73,9 @@ class RLHFDataset:
                 "data.train_data_num or data.val_data_num asks for. Set it to null for all rows."
             )
         self.keep(num_rows)
+        self.has_episodes = adapt is not None or any(
+            self.environment_of(row) != SEARCH or row_max_turns(row) for row in self.rows
+        )
         if not self.rows:
             raise ValueError(f"Found no rows in {origin}; expected at least one.")
         if self.config["truncation"] != "left":
@@ -87,19 +89,13 @@ class RLHFDataset:
         self.config.setdefault("max_start_length", self.config["max_prompt_length"])
         self.prompt_key: str = self.config["prompt_key"]
         self._has_warned = False
+        self.has_episodes = True  # rows may have an environment, or a number of turns, of their own
 
     def keep(self, num_rows: int | None) -> None:
         """Leaves out all but so many rows, drawn with a fixed seed: those of pandas' DataFrame.sample."""
         if num_rows is not None:
             chosen = np.random.RandomState(_SUBSET_SEED).choice(len(self), num_rows, replace=False)
             self.rows = [self.rows[i] for i in chosen]
-
-    @cached_property
-    def has_episodes(self) -> bool:
-        """Whether rows may have an environment, or a number of turns, of their own."""
-        return self.adapt is not None or any(
-            self.environment_of(row) != SEARCH or row_max_turns(row) for row in self.rows
-        )
 
     def _read(self, path: Path) -> list[Row]:
         """All rows of a file, with all their columns."""
