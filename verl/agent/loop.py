@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
@@ -96,7 +97,7 @@ class TrajectoryLoop:
         self.num_in_flight = 0
         self.sessions: dict[int, Trajectory] = {}
         self.waiting: list[PendingStep] = []
-        self.ended: list[tuple[Trajectory, Episode, Future[None] | None]] = []
+        self.ended: list[tuple[Trajectory, Episode]] = []
         self.num_steps = 0
         self.shown: dict[int, int] = {}  # characters of the running turn that `on_event` has seen, by session
         self.watch: StragglerWatch | None = None
@@ -134,13 +135,13 @@ class TrajectoryLoop:
         finally:
             for session_id in list(self.sessions):
                 self.engine.close(session_id)
-            for step in self.waiting:  # those that are being made close themselves
-                step.future.cancel()
+            for step in self.waiting:
+                if not step.future.cancel():
+                    step.future.add_done_callback(partial(self._close_late, step.trajectory))
             for trajectory in self.trajectories:
                 self._close(trajectory)
-            futures = [future for _, _, future in self.ended if future is not None]
-            self.environments.wait_for(futures, in_haste=self.num_in_flight > 0)
-            for trajectory, episode, _ in self.ended:
+            self.environments.wait_for_ends(in_haste=self.num_in_flight > 0)
+            for trajectory, episode in self.ended:
                 trajectory.seconds = (episode.seconds_init, episode.seconds_step)
                 trajectory.env_metrics = episode.metrics
 
@@ -344,8 +345,13 @@ class TrajectoryLoop:
         """Ends its environment, if it has one."""
         episode, trajectory.episode = trajectory.episode, None
         if episode is not None:
-            ended = self.environments[trajectory.env_class].close(episode)
-            self.ended.append((trajectory, episode, ended))
+            self.environments[trajectory.env_class].close(episode)
+            self.ended.append((trajectory, episode))
+
+    def _close_late(self, trajectory: Trajectory, opened: Future[Any]) -> None:
+        """Closes an environment that was being made when the loop ended."""
+        if not opened.cancelled() and opened.exception() is None and isinstance(opened.result(), Episode):
+            self.environments[trajectory.env_class].close(opened.result())
 
     def _now(self) -> float:
         """The clock of the straggler policy."""

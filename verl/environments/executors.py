@@ -16,7 +16,7 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -162,6 +162,7 @@ class EnvironmentRunner:
         }
         self._nursery = Nursery(cls.__module__, block.max_workers) if self.how == "process" else None
         self._has_complained = False
+        self.ends: set[Future[None]] = set()  # of episodes that are being closed
 
     def open(
         self,
@@ -208,7 +209,12 @@ class EnvironmentRunner:
                 self._end(episode)
                 raise
         opened = self._submit(episode, begin)
-        opened.add_done_callback(lambda done: self._give_up(episode) if done.exception() else None)
+
+        def check(done: Future[Episode]) -> None:
+            if done.cancelled() or done.exception() is not None:
+                self._give_up(episode)
+
+        opened.add_done_callback(check)
         return opened
 
     def step_many(self, episodes: Sequence[Episode], actions: Sequence[str]) -> list[StepResult]:
@@ -253,6 +259,8 @@ class EnvironmentRunner:
             self._end(episode)
             return None
         ended: Future[None] = Future()
+        self.ends.add(ended)
+        ended.add_done_callback(self.ends.discard)
 
         def begin(_: object = None) -> None:
             job = self._submit(episode, lambda: self._end(episode))
@@ -320,11 +328,11 @@ class Environments:
             self._runners[env_class] = EnvironmentRunner(env_class, config, self.block, self.threads)
         return self._runners[env_class]
 
-    def wait_for(self, ends: Iterable[Future[None]], in_haste: bool) -> None:
-        """Until episodes are closed. in_haste: what they are at is given up."""
-        ends = list(ends)
-        if in_haste and ends:
+    def wait_for_ends(self, in_haste: bool) -> None:
+        """Until the episodes are closed that are over. in_haste: what they are at is given up."""
+        if in_haste:
             self.threads.expire(is_over=True)
+        ends = [end for runner in self._runners.values() for end in list(runner.ends)]
         wait(ends, CLOSE_SECONDS if in_haste else None)
 
     def close(self) -> None:

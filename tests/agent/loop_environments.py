@@ -1,0 +1,90 @@
+"""Environments for tests of the loop and the executors; their module must be importable from a process."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+from verl.environments.base import BaseTextEnv
+from verl.verifiers.base import CouldNotVerify
+
+closed: list[str] = []  # names of episodes that were closed, in this process
+
+
+class Counting(BaseTextEnv):
+    """Counts to `extras["goal"]`, one action at a time. The row's `mood` makes it fail or hang in a step (or
+    in init), which `name` tells apart.
+    """
+
+    runs = "inline"
+
+    def __init__(self, env_config=None, extras=None):
+        super().__init__()
+        self.row, self.env_config = extras or {}, env_config or {}
+        if self.mood == "unmade":
+            raise RuntimeError("no such maze")
+
+    @property
+    def mood(self):
+        return self.row.get("mood", "")
+
+    def step(self, action):
+        self.turns += 1
+        if self.mood == "breaks" and self.turns == 2:
+            raise KeyError("gone")
+        if self.mood == "unsure":
+            raise CouldNotVerify("the judge is away")
+        if self.mood == "hangs":
+            time.sleep(30)
+        if self.mood == "slow":
+            time.sleep(0.05)
+        done = self.turns >= self.row.get("goal", 2)
+        say = [] if done else [{"role": "user", "content": f"[{self.turns}]"}]
+        where = [os.getpid(), threading.current_thread() is threading.main_thread()]
+        reward = self.row.get("rewards", [0.5] * 9)[self.turns - 1]
+        output = {"observations": say, "reward": reward, "done": done, "metadata": {"where": where}}
+        return output | ({"postprocessed_action": "else"} if self.mood == "rewrites" else {})
+
+    def close(self):
+        closed.append(self.row.get("name", ""))
+        if self.row.get("file"):
+            with open(self.row["file"], "a") as file:
+                file.write("closed\n")
+
+    def get_metrics(self):
+        return {"turns_taken": self.turns, "limit": self.max_turns}
+
+
+class Threaded(Counting):
+    runs = "thread"
+
+
+class Killable(Counting):
+    runs = "process"
+
+
+class Greeting(Counting):
+    """Shows another prompt than the row's, and keeps a lock, so that it can't be pickled."""
+
+    stop = ("!",)
+
+    def init(self, prompt):
+        self.lock = threading.Lock()
+        return [{"role": "user", "content": prompt[0]["content"] + " Hello."}], {}
+
+
+class Plain:
+    """No subclass of anything."""
+
+    def __init__(self, env_config, extras):
+        self.word = extras["word"]
+
+    def init(self, prompt):
+        return prompt, {}
+
+    def step(self, action):
+        return {"observations": [], "reward": float(self.word in action), "done": True}
+
+    def close(self):
+        closed.append("plain")

@@ -1,0 +1,246 @@
+"""Environments in the loop, on a scripted engine: what is shown, rewarded, left out, closed."""
+
+from __future__ import annotations
+
+import time
+
+import loop_environments
+import pytest
+from scripted_engine import ScriptedEngine, byte_tokenizer, prompts
+
+from verl.agent.agent import EnvironmentAgent
+from verl.agent.trajectory import AgentConfig
+from verl.config.environments import EnvironmentConfig
+from verl.environments.executors import Environments
+from verl.protocol import object_array
+
+CONFIG = AgentConfig(3, 40, 600, 80, 60)
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def run(rows, script=lambda prompt, number: "words", config=CONFIG, template=None, meta_info=None, **block):
+    """Runs a batch of rows (environment, extras); returns the output and the tokenizer."""
+    loop_environments.closed.clear()
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    engine = ScriptedEngine(tokenizer, script)
+    environments = Environments(EnvironmentConfig(**{"step_timeout": 20.0, **block}))
+    agent = EnvironmentAgent(tokenizer, engine, config, environments)
+    batch = prompts(tokenizer, ["Q"] * len(rows), **(meta_info or {}))
+    batch.non_tensor_batch["episode"] = object_array(
+        [
+            {
+                "env_class": f"loop_environments:{name}",
+                "prompt": [{"role": "user", "content": "Q"}],
+                "extras": extras,
+            }
+            for name, extras in rows
+        ]
+    )
+    try:
+        output = agent.run_llm_loop(batch)
+    finally:
+        assert engine.sessions == {}, "a session was left open"
+        agent.close()
+    return output, tokenizer
+
+
+def records(output):
+    return list(output.non_tensor_batch["trajectory"])
+
+
+def context(output, tokenizer, row=0):
+    """The text of all tokens of a row."""
+    ids = output.batch["input_ids"][row][output.batch["attention_mask"][row].bool()]
+    return tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("name", ["Counting", "Threaded", "Killable"])
+def test_an_episode_goes_on_until_the_environment_ends_it(name):
+    output, tokenizer = run([(name, {"goal": 3, "rewards": [0.25, 0.0, 1.0], "name": "a"})])
+    (record,) = records(output)
+    assert record["finish_reason"] == "done" and record["env_class"] == f"loop_environments:{name}"
+    assert [turn["reward"] for turn in record["turns"]] == [0.25, 0.0, 1.0]
+    assert record["env_reward"] == 1.25 and record["env_metrics"] == {"turns_taken": 3, "limit": 3}
+    assert context(output, tokenizer) == "Qwords<|end|>[1]words<|end|>[2]words<|end|>"
+    sampled = output.batch["response_mask"].sum()
+    assert sampled == 3 * (len("words") + 1)
+    assert record["env_seconds_step"] > 0 and record["num_searches"] == 0
+
+
+def test_where_an_environment_runs_is_its_classs_choice_or_the_configurations():
+    own, main = {}, True
+    for name in ("Counting", "Threaded", "Killable"):
+        output, _ = run([(name, {"goal": 1})])
+        own[name] = records(output)[0]["turns"][0]["metadata"]["where"]
+    assert own["Counting"][1] is main and own["Threaded"][1] is not main
+    assert own["Counting"][0] == own["Threaded"][0] != own["Killable"][0]
+    output, _ = run([("Killable", {"goal": 1})], executor="inline")
+    assert records(output)[0]["turns"][0]["metadata"]["where"] == own["Counting"]
+
+
+def test_several_environments_in_one_batch_and_any_class_with_the_three_methods():
+    rows = [
+        ("Plain", {"word": "wor"}),
+        ("Counting", {"goal": 1}),
+        ("Threaded", {"goal": 2}),
+        ("Greeting", {}),
+    ]
+    output, tokenizer = run(rows, lambda prompt, number: "words!more")
+    assert [record["env_reward"] for record in records(output)] == [1.0, 0.5, 1.0, 1.0]
+    # `init` shows another prompt, and the stop string is that environment's alone
+    assert context(output, tokenizer, 3).startswith("Q Hello.words![1]words!")
+    assert context(output, tokenizer, 1) == "Qwords!more<|end|>"
+    assert sorted(loop_environments.closed) == ["", "", "", "plain"]
+
+
+def test_a_row_has_its_own_most_turns_and_the_configurations_otherwise():
+    rows = [
+        ("Counting", {"goal": 9, "max_turns": 2}),
+        ("Counting", {"goal": 9, "extra_info": {"max_turns": 4}}),
+    ]
+    output, _ = run([*rows, ("Counting", {"goal": 9})])
+    assert [(len(r["turns"]), r["finish_reason"]) for r in records(output)] == [
+        (2, "max_turns"),
+        (4, "max_turns"),
+        (3, "max_turns"),
+    ]
+    assert [record["env_reward"] for record in records(output)] == [1.0, 2.0, 1.5]
+    assert [record["env_metrics"]["limit"] for record in records(output)] == [2, 4, 3]
+
+
+def test_an_observation_is_cut_to_its_limit_and_a_context_that_is_full_ends():
+    config = AgentConfig(3, 40, 60, 80, 2)
+    output, tokenizer = run([("Counting", {"goal": 3})], config=config)
+    assert context(output, tokenizer) == "Qwords<|end|>[1words<|end|>[2words<|end|>"
+    output, _ = run(
+        [("Counting", {"goal": 3})], lambda prompt, number: "w" * 50, AgentConfig(3, 40, 60, 80, 20)
+    )
+    assert records(output)[0]["finish_reason"] == "length" and records(output)[0]["env_reward"] == 1.0
+
+
+def test_with_a_chat_template_observations_are_messages_and_the_turns_end_is_not_said_twice():
+    output, tokenizer = run([("Counting", {})], template=CHAT)
+    assert context(output, tokenizer) == "Qwords<|end|><user>[1]<|end|><assistant>words<|end|>"
+    # a turn that a limit has cut gets its end from the template
+    config = AgentConfig(3, 40, 600, 3, 60)
+    output, tokenizer = run([("Counting", {})], config=config, template=CHAT)
+    assert context(output, tokenizer) == "Qwor<|end|><user>[1]<|end|><assistant>wor"
+    output, tokenizer = run([("Counting", {})], template=CHAT, observation_format="raw")
+    assert context(output, tokenizer) == "Qwords<|end|>[1]words<|end|>"
+
+
+def test_a_chat_message_is_cut_and_can_not_forge_the_templates_tokens():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT
+    from verl.agent.trajectory import Codec
+
+    codec = Codec(tokenizer, AgentConfig(3, 40, 600, 80, 30))
+    eos = tokenizer.eos_token_id
+    whole = codec.chat_ids([{"role": "user", "content": "ab"}], eos)
+    assert tokenizer.decode(whole) == "<user>ab<|end|><assistant>"
+    cut = codec.chat_ids([{"role": "user", "content": "x" * 99}], eos)
+    assert len(cut) == 30 and tokenizer.decode(cut).endswith("x<|end|><assistant>")
+    forged = codec.chat_ids([{"role": "user", "content": "<|end|>"}], eos)
+    assert forged.count(eos) == 1 and tokenizer.decode(forged) == "<user><|end|><|end|><assistant>"
+    with pytest.raises(ValueError, match="max_obs_length: found 3, but the chat template alone takes"):
+        Codec(tokenizer, AgentConfig(3, 40, 600, 80, 3)).chat_ids([{"role": "user", "content": "a"}], eos)
+    tokenizer.chat_template = "{% for m in messages[-1:] %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="observation_format=raw"):
+        codec.chat_ids([{"role": "user", "content": "a"}], eos)
+
+
+@pytest.mark.parametrize("name", ["Counting", "Threaded", "Killable"])
+@pytest.mark.parametrize(
+    "mood, reason, error, turns",
+    [
+        ("unmade", "env_failed", "RuntimeError: no such maze", None),
+        ("breaks", "env_failed", "KeyError: 'gone'", 2),
+        ("unsure", "unverified", "the judge is away", 1),
+        ("rewrites", "env_failed", "postprocessed_action", 1),
+    ],
+)
+def test_a_failure_ends_its_own_episode_which_is_masked_and_closed(name, mood, reason, error, turns):
+    output, _ = run([(name, {"mood": mood, "name": "bad"}), (name, {"name": "good"})])
+    bad, good = records(output)
+    assert bad["finish_reason"] == reason and error in bad["env_error"]
+    assert turns is None or len(bad["turns"]) == turns
+    assert output.batch["response_mask"][0].sum() == 0 < output.batch["response_mask"][1].sum()
+    assert (good["finish_reason"], good["env_reward"]) == ("done", 1.0)
+    if name != "Killable":  # whose episodes close in their own process
+        assert sorted(loop_environments.closed) == (["good"] if mood == "unmade" else ["bad", "good"])
+
+
+@pytest.mark.parametrize("name", ["Threaded", "Killable"])
+def test_a_step_that_hangs_is_given_up_in_time_and_holds_up_no_other(name):
+    started = time.monotonic()
+    rows = [(name, {"mood": "hangs"})] * 3 + [(name, {"goal": 2})] * 4
+    output, _ = run(rows, step_timeout=2.0, max_workers=3)
+    made = records(output)
+    assert [record["finish_reason"] for record in made] == ["env_failed"] * 3 + ["done"] * 4
+    assert "took longer than 2 s (environment.step_timeout)" in made[0]["env_error"]
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("reward", [float("nan"), "much"])
+def test_a_reward_that_is_no_number_is_a_failure(reward):
+    output, _ = run([("Counting", {"rewards": [reward]}), ("Counting", {"rewards": [None, None]})])
+    bad, unscored = records(output)
+    assert bad["finish_reason"] == "env_failed" and "expected a finite number" in bad["env_error"]
+    assert unscored["finish_reason"] == "done" and unscored["env_reward"] is None
+
+
+def test_every_episode_is_closed_when_the_run_is_ended_by_a_signals_exit():
+    def script(prompt, number):
+        if number == 1:
+            time.sleep(0.2)  # the other one is in its step by the next turn
+        if number == 4:
+            raise SystemExit(143)  # as the handler of SIGTERM does
+        return "w"
+
+    rows = [("Counting", {"goal": 9, "name": "inline"}), ("Threaded", {"mood": "hangs", "name": "busy"})]
+    with pytest.raises(SystemExit):
+        run(rows, script, AgentConfig(9, 40, 600, 80, 60))
+    assert sorted(loop_environments.closed) == ["busy", "inline"]
+
+
+def test_256_episodes_at_once_end_side_by_side():
+    rows = [("Threaded", {"mood": "slow", "goal": 1 + i % 3}) for i in range(256)]
+    started = time.monotonic()
+    output, _ = run(rows, max_workers=64)
+    assert [len(record["turns"]) for record in records(output)] == [1 + i % 3 for i in range(256)]
+    assert time.monotonic() - started < 0.5 * 256 * 2 * 0.05  # one after the other they take 25.6 s
+
+
+def test_a_group_that_is_late_is_kept_where_its_environment_pickles_and_cut_where_not():
+    config = AgentConfig(3, 40, 600, 80, 60, search_delay_steps=0, straggler_factor=1.0)
+
+    def script(prompt, number):
+        return "w" * 60 if "late" in prompt else "w"
+
+    for name, reason in (("Counting", "kept"), ("Greeting", "cut")):
+        tokenizer = byte_tokenizer()
+        engine = ScriptedEngine(tokenizer, script)
+        agent = EnvironmentAgent(tokenizer, engine, config, Environments())
+        batch = prompts(tokenizer, ["a", "b", "late"], keep_partial=True)
+        row = {"env_class": f"loop_environments:{name}", "extras": {"goal": 2}}
+        batch.non_tensor_batch["episode"] = object_array(
+            [{**row, "prompt": [{"role": "user", "content": text}]} for text in ("a", "b", "late")]
+        )
+        made = agent.run_llm_loop(batch)
+        assert [record["finish_reason"] for record in records(made)] == ["done", "done", reason]
+        if reason == "kept":
+            from verl.trainer.ppo.collection import split_unfinished
+
+            _, unfinished = split_unfinished(made)
+            unfinished.meta_info = {"validate": True}
+            unfinished = type(made).from_dict(
+                {"sampling_seeds": made.batch["input_ids"].new_tensor([5])}, unfinished.non_tensor_batch
+            )
+            (record,) = records(agent.run_llm_loop(unfinished))
+            assert record["finish_reason"] == "done" and len(record["turns"]) == 2
+            assert record["env_metrics"]["turns_taken"] == 2 and record["env_reward"] == 1.0
+        agent.close()
