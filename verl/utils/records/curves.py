@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,7 @@ _STYLE: Any = {
 
 
 def draw_curves(rows: Rows, path: Path, title: str) -> None:
-    """Draw four panels: right answers and reward, searches, entropy, length.
+    """Draw four panels: right answers and reward (or the rewards of environments), searches, entropy, length.
 
     Args:
         rows: lines of `metrics.jsonl`; a panel shows what they have.
@@ -68,7 +69,13 @@ def draw_curves(rows: Rows, path: Path, title: str) -> None:
     with rc_context(_STYLE):
         figure = Figure(figsize=(11, 7), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
         axes = figure.subplots(2, 2).flatten()
-        for axis, (name, lines) in zip(axes, LINES.items(), strict=True):
+        rewards = sorted({name for row in rows for name in row if re.fullmatch("env/[^/]+/reward", name)})
+        of_each = {
+            name: (colour, f"{name.split('/')[1]}, training")
+            for name, colour in zip(rewards, HOP_COLOURS, strict=False)
+        }
+        panels = LINES | ({"Right answers and reward": of_each} if of_each else {})
+        for axis, (name, lines) in zip(axes, panels.items(), strict=True):
             axis.set_title(name)
             axis.set_xlabel("training step")
             axis.margins(x=0.02)
@@ -76,7 +83,8 @@ def draw_curves(rows: Rows, path: Path, title: str) -> None:
                 _line(axis, last_steps(rows, metric), colour, label)
         for mode, colour, marker in (("sampled", ORANGE, "o"), ("greedy", RED, "s")):
             label = f"exact match, validation ({mode})"
-            _points(axes[0], last_steps(rows, f"val/{mode}/em"), colour, label, marker)
+            if not of_each:
+                _points(axes[0], last_steps(rows, f"val/{mode}/em"), colour, label, marker)
         validated = [m for m in ("sampled", "greedy") if last_steps(rows, f"val/{m}/searches")]
         prefix = f"val/{(validated or ['sampled'])[0]}/searches"
         names = sorted({name for row in rows for name in row if name.startswith(f"{prefix}/hops_")})
@@ -85,7 +93,7 @@ def draw_curves(rows: Rows, path: Path, title: str) -> None:
             label = f"validation, {hops} hop{'s' * (hops != '1')}" if names else "validation"
             colour = HOP_COLOURS[i % len(HOP_COLOURS)] if names else ORANGE
             _points(axes[1], last_steps(rows, name), colour, label, "o")
-        values = [v for name in LINES["Right answers and reward"] for _, v in last_steps(rows, name)]
+        values = [v for name in panels["Right answers and reward"] for _, v in last_steps(rows, name)]
         for axis in axes:
             axis.set_ylim(bottom=0)
             if axis.get_legend_handles_labels()[0]:
