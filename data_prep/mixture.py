@@ -31,10 +31,10 @@ from data_prep.tiny_tokenizer import END_TOKEN
 from verl.environments import make
 
 ROWS_PER_WORLD = 24
-SHARES = {"search": 0.37, "sums": 0.33, "drill": 0.14, "sql": 0.16}
+SHARES = {"search": 0.33, "sums": 0.31, "drill": 0.12, "sql": 0.24}
 RIGHT_SEARCH = 0.3  # share of searches that are right throughout; the others are as in pretraining
 RIGHT_COLUMN = 0.7  # share of a sum's columns that are right
-RIGHT_QUERY = 0.3  # share of queries for the right column of a table
+RIGHT_QUERY = 0.35  # share of queries for the right column of a table
 DB_ID = "demonstrations"
 
 
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--num-train", type=int, default=4096, help="training rows of each (default 4096)")
     parser.add_argument("--num-test", type=int, default=200, help="test rows of each (default 200)")
-    parser.add_argument("--num-demonstrations", type=int, default=9000, help="of all (default 9000)")
+    parser.add_argument("--num-demonstrations", type=int, default=10000, help="of all (default 10000)")
     args = parser.parse_args()
     try:
         counts = write_mixture(args.seed, args.out, args.num_train, args.num_test, args.num_demonstrations)
