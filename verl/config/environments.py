@@ -15,7 +15,10 @@ class EnvironmentConfig(Block):
     env_class: str = key(
         "search", "environment of rows without a column env_class: a name, or package.module:Class"
     )
-    max_workers: Count = key(32, "most threads of a process that environments run in, and most processes")
+    max_workers: Count = key(
+        256,
+        "most environments at a step in threads of one process; of those in processes, 32 compute at once",
+    )
     executor: str = key(
         "auto", "where environments run; auto: where their class says", "auto inline thread process"
     )

@@ -64,6 +64,8 @@ class BaseTextEnv:
         stop: strings that end a turn where they appear, beside the end of sequence.
         runs: where `init` and `step` run with `environment.executor=auto`: "inline" (cheap: microseconds),
             "thread" (waits for others), "process" (computes, or may hang: can be killed).
+            Where `step` is a coroutine function (`async def`; the other methods may be), it is an event loop,
+            where any number of episodes wait at once.
         observation_end: closing text of its observations; of one that is too long what stands before goes.
         counts_turns: it ends its episodes itself; else they end after `max_turns` actions.
         stateless: an episode is known by its number of turns, so that an unfinished one can be gone on with.

@@ -64,11 +64,12 @@ class EnvProcess:
             raise EpisodeFailed(result)
         return result
 
-    def kill(self) -> None:
-        """Ends it and what it has started."""
+    def kill(self, is_busy: bool = False) -> None:
+        """Ends it and what it has started. is_busy: another thread is in `call`, which closes its end."""
         self.is_alive = False
-        with suppress(OSError):
-            self.connection.close()
+        if not is_busy:
+            with suppress(OSError):
+                self.connection.close()
         pid, self.pid = self.pid, None
         if pid is not None:
             with suppress(ProcessLookupError, PermissionError):
@@ -155,7 +156,7 @@ class ProcessEnvironment:
     def can_end(self) -> bool:
         """Whether there is an environment to close. One that is at something is killed."""
         if self._process is not None and self._is_busy:
-            self._process.kill()
+            self._process.kill(is_busy=True)
         return self._process is not None and self._process.is_alive
 
     def give_back(self) -> None:

@@ -1,4 +1,5 @@
-"""Where environments run: in the loop's own thread, in threads, or in processes that can be killed.
+"""Where environments run: in the loop's own thread, in threads, in processes that can be killed, or, if their
+`step` is a coroutine function, in an event loop.
 
     stage = Environments(block, env_config)                      of one process
     runner = stage["maze"]
@@ -6,17 +7,21 @@
     results = runner.step_many([episode, ...], [text, ...])      each an output, a Future of one, or an error
     runner.close(episode)                                        once, whatever happened; None or a Future
 
-`environment.executor`: auto follows the class's `runs`. An exception of an environment, or a call that takes
-longer than `environment.step_timeout`, is its own episode's end and nobody else's.
+`environment.executor`: auto follows the class's `runs`. At most `max_workers` threads wait for others (so
+many cost little, and fewer would hold up a batch), and coroutines in any number; of processes, which compute,
+MOST_COMPUTING do at a time. An exception of an environment, or a call that takes longer than
+`environment.step_timeout`, is its own episode's end and nobody else's.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,8 +37,10 @@ from verl.environments.base import (
 from verl.environments.env_process import Nursery, ProcessEnvironment
 from verl.environments.registry import find_spec, load_class
 
+AsyncCall = Callable[[], Coroutine[Any, Any, Any]]
 StepResult = BaseTextEnvStepOutput | Future[BaseTextEnvStepOutput] | Exception
 HOW = ("inline", "thread", "process")
+MOST_COMPUTING = 32
 CLOSE_SECONDS = 10.0  # for all episodes of a run that ends in haste
 _WATCH_SECONDS = 0.1
 
@@ -45,7 +52,7 @@ class Episode:
     env: the environment, or what makes it (in a process). stop: strings that end a turn. messages: what its
     `init` wants to be shown; None: the row's prompt. seconds_init, seconds_step: in these, without waiting
     for a thread. metrics: its `get_metrics`, once it is closed. under_way: the call that it is at. is_over:
-    it failed to open in time.
+    it failed to open in time. has_ended: it is closed, or about to be. turn: of one coroutine at a time.
     """
 
     env: Any
@@ -56,6 +63,61 @@ class Episode:
     metrics: dict[str, Any] = field(default_factory=dict)
     under_way: Future[Any] | None = None
     is_over: bool = False
+    has_ended: bool = False
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+async def settled(value: Any) -> Any:
+    """What a method returned, or what its coroutine returns."""
+    return await value if inspect.isawaitable(value) else value
+
+
+def at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that awaits nothing but `settled` values."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    coroutine.close()
+    raise TypeError("found a coroutine function beside a plain step; expected step to be one too")
+
+
+def late(timeout: float) -> EpisodeFailed:
+    return EpisodeFailed(f"took longer than {timeout:g} s (environment.step_timeout)")
+
+
+class EventLoopThread:
+    """A thread with an event loop, made when it is needed."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def submit(self, call: AsyncCall, turn: asyncio.Lock, timeout: float) -> Future[Any]:
+        """Runs a call when it is its turn; it is cancelled, and fails, after `timeout` seconds."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="environments-async", daemon=True).start()
+
+        async def run() -> Any:
+            task = asyncio.current_task()
+            assert task is not None
+            try:
+                async with turn, asyncio.timeout(timeout) as limit:
+                    return await call()
+            except Exception as problem:  # it is a user's environment: anything may come
+                raise late(timeout) if limit.expired() else problem from None
+            except BaseException as problem:
+                if task.cancelling():
+                    raise
+                raise EpisodeFailed(f"it raised {problem!r}") from None  # which would end the loop
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+
+    def cancel_all(self) -> None:
+        """Ends all that runs."""
+        if self._loop is not None:
+            for task in asyncio.all_tasks(self._loop):
+                self._loop.call_soon_threadsafe(task.cancel, "the run ends")
 
 
 class WorkerThreads:
@@ -82,21 +144,20 @@ class WorkerThreads:
 
     def expire(self, is_over: bool = False) -> None:
         """Fails calls that are late; `is_over`: all that run, and those that wait to."""
-        now, late = time.monotonic(), []
+        now, ended = time.monotonic(), []
         with self._changed:
             for future, (deadline, timeout) in list(self._late_at.items()):
                 if is_over or now > deadline:
                     del self._late_at[future]
                     self._num_threads -= 1
-                    late.append((future, timeout))
+                    ended.append((future, timeout))
             if is_over:
-                late += [(future, timeout) for future, _, timeout in self._queue]
+                ended += [(future, timeout) for future, _, timeout in self._queue]
                 self._queue.clear()
             self._staff()
-        for future, timeout in late:
-            why = "the run ends" if is_over else f"took longer than {timeout:g} s (environment.step_timeout)"
+        for future, timeout in ended:
             if not future.cancelled():
-                future.set_exception(EpisodeFailed(why))
+                future.set_exception(EpisodeFailed("the run ends") if is_over else late(timeout))
 
     def _staff(self) -> None:
         """As many threads as there is work for."""
@@ -121,8 +182,10 @@ class WorkerThreads:
             result, error = None, None
             try:
                 result = call()
-            except BaseException as problem:  # it is a user's environment: anything may come
+            except Exception as problem:  # it is a user's environment: anything may come
                 error = problem
+            except BaseException as problem:
+                error = EpisodeFailed(f"it raised {problem!r}")
             with self._changed:
                 if self._late_at.pop(future, None) is None:
                     return  # another thread has its place
@@ -142,15 +205,28 @@ class EnvironmentRunner:
     """The episodes of one environment in this process."""
 
     def __init__(
-        self, env_class: str, env_config: Mapping[str, Any], block: EnvironmentConfig, threads: WorkerThreads
+        self,
+        env_class: str,
+        env_config: Mapping[str, Any],
+        block: EnvironmentConfig,
+        threads: WorkerThreads,
+        event_loop: EventLoopThread,
     ) -> None:
         """ValueError: there is no environment of this name."""
         cls = load_class(env_class)
-        self.env_class, self.timeout, self.threads = env_class, block.step_timeout, threads
+        self.env_class, self.timeout = env_class, block.step_timeout
+        self.threads, self.event_loop = threads, event_loop
         self._cls, self._kwargs = cls, {**find_spec(env_class).kwargs, "env_config": dict(env_config)}
         self.how = getattr(cls, "runs", "thread") if block.executor == "auto" else block.executor
         if self.how not in HOW:
             raise ValueError(f"{env_class}: found runs={self.how!r}; expected one of {', '.join(HOW)}.")
+        if inspect.iscoroutinefunction(getattr(cls, "step", None)):
+            if block.executor in ("inline", "process"):
+                raise ValueError(
+                    f"Found environment.executor={block.executor} with {env_class}, whose step is a "
+                    "coroutine function and runs in an event loop; expected auto."
+                )
+            self.how = "async"
         self.observation_end: str = getattr(cls, "observation_end", "")
         self.counts_turns: bool = getattr(cls, "counts_turns", False)
         self.stateless: bool = getattr(cls, "stateless", False)
@@ -160,8 +236,12 @@ class EnvironmentRunner:
             and function is not getattr(BaseTextEnv, name)
             for name in ("init", "close", "get_metrics")
         }
-        self._nursery = Nursery(cls.__module__, block.max_workers) if self.how == "process" else None
+        self._nursery = None
+        if self.how == "process":
+            most = min(block.max_workers, MOST_COMPUTING)
+            self._nursery, self.threads = Nursery(cls.__module__, most), WorkerThreads(most)
         self._has_complained = False
+        self._lock = threading.Lock()
         self.ends: set[Future[None]] = set()  # of episodes that are being closed
 
     def open(
@@ -188,7 +268,7 @@ class EnvironmentRunner:
         else:
             episode = Episode(None)
 
-        def begin() -> Episode:
+        async def begin() -> Episode:
             started = time.perf_counter()
             if episode.env is None:
                 episode.env = make_environment(*arguments) if state is None else pickle.loads(state)
@@ -196,23 +276,27 @@ class EnvironmentRunner:
                 if num_turns:
                     episode.env.turns = num_turns
             if episode.is_over:  # it took too long
-                self._end(episode)
+                await self._end(episode)
             elif self._own["init"] and state is None:
-                episode.messages = list(episode.env.init(prompt)[0])
+                episode.messages = list((await settled(episode.env.init(prompt)))[0])
             episode.seconds_init = time.perf_counter() - started
             return episode
 
         if self.how == "inline":
             try:
-                return begin()
-            except Exception:
-                self._end(episode)
-                raise
+                return at_once(begin())
+            except (Exception, SystemExit) as error:
+                at_once(self._end(episode))
+                raise (
+                    error if isinstance(error, Exception) else EpisodeFailed(f"it raised {error!r}")
+                ) from None
         opened = self._submit(episode, begin)
 
         def check(done: Future[Episode]) -> None:
             if done.cancelled() or done.exception() is not None:
-                self._give_up(episode)
+                episode.is_over = True
+                if episode.env is not None:
+                    self.close(episode)
 
         opened.add_done_callback(check)
         return opened
@@ -228,19 +312,22 @@ class EnvironmentRunner:
         return [self._step(episode, action) for episode, action in zip(episodes, actions, strict=True)]
 
     def _step(self, episode: Episode, action: str) -> StepResult:
-        def take() -> BaseTextEnvStepOutput:
+        async def take() -> BaseTextEnvStepOutput:
             started = time.perf_counter()
             try:
-                return episode.env.step(action)
+                return await settled(episode.env.step(action))
             finally:
                 episode.seconds_step += time.perf_counter() - started
 
         if self.how != "inline":
             return self._submit(episode, take)
+        started = time.perf_counter()
         try:
-            return take()
-        except Exception as error:  # it is a user's environment: anything may come
-            return error
+            return episode.env.step(action)
+        except (Exception, SystemExit) as error:  # it is a user's environment: anything may come
+            return error if isinstance(error, Exception) else EpisodeFailed(f"it raised {error!r}")
+        finally:
+            episode.seconds_step += time.perf_counter() - started
 
     def keep(self, episode: Episode) -> bytes | None:
         """The environment for a later `open`; None: it can't be kept."""
@@ -256,7 +343,7 @@ class EnvironmentRunner:
         if self._nursery is None and not (self._own["close"] or self._own["get_metrics"]):
             return None
         if self.how == "inline":
-            self._end(episode)
+            at_once(self._end(episode))
             return None
         ended: Future[None] = Future()
         self.ends.add(ended)
@@ -277,30 +364,33 @@ class EnvironmentRunner:
         if self._nursery is not None:
             self._nursery.close()
 
-    def _submit(self, episode: Episode, call: Callable[[], Any]) -> Future[Any]:
+    def give_up(self) -> None:
+        """Ends every call that is under way."""
+        self.threads.expire(is_over=True)
+        self.event_loop.cancel_all()
+
+    def _submit(self, episode: Episode, call: AsyncCall) -> Future[Any]:
+        if self.how == "async":
+            episode.under_way = self.event_loop.submit(call, episode.turn, self.timeout)
+            return episode.under_way
         # A process is killed in time; its thread is not to be given up before.
         slack = 2.0 if self._nursery is not None else 0.0
-        episode.under_way = self.threads.submit(call, self.timeout + slack)
+        episode.under_way = self.threads.submit(lambda: at_once(call()), self.timeout + slack)
         return episode.under_way
 
-    def _give_up(self, episode: Episode) -> None:
-        """Its `init` failed."""
-        episode.is_over = True
-        if episode.env is not None:
-            self.close(episode)
-
-    def _end(self, episode: Episode) -> None:
-        """`get_metrics` and `close` of an environment that was made."""
-        env = episode.env
-        if env is None or (isinstance(env, ProcessEnvironment) and not env.can_end()):
+    async def _end(self, episode: Episode) -> None:
+        """`get_metrics` and `close` of an environment that was made, once."""
+        with self._lock:
+            env, has_ended, episode.has_ended = episode.env, episode.has_ended, episode.env is not None
+        if env is None or has_ended or (isinstance(env, ProcessEnvironment) and not env.can_end()):
             return
         try:
             try:
                 if self._own["get_metrics"]:
-                    episode.metrics = dict(env.get_metrics())
+                    episode.metrics = dict(await settled(env.get_metrics()))
             finally:
                 if self._own["close"]:
-                    env.close()
+                    await settled(env.close())
                 if isinstance(env, ProcessEnvironment):
                     env.give_back()
         except Exception as error:  # it is a user's environment; its episode is over all the same
@@ -319,24 +409,27 @@ class Environments:
     ) -> None:
         """block: the run's. env_config: environment -> more of what its instances are made with."""
         self.block, self.env_config = block or EnvironmentConfig(), env_config or {}
-        self.threads = WorkerThreads(self.block.max_workers)
+        self.threads, self.event_loop = WorkerThreads(self.block.max_workers), EventLoopThread()
         self._runners: dict[str, EnvironmentRunner] = {}
 
     def __getitem__(self, env_class: str) -> EnvironmentRunner:
         if env_class not in self._runners:
             config = {**self.block.env_config.get(env_class, {}), **self.env_config.get(env_class, {})}
-            self._runners[env_class] = EnvironmentRunner(env_class, config, self.block, self.threads)
+            self._runners[env_class] = EnvironmentRunner(
+                env_class, config, self.block, self.threads, self.event_loop
+            )
         return self._runners[env_class]
 
     def wait_for_ends(self, in_haste: bool) -> None:
         """Until the episodes are closed that are over. in_haste: what they are at is given up."""
         if in_haste:
-            self.threads.expire(is_over=True)
+            for runner in self._runners.values():
+                runner.give_up()
         ends = [end for runner in self._runners.values() for end in list(runner.ends)]
         wait(ends, CLOSE_SECONDS if in_haste else None)
 
     def close(self) -> None:
         """Ends threads' work and processes."""
-        self.threads.expire(is_over=True)
         for runner in self._runners.values():
+            runner.give_up()
             runner.shut_down()

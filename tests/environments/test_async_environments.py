@@ -1,0 +1,183 @@
+"""Environments whose methods are coroutine functions, and ends of episodes that come at a bad moment."""
+
+import asyncio
+import sys
+import threading
+import time
+from concurrent.futures import wait
+
+import pytest
+
+from verl.config.environments import EnvironmentConfig
+from verl.environments.base import BaseTextEnv, EpisodeFailed
+from verl.environments.executors import Environments
+
+HERE = "test_async_environments"
+closed: list[str] = []
+
+
+class Waits(BaseTextEnv):
+    """Its actions: a number of seconds to wait, or "raise", "cancel", "exit"."""
+
+    def __init__(self, env_config=None, extras=None):
+        super().__init__()
+        self.name = extras["name"]
+
+    async def init(self, prompt):
+        await asyncio.sleep(float(self.name == "slow start"))
+        return [{"role": "user", "content": self.name}], {}
+
+    async def step(self, action):
+        if action == "raise":
+            raise ValueError("no such move")
+        if action == "cancel":
+            raise asyncio.CancelledError
+        if action == "exit":
+            sys.exit(3)
+        try:
+            await asyncio.sleep(float(action))
+        finally:
+            await asyncio.sleep(0)
+            closed.append(f"{self.name} stepped")
+        return {"observations": [], "reward": 1.0, "done": True, "metadata": {}}
+
+    async def get_metrics(self):
+        return {"seen": 1}
+
+    async def close(self):
+        await asyncio.sleep(0)
+        closed.append(self.name)
+
+
+class Leaves(BaseTextEnv):
+    """A plain environment that calls sys.exit; its constructor waits for `go`."""
+
+    go = threading.Event()
+    made = threading.Event()
+
+    def __init__(self, env_config=None, extras=None):
+        super().__init__()
+        self.made.set()
+        self.go.wait(5)
+
+    def step(self, action):
+        sys.exit(3)
+
+    def close(self):
+        closed.append("leaves")
+
+
+@pytest.fixture
+def stage():
+    closed.clear()
+    made = []
+
+    def make(**settings):
+        made.append(Environments(EnvironmentConfig(**settings)))
+        return made[-1]
+
+    yield make
+    for environments in made:
+        environments.close()
+
+
+def opened(runner, names):
+    episodes = [runner.open({"name": name}, [], 3) for name in names]
+    return [episode.result(5) for episode in episodes]
+
+
+def test_any_number_of_them_wait_at_once_and_each_is_closed_once(stage):
+    environments = stage(max_workers=1)
+    runner = environments[f"{HERE}:Waits"]
+    names = [str(number) for number in range(300)]
+    started = time.perf_counter()
+    episodes = opened(runner, names)
+    assert episodes[7].messages == [{"role": "user", "content": "7"}]
+    results = runner.step_many(episodes, ["0.2"] * 300)
+    assert all(future.result(5)["done"] for future in results)
+    for episode in episodes:
+        runner.close(episode)
+    environments.wait_for_ends(in_haste=False)
+    assert time.perf_counter() - started < 3  # one after another they take 60 s
+    assert sorted(name for name in closed if "stepped" not in name) == sorted(names)
+    assert episodes[0].metrics == {"seen": 1} and episodes[0].seconds_step >= 0.2
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        ("raise", "no such move"),
+        ("cancel", "CancelledError"),
+        ("exit", r"SystemExit\(3\)"),
+        ("9", "took longer"),
+    ],
+)
+def test_what_goes_wrong_in_one_is_its_own(stage, action, words):
+    runner = stage(step_timeout=0.3)[f"{HERE}:Waits"]
+    bad, good = runner.step_many(opened(runner, "ab"), [action, "0.01"])
+    with pytest.raises((EpisodeFailed, ValueError), match=words):
+        bad.result(5)
+    assert good.result(5)["done"]
+    assert opened(runner, "c")[0].messages  # the event loop goes on
+
+
+def test_one_that_is_cut_in_its_step_is_closed_after_it(stage):
+    environments = stage()
+    runner = environments[f"{HERE}:Waits"]
+    (episode,) = opened(runner, "a")
+    (step,) = runner.step_many([episode], ["9"])
+    time.sleep(0.05)
+    assert step.cancel()
+    runner.close(episode)
+    environments.wait_for_ends(in_haste=False)
+    assert closed == ["a stepped", "a"]
+
+
+def test_a_run_that_ends_in_haste_closes_what_waits_and_what_is_being_made(stage):
+    environments = stage()
+    runner = environments[f"{HERE}:Waits"]
+    (episode,) = opened(runner, "a")
+    (step,) = runner.step_many([episode], ["9"])
+    making = runner.open({"name": "slow start"}, [], 3)
+    time.sleep(0.05)
+    started = time.perf_counter()
+    runner.close(episode)
+    environments.wait_for_ends(in_haste=True)
+    wait([step, making], 5)
+    deadline = time.monotonic() + 5
+    while len(closed) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sorted(closed) == ["a", "a stepped", "slow start"] and time.perf_counter() - started < 3
+
+
+@pytest.mark.parametrize("executor", ["inline", "process"])
+def test_they_need_the_event_loop(stage, executor):
+    with pytest.raises(ValueError, match=f"executor={executor} .* coroutine function .* expected auto"):
+        stage(executor=executor)[f"{HERE}:Waits"]
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+def test_an_environment_that_exits_fails_alone(stage, executor):
+    Leaves.go.set()
+    runner = stage(executor=executor)[f"{HERE}:Leaves"]
+    episode = runner.open({}, [], 3)
+    episode = episode.result(5) if executor == "thread" else episode
+    (result,) = runner.step_many([episode], ["x"])
+    error = result.exception(5) if executor == "thread" else result
+    assert isinstance(error, EpisodeFailed) and "SystemExit" in str(error)
+
+
+def test_one_that_is_made_when_the_run_ends_is_closed_once(stage):
+    Leaves.go.clear()
+    Leaves.made.clear()
+    environments = stage()
+    future = environments[f"{HERE}:Leaves"].open({}, [], 3)
+    assert Leaves.made.wait(5)
+    environments.wait_for_ends(in_haste=True)
+    assert isinstance(future.exception(5), EpisodeFailed)
+    Leaves.go.set()
+    deadline = time.monotonic() + 5
+    while not closed and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert closed == ["leaves"]
