@@ -26,8 +26,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from data_prep.files import describe, read_records, take
+from verl.config import load_config
 from verl.utils.dataset.mixture import verifier
+from verl.verifiers.base import Sample, VerifierSettings
+from verl.verifiers.batch import Request, Verifiers
+from verl.verifiers.registry import Assigned, check_name
 
 FORMATS = ("open-instruct", "prime", "verifiers", "trl")
 _BATCH = 5_000  # rows that are held at once
@@ -65,14 +72,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def convert(options: argparse.Namespace) -> int:
     """Writes and checks the rows, some thousand at a time. Returns the exit status. ValueError: a bad row."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from verl.config import load_config
-    from verl.verifiers.base import VerifierSettings
-    from verl.verifiers.batch import Verifiers
-    from verl.verifiers.registry import check_name
-
     entry = pa.struct({"name": pa.string(), "label": pa.string(), "weight": pa.float64()})
     truth = pa.struct({"verifiers": pa.list_(entry)})
     message = pa.struct({"role": pa.string(), "content": pa.string()})
@@ -121,12 +120,10 @@ def convert(options: argparse.Namespace) -> int:
     return int(tally["refused"] > 0)
 
 
-def check(batch: list[tuple[str, dict[str, Any], str | None]], verifiers: Any, tally: dict[str, int]) -> None:
+def check(
+    batch: list[tuple[str, dict[str, Any], str | None]], verifiers: Verifiers, tally: dict[str, int]
+) -> None:
     """Prints the rows of a batch whose gold answer is refused or could not be verified, and counts them."""
-    from verl.verifiers.base import Sample
-    from verl.verifiers.batch import Request
-    from verl.verifiers.registry import Assigned
-
     asked, requests = [], []
     for where, row, solution in batch:
         query = "\n".join(message["content"] for message in row["prompt"])
@@ -213,8 +210,6 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
     if path.suffix != ".parquet":
         yield from read_records(path)
         return
-    import pyarrow.parquet as pq
-
     number = 0
     with pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
         for batch in file.iter_batches(_BATCH):

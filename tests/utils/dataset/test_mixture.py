@@ -177,3 +177,25 @@ def test_parquet_and_jsonl_mix(tmp_path, files):
     frame.to_parquet(tmp_path / "p.parquet")
     rows, _ = mixture_of({"path": [str(tmp_path / "p.parquet"), files[1]["path"]], "name": "both"})
     assert len(rows) == 39 and rows[38]["data_source"] == "b" and rows[0]["data_source"] == "both"
+
+
+@pytest.mark.slow
+def test_a_source_may_be_a_verifiers_environment(tmp_path, monkeypatch, files):
+    verifiers = pytest.importorskip("verifiers")
+    if not hasattr(verifiers, "load_environment"):
+        pytest.skip("verifiers below 0.4 only")
+    (tmp_path / "doubles_for_mixture.py").write_text(
+        "import verifiers as vf\nfrom datasets import Dataset\n"
+        "def load_environment(count=3):\n"
+        "    rows = [{'question': f'{i}+{i}?', 'answer': str(2 * i)} for i in range(count)]\n"
+        "    rubric = vf.Rubric(funcs=[lambda completion, answer: float(answer in str(completion))])\n"
+        "    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=rubric)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    env = {"id": "doubles-for-mixture", "args": {"count": 20}}
+    rows, sampler = mixture_of({"env": env, "ratio": 1}, files[0] | {"ratio": 1})
+    drawn = [rows[i] for i in sampler.take(8)]
+    own = [row for row in drawn if row["source"] == "doubles-for-mixture"]
+    assert len(rows) == 110 and len(own) == 4 and b"?" in bytes(own[0]["raw_prompt_ids"])
+    first = next(iter(rows.rows_to_check()))
+    assert first["env_class"] == "verifiers" and json.loads(first["verifiers"])["row"]["answer"] == "0"
