@@ -22,6 +22,14 @@ from verl.code_server.codec import Peer, TooLarge, Torn, send_fds
 GONE = "gone"  # outcome for the supervisor: the prisoner had ended before the test could begin
 MATH = frozenset(dir(__import__("math")))
 ALIASES = {"np": "numpy", "pd": "pandas"}
+PURE_NAMES = (
+    "abc bisect cmath collections copy dataclasses datetime decimal enum fractions functools heapq itertools "
+    "json math operator random re statistics string time typing"
+)
+PURE = frozenset(PURE_NAMES.split())
+"""The prisoner says what the program's names are, and it may lie: so it may choose only between these
+modules, and what they call by the same name. With `eval` for a name of a test it would be the judge."""
+PACKAGES = frozenset(["numpy", "pandas", "scipy", "sympy"])
 SAFE_NAMES = (
     "abs all any bin bool bytes chr complex dict divmod enumerate filter float frozenset hash hex int "
     "isinstance issubclass iter len list map max min next oct ord pow range repr reversed round set "
@@ -221,12 +229,16 @@ class Test:
             elif name in bases and (name in sys.stdlib_module_names or name in ALIASES):
                 names[name] = import_name(ALIASES.get(name, name), "")
             elif kind == "module":
-                names[name] = import_name(where[0], where[1])
+                module, attribute = where
+                whole = attribute == "" and str(module).partition(".")[0] in PURE | PACKAGES
+                if whole or (attribute == name and module in PURE):
+                    names[name] = import_name(module, attribute)
             elif name in MATH:
                 doubtful[name] = where[0]
             else:
                 names[name] = where[0]
-        if not any(isinstance(value, Remote) for value in names.values()):
+        own = {"__builtins__", "__name__"}
+        if all(name in own or isinstance(value, type(sys)) for name, value in names.items()):
             names.update(doubtful)
         else:
             math = __import__("math")
