@@ -135,6 +135,7 @@ def main(given: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     own = posix.pidfd_open(posix.getpid()) if namespaces else -1
     gc.collect()
+    gc.set_threshold(50_000, 20, 20)  # a collection in a fork copies what it looks at
     gc.freeze()
     while True:
         role, fds = receive(requests)
