@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import Future
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,7 @@ from search_r1.llm_agent.generation import build_agent
 from search_r1.search.probe import RetrievalProbe
 from verl.agent.trajectory import AgentConfig, Codec
 from verl.config import Config
+from verl.config.keys import at, put
 from verl.environments.base import BaseTextEnv, EpisodeFailed
 from verl.environments.executors import Environments
 from verl.preflight.machine_checks import find_wrong_corpora
@@ -50,7 +52,7 @@ from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
 from verl.utils.records import recorder
 from verl.utils.reward_score.qa_em_format import Segment
-from verl.verifiers.base import Sample, VerifierSettings
+from verl.verifiers.base import Sample, VerifierLimit, VerifierSettings
 from verl.verifiers.batch import Request, Verifiers
 from verl.verifiers.registry import Assigned, make_verifier
 from verl.workers.engine.loading import load_hf_config
@@ -393,6 +395,57 @@ def verdicts(config: Config) -> Any:
     (result,) = verifiers.verify([Request(Sample("7", None, num_tokens=9), assigned)])
     verifiers.close()
     return result
+
+
+def judged(config: Config) -> Any:
+    """What a judge is asked and what its verdict costs; what a code server is asked and its verdict. Both are
+    a server here that counts how many wait at the same time, and whose second answer comes late."""
+    asked: list[Any] = []
+    waiting = most = 0
+
+    class Server(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            nonlocal waiting, most
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            waiting, most = waiting + 1, max(most, waiting + 1)
+            asked.append((self.path, json.dumps(body)))
+            time.sleep(0.4)
+            waiting -= 1
+            message = {"choices": [{"message": {"content": '{"SCORE": 7}'}}]}
+            usage = {"usage": {"prompt_tokens": 9, "completion_tokens": 5}}
+            results = {"results": [1, 0, 1][: len(body.get("tests", ""))], "runtimes": [0.1, -1.0, 0.2]}
+            results["runtimes"] = results["runtimes"][: len(results["results"])]
+            text = json.dumps({**message, **usage, **results}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                self.wfile.write(text)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    url, blocks = f"http://127.0.0.1:{server.server_port}", config.verifiers
+    for block, name, path in ((blocks.judge, "base_url", "/v1"), (blocks.code, "api_url", "")):
+        at(block, name) is None or put(block, name, f"{url}/other{path}")
+        put(block, name, at(block, name) or url + path)
+    tests = json.dumps(["assert shown()", "assert f(2)", "assert f(3)"])
+    assigned = [Assigned("general-quality", None), Assigned("code", tests)]
+    samples = [Sample(f"```f = {i}```", None, "assert shown()") for i in range(3)]
+    try:
+        verifiers = Verifiers(VerifierSettings(blocks))
+        results = verifiers.verify([Request(sample, assigned) for sample in samples])
+        results += verifiers.verify([Request(Sample("f", None), assigned[:1])])
+        return results, sorted(asked), most > 4
+    except (ValueError, VerifierLimit) as error:
+        return str(error)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def patience(config: Config) -> Any:

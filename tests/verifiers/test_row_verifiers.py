@@ -118,9 +118,3 @@ def test_verifiers_of_different_names_work_at_the_same_time():
 def test_a_score_that_is_no_number_is_an_error_and_no_score():
     with pytest.raises(ValueError, match="NoNumber' returned the score nan"):
         Verifiers(SETTINGS).verify([Request(Sample("", None), [Assigned(OWN + "NoNumber", None)])])
-
-
-def test_remap_has_one_verifier_do_the_work_of_another():
-    settings = VerifierSettings(VerifiersConfig(remap={"math": OWN + "Shouts"}))
-    (result,) = Verifiers(settings).verify([Request(Sample("A", None), [Assigned("math", "7")])])
-    assert (result.score, result.verdicts[0]["name"]) == (1.0, "shouts")

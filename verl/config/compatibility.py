@@ -105,6 +105,8 @@ PASSES = {  # the whole run's size of a pass in rows -> what it is when nothing 
 _FSDP = (f"{ACTOR}.fsdp_config", "critic.model.fsdp_config", f"{REF}.fsdp_config")
 _MEGATRON = (f"{ACTOR}.megatron", f"{REF}.megatron", "critic.megatron")
 _FP32, _WRAP = "Gradients are summed over processes in fp32.", "FSDP2 shards each decoder layer on its own."
+_CODE = ("api_url", "max_execution_time", "pass_rate_reward_threshold", "apply_perf_penalty")
+_JUDGE = ("model", "max_tokens", "temperature", "timeout")
 _HDFS = "Nothing is copied to HDFS; a run's folder is default_local_dir."
 
 RL = Table(

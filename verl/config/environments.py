@@ -3,9 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from verl.config.keys import Block, Count, Positive, Share, key
+from verl.config.keys import Block, Count, NotNegative, Positive, Share, group, key
+
+
+@dataclass(slots=True)
+class CodeVerifierConfig(Block):
+    """The verifiers code and code_stdio."""
+
+    api_url: str | None = key(
+        None, "code server, or several with commas between (null: CODE_API_URL, else one of its own)"
+    )
+    max_execution_time: Positive = key(1.0, "seconds of each test")
+    pass_rate_reward_threshold: Share = key(0.0, "a smaller share of passed tests is worth 0")
+    apply_perf_penalty: bool = key(False, "each pass is worth (limit - runtime) / limit")
+    drop_shown_tests: bool = key(False, "leave out tests that stand in the prompt, where others are left")
+
+
+@dataclass(slots=True)
+class JudgeConfig(Block):
+    """The verifiers general-* and rubric. The server's key is read from VERIFIERS_JUDGE_API_KEY."""
+
+    base_url: str | None = key(None, "server with OpenAI's API, http://host:port/v1")
+    model: str | None = key(None, "the model's name there")
+    max_tokens: Count = key(2048, "of a judge's answer")
+    temperature: NotNegative = key(1.0, "of a judge's answer")
+    timeout: Positive = key(60.0, "seconds of a verdict with its retries, from when it is its turn")
+    concurrency: Count = key(64, "requests of one verifier at the same time")
+    prices: list[float] = key([0.0, 0.0], "US dollars per million tokens [read, written]")
+    cost_limit: Positive | None = key(None, "the run stops when its judge has cost so many US dollars")
 
 
 @dataclass(slots=True)
@@ -39,10 +65,11 @@ class VerifiersConfig(Block):
     max_failed_share: Share = key(
         0.5, "the run stops when more of a step's trajectories could not be verified"
     )
-    remap: dict[str, Any] = key({}, "{name: other name}: rows that name the first are verified by the other")
     cpu_seconds: Positive = key(
         5.0, "math, ifeval: processor seconds that one response may take; it is worth 0 beyond"
     )
     length_range: Count = key(
         32768, "max_length, up_to_max_length: so many tokens off the wanted length are worth 0"
     )
+    code: CodeVerifierConfig = group(CodeVerifierConfig)
+    judge: JudgeConfig = group(JudgeConfig)

@@ -28,10 +28,13 @@ class VerifierLimit(Exception):
 
 @dataclass(frozen=True)
 class VerifierSettings:
-    """What a verifier is made from: the `verifiers` block, and the run's folder for what has to last."""
+    """What a verifier is made from: the `verifiers` block, the run's folder for what has to last, and what
+    the verifiers of a run share, by name.
+    """
 
     config: VerifiersConfig
     folder: Path | None = None
+    shared: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from verl.verifiers.base import CouldNotVerify, Sample, Verdict, Verifier, VerifierSettings
-from verl.verifiers.registry import Assigned, check_name, make_verifier
+from verl.verifiers.registry import Assigned, make_verifier
 
 UNVERIFIED = "unverified"  # finish reason of a trajectory without a verdict
 
@@ -57,8 +57,7 @@ class Verifiers:
         work: dict[str, list[tuple[int, int]]] = defaultdict(list)  # name -> row, place among the row's
         for row, request in enumerate(requests):
             for place, each in enumerate(request.assigned):
-                name = check_name(self.settings.config.remap.get(each.name, each.name))
-                work[name].append((row, place))
+                work[each.name].append((row, place))
         verdicts: list[list[Verdict]] = [[Verdict(None)] * len(request.assigned) for request in requests]
         for name in work:
             if name not in self._made:
@@ -77,10 +76,8 @@ class Verifiers:
                 for name, many in zip(work, pool.map(verify, work), strict=True):
                     for (row, place), verdict in zip(work[name], many, strict=True):
                         verdicts[row][place] = _clipped(verdict, self._made[name])
-        return [
-            _result(request.assigned, each, self.settings.config.remap, self._made)
-            for request, each in zip(requests, verdicts, strict=True)
-        ]
+        pairs = zip(requests, verdicts, strict=True)
+        return [_result(request.assigned, each, self._made) for request, each in pairs]
 
     def close(self) -> None:
         """Ends what the verifiers have started."""
@@ -99,10 +96,7 @@ def _clipped(verdict: Verdict, verifier: Verifier) -> Verdict:
 
 
 def _result(
-    assigned: Sequence[Assigned],
-    verdicts: Sequence[Verdict],
-    remap: Mapping[str, str],
-    made: Mapping[str, Verifier],
+    assigned: Sequence[Assigned], verdicts: Sequence[Verdict], made: Mapping[str, Verifier]
 ) -> Result:
     total: float | None = 0.0
     report = []
@@ -111,8 +105,7 @@ def _result(
             total = None if each.weight else total
         elif total is not None:
             total += each.weight * verdict.score
-        name = made[check_name(remap.get(each.name, each.name))].name
-        report.append({"name": name, "weight": each.weight, **vars(verdict)})
+        report.append({"name": made[each.name].name, "weight": each.weight, **vars(verdict)})
     return Result(total, report)
 
 

@@ -134,10 +134,9 @@ def check_rows(rows: Iterable[Mapping[str, Any]], settings: VerifierSettings) ->
         try:
             assigned = assigned_verifiers(reward_model, row)
             for each in assigned:
-                name = check_name(settings.config.remap.get(each.name, each.name))
-                if name not in made:
-                    made[name] = make_verifier(name, settings)
-                made[name].check_label(each.label)
+                if each.name not in made:
+                    made[each.name] = make_verifier(each.name, settings)
+                made[each.name].check_label(each.label)
         except ValueError as error:
             raise ValueError(f"row {index}: {error}") from error
         count += bool(assigned)

@@ -1,0 +1,82 @@
+"""Verifiers of programs: code (asserts), code_stdio (standard input and output), by a code server.
+
+The program is the last ``` block of the response, else all of it. The score is the share of tests that it
+passes; 0 below `verifiers.code.pass_rate_reward_threshold`; with `apply_perf_penalty` each pass is worth
+(limit - runtime) / limit. A server that is away or gives no whole answer could not verify; a program that
+fails, hangs or does harm gets 0 for its tests. Label: a list of tests, as JSON text too, or Open-Instruct's
+packed text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from verl.code_server.client import CodeClient
+from verl.config.environments import CodeVerifierConfig
+from verl.verifiers.base import CouldNotVerify, Sample, Verdict, Verifier, VerifierSettings
+
+_BLOCK = re.compile(r"```(?:python)?(.*?)```", re.DOTALL)
+
+
+class CodeVerifier(Verifier):
+    """Both. All programs are sent at once; the server lets them wait, and starts their clocks."""
+
+    def __init__(self, name: str, config: CodeVerifierConfig, client: CodeClient) -> None:
+        self.name, self.config, self.client = name, config, client
+
+    @classmethod
+    def create(cls, name: str, settings: VerifierSettings) -> CodeVerifier:
+        config = settings.config.code
+        return cls(name, config, CodeClient(config.api_url))
+
+    def check_label(self, label: Any) -> None:
+        tests = read_tests(label)
+        kind = dict if self.name == "code_stdio" else str
+        if not isinstance(tests, str) and not all(isinstance(test, kind) for test in tests):
+            expected = '{"input", "output"} each' if kind is dict else "texts of asserts"
+            raise ValueError(f"Found {self.name} label {label!r:.200}; expected a list of tests, {expected}.")
+
+    def verify_many(self, samples: Sequence[Sample]) -> list[Verdict]:
+        with ThreadPoolExecutor(min(max(len(samples), 1), 256), self.name) as pool:
+            return list(pool.map(self.verify, samples))
+
+    def verify(self, sample: Sample) -> Verdict:
+        config, tests = self.config, read_tests(sample.label)
+        if config.drop_shown_tests and not isinstance(tests, str):
+            hidden = [test for test in tests if not is_shown(test, sample.query)]
+            tests = hidden or tests  # where all are shown there is nothing else to go by
+        limit, blocks = config.max_execution_time, _BLOCK.findall(sample.text)
+        program = blocks[-1].strip() if blocks else sample.text
+        try:
+            passed, seconds = self.client.test_timed(program, tests, self.name == "code_stdio", limit)
+        except CouldNotVerify as error:
+            return Verdict(None, str(error))
+        rate = sum(passed) / max(len(passed), 1)
+        score = rate if rate >= config.pass_rate_reward_threshold else 0.0
+        if config.apply_perf_penalty and score > 0:  # runtimes are -1 where a test failed
+            left = [max(limit - taken, 0.0) / limit for taken in seconds]
+            score = sum(one * rest for one, rest in zip(passed, left, strict=True)) / len(passed)
+        return Verdict(score, f"{sum(passed)} of {len(passed)} tests passed")
+
+    def close(self) -> None:
+        self.client.close()
+
+
+def read_tests(label: Any) -> list[Any] | str:
+    """The tests of a label, or text that the server unpacks."""
+    if isinstance(label, str):
+        try:
+            label = json.loads(label)
+        except ValueError:
+            return label
+    return list(label)
+
+
+def is_shown(test: Any, query: str) -> bool:
+    """Whether the prompt gives a test away: its text, or both its input and its output."""
+    texts = [test["input"], test["output"]] if isinstance(test, dict) else [test]
+    return all(str(text).strip() in query for text in texts)
