@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from verl.config.keys import Block, Count, NotNegative, Positive, Share, group, key
 

@@ -122,8 +122,7 @@ def _library() -> dict[str, Any]:
     langdetect.DetectorFactory.seed = 0
     instructions_util._get_sentence_tokenizer = _sentences
     instructions_util.nltk.word_tokenize = words
-    others = {"letters:letter_counting2": INSTRUCTION_DICT["keywords:letter_frequency"]}
-    return {**INSTRUCTION_DICT, **others}
+    return dict(INSTRUCTION_DICT)
 
 
 @cache
@@ -211,7 +210,14 @@ def _start_end(text: str) -> bool:
     return len(found) > 1 and found[0].lower() == found[-1].lower()
 
 
+def _letters(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
+    """Any sign: for one that is no letter the library counts a letter drawn at random."""
+    return _compare(text.lower().count(letter.strip().lower()), let_relation, let_frequency)
+
+
 _OWN: dict[str, Callable[..., bool]] = {
+    "keywords:letter_frequency": _letters,
+    "letters:letter_counting2": _letters,
     "copy:repeat_phrase": _repeat_phrase,
     "copy:copy": lambda text, prompt_to_repeat: _same(text, prompt_to_repeat),
     "copy:copying_simple": lambda text, prompt_to_repeat: _same(text, prompt_to_repeat),

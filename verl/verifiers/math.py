@@ -125,7 +125,7 @@ def same_value(candidate: str, label: str) -> bool:
     """Whether math-verify says that both are equal. Prose is no value: the last number of a text without an
     answer would be one by chance.
     """
-    if len(candidate) > 2000 or len(_WORDS.findall(candidate)) > 3:
+    if len(candidate) > 2000 or len(_WORDS.findall(candidate)) > 3 or "\\boxed" in candidate:
         return False
     gold = _parsed(label)
     if not gold:

@@ -1,0 +1,125 @@
+"""Our verifiers beside Open-Instruct's own (commit e6c3044), whose scores of generated rows are recorded.
+
+`open_instruct_cases.py` makes the rows and records; a difference has an entry here, with its reason.
+"""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from open_instruct_cases import HIGHEST_TEN, cases
+
+from verl.config.environments import CodeVerifierConfig, JudgeConfig, VerifiersConfig
+from verl.verifiers import Sample, Verdict
+from verl.verifiers.base import VerifierSettings
+from verl.verifiers.code import CodeVerifier
+from verl.verifiers.judge import Judge, RubricVerifier, score_of
+from verl.verifiers.registry import VERIFIERS, make_verifier
+
+RECORDED = Path(__file__).with_name("open_instruct_cases.json.gz")
+
+
+class Replies(Judge):
+    """A judge that has answered already."""
+
+    def __init__(self, scores):
+        super().__init__(JudgeConfig(), None)
+        self.scores = scores
+
+    def ask(self, prompts):
+        return [Verdict(score / 2) for score in self.scores]
+
+
+class Server:
+    def __init__(self, reply):
+        self.reply = reply
+
+    def test_timed(self, *_):
+        return self.reply
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    """(name, response, label, their score, our score) of each case."""
+    rows, theirs = cases(), json.loads(gzip.decompress(RECORDED.read_bytes()))
+    assert len(rows) == len(theirs) >= 1000 and {name for name, *_ in rows} == set(VERIFIERS)
+    ours: list[float | None] = [None] * len(rows)
+    together: dict[str, list[int]] = {}
+    for i, (name, text, label, tokens, settings) in enumerate(rows):
+        if name.startswith("general-"):
+            highest = 10 if name in HIGHEST_TEN else 1
+            score = score_of(text, highest)
+            ours[i] = None if score is None else score / highest
+        elif name == "rubric":
+            ours[i] = RubricVerifier(name, Replies(json.loads(text))).verify(Sample("x", label)).score
+        elif name.startswith("code"):
+            client = Server(json.loads(text))
+            ours[i] = (
+                CodeVerifier(name, CodeVerifierConfig(**settings), client).verify(Sample("x", "[]")).score
+            )
+        elif name.endswith("max_length"):
+            config = VerifiersConfig(**settings)
+            verifier = make_verifier(name, VerifierSettings(config))
+            ours[i] = max(0.0, verifier.verify(Sample(text, label, num_tokens=tokens)).score)
+        else:
+            together.setdefault(name, []).append(i)
+    for name, places in together.items():
+        verifier = make_verifier(name, VerifierSettings(VerifiersConfig(cpu_seconds=20.0)))
+        samples = [Sample(rows[i][1], rows[i][2]) for i in places]
+        for sample in samples:
+            verifier.check_label(sample.label)
+        for i, verdict in zip(places, verifier.verify_many(samples), strict=True):
+            ours[i] = verdict.score
+        verifier.close()
+    return [(*row[:3], their, our) for row, their, our in zip(rows, theirs, ours, strict=True)]
+
+
+@pytest.mark.slow
+def test_every_name_scores_as_open_instruct_does(pairs):
+    differing = {
+        (name, text, label) for name, text, label, their, our in pairs if their != pytest.approx(our)
+    }
+    below_zero = {
+        (name, text, label) for name, text, label, their, _ in pairs if their < 0 and name != "rubric"
+    }
+    assert differing == below_zero
+    assert {name for name, *_ in differing} == {"max_length", "up_to_max_length"}
+
+
+@pytest.mark.slow
+def test_a_length_far_off_is_worth_0_where_theirs_falls_below_against_its_comment(pairs):
+    far = [(their, our) for name, _, _, their, our in pairs if name.endswith("max_length") and their < 0]
+    assert far and all(our == 0.0 for _, our in far)
+
+
+@pytest.mark.slow
+def test_the_recorded_rows_are_right_and_wrong_ones(pairs):
+    for name in VERIFIERS:
+        scores = {our for other, _, _, _, our in pairs if other == name}
+        assert name == "passthrough" or len(scores) > 1, name
+
+
+def test_a_judge_that_talks_nonsense_is_no_zero_as_it_is_there():
+    assert score_of("I like it.", 10) is None
+
+
+def test_a_label_may_be_json_text_where_theirs_has_to_be_a_list():
+    verifier = make_verifier("string_f1", VerifierSettings(VerifiersConfig()))
+    assert verifier.verify(Sample("Oslo", '["Rome", "Oslo"]')).score == 1.0
+
+
+def test_a_gsm8k_label_may_have_commas_as_the_answer_may():
+    verifier = make_verifier("gsm8k", VerifierSettings(VerifiersConfig()))
+    assert verifier.verify(Sample("It is 1,234", "1,234")).score == 1.0
+
+
+def test_a_sign_that_is_no_letter_is_counted_where_the_original_counts_a_random_letter():
+    from verl.verifiers.ifeval import ifeval_score
+
+    arguments = {"letter": "#", "let_frequency": 2, "let_relation": "at least"}
+    label = json.dumps([{"instruction_id": ["keywords:letter_frequency"], "kwargs": [arguments]}])
+    assert [ifeval_score(text, label) for text in ("# and #", "# and letters")] == [1.0, 0.0]
