@@ -18,7 +18,6 @@ import tempfile
 import threading
 import time
 from concurrent.futures import Future
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,12 +28,12 @@ from instant_runs import Critic, Policy, numbers
 from safetensors.torch import load_file, save_file
 from tiny_training import make_actor, make_batch, make_critic
 from transformers import AutoTokenizer
+from verifier_observers import judged, patience, verdicts  # noqa: F401
 
 from search_r1.llm_agent.generation import build_agent
 from search_r1.search.probe import RetrievalProbe
 from verl.agent.trajectory import AgentConfig, Codec
 from verl.config import Config
-from verl.config.keys import at, put
 from verl.environments.base import BaseTextEnv, EpisodeFailed
 from verl.environments.executors import Environments
 from verl.preflight.machine_checks import find_wrong_corpora
@@ -52,9 +51,6 @@ from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import RunStopped
 from verl.utils.records import recorder
 from verl.utils.reward_score.qa_em_format import Segment
-from verl.verifiers.base import Sample, VerifierLimit, VerifierSettings
-from verl.verifiers.batch import Request, Verifiers
-from verl.verifiers.registry import Assigned, make_verifier
 from verl.workers.engine.loading import load_hf_config
 from verl.workers.engine.update_loop import MicroBatchLimits
 from verl.workers.megatron_workers import sizes_of
@@ -386,74 +382,6 @@ def structure(config: Config) -> Any:
         text = "".join(segment.text for segment in segments)
         rewards.append(score("nq", text, {"target": ["Oslo"]}, {"segments": segments}))
     return rewards
-
-
-def verdicts(config: Config) -> Any:
-    """Scores of a response by verifiers that the settings reach."""
-    assigned = [Assigned("max_length", 5), Assigned("gsm8k", "7")]
-    verifiers = Verifiers(VerifierSettings(config.verifiers))
-    (result,) = verifiers.verify([Request(Sample("7", None, num_tokens=9), assigned)])
-    verifiers.close()
-    return result
-
-
-def judged(config: Config) -> Any:
-    """What a judge is asked and what its verdict costs; what a code server is asked and its verdict. Both are
-    a server here that counts how many wait at the same time, and whose second answer comes late."""
-    asked: list[Any] = []
-    waiting = most = 0
-
-    class Server(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            nonlocal waiting, most
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            waiting, most = waiting + 1, max(most, waiting + 1)
-            asked.append((self.path, json.dumps(body)))
-            time.sleep(0.4)
-            waiting -= 1
-            message = {"choices": [{"message": {"content": '{"SCORE": 7}'}}]}
-            usage = {"usage": {"prompt_tokens": 9, "completion_tokens": 5}}
-            results = {"results": [1, 0, 1][: len(body.get("tests", ""))], "runtimes": [0.1, -1.0, 0.2]}
-            results["runtimes"] = results["runtimes"][: len(results["results"])]
-            text = json.dumps({**message, **usage, **results}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            with contextlib.suppress(OSError):
-                self.wfile.write(text)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    url, blocks = f"http://127.0.0.1:{server.server_port}", config.verifiers
-    for block, name, path in ((blocks.judge, "base_url", "/v1"), (blocks.code, "api_url", "")):
-        at(block, name) is None or put(block, name, f"{url}/other{path}")
-        put(block, name, at(block, name) or url + path)
-    tests = json.dumps(["assert shown()", "assert f(2)", "assert f(3)"])
-    assigned = [Assigned("general-quality", None), Assigned("code", tests)]
-    samples = [Sample(f"```f = {i}```", None, "assert shown()") for i in range(3)]
-    try:
-        verifiers = Verifiers(VerifierSettings(blocks))
-        results = verifiers.verify([Request(sample, assigned) for sample in samples])
-        results += verifiers.verify([Request(Sample("f", None), assigned[:1])])
-        return results, sorted(asked), most > 4
-    except (ValueError, VerifierLimit) as error:
-        return str(error)
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def patience(config: Config) -> Any:
-    """What becomes of a response that takes too long to check."""
-    verifier = make_verifier("math", VerifierSettings(config.verifiers))
-    (verdict,) = verifier.verify_many([Sample("$9^{9^{9^9}}$", "1")])
-    verifier.close()
-    return verdict
 
 
 def corpora(config: Config) -> Any:
