@@ -4,7 +4,7 @@ import pytest
 
 from verl.environments import aime, make
 from verl.environments.aime import read_answer, same_value
-from verl.verifiers.base import CouldNotVerify, Verdict
+from verl.verifiers.base import CouldNotVerify
 from verl.verifiers.workers import CheckWorkers
 
 
@@ -59,6 +59,9 @@ def test_math_verify_finds_equal_values_and_can_be_killed(monkeypatch, predictio
 
 
 def test_a_process_that_others_end_is_no_verdict(monkeypatch):
-    monkeypatch.setattr(CheckWorkers, "map", lambda self, calls: [Verdict(None, "ended")])
+    def ended(self, *call):
+        raise CouldNotVerify("ended")
+
+    monkeypatch.setattr(CheckWorkers, "ask", ended)
     with pytest.raises(CouldNotVerify, match="ended"):
         make("aime", extras={"reward_spec": {"ground_truth": "2"}}).step("Answer: 1")

@@ -51,12 +51,12 @@ class GymnasiumEnv(BaseTextEnv):
         index = (row.get("extra_info") or {}).get("index")
         self.seed = int(row["seed"] if row.get("seed") is not None else index or 0)
         self.env: Any = gymnasium.make(config["id"], **dict(config.get("kwargs") or {}))
-        space, self.actions = self.env.action_space, [str(name) for name in config.get("actions") or ()]
-        self.first_action = int(getattr(space, "start", 0))
-        number = int(space.n) if isinstance(space, gymnasium.spaces.Discrete) else 0
-        if len(self.actions) != number or not isinstance(
-            space, gymnasium.spaces.Discrete | gymnasium.spaces.Text
-        ):
+        space: Any = self.env.action_space
+        self.actions = [str(name) for name in config.get("actions") or ()]
+        is_discrete = isinstance(space, gymnasium.spaces.Discrete)
+        self.first_action = int(space.start) if is_discrete else 0
+        number = int(space.n) if is_discrete else 0
+        if len(self.actions) != number or not (is_discrete or isinstance(space, gymnasium.spaces.Text)):
             self.env.close()
             raise ValueError(
                 f"Found {config['id']} with the action space {space} and {len(self.actions)} names in "
@@ -71,14 +71,13 @@ class GymnasiumEnv(BaseTextEnv):
         self.turns += 1
         text: Any = (_ACTION.findall(action) or [action])[-1].strip()
         if self.actions and text not in self.actions:
-            content = f"There is no action {text[:100]!r}; choose one of {', '.join(self.actions)}."
-            observations = [{"role": "user", "content": content}]
-            return {"observations": observations, "reward": 0.0, "done": False, "metadata": {"valid": False}}
-        taken = self.first_action + self.actions.index(text) if self.actions else text
-        observation, reward, terminated, truncated, _ = self.env.step(taken)
-        done = bool(terminated or truncated)
+            observation = f"There is no action {text[:100]!r}; choose one of {', '.join(self.actions)}."
+            reward, done, metadata = 0.0, False, {"valid": False}
+        else:
+            taken = self.first_action + self.actions.index(text) if self.actions else text
+            observation, reward, terminated, truncated, _ = self.env.step(taken)
+            done, metadata = bool(terminated or truncated), {"valid": True, "truncated": bool(truncated)}
         observations = [] if done else [{"role": "user", "content": str(observation)}]
-        metadata = {"valid": True, "truncated": bool(truncated)}
         return {"observations": observations, "reward": float(reward), "done": done, "metadata": metadata}
 
     def close(self) -> None:
@@ -86,11 +85,8 @@ class GymnasiumEnv(BaseTextEnv):
 
 
 def verifiers_rows(id: str, args: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-    """The training rows of a `verifiers` environment, for the loop.
-
-    Returns:
-        Rows with `prompt` (messages, with its system prompt), `data_source` (the id), `env_class`,
-        `verifiers` (JSON text of the id, args and the row, for `VerifiersEnv`) and `extra_info` ({"index"}).
+    """The training rows of a `verifiers` environment. Their column `verifiers` is what `VerifiersEnv` reads:
+    JSON text of the id, args and the environment's own row.
 
     Raises:
         ValueError: there is no such environment, or none that a single trajectory can be scored in.
@@ -109,9 +105,17 @@ def verifiers_rows(id: str, args: Mapping[str, Any] | None = None) -> list[dict[
     ]
 
 
-@cache
+_lock = threading.Lock()  # each of these is made once, by one of the threads that ask at the same time
+
+
 def load_verifiers_environment(id: str, args: str) -> Any:
     """The environment, once per process. args: JSON text. ValueError: it can't be had."""
+    with _lock:
+        return _load(id, args)
+
+
+@cache
+def _load(id: str, args: str) -> Any:
     try:
         import verifiers
 
@@ -130,15 +134,26 @@ def load_verifiers_environment(id: str, args: str) -> Any:
 
 
 class _PolicyTransport(httpx.AsyncBaseTransport):
-    """Where an OpenAI client's requests end: each is one turn of the episode that its model's name is of."""
+    """Where the model's requests end: each is one turn of the episode that its model's name is of. The
+    environments run in a thread with an event loop.
+    """
 
     def __init__(self) -> None:
+        from openai import AsyncOpenAI
+        from verifiers.clients import OpenAIChatCompletionsClient
+
         self.episodes: dict[str, VerifiersEnv] = {}
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="verifiers", daemon=True).start()
+        http = httpx.AsyncClient(transport=self, timeout=None)
+        self.client = OpenAIChatCompletionsClient(
+            AsyncOpenAI(base_url="http://policy", api_key="none", http_client=http, max_retries=0)
+        )
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(await request.aread())
         episode = self.episodes[body["model"]]
-        episode.turn = asyncio.get_running_loop().create_future()
+        episode.turn = self.loop.create_future()
         episode.events.put(body)
         message: dict[str, Any] = {"role": "assistant", "content": await episode.turn}
         if body.get("tools"):
@@ -155,17 +170,7 @@ class _PolicyTransport(httpx.AsyncBaseTransport):
         return httpx.Response(200, json=reply, request=request)
 
 
-@cache
-def _background() -> tuple[asyncio.AbstractEventLoop, _PolicyTransport, Any]:
-    """The thread in which the environments of verifiers run, and the client that they think is a model's."""
-    from openai import AsyncOpenAI
-    from verifiers.clients import OpenAIChatCompletionsClient
-
-    loop, transport = asyncio.new_event_loop(), _PolicyTransport()
-    threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
-    http = httpx.AsyncClient(transport=transport, timeout=None)
-    client = AsyncOpenAI(base_url="http://policy", api_key="none", http_client=http, max_retries=0)
-    return loop, transport, OpenAIChatCompletionsClient(client)
+_transport = cache(_PolicyTransport)
 
 
 class VerifiersEnv(BaseTextEnv):
@@ -193,14 +198,15 @@ class VerifiersEnv(BaseTextEnv):
         self.rollout: Future[Any] | None = None
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        loop, transport, client = _background()
+        with _lock:
+            transport = _transport()
         transport.episodes[self.name] = self
-        coroutine = self.environment.run_rollout(self.row, client, self.name, {})
-        self.rollout = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        coroutine = self.environment.run_rollout(self.row, transport.client, self.name, {})
+        self.rollout = asyncio.run_coroutine_threadsafe(coroutine, transport.loop)
         self.rollout.add_done_callback(self.events.put)
         request = self.events.get()
-        if request is self.rollout:
-            raise ValueError(f"The rollout ended before its first turn: {self.rollout.result().get('error')}")
+        if isinstance(request, Future):
+            raise ValueError(f"The rollout ended before its first turn: {request.result().get('error')}")
         self.messages = request["messages"]
         shown = [{"role": message["role"], "content": _plain(message)} for message in self.messages]
         if request.get("tools"):
@@ -216,11 +222,11 @@ class VerifiersEnv(BaseTextEnv):
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
-        assert self.turn is not None and self.rollout is not None
+        assert self.turn is not None
         self.turn.get_loop().call_soon_threadsafe(self.turn.set_result, action)
         event = self.events.get()
-        if event is self.rollout:
-            output = self.rollout.result()
+        if isinstance(event, Future):
+            output = event.result()
             if output.get("error"):
                 raise RuntimeError(f"The environment of verifiers failed: {output['error']}")
             self.metrics = dict(output.get("metrics") or {})
@@ -229,8 +235,7 @@ class VerifiersEnv(BaseTextEnv):
         if new[: len(old)] != old or new[len(old)]["role"] != "assistant":
             raise ValueError("The environment rewrites what the policy has read; ours can only be added to.")
         self.messages = new
-        added = new[len(old) + 1 :]
-        observations = [{"role": "user", "content": _plain(message)} for message in added]
+        observations = [{"role": "user", "content": _plain(message)} for message in new[len(old) + 1 :]]
         return {"observations": observations, "reward": 0.0, "done": False, "metadata": {}}
 
     def get_metrics(self) -> dict[str, Any]:
@@ -239,7 +244,7 @@ class VerifiersEnv(BaseTextEnv):
     def close(self) -> None:
         if self.rollout is not None:
             self.rollout.cancel()
-            _background()[1].episodes.pop(self.name, None)
+            _transport().episodes.pop(self.name, None)
 
 
 def _plain(message: Mapping[str, Any]) -> str:
@@ -257,7 +262,7 @@ def _with_tool_calls(text: str) -> dict[str, Any]:
         try:
             call = json.loads(found)
             function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments") or {})}
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError):
             function = {"name": "invalid", "arguments": found}  # the environment says what is wrong with it
         calls.append({"id": f"call_{len(calls)}", "type": "function", "function": function})
     return {"content": _TOOL_CALL.sub("", text), "tool_calls": calls} if calls else {}

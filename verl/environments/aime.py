@@ -7,23 +7,19 @@ refuses math-verify may still find equal, such as 1/2 and 0.5, in a process that
 
 from __future__ import annotations
 
-import os
 import re
-import threading
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, gold_answer
-from verl.verifiers.base import CouldNotVerify
 from verl.verifiers.math import last_boxed, minerva_form
-from verl.verifiers.workers import CheckWorkers
+from verl.verifiers.workers import CheckFailed, CheckWorkers
 
 LAST_CHARACTERS = 300
 CPU_SECONDS = 5.0  # that math-verify may take for one answer
 
 _ANSWER = re.compile(r"Answer\s*:\s*([^\n<]+)", re.IGNORECASE)
-_places = threading.BoundedSemaphore(os.cpu_count() or 1)
 
 
 class AIMEEnv(BaseTextEnv):
@@ -39,11 +35,9 @@ class AIMEEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         answer = read_answer(action)
         prediction = None if answer is None else minerva_form(answer).strip()
-        self.is_right = prediction is not None and (
-            prediction == self.gold or same_value(prediction, self.gold)
-        )
-        metadata = {"acc": self.is_right, "pred": prediction}
-        reward = 1.0 if self.is_right else -1.0
+        if prediction is not None:
+            self.is_right = prediction == self.gold or same_value(prediction, self.gold)
+        metadata, reward = {"acc": self.is_right, "pred": prediction}, 1.0 if self.is_right else -1.0
         return {"observations": [], "reward": reward, "done": True, "metadata": metadata}
 
     def get_metrics(self) -> dict[str, Any]:
@@ -58,11 +52,10 @@ def read_answer(text: str) -> str | None:
 
 def same_value(prediction: str, gold: str) -> bool:
     """Whether math-verify finds them equal in time. CouldNotVerify: its process was ended by someone else."""
-    with _places:
-        verdict = _workers().map([(prediction, gold)])[0]
-    if verdict.score is None:
-        raise CouldNotVerify(f"aime: {verdict.detail}")
-    return verdict.score == 1
+    try:
+        return bool(_workers().ask(prediction, gold))
+    except CheckFailed:
+        return False
 
 
 @cache

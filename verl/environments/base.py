@@ -156,6 +156,12 @@ def gold_answer(extras: Mapping[str, Any] | None) -> Any:
     )
 
 
+def turns_of(extras: Mapping[str, Any] | None, default: int) -> int:
+    """The row's `max_turns`, as a column or in its extra_info."""
+    row = extras or {}
+    return int(row.get("max_turns") or (row.get("extra_info") or {}).get("max_turns") or default)
+
+
 def make_environment(cls: Callable[..., Any], kwargs: Mapping[str, Any], max_turns: int) -> Any:
     """An environment for one episode of at most `max_turns` actions."""
     env = cls(**kwargs)

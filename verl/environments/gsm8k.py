@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, gold_answer
+from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, gold_answer, turns_of
 
 FORM_REWARD = 0.2  # of all turns together
 
@@ -54,8 +54,7 @@ class GSM8kMultiTurnEnv(GSM8kEnv):
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        row = extras or {}
-        self.max_turns = int(row.get("max_turns") or (row.get("extra_info") or {}).get("max_turns") or 5)
+        self.max_turns = turns_of(extras, 5)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1

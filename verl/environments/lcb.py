@@ -67,32 +67,25 @@ class LCBEnv(BaseTextEnv):
         except (ValueError, TypeError):
             self.tests = None
         if not isinstance(self.tests, list) or not self.tests:
-            raise ValueError(
-                f"Found {str(text)[:200]!r} in an lcb row; expected JSON text of a list of tests."
-            )
+            raise ValueError(f"Found {text!r:.200} in an lcb row; expected JSON text of a list of tests.")
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         code = last_block(action)
-        passed = code is not None and self._passes(code)
+        stdio = self.tests[0].get("testtype") != "functional"
+        size = max(1, int(BATCH_SECONDS / self.seconds))
+        passed = code is not None
+        for first in range(0, len(self.tests), size):
+            if code is None or not passed:
+                break
+            tests: list[Any] = [
+                {"input": test["input"], "output": test["output"]}
+                if stdio
+                else function_test(test, in_class="class Solution" in code)
+                for test in self.tests[first : first + size]
+            ]
+            passed = all(self.client.test(with_prelude(code), tests, stdio, self.seconds))
         metadata = {"parsed_code": code}
         return {"observations": [], "reward": float(passed), "done": True, "metadata": metadata}
-
-    def _passes(self, code: str) -> bool:
-        stdio = self.tests[0].get("testtype") != "functional"
-        tests: list[Any] = [
-            {"input": test["input"], "output": test["output"]}
-            if stdio
-            else function_test(test, in_class="class Solution" in code)
-            for test in self.tests
-        ]
-        size = max(1, int(BATCH_SECONDS / self.seconds))
-        return all(
-            result == 1
-            for first in range(0, len(tests), size)
-            for result in self.client.test(
-                with_prelude(code), tests[first : first + size], stdio, self.seconds
-            )
-        )
 
 
 @cache

@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 
 from verl.code_server.client import CodeClient
-from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, ToolGroup, gold_answer, tool
+from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, ToolGroup, gold_answer, tool, turns_of
 from verl.environments.gsm8k import extract_number
 from verl.environments.lcb import code_client
 from verl.verifiers.base import CouldNotVerify
@@ -58,9 +58,7 @@ class SearchGroup(ToolGroup):
                 break
             except (httpx.HTTPError, LookupError, TypeError, AttributeError, ValueError) as error:
                 if pause is None or time.monotonic() + pause > deadline:
-                    raise CouldNotVerify(
-                        f"searchcode: {self.url} did not answer a search: {error!r}"
-                    ) from error
+                    raise CouldNotVerify(f"searchcode: {self.url} did not answer: {error!r}") from error
                 time.sleep(pause)
         documents = "".join(f"Doc {index}: {text}\n" for index, text in enumerate(texts, 1))
         return json.dumps({"result": documents or "No search results found."})
@@ -99,7 +97,7 @@ class SearchCodeEnv(BaseTextEnv):
         super().__init__()
         config, row = {**DEFAULTS, **(env_config or {})}, extras or {}
         self.gold = str(gold_answer(row))
-        self.max_turns = int(row.get("max_turns") or (row.get("extra_info") or {}).get("max_turns") or 2)
+        self.max_turns = turns_of(extras, 2)
         self.actions: list[str] = []
         search = SearchGroup(config["search_url"], int(config["topk"]), float(config["timeout"]))
         python = PythonGroup(code_client(config.get("code_api_url")), float(config["seconds"]))
@@ -114,18 +112,14 @@ class SearchCodeEnv(BaseTextEnv):
             return {"observations": [], "reward": reward, "done": True, "metadata": {}}
         block = _TOOL.search(action)
         call = _CALL.search(block.group(1)) if block else None
-        group = self.tool_to_toolgroup.get(call.group(1)) if call else None
-        name = call.group(1) if call else None
-        if call is None:
+        name, given = (call.group(1), call.group(2).strip()) if call else (None, "")
+        group = self.tool_to_toolgroup.get(name) if name else None
+        if name is None:
             text = "There is no tool call. Write <tool><search>QUERY</search></tool> or <tool><python>..."
         elif group is None:
             text = f"There is no tool {name!r}; there are {', '.join(self.tool_to_toolgroup)}."
         else:
-            text = self._execute_tool(group, call.group(1), [call.group(2).strip()])
+            text = self._execute_tool(group, name, [given])
         observations = [{"role": "user", "content": text}] if text else []
-        metadata = {
-            "tool_group": group,
-            "tool_name": name,
-            "tool_input": call.group(2).strip() if call else "",
-        }
+        metadata = {"tool_group": group, "tool_name": name, "tool_input": given}
         return {"observations": observations, "reward": 0.0, "done": False, "metadata": metadata}

@@ -13,28 +13,21 @@ databases lie in the folders of one of these collections. `env_config`: {"db_pat
 databases, "seconds": 5, of computing for each query}. A database is
 DB_PATH[/folder of the collection]/DB_ID/DB_ID.sqlite.
 
-Queries run in processes of `sqlite_worker.py`, as many as there are cores.
+Queries run in processes that can be killed (`sqlite_worker.py`).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import select
-import signal
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, gold_answer
+from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, gold_answer, turns_of
 from verl.verifiers.base import CouldNotVerify
+from verl.verifiers.workers import CheckFailed, CheckWorkers
 
 FOLDERS = {
     "synsql": "SynSQL-2.5M/databases",
@@ -61,7 +54,8 @@ class SQLEnv(BaseTextEnv):
         config, row = env_config or {}, extras or {}
         self.gold = str(gold_answer(row))
         self.seconds = float(config.get("seconds") or SECONDS)
-        self.max_turns = int(row.get("max_turns") or (row.get("extra_info") or {}).get("max_turns") or 5)
+        self.max_turns = turns_of(row, 5)
+        self.workers = query_workers(self.seconds)
         self.actions: list[str] = []
         if not config.get("db_path") or not row.get("db_id"):
             raise ValueError(
@@ -72,8 +66,8 @@ class SQLEnv(BaseTextEnv):
         if row.get("data") and row["data"] not in FOLDERS:
             raise ValueError(f"Found data={row['data']!r} in a row; expected one of {', '.join(FOLDERS)}.")
         folder = Path(config["db_path"], FOLDERS.get(row.get("data") or "", ""))
-        self.file = (folder / row["db_id"] / f"{row['db_id']}.sqlite").absolute()
-        if not self.file.is_file():
+        self.file = os.path.abspath(folder / row["db_id"] / f"{row['db_id']}.sqlite")
+        if not os.path.isfile(self.file):
             raise FileNotFoundError(
                 f"There is no database {self.file}; text2sql's db_path is not its folder."
             )
@@ -88,9 +82,10 @@ class SQLEnv(BaseTextEnv):
         if match is None:
             text = "There is no query to run. Think in <think>, then write one query as <sql>QUERY</sql>."
         else:
-            with borrowed_worker() as worker:
-                reply = worker.ask("look", self.file, match.group(1), self.seconds)
-            text = reply["text"] if "text" in reply else f"Error: {reply['failed']}"
+            try:
+                text = self.workers.ask("look", self.file, match.group(1), self.seconds)
+            except CheckFailed as error:
+                text = f"Error: {error}"
         content = f"\n\n<observation>{text}\n<reminder>Turns left: {left}.</reminder></observation>\n\n"
         observations = [{"role": "user", "content": content}]
         return {"observations": observations, "reward": 0.0, "done": False, "metadata": {}}
@@ -99,14 +94,26 @@ class SQLEnv(BaseTextEnv):
         solution = read_solution(self.actions)
         if solution is None:
             return -1.0
-        with borrowed_worker() as worker:
-            kept = worker.ask("keep", self.file, self.gold, self.seconds)
-            if "failed" not in kept:
-                reply = worker.ask(
-                    "compare", self.file, solution, self.seconds, ordered=is_ordered(self.gold)
-                )
-                return float(reply.get("equal", False))
-        raise CouldNotVerify(f"text2sql: the right query {self.gold!r} on {self.file}: {kept['failed']}")
+        ordered = is_ordered(self.gold)
+        try:
+            return float(self.workers.ask("is_equal", self.file, solution, self.gold, self.seconds, ordered))
+        except CheckFailed:  # the right query beside itself says which of the two it was
+            try:
+                self.workers.ask("is_equal", self.file, self.gold, self.gold, self.seconds, ordered)
+            except CheckFailed as error:
+                reason = f"text2sql: the right query {self.gold!r} on {self.file}: {error}"
+                raise CouldNotVerify(reason) from error
+            return 0.0
+
+
+@cache
+def query_workers(seconds: float) -> CheckWorkers:
+    """This process's; a call may be of two queries."""
+    first = ["look", ":memory:", "SELECT 1", seconds]
+    return CheckWorkers("verl.environments.sqlite_worker:answer", 2 * seconds + 1, first)
+
+
+os.register_at_fork(after_in_child=query_workers.cache_clear)  # its parent's processes are not its own
 
 
 def read_solution(actions: Sequence[str]) -> str | None:
@@ -133,77 +140,3 @@ def is_ordered(sql: str) -> bool:
         return sqlglot.parse_one(sql, read="sqlite").args.get("order") is not None
     except sqlglot.errors.SqlglotError:
         return "order by" in " ".join(sql.lower().split())
-
-
-class SQLiteWorker:
-    """A process of `sqlite_worker.py`; one thread asks it at a time."""
-
-    def __init__(self) -> None:
-        program = Path(__file__).with_name("sqlite_worker.py")
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
-            cwd="/",
-            start_new_session=True,  # Ctrl-C is for the run; the worker ends with its input
-        )
-
-    def ask(self, kind: str, file: Path, sql: str, seconds: float, **more: Any) -> dict[str, Any]:
-        """The reply; {"failed": why} too where the query ended the process.
-
-        Raises:
-            CouldNotVerify: the process was killed by someone else, or stalls without computing.
-        """
-        request = {"kind": kind, "file": str(file), "sql": sql, "seconds": seconds, **more}
-        stdin, stdout = self.process.stdin, self.process.stdout
-        assert stdin is not None and stdout is not None
-        reply, deadline = b"", time.monotonic() + 30 + 8 * seconds
-        poll = select.poll()
-        poll.register(stdout, select.POLLIN | select.POLLHUP)
-        try:
-            stdin.write(json.dumps(request).encode() + b"\n")
-            stdin.flush()
-            while not reply.endswith(b"\n"):
-                if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                    raise CouldNotVerify(f"A process for SQLite did not answer about {file}.")
-                chunk = os.read(stdout.fileno(), 1 << 16)
-                if not chunk:
-                    raise BrokenPipeError
-                reply += chunk
-            return json.loads(reply)
-        except BrokenPipeError:
-            code = self.process.wait()
-            if -code in (signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS):
-                return {"failed": f"it took too much and was ended ({signal.Signals(-code).name})"}
-            raise CouldNotVerify(f"A process for SQLite ended with code {code}.") from None
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
-_idle: list[SQLiteWorker] = []
-_places = threading.BoundedSemaphore(os.cpu_count() or 1)
-
-
-@contextmanager
-def borrowed_worker() -> Iterator[SQLiteWorker]:
-    """A worker for one thread, started where none is idle; waits while as many as the cores are at work."""
-    with _places:
-        try:
-            worker = _idle.pop()
-        except IndexError:
-            worker = SQLiteWorker()
-        try:
-            yield worker
-        except BaseException:
-            worker.close()
-            raise
-        if worker.process.poll() is None:
-            _idle.append(worker)
-        else:
-            worker.close()
-
-
-os.register_at_fork(after_in_child=_idle.clear)  # its parent's workers are not its own
