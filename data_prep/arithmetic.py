@@ -1,7 +1,5 @@
 """Sums in the form of gsm8k's rows, worked column by column, with carries from turn to turn.
 
-    python -m data_prep.arithmetic --seed 0 --out data/arithmetic/seed0
-
     seed -> two numbers of three digits -> train.parquet, test.parquet
 
 A row: prompt, env_class gsm8k_multi_turn, reward_spec {method, ground_truth}, max_turns (one a column).
@@ -13,7 +11,6 @@ One pair of numbers in `HELD_OUT_SHARE` is for tests alone: no training row and 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import random
 from pathlib import Path
@@ -87,29 +84,8 @@ def write_rows(seed: int, out: Path, num_train: int, num_test: int) -> dict[str,
     """Write both files into the folder `out`, the same for a seed; returns the number of rows of each."""
     counts = {}
     for split, count in (("train", num_train), ("test", num_test)):
-        if count < 1:
-            raise ValueError(f"--num-{split} {count}: give at least 1")
         rng = random.Random(f"arithmetic {split} {seed}")
         pairs = [draw_pair(rng, held_out=split == "test") for _ in range(count)]
         rows = [make_row(pair, split, index) for index, pair in enumerate(pairs)]
         counts[f"{split}.parquet"] = write_parquet(out / f"{split}.parquet", rows)
     return counts
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Sums in the form of gsm8k's rows.")
-    parser.add_argument("--seed", type=int, default=0, help="of the pairs of numbers (default 0)")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--num-train", type=int, default=8000, help="training rows (default 8000)")
-    parser.add_argument("--num-test", type=int, default=200, help="test rows (default 200)")
-    args = parser.parse_args()
-    try:
-        counts = write_rows(args.seed, args.out, args.num_train, args.num_test)
-    except ValueError as error:
-        parser.error(str(error))
-    for name, count in counts.items():
-        print(f"{args.out / name}: {count} rows")
-
-
-if __name__ == "__main__":
-    main()

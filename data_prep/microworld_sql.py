@@ -1,7 +1,5 @@
 """A microworld as SQL tables, with questions in the form of text2sql's rows.
 
-    python -m data_prep.microworld_sql --seed 0 --out data/sql/seed0
-
     seed -> both parts of the world (data_prep.microworld) -> a database each
          -> questions about the training part -> train.parquet    half of 1 hop, half of 2 hops
          -> questions about the test part     -> test.parquet     names that training never shows
@@ -14,7 +12,6 @@ ground_truth: the right query}, max_turns.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sqlite3
 from pathlib import Path
@@ -108,8 +105,6 @@ def write_tables(seed: int, out: Path, num_train: int, num_test: int) -> dict[st
     rng, counts = random.Random(f"sql questions {seed}"), {}
     parts = zip(("train", "test"), evaluation_world(seed), (num_train, num_test), strict=True)
     for split, world, count in parts:
-        if count < 2:
-            raise ValueError(f"--num-{split} {count}: give at least 2")
         db_id = f"microworld_{seed}_{split}"
         write_database(world, database_file(out / "databases", db_id))
         longer = draw_questions(rng, world, 2, count - count // 2)
@@ -118,22 +113,3 @@ def write_tables(seed: int, out: Path, num_train: int, num_test: int) -> dict[st
         rows = [make_row(question, db_id, split, index) for index, question in enumerate(questions)]
         counts[f"{split}.parquet"] = write_parquet(out / f"{split}.parquet", rows)
     return counts
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="A microworld as SQL tables, with questions.")
-    parser.add_argument("--seed", type=int, default=0, help="which world, 0 to 999 (default 0)")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--num-train", type=int, default=4096, help="training questions (default 4096)")
-    parser.add_argument("--num-test", type=int, default=200, help="test questions (default 200)")
-    args = parser.parse_args()
-    try:
-        counts = write_tables(args.seed, args.out, args.num_train, args.num_test)
-    except ValueError as error:
-        parser.error(str(error))
-    for name, count in counts.items():
-        print(f"{args.out / name}: {count} rows")
-
-
-if __name__ == "__main__":
-    main()

@@ -37,6 +37,8 @@ from verl.verifiers.batch import Request, Verifiers
 from verl.verifiers.registry import Assigned, check_name
 
 FORMATS = ("open-instruct", "prime", "verifiers", "trl")
+Read = tuple[str, dict[str, Any], str | None]  # place, row of ours, the solution that it brings
+
 _BATCH = 5_000  # rows that are held at once
 _GOLD = {  # how an answer is written for a verifier; not here: a label that is no answer
     "gsm8k": "The answer is {}",
@@ -83,11 +85,8 @@ def convert(options: argparse.Namespace) -> int:
             "extra_info": pa.struct({"index": pa.int64(), "split": pa.string(), "info": pa.string()}),
         }
     )
-    rows, num_rows, tally = (
-        read_rows(options),
-        0,
-        {"refused": 0, "could not be verified": 0, "without answer": 0},
-    )
+    rows, num_rows = read_rows(options), 0
+    tally = {"refused": 0, "could not be verified": 0, "without answer": 0}
     verifiers = Verifiers(VerifierSettings(load_config([]).verifiers))
     partial = None if options.out is None else options.out.with_name(f".{options.out.name}.partial")
     writer = None if partial is None else pq.ParquetWriter(partial, schema)
@@ -120,30 +119,26 @@ def convert(options: argparse.Namespace) -> int:
     return int(tally["refused"] > 0)
 
 
-def check(
-    batch: list[tuple[str, dict[str, Any], str | None]], verifiers: Verifiers, tally: dict[str, int]
-) -> None:
+def check(batch: list[Read], verifiers: Verifiers, tally: dict[str, int]) -> None:
     """Prints the rows of a batch whose gold answer is refused or could not be verified, and counts them."""
     asked, requests = [], []
     for where, row, solution in batch:
         query = "\n".join(message["content"] for message in row["prompt"])
-        has_gold = False
+        num_asked = len(asked)
         for each in row["reward_model"]["ground_truth"]["verifiers"]:
-            gold = solution
-            if gold is None and each["name"] in _GOLD:
-                gold = _GOLD[each["name"]].format(_first_answer(each["label"]))
+            name, label, gold = each["name"], each["label"], solution
+            if gold is None and name in _GOLD:
+                gold = _GOLD[name].format(_first_answer(label))
             if gold is not None:
-                has_gold = True
-                asked.append((where, each))
-                sample = Sample(gold, each["label"], query)
-                requests.append(Request(sample, [Assigned(each["name"], each["label"])]))
-        tally["without answer"] += not has_gold
-    for (where, each), result in zip(asked, verifiers.verify(requests), strict=True):
-        what = "could not be verified" if result.score is None else "refused" if result.score < 1 else None
-        if what is not None:
+                asked.append((where, name, label))
+                requests.append(Request(Sample(gold, label, query), [Assigned(name, label)]))
+        tally["without answer"] += len(asked) == num_asked
+    for (where, name, label), result in zip(asked, verifiers.verify(requests), strict=True):
+        if result.score is None or result.score < 1:
+            what = "could not be verified" if result.score is None else "refused"
             tally[what] += 1
             detail = result.verdicts[0]["detail"]
-            print(f"{where}: {what} by {each['name']} (score {result.score}): {each['label'][:80]} {detail}")
+            print(f"{where}: {what} by {name} (score {result.score}): {label[:80]} {detail}")
 
 
 def _first_answer(label: str) -> str:
@@ -155,8 +150,8 @@ def _first_answer(label: str) -> str:
     return str(answers[0]) if isinstance(answers, list) and answers else label
 
 
-def read_rows(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], str | None]]:
-    """(place, row of ours, the solution that it brings) of each row of the input. ValueError: a bad one."""
+def read_rows(options: argparse.Namespace) -> Iterator[Read]:
+    """Each row of the input. ValueError: a bad one."""
     name = options.name or options.input.stem
     for index, (where, record) in enumerate(_records(options.input)):
         if not isinstance(record, dict):
@@ -186,9 +181,7 @@ def read_rows(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]
             names = ("prompt", "question") if options.format == "verifiers" else ("prompt",)
             answers = ("answer",) if options.format == "verifiers" else ("solution", "answer", "ground_truth")
             prompt, solution = _messages(record, names, where), None
-            info = (
-                _parsed(record["info"], where) if isinstance(record.get("info"), str) else record.get("info")
-            )
+            info = _parsed(record.get("info"), where)
             found = [record[each] for each in answers if record.get(each) is not None]
             if not found:
                 raise ValueError(f"{where}: no {' or '.join(answers)}; its keys are {sorted(record)}")
@@ -225,9 +218,8 @@ def _messages(record: dict[str, Any], names: tuple[str, ...], where: str) -> lis
     if not isinstance(prompt, list) or not all(
         isinstance(each, dict) and "content" in each for each in prompt
     ):
-        raise ValueError(
-            f"{where}: expected text or messages in {' or '.join(names)}, found {describe(prompt)}"
-        )
+        names_ = " or ".join(names)
+        raise ValueError(f"{where}: expected text or messages in {names_}, found {describe(prompt)}")
     return [{"role": str(each.get("role", "user")), "content": str(each["content"])} for each in prompt]
 
 
@@ -238,19 +230,22 @@ def _prime_verifier(record: dict[str, Any], where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: expected an object in verification_info, found {describe(info)}")
     if "ground_truth" in info:
         return verifier("math", info["ground_truth"])
-    if "test_case_inputs" in info:
-        pairs = zip(info["test_case_inputs"], info["test_case_outputs"], strict=True)
-        return verifier("code", [_assert(info["fn_name"], given, wanted) for given, wanted in pairs])
-    cases = info.get("test_cases")
-    if cases and info.get("language", "python") == "python":
-        if all(case["type"] == "stdin_stdout" for case in cases):
-            return verifier(
-                "code_stdio", [{"input": case["input"], "output": case["output"]} for case in cases]
-            )
-        if all(case["type"] == "function_call" for case in cases):
-            return verifier(
-                "code", [_assert(case["fn_name"], case["input"], case["output"]) for case in cases]
-            )
+    calls, stdio = None, None
+    try:
+        cases = info.get("test_cases") or []
+        if "test_case_inputs" in info:
+            pairs = zip(info["test_case_inputs"], info["test_case_outputs"], strict=True)
+            calls = [_assert(info["fn_name"], given, wanted) for given, wanted in pairs]
+        elif info.get("language", "python") == "python":
+            kinds = {case["type"] for case in cases}
+            if kinds == {"stdin_stdout"}:
+                stdio = [{"input": case["input"], "output": case["output"]} for case in cases]
+            elif kinds == {"function_call"}:
+                calls = [_assert(case["fn_name"], case["input"], case["output"]) for case in cases]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}: test cases that can't be read ({error!r}): {describe(info)}") from None
+    if calls or stdio:
+        return verifier("code", calls) if calls else verifier("code_stdio", stdio)
     if "judging_instructions" in info and record.get("gold_standard_solution"):
         return verifier("general-quality_ref", record["gold_standard_solution"])
     raise ValueError(

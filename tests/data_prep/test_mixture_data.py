@@ -120,13 +120,9 @@ def test_demonstrations_train_on_what_the_student_writes_alone(tmp_path: Path) -
     assert list(mixture.demonstrations(0, 120, tmp_path)) == samples
 
 
-@pytest.mark.parametrize("option", ["--num-train", "--num-test"])
-@pytest.mark.parametrize("module", ["arithmetic", "microworld_sql"])
-def test_too_few_rows_are_refused_by_name(
-    option: str, module: str, tmp_path: Path, monkeypatch, capsys
-) -> None:
-    program = __import__(f"data_prep.{module}", fromlist=["main"])
-    monkeypatch.setattr("sys.argv", [module, "--out", str(tmp_path), option, "0"])
+@pytest.mark.parametrize("option", ["--num-train", "--num-test", "--num-demonstrations"])
+def test_too_few_rows_are_refused_by_name(option: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["mixture", "--out", str(tmp_path), option, "0"])
     with pytest.raises(SystemExit, match="2"):
-        program.main()
+        mixture.main()
     assert f"{option} 0" in capsys.readouterr().err

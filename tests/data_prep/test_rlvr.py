@@ -131,6 +131,11 @@ def test_what_could_not_be_verified_is_listed_apart_and_no_failure(tmp_path, cap
         ("open-instruct", {"messages": [USER], "dataset": ["a", "b"], "ground_truth": ["4"]}, "2 verifiers"),
         ("prime", {"prompt": "q", "verification_info": "{oops"}, "neither JSON nor a Python literal"),
         ("prime", {"prompt": "q", "verification_info": {"x": 1}, "task_type": "z"}, "can't be verified"),
+        (
+            "prime",
+            {"prompt": "q", "verification_info": {"test_cases": [{}]}},
+            "can't be read (KeyError('type')",
+        ),
         ("trl", {"prompt": "q"}, "no solution or answer or ground_truth"),
         ("verifiers", {"answer": "q"}, "expected text or messages in prompt or question"),
     ],

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from verl.config.keys import as_list
 from verl.config.schema import Config
@@ -43,7 +44,7 @@ class Source:
     n: int | None = None
     splits: str | list[str] = "train"
     env: Mapping[str, Any] | None = None
-    files: tuple[Path, ...] = field(default=())
+    files: tuple[Path, ...] = ()
 
     def rows_to_use(self, num_rows: int) -> int | None:
         """How many of its rows are drawn from; None: all. ValueError: amount is 1 where 1.0 was meant."""
@@ -62,17 +63,14 @@ class Source:
         return float(self.amount if isinstance(self.amount, int) else self.amount * num_rows)
 
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "name": (str,),
-    "path": (str, list),
-    "amount": (int, float),
-    "ratio": (int, float),
-    "verifier": (str,),
-    "env_class": (str,),
-    "n": (int,),
-    "splits": (str, list),
-    "env": (dict,),
-}
+def _types() -> dict[str, tuple[type, ...]]:
+    """Key of an entry -> types of its value."""
+    hints = get_type_hints(Source)
+    del hints["files"]
+    return {
+        name: tuple(get_origin(each) or each for each in get_args(hint) or (hint,))
+        for name, hint in hints.items()
+    }
 
 
 def sources_of(config: Config, with_data: bool = True) -> list[Source]:
@@ -81,20 +79,20 @@ def sources_of(config: Config, with_data: bool = True) -> list[Source]:
     Raises:
         ValueError: an entry that can't be meant so, or (with_data) a file that is not there.
     """
-    sources: list[Source] = []
+    sources, types = list[Source](), _types()
     for number, entry in enumerate(config.data.mixture or []):
         where = f"data.mixture[{number}]"
         if not isinstance(entry, Mapping):
             raise ValueError(f"Found {where}={entry!r}; expected {{path: <file>, ratio: 1, ...}}.")
         for key, value in entry.items():
-            if key not in _TYPES:
-                near = difflib.get_close_matches(str(key), _TYPES, 1, 0)[0]
+            if key not in types:
+                near = difflib.get_close_matches(str(key), types, 1, 0)[0]
                 raise ValueError(
                     f"Found the unknown key {key!r} in {where}; the nearest one is {near!r} (there are "
-                    f"{', '.join(_TYPES)})."
+                    f"{', '.join(types)})."
                 )
-            if value is not None and (not isinstance(value, _TYPES[key]) or isinstance(value, bool)):
-                kinds = " or ".join(kind.__name__ for kind in _TYPES[key])
+            if value is not None and (not isinstance(value, types[key]) or isinstance(value, bool)):
+                kinds = " or ".join(kind.__name__ for kind in types[key] if kind is not NoneType)
                 raise ValueError(f"Found {key}: {value!r} in {where}; expected {kinds}.")
             if isinstance(value, int | float) and value <= 0:
                 raise ValueError(f"Found {key}: {value} in {where}; expected a number above 0.")
@@ -128,6 +126,3 @@ def _files(path: Path, splits: list[str]) -> list[Path]:
         return [path] if path.is_file() and path.suffix in SUFFIXES else []
     inside = sorted(file for folder in (path, path / "data") for file in folder.glob("*.*"))
     return [file for file in inside if file.suffix in SUFFIXES and file.name.startswith(tuple(splits))]
-
-
-assert _TYPES.keys() == {each.name for each in fields(Source)} - {"files"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 from instant_runs import WORDS, Policy, instant_trainer, run
+from quick_config import config_with
 from test_whole_runs import rows_of
 
+from verl.trainer.ppo.resuming import check_learning_settings, learning_settings, save_learning_settings
 from verl.trainer.ppo.run_state import RunStopped
 
 KILLED = """
@@ -90,6 +93,21 @@ def test_another_mixture_is_another_run(tmp_path):
         ValueError, match=r"data.mixture paths=.*few.jsonl.* \(what it names was changed since"
     ):
         run(instant_trainer(tmp_path / "run", *line, reads_files=True))
+
+
+def test_a_checkpoint_of_an_older_version_goes_on(tmp_path):
+    """It knew neither environments nor mixtures."""
+    settings(tmp_path)
+    data = f"data.train_files={tmp_path / 'few.jsonl'}"
+    settings_now = learning_settings(config_with(data))
+    earlier = copy.deepcopy(settings_now)
+    for key in ("environment.env_class", "data.mixture", "algorithm.filter_groups.retire_solved"):
+        del earlier["values"][key]
+    save_learning_settings(earlier, tmp_path)
+    check_learning_settings(settings_now, tmp_path, tmp_path)
+    other = learning_settings(config_with(data, "environment.env_class=gsm8k"))
+    with pytest.raises(ValueError, match=r"environment.env_class=search \(now gsm8k\)"):
+        check_learning_settings(other, tmp_path, tmp_path)
 
 
 def test_a_run_ends_when_too_few_prompts_are_left(tmp_path):

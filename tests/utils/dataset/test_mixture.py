@@ -12,7 +12,7 @@ from test_rl_dataset import ByteTokenizer
 from verl.config import load_config
 from verl.config.mixture import Source, sources_of
 from verl.utils.dataset.mixture import prompt_sampler, training_rows, with_verifier
-from verl.utils.dataset.rl_dataset import NoPromptsLeft
+from verl.utils.dataset.rl_dataset import DataFailed
 
 
 def write(path, count: int, **columns) -> str:
@@ -162,7 +162,7 @@ def test_a_solved_source_gives_its_share_to_the_others(files):
     assert sampler.metrics() == {"filter/retired": 30.0}
     sampler.record(range(85), [1.0] * 85)
     assert set(sampler.take(5)) == set(range(85, 90))
-    with pytest.raises(NoPromptsLeft, match="5 prompts are left .*retire_solved has not .* asks 6"):
+    with pytest.raises(DataFailed, match="5 prompts are left .*retire_solved has not .* asks 6"):
         sampler.take(6)
 
 

@@ -18,7 +18,7 @@ from test_rl_dataset import ByteTokenizer
 from verl.config import load_config
 from verl.utils.dataset import streaming
 from verl.utils.dataset.mixture import prompt_sampler, training_rows
-from verl.utils.dataset.rl_dataset import DataFailed, NoPromptsLeft
+from verl.utils.dataset.rl_dataset import DataFailed
 
 KINDS = ("one group", "many groups", "jsonl")
 
@@ -149,7 +149,7 @@ def test_rows_that_cant_be_used_end_the_run_when_they_are_met(tmp_path):
 
 def test_when_all_are_solved_the_run_ends_and_says_so(tmp_path):
     rows, sampler = make(write(tmp_path, "jsonl", 40), "algorithm.filter_groups.retire_solved=1")
-    with pytest.raises(NoPromptsLeft):
+    with pytest.raises(DataFailed, match="prompts are left"):
         for _ in range(9):
             sampler.record(sampler.take(10), [1.0] * 10)
     assert len(sampler.retired) >= 40 - 10

@@ -312,9 +312,10 @@ class TrajectoryCollector:
         path = folder / PARTIAL_GROUPS_FILE
         self.unfinished = DataProto.load_from_disk(path) if path.exists() else None
         history: dict[str, np.ndarray] = {}
-        if (folder / HISTORY_FILE).exists():
-            with np.load(folder / HISTORY_FILE) as stored:
-                history = dict(stored)
+        for path in (folder / HISTORY_FILE, folder / "difficulty_pools.npz"):  # the second: of older versions
+            if path.exists():
+                with np.load(path) as stored:
+                    history |= dict(stored)
         self.sampler.load_history(history)
         self.take_state()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from verl.algos.advantages import RunningBaseline
 from verl.algos.kl_and_entropy import FixedKLController
-from verl.config import Config
+from verl.config import Config, load_config
 from verl.config.keys import as_list, flat
 from verl.config.mixture import sources_of
 from verl.single_controller.base import WorkerGroup
@@ -101,9 +101,10 @@ def check_learning_settings(settings: Mapping[str, Any], folder: Path, run_dir: 
         return
     earlier = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
     now = json.loads(json.dumps(settings))
+    defaults = flat(load_config([]))  # of keys that an older version did not have
     differences = []
     for key in sorted({*earlier["values"], *now["values"]}):
-        before, here = (side["values"].get(key) for side in (earlier, now))
+        before, here = (side["values"].get(key, defaults.get(key)) for side in (earlier, now))
         digests = [side["contents"].get(key) for side in (earlier, now)]
         if None not in digests:
             if digests[0] != digests[1]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.utils.dataset.rl_dataset import NoPromptsLeft, PromptSampler
+from verl.utils.dataset.rl_dataset import PromptSampler
 
 POOLS = ("easy", "normal", "hard")
 EASY, NORMAL, HARD = range(3)
@@ -62,8 +62,10 @@ class DifficultyPools(PromptSampler):
         A share is rounded to whole prompts. What a pool does not have comes from the normal one; what that
         does not have, from the hard one, then from the easy one.
         """
-        if self.num_left < count:
-            raise NoPromptsLeft(self.num_left, count)
+        self.check_left(count)
+        if count > self.num_left:  # a source of a mixture that is smaller than its share of a step
+            first = self.take(self.num_left, skip)
+            return first + self.take(count - len(first), [*skip, *first])
         pools = self.pools()
         may_be_taken = np.ones(self.num_rows, dtype=bool)
         may_be_taken[list(self.retired)] = False
@@ -81,12 +83,6 @@ class DifficultyPools(PromptSampler):
         self.draws[chosen] += 1
         self.position += count
         return chosen.tolist()
-
-    def draw(self, count: int, skip: Sequence[int] = ()) -> list[int]:
-        rows: list[int] = []
-        while len(rows) < count:
-            rows += self.take(min(count - len(rows), max(self.num_left, 1)), [*skip, *rows])
-        return rows
 
     def _first(self, rows: np.ndarray, count: int) -> np.ndarray:
         """`count` of `rows`: those drawn least often, in the order of their next draw's epoch."""
@@ -122,12 +118,10 @@ class DifficultyPools(PromptSampler):
         return super().history() | {"draws": self.draws.copy(), "solve_rates": self.solve_rates.copy()}
 
     def load_history(self, history: Mapping[str, np.ndarray]) -> None:
-        rest = dict(history)
-        draws, rates = rest.pop("draws", None), rest.pop("solve_rates", None)
-        if draws is None or rates is None:
+        if "draws" not in history:
             raise ValueError(
                 "Found no measurements in the checkpoint, with data.difficulty_pools.enable=true; a run "
                 "keeps the data order it began with. Set it to false, or trainer.resume_mode=none."
             )
-        super().load_history(rest)
-        self.draws, self.solve_rates = draws.copy(), rates.copy()
+        super().load_history({name: history[name] for name in history.keys() - {"draws", "solve_rates"}})
+        self.draws, self.solve_rates = history["draws"].copy(), history["solve_rates"].copy()

@@ -10,9 +10,10 @@ follow from (seed, number of the draw).
 
 from __future__ import annotations
 
-import itertools
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from verl.config import Config
 from verl.config.keys import as_list
 from verl.config.mixture import Source, sources_of
 from verl.utils.dataset.difficulty_pools import DifficultyPools
-from verl.utils.dataset.rl_dataset import NoPromptsLeft, PromptSampler, RLHFDataset, Row
+from verl.utils.dataset.rl_dataset import PromptSampler, RLHFDataset, Row
 from verl.utils.dataset.streaming import RowStream, StreamSampler, is_large
 
 
@@ -57,7 +58,7 @@ class Mixture:
 
     def rows_to_check(self) -> Iterator[Row]:
         """The rows that can be looked at before the run starts."""
-        return itertools.chain.from_iterable(dataset.rows_to_check() for dataset in self.datasets)
+        return chain.from_iterable(dataset.rows_to_check() for dataset in self.datasets)
 
     def metrics(
         self, source_of_group: Mapping[Any, str], scores: Mapping[Any, Sequence[float]]
@@ -107,8 +108,7 @@ def with_verifier(reward_model: dict[str, Any], name: str) -> dict[str, Any]:
         return reward_model
     label = truth["target"] if isinstance(truth, Mapping) and truth.get("target") is not None else truth
     label = label.tolist() if isinstance(label, np.ndarray) else label
-    if isinstance(label, list) and len(label) == 1:
-        label = label[0]
+    label = label[0] if isinstance(label, list) and len(label) == 1 else label
     kept = dict(truth) if isinstance(truth, Mapping) else {}
     return reward_model | {"ground_truth": kept | {"verifiers": [verifier(name, label)]}}
 
@@ -120,11 +120,8 @@ def verifier(name: str, label: Any, weight: float = 1.0) -> dict[str, Any]:
 
 
 class MixtureSampler(PromptSampler):
-    """Draws from each source by its share, with a sampler for each.
-
-    Args:
-        mixture: the rows. samplers: of each source, which count from 0.
-        batch_size, shuffle, seed: as for `PromptSampler`.
+    """Draws from each source by its share, with a sampler for each, which counts from 0; the other arguments
+    are those of `PromptSampler`.
     """
 
     def __init__(
@@ -143,7 +140,9 @@ class MixtureSampler(PromptSampler):
         rows: list[int] = []
         for number, sampler in enumerate(self.samplers):
             own = asked[(asked >= starts[number]) & (asked < starts[number + 1])] - starts[number]
-            rows += [int(starts[number]) + row for row in sampler.draw(int(counts[number]), own.tolist())]
+            if counts[number]:
+                taken = sampler.take(int(counts[number]), own.tolist())
+                rows += [int(starts[number]) + row for row in taken]
         self.num_draws += 1
         self.drawn += counts
         return [rows[i] for i in rng.permutation(count)] if self.shuffle else rows
@@ -152,8 +151,7 @@ class MixtureSampler(PromptSampler):
         """Prompts of each source among the next `count`, [sources] int64. A source without prompts left
         gives none, and the others take its share.
         """
-        if self.num_left < count:
-            raise NoPromptsLeft(self.num_left, count)
+        self.check_left(count)
         has_prompts = np.array([sampler.num_left > 0 for sampler in self.samplers])
         weights = np.where(has_prompts, self.mixture.weights, 0.0)
         wanted = weights / weights.sum() * (self.drawn[has_prompts].sum() + count) - self.drawn
@@ -176,10 +174,9 @@ class MixtureSampler(PromptSampler):
 
     def metrics(self) -> dict[str, float]:
         """Those of the sources' samplers: counts added up, shares as their mean."""
-        all_of: dict[str, list[float]] = {}
-        for sampler in self.samplers:
-            for name, value in sampler.metrics().items():
-                all_of.setdefault(name, []).append(value)
+        all_of = defaultdict(list)
+        for name, value in chain.from_iterable(sampler.metrics().items() for sampler in self.samplers):
+            all_of[name].append(value)
         return {
             name: sum(values) / (len(values) if name.startswith("pools/") else 1)
             for name, values in all_of.items()
@@ -194,11 +191,8 @@ class MixtureSampler(PromptSampler):
 
     def load_history(self, history: Mapping[str, np.ndarray]) -> None:
         for source, sampler in zip(self.mixture.sources, self.samplers, strict=True):
-            own, prefix = {}, f"{source.name}/"
-            for name, values in history.items():
-                if name.startswith(prefix):
-                    own[name.removeprefix(prefix)] = values
-            sampler.load_history(own)
+            own = [name for name in history if name.startswith(f"{source.name}/")]
+            sampler.load_history({name.removeprefix(f"{source.name}/"): history[name] for name in own})
 
     def close(self) -> None:
         for sampler in self.samplers:
@@ -233,21 +227,21 @@ def training_rows(config: Config, tokenizer: Any) -> RLHFDataset | Mixture:
     """
     data, settings = config.data, {**config.data, "env_class": config.environment.env_class}
 
-    def read(files: Sequence[Path], adapt: Callable[[Row], Row] | None = None) -> RLHFDataset:
+    def read(
+        files: Sequence[Path], adapt: Callable[[Row], Row] | None = None, num_rows: int | None = None
+    ) -> RLHFDataset:
         streams = data.streaming
         if streams is None:
-            streams = not data.difficulty_pools.enable and is_large(files)
-        if streams:
-            return RowStream(files, tokenizer, settings, adapt)
-        return RLHFDataset([str(file) for file in files], tokenizer, settings, adapt=adapt)
+            streams = num_rows is None and not data.difficulty_pools.enable and is_large(files)
+        if not streams:
+            return RLHFDataset([str(file) for file in files], tokenizer, settings, num_rows, adapt)
+        rows = RowStream(files, tokenizer, settings, adapt)
+        rows.keep(num_rows)
+        return rows
 
     if data.mixture is None:
         files = [Path(file).expanduser() for file in as_list(data.train_files)]
-        if data.train_data_num is None or data.streaming:
-            rows = read(files)
-            rows.keep(data.train_data_num)
-            return rows
-        return RLHFDataset(data.train_files, tokenizer, settings, data.train_data_num)
+        return read(files, num_rows=data.train_data_num)
     sources, datasets, weights = sources_of(config), [], []
     for source in sources:
         if source.env is None:
@@ -269,11 +263,12 @@ def prompt_sampler(rows: RLHFDataset | Mixture, config: Config) -> PromptSampler
     retire = config.algorithm.filter_groups.retire_solved
 
     def of(rows: RLHFDataset, count: int) -> PromptSampler:
+        order, pools = (count, data.shuffle_train_dataloader, seed), data.difficulty_pools
         if isinstance(rows, RowStream):
-            return StreamSampler(rows, batch_size, data.shuffle_train_dataloader, seed, retire)
-        order = (len(rows), count, data.shuffle_train_dataloader, seed)
-        pools = data.difficulty_pools
-        return DifficultyPools(*order, pools, retire) if pools.enable else PromptSampler(*order, retire)
+            return StreamSampler(rows, *order, retire, batch_size)
+        if pools.enable:
+            return DifficultyPools(len(rows), *order, pools, retire)
+        return PromptSampler(len(rows), *order, retire)
 
     if not isinstance(rows, Mixture):
         return of(rows, batch_size)

@@ -21,17 +21,16 @@ import pyarrow.parquet as pq
 from verl.environments.registry import SEARCH
 from verl.utils.records.files import plain
 
+Row = dict[str, Any]
+
 _SUBSET_SEED = 42  # Search-R1's: train_data_num picks the same rows
-_VERL_DEFAULTS = {"prompt_key": "prompt", "max_prompt_length": 1024, "truncation": "error"}
-_VERL_DEFAULTS["env_class"] = SEARCH
+_VERL_DEFAULTS: Row = {"prompt_key": "prompt", "max_prompt_length": 1024, "truncation": "error"}
 _TEMPLATE_BYTES = 1024  # more than a chat template adds to the messages
 
 LENGTH_ADVICE = (
     "Raise it, take the rows out, set data.truncation=skip to leave them out, or data.truncation=left to "
     "keep the end of each prompt."
 )
-
-Row = dict[str, Any]
 
 
 class RLHFDataset:
@@ -80,12 +79,13 @@ class RLHFDataset:
             raise ValueError(f"Found no rows in {origin}; expected at least one.")
         if self.config["truncation"] != "left":
             self._check_lengths(origin)
+        self.num_places = len(self)  # one more than the largest index of a row
 
     def _set_up(
         self, tokenizer: Any, config: Mapping[str, Any], adapt: Callable[[Row], Row] | None = None
     ) -> None:
         self.tokenizer, self.adapt = tokenizer, adapt
-        self.config = {**_VERL_DEFAULTS, **config}
+        self.config = {"env_class": SEARCH, **_VERL_DEFAULTS, **config}
         self.config.setdefault("max_start_length", self.config["max_prompt_length"])
         self.prompt_key: str = self.config["prompt_key"]
         self._has_warned = False
@@ -135,19 +135,16 @@ class RLHFDataset:
         """The rows that can be looked at before the run starts."""
         return self.rows if self.adapt is None else map(self.adapt, self.rows)
 
-    @property
-    def num_places(self) -> int:
-        """One more than the largest index of a row."""
-        return len(self)
-
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """One row: raw_prompt_ids (list[int], no special tokens added but the chat template's), data_source
-        (str), reward_model (dict), extra_info (dict), index (int, its place in the data set).
-        """
         return self.item(self.rows[index], index)
 
     def item(self, row: Row, index: int) -> dict[str, Any]:
-        """`self[index]`, of a row that is given."""
+        """A row as it is asked: raw_prompt_ids (list[int], no special tokens added but the chat template's),
+        data_source (str), reward_model (dict), extra_info (dict), index (int, its place in the data set);
+        and `episode` where rows have environments or numbers of turns of their own: what the environment
+        gets (env_class, prompt in messages, extras: all columns but the prompt), or None for a search as the
+        configuration has it.
+        """
         row = self.adapt(row) if self.adapt is not None else row
         extra_info, reward_model = row.get("extra_info"), row.get("reward_model")
         reward_model = row.get("reward_spec") if reward_model is None else reward_model
@@ -159,28 +156,23 @@ class RLHFDataset:
             "extra_info": dict(extra_info) if isinstance(extra_info, Mapping) else {},
             "index": index,
         }
-        return item | ({"episode": self._episode(row)} if self.has_episodes else {})
+        if not self.has_episodes:
+            return item
+        extras: dict[str, Any] = {"max_turns": row_max_turns(row)}
+        if env_class != SEARCH:
+            extras = {name: plain(value) for name, value in row.items() if name != self.prompt_key}
+            for name, other in (("reward_spec", "reward_model"), ("reward_model", "reward_spec")):
+                if extras.get(name) is None and extras.get(other) is not None:
+                    extras[name] = extras[other]
+        elif extras["max_turns"] is None:
+            return item | {"episode": None}
+        prompt = [] if env_class == SEARCH else _messages(row[self.prompt_key])
+        return item | {"episode": {"env_class": env_class, "prompt": prompt, "extras": extras}}
 
     def environment_of(self, row: Row) -> str:
         """The environment that a row names, else the configuration's."""
         named = row.get("env_class")
         return named if isinstance(named, str) and named else self.config["env_class"]
-
-    def _episode(self, row: Row) -> dict[str, Any] | None:
-        """What the row's environment gets: env_class, prompt (messages), extras (all columns but the prompt);
-        None for a search as the configuration has it.
-        """
-        env_class = self.environment_of(row)
-        if env_class == SEARCH:
-            count = row_max_turns(row)
-            return (
-                None if count is None else {"env_class": SEARCH, "prompt": [], "extras": {"max_turns": count}}
-            )
-        extras = {name: plain(value) for name, value in row.items() if name != self.prompt_key}
-        for name, other in (("reward_spec", "reward_model"), ("reward_model", "reward_spec")):
-            if extras.get(name) is None and extras.get(other) is not None:
-                extras[name] = extras[other]
-        return {"env_class": env_class, "prompt": _messages(row[self.prompt_key]), "extras": extras}
 
     def too_long(self, row: Row) -> str | None:
         """The row's length and beginning if its prompt is longer than data.max_prompt_length, else None.
@@ -191,11 +183,12 @@ class RLHFDataset:
         num_bytes = sum(len(str(message["content"]).encode()) for message in messages)
         if num_bytes + _TEMPLATE_BYTES <= longest:
             return None
-        text, ids = self._encoded(messages)
+        text = prompt_text(self.tokenizer, messages)
+        ids = self._encoded(text)
         return f"{len(ids)} tokens: {text[:60]!r}..." if len(ids) > longest else None
 
     def _check_lengths(self, files: str) -> None:
-        """Refuses or leaves out prompts that are too long before anything else is started."""
+        """Refuses, or leaves out, prompts that are too long."""
         found = {i: text for i, row in enumerate(self.rows) if (text := self.too_long(row)) is not None}
         if not found:
             return
@@ -209,14 +202,12 @@ class RLHFDataset:
         print(f"note: {too_long} are skipped (data.truncation=skip)")
         self.rows = [row for i, row in enumerate(self.rows) if i not in found]
 
-    def _encoded(self, messages: list[dict[str, str]]) -> tuple[str, list[int]]:
-        text = prompt_text(self.tokenizer, messages)
+    def _encoded(self, text: str) -> list[int]:
         # Not verbose: no warning of a prompt that is too long, which is refused or cut here.
-        return text, list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def _prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        _, ids = self._encoded(messages)
-        kept = self.config["max_start_length"]
+        ids, kept = self._encoded(prompt_text(self.tokenizer, messages)), self.config["max_start_length"]
         if len(ids) > kept and not self._has_warned:
             self._has_warned = True
             print(f"note: a prompt has {len(ids)} tokens; the last data.max_start_length={kept} are used")
@@ -225,17 +216,6 @@ class RLHFDataset:
 
 class DataFailed(RuntimeError):
     """The training data can't give the next prompts, for a reason outside of the program."""
-
-
-class NoPromptsLeft(DataFailed):
-    """All prompts but a few are solved and retired."""
-
-    def __init__(self, num_left: int, wanted: int) -> None:
-        super().__init__(
-            f"{num_left} prompts are left that algorithm.filter_groups.retire_solved has not retired, and a "
-            f"step asks {wanted}: the policy solves the others. Take harder or more rows, raise "
-            "retire_solved, or call the run finished."
-        )
 
 
 class PromptSampler:
@@ -255,12 +235,7 @@ class PromptSampler:
     """
 
     def __init__(
-        self,
-        num_rows: int,
-        batch_size: int,
-        shuffle: bool,
-        seed: int,
-        retire_solved: float | None = None,
+        self, num_rows: int, batch_size: int, shuffle: bool, seed: int, retire_solved: float | None = None
     ) -> None:
         if num_rows < batch_size:
             raise ValueError(
@@ -281,37 +256,45 @@ class PromptSampler:
         return self.take(self.batch_size)
 
     def take(self, count: int, skip: Sequence[int] = ()) -> list[int]:
-        """The next `count` row numbers, at most `batch_size`, for a step that needs more prompts. `skip`:
-        rows that the step has asked already, which only `DifficultyPools` would give again.
+        """The next `count` row numbers, for a step that needs more prompts too; of more than `batch_size`,
+        one batch after the other. `skip`: rows that the step has asked already, which only `DifficultyPools`
+        would give again.
 
         Raises:
-            NoPromptsLeft: too many rows are retired.
+            DataFailed: too many rows are retired.
         """
-        assert count <= self.batch_size
-        if self.num_left < count:
-            raise NoPromptsLeft(self.num_left, count)
-        while True:
+        self.check_left(count)
+        taken: list[int] = []
+        while len(taken) < count:
             rows: list[int] = []
-            place = self.position
-            while len(rows) < count and place < self.num_rows:
+            wanted, place = min(count - len(taken), self.batch_size), self.position
+            while len(rows) < wanted and place < self.num_rows:
                 row = int(self._order[place])
                 place += 1
                 if row not in self.retired:
                     rows.append(row)
-            if len(rows) == count:
+            if len(rows) == wanted:
                 self.position = place
-                return rows
-            self.epoch, self.position = self.epoch + 1, 0
-            self._order = self.order_of(self.epoch)
-
-    def draw(self, count: int, skip: Sequence[int] = ()) -> list[int]:
-        """The next `count` row numbers, however many, over the end of an epoch too (`mixture`)."""
-        return [row for _ in range(count) for row in self.take(1)]
+                taken += rows
+            else:
+                self.epoch, self.position = self.epoch + 1, 0
+                self._order = self.order_of(self.epoch)
+        return taken
 
     @property
     def num_left(self) -> int:
         """Rows that are not retired."""
         return self.num_rows - len(self.retired)
+
+    def check_left(self, count: int, left: int | None = None) -> None:
+        """DataFailed: too many rows are retired to ask `count`, or a batch where that is less."""
+        left = self.num_left if left is None else left
+        if left < min(count, self.batch_size):
+            raise DataFailed(
+                f"{left} prompts are left that algorithm.filter_groups.retire_solved has not retired, and a "
+                f"step asks {count}: the policy solves the others. Take harder or more rows, raise "
+                "retire_solved, or call the run finished."
+            )
 
     def record(self, rows: Sequence[int], scores: Sequence[float]) -> None:
         """Hears the mean score of the group of each row."""
@@ -325,7 +308,7 @@ class PromptSampler:
 
     def history(self) -> dict[str, np.ndarray]:
         """What a checkpoint needs besides `state_dict`: values of many rows, copied."""
-        return {} if self.retire_solved is None else {"retired": np.array(sorted(self.retired), np.int64)}
+        return {} if self.retire_solved is None else {"retired": np.array([*self.retired], np.int64)}
 
     def load_history(self, history: Mapping[str, np.ndarray]) -> None:
         """Takes what `history` gave. ValueError: that was of a sampler with other settings."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from functools import cache
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -22,34 +23,36 @@ def environments_of(config: Config) -> set[str]:
     keys = ["train_files"] * (data.mixture is None) + ["val_files", "extra_val_files"]
     files = [(Path(file), default) for key in keys for file in as_list(data[key]) if file is not None]
     for source in sources_of(config) if data.mixture is not None else ():
-        files += [(Path(file), source.env_class or default) for file in source.files]
-    named = {
-        name or other for path, other in dict.fromkeys(files) if path.is_file() for name in _named_in(path)
-    }
+        files += [(file, source.env_class or default) for file in source.files]
+    named = set[str]()
+    for path, other in dict.fromkeys(files):
+        path = path.expanduser()
+        if path.is_file():
+            named.update(name or other for name in _named_in(path, path.stat().st_mtime_ns))
     return named or {default}
 
 
-def _named_in(path: Path) -> Iterator[str]:
-    """Each environment that rows of a file name; "" for rows that name none, and for a file that can't be
-    read: other checks say why.
+@cache
+def _named_in(path: Path, mtime: int) -> frozenset[str]:
+    """The environments that rows of a file name; "" for rows that name none, and for a file that can't be
+    read: other checks say why. Read once, whatever asks.
     """
+    names, known = set[str](), set[bytes]()
     try:
-        yield from _names_read(path)
+        if path.suffix == ".jsonl":
+            with path.open("rb") as lines:
+                for line in lines:  # parsed only where it may name another one
+                    match = re.search(rb'"env_class"\s*:\s*("[^"]*")?', line)
+                    text = match.group() if match else b""
+                    if text not in known:
+                        known.add(text)
+                        names.add((json.loads(line) if match else {}).get("env_class") or "")
+        elif "env_class" in pq.read_schema(path).names:
+            column = pq.read_table(path, columns=["env_class"])[0]
+            names.update(name or "" for name in column.unique().to_pylist())
     except (ValueError, OSError):  # of pyarrow and json
-        yield ""
-
-
-def _names_read(path: Path) -> Iterator[str]:
-    if path.suffix == ".jsonl":
-        with path.open("rb") as lines:
-            for line in lines:  # parsed only where it may name one
-                row = json.loads(line) if b'"env_class"' in line else {}
-                yield row.get("env_class") or ""
-        return
-    if "env_class" not in pq.read_schema(path).names:
-        yield ""
-        return
-    yield from (name or "" for name in pq.read_table(path, columns=["env_class"])[0].unique().to_pylist())
+        names.add("")
+    return frozenset(names or {""})
 
 
 def searches(config: Config) -> bool:

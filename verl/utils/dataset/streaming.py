@@ -11,51 +11,44 @@ best with many row groups. A window of a large group takes one pass over that gr
 
 from __future__ import annotations
 
-import bisect
 import copy
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.utils.dataset.rl_dataset import (
-    LENGTH_ADVICE,
-    DataFailed,
-    NoPromptsLeft,
-    PromptSampler,
-    RLHFDataset,
-    Row,
-    json_row,
-)
+from verl.utils.dataset.rl_dataset import LENGTH_ADVICE, DataFailed, PromptSampler, RLHFDataset, Row, json_row
 
 BLOCK_ROWS, PIECE_BYTES = 512, 2**20
 WINDOW_ROWS, WINDOW_BYTES = 16_384, 32 * 2**20
 STREAMED_ROWS, STREAMED_BYTES = 200_000, {".parquet": 256 * 2**20, ".jsonl": 64 * 2**20}
 _STEPS_AHEAD, _CHECKED_ROWS = 2, 200
 
+Held = tuple[int, Any, Any]  # place of a row, a batch and the row's number there; or place, path, line
+
 
 def is_large(files: Iterable[Path]) -> bool:
     """Whether `data.streaming=null` streams these: more than 200,000 rows of parquet, or a file above 256 MiB
     of parquet or 64 MiB of jsonl.
     """
-    files = list(files)
-    if any(path.is_file() and path.stat().st_size > STREAMED_BYTES.get(path.suffix, 0) for path in files):
+    files = [path for path in files if path.is_file()]
+    if any(path.stat().st_size > STREAMED_BYTES.get(path.suffix, 0) for path in files):
         return True
-    parquet = [path for path in files if path.is_file() and path.suffix == ".parquet"]
+    parquet = [path for path in files if path.suffix == ".parquet"]
     return sum(pq.read_metadata(path).num_rows for path in parquet) > STREAMED_ROWS
 
 
-@dataclass(frozen=True)
-class RowBlock:
+class RowBlock(NamedTuple):
     """Rows that are read together: those from `start` to `stop`, which count the rows of all files before (of
-    jsonl: the bytes). group: number of the row group, -1 for jsonl. first: where the group starts.
+    jsonl: the bytes). group: number of the row group, -1 for jsonl. first: where the row group, or the jsonl
+    file, starts. share: how much of a window they fill.
     """
 
     file: int
@@ -63,7 +56,7 @@ class RowBlock:
     first: int
     start: int
     stop: int
-    num_bytes: int
+    share: float
 
 
 class RowStream(RLHFDataset):
@@ -89,41 +82,38 @@ class RowStream(RLHFDataset):
         self.files, self.groups = list(files), list[RowBlock]()
         self.limit: int | None = None  # rows of an epoch
         self.ready: dict[int, dict[str, Any]] = {}
-        self._num_rows = self._num_places = 0
+        self._num_rows = place = 0
         for number, path in enumerate(self.files):
             if not path.is_file():
                 raise ValueError(f"Found no file at {path}; expected a parquet or jsonl file with questions.")
-            first, size = self._num_places, path.stat().st_size
             if path.suffix == ".jsonl":
-                starts = range(first, first + size, PIECE_BYTES)
-                stops = [*starts[1:], first + size]
-                spans = zip(starts, stops, strict=True)
-                groups = [RowBlock(number, -1, first, start, stop, stop - start) for start, stop in spans]
+                first, size = place, path.stat().st_size
+                place += size
+                for start in range(first, place, PIECE_BYTES):
+                    stop = min(start + PIECE_BYTES, place)
+                    share = (stop - start) / WINDOW_BYTES
+                    self.groups.append(RowBlock(number, -1, first, start, stop, share))
                 with path.open("rb") as file:
                     piece = file.read(PIECE_BYTES)
-                num_lines = max(1, sum(bool(line.strip()) for line in piece.split(b"\n")[:-1]))
-                self._num_rows += num_lines * size // max(len(piece), 1)
-                self._num_places += size
+                lines = piece.split(b"\n")[: None if len(piece) == size else -1]
+                num_lines = sum(bool(line.strip()) for line in lines)
+                self._num_rows += num_lines if len(piece) == size else max(1, num_lines) * size // len(piece)
             else:
-                groups, metadata = [], pq.read_metadata(path)
+                metadata = pq.read_metadata(path)
                 self.check_columns(metadata.schema.to_arrow_schema().names, str(path))
                 for index in range(metadata.num_row_groups):
-                    group, start_at = metadata.row_group(index), self._num_places
-                    self._num_places += group.num_rows
-                    span = (start_at, start_at, self._num_places)
-                    groups.append(RowBlock(number, index, *span, group.total_byte_size))
+                    group, first = metadata.row_group(index), place
+                    place += group.num_rows
+                    share = max(group.num_rows / WINDOW_ROWS, group.total_byte_size / WINDOW_BYTES)
+                    self.groups.append(RowBlock(number, index, first, first, place, share))
                 self._num_rows += metadata.num_rows
-            self.groups += groups
+        self.num_places = place
         if self._num_rows == 0:
             raise ValueError(f"Found no rows in {', '.join(map(str, files))}; expected at least one.")
 
     def __len__(self) -> int:
         """Rows of an epoch; of jsonl an estimate from the first MiB of each file."""
         return self._num_rows if self.limit is None else self.limit
-
-    @property
-    def num_places(self) -> int:
-        return self._num_places
 
     def keep(self, num_rows: int | None) -> None:
         """An epoch is its first so many rows from now on, and all epochs have the order of the first one."""
@@ -133,114 +123,77 @@ class RowStream(RLHFDataset):
         return self.ready[index]
 
     def rows_to_check(self) -> Iterator[Row]:
-        rows = self.read(next(self.windows(None)))
-        for place in range(min(len(rows), _CHECKED_ROWS)):
-            row = rows[place][1]
+        for held in self.read(next(self.windows(None)))[:_CHECKED_ROWS]:
+            row = self.row_of(held)
             yield row if self.adapt is None else self.adapt(row)
 
     def windows(self, rng: np.random.Generator | None) -> Iterator[list[RowBlock]]:
         """The blocks of each window of an epoch, in order. rng: shuffles them; None: as in the files."""
-        waiting: list[RowBlock] = []
-        filled = 0.0
+        waiting, filled = list[RowBlock](), 0.0
         order = range(len(self.groups)) if rng is None else rng.permutation(len(self.groups)).tolist()
         for group in (self.groups[i] for i in order):
-            blocks, num_rows = [group], group.stop - group.start
+            blocks = [group]
             if group.group >= 0:
                 starts = range(group.start, group.stop, BLOCK_ROWS)
-                num_bytes = group.num_bytes * BLOCK_ROWS // max(num_rows, 1)
-                blocks = [
-                    replace(group, start=start, stop=min(start + BLOCK_ROWS, group.stop), num_bytes=num_bytes)
-                    for start in starts
-                ]
-                if rng is not None and max(num_rows / WINDOW_ROWS, group.num_bytes / WINDOW_BYTES) > 1:
+                stops, share = [*starts[1:], group.stop], group.share / max(len(starts), 1)
+                spans = zip(starts, stops, strict=False)  # none in a group without rows
+                blocks = [group._replace(start=start, stop=stop, share=share) for start, stop in spans]
+                if rng is not None and group.share > 1:
                     blocks = [blocks[i] for i in rng.permutation(len(blocks))]
             for block in blocks:
                 waiting.append(block)
-                num_rows = block.stop - block.start if block.group >= 0 else 0
-                filled += max(num_rows / WINDOW_ROWS, block.num_bytes / WINDOW_BYTES)
+                filled += block.share
                 if filled >= 1:
                     yield waiting
                     waiting, filled = [], 0.0
         if waiting:
             yield waiting
 
-    def read(self, blocks: Sequence[RowBlock]) -> Window:
-        """The rows of a window, in the order of the files."""
-        window, blocks = Window(self), sorted(blocks, key=astuple)
-        for number in sorted({block.file for block in blocks}):
-            own = [block for block in blocks if block.file == number]
-            if own[0].group < 0:
-                for block in own:
-                    window.add_lines(block)
+    def read(self, blocks: Sequence[RowBlock]) -> list[Held]:
+        """The rows of a window, in the order of the files; `row_of` makes rows of them."""
+        rows: list[Held] = []
+        for (number, is_text), own in groupby(sorted(blocks), lambda block: (block.file, block.group < 0)):
+            path = self.files[number]
+            if is_text:  # the lines that start within a block
+                with path.open("rb") as lines:
+                    for block in own:
+                        place = max(block.start - 1, block.first)
+                        lines.seek(place - block.first)
+                        if place < block.start:  # what goes on from the block before belongs to that
+                            place += len(lines.readline())
+                        while place < block.stop and (line := lines.readline()):
+                            if line.strip():
+                                rows.append((place, path, line))
+                            place += len(line)
                 continue
             # a buffer, as else whole columns of a group are read into memory at once
-            with pq.ParquetFile(self.files[number], buffer_size=2**20, pre_buffer=False) as file:
-                for group in sorted({block.group for block in own}):
-                    wanted = [block for block in own if block.group == group]
-                    stop = wanted[0].first
+            with pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
+                for group, in_group in groupby(own, lambda block: block.group):
+                    wanted = list(in_group)
+                    start = wanted[0].first
                     for batch in file.iter_batches(BLOCK_ROWS, row_groups=[group], use_threads=False):
-                        start, stop = stop, stop + len(batch)
+                        stop = start + len(batch)
                         for block in wanted:
-                            lower, upper = max(start, block.start), min(stop, block.stop)
-                            if lower < upper:
-                                window.add_batch(lower, batch.slice(lower - start, upper - lower))
-                        wanted = [block for block in wanted if block.stop > stop]
+                            inside = range(max(start, block.start), min(stop, block.stop))
+                            rows += [(place, batch, place - start) for place in inside]
+                        wanted, start = [block for block in wanted if block.stop > stop], stop
                         if not wanted:
                             break
-        return window
+        return rows
+
+    def row_of(self, held: Held) -> Row:
+        """ValueError: a line is no row, or lacks a column."""
+        place, source, inner = held
+        if isinstance(source, pa.RecordBatch):
+            row: Row = source.slice(inner, 1).to_pylist()[0]
+            return row
+        where = f"{source}, the line that begins {inner[:40]!r}"
+        row = json_row(inner, where)
+        self.check_columns(row, where)
+        return row
 
 
-class Window:
-    """Rows that are held in memory, compact as they were read. `window[i]` is (place of the row, the row)."""
-
-    def __init__(self, stream: RowStream) -> None:
-        self.stream = stream
-        self._parts: list[tuple[np.ndarray, Any]] = []  # places; a batch, or (file, its first place, lines)
-        self._ends: list[int] = []
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def __getitem__(self, index: int) -> tuple[int, Row]:
-        part = bisect.bisect_right(self._ends, index)
-        places, rows = self._parts[part]
-        inner = index - (self._ends[part - 1] if part else 0)
-        if isinstance(rows, pa.RecordBatch):
-            row: Row = rows.slice(inner, 1).to_pylist()[0]
-        else:
-            path, first, lines = rows
-            where = f"{path}, byte {places[inner] - first}"
-            row = json_row(lines[inner], where)
-            self.stream.check_columns(row, where)
-        return int(places[inner]), row
-
-    def add_batch(self, place: int, batch: pa.RecordBatch) -> None:
-        self._add(np.arange(place, place + len(batch)), batch)
-
-    def add_lines(self, block: RowBlock) -> None:
-        """The lines that start within the block."""
-        places, lines = [], []
-        path = self.stream.files[block.file]
-        with path.open("rb") as file:
-            place = block.start
-            if place > block.first:  # what goes on from the block before belongs to that
-                file.seek(place - block.first - 1)
-                place += len(file.readline()) - 1
-            while place < block.stop and (line := file.readline()):
-                if line.strip():
-                    places.append(place)
-                    lines.append(line)
-                place += len(line)
-        if lines:
-            self._add(np.array(places), (path, block.first, lines))
-
-    def _add(self, places: np.ndarray, rows: Any) -> None:
-        self._parts.append((places, rows))
-        self._ends.append(len(self) + len(places))
-
-
-@dataclass(frozen=True)
-class Cursor:
+class Cursor(NamedTuple):
     """A place in the order. position, offset: rows of the epoch and of the window that were passed; skipped:
     too long ones since the run began.
     """
@@ -257,12 +210,19 @@ class StreamSampler(PromptSampler):
 
     Args:
         stream: the rows. batch_size, shuffle, seed, retire_solved: as for `PromptSampler`.
+        step_size: rows of a step.
     """
 
     def __init__(
-        self, stream: RowStream, batch_size: int, shuffle: bool, seed: int, retire_solved: float | None = None
+        self,
+        stream: RowStream,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        retire_solved: float | None,
+        step_size: int,
     ) -> None:
-        self.stream, self.cursor = stream, Cursor()
+        self.stream, self.cursor, self.step_size = stream, Cursor(), step_size
         self._thread: threading.Thread | None = None
         super().__init__(len(stream), batch_size, shuffle, seed, retire_solved)
 
@@ -273,17 +233,17 @@ class StreamSampler(PromptSampler):
         """The next `count` rows; goes on into the next epoch by itself.
 
         Raises:
-            DataFailed: a row can't be read or is too long; NoPromptsLeft: too many are retired.
+            DataFailed: a row can't be read or is too long; or too many are retired.
         """
-        if self.retired and self.num_left < count:
-            raise NoPromptsLeft(self.num_left, count)
+        if self.retired:
+            self.check_left(count)
         if self._thread is None:
-            self._stop, self._made = threading.Event(), queue.Queue[Any](_STEPS_AHEAD * self.batch_size)
+            self._stop, self._made = threading.Event(), queue.Queue[Any](_STEPS_AHEAD * self.step_size)
             arguments = (self.cursor, self._made, self._stop)
             self._thread = threading.Thread(target=self._produce, args=arguments, daemon=True)
             self._thread.start()
         taken: list[tuple[int, dict[str, Any]]] = []
-        first_epoch = self.cursor.epoch
+        last_epoch = self.cursor.epoch  # in which a row was found
         while len(taken) < count:
             made = self._made.get()
             if isinstance(made, BaseException):
@@ -292,14 +252,12 @@ class StreamSampler(PromptSampler):
             index, item, self.cursor = made
             if index not in self.retired:
                 taken.append((index, item))
-            elif self.cursor.epoch > first_epoch + 1:
-                raise NoPromptsLeft(len(taken), count)
+                last_epoch = self.cursor.epoch
+            elif self.cursor.epoch > last_epoch + 1:
+                self.check_left(count, left=0)
         self.epoch, self.position = self.cursor.epoch, self.cursor.position
         self.stream.ready = dict(taken)
         return [index for index, _ in taken]
-
-    def draw(self, count: int, skip: Sequence[int] = ()) -> list[int]:
-        return self.take(count) if count else []
 
     def _produce(self, cursor: Cursor, made: queue.Queue[Any], stop: threading.Event) -> None:
         """Puts what `_prompts` yields, or the exception that ends it."""
@@ -324,18 +282,13 @@ class StreamSampler(PromptSampler):
         stream, limit = self.stream, self.stream.limit
         truncation = stream.config["truncation"]
         while True:
-            key, position, skipped = (
-                [self.seed, 0 if limit else cursor.epoch],
-                cursor.position,
-                cursor.skipped,
-            )
+            key = [self.seed, 0 if limit else cursor.epoch]
+            position, skipped = cursor.position, cursor.skipped
             has_prompts = position > 0
             windows = stream.windows(np.random.default_rng(key) if self.shuffle else None)
             for number, blocks in enumerate(windows):
-                if number < cursor.window:
+                if number < cursor.window or position == limit:
                     continue
-                if limit is not None and position >= limit:
-                    break
                 rows = stream.read(blocks)
                 order = np.arange(len(rows))
                 if self.shuffle:
@@ -343,7 +296,8 @@ class StreamSampler(PromptSampler):
                 start = cursor.offset if number == cursor.window else 0
                 stop = len(rows) if limit is None else min(len(rows), start + limit - position)
                 for offset in range(start, stop):
-                    index, row = rows[int(order[offset])]
+                    held = rows[int(order[offset])]
+                    index, row = held[0], stream.row_of(held)
                     position += 1
                     too_long = None if truncation == "left" else stream.too_long(row)
                     if too_long is None:
@@ -366,13 +320,12 @@ class StreamSampler(PromptSampler):
         return super().metrics() | {"data/skipped": float(self.cursor.skipped)}
 
     def state_dict(self) -> dict[str, Any]:
-        inside = {"window": self.cursor.window, "offset": self.cursor.offset, "skipped": self.cursor.skipped}
-        return super().state_dict() | inside
+        return super().state_dict() | self.cursor._asdict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.close()
-        self.cursor = Cursor(*(int(state[name]) for name in Cursor.__annotations__))
+        self.cursor = Cursor(*(int(state[name]) for name in Cursor._fields))
 
     def close(self) -> None:
         """Ends the thread; what it has made ready is made again when it is asked for."""
