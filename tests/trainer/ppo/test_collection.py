@@ -237,6 +237,7 @@ def test_rule_10_pools_hear_of_every_round_and_survive_a_restart(tmp_path):
     assert rates[:8].tolist() == [1, 0.5, 0, 0.5, 1, 0, 0.5, 0.5] and np.isnan(rates[8:]).all()
     assert metrics["pools/easy"] == metrics["pools/hard"] == 0.25
     world.collector.save(tmp_path)
+    (tmp_path / "prompt_history.npz").rename(tmp_path / "difficulty_pools.npz")  # as older versions had it
     resumed = World(scores, *settings)
     resumed.sampler.load_state_dict(world.sampler.state_dict())
     resumed.collector.load(tmp_path)

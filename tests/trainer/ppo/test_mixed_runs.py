@@ -98,14 +98,14 @@ def test_another_mixture_is_another_run(tmp_path):
 def test_a_checkpoint_of_an_older_version_goes_on(tmp_path):
     """It knew neither environments nor mixtures."""
     settings(tmp_path)
-    data = f"data.train_files={tmp_path / 'few.jsonl'}"
-    settings_now = learning_settings(config_with(data))
+    data = [f"data.train_files={tmp_path / 'few.jsonl'}", f"actor_rollout_ref.model.path={tmp_path}"]
+    settings_now = learning_settings(config_with(*data))
     earlier = copy.deepcopy(settings_now)
     for key in ("environment.env_class", "data.mixture", "algorithm.filter_groups.retire_solved"):
         del earlier["values"][key]
     save_learning_settings(earlier, tmp_path)
     check_learning_settings(settings_now, tmp_path, tmp_path)
-    other = learning_settings(config_with(data, "environment.env_class=gsm8k"))
+    other = learning_settings(config_with(*data, "environment.env_class=gsm8k"))
     with pytest.raises(ValueError, match=r"environment.env_class=search \(now gsm8k\)"):
         check_learning_settings(other, tmp_path, tmp_path)
 
