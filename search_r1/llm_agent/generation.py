@@ -86,10 +86,11 @@ class LLMGenerationManager(EnvironmentAgent):
         config: GenerationConfig,
         on_event: Callable[[Event], None] | None = None,
         block: EnvironmentConfig | None = None,
+        code_api_url: str | None = None,
     ) -> None:
         """Without a `search_client`, one is made for `config.search_url`; without `do_search` none is needed.
         `on_event` hears what happens as it happens; it needs an engine with `partial`. block: the run's
-        `environment` block, for rows with other environments.
+        `environment` block, for rows with other environments. code_api_url: their code server (`CodeClient`).
 
         Raises ValueError for lengths that can't work, and for `do_search` without a client and an address.
         """
@@ -101,7 +102,8 @@ class LLMGenerationManager(EnvironmentAgent):
             search_client = SearchClient(config.search_url, topk=config.topk)
         self.search_client = search_client
         search = {name: getattr(config, name) for name in ("topk", "max_turns", "do_search")}
-        environments = Environments(block, {SEARCH: {**search, "client": search_client}})
+        run_code = dict.fromkeys(("lcb", "searchcode"), {"code_api_url": code_api_url})
+        environments = Environments(block, {SEARCH: {**search, "client": search_client}, **run_code})
         listener = None if on_event is None else lambda event: on_event(Event.of_loop(event))
         super().__init__(tokenizer, engine, config, environments, listener)
         empty = len(self.codec.encode(format_observation([])))
@@ -160,4 +162,11 @@ def build_agent(
             api_key=api_key,
             use_proxy=retriever.use_proxy,
         )
-    return LLMGenerationManager(tokenizer, engine, client, generation, block=config.environment)
+    return LLMGenerationManager(
+        tokenizer,
+        engine,
+        client,
+        generation,
+        block=config.environment,
+        code_api_url=config.verifiers.code.api_url,
+    )

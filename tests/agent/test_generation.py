@@ -428,3 +428,14 @@ def test_the_ids_of_the_models_generation_config_end_a_turn_too(tmp_path):
     agent = build_agent(config, TOKENIZER, ScriptedEngine(TOKENIZER, turns()))
     assert agent.codec.eos_token_ids == {TOKENIZER.eos_token_id, 1, 2}
     assert agent.codec.decode_turn([*encode("end"), 2, 1]) == "end"
+
+
+def test_programs_of_environments_run_on_the_verifiers_code_server():
+    config = run_config("do_search=false", "max_turns=0", "verifiers.code.api_url=http://127.0.0.1:9")
+    agent = build_agent(config, TOKENIZER, ScriptedEngine(TOKENIZER, turns()))
+    row = {"reward_spec": {"ground_truth": '[{"input": "1", "output": "1"}]'}}
+    for name in ("lcb", "searchcode"):
+        env = agent.environments[name].open(row, [], 2).result(30).env
+        client = env.client if name == "lcb" else env.tool_groups[1].client
+        assert client.urls == ["http://127.0.0.1:9"]
+    agent.close()

@@ -36,26 +36,19 @@ def test_gsm8k_pays_one_for_the_right_number():
     assert make("gsm8k", env_config={"method": "flexible"}, extras=row()).step("it is 42.")["reward"] == 1
 
 
-def test_multi_turn_pays_a_share_for_the_form_and_ends_with_the_right_number():
+def test_multi_turn_pays_a_share_for_the_form_and_ends_with_the_right_number_or_its_turns():
     env = make("gsm8k_multi_turn", extras=row(max_turns=4))
-    rewards, done = [], False
-    for action in ("let me think", "#### 41", "#### 42", "#### 42"):
-        assert not done or action
-        if not done:
-            output = env.step(action)
-            rewards.append(output["reward"])
-            done = output["done"]
-            assert done == (not output["observations"])
-    assert rewards == [0.0, 0.05, 1.0] and env.get_metrics() == {"steps": 3}
-
-
-def test_multi_turn_ends_after_its_turns():
+    outputs = [env.step(action) for action in ("let me think", "#### 41", "#### 42")]
+    assert [output["reward"] for output in outputs] == [0.0, 0.05, 1.0] and env.get_metrics() == {"steps": 3}
+    assert [(output["done"], len(output["observations"])) for output in outputs] == [(False, 1)] * 2 + [
+        (True, 0)
+    ]
     env = make("gsm8k_multi_turn", extras=row(extra_info={"max_turns": 2}))
     first, last = env.step("#### 1"), env.step("#### 1")
     assert "final number" in first["observations"][0]["content"] and not first["done"]
-    assert (
-        last["done"] and last["reward"] == 0.1 and env.aggregate_metrics([{"steps": 2}]) == {"avg_steps": 2}
-    )
+    assert last["done"] and last["reward"] == 0.1
+    assert env.aggregate_metrics([{"steps": 2}]) == {"avg_steps": 2}
+    assert make("gsm8k_multi_turn", extras=row()).max_turns == 5
 
 
 def test_mistakes_of_the_user_are_told():

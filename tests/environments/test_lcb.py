@@ -11,29 +11,25 @@ from verl.verifiers.base import CouldNotVerify
 
 STDIN = [{"testtype": "stdin", "input": f"{n}\n", "output": f"{n * n}\n"} for n in (3, -2, 10)]
 FUNCTIONAL = [
-    {
-        "testtype": "functional",
-        "input": "[3, 1, 2]\n1",
-        "output": "[1, 2, 3]",
-        "metadata": {"func_name": "order"},
-    },
-    {"testtype": "functional", "input": "[5, 5]\n2", "output": "[5, 5]", "metadata": {"func_name": "order"}},
+    {"testtype": "functional", "input": given, "output": output, "metadata": {"func_name": "order"}}
+    for given, output in (("[3, 1, 2]\n1", "[1, 2, 3]"), ("[5, 5]\n2", "[5, 5]"))
 ]
 
 
+def make_env(tests, **config):
+    return make("lcb", env_config=config, extras={"reward_spec": {"ground_truth": json.dumps(tests)}})
+
+
 def score(program, tests, **config):
-    env = make("lcb", env_config=config, extras={"reward_spec": {"ground_truth": json.dumps(tests)}})
-    output = env.step(f"I think.\n```python\n{program}\n```\nDone.")
+    output = make_env(tests, **config).step(f"I think.\n```python\n{program}\n```\nDone.")
     assert output["done"] and output["observations"] == []
     return output["reward"]
 
 
 def test_the_last_block_counts_and_none_is_zero():
     assert last_block("```python\na\n```\n```\nb\n```") == "b" and last_block("a = 1") is None
-    env = make("lcb", extras={"reward_spec": {"ground_truth": json.dumps(STDIN)}})
-    assert env.step("print(9)") == {
-        "observations": [], "reward": 0.0, "done": True, "metadata": {"parsed_code": None}
-    }  # fmt: skip
+    expected = {"observations": [], "reward": 0.0, "done": True, "metadata": {"parsed_code": None}}
+    assert make_env(STDIN).step("print(9)") == expected
 
 
 def test_imports_of_the_future_stay_first():
@@ -105,11 +101,7 @@ def test_a_program_that_hangs_is_wrong_before_all_its_tests_have_hung(monkeypatc
 
 
 def test_no_server_is_no_verdict():
-    env = make(
-        "lcb",
-        env_config={"code_api_url": "http://127.0.0.1:9"},
-        extras={"reward_spec": {"ground_truth": json.dumps(STDIN)}},
-    )
+    env = make_env(STDIN, code_api_url="http://127.0.0.1:9")
     env.client.queue_seconds = -100.0
     with pytest.raises(CouldNotVerify):
         env.step("```\nprint(1)\n```")

@@ -47,12 +47,14 @@ def truth(gold, **more):
     return {"reward_spec": spec, "reward_model": spec, "extra_info": {}, **more}
 
 
+def one_of(rng, texts):
+    return rng.choice(texts.split("|"))
+
+
 def number_text(rng, gold):
     """A turn that gives the gold answer, another number, or none, in one of many forms."""
     number = rng.choice([gold, gold, str(rng.randint(-50, 2_000)), f"{rng.randint(1_000, 9_999):,}", "", "."])
-    form = rng.choice(
-        ["#### {}", "####{}", "so #### {}.", "#### ${}", "#### {} dollars", "it is {}", "## {}"]
-    )
+    form = one_of(rng, "#### {}|####{}|so #### {}.|#### ${}|#### {} dollars|it is {}|## {}")
     return f"{rng.choice(['', 'Let me see. ', '#### '])}{form.format(number)}{rng.choice(['', ' #### 7'])}"
 
 
@@ -70,13 +72,6 @@ def test_gsm8k_as_theirs(env_class):
     assert len(rewards) >= (2 if env_class == "gsm8k" else 6) and min(rewards.values()) > 20
 
 
-def test_their_multi_turn_needs_extra_info_and_ours_has_a_default():
-    row = {"reward_spec": {"ground_truth": "1"}}
-    with pytest.raises(KeyError):
-        skyrl_gym.make("gsm8k_multi_turn", extras=row)
-    assert make("gsm8k_multi_turn", extras=row).max_turns == 5
-
-
 ANSWERS = [
     "204", "1,024", r"\frac{1}{2}", r"\frac12", r"\sqrt2", "12 square units", r"90^\circ", r"$\text{the } 5$",
     r"x = 7", r"\textbf{3} meters", r"\overline{AB}", "(1, 2)", r"3\%", "a b", r"\boxed{8}", "0042", "-3", "",
@@ -87,11 +82,10 @@ ANSWERS = [
 def test_aime_as_theirs():
     rng, rewards, mended = random.Random("aime"), Counter(), Counter()
     for _ in range(NUM_EPISODES):
-        gold, given = rng.choice(ANSWERS), rng.choice(ANSWERS)
-        given = rng.choice([gold, given])
-        form = rng.choice(
-            ["Answer: {}", "answer : {}", "so Answer:{} <end>", "It is {}", "Answer: 1\nAnswer: {}"]
-        )
+        gold = rng.choice(ANSWERS)
+        given = rng.choice([gold, rng.choice(ANSWERS)])
+        forms = "Answer: {}|answer : {}|so Answer:{} <end>|It is {}|Answer: 1\nAnswer: {}"
+        form = one_of(rng, forms)
         text = "Thinking. " * rng.choice([0, 3, 60]) + form.format(given)
         text += rng.choice(["", "", ".", "\nDone.", "\n" + "." * 300])
         if r"\boxed" in text and "nswer" not in text[-300:]:
@@ -112,9 +106,7 @@ def test_their_aime_refuses_an_answer_in_a_box():
     assert play(theirs, [text]) == [(-1.0, True, 0)] and play(ours, [text]) == [(1.0, True, 0)]
 
 
-TABLE = [
-    (f"name{index % 60}", index % 5, index % 7 / 2, None if index % 11 == 0 else index) for index in range(90)
-]
+TABLE = [(f"name{i % 60}", i % 5, i % 7 / 2, None if i % 11 == 0 else i) for i in range(90)]
 COLUMNS = ["name", "shop", "price", "stock"]
 
 
@@ -141,27 +133,17 @@ def some_query(rng):
 def sql_turn(rng, gold, is_last):
     broken = rng.choice(["SELECT nothing FROM item", "SELEC", "SELECT 1 FROM nowhere", ""])
     query = rng.choice([gold, gold, gold.lower() + " ", some_query(rng), broken])
-    think = rng.choice(
-        ["<think>so</think>"] * 8 + ["", "<think>so", "so <think>x</think>", " <THINK>so</think>"]
-    )
+    so = "<think>so</think>"
+    think = rng.choice([so] * 8 + ["", "<think>so", "so <think>x</think>", " <THINK>so</think>"])
     if is_last or rng.random() < 0.25:
-        form = rng.choice(
-            ["<solution>{}</solution>"] * 8
-            + [
-                "<solution>{}",
-                "<solution><sql>{}</sql></solution>",
-                "{}",
-                "<solution>{}</solution> <sql>x</sql>",
-            ]
-            + [
-                "<solution>a</solution><solution>{}</solution>",
-                "</observation><think>z</think><solution>{}</solution>",
-            ]
+        broken = (
+            "<solution>{}|<solution><sql>{}</sql></solution>|{}|<solution>{}</solution> <sql>x</sql>|"
+            "<solution>a</solution><solution>{}</solution>|</observation><think>z</think><solution>{}</solution>"
         )
-        return think + form.format(query)
-    return think + rng.choice(["<sql>{}</sql>"] * 5 + ["<sql>{}", "{}", "<sql>{}</sql><sql>x</sql>"]).format(
-        query
-    )
+        form = rng.choice(["<solution>{}</solution>"] * 8 + broken.split("|"))
+    else:
+        form = rng.choice(["<sql>{}</sql>"] * 5 + ["<sql>{}", "{}", "<sql>{}</sql><sql>x</sql>"])
+    return think + form.format(query)
 
 
 @pytest.mark.slow
@@ -174,13 +156,8 @@ def test_text2sql_as_theirs(databases):
         actions = [sql_turn(rng, gold, turn == max_turns - 1) for turn in range(max_turns)]
         expected, result = play(theirs, actions), play(ours, actions)
         rewards.update(reward for reward, done, _ in expected if done)
-        if (
-            expected != result
-        ):  # rows that are equal as a set, but not as often, not in order, or other columns
-            assert expected[:-1] == result[:-1] and expected[-1][0] == 1 and result[-1][0] == 0, (
-                gold,
-                actions,
-            )
+        if expected != result:  # equal as a set, but not as often, not in order, or other columns
+            assert (expected[:-1], expected[-1][0], result[-1][0]) == (result[:-1], 1, 0), (gold, actions)
             solution = actions[len(expected) - 1].split("<solution>")[1].split("</solution>")[0]
             found, right = databases.read(solution), databases.read(gold)
             columns = [cursor.description and len(cursor.description) for cursor in (found, right)]
@@ -226,10 +203,8 @@ def test_their_text2sql_shows_neither_names_nor_order(databases):
 def test_their_text2sql_reads_tags_in_the_result(databases):
     gold = "SELECT name FROM item"
     theirs, ours = both("text2sql", databases.config, truth(gold, db_id="shop", data="spider"))
-    actions = [
-        "<think>x</think><sql>SELECT '<solu' || 'tion>'</sql>",
-        f"<think>x</think><solution>{gold}</solution>",
-    ]
+    think = "<think>x</think>"
+    actions = [f"{think}<sql>SELECT '<solu' || 'tion>'</sql>", f"{think}<solution>{gold}</solution>"]
     assert play(theirs, actions)[-1][0] == -1 and play(ours, actions)[-1][0] == 1
 
 
@@ -255,21 +230,15 @@ def test_lcb_as_theirs():
     rng, rewards = random.Random("lcb"), Counter()
     for _ in range(60):
         functional, numbers = rng.random() < 0.5, rng.sample(range(-9, 30), 3)
+        kind, end = ("functional", "") if functional else ("stdin", "\n")
         tests = [
-            {
-                "testtype": "functional" if functional else "stdin",
-                "input": f"{n}" if functional else f"{n}\n",
-                "output": f"{n * n}",
-                "metadata": {"func_name": "f"},
-            }
+            {"testtype": kind, "input": f"{n}{end}", "output": f"{n * n}", "metadata": {"func_name": "f"}}
             for n in numbers
         ]
         theirs, ours = both("lcb", {}, truth(json.dumps(tests)))
         program = rng.choice(PROGRAMS).replace("{n}", str(rng.choice(numbers)))
-        text = rng.choice(["", "```\nprint(1)\n```\n"]) + rng.choice(
-            ["```python\n{}\n```", "```\n{}\n```\n", "{}"]
-        )
-        text = text.replace("{}", program)
+        form = rng.choice(["```python\n{}\n```", "```\n{}\n```\n", "{}"])
+        text = rng.choice(["", "```\nprint(1)\n```\n"]) + form.replace("{}", program)
         assert (expected := play(theirs, [text])) == play(ours, [text]), (tests, text)
         rewards.update(reward for reward, _, _ in expected)
     assert min(rewards[1.0], rewards[0.0]) > 10
@@ -291,25 +260,15 @@ def test_their_lcb_pays_for_cheats():
 
 
 def tool_turn(rng, num_programs):
-    call = rng.choice(
-        [
-            "<tool><search>who {n}</search></tool>",
-            "<tool><python>print({n})</python></tool>",
-            "<tool>{n}</tool>",
-        ]
-        + ["<tool><shell>{n}</shell></tool>", "I think {n}", "<tool><search>who {n}</search>", "#### {n}"]
-        + [
-            "<solution>#### {n}</solution>",
-            "<solution>{n}</solution>",
-            "<solution>#### {n}",
-            "so #### {n}, I say",
-        ]
+    calls = (
+        "<tool><search>who {n}</search></tool>|<tool><python>print({n})</python></tool>|<tool>{n}</tool>|"
+        "<tool><shell>{n}</shell></tool>|I think {n}|<tool><search>who {n}</search>|#### {n}|"
+        "<solution>#### {n}</solution>|<solution>{n}</solution>|<solution>#### {n}|so #### {n}, I say"
     )
-    if "<python>" in call:
+    call = one_of(rng, calls)
+    if "<python>" in call:  # theirs starts a process
         num_programs[0] += 1
-        call = (
-            call if num_programs[0] <= 25 else "<tool><search>{n}</search></tool>"
-        )  # theirs starts a process
+        call = call if num_programs[0] <= 25 else "<tool><search>{n}</search></tool>"
     return call.replace("{n}", str(rng.choice([42, 42, 7])))
 
 
@@ -330,26 +289,17 @@ def test_searchcode_as_theirs(url):
 def test_their_searchcode_pays_for_what_a_program_printed(url, monkeypatch):
     monkeypatch.setenv("SECRET_OF_THE_TRAINER", "treasure")
     theirs, ours = both("searchcode", {"search_url": url}, truth("42", max_turns=2))
-    look = (
-        "<tool><python>import os\nprint('####', 42, os.environ.get('SECRET_OF_THE_TRAINER'))</python></tool>"
-    )
+    program = "import os\nprint('####', 42, os.environ.get('SECRET_OF_THE_TRAINER'))"
+    look = f"<tool><python>{program}</python></tool>"
     seen = [env.step(look)["observations"][0]["content"] for env in (theirs, ours)]
     assert seen == ["#### 42 treasure", "#### 42 None"]
     assert [env.step("done")["reward"] for env in (theirs, ours)] == [1.0, 0.0]
 
 
 def search_turn(rng):
-    return rng.choice(
-        ["<search>who wrote Emma</search>"] * 3
-        + ["<think>so</think><answer>Jane Austen</answer>", "<answer>the  jane austen!</answer>"] * 2
-        + [
-            "<answer>Emma</answer>",
-            "<answer>Jane Austen",
-            "search who</search>",
-            "I think.",
-            "<search></search>",
-        ]
-    )
+    answers = ["<think>so</think><answer>Jane Austen</answer>", "<answer>the  jane austen!</answer>"]
+    others = "<answer>Emma</answer>|<answer>Jane Austen|search who</search>|I think.|<search></search>"
+    return rng.choice(["<search>who wrote Emma</search>"] * 3 + answers * 2 + others.split("|"))
 
 
 def search_episode(url, client, actions, gold, max_turns):

@@ -112,22 +112,20 @@ def test_the_policy_sees_names_order_and_at_most_fifty_rows(world):
     assert "no query" in world().step("hello")["observations"][0]["content"]
 
 
-@pytest.mark.parametrize(
-    "sql",
-    [
-        "ATTACH DATABASE '{file}' AS evil",
-        "VACUUM INTO '{file}'",
-        "PRAGMA query_only = OFF",
-        "SELECT * FROM pragma_database_list",
-        "CREATE TABLE evil (a)",
-        "CREATE TEMP TABLE evil AS SELECT 1",
-        "DELETE FROM item",
-        "BEGIN",
-        "SELECT load_extension('{file}')",
-        "SELECT writefile('{file}', 'x')",
-        "SELECT 1; ATTACH DATABASE '{file}' AS evil",
-    ],
-)
+EVIL = """ATTACH DATABASE '{file}' AS evil
+VACUUM INTO '{file}'
+PRAGMA query_only = OFF
+SELECT * FROM pragma_database_list
+CREATE TABLE evil (a)
+CREATE TEMP TABLE evil AS SELECT 1
+DELETE FROM item
+BEGIN
+SELECT load_extension('{file}')
+SELECT writefile('{file}', 'x')
+SELECT 1; ATTACH DATABASE '{file}' AS evil"""
+
+
+@pytest.mark.parametrize("sql", EVIL.splitlines())
 def test_queries_only_read(world, folder, tmp_path, sql):
     before = (folder / "shop" / "shop.sqlite").read_bytes()
     sql = sql.format(file=tmp_path / "evil.db")

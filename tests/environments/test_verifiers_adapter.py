@@ -3,11 +3,12 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from verl.environments import make
-from verl.environments.adapters import verifiers_rows
+from verl.environments.adapters import load_verifiers_environment, verifiers_rows
 
 verifiers = pytest.importorskip("verifiers")
 pytestmark = pytest.mark.skipif(not hasattr(verifiers, "load_environment"), reason="verifiers below 0.4 only")
@@ -81,11 +82,8 @@ def test_a_single_turn_is_scored_by_its_rubric():
 def test_several_turns_with_the_environments_own_answers():
     env, messages = episode(kind="guess")
     outputs = [env.step(text) for text in ("1", "7", "4")]
-    assert [[each["content"] for each in output["observations"]] for output in outputs] == [
-        ["higher"],
-        ["lower"],
-        [],
-    ]
+    texts = [[each["content"] for each in output["observations"]] for output in outputs]
+    assert texts == [["higher"], ["lower"], []]
     assert [output["reward"] for output in outputs] == [0.0, 0.0, 1.0] and outputs[-1]["done"]
     env, messages = episode(kind="guess")
     assert [env.step("1")["done"] for _ in range(3)] == [False, False, True]
@@ -103,7 +101,13 @@ def test_tools_are_called_in_the_turns_text():
     assert output["done"] and output["reward"] == 1.0 and env.get_metrics()["add_calls"] == 1
 
 
-def test_episodes_of_several_threads_do_not_mix():
+def test_episodes_of_several_threads_do_not_mix_and_load_the_environment_once():
+    before = signal.signal
+    with ThreadPoolExecutor(16) as pool:
+        loaded = list(
+            pool.map(lambda _: load_verifiers_environment("my-environment", '{"questions": 7}'), range(16))
+        )
+    assert len(set(map(id, loaded))) == 1 and signal.signal is before
     episodes = [episode(index, kind="guess")[0] for index in (0, 1, 2)]
     assert [env.step("2")["observations"][0]["content"] for env in episodes[::2]] == ["lower", "higher"]
     assert [env.step(text)["reward"] for env, text in zip(episodes, "024", strict=True)] == [1.0, 1.0, 1.0]

@@ -134,7 +134,7 @@ def _load(id: str, args: str) -> Any:
 
 
 class _PolicyTransport(httpx.AsyncBaseTransport):
-    """Where the model's requests end: each is one turn of the episode that its model's name is of. The
+    """Where the model's requests end: each is a turn of the episode that its model's name is of. The
     environments run in a thread with an event loop.
     """
 

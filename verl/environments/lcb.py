@@ -8,7 +8,8 @@ Row: `reward_spec.ground_truth`, JSON text of the tests:
 The input of a functional test has one JSON value per argument and line. The function stands at the top of the
 program, or in a class `Solution`. Reward 1 or 0. `env_config`: {"seconds": 6, for each test}.
 
-The program runs on the code server, where it sees inputs only; results are compared where it is not.
+The program runs on the code server of `verifiers.code.api_url`, where it sees inputs only; results are
+compared where it is not.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from subprocess import PIPE
 from typing import Any
 
 from verl.verifiers.base import CouldNotVerify, Verdict
@@ -93,14 +95,13 @@ class CheckWorkers:
                         raise CheckFailed(problem, too_much=problem == "memory")
                     return result
                 status = _end(process, 0 if line is None else 5)
+                problem = f"the checking process ended with {status}"
                 if line is None:
                     problem = f"the machine was too busy for {self.wall_seconds:g} seconds"
                 elif status == -signal.SIGPROF:
                     raise CheckFailed(f"more than {self.cpu_seconds:g} seconds", too_much=True)
-                else:
-                    problem = f"the checking process ended with {status}"
-                    if -status in _BLAME:
-                        raise CheckFailed(problem, too_much=True)
+                elif -status in _BLAME:
+                    raise CheckFailed(problem, too_much=True)
         raise ProcessEnded(problem)
 
     def close(self) -> None:
@@ -109,23 +110,15 @@ class CheckWorkers:
             _end(self._idle.pop(), 0)
 
     def _take(self) -> subprocess.Popen[bytes]:
-        while True:
-            try:
-                process = self._idle.pop()
-            except IndexError:
-                break
-            if process.poll() is None:
-                return process
-            _end(process, 0)
+        with suppress(IndexError):  # other threads take from it too
+            while process := self._idle.pop():
+                if process.poll() is None:
+                    return process
+                _end(process, 0)
         code = f"import sys; sys.path[:] = {sys.path!r}; from verl.verifiers.workers import serve; serve()"
         command = [sys.executable, "-c", code, self.function, str(self.cpu_seconds), json.dumps(self.first)]
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(
-            command,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the run
+        process = subprocess.Popen(  # in a session of its own, as Ctrl-C is for the run
+            command, stdin=PIPE, stdout=PIPE, stderr=subprocess.DEVNULL, start_new_session=True
         )
         if not _line(process, 120):  # it says when it is ready
             raise CouldNotVerify(f"the checking process can't start (status {_end(process, 1)})")
