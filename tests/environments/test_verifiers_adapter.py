@@ -104,9 +104,8 @@ def test_tools_are_called_in_the_turns_text():
 def test_episodes_of_several_threads_do_not_mix_and_load_the_environment_once():
     before = signal.signal
     with ThreadPoolExecutor(16) as pool:
-        loaded = list(
-            pool.map(lambda _: load_verifiers_environment("my-environment", '{"questions": 7}'), range(16))
-        )
+        asked = [("my-environment", {"questions": 7})] * 16
+        loaded = list(pool.map(lambda each: load_verifiers_environment(*each), asked))
     assert len(set(map(id, loaded))) == 1 and signal.signal is before
     episodes = [episode(index, kind="guess")[0] for index in (0, 1, 2)]
     assert [env.step("2")["observations"][0]["content"] for env in episodes[::2]] == ["lower", "higher"]

@@ -27,6 +27,7 @@ import httpx
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+_HOW_TO_CALL = 'To call one, write <tool_call>{"name": NAME, "arguments": {...}}</tool_call>.'
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
@@ -92,7 +93,7 @@ def verifiers_rows(id: str, args: Mapping[str, Any] | None = None) -> list[dict[
         ValueError: there is no such environment, or none that a single trajectory can be scored in.
     """
     args = dict(args or {})
-    environment = load_verifiers_environment(id, json.dumps(args, sort_keys=True))
+    environment = load_verifiers_environment(id, args)
     return [
         {
             "prompt": [{"role": message["role"], "content": _plain(message)} for message in row["prompt"]],
@@ -108,10 +109,10 @@ def verifiers_rows(id: str, args: Mapping[str, Any] | None = None) -> list[dict[
 _lock = threading.Lock()  # each of these is made once, by one of the threads that ask at the same time
 
 
-def load_verifiers_environment(id: str, args: str) -> Any:
-    """The environment, once per process. args: JSON text. ValueError: it can't be had."""
+def load_verifiers_environment(id: str, args: Mapping[str, Any]) -> Any:
+    """The environment, once per process. ValueError: it can't be had."""
     with _lock:
-        return _load(id, args)
+        return _load(id, json.dumps(args, sort_keys=True))
 
 
 @cache
@@ -165,7 +166,7 @@ class _PolicyTransport(httpx.AsyncBaseTransport):
             "created": int(time.time()),
             "model": body["model"],
             "choices": [{"index": 0, "message": message, "finish_reason": reason}],
-            "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+            "usage": dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 0),
         }
         return httpx.Response(200, json=reply, request=request)
 
@@ -186,11 +187,8 @@ class VerifiersEnv(BaseTextEnv):
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__()
         source = json.loads((extras or {})["verifiers"])
-        self.environment = load_verifiers_environment(
-            source["id"], json.dumps(source["args"], sort_keys=True)
-        )
-        self.row = source["row"]
-        self.name = uuid.uuid4().hex
+        self.environment = load_verifiers_environment(source["id"], source["args"])
+        self.row, self.name = source["row"], uuid.uuid4().hex
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.turn: asyncio.Future[str] | None = None
         self.messages: list[dict[str, Any]] = []
@@ -211,10 +209,7 @@ class VerifiersEnv(BaseTextEnv):
         shown = [{"role": message["role"], "content": _plain(message)} for message in self.messages]
         if request.get("tools"):
             tools = "\n".join(json.dumps(tool) for tool in request["tools"])
-            text = (
-                f"These tools can be called:\n<tools>\n{tools}\n</tools>\nTo call one, write "
-                '<tool_call>{"name": NAME, "arguments": {...}}</tool_call>.'
-            )
+            text = f"These tools can be called:\n<tools>\n{tools}\n</tools>\n{_HOW_TO_CALL}"
             if shown[0]["role"] == "system":
                 text = f"{shown.pop(0)['content']}\n\n{text}"
             shown.insert(0, {"role": "system", "content": text})

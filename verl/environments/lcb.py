@@ -78,12 +78,10 @@ class LCBEnv(BaseTextEnv):
         for first in range(0, len(self.tests), size):
             if code is None or not passed:
                 break
-            tests: list[Any] = [
-                {"input": test["input"], "output": test["output"]}
-                if stdio
-                else function_test(test, in_class="class Solution" in code)
-                for test in self.tests[first : first + size]
-            ]
+            given = self.tests[first : first + size]
+            tests: list[Any] = [{"input": test["input"], "output": test["output"]} for test in given]
+            if not stdio:
+                tests = [function_test(test, in_class="class Solution" in code) for test in given]
             passed = all(self.client.test(with_prelude(code), tests, stdio, self.seconds))
         metadata = {"parsed_code": code}
         return {"observations": [], "reward": float(passed), "done": True, "metadata": metadata}

@@ -37,7 +37,7 @@ class CheckFailed(Exception):
 
 
 class ProcessEnded(CouldNotVerify):
-    """Someone else has ended a process twice, or the machine is too busy."""
+    """Someone else has ended two processes, or the machine is too busy."""
 
 
 class CheckWorkers:
@@ -118,7 +118,12 @@ class CheckWorkers:
         code = f"import sys; sys.path[:] = {sys.path!r}; from verl.verifiers.workers import serve; serve()"
         command = [sys.executable, "-c", code, self.function, str(self.cpu_seconds), json.dumps(self.first)]
         process = subprocess.Popen(  # in a session of its own, as Ctrl-C is for the run
-            command, stdin=PIPE, stdout=PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+            command,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # threads take memory
+            start_new_session=True,
         )
         if not _line(process, 120):  # it says when it is ready
             raise CouldNotVerify(f"the checking process can't start (status {_end(process, 1)})")
