@@ -3,15 +3,18 @@ from __future__ import annotations
 import pytest
 
 from verl.environments import aime, make
-from verl.environments.aime import read_answer, same_value
 from verl.verifiers.base import CouldNotVerify
 from verl.verifiers.workers import CheckWorkers
+
+
+def start(gold, name="reward_spec"):
+    return make("aime", env_config={}, extras={name: {"ground_truth": gold}})
 
 
 @pytest.mark.parametrize(
     "text, answer",
     [
-        ("Answer: 12\nso Answer : 13 <end>", "13 "),
+        ("Answer: 12\nso Answer : 13 <end>", "13"),
         ("answer:7", "7"),
         (r"thus \boxed{1} and \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (r"Answer: 3" + "\n" + r"\boxed{4}", "3"),  # one answer is read, never two
@@ -20,22 +23,18 @@ from verl.verifiers.workers import CheckWorkers
         ("it is 5", None),
     ],
 )
-def test_one_answer_is_read(text, answer):
-    assert read_answer(text) == answer
+def test_one_answer_is_read(text, answer, monkeypatch):
+    monkeypatch.setattr(CheckWorkers, "ask", lambda self, *call: False)
+    assert start("204").step(text)["metadata"]["pred"] == answer
 
 
 def test_right_is_one_and_wrong_minus_one():
-    env = make("aime", env_config={}, extras={"reward_model": {"ground_truth": "204"}})
-    output = env.step("So we get\nAnswer: 204")
-    assert output == {
-        "observations": [],
-        "reward": 1.0,
-        "done": True,
-        "metadata": {"acc": True, "pred": "204"},
-    }
-    assert env.get_metrics() == {"acc": 1.0}
-    assert make("aime", extras={"reward_spec": {"ground_truth": 204}}).step(r"\boxed{204}")["reward"] == 1
-    wrong = make("aime", extras={"reward_spec": {"ground_truth": "204"}}).step("no idea")
+    env = start("204", "reward_model")
+    metadata = {"acc": True, "pred": "204"}
+    expected = {"observations": [], "reward": 1.0, "done": True, "metadata": metadata}
+    assert env.step("So we get\nAnswer: 204") == expected and env.get_metrics() == {"acc": 1.0}
+    assert start(204).step(r"\boxed{204}")["reward"] == 1
+    wrong = start("204").step("no idea")
     assert wrong["reward"] == -1 and wrong["metadata"] == {"acc": False, "pred": None}
 
 
@@ -53,9 +52,7 @@ def test_right_is_one_and_wrong_minus_one():
 )
 def test_math_verify_finds_equal_values_and_can_be_killed(monkeypatch, prediction, gold, same):
     monkeypatch.setattr(aime, "CPU_SECONDS", 2.0)
-    assert same_value(prediction, gold) == same
-    env = make("aime", extras={"reward_spec": {"ground_truth": gold}})
-    assert env.step(f"Answer: {prediction}")["reward"] == (1 if same else -1)
+    assert start(gold).step(f"Answer: {prediction}")["reward"] == (1 if same else -1)
 
 
 def test_a_process_that_others_end_is_no_verdict(monkeypatch):
@@ -64,4 +61,4 @@ def test_a_process_that_others_end_is_no_verdict(monkeypatch):
 
     monkeypatch.setattr(CheckWorkers, "ask", ended)
     with pytest.raises(CouldNotVerify, match="ended"):
-        make("aime", extras={"reward_spec": {"ground_truth": "2"}}).step("Answer: 1")
+        start("2").step("Answer: 1")

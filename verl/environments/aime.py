@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -23,7 +24,7 @@ _ANSWER = re.compile(r"Answer\s*:\s*([^\n<]+)", re.IGNORECASE)
 
 
 class AIMEEnv(BaseTextEnv):
-    """One turn; reward 1 or -1. Metrics: `acc`."""
+    """One problem. CouldNotVerify: someone else has ended math-verify's process. Metrics: `acc`."""
 
     counts_turns = stateless = True
 
@@ -33,29 +34,17 @@ class AIMEEnv(BaseTextEnv):
         self.is_right = False
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        answer = read_answer(action)
+        answers = _ANSWER.findall(action[-LAST_CHARACTERS:])
+        answer = answers[-1] if answers else last_boxed(action)
         prediction = None if answer is None else minerva_form(answer).strip()
         if prediction is not None:
-            self.is_right = prediction == self.gold or same_value(prediction, self.gold)
+            with suppress(CheckFailed):  # what is too much for math-verify is not equal
+                self.is_right = prediction == self.gold or bool(_workers().ask(prediction, self.gold))
         metadata, reward = {"acc": self.is_right, "pred": prediction}, 1.0 if self.is_right else -1.0
         return {"observations": [], "reward": reward, "done": True, "metadata": metadata}
 
     def get_metrics(self) -> dict[str, Any]:
         return {"acc": float(self.is_right)}
-
-
-def read_answer(text: str) -> str | None:
-    """The one answer of a response, as it stands there."""
-    answers = _ANSWER.findall(text[-LAST_CHARACTERS:])
-    return answers[-1] if answers else last_boxed(text)
-
-
-def same_value(prediction: str, gold: str) -> bool:
-    """Whether math-verify finds them equal in time. CouldNotVerify: its process was ended by someone else."""
-    try:
-        return bool(_workers().ask(prediction, gold))
-    except CheckFailed:
-        return False
 
 
 @cache
