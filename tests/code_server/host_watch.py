@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -75,9 +76,9 @@ class HostWatch:
             "VICTIM": str(self.victims[-1].pid),
         }
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> dict[str, Any]:
         """Files and settings that must stay as they are, by name."""
-        found: dict[str, object] = {
+        found: dict[str, Any] = {
             "environment": {**os.environ, "PYTEST_CURRENT_TEST": ""},
             "folder": os.getcwd(),
         }
@@ -94,8 +95,13 @@ class HostWatch:
         for path in files:
             with contextlib.suppress(OSError):
                 entry = path.lstat()
-                times = () if path == Path.home() else (entry.st_mtime_ns, entry.st_ctime_ns, entry.st_nlink)
-                found[str(path)] = (entry.st_mode, entry.st_uid, entry.st_ino, *times)
+                found[str(path)] = [entry.st_mode, entry.st_uid, entry.st_ino]
+                if path != Path.home():
+                    found[str(path)] += [entry.st_mtime_ns]
+                if path.is_relative_to(
+                    self.folder
+                ):  # elsewhere others may link, as perf does to what it sees
+                    found[str(path)] += [entry.st_ctime_ns, entry.st_nlink]
         for place in (*OPEN_PLACES, str(Path.home()), str(REPO), *sys.path):
             with contextlib.suppress(OSError):
                 found.update({f"{place}/{name}": "new" for name in os.listdir(place) if self.token in name})

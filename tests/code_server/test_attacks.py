@@ -211,39 +211,40 @@ def test_bad_requests_are_refused_or_fail_and_never_run_anything_in_the_server(s
     assert [e for e in server.host.effects() if "left behind" not in e] == []
 
 
-def test_programs_beside_bombs_are_answered_within_their_limit_and_100_ms(server):
-    attacks = read_attacks("hostile", NUMBERS, server.host.values(server.pid))
-    bombs = [
-        a
-        for a in attacks
-        if a.name in ("fork_bomb", "memory_bomb", "memory_bomb_of_many", "fork_bomb_of_sessions")
-    ]
-    ended, late, limit = threading.Event(), [], 0.4
+@pytest.mark.parametrize("sandbox", ["namespaces", "landlock"])
+def test_programs_beside_bombs_are_answered_within_their_limit_and_100_ms(sandbox):
+    values = dict.fromkeys(("TOKEN", "DIR", "ANSWERS", "REPO", "PORT", "FREE", "PID", "VICTIM"), "1")
+    names = ("fork_bomb", "memory_bomb", "memory_bomb_of_many", "fork_bomb_of_sessions")
+    bombs = [attack for attack in read_attacks("hostile", NUMBERS, values) if attack.name in names]
+    ended, limit = threading.Event(), 0.4
 
-    def bomb(attack: Attack) -> None:
+    def bomb(client: httpx.Client, attack: Attack) -> None:
         while not ended.is_set():
-            ask(server.client, attack.program, attack.requests[0], 1.0)
+            ask(client, attack.program, attack.requests[0], 1.0)
 
-    def measure(program: str, passed: int) -> list[float]:
+    def measure(client: httpx.Client, program: str, passed: int) -> list[float]:
         seconds = []
         for _ in range(25):
             start = time.perf_counter()
-            reply = ask(server.client, program, ["assert f(4) == 14"], limit)
+            reply = ask(client, program, ["assert f(4) == 14"], limit)
             seconds.append(time.perf_counter() - start)
             assert reply["results"] == [passed], reply
         return sorted(seconds)
 
-    with ThreadPoolExecutor(len(bombs) + 2) as pool:
-        bombing = [pool.submit(bomb, attack) for attack in bombs]
+    # a place for each: what waits in the queue is not what is measured here
+    command = [*OURS, "--sandbox", sandbox, "--workers", str(len(bombs) + 2)]
+    with running(command) as (client, _), ThreadPoolExecutor(len(bombs) + 2) as pool:
+        bombing = [pool.submit(bomb, client, attack) for attack in bombs]
         time.sleep(0.5)
         try:
-            measured = pool.map(measure, [HONEST, "def f(n):\n    while True: pass"], [1, 0])
-            late = [seconds[-1] for seconds in measured if seconds[-1] > limit + 0.1]
+            honest = pool.submit(measure, client, HONEST, 1)
+            endless = pool.submit(measure, client, "def f(n):\n    while True: pass", 0)
+            slowest = [honest.result()[-1], endless.result()[-1]]
         finally:
             ended.set()
         for future in bombing:
             future.result()
-    assert late == []
+    assert max(slowest) <= limit + 0.1, slowest
 
 
 def planted(host: HostWatch) -> Iterator[tuple[str, str]]:
