@@ -36,7 +36,7 @@ FORBIDDEN = (
     "fanotify_init quotactl acct swapon swapoff reboot kexec_load kexec_file_load init_module "
     "finit_module delete_module settimeofday clock_settime clock_adjtime adjtimex syslog vhangup "
     "personality modify_ldt ioperm iopl nfsservctl lookup_dcookie mbind set_mempolicy migrate_pages "
-    "move_pages sethostname setdomainname mknod mknodat seccomp "
+    "move_pages setsid sethostname setdomainname mknod mknodat seccomp "
     "setpriority ioprio_set sched_setscheduler sched_setparam sched_setattr sched_setaffinity "
     "process_madvise process_mrelease"
 )
