@@ -165,11 +165,14 @@ class Test:
         self.callbacks: list[Any] = []
         self.mutations: list[tuple[Any, Any]] = []
         self.opaque = self.failed = False
+        self.answering = (
+            False  # a callback's result: it brings no class, or `type` could make one that equals all
+        )
 
     def pack(self, value: Any) -> list[Any]:
         if isinstance(value, Remote):
             return ["h", object.__getattribute__(value, "_number")]
-        if not callable(value):
+        if not callable(value) or self.answering and type(value) is not type(walk):
             raise TypeError(f"a {type(value).__name__} can't be given to the program")
         self.callbacks.append(value)
         return ["c", len(self.callbacks) - 1]
@@ -182,13 +185,16 @@ class Test:
         if op != "callback" or type(number) is not int or number < 0:
             raise Torn("not a message")
         try:
-            return self.callbacks[number](*values)
+            result = self.callbacks[number](*values)
+            self.answering = True
+            return result
         except AssertionError:  # whatever the program makes of it
             self.failed = True
             raise
 
     def ask(self, op: str, *args: Any) -> Any:
         """Asks the prisoner. Only `next` may end an iteration, or a call could end one of the test's."""
+        self.answering = False
         try:
             return self.peer.request(op, *args)
         except (StopIteration, StopAsyncIteration, GeneratorExit) as error:
