@@ -121,7 +121,8 @@ def convert(options: argparse.Namespace) -> int:
 
 def check(batch: list[Read], verifiers: Verifiers, tally: dict[str, int]) -> None:
     """Prints the rows of a batch whose gold answer is refused or could not be verified, and counts them."""
-    asked, requests = [], []
+    asked: list[tuple[str, str, str]] = []
+    requests: list[Request] = []
     for where, row, solution in batch:
         query = "\n".join(message["content"] for message in row["prompt"])
         num_asked = len(asked)

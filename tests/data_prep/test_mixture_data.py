@@ -11,15 +11,7 @@ from transformers import AutoTokenizer
 from data_prep import arithmetic, mixture
 from data_prep.demonstrations import Demonstrator
 from data_prep.microworld import pretraining_world
-from data_prep.microworld_sql import (
-    attempt,
-    database_file,
-    fill_question,
-    gold_query,
-    make_row,
-    write_database,
-    write_tables,
-)
+from data_prep.microworld_sql import attempt, database_file, make_row, write_database, write_tables
 from data_prep.tiny_tokenizer import END_TOKEN
 from verl.environments import make
 
@@ -37,26 +29,14 @@ def test_a_sum_worked_without_mistakes_earns_one_in_its_last_turn() -> None:
         turns = arithmetic.work_out(rng, pair, right_share=1.0)
         env = make("gsm8k_multi_turn", extras=arithmetic.make_row(pair))
         assert play_rewards(env, turns) == [0.0, 0.0, 1.0], (pair, turns)
-
-
-def test_carries_go_from_turn_to_turn() -> None:
     turns = arithmetic.work_out(random.Random(0), (345, 678), right_share=1.0)
     assert turns == ["5+8+0=13;3", "4+7+1=12;23", "3+6+1=10;#### 1023"]
 
 
-def test_mistakes_come_at_the_rate_that_is_asked_for() -> None:
-    rng = random.Random(0)
-    pairs = [arithmetic.draw_pair(rng, held_out=False) for _ in range(2000)]
-    right = [arithmetic.work_out(rng, pair, 0.6)[-1].endswith(f"#### {sum(pair)}") for pair in pairs]
-    assert 0.19 < sum(right) / len(right) < 0.29  # 0.6 cubed, and a little luck
-
-
 def test_no_test_pair_is_trained_on_and_a_seed_gives_the_same_files(tmp_path: Path) -> None:
     for folder in ("a", "b"):
-        assert arithmetic.write_rows(3, tmp_path / folder, 500, 50) == {
-            "train.parquet": 500,
-            "test.parquet": 50,
-        }
+        counts = arithmetic.write_rows(3, tmp_path / folder, 500, 50)
+        assert counts == {"train.parquet": 500, "test.parquet": 50}
     sums = {}
     for split in ("train", "test"):
         first, second = (pd.read_parquet(tmp_path / folder / f"{split}.parquet") for folder in "ab")
@@ -97,9 +77,7 @@ def test_a_student_who_is_always_right_earns_one_in_every_question(tmp_path: Pat
     for number in range(40):
         question = student.question(1 + number % 2)
         turns = attempt(rng, question, right_share=1.0)
-        row = make_row(question, "w")
-        assert question.path[0] in fill_question(question) and "select" in gold_query(question)
-        env = make("text2sql", env_config={"db_path": str(tmp_path)}, extras=row)
+        env = make("text2sql", env_config={"db_path": str(tmp_path)}, extras=make_row(question, "w"))
         assert play_rewards(env, turns)[-1] == 1.0, turns
 
 

@@ -45,7 +45,16 @@ def converted(tmp_path, format_: str, records: list[dict], *more: str) -> list[d
     return pd.read_parquet(out).to_dict("records")
 
 
+class ByteTokenizer:
+    chat_template = None
+
+    def encode(self, text, add_special_tokens, verbose):
+        return list(text.encode())
+
+
 def assigned(rows: list[dict]) -> list[list[tuple]]:
+    data = RLHFDataset(rows, ByteTokenizer())  # the trainer reads them
+    assert len([data[i] for i in range(len(data))]) == len(rows)
     return [[(e.name, e.label, e.weight) for e in assigned_verifiers(row["reward_model"])] for row in rows]
 
 
@@ -72,28 +81,12 @@ def test_rows_of_verifiers_and_trl(tmp_path):
     rows = converted(tmp_path, "verifiers", VERIFIERS, "--verifier", "gsm8k", "--name", "sums")
     assert assigned(rows) == [[("gsm8k", "4", 1)]] * 2 and rows[0]["data_source"] == "sums"
     assert [json.loads(row["extra_info"]["info"])["level"] for row in rows] == [1, 2]
-    assert assigned(converted(tmp_path, "trl", TRL)) == [[("math", "4", 1)]] * 2
-
-
-@pytest.mark.parametrize("format_, records", [("open-instruct", OPEN_INSTRUCT), ("prime", PRIME)])
-def test_the_trainer_reads_what_was_written(tmp_path, format_, records):
-    class Tokenizer:
-        chat_template = None
-
-        def encode(self, text, add_special_tokens, verbose):
-            return list(text.encode())
-
-    converted(tmp_path, format_, records)
-    data = RLHFDataset(str(tmp_path / "out.parquet"), Tokenizer())
-    assert len([data[i] for i in range(len(data))]) == len(records)
-
-
-def test_parquet_is_read_as_jsonl_is(tmp_path):
     made = converted(tmp_path, "trl", TRL[1:])
+    assert assigned(made) == [[("math", "4", 1)]]
     pd.DataFrame(TRL[1:]).to_parquet(tmp_path / "in.parquet")
-    out = tmp_path / "again.parquet"
-    assert main(["--format", "trl", "--input", str(tmp_path / "in.parquet"), "--out", str(out)]) == 0
-    assert str(pd.read_parquet(out).to_dict("records")) == str(made)
+    line = ["--input", str(tmp_path / "in.parquet"), "--out", str(tmp_path / "again.parquet")]
+    assert main(["--format", "trl", *line]) == 0
+    assert str(pd.read_parquet(tmp_path / "again.parquet").to_dict("records")) == str(made)
 
 
 def test_check_lists_gold_answers_that_are_refused(tmp_path, capsys):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 
 import numpy as np
-import pandas as pd
 import pytest
 from test_rl_dataset import ByteTokenizer
 
 from verl.config import load_config
-from verl.config.mixture import Source, sources_of
+from verl.config.mixture import sources_of
 from verl.utils.dataset.mixture import prompt_sampler, training_rows, with_verifier
 from verl.utils.dataset.rl_dataset import DataFailed
 
@@ -60,13 +59,6 @@ def test_without_ratios_a_source_is_drawn_by_its_size_and_amount(files):
     assert len(half) == 45 and len({bytes(half[i]["raw_prompt_ids"]) for i in range(45)}) == 45
 
 
-def test_every_row_of_a_source_comes_once_before_one_comes_twice(files):
-    rows, sampler = mixture_of(files[0], files[1] | {"ratio": 200})
-    drawn = [row for _ in range(60) for row in sampler.take(8)]
-    counts = np.bincount([row - 90 for row in drawn if row >= 90], minlength=30)
-    assert counts.max() - counts.min() <= 1
-
-
 def test_one_row_of_many_is_refused_with_both_spellings(files):
     with pytest.raises(ValueError, match=r"amount: 1, .* 500 rows; expected amount: 1.0 .* amount: 500"):
         mixture_of(files[2] | {"amount": 1})
@@ -83,6 +75,7 @@ def test_one_row_of_many_is_refused_with_both_spellings(files):
         ({"path": "x.jsonl", "ratio": 0}, "ratio: 0 .* above 0"),
         ({"path": "x.jsonl", "n": "4"}, "n: '4' .* expected int"),
         ("x.jsonl", "expected {path"),
+        ({"env": {"id": "a/b"}}, "the name 'a/b' at .* with a /"),
     ],
 )
 def test_mistakes_are_refused(entry, message):
@@ -92,9 +85,17 @@ def test_mistakes_are_refused(entry, message):
         sources_of(config)
 
 
-def test_two_sources_of_one_name_are_refused(files):
-    with pytest.raises(ValueError, match="the name 'a' at .* twice"):
-        mixture_of(files[0], files[0])
+def test_a_small_source_may_be_smaller_than_a_step_also_where_it_streams(files):
+    """Its rows come evenly: none twice more often than another."""
+    for more in ("data.streaming=true", "data.streaming=false", "data.difficulty_pools.enable=true"):
+        sources = (files[0] | {"ratio": 1}, files[1] | {"ratio": 20, "amount": 5})
+        rows, sampler = mixture_of(*sources, settings=[more, "algorithm.filter_groups.retire_solved=0.9"])
+        first = [rows[i]["raw_prompt_ids"] for i in sampler.take(8)]
+        assert 5 <= len(set(map(bytes, first))) <= 6
+        drawn = [row for _ in range(60) for row in sampler.take(8)]
+        counts = np.unique([row for row in drawn if rows.source_of(row) == 1], return_counts=True)[1]
+        assert len(counts) == 5 and counts.max() - counts.min() <= 1
+        sampler.close()
 
 
 def test_a_folder_gives_the_files_of_its_splits(tmp_path):
@@ -103,10 +104,11 @@ def test_a_folder_gives_the_files_of_its_splits(tmp_path):
         write(tmp_path / "data" / f"{name}.jsonl", 3)
     config = load_config([])
     config.data.mixture = [{"path": str(tmp_path)}, {"path": str(tmp_path), "splits": "test", "name": "t"}]
-    assert [[file.name for file in each.files] for each in sources_of(config)] == [
-        ["train-0.jsonl", "train-1.jsonl"],
-        ["test-0.jsonl"],
-    ]
+    names = [[file.name for file in each.files] for each in sources_of(config)]
+    assert names == [["train-0.jsonl", "train-1.jsonl"], ["test-0.jsonl"]]
+    config.data.mixture = [{"path": str(tmp_path)}] * 2
+    with pytest.raises(ValueError, match="the name '.*' at .* twice"):
+        sources_of(config)
 
 
 def test_a_source_names_verifier_and_environment_of_rows_that_name_none(tmp_path):
@@ -164,19 +166,6 @@ def test_a_solved_source_gives_its_share_to_the_others(files):
     assert set(sampler.take(5)) == set(range(85, 90))
     with pytest.raises(DataFailed, match="5 prompts are left .*retire_solved has not .* asks 6"):
         sampler.take(6)
-
-
-def test_amounts_of_a_source():
-    assert Source("x", amount=500).rows_to_use(400) is None and Source("x", amount=500).weight(400) == 500
-    assert Source("x", amount=3.0).rows_to_use(400) is None and Source("x", amount=3.0).weight(400) == 1200
-    assert Source("x", amount=0.1).rows_to_use(400) == 40 and Source("x", amount=10).rows_to_use(400) == 10
-
-
-def test_parquet_and_jsonl_mix(tmp_path, files):
-    frame = pd.DataFrame({"prompt": ["p?"] * 9, "reward_model": [{"ground_truth": "1"}] * 9})
-    frame.to_parquet(tmp_path / "p.parquet")
-    rows, _ = mixture_of({"path": [str(tmp_path / "p.parquet"), files[1]["path"]], "name": "both"})
-    assert len(rows) == 39 and rows[38]["data_source"] == "b" and rows[0]["data_source"] == "both"
 
 
 @pytest.mark.slow

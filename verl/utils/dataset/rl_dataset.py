@@ -81,9 +81,7 @@ class RLHFDataset:
             self._check_lengths(origin)
         self.num_places = len(self)  # one more than the largest index of a row
 
-    def _set_up(
-        self, tokenizer: Any, config: Mapping[str, Any], adapt: Callable[[Row], Row] | None = None
-    ) -> None:
+    def _set_up(self, tokenizer: Any, config: Mapping[str, Any], adapt: Callable[[Row], Row] | None) -> None:
         self.tokenizer, self.adapt = tokenizer, adapt
         self.config = {"env_class": SEARCH, **_VERL_DEFAULTS, **config}
         self.config.setdefault("max_start_length", self.config["max_prompt_length"])
@@ -146,11 +144,16 @@ class RLHFDataset:
         configuration has it.
         """
         row = self.adapt(row) if self.adapt is not None else row
+        messages, kept = _messages(row[self.prompt_key]), self.config["max_start_length"]
+        ids = self._encoded(prompt_text(self.tokenizer, messages))
+        if len(ids) > kept and not self._has_warned:
+            self._has_warned = True
+            print(f"note: a prompt has {len(ids)} tokens; the last data.max_start_length={kept} are used")
         extra_info, reward_model = row.get("extra_info"), row.get("reward_model")
         reward_model = row.get("reward_spec") if reward_model is None else reward_model
         env_class = self.environment_of(row)
         item = {
-            "raw_prompt_ids": self._prompt_ids(_messages(row[self.prompt_key])),
+            "raw_prompt_ids": ids[-kept:],
             "data_source": row.get("data_source") or env_class,
             "reward_model": reward_model if isinstance(reward_model, Mapping) else {"ground_truth": None},
             "extra_info": dict(extra_info) if isinstance(extra_info, Mapping) else {},
@@ -158,16 +161,15 @@ class RLHFDataset:
         }
         if not self.has_episodes:
             return item
-        extras: dict[str, Any] = {"max_turns": row_max_turns(row)}
-        if env_class != SEARCH:
-            extras = {name: plain(value) for name, value in row.items() if name != self.prompt_key}
-            for name, other in (("reward_spec", "reward_model"), ("reward_model", "reward_spec")):
-                if extras.get(name) is None and extras.get(other) is not None:
-                    extras[name] = extras[other]
-        elif extras["max_turns"] is None:
-            return item | {"episode": None}
-        prompt = [] if env_class == SEARCH else _messages(row[self.prompt_key])
-        return item | {"episode": {"env_class": env_class, "prompt": prompt, "extras": extras}}
+        if env_class == SEARCH:
+            count = row_max_turns(row)
+            search = {"env_class": SEARCH, "prompt": [], "extras": {"max_turns": count}}
+            return item | {"episode": None if count is None else search}
+        extras = {name: plain(value) for name, value in row.items() if name != self.prompt_key}
+        for name, other in (("reward_spec", "reward_model"), ("reward_model", "reward_spec")):
+            if extras.get(name) is None and extras.get(other) is not None:
+                extras[name] = extras[other]
+        return item | {"episode": {"env_class": env_class, "prompt": messages, "extras": extras}}
 
     def environment_of(self, row: Row) -> str:
         """The environment that a row names, else the configuration's."""
@@ -183,8 +185,7 @@ class RLHFDataset:
         num_bytes = sum(len(str(message["content"]).encode()) for message in messages)
         if num_bytes + _TEMPLATE_BYTES <= longest:
             return None
-        text = prompt_text(self.tokenizer, messages)
-        ids = self._encoded(text)
+        ids = self._encoded(text := prompt_text(self.tokenizer, messages))
         return f"{len(ids)} tokens: {text[:60]!r}..." if len(ids) > longest else None
 
     def _check_lengths(self, files: str) -> None:
@@ -205,13 +206,6 @@ class RLHFDataset:
     def _encoded(self, text: str) -> list[int]:
         # Not verbose: no warning of a prompt that is too long, which is refused or cut here.
         return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
-
-    def _prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        ids, kept = self._encoded(prompt_text(self.tokenizer, messages)), self.config["max_start_length"]
-        if len(ids) > kept and not self._has_warned:
-            self._has_warned = True
-            print(f"note: a prompt has {len(ids)} tokens; the last data.max_start_length={kept} are used")
-        return ids[-kept:]
 
 
 class DataFailed(RuntimeError):
