@@ -60,7 +60,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="the parquet file to write; not needed with --check")
     parser.add_argument("--verifier", default="math", help="of rows of verifiers and trl (math)")
     parser.add_argument("--name", help="data_source of the rows; default: the input's name")
-    parser.add_argument("--split", default="train")
     parser.add_argument("--check", action="store_true", help="verify each gold answer")
     options = parser.parse_args(argv)
     try:
@@ -88,8 +87,8 @@ def convert(options: argparse.Namespace) -> int:
     rows, num_rows = read_rows(options), 0
     tally = {"refused": 0, "could not be verified": 0, "without answer": 0}
     verifiers = Verifiers(VerifierSettings(load_config([]).verifiers))
-    partial = None if options.out is None else options.out.with_name(f".{options.out.name}.partial")
-    writer = None if partial is None else pq.ParquetWriter(partial, schema)
+    partial = options.out and options.out.with_name(f".{options.out.name}.partial")
+    writer = partial and pq.ParquetWriter(partial, schema)
     try:
         while batch := list(islice(rows, _BATCH)):
             for where, row, _ in batch:
@@ -98,20 +97,20 @@ def convert(options: argparse.Namespace) -> int:
                         check_name(each["name"])
                     except ValueError as error:
                         raise ValueError(f"{where}: {error}") from None
-            if writer is not None:
+            if writer:
                 writer.write_table(pa.Table.from_pylist([row for _, row, _ in batch], schema))
             num_rows += len(batch)
             if options.check:
                 check(batch, verifiers, tally)
         if num_rows == 0:
             raise ValueError(f"{options.input}: found no rows")
-        if writer is not None and partial is not None:
+        if writer:
             writer.close()
             partial.replace(options.out)
             print(f"{options.out}: {num_rows:,} rows")
     finally:
         verifiers.close()
-        if writer is not None and partial is not None:
+        if writer:
             writer.close()
             partial.unlink(missing_ok=True)
     if options.check:
@@ -187,15 +186,12 @@ def read_rows(options: argparse.Namespace) -> Iterator[Read]:
             if not found:
                 raise ValueError(f"{where}: no {' or '.join(answers)}; its keys are {sorted(record)}")
             entries = [verifier(options.verifier, found[0])]
+        info = None if info is None else json.dumps(info, ensure_ascii=False, default=str)
         row = {
             "prompt": prompt,
             "data_source": name,
             "reward_model": {"style": "rule", "ground_truth": {"verifiers": entries}},
-            "extra_info": {
-                "index": index,
-                "split": options.split,
-                "info": None if info is None else json.dumps(info, ensure_ascii=False, default=str),
-            },
+            "extra_info": {"index": index, "split": "train", "info": info},
         }
         yield where, row, solution if solution else None
 
@@ -216,12 +212,11 @@ def _messages(record: dict[str, Any], names: tuple[str, ...], where: str) -> lis
     prompt = next((record[name] for name in names if record.get(name)), None)
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, list) or not all(
-        isinstance(each, dict) and "content" in each for each in prompt
-    ):
-        names_ = " or ".join(names)
-        raise ValueError(f"{where}: expected text or messages in {names_}, found {describe(prompt)}")
-    return [{"role": str(each.get("role", "user")), "content": str(each["content"])} for each in prompt]
+    texts: list[Any] = prompt if isinstance(prompt, list) else [prompt]
+    if not all(isinstance(each, dict) and "content" in each for each in texts):
+        expected = f"text or messages in {' or '.join(names)}"
+        raise ValueError(f"{where}: expected {expected}, found {describe(prompt)}")
+    return [{"role": str(each.get("role", "user")), "content": str(each["content"])} for each in texts]
 
 
 def _prime_verifier(record: dict[str, Any], where: str) -> dict[str, Any]:
@@ -263,7 +258,7 @@ def _assert(function: str, given: Any, wanted: Any) -> str:
     values = []
     for value in (given, wanted):
         try:
-            values.append(_parsed(value, "") if isinstance(value, str) else value)
+            values.append(_parsed(value, ""))
         except ValueError:
             values.append(value)  # plain text is an argument itself
     arguments = values[0] if isinstance(values[0], list) else [values[0]]
