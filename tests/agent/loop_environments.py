@@ -88,3 +88,37 @@ class Plain:
 
     def close(self):
         closed.append("plain")
+
+
+class Odd(Counting):
+    """Returns what the loop can't take (`mood`), alone or with its neighbours."""
+
+    def init(self, prompt):
+        return (["hello"] if self.mood == "prompt" else prompt), {}
+
+    def step(self, action):
+        output = super().step(action)
+        if self.mood == "observations":
+            output["observations"] = ["text"]
+        if self.mood == "spans":
+            output |= {"action": "look", "metadata": {"start": 90, "text": "x", "seen": 1}}
+        return output
+
+    @classmethod
+    def step_many(cls, envs, actions):
+        if any(env.mood == "together" for env in envs):
+            raise RuntimeError("no batch today")
+        return None
+
+
+class Later(Counting):
+    """Its step ends in a thread, before the loop looks."""
+
+    runs = "thread"
+    ended = threading.Event()
+
+    def step(self, action):
+        try:
+            return super().step(action)
+        finally:
+            self.ended.set()

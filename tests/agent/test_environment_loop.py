@@ -9,7 +9,7 @@ import pytest
 from scripted_engine import ScriptedEngine, byte_tokenizer, prompts
 
 from verl.agent.agent import EnvironmentAgent
-from verl.agent.trajectory import AgentConfig
+from verl.agent.trajectory import AgentConfig, Trajectory
 from verl.config.environments import EnvironmentConfig
 from verl.environments.executors import Environments
 from verl.protocol import object_array
@@ -244,3 +244,48 @@ def test_a_group_that_is_late_is_kept_where_its_environment_pickles_and_cut_wher
             assert record["finish_reason"] == "done" and len(record["turns"]) == 2
             assert record["env_metrics"]["turns_taken"] == 2 and record["env_reward"] == 1.0
         agent.close()
+
+
+@pytest.mark.parametrize("mood", ["prompt", "observations", "together"])
+def test_what_an_environment_returns_in_a_wrong_form_is_its_own_failure(mood):
+    output, _ = run([("Odd", {"mood": mood}), ("Counting", {})])
+    bad, good = records(output)
+    assert (bad["finish_reason"], good["finish_reason"]) == ("env_failed", "done")
+
+
+def test_metadata_can_not_take_the_place_of_a_turns_own_figures():
+    (record,) = records(run([("Odd", {"mood": "spans", "goal": 1})])[0])
+    (turn,) = record["turns"]
+    assert (turn["start"], turn["text"], turn["action"], turn["seen"]) == (0, "words", "look", 1)
+
+
+def test_an_environment_that_took_a_step_whose_result_was_not_read_is_not_kept():
+    config = AgentConfig(3, 40, 600, 80, 60, search_delay_steps=1000, straggler_factor=1.0)
+    loop_environments.Later.ended.clear()
+
+    def script(prompt, number):
+        if number == 1:  # of "a": goes on when the late one's step is over
+            assert loop_environments.Later.ended.wait(5)
+            time.sleep(0.1)
+        return "w"
+
+    tokenizer = byte_tokenizer()
+    agent = EnvironmentAgent(tokenizer, ScriptedEngine(tokenizer, script), config, Environments())
+    batch = prompts(tokenizer, ["a", "b", "late"], keep_partial=True)
+    batch.non_tensor_batch["episode"] = object_array(
+        [
+            {"env_class": f"loop_environments:{name}", "prompt": [], "extras": {"goal": goal}}
+            for name, goal in (("Counting", 2), ("Counting", 1), ("Later", 2))
+        ]
+    )
+    output = agent.run_llm_loop(batch)
+    agent.close()
+    assert [record["finish_reason"] for record in records(output)] == ["done", "done", "cut"]
+
+
+def test_what_an_ended_episode_said_of_itself_is_kept_for_the_next_step():
+    (record,) = records(run([("Counting", {"goal": 1})])[0])
+    state = {"record": record, "response_ids": [1], "response_mask": [1], "log_probs": [0.0]}
+    again = Trajectory.continued(0, [1], 0, state)
+    again.env_class = record["env_class"]
+    assert again.record("Q") == record

@@ -10,6 +10,7 @@ import pytest
 
 from verl.config.environments import EnvironmentConfig
 from verl.environments.base import BaseTextEnv, EpisodeFailed
+from verl.environments.env_process import Nursery
 from verl.environments.executors import Environments
 
 HERE = "test_async_environments"
@@ -97,7 +98,7 @@ def test_any_number_of_them_wait_at_once_and_each_is_closed_once(stage):
     assert all(future.result(5)["done"] for future in results)
     for episode in episodes:
         runner.close(episode)
-    environments.wait_for_ends(in_haste=False)
+    environments.wait_for_ends()
     assert time.perf_counter() - started < 3  # one after another they take 60 s
     assert sorted(name for name in closed if "stepped" not in name) == sorted(names)
     assert episodes[0].metrics == {"seen": 1} and episodes[0].seconds_step >= 0.2
@@ -129,7 +130,7 @@ def test_one_that_is_cut_in_its_step_is_closed_after_it(stage):
     time.sleep(0.05)
     assert step.cancel()
     runner.close(episode)
-    environments.wait_for_ends(in_haste=False)
+    environments.wait_for_ends()
     assert closed == ["a stepped", "a"]
 
 
@@ -141,8 +142,9 @@ def test_a_run_that_ends_in_haste_closes_what_waits_and_what_is_being_made(stage
     making = runner.open({"name": "slow start"}, [], 3)
     time.sleep(0.05)
     started = time.perf_counter()
+    environments.give_up()
     runner.close(episode)
-    environments.wait_for_ends(in_haste=True)
+    environments.wait_for_ends(5.0)
     wait([step, making], 5)
     deadline = time.monotonic() + 5
     while len(closed) < 3 and time.monotonic() < deadline:
@@ -173,7 +175,7 @@ def test_one_that_is_made_when_the_run_ends_is_closed_once(stage):
     environments = stage()
     future = environments[f"{HERE}:Leaves"].open({}, [], 3)
     assert Leaves.made.wait(5)
-    environments.wait_for_ends(in_haste=True)
+    environments.give_up()
     assert isinstance(future.exception(5), EpisodeFailed)
     Leaves.go.set()
     deadline = time.monotonic() + 5
@@ -181,3 +183,77 @@ def test_one_that_is_made_when_the_run_ends_is_closed_once(stage):
         time.sleep(0.01)
     time.sleep(0.1)
     assert closed == ["leaves"]
+
+
+class Stuck(Waits):
+    """Holds the event loop ("block"), or does not let itself be cancelled ("deaf")."""
+
+    async def step(self, action):
+        if action == "block":
+            self.go.wait(20)
+        while action == "deaf":
+            try:
+                await asyncio.sleep(20)
+            except asyncio.CancelledError:
+                continue
+        return await super().step(action)
+
+    go = threading.Event()
+
+
+@pytest.mark.parametrize("action", ["block", "deaf"])
+def test_a_step_that_can_not_be_cancelled_is_given_up_and_others_go_on(stage, action):
+    Stuck.go.clear()
+    environments = stage(step_timeout=0.2)
+    runner = environments[f"{HERE}:Stuck"]
+    (episode,) = opened(runner, "a")
+    (step,) = runner.step_many([episode], [action])
+    with pytest.raises(EpisodeFailed, match="took longer"):
+        step.result(5)
+    runner.close(episode)
+    started = time.perf_counter()
+    environments.wait_for_ends()
+    assert time.perf_counter() - started < 5
+    assert opened(runner, "b")[0].messages
+    Stuck.go.set()
+
+
+@pytest.mark.parametrize("name", ["Waits", "Leaves"])
+def test_an_end_in_haste_closes_all_episodes_that_are_at_nothing(stage, name):
+    Leaves.go.set()
+    environments = stage()
+    runner = environments[f"{HERE}:{name}"]
+    episodes = opened(runner, map(str, range(40)))
+    environments.give_up()
+    for episode in episodes:
+        runner.close(episode)
+    environments.wait_for_ends(5.0)
+    assert len(closed) == 40
+
+
+def test_nothing_of_it_goes_on_after_its_end(stage):
+    before = set(threading.enumerate())
+    environments = stage()
+    opened(environments[f"{HERE}:Waits"], "ab")
+    opened(environments[f"{HERE}:Leaves"], "ab")
+    environments.close()
+    deadline = time.monotonic() + 5
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_nursery_that_hangs_in_an_import_or_has_died_holds_up_nothing(tmp_path, monkeypatch):
+    (tmp_path / "hangs_on_import.py").write_text("import time; time.sleep(60)")
+    monkeypatch.syspath_prepend(tmp_path)
+    nursery = Nursery("hangs_on_import", 1)
+    nursery.take()
+    started = time.perf_counter()
+    nursery.close()
+    assert time.perf_counter() - started < 5
+    nursery = Nursery("json", 1)
+    nursery.take()
+    nursery._program.kill()
+    nursery._program.wait()
+    assert nursery.take().call("make", dict, {}, 1, timeout=10) is None
+    nursery.close()

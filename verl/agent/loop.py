@@ -27,7 +27,7 @@ from verl.agent.engine_load import EngineLoad
 from verl.agent.stragglers import StragglerWatch
 from verl.agent.trajectory import KEPT, AgentConfig, Codec, Trajectory, Turn
 from verl.environments.base import ActionUnderWay, BaseTextEnvStepOutput, EpisodeFailed
-from verl.environments.executors import Environments, Episode, StepResult
+from verl.environments.executors import CLOSE_SECONDS, Environments, Episode, StepResult
 from verl.environments.registry import SEARCH
 from verl.verifiers.base import CouldNotVerify
 from verl.workers.rollout.base import Completion, Partial, RolloutEngine, SamplingParams
@@ -138,9 +138,12 @@ class TrajectoryLoop:
             for step in self.waiting:
                 if not step.future.cancel():
                     step.future.add_done_callback(partial(self._close_late, step.trajectory))
+            in_haste = self.num_in_flight > 0
+            if in_haste:
+                self.environments.give_up()
             for trajectory in self.trajectories:
                 self._close(trajectory)
-            self.environments.wait_for_ends(in_haste=self.num_in_flight > 0)
+            self.environments.wait_for_ends(CLOSE_SECONDS if in_haste else None)
             for trajectory, episode in self.ended:
                 trajectory.seconds = (episode.seconds_init, episode.seconds_step)
                 trajectory.env_metrics = episode.metrics
@@ -177,7 +180,12 @@ class TrajectoryLoop:
         """Its environment is ready."""
         trajectory.episode = episode
         if episode.messages is not None:  # what its `init` shows instead of the row's prompt
-            trajectory.prompt_ids = self.codec.prompt_ids(episode.messages)[-self.config.max_start_length :]
+            try:
+                ids = self.codec.prompt_ids(episode.messages)
+            except Exception as error:  # templates raise all kinds for what is no message
+                self._fail(None, trajectory, error)
+                return
+            trajectory.prompt_ids = ids[-self.config.max_start_length :]
         self._open(trajectory)
 
     def _open(self, trajectory: Trajectory) -> None:
@@ -257,11 +265,11 @@ class TrajectoryLoop:
         ]
         for step in sorted(ready, key=lambda step: step.trajectory.row):
             self.waiting.remove(step)
-            error = step.future.exception()  # waits for it, where it is due
-            if isinstance(error, Exception):
+            try:
+                result = step.future.result()  # waits for it, where it is due
+            except Exception as error:  # of a user's environment, or it was cancelled
                 self._fail(step.session_id, step.trajectory, error)
                 continue
-            result = step.future.result()
             if isinstance(result, Episode):
                 self._begin(step.trajectory, result)
             else:
@@ -379,14 +387,16 @@ class TrajectoryLoop:
 
     def _cut(self, trajectory: Trajectory) -> None:
         session_id = next((key for key, value in self.sessions.items() if value is trajectory), None)
-        for step in [step for step in self.waiting if step.trajectory is trajectory]:
+        under_way = [step for step in self.waiting if step.trajectory is trajectory]
+        for step in under_way:
             step.future.cancel()
             self.waiting.remove(step)
         environment = self.environments[trajectory.env_class]
         assert trajectory.episode is not None  # it has started
         is_kept = self.keep_partial and trajectory.num_old_turns is None
         if is_kept and not environment.stateless:
-            trajectory.kept_env = environment.keep(trajectory.episode)
+            # After a step whose observation did not join yet it is ahead of its trajectory.
+            trajectory.kept_env = None if under_way else environment.keep(trajectory.episode)
             is_kept = trajectory.kept_env is not None
         if not is_kept:
             trajectory.mask()
@@ -430,7 +440,12 @@ def mistake_of(output: Any, action: str) -> str | None:
             "step returned another postprocessed_action than the action; only what was sampled is trained: "
             "let a wrong form cost reward instead"
         )
-    reward = output["reward"]
+    reward, said = output["reward"], output["observations"]
+    is_said = isinstance(said, list | tuple) and all(
+        isinstance(message, Mapping) and "content" in message for message in said
+    )
+    if not output["done"] and not is_said:
+        return f"step returned observations={said!r:.200}; expected a list of messages with role and content"
     if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
         return f"step returned reward={reward!r}; expected a finite number, or None"
     return None

@@ -258,7 +258,7 @@ class Turn:
 
     def record(self, is_search: bool) -> dict[str, Any]:
         """Its plain dict."""
-        record = {**vars(self), **self.details}
+        record = vars(self) | self.details | vars(self)  # details can't take the place of a span
         del record["details"]
         if is_search:  # its reward is the trajectory's
             del record["reward"]
@@ -322,6 +322,9 @@ class Trajectory:
             record["version_last"],
             record["num_begun"],
             len(turns),
+            seconds=(record.get("env_seconds_init", 0.0), record.get("env_seconds_step", 0.0)),
+            env_metrics=record.get("env_metrics", {}),
+            error=record.get("env_error"),
             kept_env=kept.get("env"),
         )
 

@@ -92,7 +92,7 @@ class Nursery:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-            if self._control is None:
+            if self._program is None or self._program.poll() is not None:
                 self._start()
             assert self._control is not None
             ours, theirs = socket.socketpair()
@@ -117,6 +117,7 @@ class Nursery:
             process.kill()
         if control is not None and self._program is not None:
             control.close()
+            self._program.kill()  # it may be held up in an import; its children end with it
             self._program.wait()
 
     def _start(self) -> None:
@@ -125,7 +126,8 @@ class Nursery:
         with theirs:
             self._program = subprocess.Popen(
                 [sys.executable, "-m", "verl.environments.env_process", str(theirs.fileno()), self.module],
-                env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": paths},
+                # unbuffered: a child ends without flushing what its environment has printed
+                env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is the trainer's

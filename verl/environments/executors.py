@@ -22,7 +22,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,16 +88,26 @@ def late(timeout: float) -> EpisodeFailed:
 
 
 class EventLoopThread:
-    """A thread with an event loop, made when it is needed."""
+    """A thread with an event loop, made when it is needed; another one after a call that can't be ended."""
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loops: list[asyncio.AbstractEventLoop] = []  # the last is used, unless it is stuck
+        self._is_stuck = True
+        self._running: dict[Future[Any], tuple[float, float]] = {}  # -> (deadline, timeout)
+        self._is_over = threading.Event()
 
     def submit(self, call: AsyncCall, turn: asyncio.Lock, timeout: float) -> Future[Any]:
-        """Runs a call when it is its turn; it is cancelled, and fails, after `timeout` seconds."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="environments-async", daemon=True).start()
+        """Runs a call when it is its turn. After `timeout` seconds it is cancelled and fails; one that can't
+        be cancelled, or holds the loop up, fails a little later.
+        """
+        if self._is_stuck:
+            self._is_stuck = False
+            self._loops.append(asyncio.new_event_loop())
+            targets = [self._loops[-1].run_forever, *[self._watch] * (len(self._loops) == 1)]
+            for target in targets:
+                threading.Thread(target=target, name="environments-async", daemon=True).start()
+        future: Future[Any] = Future()
+        self._running[future] = (time.monotonic() + 2 * timeout + 1, timeout)  # it may wait for its turn
 
         async def run() -> Any:
             task = asyncio.current_task()
@@ -111,13 +122,42 @@ class EventLoopThread:
                     raise
                 raise EpisodeFailed(f"it raised {problem!r}") from None  # which would end the loop
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+        def pass_on(done: Future[Any]) -> None:
+            with suppress(InvalidStateError):  # it was given up
+                if done.cancelled():
+                    future.cancel()
+                elif (error := done.exception()) is not None:
+                    future.set_exception(error)
+                else:
+                    future.set_result(done.result())
+
+        def leave(_: object) -> None:
+            self._running.pop(future, None)
+            inner.cancel()
+
+        inner = asyncio.run_coroutine_threadsafe(run(), self._loops[-1])
+        future.add_done_callback(leave)
+        inner.add_done_callback(pass_on)
+        return future
 
     def cancel_all(self) -> None:
         """Ends all that runs."""
-        if self._loop is not None:
-            for task in asyncio.all_tasks(self._loop):
-                self._loop.call_soon_threadsafe(task.cancel, "the run ends")
+        for future in list(self._running):
+            future.cancel()
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._is_over.set()
+        for loop in self._loops:
+            loop.call_soon_threadsafe(loop.stop)
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(_WATCH_SECONDS):
+            for future, (deadline, timeout) in list(self._running.items()):
+                if time.monotonic() > deadline:
+                    self._is_stuck = True
+                    with suppress(InvalidStateError):  # it has ended just now
+                        future.set_exception(late(timeout))
 
 
 class WorkerThreads:
@@ -131,7 +171,7 @@ class WorkerThreads:
         self._queue: deque[tuple[Future[Any], Callable[[], Any], float]] = deque()
         self._late_at: dict[Future[Any], tuple[float, float]] = {}  # running -> (deadline, timeout)
         self._num_threads = self._num_idle = 0
-        self._is_watched = False
+        self._is_watched = self._is_over = False
 
     def submit(self, call: Callable[[], Any], timeout: float) -> Future[Any]:
         """Runs a call; it fails after `timeout` seconds, counted from its start."""
@@ -159,6 +199,12 @@ class WorkerThreads:
             if not future.cancelled():
                 future.set_exception(EpisodeFailed("the run ends") if is_over else late(timeout))
 
+    def close(self) -> None:
+        """Its threads end with what is still to do."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
     def _staff(self) -> None:
         """As many threads as there is work for."""
         while self._num_threads < self.max_workers and self._num_idle < len(self._queue):
@@ -173,6 +219,8 @@ class WorkerThreads:
         while True:
             with self._changed:
                 while not self._queue:
+                    if self._is_over:
+                        return
                     self._changed.wait()
                 future, call, timeout = self._queue.popleft()
                 if not future.set_running_or_notify_cancel():
@@ -196,7 +244,7 @@ class WorkerThreads:
                 future.set_exception(error)
 
     def _watch(self) -> None:
-        while True:
+        while not self._is_over:
             time.sleep(_WATCH_SECONDS)
             self.expire()
 
@@ -273,7 +321,7 @@ class EnvironmentRunner:
             if episode.env is None:
                 episode.env = make_environment(*arguments) if state is None else pickle.loads(state)
                 episode.stop = tuple(getattr(episode.env, "stop", ()))
-                if num_turns:
+                if num_turns and state is None:
                     episode.env.turns = num_turns
             if episode.is_over:  # it took too long
                 await self._end(episode)
@@ -304,7 +352,10 @@ class EnvironmentRunner:
     def step_many(self, episodes: Sequence[Episode], actions: Sequence[str]) -> list[StepResult]:
         """Takes an action in each episode."""
         if self._steps_many is not None:
-            results = self._steps_many([episode.env for episode in episodes], actions)
+            try:
+                results = self._steps_many([episode.env for episode in episodes], actions)
+            except Exception as error:  # it is a user's environment: anything may come
+                results = [error] * len(episodes)
             if results is not None:
                 for episode, result in zip(episodes, results, strict=True):
                     episode.under_way = result if isinstance(result, Future) else None
@@ -360,14 +411,10 @@ class EnvironmentRunner:
         return ended
 
     def shut_down(self) -> None:
-        """Ends its processes."""
+        """Ends its processes and their threads."""
         if self._nursery is not None:
             self._nursery.close()
-
-    def give_up(self) -> None:
-        """Ends every call that is under way."""
-        self.threads.expire(is_over=True)
-        self.event_loop.cancel_all()
+            self.threads.close()
 
     def _submit(self, episode: Episode, call: AsyncCall) -> Future[Any]:
         if self.how == "async":
@@ -393,7 +440,7 @@ class EnvironmentRunner:
                     await settled(env.close())
                 if isinstance(env, ProcessEnvironment):
                     env.give_back()
-        except Exception as error:  # it is a user's environment; its episode is over all the same
+        except (Exception, SystemExit) as error:  # a user's environment; its episode is over all the same
             if not self._has_complained:
                 print(f"note: environment {self.env_class}: the end of an episode failed: {error!r}")
             self._has_complained = True
@@ -420,16 +467,21 @@ class Environments:
             )
         return self._runners[env_class]
 
-    def wait_for_ends(self, in_haste: bool) -> None:
-        """Until the episodes are closed that are over. in_haste: what they are at is given up."""
-        if in_haste:
-            for runner in self._runners.values():
-                runner.give_up()
-        ends = [end for runner in self._runners.values() for end in list(runner.ends)]
-        wait(ends, CLOSE_SECONDS if in_haste else None)
+    def give_up(self) -> None:
+        """Ends every call that is under way; to be said before episodes are closed in haste."""
+        for runner in self._runners.values():
+            runner.threads.expire(is_over=True)
+        self.event_loop.cancel_all()
+
+    def wait_for_ends(self, seconds: float | None = None) -> None:
+        """Until the episodes are closed that are over."""
+        wait([end for runner in self._runners.values() for end in list(runner.ends)], seconds)
 
     def close(self) -> None:
-        """Ends threads' work and processes."""
+        """Ends threads and processes."""
+        self.give_up()
+        self.wait_for_ends(CLOSE_SECONDS)
         for runner in self._runners.values():
-            runner.give_up()
             runner.shut_down()
+        self.threads.close()
+        self.event_loop.close()

@@ -90,3 +90,19 @@ def test_figures_are_told_apart_by_hops_and_queries():
     report.extra = ValidationReport(rows={"greedy": report.rows["greedy"][:1]})
     assert report.metrics()["val_extra/greedy/em"] == 1.0
     assert report.summary()["extra"]["greedy"]["num_questions"] == 1
+
+
+def test_a_question_whose_environment_failed_is_no_zero():
+    generation = Generation()
+
+    def generate(gen_batch):
+        batch = generation(gen_batch)
+        for i in range(1, len(batch)):
+            batch.non_tensor_batch["trajectory"][i] = {
+                **batch.non_tensor_batch["trajectory"][i],
+                "finish_reason": "env_failed",
+            }
+        return batch
+
+    report = validate(generate, score, Questions(), ["greedy"], None, 7)
+    assert report.metrics()["val/test_score/nq"] == 1.0

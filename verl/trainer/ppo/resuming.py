@@ -26,6 +26,7 @@ from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import (
     CheckpointStore,
     CheckpointWriting,
+    EnvironmentsFailed,
     RunState,
     RunStopped,
     SearchesFailed,
@@ -266,9 +267,11 @@ class ResumableRun:
             origin = f"step {steps[-1]}" if steps else "its beginning, as it has no checkpoint yet"
             resumes = self.config.trainer.resume_mode in ("auto", "latest")
             command = "the same command again" + ("" if resumes else " with trainer.resume_mode=auto")
+            is_search = not isinstance(failure, EnvironmentsFailed)
+            what = "the retrieval server is away" if is_search else "environments fail"
             raise RunStopped(
-                f"the retrieval server is away: after step {step} {failure}. Start the server and run "
-                f"{command}: the run goes on from {origin}."
+                f"{what}: after step {step} {failure}. {'Start the server' if is_search else 'Mend it'} and "
+                f"run {command}: the run goes on from {origin}."
             ) from failure
 
     def _resume(self) -> None:

@@ -126,7 +126,8 @@ def validate(
                 verdicts += list(batch.non_tensor_batch["verdicts"])
                 if mode == modes[0]:
                     report.samples = batch if report.samples is None else report.samples
-        report.rows[mode] = [row for row in rows if row["finish_reason"] != UNVERIFIED]
+        lost = (UNVERIFIED, "env_failed")  # nobody knows what these are worth: not 0
+        report.rows[mode] = [row for row in rows if row["finish_reason"] not in lost]
         if any(verdicts) or len(report.rows[mode]) < len(rows):
             unverified = {"unverified": float(len(rows) - len(report.rows[mode]))}
             report.verdicts[mode] = verifier_metrics(verdicts) | unverified
