@@ -264,7 +264,7 @@ def test_an_environment_that_took_a_step_whose_result_was_not_read_is_not_kept()
     loop_environments.Later.ended.clear()
 
     def script(prompt, number):
-        if number == 1:  # of "a": goes on when the late one's step is over
+        if number == 2:  # of "a": goes on when the late one's step is over
             assert loop_environments.Later.ended.wait(5)
             time.sleep(0.1)
         return "w"
@@ -275,7 +275,7 @@ def test_an_environment_that_took_a_step_whose_result_was_not_read_is_not_kept()
     batch.non_tensor_batch["episode"] = object_array(
         [
             {"env_class": f"loop_environments:{name}", "prompt": [], "extras": {"goal": goal}}
-            for name, goal in (("Counting", 2), ("Counting", 1), ("Later", 2))
+            for name, goal in (("Counting", 3), ("Counting", 1), ("Later", 2))
         ]
     )
     output = agent.run_llm_loop(batch)

@@ -90,15 +90,13 @@ class TrajectoryLoop:
         """
         self.codec, self.engine, self.environments, self.config = codec, engine, environments, config
         self.params, self.trajectories, self.on_event = params, trajectories, on_event
-        self.keep_partial = keep_partial
+        self.keep_partial, self.num_in_flight, self.num_steps = keep_partial, 0, 0
         self.max_context = min(self.config.max_prompt_length, self.engine.max_model_len)
         self.load = EngineLoad(engine)
         self.pending = deque(trajectory for trajectory in trajectories if not trajectory.finish_reason)
-        self.num_in_flight = 0
         self.sessions: dict[int, Trajectory] = {}
         self.waiting: list[PendingStep] = []
         self.ended: list[tuple[Trajectory, Episode]] = []
-        self.num_steps = 0
         self.shown: dict[int, int] = {}  # characters of the running turn that `on_event` has seen, by session
         self.watch: StragglerWatch | None = None
         self.unstarted: deque[int] = deque()  # sessions, as opened, none of whose tokens was seen

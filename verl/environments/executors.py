@@ -20,10 +20,8 @@ import inspect
 import pickle
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError, wait
-from contextlib import suppress
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,13 +35,12 @@ from verl.environments.base import (
 )
 from verl.environments.env_process import Nursery, ProcessEnvironment
 from verl.environments.registry import find_spec, load_class
+from verl.environments.threads import AsyncCall, EventLoopThread, WorkerThreads
 
-AsyncCall = Callable[[], Coroutine[Any, Any, Any]]
 StepResult = BaseTextEnvStepOutput | Future[BaseTextEnvStepOutput] | Exception
 HOW = ("inline", "thread", "process")
 MOST_COMPUTING = 32
 CLOSE_SECONDS = 10.0  # for all episodes of a run that ends in haste
-_WATCH_SECONDS = 0.1
 
 
 @dataclass(eq=False)
@@ -83,172 +80,6 @@ def at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
     raise TypeError("found a coroutine function beside a plain step; expected step to be one too")
 
 
-def late(timeout: float) -> EpisodeFailed:
-    return EpisodeFailed(f"took longer than {timeout:g} s (environment.step_timeout)")
-
-
-class EventLoopThread:
-    """A thread with an event loop, made when it is needed; another one after a call that can't be ended."""
-
-    def __init__(self) -> None:
-        self._loops: list[asyncio.AbstractEventLoop] = []  # the last is used, unless it is stuck
-        self._is_stuck = True
-        self._running: dict[Future[Any], tuple[float, float]] = {}  # -> (deadline, timeout)
-        self._is_over = threading.Event()
-
-    def submit(self, call: AsyncCall, turn: asyncio.Lock, timeout: float) -> Future[Any]:
-        """Runs a call when it is its turn. After `timeout` seconds it is cancelled and fails; one that can't
-        be cancelled, or holds the loop up, fails a little later.
-        """
-        if self._is_stuck:
-            self._is_stuck = False
-            self._loops.append(asyncio.new_event_loop())
-            targets = [self._loops[-1].run_forever, *[self._watch] * (len(self._loops) == 1)]
-            for target in targets:
-                threading.Thread(target=target, name="environments-async", daemon=True).start()
-        future: Future[Any] = Future()
-        self._running[future] = (time.monotonic() + 2 * timeout + 1, timeout)  # it may wait for its turn
-
-        async def run() -> Any:
-            task = asyncio.current_task()
-            assert task is not None
-            try:
-                async with turn, asyncio.timeout(timeout) as limit:
-                    return await call()
-            except Exception as problem:  # it is a user's environment: anything may come
-                raise late(timeout) if limit.expired() else problem from None
-            except BaseException as problem:
-                if task.cancelling():
-                    raise
-                raise EpisodeFailed(f"it raised {problem!r}") from None  # which would end the loop
-
-        def pass_on(done: Future[Any]) -> None:
-            with suppress(InvalidStateError):  # it was given up
-                if done.cancelled():
-                    future.cancel()
-                elif (error := done.exception()) is not None:
-                    future.set_exception(error)
-                else:
-                    future.set_result(done.result())
-
-        def leave(_: object) -> None:
-            self._running.pop(future, None)
-            inner.cancel()
-
-        inner = asyncio.run_coroutine_threadsafe(run(), self._loops[-1])
-        future.add_done_callback(leave)
-        inner.add_done_callback(pass_on)
-        return future
-
-    def cancel_all(self) -> None:
-        """Ends all that runs."""
-        for future in list(self._running):
-            future.cancel()
-
-    def close(self) -> None:
-        """Ends its threads."""
-        self._is_over.set()
-        for loop in self._loops:
-            loop.call_soon_threadsafe(loop.stop)
-
-    def _watch(self) -> None:
-        while not self._is_over.wait(_WATCH_SECONDS):
-            for future, (deadline, timeout) in list(self._running.items()):
-                if time.monotonic() > deadline:
-                    self._is_stuck = True
-                    with suppress(InvalidStateError):  # it has ended just now
-                        future.set_exception(late(timeout))
-
-
-class WorkerThreads:
-    """Threads that run calls, at most `max_workers` at a time. One whose call takes too long can't be ended:
-    its call fails, and another thread takes its place.
-    """
-
-    def __init__(self, max_workers: int) -> None:
-        self.max_workers = max_workers
-        self._changed = threading.Condition()
-        self._queue: deque[tuple[Future[Any], Callable[[], Any], float]] = deque()
-        self._late_at: dict[Future[Any], tuple[float, float]] = {}  # running -> (deadline, timeout)
-        self._num_threads = self._num_idle = 0
-        self._is_watched = self._is_over = False
-
-    def submit(self, call: Callable[[], Any], timeout: float) -> Future[Any]:
-        """Runs a call; it fails after `timeout` seconds, counted from its start."""
-        future: Future[Any] = Future()
-        with self._changed:
-            self._queue.append((future, call, timeout))
-            self._staff()
-            self._changed.notify()
-        return future
-
-    def expire(self, is_over: bool = False) -> None:
-        """Fails calls that are late; `is_over`: all that run, and those that wait to."""
-        now, ended = time.monotonic(), []
-        with self._changed:
-            for future, (deadline, timeout) in list(self._late_at.items()):
-                if is_over or now > deadline:
-                    del self._late_at[future]
-                    self._num_threads -= 1
-                    ended.append((future, timeout))
-            if is_over:
-                ended += [(future, timeout) for future, _, timeout in self._queue]
-                self._queue.clear()
-            self._staff()
-        for future, timeout in ended:
-            if not future.cancelled():
-                future.set_exception(EpisodeFailed("the run ends") if is_over else late(timeout))
-
-    def close(self) -> None:
-        """Its threads end with what is still to do."""
-        with self._changed:
-            self._is_over = True
-            self._changed.notify_all()
-
-    def _staff(self) -> None:
-        """As many threads as there is work for."""
-        while self._num_threads < self.max_workers and self._num_idle < len(self._queue):
-            self._num_threads += 1
-            self._num_idle += 1
-            threading.Thread(target=self._work, name="environments", daemon=True).start()
-        if self._queue and not self._is_watched:
-            self._is_watched = True
-            threading.Thread(target=self._watch, name="environments-watch", daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queue:
-                    if self._is_over:
-                        return
-                    self._changed.wait()
-                future, call, timeout = self._queue.popleft()
-                if not future.set_running_or_notify_cancel():
-                    continue
-                self._num_idle -= 1
-                self._late_at[future] = (time.monotonic() + timeout, timeout)
-            result, error = None, None
-            try:
-                result = call()
-            except Exception as problem:  # it is a user's environment: anything may come
-                error = problem
-            except BaseException as problem:
-                error = EpisodeFailed(f"it raised {problem!r}")
-            with self._changed:
-                if self._late_at.pop(future, None) is None:
-                    return  # another thread has its place
-                self._num_idle += 1
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
-
-    def _watch(self) -> None:
-        while not self._is_over:
-            time.sleep(_WATCH_SECONDS)
-            self.expire()
-
-
 class EnvironmentRunner:
     """The episodes of one environment in this process."""
 
@@ -284,10 +115,10 @@ class EnvironmentRunner:
             and function is not getattr(BaseTextEnv, name)
             for name in ("init", "close", "get_metrics")
         }
-        self._nursery = None
+        self.nursery = None
         if self.how == "process":
             most = min(block.max_workers, MOST_COMPUTING)
-            self._nursery, self.threads = Nursery(cls.__module__, most), WorkerThreads(most)
+            self.nursery, self.threads = Nursery(cls.__module__, most), WorkerThreads(most)
         self._has_complained = False
         self._lock = threading.Lock()
         self.ends: set[Future[None]] = set()  # of episodes that are being closed
@@ -307,9 +138,9 @@ class EnvironmentRunner:
             num_turns: that a stateless one has behind it. state: of `keep`, of one that goes on.
         """
         arguments = (self._cls, {**self._kwargs, "extras": {**extras, "max_turns": max_turns}}, max_turns)
-        if self._nursery is not None:
+        if self.nursery is not None:
             stop = getattr(self._cls, "stop", ())
-            env = ProcessEnvironment(self._nursery, arguments, self.timeout)
+            env = ProcessEnvironment(self.nursery, arguments, self.timeout)
             episode = Episode(env, tuple(stop) if isinstance(stop, tuple | list) else ())
             if not self._own["init"]:
                 return episode
@@ -372,13 +203,10 @@ class EnvironmentRunner:
 
         if self.how != "inline":
             return self._submit(episode, take)
-        started = time.perf_counter()
         try:
-            return episode.env.step(action)
+            return at_once(take())
         except (Exception, SystemExit) as error:  # it is a user's environment: anything may come
             return error if isinstance(error, Exception) else EpisodeFailed(f"it raised {error!r}")
-        finally:
-            episode.seconds_step += time.perf_counter() - started
 
     def keep(self, episode: Episode) -> bytes | None:
         """The environment for a later `open`; None: it can't be kept."""
@@ -391,7 +219,7 @@ class EnvironmentRunner:
 
     def close(self, episode: Episode) -> Future[None] | None:
         """Ends an episode, after the call that it is at; None: it has ended."""
-        if self._nursery is None and not (self._own["close"] or self._own["get_metrics"]):
+        if self.nursery is None and not (self._own["close"] or self._own["get_metrics"]):
             return None
         if self.how == "inline":
             at_once(self._end(episode))
@@ -410,18 +238,12 @@ class EnvironmentRunner:
             begin()
         return ended
 
-    def shut_down(self) -> None:
-        """Ends its processes and their threads."""
-        if self._nursery is not None:
-            self._nursery.close()
-            self.threads.close()
-
     def _submit(self, episode: Episode, call: AsyncCall) -> Future[Any]:
         if self.how == "async":
             episode.under_way = self.event_loop.submit(call, episode.turn, self.timeout)
             return episode.under_way
         # A process is killed in time; its thread is not to be given up before.
-        slack = 2.0 if self._nursery is not None else 0.0
+        slack = 2.0 if self.nursery is not None else 0.0
         episode.under_way = self.threads.submit(lambda: at_once(call()), self.timeout + slack)
         return episode.under_way
 
@@ -482,6 +304,8 @@ class Environments:
         self.give_up()
         self.wait_for_ends(CLOSE_SECONDS)
         for runner in self._runners.values():
-            runner.shut_down()
+            runner.threads.close()
+            if runner.nursery is not None:
+                runner.nursery.close()
         self.threads.close()
         self.event_loop.close()
