@@ -194,3 +194,16 @@ def test_gpus_that_others_hold_are_named(monkeypatch):
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda i: ((80, 30)[i] * 10**9, 85 * 10**9))
     (finding,) = find("gpu-health", target_of(is_thorough=True))
     assert "GPU 1 has 55.0 of 85.0 GB in use already" in finding.what
+
+
+def test_a_run_of_programs_needs_walls_or_a_code_server(monkeypatch):
+    def refuse(*_: object) -> None:
+        raise machine_checks.NoWalls("no user namespaces. Allow user namespaces (sysctl ...)")
+
+    monkeypatch.delenv("CODE_API_URL", raising=False)
+    monkeypatch.setattr(machine_checks, "choose_walls", refuse)
+    for override in ("environment.env_class=lcb", "data.mixture=[{path: x.jsonl, verifier: code_stdio}]"):
+        (finding,) = find("code-sandbox", target_of(override))
+        assert "Allow user namespaces" in finding.line and "verifiers.code.api_url" in finding.line
+        assert find("code-sandbox", target_of(override, "verifiers.code.api_url=http://10.0.0.1:1234")) == []
+    assert find("code-sandbox", target_of()) == []  # searches run no program

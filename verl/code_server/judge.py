@@ -1,6 +1,6 @@
 """The process that runs the text of tests. It holds nothing of the program but stand-ins (`Remote`).
 
-    supervisor --[nonce, tests]--> judge --(index, "loaded" | outcome)--> supervisor
+    supervisor --[nonce, tests]--> judge --(index, outcome; first "loaded")--> supervisor
     judge --(one channel per test)--> prisoner --plain data--> judge
 
 A test passes when its text ran to the end, no message was torn, and no comparison was the program's own word.
@@ -315,6 +315,7 @@ def judge_tests(control: _socket.socket, job: Any, link: _socket.socket, may_for
     def report(index: int, outcome: str) -> None:
         control.send(f"{nonce} {first + index} {outcome}".encode())
 
+    held: list[_socket.socket] = []  # of the test before: as it closes, a process awakes
     for index, text in enumerate(tests):
         mine, theirs = _socket.socketpair()
         try:
@@ -325,16 +326,17 @@ def judge_tests(control: _socket.socket, job: Any, link: _socket.socket, may_for
         theirs.close()
         test = Test(mine.fileno())
         try:
-            tree: Any = compile(text, "<test>", "exec", 0x400)  # the tree alone
+            tree: Any = compile(text, "<test>", "exec", 0x400, True)  # the tree alone
             names, problem = test.namespace(tree)
         except Torn:
             report(index, GONE)
             return
         except BaseException as error:  # of a test that is no Python, or of a strange reply
             report(index, f"error:{type(error).__name__}")
-            mine.close()
             continue
-        report(index, "loaded")
+        held[:] = [mine]  # the process of the test before has been killed
+        if index == 0:
+            report(index, "loaded")
         if problem is not None:
             report(index, "program_error" if problem[0] != "MemoryError" else "memory")
         elif not may_fork or is_plain(tree, names):
@@ -348,7 +350,6 @@ def judge_tests(control: _socket.socket, job: Any, link: _socket.socket, may_for
                 posix._exit(0)
             if posix.waitpid(child, 0)[1]:
                 report(index, "crashed")
-        mine.close()
 
 
 def run_test(test: Test, tree: _ast.Module, names: dict[str, Any]) -> str:
@@ -368,7 +369,7 @@ def run_test(test: Test, tree: _ast.Module, names: dict[str, Any]) -> str:
     outcome = "passed"
     try:
         apply_after_each_statement(tree)
-        exec(compile(tree, "<test>", "exec"), names)
+        exec(compile(tree, "<test>", "exec", 0, True), names)
     except AssertionError:
         outcome = "failed"
     except MemoryError:

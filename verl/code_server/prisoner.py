@@ -101,12 +101,22 @@ class Servant:
         return [None if self.problem is None else parts_of(self.problem), found]
 
 
-def load(program: str, name: str) -> tuple[dict[str, Any], BaseException | None]:
-    """Runs a program as a module; its names, and what it raised."""
+def compile_program(program: str) -> Any:
+    """Its code, or the exception that says why it is none."""
+    try:
+        return compile(program, "<program>", "exec", 0, True)
+    except BaseException as error:  # SyntaxError, ValueError, MemoryError, RecursionError
+        return error
+
+
+def load(code: Any, name: str) -> tuple[dict[str, Any], BaseException | None]:
+    """Runs a program of `compile_program` as a module; its names, and what it raised."""
     module = type(sys)(name)
     sys.modules[name] = module
     try:
-        exec(compile(program, "<program>", "exec"), module.__dict__)
+        if isinstance(code, BaseException):
+            raise code
+        exec(code, module.__dict__)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the program's too
         return module.__dict__, error
     return module.__dict__, None
@@ -116,14 +126,15 @@ def serve_tests(
     role: bytes, program: str, source: _socket.socket, alone: bool, lock: Callable[[], None]
 ) -> None:
     """For each test runs the program from its start in a fork; between two tests ends all that is left of it.
-    This process runs nothing of the program. It ends where files are left: the next test needs a new sandbox.
+    This process compiles the program but runs nothing of it. It ends where files are left: the next test
+    needs a new sandbox.
 
     role: b"functions": a test comes as its channel to the judge; the next one, or the end, is the sign
         that it is over. b"stdio": as [stdin, stdout]; answered by the exit status (four bytes) and b"d" where
         files are left, else b"c".
     alone: in a PID namespace of its own. lock: what a fork does before it runs the program.
     """
-    child = 0
+    child, code = 0, compile_program(program)
     while True:
         kind, fds = receive(source)
         if child:
@@ -134,10 +145,10 @@ def serve_tests(
         if child == 0:
             lock()
             if role == b"stdio":
-                run_script(program, fds, kind == b"e")
+                run_script(code, fds, kind == b"e")
             posix.dup2(fds[0], 3)
             posix.closerange(4, 256)
-            Servant(3, *load(program, "program")).run()
+            Servant(3, *load(code, "program")).run()
             posix._exit(0)
         for fd in fds:
             posix.close(fd)
@@ -161,7 +172,7 @@ def end(child: int, alone: bool, wait: bool = False) -> int:
         return status
 
 
-def run_script(program: str, fds: list[int], with_errors: bool) -> None:
+def run_script(code: Any, fds: list[int], with_errors: bool) -> None:
     """Runs a program as __main__ with files as stdin and stdout, and ends the process as Python does:
     threads, atexit, flush. `sys.exit` is no failure, as in Open-Instruct's grading; an exception is: exit
     code 1, or 3 for want of memory.
@@ -171,24 +182,19 @@ def run_script(program: str, fds: list[int], with_errors: bool) -> None:
     if with_errors:
         posix.dup2(fds[1], 2)
     posix.closerange(3, 256)
-
-    def reopen(fd: int, mode: str) -> Any:  # bytes that are no UTF-8 pass through
-        return open(fd, mode, encoding="utf-8", errors="surrogateescape", closefd=False)
-
-    sys.stdin, sys.stdout, sys.stderr = reopen(0, "r"), reopen(1, "w"), reopen(2, "w")
-    problem = load(program, "__main__")[1]
-    code = 0 if problem is None or isinstance(problem, SystemExit) else 1
+    problem = load(code, "__main__")[1]
+    status = 0 if problem is None or isinstance(problem, SystemExit) else 1
     if isinstance(problem, MemoryError):
-        code = 3
+        status = 3
     try:
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()
         if "atexit" in sys.modules:
             sys.modules["atexit"]._run_exitfuncs()
         sys.stdout.flush()
-        if code:
+        if status:
             sys.stderr.write(f"{type(problem).__name__}: {problem}\n")
             sys.stderr.flush()
     except BaseException:  # of the program's threads and handlers, or a full stdout
-        code = code or 1
-    posix._exit(code)
+        status = status or 1
+    posix._exit(status)

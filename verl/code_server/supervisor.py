@@ -3,8 +3,8 @@
     Supervisor.test / run -> Stock (sandboxes already started) -> judge + prisoner, or a stdio prisoner
                           <- reports with a nonce, exit statuses, output files; silence is a failure
 
-A clock starts when a program's load or a test begins, not in the queue. Whatever goes wrong costs the program
-its sandboxes and that test; the next test gets new ones.
+A test's clock covers the load of the program before it, as in Open-Instruct, and not the queue. Whatever
+goes wrong costs the program its sandboxes and that test; the next test gets new ones.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class Supervisor:
             self.free.release()
 
     async def test(self, program: str, tests: Sequence[Any], limit: float, stdio: bool) -> Report:
-        """What becomes of each test of a program; limit: seconds of the program's load, and of each test."""
+        """What becomes of each test of a program; limit: seconds of each test with the load before it."""
         async with self.place():
             began, report = time.monotonic(), Report()
             once = self.test_stdio if stdio else self.test_functions
@@ -251,16 +251,15 @@ class Supervisor:
                 sent_by, number, outcome = (*message.decode("ascii", "replace").split(" "), "", "", "")[:3]
                 gone = sent_by != nonce or not number.isdigit() or int(number) != index or outcome == "gone"
                 over = prisoner.over_memory or judge.over_memory
-                if gone and (loaded or index == first):
+                if gone and (over or index == first):  # else the test is tried again in a new sandbox
                     report.add("memory" if over else "crashed", -1.0)
                 if gone:
                     return
-                outcome = "memory" if over else outcome
-                if outcome == "loaded" and not loaded:
-                    loaded, began = True, now
+                if outcome == "loaded":
+                    loaded = True
                     continue
-                report.add(outcome, now - began if loaded else -1.0)
-                loaded, began, index = False, now, index + 1
+                report.add("memory" if over else outcome, now - began)
+                began, index = now, index + 1
 
     async def test_stdio(self, program: str, tests: Sequence[Any], limit: float, report: Report) -> None:
         """Goes on with the tests from where the report ends, in one sandbox, as far as it lasts."""

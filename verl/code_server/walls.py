@@ -1,7 +1,7 @@
 """What a sandbox is made of, and which walls this machine can build.
 
     namespaces   bubblewrap: user, mount (a read-only Python), PID, IPC, UTS and empty network namespaces;
-                 each sandbox has its own PID, mount and IPC namespace, and a /tmp of its own in memory
+                 each sandbox has its own PID, mount and user namespace, and a /tmp of its own in memory
     landlock     where user namespaces are forbidden: no file but Python's, no TCP, no signal to others
     none         rlimits alone, by hand
 

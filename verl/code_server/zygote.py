@@ -17,10 +17,10 @@ import sys
 from typing import Any
 
 from verl.code_server.codec import decode, receive
-from verl.code_server.judge import judge_tests
-from verl.code_server.prisoner import serve_tests
+from verl.code_server.judge import Test, is_plain, judge_tests, run_test
+from verl.code_server.prisoner import Servant, compile_program, load, serve_tests
 
-NEWNS, NEWIPC, NEWUSER, NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
+NEWNS, NEWUSER, NEWPID = 0x20000, 0x10000000, 0x20000000
 SET_PDEATHSIG, SET_DUMPABLE, SET_NO_NEW_PRIVS, SET_SECCOMP = 1, 4, 38, 22
 CAP_HEADER = (0x20080522).to_bytes(4, sys.byteorder) + bytes(4)  # version 3
 libc = ctypes.CDLL(None, use_errno=True)
@@ -65,15 +65,13 @@ def build_walls(role: bytes) -> None:
     for kind, amount in settings["limits"].items():
         limit(kind, amount)
     if settings["namespaces"]:
-        must(libc.unshare(NEWNS | NEWIPC), "unshare")
+        must(libc.unshare(NEWNS), "unshare")
         size = f"size={settings['tmp_mb']}m,nr_inodes=4096".encode()
         must(libc.mount(b"tmpfs", b"/tmp", b"tmpfs", 6, size), "tmpfs")
         must(libc.unshare(NEWUSER), "unshare")
         limit(resource.RLIMIT_NPROC, settings["processes"])
     must(libc.prctl(SET_DUMPABLE, 0, 0, 0, 0), "dumpable")
     must(libc.prctl(SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    for number in range(64):  # CAP_*: none may come back
-        libc.prctl(24, number, 0, 0, 0)
     must(libc.capset(ctypes.c_char_p(CAP_HEADER), ctypes.c_char_p(bytes(24))), "capset")
     if not settings["namespaces"]:
         must(libc.prctl(SET_PDEATHSIG, 9, 0, 0, 0), "pdeathsig")
@@ -114,6 +112,32 @@ def run_role(role: bytes, control: _socket.socket) -> None:
         serve_tests(role, job, source, alone, lock_up)
 
 
+def warm_up() -> None:
+    """Runs a test in this process, once as the judge and once as the prisoner: Python rewrites code at its
+    first runs, which would copy memory in each fork."""
+    mine, theirs = _socket.socketpair()
+    text = "from typing import List\ndef f(a: List[int], b: str) -> List[int]: return [i for i in a]"
+    for judge_here in (True, False):
+        child = posix.fork()
+        if judge_here == (child != 0):
+            for _ in range(20):
+                test = Test(mine.fileno())
+                tree: Any = compile("assert f([1, 2], b='') == [1, 2]", "<test>", "exec", 0x400, True)
+                names, _problem = test.namespace(tree)
+                if not is_plain(tree, names) or run_test(test, tree, names) != "passed":
+                    posix._exit(70)
+            mine.shutdown(_socket.SHUT_RDWR)
+        else:
+            for _ in range(20):
+                namespace = load(compile_program(text), "program")[0]
+            Servant(theirs.fileno(), namespace, None).run()
+        if child == 0:
+            posix._exit(0)
+        posix.waitpid(child, 0)
+        mine, theirs = _socket.socketpair()
+    del sys.modules["program"]
+
+
 def main(given: dict[str, Any]) -> None:
     """Forks a sandbox for each request on the socket `given["socket"]`, until its other end is closed."""
     settings.update(given)
@@ -131,8 +155,9 @@ def main(given: dict[str, Any]) -> None:
         except ChildProcessError:
             pass
 
-    signal.signal(signal.SIGCHLD, reap)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    warm_up()
+    signal.signal(signal.SIGCHLD, reap)
     own = posix.pidfd_open(posix.getpid()) if namespaces else -1
     gc.collect()
     gc.set_threshold(50_000, 20, 20)  # a collection in a fork copies what it looks at

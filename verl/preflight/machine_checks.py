@@ -17,7 +17,10 @@ import psutil
 import torch
 from huggingface_hub import constants
 
+from verl.code_server.client import URL_VARIABLE
+from verl.code_server.walls import Limits, NoWalls, choose_walls
 from verl.config import Config
+from verl.config.mixture import sources_of
 from verl.preflight.findings import Finding, error, warning
 from verl.preflight.machine import (
     existing_parent,
@@ -33,6 +36,7 @@ HOME_BYTES = 1e9
 BASE_FILES, RAY_FILES = 256, 4096  # open files of a run in one process, and on Ray
 STORE_SHARE, STORE_BYTES = 0.3, 10e9  # what Ray gives its object store: of the memory, and all the same below
 DRIVER = Path("/proc/driver/nvidia/version")
+RUN_PROGRAMS = frozenset(["lcb", "searchcode", "code", "code_stdio"])  # environments and verifiers
 BUSY_SHARE = 0.1  # of a GPU's memory that others may hold
 
 
@@ -145,6 +149,23 @@ def find_too_many_threads(target: Target) -> Iterator[Finding]:
             "with more busy threads than cores a process is 3 to 5 times slower",
             f"export OMP_NUM_THREADS={max(1, allowed // processes)}",
         )
+
+
+def find_no_walls_for_programs(target: Target) -> Iterator[Finding]:
+    """a run that tests programs on this machine, where no sandbox can be built for them"""
+    config = target.config
+    if not isinstance(config, Config) or config.verifiers.code.api_url or os.environ.get(URL_VARIABLE):
+        return
+    sources = sources_of(config, with_data=False)
+    names = {config.environment.env_class, *(name for s in sources for name in (s.env_class, s.verifier))}
+    served = {name for name, own in config.environment.env_config.items() if "code_api_url" in (own or {})}
+    if used := sorted((names & RUN_PROGRAMS) - served):
+        try:
+            choose_walls("auto", Limits()).close()
+        except NoWalls as problem:
+            what = f"{', '.join(used)}: this machine can't build the walls around a program: {problem}"
+            do = "as it says, or verifiers.code.api_url=http://<a machine with a code server>:1234"
+            yield error(what, "no program could be tested, and all its trajectories would be left out", do)
 
 
 # -------------------------------------------------------------------------------- retrieval servers
@@ -316,6 +337,7 @@ MACHINE_CHECKS: dict[str, Callable[[Target], Iterator[Finding]]] = {
     "cpus": find_cpus_counted_wrong,
     "shm": find_small_shm,
     "threads": find_too_many_threads,
+    "code-sandbox": find_no_walls_for_programs,
     "proxy": find_proxies_in_the_way,
     "retriever": find_silent_servers,
     "corpus": find_wrong_corpora,
