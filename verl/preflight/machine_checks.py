@@ -159,7 +159,7 @@ def find_no_walls_for_programs(target: Target) -> Iterator[Finding]:
     sources = sources_of(config, with_data=False)
     names = {config.environment.env_class, *(name for s in sources for name in (s.env_class, s.verifier))}
     served = {name for name, own in config.environment.env_config.items() if "code_api_url" in (own or {})}
-    if used := sorted((names & RUN_PROGRAMS) - served):
+    if used := [name for name in sorted(RUN_PROGRAMS - served) if name in names]:
         try:
             choose_walls("auto", Limits()).close()
         except NoWalls as problem:
