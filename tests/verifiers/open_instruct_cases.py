@@ -12,53 +12,15 @@ import json
 import random
 import sys
 
-WORDS = [
-    "the",
-    "lake",
-    "Oslo",
-    "river",
-    "a",
-    "stone",
-    "bright",
-    "Morning",
-    "level",
-    "people",
-    "walk",
-    "slowly",
-    "and",
-    "sing",
-    "about",
-    "an",
-    "old",
-    "house",
-]
+SAID = "the lake Oslo river a stone bright Morning level people walk slowly and sing about an old house"
+WORDS = SAID.split()
 NUMBERS = ["0", "1", "2", "7", "12", "72", "1,000", "-3", "3.5", "0.5", "+4", "1/2", "10", "100"]
 LATEX = [
-    r"\frac{1}{2}",
-    "0.5",
-    r"\frac12",
-    "1/2",
-    r"\sqrt{8}",
-    r"2\sqrt{2}",
-    "x^2-1",
-    "(x-1)(x+1)",
-    "x=5",
-    "5",
-]
-LATEX += [
-    r"\dfrac{3}{4}",
-    "0.75",
-    r"\text{Yes}",
-    r"90^\circ",
-    "90",
-    "1,000",
-    "1000",
-    r"\pi",
-    r"3\pi",
-    "2x+1",
-    "1+2x",
-]
-LATEX += [r"5\text{ cm}", r"\$5", "-3", r"\{1,2\}", "(1,2)", "50\\%", "50", "a+b", "b+a", r"\left(1,2\right)"]
+    r"\frac{1}{2}", "0.5", r"\frac12", "1/2", r"\sqrt{8}", r"2\sqrt{2}", "x^2-1", "(x-1)(x+1)", "x=5", "5",
+    r"\dfrac{3}{4}", "0.75", r"\text{Yes}", r"90^\circ", "90", "1,000", "1000", r"\pi", r"3\pi", "2x+1",
+    "1+2x", r"5\text{ cm}", r"\$5", "-3", r"\{1,2\}", "(1,2)", r"50\%", "50", "a+b", "b+a",
+    r"\left(1,2\right)",
+]  # fmt: skip
 PROMPT = "Write about the lake."
 IFEVAL = {  # id -> arguments
     "keywords:existence": {"keywords": ["lake", "river"]},
@@ -69,84 +31,55 @@ IFEVAL = {  # id -> arguments
     "length_constraints:number_sentences": {"num_sentences": 3, "relation": "at least"},
     "length_constraints:number_paragraphs": {"num_paragraphs": 2},
     "length_constraints:number_words": {"num_words": 12, "relation": "less than"},
-    "length_constraints:nth_paragraph_first_word": {
-        "num_paragraphs": 2,
-        "nth_paragraph": 2,
-        "first_word": "people",
-    },
+    "length_constraints:nth_paragraph_first_word": {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "people"},
     "detectable_content:number_placeholders": {"num_placeholders": 1},
     "detectable_content:postscript": {"postscript_marker": "P.S."},
     "detectable_format:number_bullet_lists": {"num_bullets": 2},
     "detectable_format:constrained_response": {},
     "detectable_format:number_highlighted_sections": {"num_highlights": 1},
     "detectable_format:multiple_sections": {"section_spliter": "Section", "num_sections": 2},
-    "detectable_format:json_format": {},
-    "detectable_format:title": {},
-    "combination:two_responses": {},
-    "combination:repeat_prompt": {"prompt_to_repeat": PROMPT},
+    "detectable_format:json_format": {}, "detectable_format:title": {}, "combination:two_responses": {},
+    "combination:repeat_prompt": {"prompt_to_repeat": "Write about the lake."},
     "startend:end_checker": {"end_phrase": "old house."},
     "change_case:capital_word_frequency": {"capital_frequency": 1, "capital_relation": "at least"},
-    "change_case:english_capital": {},
-    "change_case:english_lowercase": {},
-    "punctuation:no_comma": {},
-    "startend:quotation": {},
-    "copy:repeat_phrase": {"phrase": "walk slowly and sing", "small_n": 1},
-    "copy:copy": {"prompt_to_repeat": PROMPT},
-    "new:copy_span_idx": {"prompt_to_repeat": PROMPT, "n_start": 6, "n_end": 21},
-    "detectable_format:sentence_hyphens": {},
-    "keywords:no_adjacent_consecutive": {},
-    "detectable_format:square_brackets": {},
-    "keywords:word_once": {"keyword": "lake"},
+    "change_case:english_capital": {}, "change_case:english_lowercase": {}, "punctuation:no_comma": {},
+    "startend:quotation": {}, "copy:repeat_phrase": {"phrase": "walk slowly and sing", "small_n": 1},
+    "copy:copy": {"prompt_to_repeat": "Write about the lake."},
+    "new:copy_span_idx": {"prompt_to_repeat": "Write about the lake.", "n_start": 6, "n_end": 21},
+    "detectable_format:sentence_hyphens": {}, "keywords:no_adjacent_consecutive": {},
+    "detectable_format:square_brackets": {}, "keywords:word_once": {"keyword": "lake"},
     "keywords:word_count_different_numbers": {"keyword": "lake", "frequency": 2, "relation": "less than"},
-    "keywords:exclude_word_harder": {"keyword": "stone"},
-    "paragraphs:paragraphs": {},
-    "paragraphs:paragraphs2": {},
-    "first_word:first_word_sent": {"first_word": "the"},
+    "keywords:exclude_word_harder": {"keyword": "stone"}, "paragraphs:paragraphs": {},
+    "paragraphs:paragraphs2": {}, "first_word:first_word_sent": {"first_word": "the"},
     "first_word:first_word_answer": {"first_word": "people"},
     "last_word:last_word_sent": {"last_word": "house"},
-    "last_word:last_word_answer": {"last_word": "house"},
-    "detectable_format:bigram_wrapping": {},
-    "copy:copying_simple": {"prompt_to_repeat": PROMPT},
-    "copy:copying_multiple": {"prompt_to_repeat": PROMPT, "N": 2},
-    "punctuation:punctuation_dot": {},
-    "punctuation:punctuation_exclamation": {},
-    "count:lowercase_counting": {"N": 8},
-    "letters:letter_counting": {"N": 40, "relation": "at least"},
+    "last_word:last_word_answer": {"last_word": "house"}, "detectable_format:bigram_wrapping": {},
+    "copy:copying_simple": {"prompt_to_repeat": "Write about the lake."},
+    "copy:copying_multiple": {"prompt_to_repeat": "Write about the lake.", "N": 2},
+    "punctuation:punctuation_dot": {}, "punctuation:punctuation_exclamation": {},
+    "count:lowercase_counting": {"N": 8}, "letters:letter_counting": {"N": 40, "relation": "at least"},
     "letters:letter_counting2": {"letter": "e", "let_frequency": 4, "let_relation": "at least"},
-    "count:counting_composition": {"n_sent": 1, "n_words": 4},
-    "count:count_unique": {},
-    "count:count_increment_word": {"keyword1": "lake", "keyword2": "river"},
-    "keywords:palindrome": {},
-    "keywords:keyword_specific_position": {"keyword": "lake", "n": 1, "m": 2},
-    "keywords:start_end": {},
-}
+    "count:counting_composition": {"n_sent": 1, "n_words": 4}, "count:count_unique": {},
+    "count:count_increment_word": {"keyword1": "lake", "keyword2": "river"}, "keywords:palindrome": {},
+    "keywords:keyword_specific_position": {"keyword": "lake", "n": 1, "m": 2}, "keywords:start_end": {},
+}  # fmt: skip
 OLD = {
     "verify_keywords": {"keyword_list": ["lake", "river"]},
     "verify_keyword_frequency": {"word": "lake", "N": 1},
     "validate_forbidden_words": {"forbidden_words": ["stone"]},
-    "verify_letter_frequency": {"letter": "o", "N": 3},
-    "validate_response_language": {"language": "en"},
-    "verify_paragraph_count": {"N": 2},
-    "validate_word_constraint": {"N": 12, "quantifier": "around"},
+    "verify_letter_frequency": {"letter": "o", "N": 3}, "validate_response_language": {"language": "en"},
+    "verify_paragraph_count": {"N": 2}, "validate_word_constraint": {"N": 12, "quantifier": "around"},
     "verify_sentence_constraint": {"N": 3, "quantifier": "at least"},
     "validate_paragraphs": {"N": 2, "first_word": "people", "i": 2},
-    "verify_postscript": {"postscript_marker": "P.S."},
-    "validate_placeholders": {"N": 1},
-    "verify_bullet_points": {"N": 2},
-    "validate_title": {},
-    "validate_choice": {"options": ["yes", "old house"]},
-    "validate_highlighted_sections": {"N": 1},
-    "validate_sections": {"N": 2, "section_splitter": "Section"},
-    "validate_json_format": {},
-    "validate_repeat_prompt": {"original_prompt": PROMPT},
-    "validate_two_responses": {},
-    "validate_uppercase": {},
-    "validate_lowercase": {},
+    "verify_postscript": {"postscript_marker": "P.S."}, "validate_placeholders": {"N": 1},
+    "verify_bullet_points": {"N": 2}, "validate_title": {},
+    "validate_choice": {"options": ["yes", "old house"]}, "validate_highlighted_sections": {"N": 1},
+    "validate_sections": {"N": 2, "section_splitter": "Section"}, "validate_json_format": {},
+    "validate_repeat_prompt": {"original_prompt": "Write about the lake."}, "validate_two_responses": {},
+    "validate_uppercase": {}, "validate_lowercase": {},
     "validate_frequency_capital_words": {"N": 1, "quantifier": "at most"},
-    "validate_end": {"end_phrase": "old house."},
-    "validate_quotation": {},
-    "validate_no_commas": {},
-}
+    "validate_end": {"end_phrase": "old house."}, "validate_quotation": {}, "validate_no_commas": {},
+}  # fmt: skip
 HIGHEST_TEN = ("general-quality", "general-quality_ref")
 JUDGES = (*HIGHEST_TEN, "general-quality_rubric", "general-safety", "general-factuality")
 JUDGES += ("general-creative_writing", "general-refusal", "general-web_instruct_general_verifier")
@@ -210,35 +143,22 @@ def cases() -> list[tuple[str, str, object, int, dict]]:
     for name in ("re_search", "re_search_f1"):
         for _ in range(50):
             words = rng.choices(WORDS, k=3)
-            form = [
-                "<finish>{}</finish>",
-                "<finish>x</finish> {}",
-                "{}",
-                "<finish></finish>",
-                "<finish>{}</finish>!",
-            ]
+            form = ["<finish>{}</finish>", "<finish>x</finish> {}", "{}", "<finish></finish>"]
+            form += ["<finish>{}</finish>!"]
             label = rng.choice([" ".join(words), words[1], json.dumps([words[0], " ".join(words)]), "12"])
             add(name, rng.choice(form).format(" ".join(words)), label)
     for name in ("max_length", "up_to_max_length"):
         for _ in range(30):
-            add(
-                name,
-                "text",
-                str(rng.randint(0, 400)),
-                rng.randint(0, 500),
-                length_range=rng.choice([100, 600]),
-            )
+            label, tokens = str(rng.randint(0, 400)), rng.randint(0, 500)
+            add(name, "text", label, tokens, length_range=rng.choice([100, 600]))
     for names, name in ((IFEVAL, "ifeval"), (OLD, "ifeval_old")):
         for each, arguments in names.items():
             for _ in range(5 if name == "ifeval" else 4):
                 label = {"func_name": each, **arguments}
                 if name == "ifeval":
                     label = [{"instruction_id": [each], "kwargs": [arguments or {"unused": None}]}]
-                add(
-                    name,
-                    prose(rng),
-                    json.dumps(label).replace("null", "None") if name == "ifeval" else json.dumps(label),
-                )
+                text = json.dumps(label)
+                add(name, prose(rng), text.replace("null", "None") if name == "ifeval" else text)
     for name in ("code", "code_stdio"):
         for _ in range(20):
             passed = [rng.randint(0, 1) for _ in range(rng.randint(1, 4))]

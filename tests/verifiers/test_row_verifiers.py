@@ -74,6 +74,21 @@ def test_an_unknown_name_is_refused_with_the_nearest_one_before_the_run():
     assert check_rows([{"dataset": "max_length", "ground_truth": "9"}, {"data_source": "nq"}], SETTINGS) == 1
 
 
+def test_an_empty_label_is_refused_and_one_that_names_its_verifier_is_never_left_to_the_reward_function():
+    for name, label in (("math", None), ("gsm8k", None), ("strict_math", " "), ("string_f1", "[]")):
+        with pytest.raises(ValueError, match=f"row 0: Found label .* of {name}; expected an answer"):
+            check_rows([{"reward_model": {"verifier": name, "ground_truth": label}}], SETTINGS)
+    assert assigned_verifiers({"verifier": "passthrough"}) == [Assigned("passthrough", None)]
+    with pytest.raises(ValueError, match="row 0: Found verifier .'label': '7'.; expected .*name"):
+        check_rows([{"reward_model": {"ground_truth": {"verifiers": [{"label": "7"}]}}}], SETTINGS)
+
+
+def test_numbers_as_labels_keep_their_form():
+    for name, text, label in (("re_search", "<finish>1.50</finish>", "1.50"), ("gsm8k", "is 72", 72.0)):
+        (result,) = Verifiers(SETTINGS).verify([Request(Sample(text, None), [Assigned(name, label)])])
+        assert result.score == 1.0
+
+
 def test_all_of_open_instructs_names_are_there():
     judges = "quality quality_rubric quality_ref safety factuality creative_writing refusal "
     judges += "web_instruct_general_verifier"

@@ -1,6 +1,4 @@
-"""What a verifier takes and gives.
-
-    Sample (what the policy wrote, the row's label) -> Verifier.verify -> Verdict (a score, or None)
+"""What a verifier takes and gives: Sample -> Verifier.verify -> Verdict (a score, or None).
 
 "Could not verify" is no score: a judge that stalls or a server that dies says nothing about the policy. Such
 a row leaves the batch and is counted as `reward/unverified/<name>`. A timeout that the policy's own text has
@@ -92,13 +90,14 @@ class Verifier:
 
     def verify_many(self, samples: Sequence[Sample]) -> list[Verdict]:
         """The verdict of each response, in order."""
-        verdicts = []
-        for sample in samples:
+
+        def verdict(sample: Sample) -> Verdict:
             try:
-                verdicts.append(self.verify(sample))
+                return self.verify(sample)
             except CouldNotVerify as error:
-                verdicts.append(Verdict(None, str(error)))
-        return verdicts
+                return Verdict(None, str(error))
+
+        return list(map(verdict, samples))
 
     def close(self) -> None:
         """Ends processes and connections."""

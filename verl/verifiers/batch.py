@@ -58,55 +58,47 @@ class Verifiers:
         for row, request in enumerate(requests):
             for place, each in enumerate(request.assigned):
                 work[each.name].append((row, place))
-        verdicts: list[list[Verdict]] = [[Verdict(None)] * len(request.assigned) for request in requests]
         for name in work:
             if name not in self._made:
                 self._made[name] = make_verifier(name, self.settings)
 
         def verify(name: str) -> list[Verdict]:
-            places = work[name]
-            samples = [replace(requests[r].sample, label=requests[r].assigned[p].label) for r, p in places]
+            samples = [
+                replace(requests[r].sample, label=requests[r].assigned[p].label) for r, p in work[name]
+            ]
             try:
                 return self._made[name].verify_many(samples)
             except CouldNotVerify as error:
                 return [Verdict(None, str(error))] * len(samples)
 
+        verdicts: dict[tuple[int, int], Verdict] = {}
         if work:
             with ThreadPoolExecutor(len(work), "verifier") as pool:
-                for name, many in zip(work, pool.map(verify, work), strict=True):
-                    for (row, place), verdict in zip(work[name], many, strict=True):
-                        verdicts[row][place] = _clipped(verdict, self._made[name])
-        pairs = zip(requests, verdicts, strict=True)
-        return [_result(request.assigned, each, self._made) for request, each in pairs]
+                for name, made in zip(work, pool.map(verify, work), strict=True):
+                    verdicts |= zip(work[name], made, strict=True)
+        results = []
+        for row, request in enumerate(requests):
+            total: float | None = 0.0
+            report = []
+            for place, each in enumerate(request.assigned):
+                verifier, verdict = self._made[each.name], verdicts[row, place]
+                score = verdict.score
+                if score is None:
+                    total = None if each.weight else total
+                elif math.isnan(score):
+                    raise ValueError(f"verifier {verifier.name!r} returned the score nan; expected a number")
+                else:
+                    score = min(max(float(score), verifier.low), verifier.high)
+                    total = None if total is None else total + each.weight * score
+                report.append({**vars(verdict), "name": verifier.name, "weight": each.weight, "score": score})
+            results.append(Result(total, report))
+        return results
 
     def close(self) -> None:
         """Ends what the verifiers have started."""
         made, self._made = self._made, {}
         for verifier in made.values():
             verifier.close()
-
-
-def _clipped(verdict: Verdict, verifier: Verifier) -> Verdict:
-    if verdict.score is None:
-        return verdict
-    score = float(verdict.score)
-    if math.isnan(score):
-        raise ValueError(f"verifier {verifier.name!r} returned the score nan; expected a number or None")
-    return replace(verdict, score=min(max(score, verifier.low), verifier.high))
-
-
-def _result(
-    assigned: Sequence[Assigned], verdicts: Sequence[Verdict], made: Mapping[str, Verifier]
-) -> Result:
-    total: float | None = 0.0
-    report = []
-    for each, verdict in zip(assigned, verdicts, strict=True):
-        if verdict.score is None:
-            total = None if each.weight else total
-        elif total is not None:
-            total += each.weight * verdict.score
-        report.append({"name": made[each.name].name, "weight": each.weight, **vars(verdict)})
-    return Result(total, report)
 
 
 def verifier_metrics(verdicts: Sequence[Sequence[Mapping[str, Any]] | None]) -> dict[str, float]:
@@ -120,23 +112,18 @@ def verifier_metrics(verdicts: Sequence[Sequence[Mapping[str, Any]] | None]) -> 
         rows above 0), Open-Instruct's names, over rows with a verdict; reward/unverified/{name} and
         reward/timeout/{name} (verdicts); reward/cost (US dollars).
     """
-    rewards: dict[str, list[float]] = defaultdict(list)
-    metrics: dict[str, float] = {}
-    for row in verdicts:
-        totals: dict[str, float] = {}
-        for each in row or ():
+    metrics: dict[str, float] = defaultdict(float)
+    totals: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))  # name -> row -> reward
+    for row, reports in enumerate(verdicts):
+        for each in reports or ():
             name, score = each["name"], each["score"]
             if score is not None:
-                totals[name] = totals.get(name, 0.0) + each["weight"] * score
-            for key, count in (
-                (f"reward/unverified/{name}", float(score is None)),
-                (f"reward/timeout/{name}", float(each["timed_out"])),
-                ("reward/cost", each["cost"]),
-            ):
-                metrics[key] = metrics.get(key, 0.0) + count
-        for name, total in totals.items():
-            rewards[name].append(total)
-    for name, values in rewards.items():
-        metrics[f"objective/{name}_reward"] = float(np.mean(values))
-        metrics[f"objective/{name}_correct_rate"] = float(np.mean(np.array(values) > 0))
-    return metrics
+                totals[name][row] += each["weight"] * score
+            metrics[f"reward/unverified/{name}"] += score is None
+            metrics[f"reward/timeout/{name}"] += each["timed_out"]
+            metrics["reward/cost"] += each["cost"]
+    for name, rewards in totals.items():
+        values = np.array(list(rewards.values()))
+        metrics[f"objective/{name}_reward"] = float(values.mean())
+        metrics[f"objective/{name}_correct_rate"] = float((values > 0).mean())
+    return dict(metrics)

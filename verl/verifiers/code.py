@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,7 +36,7 @@ class CodeVerifier(Verifier):
     def check_label(self, label: Any) -> None:
         tests = read_tests(label)
         kind = dict if self.name == "code_stdio" else str
-        if not isinstance(tests, str) and not all(isinstance(test, kind) for test in tests):
+        if not tests or not isinstance(tests, str) and not all(isinstance(test, kind) for test in tests):
             expected = '{"input", "output"} each' if kind is dict else "texts of asserts"
             raise ValueError(f"Found {self.name} label {label!r:.200}; expected a list of tests, {expected}.")
 
@@ -47,7 +47,10 @@ class CodeVerifier(Verifier):
     def verify(self, sample: Sample) -> Verdict:
         config, tests = self.config, read_tests(sample.label)
         if config.drop_shown_tests and not isinstance(tests, str):
-            hidden = [test for test in tests if not is_shown(test, sample.query)]
+            hidden = []
+            for test in tests:  # a prompt shows a test by its text, or by both its input and its output
+                texts = [test["input"], test["output"]] if isinstance(test, dict) else [test]
+                hidden += [] if all(str(text).strip() in sample.query for text in texts) else [test]
             tests = hidden or tests  # where all are shown there is nothing else to go by
         limit, blocks = config.max_execution_time, _BLOCK.findall(sample.text)
         program = blocks[-1].strip() if blocks else sample.text
@@ -67,16 +70,12 @@ class CodeVerifier(Verifier):
 
 
 def read_tests(label: Any) -> list[Any] | str:
-    """The tests of a label, or text that the server unpacks."""
+    """The tests of a label, or text that the server unpacks. One test alone, too: a list of one label is
+    read as the label.
+    """
     if isinstance(label, str):
         try:
             label = json.loads(label)
         except ValueError:
-            return label
-    return list(label)
-
-
-def is_shown(test: Any, query: str) -> bool:
-    """Whether the prompt gives a test away: its text, or both its input and its output."""
-    texts = [test["input"], test["output"]] if isinstance(test, dict) else [test]
-    return all(str(text).strip() in query for text in texts)
+            return [label] if label.lstrip().startswith("assert") else label
+    return [label] if isinstance(label, Mapping) else list(label)

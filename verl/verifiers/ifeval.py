@@ -12,6 +12,7 @@ tokenizers without their trained data, and the language detector starts from a f
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import json
 import re
@@ -19,57 +20,38 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from verl.verifiers.base import Sample, Verdict, Verifier, VerifierSettings
+from verl.verifiers.base import Sample, VerifierSettings
 from verl.verifiers.text import after_thinking
-from verl.verifiers.workers import CheckWorkers
+from verl.verifiers.workers import CheckedVerifier, CheckWorkers
 
 _ABBREVIATIONS = "dr mr mrs ms prof st jr sr inc ltd co corp vs etc e.g i.e u.s u.k a.m p.m no fig p.s"
-_FIRST = {  # labels that have a process load words, sentences and languages before its first clock
-    "ifeval": '{"instruction_id": ["language:response_language", "keywords:start_end"], '
-    '"kwargs": [{"language": "en"}, null]}',
-    "ifeval_old": '{"func_name": "validate_response_language", "language": "en"}',
-}
+_FIRST = (  # a process loads words, sentences and languages before its first clock
+    '{"instruction_id": ["language:response_language", "keywords:start_end"], '
+    '"kwargs": [{"language": "en"}, null]}'
+)
 
 
-class IFEvalVerifier(Verifier):
+class IFEvalVerifier(CheckedVerifier):
     """Both; the work is done in processes of their own (`workers.py`)."""
-
-    def __init__(self, name: str, workers: CheckWorkers) -> None:
-        self.name, self.workers = name, workers
 
     @classmethod
     def create(cls, name: str, settings: VerifierSettings) -> IFEvalVerifier:
-        first = ["This is so.", _FIRST[name]]
-        return cls(
-            name, CheckWorkers(f"verl.verifiers.ifeval:{name}_score", settings.config.cpu_seconds, first)
-        )
+        function, seconds = "verl.verifiers.ifeval:ifeval_score", settings.config.cpu_seconds
+        return cls(name, CheckWorkers(function, seconds, ["This is so.", _FIRST]))
 
     def check_label(self, label: Any) -> None:
-        if self.name == "ifeval":
-            for each, arguments in instructions(label):
-                _build(each, arguments)
-        else:
-            _old_check(label)
+        for each, arguments in instructions(label):
+            _check(each, arguments)
 
-    def verify_many(self, samples: Sequence[Sample]) -> list[Verdict]:
-        labels = [each.label if isinstance(each.label, str) else json.dumps(each.label) for each in samples]
-        return self.workers.map([(each.text, label) for each, label in zip(samples, labels, strict=True)])
-
-    def close(self) -> None:
-        self.workers.close()
+    def _call(self, sample: Sample) -> Sequence[Any]:
+        return sample.text, sample.label
 
 
-def ifeval_score(text: str, label: str) -> float:
-    """The share of the label's instructions that the response follows."""
+def ifeval_score(text: str, label: Any) -> float:
+    """The share of the label's instructions that the response follows; an empty one follows none."""
     answer, wanted = after_thinking(text), instructions(label)
-    if not answer or not wanted:
-        return 0.0
-    return sum(bool(_build(each, arguments)(answer)) for each, arguments in wanted) / len(wanted)
-
-
-def ifeval_old_score(text: str, label: str) -> float:
-    """Whether the response follows the label's instruction."""
-    return float(bool(_old_check(label)(after_thinking(text))))
+    kept = [bool(_check(name, arguments)(answer)) for name, arguments in wanted if answer or name in _OLD]
+    return sum(kept) / max(len(wanted), 1)
 
 
 def instructions(label: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -85,27 +67,32 @@ def instructions(label: Any) -> list[tuple[str, dict[str, Any]]]:
                 except (ValueError, SyntaxError):
                     read = None
         read = read[0] if isinstance(read, list) and read else read
+    if isinstance(read, Mapping) and "func_name" in read:
+        read = {"instruction_id": [read["func_name"]], "kwargs": [read]}
     if not isinstance(read, Mapping) or (read and "instruction_id" not in read):
-        raise ValueError(f'Found ifeval label {label!r:.200}; expected [{{"instruction_id", "kwargs"}}].')
+        raise ValueError(
+            f'Found label {label!r:.200}; expected [{{"instruction_id", "kwargs"}}] or {{"func_name"}}.'
+        )
     names = read.get("instruction_id", [])
     given = read.get("kwargs") or [None] * len(names)
     known = [{k: v for k, v in (each or {}).items() if v is not None} for each in given]
     return list(zip(names, known, strict=True))
 
 
-def _build(name: str, arguments: dict[str, Any]) -> Callable[[str], Any]:
+def _check(name: str, arguments: dict[str, Any]) -> Callable[[str], Any]:
     """The check of one instruction. ValueError: there is no such id, or an argument is missing."""
-    own, library = _OWN.get(name), _library()
+    own, library = _OWN.get(name) or _OLD.get(name), _library()
     if own is not None:
         names = list(inspect.signature(own).parameters)[1:]
     elif name in library:
         made = library[name](name)
         names = made.get_instruction_args_keys()
     else:
-        raise ValueError(f"Found instruction id {name!r}; expected one of {sorted({*_OWN, *library})}.")
+        known = ", ".join(sorted({*_OWN, *_OLD, *library}))
+        raise ValueError(f"Found instruction {name!r}; expected one of {known}.")
     missing = [each for each in names if each not in arguments]
     if missing:  # the library would draw it at random
-        raise ValueError(f"Found no {', '.join(missing)} in the kwargs of {name}; expected {names}.")
+        raise ValueError(f"Found no {', '.join(missing)} in the arguments of {name}; expected {names}.")
     if own is not None:
         return lambda text: own(text, **{each: arguments[each] for each in names})
     made.build_description(**arguments)
@@ -138,9 +125,7 @@ def words(text: str) -> list[str]:
     """nltk's words: punctuation marks are words of their own."""
     from nltk.tokenize import NLTKWordTokenizer
 
-    return [
-        word for sentence in _sentences().tokenize(text) for word in NLTKWordTokenizer().tokenize(sentence)
-    ]
+    return [word for each in _sentences().tokenize(text) for word in NLTKWordTokenizer().tokenize(each)]
 
 
 def _split(text: str) -> list[str]:
@@ -157,12 +142,12 @@ def _word(word: Any) -> str:
     return (word if isinstance(word, str) else word[0]).strip()
 
 
-def _bare(word: str) -> str:
-    return re.sub(r"[^\w\s]", "", word)
+def _is_last(text: str, word: str) -> bool:
+    return _same(re.sub(r"[^\w\s]", "", text.split()[-1]), word)
 
 
 def _count(word: str, text: str) -> int:
-    return len(re.findall(word.strip(), text, re.IGNORECASE))
+    return len(re.findall(re.escape(word.strip()), text, re.IGNORECASE))  # "C++" is no pattern
 
 
 def _compare(count: int, relation: str, wanted: int) -> bool:
@@ -201,13 +186,8 @@ def _position(text: str, keyword: Any, n: int, m: int) -> bool:
 
 def _no_neighbours(text: str) -> bool:
     letters = [word[0].lower() for word in text.split()]
-    pairs = list(zip(letters, letters[1:], strict=False))
+    pairs = zip(letters, letters[1:], strict=False)
     return all(len(a) == len(b) == 1 and ord(b) - ord(a) != 1 for a, b in pairs)
-
-
-def _start_end(text: str) -> bool:
-    found = words(text)
-    return len(found) > 1 and found[0].lower() == found[-1].lower()
 
 
 def _letters(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
@@ -228,12 +208,9 @@ _OWN: dict[str, Callable[..., bool]] = {
         text, prompt_to_repeat[n_start:n_end]
     ),
     "detectable_format:sentence_hyphens": _sentence_hyphens,
-    "detectable_format:square_brackets": lambda text: all(
-        word[0] == "[" and word[-1] == "]" for word in text.split()
-    ),
+    "detectable_format:square_brackets": lambda text: all(w[0] == "[" and w[-1] == "]" for w in text.split()),
     "detectable_format:bigram_wrapping": lambda text: all(
-        first.startswith("<<") and second.endswith(">>")
-        for first, second in zip(text.split()[::2], text.split()[1::2], strict=False)
+        a[:2] == "<<" and b[-2:] == ">>" for a, b in zip(text.split()[::2], text.split()[1::2], strict=False)
     ),
     "keywords:no_adjacent_consecutive": _no_neighbours,
     "keywords:word_once": lambda text, keyword: _count(keyword, text) == 1,
@@ -243,7 +220,7 @@ _OWN: dict[str, Callable[..., bool]] = {
     "keywords:exclude_word_harder": lambda text, keyword: f" {keyword.strip()} " not in text,
     "keywords:palindrome": lambda text: any(word == word[::-1] for word in text.split()),
     "keywords:keyword_specific_position": _position,
-    "keywords:start_end": _start_end,
+    "keywords:start_end": lambda text: len(w := words(text)) > 1 and w[0].lower() == w[-1].lower(),
     "paragraphs:paragraphs": lambda text: _parts(text, r"\s?\*\*\*\s?") == 2,
     "paragraphs:paragraphs2": lambda text: _parts(text, r"\n\n") == 2,
     "first_word:first_word_sent": lambda text, first_word: all(
@@ -251,9 +228,9 @@ _OWN: dict[str, Callable[..., bool]] = {
     ),
     "first_word:first_word_answer": lambda text, first_word: _same(text.split()[0], first_word),
     "last_word:last_word_sent": lambda text, last_word: all(
-        each and _same(_bare(each.split()[-1]), _word(last_word)) for each in _split(text)
+        each and _is_last(each, _word(last_word)) for each in _split(text)
     ),
-    "last_word:last_word_answer": lambda text, last_word: _same(_bare(text.split()[-1]), last_word),
+    "last_word:last_word_answer": lambda text, last_word: _is_last(text, last_word),
     "punctuation:punctuation_dot": lambda text: "." not in text,
     "punctuation:punctuation_exclamation": lambda text: "!" not in text,
     "count:lowercase_counting": lambda text, N: len(re.findall(r"\b[a-z]+\b", text)) <= N,
@@ -268,48 +245,15 @@ _OWN: dict[str, Callable[..., bool]] = {
 }
 
 
-def _old_check(label: Any) -> Callable[[str], Any]:
-    """The check of a label of ifeval_old. ValueError: there is none."""
-    try:
-        read = json.loads(label) if isinstance(label, str) else dict(label)
-    except (TypeError, ValueError):
-        read = {}
-    check = _OLD.get(str(read.get("func_name"))) if isinstance(read, dict) else None
-    if check is None:
-        raise ValueError(
-            f"Found ifeval_old label {label!r:.200}; expected a func_name of {', '.join(sorted(_OLD))}."
-        )
-    names = list(inspect.signature(check).parameters)[1:]
-    missing = [each for each in names if read.get(each) is None]
-    if missing:
-        raise ValueError(f"Found no {', '.join(missing)} for {read['func_name']}; expected {names}.")
-    return lambda text: check(text, **{each: read[each] for each in names})
-
-
 def _around(count: int, quantifier: str, wanted: int, tolerance: int) -> bool:
     if quantifier == "around":
         return abs(count - wanted) <= tolerance
     return {"at least": count >= wanted, "at most": count <= wanted}.get(quantifier, False)
 
 
-def _language(text: str, language: str) -> bool:
-    _library()  # seeds the detector
-    import langdetect
-
-    return bool(langdetect.detect(text) == language)
-
-
 def _dividers(text: str, N: int) -> bool:
     parts = "\n".join(line.strip() for line in text.splitlines()).strip().split("* * *")
     return len(parts) == N and all(part.strip() for part in parts)
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 _SENTENCE_END = re.compile(r"(?<!\w\.\w.)(?<![A-Z][a-z]\.)(?<=\.|\?|!)\s")
@@ -322,7 +266,9 @@ _OLD: dict[str, Callable[..., bool]] = {
         not any(each.lower() in text.lower() for each in forbidden_words)
     ),
     "verify_letter_frequency": lambda text, letter, N: len(letter) == 1 and text.count(letter) == N,
-    "validate_response_language": _language,
+    "validate_response_language": lambda text, language: (
+        importlib.import_module("langdetect").detect(text) == language
+    ),
     "verify_paragraph_count": _dividers,
     "validate_word_constraint": lambda text, N, quantifier: _around(
         len(text.split()), quantifier, N, max(round(N * 0.1), 1)
@@ -344,7 +290,7 @@ _OLD: dict[str, Callable[..., bool]] = {
     "validate_sections": lambda text, N, section_splitter: (
         len(parts := text.split(section_splitter)) - (parts[0] == "") == N
     ),
-    "validate_json_format": _is_json,
+    "validate_json_format": lambda text: bool([json.loads(text)]),  # where it raises, 0
     "validate_repeat_prompt": lambda text, original_prompt: text.startswith(original_prompt),
     "validate_two_responses": lambda text: (
         len(parts := text.split("******")) == 2 and parts[0].strip() != parts[1].strip()

@@ -15,8 +15,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from verl.verifiers.base import Sample, Verdict, Verifier, VerifierSettings
-from verl.verifiers.workers import CheckWorkers
+from verl.verifiers.base import Sample, VerifierSettings
+from verl.verifiers.workers import CheckedVerifier, CheckWorkers
 
 _MINERVA = re.compile(r"Final Answer: The final answer is(.*?). I hope it is correct\.")
 _WORDS = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")
@@ -37,23 +37,20 @@ _STRIPPED = [("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac
 _STRIPPED += [("\\right", ""), ("^{\\circ}", ""), ("^\\circ", ""), ("\\$", "")]
 
 
-class MathVerifier(Verifier):
+class MathVerifier(CheckedVerifier):
     """Both; the work is done in processes of their own (`workers.py`)."""
-
-    def __init__(self, name: str, workers: CheckWorkers) -> None:
-        self.name, self.workers = name, workers
 
     @classmethod
     def create(cls, name: str, settings: VerifierSettings) -> MathVerifier:
         first = ["0.50", "1/2", False]
         return cls(name, CheckWorkers("verl.verifiers.math:math_score", settings.config.cpu_seconds, first))
 
-    def verify_many(self, samples: Sequence[Sample]) -> list[Verdict]:
-        is_strict = self.name == "strict_math"
-        return self.workers.map([(sample.text, str(sample.label), is_strict) for sample in samples])
+    def check_label(self, label: Any) -> None:
+        if label is None or not str(label).strip():
+            raise ValueError(f"Found label {label!r} of {self.name}; expected an answer.")
 
-    def close(self) -> None:
-        self.workers.close()
+    def _call(self, sample: Sample) -> Sequence[Any]:
+        return sample.text, str(sample.label), self.name == "strict_math"
 
 
 def math_score(text: str, label: str, is_strict: bool) -> float:
@@ -127,21 +124,12 @@ def same_value(candidate: str, label: str) -> bool:
     """
     if len(candidate) > 2000 or len(_WORDS.findall(candidate)) > 3 or "\\boxed" in candidate:
         return False
-    gold = _parsed(label)
-    if not gold:
-        return False
-    return bool(_math_verify().verify(gold, _parsed(candidate), timeout_seconds=None))
-
-
-def _parsed(answer: str) -> list[Any]:
-    library = _math_verify()
-    forms = [library.LatexExtractionConfig(), library.ExprExtractionConfig()]
-    parsed: list[Any] = library.parse(f"${answer}$", forms, fallback_mode="no_fallback", parsing_timeout=None)
-    return parsed
-
-
-def _math_verify() -> Any:
     import math_verify  # takes half a second, which only the processes pay
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no clock of its own
-    return math_verify
+    forms = [math_verify.LatexExtractionConfig(), math_verify.ExprExtractionConfig()]
+    gold, found = (
+        math_verify.parse(f"${each}$", forms, fallback_mode="no_fallback", parsing_timeout=None)
+        for each in (label, candidate)
+    )
+    return bool(gold) and bool(math_verify.verify(gold, found, timeout_seconds=None))

@@ -67,28 +67,32 @@ def assigned_verifiers(reward_model: Any, columns: Mapping[str, Any] | None = No
         reward_model: the row's (or its `reward_spec`). columns: its other columns.
 
     Raises:
-        ValueError: a name is unknown, or names and labels are not equally many.
+        ValueError: a name is unknown, a weight is no number, or names and labels are not equally many.
     """
     spec = reward_model if isinstance(reward_model, Mapping) else {}
-    truth = spec.get("ground_truth")
+    names: Any = spec.get("verifier")
+    truth: Any = spec.get("ground_truth")
     named = truth.get("verifiers") if isinstance(truth, Mapping) else None
     if named is not None:
         assigned = []
         for entry in named:
+            if not isinstance(entry, Mapping) or "name" not in entry:
+                raise ValueError(f'Found verifier {entry!r:.200}; expected {{"name", "label", "weight"}}.')
             weight = 1.0 if entry.get("weight") is None else float(entry["weight"])
             if not math.isfinite(weight):
                 raise ValueError(f"Found weight {weight} of verifier {entry['name']!r}; expected a number.")
             assigned.append(Assigned(check_name(str(entry["name"])), entry.get("label"), weight))
         return assigned
-    names: Any = spec.get("verifier")
-    if names is None:
-        columns = columns or {}
+    if names is None and columns is not None:
         names, truth = columns.get("dataset"), columns.get("ground_truth")
-    if names is None or truth is None:
+        names = None if truth is None else names  # many a data set has a column of that name
+    if names is None:
         return []
-    if isinstance(names, str):
-        return [Assigned(check_name(names), _only(truth))]
-    names, labels = list(names), [truth] if isinstance(truth, str | Mapping) else list(truth)
+    if isinstance(names, str):  # Open-Instruct writes a single label as a list of one, too
+        is_list = not isinstance(truth, str | Mapping) and hasattr(truth, "__len__")
+        return [Assigned(check_name(names), truth[0] if is_list and len(truth) == 1 else truth)]
+    is_one = isinstance(truth, str | Mapping) or not hasattr(truth, "__len__")
+    names, labels = list(names), [truth] if is_one else list(truth)
     if len(names) != len(labels):
         raise ValueError(
             f"Found {len(names)} verifiers {names} with {len(labels)} labels; expected one each."
@@ -96,16 +100,9 @@ def assigned_verifiers(reward_model: Any, columns: Mapping[str, Any] | None = No
     return [Assigned(check_name(str(name)), label) for name, label in zip(names, labels, strict=True)]
 
 
-def _only(label: Any) -> Any:
-    """Open-Instruct writes a single label as a list of one, too."""
-    is_list = not isinstance(label, str | Mapping) and hasattr(label, "__len__")
-    return label[0] if is_list and len(label) == 1 else label
-
-
-def load_verifier_class(name: str) -> type[Verifier]:
-    """The class of a name. ValueError: there is none, or it is no verifier."""
-    path = VERIFIERS.get(check_name(name), name)
-    module_name, _, class_name = path.partition(":")
+def make_verifier(name: str, settings: VerifierSettings) -> Verifier:
+    """The verifier of a name, ready to work. ValueError: there is none, or it is no verifier."""
+    module_name, _, class_name = VERIFIERS.get(check_name(name), name).partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name, None)
     except ImportError as error:
@@ -115,12 +112,7 @@ def load_verifier_class(name: str) -> type[Verifier]:
             f"Verifier {name!r}: found no class {class_name!r} in {module_name} that derives from "
             "verl.verifiers.Verifier."
         )
-    return found
-
-
-def make_verifier(name: str, settings: VerifierSettings) -> Verifier:
-    """The verifier of a name, ready to work."""
-    return load_verifier_class(name).create(name, settings)
+    return found.create(name, settings)
 
 
 def check_rows(rows: Iterable[Mapping[str, Any]], settings: VerifierSettings) -> int:
@@ -130,9 +122,8 @@ def check_rows(rows: Iterable[Mapping[str, Any]], settings: VerifierSettings) ->
     made: dict[str, Verifier] = {}
     count = 0
     for index, row in enumerate(rows):
-        reward_model = row.get("reward_model", row.get("reward_spec"))
         try:
-            assigned = assigned_verifiers(reward_model, row)
+            assigned = assigned_verifiers(row.get("reward_model", row.get("reward_spec")), row)
             for each in assigned:
                 if each.name not in made:
                     made[each.name] = make_verifier(each.name, settings)

@@ -14,6 +14,7 @@ The rule where the answer stands in a response is part of the verifier's name:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import string
@@ -49,40 +50,29 @@ def f1(answer: str, label: str) -> float:
 
 
 def as_labels(label: Any) -> list[str]:
-    """A label that may be a list, also as JSON text."""
+    """A label that may be a list, also as JSON text; other text stays as it is ("1.50" is no number here)."""
+    read = label
     if isinstance(label, str):
-        try:
-            label = json.loads(label)
-        except ValueError:
-            label = label.strip()
-    return [str(each) for each in label] if isinstance(label, list | tuple) else [str(label)]
+        with contextlib.suppress(ValueError):
+            read = json.loads(label)
+    return [str(each) for each in read] if isinstance(read, list | tuple) else [str(label).strip()]
 
 
 def _gsm8k(text: str, label: Any) -> float:
     numbers = _NUMBER.findall(_COMMA.sub(r"\1\2", text))
     answer = numbers[-1] if numbers else text
-    return float(answer.lower() == _COMMA.sub(r"\1\2", str(label)).lower())
-
-
-def _flan(text: str, label: Any) -> float:
-    return float(normalized(text.split("The answer is: ")[-1]) == normalized(str(label)))
+    label = int(label) if isinstance(label, float) and label.is_integer() else label  # 72.0 of a column
+    return float(answer.lower() == _COMMA.sub(r"\1\2", str(label).strip()).lower())
 
 
 def _string_matcher(text: str, label: Any) -> float:
     if "<answer>" not in text or "</answer>" not in text:
         return 0.0
-    answer = text.split("<answer>")[-1].split("</answer>")[0]
+    return _same(text.split("<answer>")[-1].split("</answer>")[0], label)
+
+
+def _same(answer: str, label: Any) -> float:
     return float(normalized(answer) == normalized(str(label)))
-
-
-def _puzzle(text: str, label: Any) -> float:
-    return float(normalized(after_thinking(text)) == normalized(str(label)))
-
-
-def _string_f1(text: str, label: Any) -> float:
-    labels = as_labels(label) if isinstance(label, str) and label.startswith("[") else label
-    answer = after_thinking(text)
-    return max(f1(answer, str(each)) for each in (labels if isinstance(labels, list | tuple) else [labels]))
 
 
 def _re_search(text: str, label: Any) -> float:
@@ -103,14 +93,18 @@ class TextVerifier(Verifier):
 
     rules: ClassVar[dict[str, Callable[[str, Any], float]]] = {
         "gsm8k": _gsm8k,
-        "flan": _flan,
+        "flan": lambda text, label: _same(text.split("The answer is: ")[-1], label),
         "string_matcher": _string_matcher,
-        "puzzle": _puzzle,
-        "string_f1": _string_f1,
+        "puzzle": lambda text, label: _same(after_thinking(text), label),
+        "string_f1": lambda text, label: max(f1(after_thinking(text), each) for each in as_labels(label)),
         "re_search": _re_search,
         "re_search_f1": _re_search_f1,
         "passthrough": lambda text, label: 0.0,
     }
+
+    def check_label(self, label: Any) -> None:
+        if self.name != "passthrough" and (label is None or not as_labels(label)):
+            raise ValueError(f"Found label {label!r} of {self.name}; expected an answer.")
 
     def verify(self, sample: Sample) -> Verdict:
         return Verdict(self.rules[self.name](sample.text, sample.label))

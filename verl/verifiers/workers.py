@@ -6,6 +6,7 @@ whatever C code it is. A busy machine thus makes no false zero, as waiting costs
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -17,11 +18,9 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from subprocess import PIPE
 from typing import Any
 
-from verl.verifiers.base import CouldNotVerify, Verdict
+from verl.verifiers.base import CouldNotVerify, Sample, Verdict, Verifier
 
 _MEMORY_BYTES = 4 << 30  # of a process's address space
 _MOST_PROCESSES = min(os.cpu_count() or 1, 16)
@@ -95,14 +94,12 @@ class CheckWorkers:
                         raise CheckFailed(problem, too_much=problem == "memory")
                     return result
                 status = _end(process, 0 if line is None else 5)
-                problem = f"the checking process ended with {status}"
-                if line is None:
-                    problem = f"the machine was too busy for {self.wall_seconds:g} seconds"
-                elif status == -signal.SIGPROF:
+                if line is not None and status == -signal.SIGPROF:
                     raise CheckFailed(f"more than {self.cpu_seconds:g} seconds", too_much=True)
-                elif -status in _BLAME:
+                problem = f"the checking process ended with {status}"
+                if line is not None and -status in _BLAME:
                     raise CheckFailed(problem, too_much=True)
-        raise ProcessEnded(problem)
+        raise ProcessEnded(problem if line is not None else f"no answer in {self.wall_seconds:g} seconds")
 
     def close(self) -> None:
         """Ends the processes."""
@@ -110,30 +107,51 @@ class CheckWorkers:
             _end(self._idle.pop(), 0)
 
     def _take(self) -> subprocess.Popen[bytes]:
-        with suppress(IndexError):  # other threads take from it too
-            while process := self._idle.pop():
-                if process.poll() is None:
-                    return process
+        with contextlib.suppress(IndexError):  # no idle one is left
+            while (process := self._idle.pop()).poll() is not None:
                 _end(process, 0)
+            return process
         code = f"import sys; sys.path[:] = {sys.path!r}; from verl.verifiers.workers import serve; serve()"
         command = [sys.executable, "-c", code, self.function, str(self.cpu_seconds), json.dumps(self.first)]
-        process = subprocess.Popen(  # in a session of its own, as Ctrl-C is for the run
-            command,
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # threads take memory
-            start_new_session=True,
-        )
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # threads take memory
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=env,
+                start_new_session=True,  # Ctrl-C is for the run
+            )
+        except OSError as error:
+            raise CouldNotVerify(f"the checking process can't start ({error})") from error
         if not _line(process, 120):  # it says when it is ready
             raise CouldNotVerify(f"the checking process can't start (status {_end(process, 1)})")
         return process
 
 
+class CheckedVerifier(Verifier):
+    """A verifier whose work is done by such processes: `_call` gives the arguments of a sample."""
+
+    def __init__(self, name: str, workers: CheckWorkers) -> None:
+        self.name, self.workers = name, workers
+
+    def verify_many(self, samples: Sequence[Sample]) -> list[Verdict]:
+        return self.workers.map([self._call(sample) for sample in samples])
+
+    def close(self) -> None:
+        self.workers.close()
+
+    def _call(self, sample: Sample) -> Sequence[Any]:
+        raise NotImplementedError
+
+
 def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
     """The next line; b"" at the process's end, None when the time is up."""
     assert process.stdout is not None
-    line = process.stdout.readline() if select.select([process.stdout], [], [], seconds)[0] else None
+    poll = select.poll()  # `select.select` takes no file beyond the 1,024th
+    poll.register(process.stdout, select.POLLIN)
+    line = process.stdout.readline() if poll.poll(1000 * seconds) else None
     return line if line is None or line.endswith(b"\n") else b""
 
 
