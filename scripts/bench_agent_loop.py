@@ -4,7 +4,7 @@
 
 The shipped tiny model answers questions of the microworld on the native engine, and gets documents from a
 retriever in memory, the same in both. Both checkouts run in a process each and take turns with the same
-batches, so that what else the machine does hits both. They write the same trajectories: a digest is compared.
+batches, so that what else the machine does hits both. Their trajectories must be the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROMPTS, GROUP = 16, 8
 CHILD_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 
-def child() -> None:
+def child() -> int:
     """Runs a batch for each number on the input, and prints its CPU seconds and the trajectories' digest."""
     import time
     from concurrent.futures import Future
@@ -66,14 +66,14 @@ def child() -> None:
         made = manager.run_llm_loop(batch)
         seconds = time.process_time() - started
         digest = hashlib.sha256(made.tensors["responses"].numpy().tobytes()).hexdigest()
-        searches = sum(record["num_searches"] for record in made.non_tensor_batch["trajectory"])
-        print(json.dumps([seconds, digest, searches]), flush=True)
+        searches = [record["num_searches"] for record in made.non_tensor_batch["trajectory"]]
+        print(json.dumps([seconds, digest, sum(searches)]), flush=True)
+    return 0
 
 
 def start(checkout: Path) -> subprocess.Popen[str]:
     environment = os.environ | CHILD_ENVIRONMENT | {"PYTHONPATH": str(checkout)}
-    command = [sys.executable, str(Path(__file__).resolve()), "--child"]
-    pipe = subprocess.PIPE
+    command, pipe = [sys.executable, str(Path(__file__).resolve()), "--child"], subprocess.PIPE
     return subprocess.Popen(command, cwd=checkout, env=environment, stdin=pipe, stdout=pipe, text=True)
 
 
@@ -92,17 +92,15 @@ def main() -> int:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        child()
-        return 0
+        return child()
     with tempfile.TemporaryDirectory() as folder:
         other = Path(folder) / "reference"
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--detach", "-q", str(other), arguments.reference], check=True)
         processes = [start(ROOT), start(other)]
+        numbers = range(arguments.rounds + 1)
         try:
-            rounds = [
-                [ask(each, n) for each in processes[:: 1 - 2 * (n % 2)]] for n in range(arguments.rounds + 1)
-            ]
+            rounds = [[ask(each, n) for each in processes[:: 1 - 2 * (n % 2)]] for n in numbers]
         finally:
             for each in processes:
                 each.terminate()
@@ -111,9 +109,9 @@ def main() -> int:
     pairs = [pair[:: 1 - 2 * (n % 2)] for n, pair in enumerate(rounds)][1:]
     here, there = (median(pair[side][0] for pair in pairs) for side in (0, 1))
     equal = all(pair[0][1:] == pair[1][1:] for pair in pairs)
-    rows = PROMPTS * GROUP
+    rows, searches = PROMPTS * GROUP, sum(pair[0][2] for pair in pairs) / len(pairs)
     print(f"here {rows / here:.1f}, {arguments.reference} {rows / there:.1f} trajectories per CPU second")
-    print(f"{sum(pair[0][2] for pair in pairs) / len(pairs) / rows:.2f} searches each; same tokens: {equal}")
+    print(f"{searches / rows:.2f} searches each; same tokens: {equal}")
     print(f"ratio {there / here:.3f}")
     return 0 if equal else 1
 

@@ -41,6 +41,16 @@ def test_the_policy_loss_is_found_by_its_path_and_has_the_gradient_of_its_formul
     assert metrics["actor/pull"].item() == pytest.approx(0.125)
 
 
+def test_the_environment_counts_letters_over_the_turns_of_an_episode():
+    from verl.environments import make
+
+    env = make("examples.environment:LetterEnv", env_config={}, extras={"letter": "e"})
+    first, second = env.step("eels e"), env.step("e" * 20)
+    assert (first["reward"], second["reward"]) == (0.3, 1.0)
+    assert second["observations"][0]["content"].strip() == "e: 13 so far."
+    assert env.get_metrics() == {"letters": 13}
+
+
 @pytest.fixture
 def example_server():
     """The example's search engine on a free port; yields its address."""

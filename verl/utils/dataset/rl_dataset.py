@@ -154,7 +154,7 @@ class RLHFDataset:
         env_class = self.environment_of(row)
         item = {
             "raw_prompt_ids": ids[-kept:],
-            "data_source": row.get("data_source") or env_class,
+            "data_source": row.get("data_source") or env_class.replace(":", "."),
             "reward_model": reward_model if isinstance(reward_model, Mapping) else {"ground_truth": None},
             "extra_info": dict(extra_info) if isinstance(extra_info, Mapping) else {},
             "index": index,

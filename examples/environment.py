@@ -1,0 +1,38 @@
+"""An environment of one's own: each turn earns a tenth for each time that the row's letter stands in it.
+
+python examples/environment.py         writes letters.parquet; docs/environments.md says how a run takes it
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.environments import BaseTextEnv, BaseTextEnvStepOutput
+
+
+class LetterEnv(BaseTextEnv):
+    """Up to `max_turns` turns (the loop counts); reward of a turn: 0 to 1."""
+
+    stop, runs = ("</answer>",), "inline"
+
+    def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None):
+        super().__init__()
+        self.letter = (extras or {})["letter"]  # a column of the row
+        self.found = 0
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        count = min(action.count(self.letter), 10)
+        self.found += count
+        say = [{"role": "user", "content": f"\n\n{self.letter}: {self.found} so far.\n\n"}]
+        return {"observations": say, "reward": count / 10, "done": False, "metadata": {"count": count}}
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {"letters": self.found}
+
+
+if __name__ == "__main__":
+    import pandas as pd
+
+    asked = [(letter, f"Question: write {letter} often. Round {i}.") for i in range(16) for letter in "aeos"]
+    rows = [{"prompt": [{"role": "user", "content": text}], "letter": letter} for letter, text in asked]
+    pd.DataFrame(rows).to_parquet("letters.parquet")
