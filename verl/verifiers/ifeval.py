@@ -251,11 +251,6 @@ def _around(count: int, quantifier: str, wanted: int, tolerance: int) -> bool:
     return {"at least": count >= wanted, "at most": count <= wanted}.get(quantifier, False)
 
 
-def _dividers(text: str, N: int) -> bool:
-    parts = "\n".join(line.strip() for line in text.splitlines()).strip().split("* * *")
-    return len(parts) == N and all(part.strip() for part in parts)
-
-
 _SENTENCE_END = re.compile(r"(?<!\w\.\w.)(?<![A-Z][a-z]\.)(?<=\.|\?|!)\s")
 _OLD: dict[str, Callable[..., bool]] = {
     "verify_keywords": lambda text, keyword_list: all(each.lower() in text.lower() for each in keyword_list),
@@ -269,7 +264,9 @@ _OLD: dict[str, Callable[..., bool]] = {
     "validate_response_language": lambda text, language: (
         importlib.import_module("langdetect").detect(text) == language
     ),
-    "verify_paragraph_count": _dividers,
+    "verify_paragraph_count": lambda text, N: (
+        len(parts := text.split("* * *")) == N and all(map(str.strip, parts))
+    ),
     "validate_word_constraint": lambda text, N, quantifier: _around(
         len(text.split()), quantifier, N, max(round(N * 0.1), 1)
     ),

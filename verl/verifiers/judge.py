@@ -4,10 +4,10 @@
 
 A deadline (`verifiers.judge.timeout`) holds for each verdict with its retries, from when it is its turn. No
 answer in time, an error of the server, or three answers without a score: could not verify. A verdict is kept
-in the run's folder (judge_verdicts.jsonl) by model, prompt and answer, so that a run that goes on pays for
-none twice. When `verifiers.judge.cost_limit` is reached the run stops: it goes on from there with a higher
-one. The key is read from VERIFIERS_JUDGE_API_KEY. general-quality and general-quality_ref are asked for 1 to
-10, all others for 0 or 1, a criterion of a rubric for 0, 1 or 2.
+in the run's folder (judge_verdicts.jsonl) by model, temperature, prompt and answer, so that a run that goes
+on pays for none twice. When `verifiers.judge.cost_limit` is reached the run stops: it goes on from there with
+a higher one. The key is read from VERIFIERS_JUDGE_API_KEY. general-quality and general-quality_ref are asked
+for 1 to 10, all others for 0 or 1, a criterion of a rubric for 0, 1 or 2.
 """
 
 from __future__ import annotations

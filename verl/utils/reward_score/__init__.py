@@ -149,13 +149,7 @@ def call_reward_function(function: RewardFunction, calls: Sequence[Mapping[str, 
 
     try:
         if "solution_strs" in inspect.signature(inner).parameters:
-            lists = {
-                "data_sources": [call["data_source"] for call in calls],
-                "solution_strs": [call["solution_str"] for call in calls],
-                "ground_truths": [call["ground_truth"] for call in calls],
-                "extra_infos": [call["extra_info"] for call in calls],
-            }
-            returned = inner(**lists)
+            returned = inner(**{f"{name}s": [call[name] for call in calls] for name in calls[0]})
             many = list(asyncio.run(returned) if inspect.iscoroutine(returned) else returned)
             if len(many) != len(calls):
                 raise ValueError(f"it returned {len(many)} scores for {len(calls)} rows")
