@@ -1,6 +1,6 @@
 """An environment of one's own: each turn earns a tenth for each time that the row's letter stands in it.
 
-python examples/environment.py         writes letters.parquet; docs/environments.md says how a run takes it
+python -m examples.environment         writes letters.parquet; docs/environments.md says how a run takes it
 """
 
 from __future__ import annotations

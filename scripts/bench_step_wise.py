@@ -12,11 +12,14 @@ anew.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from statistics import median
 
-import verl  # noqa: F401  # isort: skip  (first: it says which Python has what is missing)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
 import torch
 
 from verl.config import load_config
