@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx
+import psutil
 import pytest
 from attack_corpus import Attack, draw_numbers, read_attacks
 from code_server_process import OURS, ask, running
@@ -260,6 +261,10 @@ def planted(host: HostWatch) -> Iterator[tuple[str, str]]:
     script = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.fork() or time.sleep(20)"
     subprocess.run([sys.executable, "-S", "-c", script], timeout=10)
     yield "a daemon that lost its parent", "left behind"
+    for child in psutil.Process().children(recursive=True):
+        if script in child.cmdline():
+            child.kill()
+            child.wait(10)
     with pytest.raises(httpx.HTTPError):
         httpx.get(f"http://127.0.0.1:{host.port}", timeout=0.1, trust_env=False)
     yield "a connection", "reached"
