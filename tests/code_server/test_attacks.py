@@ -262,7 +262,7 @@ def planted(host: HostWatch) -> Iterator[tuple[str, str]]:
     subprocess.run([sys.executable, "-S", "-c", script], timeout=10)
     yield "a daemon that lost its parent", "left behind"
     for child in psutil.Process().children(recursive=True):
-        if script in child.cmdline():
+        if child.status() != psutil.STATUS_ZOMBIE and script in child.cmdline():
             child.kill()
             child.wait(10)
     with pytest.raises(httpx.HTTPError):
