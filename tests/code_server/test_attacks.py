@@ -238,12 +238,9 @@ def test_programs_beside_bombs_are_answered_within_their_limit_and_100_ms(sandbo
         bombing = [pool.submit(bomb, client, attack) for attack in bombs]
         time.sleep(0.5)
         try:
-            for _ in range(3):  # what else the machine does spoils a round; what the server does, every one
-                honest = pool.submit(measure, client, HONEST, 1)
-                endless = pool.submit(measure, client, "def f(n):\n    while True: pass", 0)
-                slowest = [honest.result()[-1], endless.result()[-1]]
-                if max(slowest) <= limit + 0.1:
-                    break
+            honest = pool.submit(measure, client, HONEST, 1)
+            endless = pool.submit(measure, client, "def f(n):\n    while True: pass", 0)
+            slowest = [honest.result()[-1], endless.result()[-1]]
         finally:
             ended.set()
         for future in bombing:
