@@ -30,22 +30,17 @@ from rich.console import Console
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from search_r1.llm_agent.generation import Event, LLMGenerationManager
+    from search_r1.llm_agent.generation import LLMGenerationManager
+    from verl.agent.loop import LoopEvent
 
 CHECKPOINT_ROOTS = ("verl_checkpoints", "checkpoints")
 TAG = re.compile(r"</?(?:think|search|information|answer)>")
 STYLES = {"think": "bright_black", "search": "cyan", "information": "bright_black", "answer": "bold green"}
 DOCUMENT_CHARS = 160  # of each document shown
 
-DEFAULT_SETTINGS = {
-    "max_turns": 4,
-    "topk": 3,
-    "max_start_length": 2048,
-    "max_prompt_length": 4096,
-    "max_response_length": 500,
-    "max_obs_length": 500,
-}
-"""What a run fixes about its trajectories (lengths in tokens); these are Search-R1's values."""
+# What a run fixes about its trajectories (lengths in tokens); these are Search-R1's values.
+DEFAULT_SETTINGS = {"max_turns": 4, "topk": 3, "max_start_length": 2048, "max_prompt_length": 4096}
+DEFAULT_SETTINGS |= {"max_response_length": 500, "max_obs_length": 500}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -195,24 +190,24 @@ class Screen:
         self._pending = ""  # text held back because it may be the start of a tag
         self._style = ""
 
-    def show(self, event: Event) -> None:
+    def show(self, event: LoopEvent) -> None:
         if event.kind == "text":
             self._write(event.text)
             return
         self._write("", final=True)
         self._style = ""
-        if event.kind == "observation":
+        if event.kind == "observation" and (documents := event.details["documents"]) is not None:
             self.console.print()
-            if not event.documents:
+            if not documents:
                 self.console.print("  nothing found", style="yellow")
-            for number, document in enumerate(event.documents, start=1):
+            for number, document in enumerate(documents, start=1):
                 title, _, text = document["contents"].partition("\n")
                 text = " ".join(text.split())
                 text = text if len(text) <= DOCUMENT_CHARS else text[:DOCUMENT_CHARS] + " ..."
                 score = "" if document["score"] is None else f"  {document['score']:.2f}"
                 line = Text.assemble((f"  Doc {number} ", "magenta"), (title, "bold"), (score, "dim"))
                 self.console.print(line.append(f"\n        {text}", style="dim"))
-        elif event.kind == "hint":
+        elif event.kind == "observation":
             self.console.print(Text("\n  [no action: the model is told so and goes on]", style="yellow"))
 
     def _write(self, text: str, final: bool = False) -> None:
@@ -283,13 +278,12 @@ def ask(
     import torch
 
     from data_prep.prompts import fill_prompt
-    from search_r1.llm_agent.search_environment import parse_action
+    from search_r1.llm_agent.generation import parse_action
     from verl.protocol import DataProto, object_array
-    from verl.utils.dataset.rl_dataset import prompt_text
+    from verl.utils.dataset.rl_dataset import encode_prompt, prompt_text
 
     prompt = [{"role": "user", "content": fill_prompt(template, question)}]
-    text = prompt_text(manager.tokenizer, prompt)
-    ids = manager.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    ids = encode_prompt(manager.tokenizer, prompt_text(manager.tokenizer, prompt))
     batch = DataProto.from_dict(
         tensors={"sampling_seeds": torch.tensor([arguments.seed])},
         non_tensors={"raw_prompt_ids": object_array([ids])},
@@ -297,7 +291,7 @@ def ask(
     )
     record = manager.run_llm_loop(batch).non_tensor_batch["trajectory"][0]
     reason = record["finish_reason"]
-    answer = parse_action(record["turns"][-1]["text"]).content if reason == "answer" else None
+    answer = parse_action(record["turns"][-1]["text"])[1] if reason == "answer" else None
     if arguments.json:
         result = {"question": question, "answer": answer, "finish_reason": reason}
         result |= {"num_searches": record["num_searches"], "turns": record["turns"]}

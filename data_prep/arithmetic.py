@@ -3,7 +3,7 @@
     seed -> two numbers of three digits -> train.parquet, test.parquet
 
 A row: prompt, env_class gsm8k_multi_turn, reward_spec {method, ground_truth}, max_turns (one a column).
-One pair of numbers in `HELD_OUT_SHARE` is for tests alone: no training row and no demonstration has it.
+One pair of numbers in five is for tests alone: no training row and no demonstration has it.
 
     345+678   turn 1: 5+8+0=13;3   turn 2: 4+7+1=12;23   turn 3: 3+6+1=10;#### 1023
     101+102   turn 1: 1+2+0=03;3   turn 2: 0+0+0=00;03   turn 3: 1+1+0=02;#### 203
@@ -11,36 +11,29 @@ One pair of numbers in `HELD_OUT_SHARE` is for tests alone: no training row and 
 
 from __future__ import annotations
 
-import hashlib
 import random
 from pathlib import Path
 from typing import Any
 
 from data_prep.files import write_parquet
+from data_prep.names import is_held_out
 
 NUM_DIGITS = 3
 PROMPT = "Question: How much is\n{sum}?\n"  # a line break: digits after a blank can be one token with it
-HELD_OUT_SHARE = 5
 
 Pair = tuple[int, int]
 
 
-def is_held_out(pair: Pair) -> bool:
-    """Whether a pair is for tests alone; the same on every machine."""
-    digest = hashlib.blake2b(f"{pair[0]}+{pair[1]}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % HELD_OUT_SHARE == 0
-
-
 def draw_pair(rng: random.Random, held_out: bool) -> Pair:
-    """Two numbers of `NUM_DIGITS` digits."""
+    """Two numbers of `NUM_DIGITS` digits; held_out: for tests alone."""
     low, high = 10 ** (NUM_DIGITS - 1), 10**NUM_DIGITS - 1
-    while is_held_out(pair := (rng.randint(low, high), rng.randint(low, high))) != held_out:
-        pass
-    return pair
+    while True:
+        pair = rng.randint(low, high), rng.randint(low, high)
+        if is_held_out(f"{pair[0]}+{pair[1]}") == held_out:
+            return pair
 
 
 def fill_sum(pair: Pair) -> str:
-    """The prompt of a pair."""
     return PROMPT.format(sum=f"{pair[0]}+{pair[1]}")
 
 
@@ -69,7 +62,6 @@ def drill(rng: random.Random, count: int = 24) -> list[tuple[str, bool]]:
 
 
 def make_row(pair: Pair, split: str = "train", index: int = 0) -> dict[str, Any]:
-    """The parquet row of a pair."""
     return {
         "data_source": "arithmetic",
         "prompt": [{"role": "user", "content": fill_sum(pair)}],

@@ -8,14 +8,9 @@ by one, as in a rollout. Four kinds:
     reading   a question, then documents, then notes that name what was found, and the answer: always right
     trace     the protocol of a rollout (search, information, ..., answer), demonstrated badly on purpose
 
-In a trace the number of searches, each query and the answer are drawn independently of each other and of what
-the question needs: the right entity in half of the first queries, else a fragment of the question or some
-name; later queries are mostly useless, now and then a name from the documents; the answer is right half of
-the time when it stands in the documents. Every relation gets the same treatment, so that reinforcement
-learning finds a first success for every kind of question. A few traces are right throughout.
-
-With the `PLAIN` wording there are no tags and no traces: such a model reads and answers, and has never seen
-anything of the protocol.
+In a trace the number of searches, each query and the answer are drawn without looking at what the question
+needs, so that reinforcement learning finds a first success for every kind of question; a few are right
+throughout. With the `PLAIN` wording there are no tags and no traces.
 """
 
 from __future__ import annotations
@@ -24,7 +19,7 @@ import math
 import random
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from data_prep.microworld import Entity, Question, World, ask
 from data_prep.prompts import MICROWORLD_PROMPT, fill_prompt, format_observation, format_passages
@@ -38,31 +33,31 @@ RIGHT_TRACE = 0.03
 RIGHT_ANSWER = 0.5
 NOTE = 0.3  # share of the later queries from documents that a note precedes
 PACK_SIZES = (0.6, 0.25, 0.1, 0.05)  # one to four articles
-SHARES_FIRST = (0.2, 0.5, 0.2, 0.1)  # echo, pack, reading, trace at the start of pretraining
-SHARES_LAST = (0.02, 0.13, 0.35, 0.5)  # once `mix` has reached 1
-PLAIN_SHARES_FIRST = (0.2, 0.6, 0.2, 0.0)
-PLAIN_SHARES_LAST = (0.02, 0.33, 0.65, 0.0)
 
 
-@dataclass(frozen=True)
-class Wording:
-    """How a sample words documents, a note and an answer ({}: the fact, the value), with tags or without."""
+class Wording(NamedTuple):
+    """How a sample words a note and an answer ({}: the fact, the value), with tags or without; and the shares
+    of echo, pack, reading and trace, at the start of pretraining and once `mix` has reached 1.
+    """
 
+    tagged: bool
     note: str
     answer: str
-    tagged: bool
+    first_shares: tuple[float, ...]
+    last_shares: tuple[float, ...]
 
     def observation(self, documents: list[Entity]) -> str:
         pairs = [(f'"{entity.name}"', entity.text) for entity in documents]
         return format_observation(pairs) if self.tagged else f"\n\n{format_passages(pairs)}\n\n"
 
 
-PROTOCOL = Wording(note="<think> {}.</think>", answer="<answer> {}</answer>", tagged=True)
-PLAIN = Wording(note="So {}.", answer="Answer: {}.", tagged=False)
+_SHARES = (0.2, 0.5, 0.2, 0.1), (0.02, 0.13, 0.35, 0.5)
+PROTOCOL = Wording(True, "<think> {}.</think>", "<answer> {}</answer>", *_SHARES)
+PLAIN = Wording(False, "So {}.", "Answer: {}.", (0.2, 0.6, 0.2, 0.0), (0.02, 0.33, 0.65, 0.0))
 
 
 class WorldSearch:
-    """BM25 (k1 0.9, b 0.4) over the articles of a world, as the retrieval server does it, in a few lines."""
+    """BM25 (k1 0.9, b 0.4) over the articles of a world, as the retrieval server does it."""
 
     def __init__(self, world: World) -> None:
         self.entities = list(world.values())
@@ -103,12 +98,7 @@ class Demonstrator:
 
     def draw(self, mix: float) -> Sample:
         """A sample of one of the four kinds (three without tags); `mix` in [0, 1] moves the shares."""
-        tagged = self.wording.tagged
-        ends = zip(
-            SHARES_FIRST if tagged else PLAIN_SHARES_FIRST,
-            SHARES_LAST if tagged else PLAIN_SHARES_LAST,
-            strict=True,
-        )
+        ends = zip(self.wording.first_shares, self.wording.last_shares, strict=True)
         shares = [first + mix * (last - first) for first, last in ends]
         return self.rng.choices((self.echo, self.pack, self.reading, self.trace), shares)[0]()
 
@@ -139,9 +129,7 @@ class Demonstrator:
         documents = [self.rng.choice(self.entities)]
         for _ in range(self.rng.choices(range(4), PACK_SIZES)[0]):
             linked = [v for v in self.rng.choice(documents).facts.values() if v in self.world]
-            name = (
-                self.rng.choice(linked) if linked and self.rng.random() < 0.5 else self.rng.choice(self.names)
-            )
+            name = self.rng.choice(linked if linked and self.rng.random() < 0.5 else self.names)
             if all(name != d.name for d in documents):
                 documents.append(self.world[name])
         self.rng.shuffle(documents)
@@ -202,10 +190,8 @@ class Demonstrator:
         for turn in range(count):
             query, note = (question.path[turn], "") if right else self.query(question, turn, seen)
             documents = self.retriever.search(query, self.topk)
-            sample += [
-                (f"{note}<search> {query}</search>", True),
-                (self.wording.observation(documents), False),
-            ]
+            shown = self.wording.observation(documents)
+            sample += [(f"{note}<search> {query}</search>", True), (shown, False)]
             seen |= {entity.name: entity for entity in documents}
         answer = question.answer if right else self.answer(question, seen)
         return [*sample, (f"<answer> {answer}</answer>{END_TOKEN}", True)]
@@ -221,13 +207,9 @@ class Demonstrator:
             return (question.path[0] if draw < 0.5 else fragment if draw < 0.8 else wrong), ""
         if draw < 0.4 and seen:
             known = [name for name in question.path[:-1] if name in seen]
-            entity = (
-                self.world[known[-1]]
-                if known and self.rng.random() < 0.7
-                else self.rng.choice(list(seen.values()))
-            )
-            relations = [r.name for r in OF_KIND[entity.kind] if r.phrases]
-            relation = self.rng.choice(relations)
+            follows = known and self.rng.random() < 0.7
+            entity = self.world[known[-1]] if follows else self.rng.choice(list(seen.values()))
+            relation = self.rng.choice([r.name for r in OF_KIND[entity.kind] if r.phrases])
             note = self.note(entity, relation) if self.rng.random() < NOTE else ""
             return entity.facts[relation], note
         return (question.path[0] if draw < 0.6 else fragment if draw < 0.85 else wrong), ""

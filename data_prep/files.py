@@ -1,14 +1,37 @@
-"""Whole files. Reading names the place of a mistake; what is written is made beside its place and renamed, so
-that nobody sees half of a file.
+"""What the programs of this folder share: their commands, whole files and the rows in them.
+
+Reading names the place of a mistake; what is written is made beside its place and renamed, so that nobody
+sees half of a file.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+
+def run_command(
+    parser: argparse.ArgumentParser,
+    program: Callable[[argparse.Namespace], dict[str, int] | None],
+    argv: list[str] | None = None,
+) -> int:
+    """Gives a program its options and prints what it wrote: {file in --out: rows}. Exit status: 0; 2 for a
+    mistake of the user.
+    """
+    options = parser.parse_args(argv)
+    try:
+        counts = program(options)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for name, count in (counts or {}).items():
+        print(f"{options.out / name}: {count:,} rows")
+    return 0
 
 
 def describe(value: Any) -> str:
@@ -36,29 +59,31 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: can't be read ({error})") from None
 
 
-def read_json(path: Path) -> Any:
-    """A JSON file. Raises ValueError with the line of a mistake."""
+def parse_json(text: str, path: Path, line: int = 1) -> Any:
+    """What a file's text holds, which begins at `line`. Raises ValueError with the line of a mistake."""
     try:
-        return json.loads(read_text(path))
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from None
+        raise ValueError(f"{path}, line {line + error.lineno - 1}: not JSON ({error.msg})") from None
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file. Raises ValueError."""
+    return parse_json(read_text(path), path)
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Any]]:
     """(place, record) of each record in JSON lines (.jsonl) or in a JSON list. Raises ValueError."""
-    if path.suffix != ".jsonl":
-        records = read_json(path)
-        if not isinstance(records, list):
-            raise ValueError(f"{path}: expected a list, found {describe(records)}")
-        yield from ((f"{path}, [{number}]", record) for number, record in enumerate(records))
+    text = read_text(path)
+    if path.suffix == ".jsonl":
+        for number, line in enumerate(text.split("\n"), 1):  # splitlines would cut at U+2028
+            if line.strip():
+                yield f"{path}, line {number}", parse_json(line, path, number)
         return
-    for number, line in enumerate(read_text(path).split("\n"), 1):  # splitlines would cut at U+2028
-        if line.strip():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from None
-            yield f"{path}, line {number}", record
+    records = parse_json(text, path)
+    if not isinstance(records, list):
+        raise ValueError(f"{path}: expected a list, found {describe(records)}")
+    yield from ((f"{path}, [{number}]", record) for number, record in enumerate(records))
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:
@@ -74,24 +99,19 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> int:
     """One JSON object a line, UTF-8; returns the number of rows."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-    text = "".join(lines)
-    _write(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    _write(path, lambda temporary: temporary.write_text("".join(lines), encoding="utf-8"))
     return len(lines)
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> int:
     """Rows as a parquet file, one column per key of the first row; returns the number of rows."""
     try:  # here: a retrieval server's environment makes its corpus without pyarrow
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+        from pyarrow import Table, parquet
     except ImportError:
-        raise ValueError(
-            f"{path} needs the package pyarrow: `pip install -c constraints.txt pandas pyarrow`"
-        ) from None
-
+        raise ValueError(f"{path} needs pyarrow: `pip install -c constraints.txt pandas pyarrow`") from None
     if not rows:
         raise ValueError(f"there are no rows to write to {path}")
-    _write(path, lambda temporary: pq.write_table(pa.Table.from_pylist(rows), temporary))
+    _write(path, lambda temporary: parquet.write_table(Table.from_pylist(rows), temporary))
     return len(rows)
 
 

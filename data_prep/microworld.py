@@ -7,10 +7,9 @@
                                -> test.parquet         half and half, about entities new to training
                                -> test_3hop.parquet    longer chains than training ever shows
 
-A world has two parts that never refer to each other. Names in the first part are not held out, names in
-the second are (`data_prep.names.is_held_out`). Training questions are about the first, test questions about
-the second, so every entity on the chain of a test question is new in two ways: never in a training question,
-and a combination of words that pretraining never shows. Both parts share one corpus.
+A world has two parts that never refer to each other, in one corpus. Training questions are about the first,
+test questions about the second, whose names are held out (`data_prep.names.is_held_out`): every entity on the
+chain of a test question is a combination of words that neither training nor pretraining shows.
 Worlds with seeds from 1000 on, without a held-out part, are for pretraining (`pretraining_world`).
 """
 
@@ -18,10 +17,12 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-from data_prep.files import make_row, write_jsonl, write_parquet
+from data_prep.files import make_row, run_command, write_jsonl, write_parquet
 from data_prep.names import VALUES, draw_names
 from data_prep.prompts import MICROWORLD_PROMPT, fill_prompt
 from data_prep.relations import KINDS, OF_KIND, OPENINGS, RELATIONS, REMARKS, chains
@@ -42,8 +43,7 @@ class Entity:
     text: str = ""
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """A question over a chain of relations. `path` holds the names on the chain but for the answer."""
 
     text: str
@@ -57,9 +57,8 @@ World = dict[str, Entity]  # by name; names are unique over all kinds
 
 def make_part(rng: random.Random, sizes: dict[str, int], held_out: bool) -> World:
     """A closed part of a world: entities with names, facts about each other, and articles."""
-    entities = {
-        kind: [Entity(kind, n) for n in draw_names(rng, kind, sizes[kind], held_out)] for kind in KINDS
-    }
+    names = {kind: draw_names(rng, kind, sizes[kind], held_out) for kind in KINDS}
+    entities = {kind: [Entity(kind, name) for name in names[kind]] for kind in KINDS}
     people = entities["person"]
     for left, right in zip(people[::2], people[1::2], strict=True):
         left.facts["spouse"], right.facts["spouse"] = right.name, left.name
@@ -106,21 +105,15 @@ def ask(rng: random.Random, world: World, start: Entity, relations: tuple[str, .
 
 def draw_questions(rng: random.Random, world: World, hops: int, count: int) -> list[Question]:
     """`count` questions, no start and chain twice, the chains of relations as even as can be."""
-    by_kind: dict[str, list[Entity]] = {kind: [] for kind in KINDS}
-    for entity in world.values():
-        by_kind[entity.kind].append(entity)
     decks = []
     for chain in chains(hops):
-        deck = list(by_kind[RELATIONS[chain[0]].subject])
+        deck = [entity for entity in world.values() if entity.kind == RELATIONS[chain[0]].subject]
         rng.shuffle(deck)
         decks.append((chain, deck))
     questions: list[Question] = []
     while len(questions) < count:
         if not any(deck for _, deck in decks):
-            raise ValueError(
-                f"{count} questions of {hops} hops asked for, "
-                f"but this world has only {len(questions)}: ask for fewer"
-            )
+            raise ValueError(f"this world has only {len(questions)} questions of {hops} hops, not {count}")
         rng.shuffle(decks)
         for chain, deck in decks:
             if deck and len(questions) < count:
@@ -133,9 +126,7 @@ def draw_questions(rng: random.Random, world: World, hops: int, count: int) -> l
 def evaluation_world(seed: int) -> tuple[World, World]:
     """The (training, test) parts of the world of a seed below 1000: the second has held-out names only."""
     if not 0 <= seed < FIRST_PRETRAINING_SEED:
-        raise ValueError(
-            f"seed {seed}: worlds to train and test on have seeds 0 to {FIRST_PRETRAINING_SEED - 1}"
-        )
+        raise ValueError(f"seed {seed}: worlds to train and test on have seeds 0 to 999")
     rng = random.Random(f"microworld {seed}")
     return make_part(rng, TRAIN_SIZES, held_out=False), make_part(rng, TEST_SIZES, held_out=True)
 
@@ -161,10 +152,7 @@ def make_rows(questions: list[Question], split: str) -> list[dict]:
 def write_world(
     seed: int, out: Path, num_train: int, num_test: int, num_3hop: int, corpus_only: bool = False
 ) -> dict[str, int]:
-    """Write the four files of a world into the folder `out`; returns the number of rows of each.
-
-    With `corpus_only` the questions are left out; the corpus is the same.
-    """
+    """Write the four files of a world, or its corpus alone, into the folder `out`; returns their rows."""
     for name, count in (("--num-train", num_train), ("--num-test", num_test), ("--num-3hop", num_3hop)):
         if count < 2:
             raise ValueError(f"{name} {count}: give at least 2")
@@ -187,42 +175,24 @@ def write_world(
     counts = {"corpus.jsonl": write_jsonl(out / "corpus.jsonl", corpus)}
     if corpus_only:
         return counts
-    return counts | {
-        "train.parquet": write_parquet(out / "train.parquet", make_rows(train, "train")),
-        "test.parquet": write_parquet(out / "test.parquet", make_rows(test, "test")),
-        "test_3hop.parquet": write_parquet(out / "test_3hop.parquet", make_rows(longer, "test_3hop")),
-    }
+    for split, questions in (("train", train), ("test", test), ("test_3hop", longer)):
+        counts[f"{split}.parquet"] = write_parquet(out / f"{split}.parquet", make_rows(questions, split))
+    return counts
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description="Make a microworld: a corpus and questions about it.")
-    parser.add_argument("--seed", type=int, default=0, help="which world, 0 to 999 (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="which world, 0 to 999 (0)")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument(
-        "--num-train",
-        type=int,
-        default=4096,
-        help="training questions, two thirds of them 2-hop (default 4096)",
+        "--num-train", type=int, default=4096, help="training questions, two thirds 2-hop (4096)"
     )
-    parser.add_argument(
-        "--num-test", type=int, default=400, help="test questions, half of them 2-hop (default 400)"
-    )
-    parser.add_argument("--num-3hop", type=int, default=200, help="3-hop test questions (default 200)")
-    parser.add_argument(
-        "--corpus-only",
-        action="store_true",
-        help="only corpus.jsonl, for a retrieval server (no pyarrow needed)",
-    )
-    args = parser.parse_args()
-    try:
-        counts = write_world(
-            args.seed, args.out, args.num_train, args.num_test, args.num_3hop, args.corpus_only
-        )
-    except ValueError as error:
-        parser.error(str(error))
-    for name, count in counts.items():
-        print(f"{args.out / name}: {count} rows")
+    parser.add_argument("--num-test", type=int, default=400, help="test questions, half of them 2-hop (400)")
+    parser.add_argument("--num-3hop", type=int, default=200, help="3-hop test questions (200)")
+    what = "only corpus.jsonl, for a retrieval server (no pyarrow needed)"
+    parser.add_argument("--corpus-only", action="store_true", help=what)
+    return run_command(parser, lambda options: write_world(**vars(options)))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,10 +4,9 @@
          -> questions about the training part -> train.parquet    half of 1 hop, half of 2 hops
          -> questions about the test part     -> test.parquet     names that training never shows
 
-A database has a table for each kind of entity, with the columns `name` and its relations. It is
-<out>/databases/spider/database/<db_id>/<db_id>.sqlite, where the environment with db_path <out>/databases
-looks for rows with data `spider`. A row: prompt, env_class text2sql, db_id, data, reward_spec {method,
-ground_truth: the right query}, max_turns.
+A database has a table for each kind of entity, with the columns `name` and its relations, and lies where the
+environment with db_path <out>/databases looks for it. A row: prompt, env_class text2sql, db_id, data,
+reward_spec {method, ground_truth: the right query}, max_turns.
 """
 
 from __future__ import annotations
@@ -87,7 +86,6 @@ def attempt(rng: random.Random, question: Question, right_share: float) -> list[
 
 
 def make_row(question: Question, db_id: str, split: str = "train", index: int = 0) -> dict[str, Any]:
-    """The parquet row of a question about a database."""
     return {
         "data_source": "microworld_sql",
         "prompt": [{"role": "user", "content": fill_question(question)}],

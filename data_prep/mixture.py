@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any
 
 from data_prep import arithmetic, microworld, microworld_sql
 from data_prep.demonstrations import Demonstrator, Sample
-from data_prep.files import write_jsonl, write_parquet
+from data_prep.files import run_command, write_jsonl, write_parquet
 from data_prep.sft_rows import FIRST_SEED
 from data_prep.tiny_tokenizer import END_TOKEN
 from verl.environments import make
@@ -95,35 +96,28 @@ def write_mixture(
             for sample in demonstrations(seed, num_demonstrations, Path(folder))
         ]
     counts["sft_train.parquet"] = write_parquet(out / "sft_train.parquet", rows)
-    folders = {"search": out.absolute(), "sums": out.absolute() / "sums", "sql": out.absolute() / "sql"}
+    top = out.absolute()
+    folders = {"search": top, "sums": top / "sums", "sql": top / "sql"}
+    paths = {name: str(folder / "train.parquet") for name, folder in folders.items()}
     settings = {
-        "data.mixture": [
-            {"name": name, "path": str(folder / "train.parquet"), "ratio": 1}
-            for name, folder in folders.items()
-        ],
+        "data.mixture": [{"name": name, "path": path, "ratio": 1} for name, path in paths.items()],
         "data.val_files": [str(folder / "test.parquet") for folder in folders.values()],
-        "environment.env_config": {"text2sql": {"db_path": str(folders["sql"] / "databases")}},
+        "environment.env_config": {"text2sql": {"db_path": str(top / "sql" / "databases")}},
     }
     # last, as a sign that all files are there; JSON is YAML
     write_jsonl(out / "settings.yaml", [settings])
     return counts
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Searching, sums and SQL for one run, with demonstrations.")
     parser.add_argument("--seed", type=int, default=0, help="of everything random, 0 to 999 (default 0)")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--num-train", type=int, default=4096, help="training rows of each (default 4096)")
     parser.add_argument("--num-test", type=int, default=200, help="test rows of each (default 200)")
     parser.add_argument("--num-demonstrations", type=int, default=10000, help="of all (default 10000)")
-    args = parser.parse_args()
-    try:
-        counts = write_mixture(args.seed, args.out, args.num_train, args.num_test, args.num_demonstrations)
-    except ValueError as error:
-        parser.error(str(error))
-    for name, count in counts.items():
-        print(f"{args.out / name}: {count} rows")
+    return run_command(parser, lambda options: write_mixture(**vars(options)), argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

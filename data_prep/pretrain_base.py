@@ -6,16 +6,12 @@
     seed, pool number -> a fresh world -> samples (data_prep.demonstrations) -> length-sorted token batches
         -> Qwen3 in bf16 autocast -> weighted loss over a fixed number of tokens -> Muon and AdamW
 
-All randomness comes from (seed, pool number). The learning rate falls to zero over the last part of the run;
-reinforcement learning from a base whose rate was not brought down does not recover (a probe showed it). How
-well a model searches, training says: `BASE_MODEL=<folder> bash train_grpo.sh trainer.val_only=true`.
+All randomness comes from (seed, pool number). The learning rate falls to zero over the last part of the run:
+reinforcement learning does not recover from a base whose rate was not brought down (a probe showed it).
+`--plain` makes a model that reads and answers in plain words, and has never seen anything of the protocol.
 
-`--plain` makes a model that has never seen anything of the protocol: it reads and answers questions in plain
-words, with the same tokenizer, whose tags no sample holds.
-
-Loss is taken on all tokens that the samples mark as trained and on a share of the others. It is divided by a
-constant, not by the tokens of its own batch: batches are sorted by length, and a norm of each batch's own
-would make short traces count for more.
+The loss of the tokens that samples mark as trained, and of a share of the others, is divided by a constant:
+batches are sorted by length, and a norm of each batch's own would make short traces count for more.
 """
 
 from __future__ import annotations
@@ -57,8 +53,8 @@ class PretrainingSettings:
     adam_lr: float = 1e-3
     embedding_std: float = 0.1  # at 0.02 names stay too alike for copying to form
     hidden_size: int = 128
-    num_layers: int = 3
-    num_heads: int = 2
+    num_hidden_layers: int = 3
+    num_attention_heads: int = 2
     head_dim: int = 64
     intermediate_size: int = 384
     vocab_size: int = 2560
@@ -71,21 +67,13 @@ PLAIN_RUN: dict[str, Any] = {"protocol": False, "num_pools": 320, "mix_pools": 8
 
 def build_model(settings: PretrainingSettings, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """A Qwen3 with fresh weights from the seed."""
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=settings.hidden_size,
-        intermediate_size=settings.intermediate_size,
-        num_hidden_layers=settings.num_layers,
-        num_attention_heads=settings.num_heads,
-        num_key_value_heads=settings.num_heads,
-        head_dim=settings.head_dim,
-        max_position_embeddings=2048,
+        **{name: getattr(settings, name) for name in sizes}, num_key_value_heads=settings.num_attention_heads,
+        vocab_size=len(tokenizer), max_position_embeddings=2048, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+    )  # fmt: skip
     torch.manual_seed(settings.seed)
     model = Qwen3ForCausalLM(config)  # attention: sdpa, the default
     torch.manual_seed(settings.seed + 1)
@@ -152,18 +140,15 @@ def train(settings: PretrainingSettings) -> tuple[Qwen3ForCausalLM, PreTrainedTo
                 optimizer.zero_grad(set_to_none=True)
             total, count = total + loss_sum.item(), count + len(targets)
         if (pool + 1) % 20 == 0 or pool + 1 == settings.num_pools:
-            print(
-                f"pool {pool + 1}: loss {total / count:.4f}, {time.monotonic() - started:.0f} s", flush=True
-            )
+            seconds = time.monotonic() - started
+            print(f"pool {pool + 1}: loss {total / count:.4f}, {seconds:.0f} s", flush=True)
             total, count = 0.0, 0
     return model, tokenizer
 
 
 def export(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Model (float32 safetensors) and tokenizer, as AutoModelForCausalLM and AutoTokenizer read them.
-
-    Pretraining ties the head to the embeddings; the model that is written has a head of its own with the
-    same values, which reinforcement learning may move apart.
+    """Model (float32 safetensors) and tokenizer. Pretraining ties the head to the embeddings; what is written
+    has a head of its own with the same values, which reinforcement learning may move apart.
     """
     untied = Qwen3ForCausalLM(Qwen3Config(**{**model.config.to_dict(), "tie_word_embeddings": False}))
     untied.load_state_dict(model.state_dict())  # of a tied model it holds lm_head.weight too
@@ -177,9 +162,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="without anything of the protocol")
     parser.add_argument("--out", type=Path, required=True, help="folder of the result")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--num-pools", type=int, help="length of the run, in worlds (default 450; plain: 320)"
-    )
+    parser.add_argument("--num-pools", type=int, help="length of the run, in worlds (450; plain: 320)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     settings = PretrainingSettings(seed=args.seed, **(PLAIN_RUN if args.plain else {}))

@@ -2,6 +2,7 @@
 
 `MICROWORLD_PROMPT` is for the tiny base model, which was pretrained on it: the question is all it says.
 `SEARCH_PROMPT` explains the protocol to a real language model. A user's own rows bring their own prompts.
+`BASE_PROMPT` is its short form for a small pretrained model, which learns the rest from demonstrations.
 `NO_SEARCH_PROMPT` and `RAG_PROMPT` are for comparisons: without a search engine, and with passages given.
 None has the words of Search-R1's prompts: a checkpoint that was trained on those needs a file with them.
 """
@@ -22,18 +23,18 @@ SEARCH_PROMPT = (
     "Question: {question}\n"
 )
 
-_ANSWER_BY_THINKING = (
-    "Reason step by step between <think> and </think>, and then finish with the bare answer, a name or a few "
-    "words, between <answer> and </answer>, like this: <answer> Lisbon </answer>.\n"
+BASE_PROMPT = (
+    "Look things up with <search> words </search>, then finish with <answer> a few words </answer>.\n"
+    "Question: {question}\n"
 )
 
-NO_SEARCH_PROMPT = "Answer the question below. " + _ANSWER_BY_THINKING + "Question: {question}\n"
-
-RAG_PROMPT = (
-    "Answer the question below. The passages that follow it were found by a search engine and may help. "
-    + _ANSWER_BY_THINKING
-    + "Question: {question}\nPassages:\n{passages}\n"
+NO_SEARCH_PROMPT = (
+    "Answer the question below. Reason step by step between <think> and </think>, and then finish with the "
+    "bare answer, a name or a few words, between <answer> and </answer>, like this: <answer> Lisbon "
+    "</answer>.\nQuestion: {question}\n"
 )
+_HELP = "below. The passages that follow it were found by a search engine and may help."
+RAG_PROMPT = NO_SEARCH_PROMPT.replace("below.", _HELP) + "Passages:\n{passages}\n"
 
 
 def read_template(path: Path) -> str:

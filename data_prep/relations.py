@@ -7,11 +7,13 @@ before the name ("Its director is X"): a small reader then knows what the name i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Relation:
+class Relation(NamedTuple):
     """One relation: sentences for articles, questions, and phrases for its value in longer questions."""
 
     name: str
@@ -22,89 +24,17 @@ class Relation:
     phrases: tuple[str, ...] = ()  # empty: nothing leads on from the value
 
 
-TABLE = """
-director: film -> person
-    Its director is {v}. | It was directed by {v}. | The director was {v}.
-    Who directed {e}? | Who is the director of {e}? | Who was the director of {e}?
-    the director of {e} | the person who directed {e}
-star: film -> person
-    The lead role is played by {v}. | Its star is {v}. | The leading actor was {v}.
-    Who plays the lead role in {e}? | Who is the star of {e}? | Who was the leading actor in {e}?
-    the star of {e} | the leading actor of {e}
-studio: film -> company
-    It was made by the studio {v}. | The studio behind it is {v}. | Its studio was {v}.
-    Which studio made {e}? | Which is the studio behind {e}?
-    the studio behind {e} | the studio that made {e}
-year: film -> year
-    It was released in {v}. | It came out in {v}. | The year of its release is {v}.
-    In which year was {e} released? | When did {e} come out?
-    -
-author: novel -> person
-    Its author is {v}. | It was written by {v}. | The writer was {v}.
-    Who wrote {e}? | Who is the author of {e}? | Who is the writer of {e}?
-    the author of {e} | the person who wrote {e}
-publisher: novel -> company
-    Its publisher is {v}. | It was published by {v}. | The book was brought out by {v}.
-    Which company published {e}? | Which is the publisher of {e}?
-    the publisher of {e} | the company that published {e}
-setting: novel -> place
-    The story is set in {v}. | It takes place in {v}. | Its setting is {v}.
-    Where is {e} set? | Where does {e} take place?
-    the setting of {e} | the town where {e} is set
-founder: company -> person
-    Its founder is {v}. | It was founded by {v}. | The company was started by {v}.
-    Who founded {e}? | Who is the founder of {e}? | Who started {e}?
-    the founder of {e} | the person who founded {e}
-city: company -> place
-    Its headquarters are in {v}. | It is based in {v}. | Its head office is in {v}.
-    Where is {e} based? | Where are the headquarters of {e}?
-    the town where {e} is based | the town with the headquarters of {e}
-product: company -> product
-    It makes {v}. | Its main product is {v}. | It is known for making {v}.
-    What does {e} make? | What is the main product of {e}?
-    -
-birthplace: person -> place
-    {p} was born in {v}. | {q} birthplace is {v}. | {p} was born in the town of {v}.
-    Where was {e} born? | What is the birthplace of {e}?
-    the birthplace of {e} | the town where {e} was born
-spouse: person -> person
-    {p} is married to {v}. | {q} spouse is {v}. | {p} married {v}.
-    Who is {e} married to? | Who is the spouse of {e}?
-    the spouse of {e} | the person married to {e}
-instrument: person -> instrument
-    {p} plays the {v}. | {q} instrument is the {v}. | {p} learnt to play the {v}.
-    Which instrument does {e} play? | What instrument is played by {e}?
-    -
-river: place -> river
-    It lies on the river {v}. | Its river is the {v}. | It was built on the river {v}.
-    Which river flows through {e}? | On which river does {e} lie?
-    -
-mayor: place -> person
-    Its mayor is {v}. | The mayor is {v}. | It elected as its mayor {v}.
-    Who is the mayor of {e}? | Who was elected mayor of {e}?
-    the mayor of {e} | the person elected mayor of {e}
-region: place -> region
-    It is a part of the region {v}. | It belongs to the region of {v}. | Its region is {v}.
-    In which region is {e}? | Which region does {e} belong to?
-    -
-"""
-"""name: subject -> value, then a line each of sentences, questions and phrases, - where there is none."""
+def _read(text: str) -> Iterator[Relation]:
+    """name: subject -> value, then a line each of sentences, questions and phrases, - where there is none."""
+    lines = [[part.strip() for part in line.split("|")] for line in text.splitlines()]
+    for [head], *words in zip(*(lines[i::4] for i in range(4)), strict=True):
+        name, subject, value = re.split(": | -> ", head)
+        yield Relation(
+            name, subject, value, *(tuple(part for part in parts if part != "-") for parts in words)
+        )
 
 
-def _read_table() -> list[Relation]:
-    lines = [[part.strip() for part in line.split("|")] for line in TABLE.strip("\n").split("\n")]
-    relations = []
-    for [head], sentences, questions, phrases in zip(
-        lines[::4], lines[1::4], lines[2::4], lines[3::4], strict=True
-    ):
-        name, _, ends = head.partition(": ")
-        subject, _, value = ends.partition(" -> ")
-        words = tuple(phrase for phrase in phrases if phrase != "-")
-        relations.append(Relation(name, subject, value, tuple(sentences), tuple(questions), words))
-    return relations
-
-
-_ALL = _read_table()
+_ALL = list(_read(Path(__file__).with_name("relations.txt").read_text(encoding="utf-8")))
 RELATIONS = {relation.name: relation for relation in _ALL}
 KINDS = ("film", "novel", "company", "person", "place")
 OF_KIND = {kind: [relation for relation in _ALL if relation.subject == kind] for kind in KINDS}

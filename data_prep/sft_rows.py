@@ -4,11 +4,10 @@
 
     seed -> many small worlds -> questions and searches in each -> sft_train.parquet, sft_val.parquet
 
-`--right-share` of them (0.8) are right throughout. The others are imperfect on purpose: a poor student's
-(`data_prep.demonstrations`), who often asks for the wrong thing and answers wrongly, so that a model learns
-the protocol here and searching well by reinforcement learning. Each world gives a few rows only: from many
-rows about one world a tiny model learns its names by heart and forgets how to copy others. The worlds are of
-the kind that pretraining uses: no name in them is one that test questions are about.
+`--right-share` of them (0.8) are right throughout. The others are a poor student's on purpose
+(`data_prep.demonstrations`), so that a model learns the protocol here and searching well by reinforcement
+learning. Each world gives a few rows only: from many a tiny model learns its names by heart and forgets how
+to copy others. No name in these worlds is one that test questions are about.
 
 A row: segments [{text, trained}, ...] from the prompt to the answer; question, answer, hops, and whether the
 demonstration is right throughout.
@@ -18,23 +17,23 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data_prep.demonstrations import Demonstrator, Sample
-from data_prep.files import write_parquet
-from data_prep.microworld import Question, pretraining_world
+from data_prep.demonstrations import Demonstrator
+from data_prep.files import run_command, write_parquet
+from data_prep.microworld import pretraining_world
 from data_prep.tiny_tokenizer import END_TOKEN
 
 FIRST_SEED = 500_000_000  # of the worlds: none that pretraining has seen
 ROWS_PER_WORLD = 10
-RIGHT_SHARE = 0.8
 SHARE_OF_2_HOPS = 0.5
 
 
 def demonstrations(seed: int, count: int, right_share: float) -> Iterator[dict[str, Any]]:
-    """`count` rows, the same for a seed."""
+    """`count` rows, the same for a seed. The end token is left out: training adds that of its tokenizer."""
     rng = random.Random(f"demonstrations {seed}")
     for number in range(count):
         if number % ROWS_PER_WORLD == 0:
@@ -42,18 +41,12 @@ def demonstrations(seed: int, count: int, right_share: float) -> Iterator[dict[s
             student = Demonstrator(world, rng)
         question = student.question(2 if rng.random() < SHARE_OF_2_HOPS else 1)
         right = rng.random() < right_share
-        yield make_demonstration(question, student.search(question, right), right)
-
-
-def make_demonstration(question: Question, sample: Sample, right: bool) -> dict[str, Any]:
-    """One parquet row. The end token is left out: training adds that of its tokenizer."""
-    return {
-        "segments": [{"text": text.removesuffix(END_TOKEN), "trained": trained} for text, trained in sample],
-        "question": question.text,
-        "answer": question.answer,
-        "hops": len(question.path),
-        "right": right,
-    }
+        pieces = [
+            (text.removesuffix(END_TOKEN), trained) for text, trained in student.search(question, right)
+        ]
+        segments = [{"text": text, "trained": trained} for text, trained in pieces]
+        about = {"question": question.text, "answer": question.answer, "hops": len(question.path)}
+        yield {"segments": segments, **about, "right": right}
 
 
 def write_rows(seed: int, out: Path, num_train: int, num_val: int, right_share: float) -> dict[str, int]:
@@ -69,26 +62,17 @@ def write_rows(seed: int, out: Path, num_train: int, num_val: int, right_share: 
     return {name: write_parquet(out / name, part) for name, part in parts.items()}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description="Demonstrations of searching in microworlds.")
     parser.add_argument("--seed", type=int, default=0, help="of everything random (default 0)")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--num-train", type=int, default=3000, help="rows to train on (default 3000)")
     parser.add_argument("--num-val", type=int, default=200, help="rows for the validation loss (default 200)")
     parser.add_argument(
-        "--right-share",
-        type=float,
-        default=RIGHT_SHARE,
-        help=f"share of demonstrations that are right throughout (default {RIGHT_SHARE})",
+        "--right-share", type=float, default=0.8, help="of those right throughout (default 0.8)"
     )
-    args = parser.parse_args()
-    try:
-        counts = write_rows(args.seed, args.out, args.num_train, args.num_val, args.right_share)
-    except ValueError as error:
-        parser.error(str(error))
-    for name, count in counts.items():
-        print(f"{args.out / name}: {count} rows")
+    return run_command(parser, lambda options: write_rows(**vars(options)))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

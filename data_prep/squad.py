@@ -3,33 +3,31 @@
     python -m data_prep.squad --squad xquad.en.json --passages more_passages.json --out data/squad
 
     SQuAD 1.1 or 2.0 files  -> their paragraphs -> corpus.jsonl, passage ids from 0 in the order read
-                            -> their questions  -> train.parquet / test.parquet (Search-R1's row schema)
+                            -> their questions  -> train.parquet, test.parquet (Search-R1's row schema), and
+                                                   with --num-val val.parquet
     passage files (JSON list or JSON lines of {"title", "text"}) -> more of corpus.jsonl
 
-The same title and text twice is one passage. Questions that are marked unanswerable or have no answer are
-left out and counted. `extra_info.gold_ids` has the id of the passage that a question was asked about, so that
-retrieval can be measured. Malformed input is a ValueError that says which file, where, and what was found.
+The same title and text twice is one passage. `--split-by passage` or `article` puts all questions of a
+passage, or of all passages of one title, into one of the files: training reads nothing that a test question
+is about. Questions that are marked unanswerable or have no answer are left out and counted.
+`extra_info.gold_ids` has the id of the passage that a question was asked about, so that retrieval can be
+measured. Malformed input is a ValueError that says which file, where, and what was found.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import sys
+from collections import Counter
+from collections.abc import Hashable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from data_prep.files import (
-    make_row,
-    read_json,
-    read_records,
-    take,
-    tidy_question,
-    write_jsonl,
-    write_parquet,
-)
-from data_prep.prompts import MICROWORLD_PROMPT, SEARCH_PROMPT, fill_prompt, read_template
+from data_prep import files, prompts
 
-PROMPTS = {"search": SEARCH_PROMPT, "short": MICROWORLD_PROMPT}
+PROMPTS = {"search": prompts.SEARCH_PROMPT, "base": prompts.BASE_PROMPT, "short": prompts.MICROWORLD_PROMPT}
+SPLITS = ("question", "passage", "article")
 Passages = dict[tuple[str, str], int]  # (title, text) -> id
 
 
@@ -50,92 +48,124 @@ def add_passage(passages: Passages, title: str, text: str) -> int:
 def read_squad(path: Path, passages: Passages) -> list[PassageQuestion]:
     """The questions of a SQuAD file, whose paragraphs are added; underscores in titles become spaces."""
     questions = []
-    for a, article in enumerate(take(read_json(path), "data", list, str(path))):
+    for a, article in enumerate(files.take(files.read_json(path), "data", list, str(path))):
         where = f"{path}, data[{a}]"
-        title = take(article, "title", str, where).replace("_", " ")
-        for p, paragraph in enumerate(take(article, "paragraphs", list, where)):
+        title = files.take(article, "title", str, where).replace("_", " ")
+        for p, paragraph in enumerate(files.take(article, "paragraphs", list, where)):
             place = f"{where}.paragraphs[{p}]"
-            passage = add_passage(passages, title, take(paragraph, "context", str, place))
-            for q, entry in enumerate(take(paragraph, "qas", list, place)):
-                questions.append(read_question(entry, passage, f"{place}.qas[{q}]"))
+            passage = add_passage(passages, title, files.take(paragraph, "context", str, place))
+            for q, entry in enumerate(files.take(paragraph, "qas", list, place)):
+                spot = f"{place}.qas[{q}]"
+                question = files.take(entry, "question", str, spot)
+                if not question.strip():
+                    raise ValueError(f"{spot}: the question is empty")
+                listed = files.take(entry, "answers", list, spot) if not entry.get("is_impossible") else []
+                texts = [files.take(a, "text", str, f"{spot}.answers[{k}]") for k, a in enumerate(listed)]
+                answers = list(dict.fromkeys(filter(None, map(str.strip, texts))))
+                source_id = str(entry.get("id", ""))
+                questions.append(PassageQuestion(files.tidy_question(question), answers, passage, source_id))
     return questions
 
 
-def read_question(entry: Any, passage: int, where: str) -> PassageQuestion:
-    """One entry of `qas`."""
-    question = take(entry, "question", str, where)
-    if not question.strip():
-        raise ValueError(f"{where}: the question is empty")
-    listed = take(entry, "answers", list, where) if not entry.get("is_impossible") else []
-    texts = [take(answer, "text", str, f"{where}.answers[{k}]").strip() for k, answer in enumerate(listed)]
-    answers = list(dict.fromkeys(text for text in texts if text))
-    return PassageQuestion(tidy_question(question), answers, passage, str(entry.get("id", "")))
+def split_questions(
+    questions: list[PassageQuestion], titles: list[str], test_share: float, num_val: int, split_by: str
+) -> dict[str, list[PassageQuestion]]:
+    """{"train", "test", "val": their questions}. Groups go, in the order in which the questions name them,
+    to test, then to val, until these have what they should; all others are for training. titles: of the
+    passages. ValueError: nothing is left to train on.
+    """
+    groups: list[Hashable] = list(range(len(questions)))
+    if split_by != "question":
+        groups = [q.passage if split_by == "passage" else titles[q.passage] for q in questions]
+    num_test = min(max(1, round(len(questions) * test_share)), len(questions) - 1)
+    side: dict[Hashable, str] = {}
+    left = {"test": num_test, "val": num_val}
+    for group, size in Counter(groups).items():
+        side[group] = next((name for name in left if left[name] > 0), "train")
+        if side[group] in left:
+            left[side[group]] -= size
+    parts: dict[str, list[PassageQuestion]] = {"train": [], "test": [], "val": []}
+    for question, group in zip(questions, groups, strict=True):
+        parts[side[group]].append(question)
+    if not parts["train"]:
+        raise ValueError(
+            f"{len(side)} groups of questions (--split-by {split_by}) leave none for training after "
+            f"{len(parts['test'])} for testing and {len(parts['val'])} of --num-val {num_val}: ask for fewer"
+        )
+    return parts
 
 
 def convert(
-    squad_files: list[Path], passage_files: list[Path], out: Path, test_share: float, seed: int, template: str
+    squad: list[Path],
+    passages: list[Path],
+    out: Path,
+    test_share: float,
+    seed: int,
+    template: str,
+    split_by: str = "question",
+    num_val: int = 0,
 ) -> dict[str, int]:
-    """Write corpus.jsonl, train.parquet and test.parquet into `out`; returns counts of what was read."""
+    """Write corpus.jsonl, train.parquet, test.parquet and, with `num_val`, val.parquet into `out`; returns
+    the number of rows of each.
+    """
     if not 0 < test_share < 1:
         raise ValueError(f"--test-share {test_share}: give a share between 0 and 1")
-    passages: Passages = {}
-    read = [question for path in squad_files for question in read_squad(path, passages)]
-    for path in passage_files:
-        for where, record in read_records(path):
-            title, text = take(record, "title", str, where), take(record, "text", str, where)
+    if num_val < 0:
+        raise ValueError(f"--num-val {num_val}: give 0 or more")
+    known: Passages = {}
+    read = [question for path in squad for question in read_squad(path, known)]
+    for path in passages:
+        for where, record in files.read_records(path):
+            title, text = files.take(record, "title", str, where), files.take(record, "text", str, where)
             if not text.strip():
                 raise ValueError(f"{where}: the text is empty (title {title!r})")
-            add_passage(passages, title, text)
+            add_passage(known, title, text)
     questions = [question for question in read if question.answers]
     if len(questions) < 2:
         raise ValueError(f"{len(questions)} answerable questions found: at least 2 make a train and a test")
+    print(f"unanswerable questions left out: {len(read) - len(questions)}")
     random.Random(f"squad {seed}").shuffle(questions)
-    num_test = min(max(1, round(len(questions) * test_share)), len(questions) - 1)
-    corpus = ({"id": str(i), "contents": f'"{title}"\n{text}'} for (title, text), i in passages.items())
-    write_jsonl(out / "corpus.jsonl", corpus)
-    for split, part in (("train", questions[num_test:]), ("test", questions[:num_test])):
-        rows = [
-            make_row(
-                "squad", fill_prompt(template, q.question), q.question, q.answers, split, index,
-                gold_ids=[str(q.passage)], source_id=q.source_id,
-            )
-            for index, q in enumerate(part)
-        ]  # fmt: skip
-        write_parquet(out / f"{split}.parquet", rows)
-    return {
-        "passages": len(passages),
-        "train questions": len(questions) - num_test,
-        "test questions": num_test,
-        "unanswerable questions left out": len(read) - len(questions),
-    }
+    parts = split_questions(questions, [title for title, _ in known], test_share, num_val, split_by)
+    trained = {question.question.lower() for question in parts["train"]}
+    shared = sum(question.question.lower() in trained for question in parts["test"])
+    print(f"test questions that are word for word among the training questions: {shared}")
+    corpus = ({"id": str(i), "contents": f'"{title}"\n{text}'} for (title, text), i in known.items())
+    counts = {"corpus.jsonl": files.write_jsonl(out / "corpus.jsonl", corpus)}
+    for split, part in parts.items():
+        rows = []
+        for index, q in enumerate(part):
+            extra = {"gold_ids": [str(q.passage)], "source_id": q.source_id}
+            prompt = prompts.fill_prompt(template, q.question)
+            rows.append(files.make_row("squad", prompt, q.question, q.answers, split, index, **extra))
+        if rows:
+            counts[f"{split}.parquet"] = files.write_parquet(out / f"{split}.parquet", rows)
+        else:
+            (out / f"{split}.parquet").unlink(missing_ok=True)  # one of an earlier split
+    return counts
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="SQuAD-format files and passages -> corpus and parquet rows."
-    )
-    parser.add_argument("--squad", type=Path, nargs="+", required=True, help="SQuAD 1.1 or 2.0 files")
-    parser.add_argument(
-        "--passages", type=Path, nargs="*", default=[], help="JSON or JSON lines of {title, text}"
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument(
-        "--test-share", type=float, default=0.25, help="share of questions for testing (0.25)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="which questions are for testing (0)")
-    parser.add_argument(
-        "--prompt", choices=sorted(PROMPTS), default="search",
-        help="'search' explains the tags (for language models), 'short' is what the tiny base model knows",
-    )  # fmt: skip
-    parser.add_argument("--template", type=Path, help="file with your own prompt, with {question} in it")
-    args = parser.parse_args()
-    try:
-        template = read_template(args.template) if args.template else PROMPTS[args.prompt]
-        counts = convert(args.squad, args.passages, args.out, args.test_share, args.seed, template)
-    except ValueError as error:
-        parser.error(str(error))
-    print("\n".join(f"{name}: {count}" for name, count in counts.items()))
+def main() -> int:
+    parser = argparse.ArgumentParser(description="SQuAD-format files and passages -> corpus, parquet rows.")
+    add = parser.add_argument
+    add("--squad", type=Path, nargs="+", required=True, help="SQuAD 1.1 or 2.0 files")
+    add("--passages", type=Path, nargs="*", default=[], help="JSON or JSON lines of {title, text}")
+    add("--out", type=Path, required=True, help="folder to write to")
+    add("--test-share", type=float, default=0.25, help="share of questions for testing (0.25)")
+    add("--num-val", type=int, default=0, help="questions of training to put into val.parquet (0)")
+    add("--split-by", choices=SPLITS, default="question", help="what is never in two of the files (question)")
+    add("--seed", type=int, default=0, help="which questions are for testing (0)")
+    what = "'search' explains the tags at length, 'base' in a line (for a small pretrained model; see "
+    what += "data_prep.real_demonstrations), 'short' is what the tiny base model knows"
+    add("--prompt", choices=sorted(PROMPTS), default="search", help=what)
+    add("--template", type=Path, help="file with your own prompt, with {question} in it")
+
+    def program(options: argparse.Namespace) -> dict[str, int]:
+        own = prompts.read_template(options.template) if options.template else PROMPTS[options.prompt]
+        given = (options.squad, options.passages, options.out, options.test_share, options.seed, own)
+        return convert(*given, options.split_by, options.num_val)
+
+    return files.run_command(parser, program)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

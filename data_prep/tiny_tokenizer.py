@@ -40,10 +40,8 @@ def training_texts(num_worlds: int) -> list[str]:
         world, rng = pretraining_world(seed), random.Random(seed)
         for entity in world.values():
             texts.append(format_observation([(f'"{entity.name}"', entity.text)]))
-            relations = rng.choice(
-                [c for h in (1, 2, 3) for c in chains(h) if RELATIONS[c[0]].subject == entity.kind]
-            )
-            question = ask(rng, world, entity, relations)
+            fitting = [c for h in (1, 2, 3) for c in chains(h) if RELATIONS[c[0]].subject == entity.kind]
+            question = ask(rng, world, entity, rng.choice(fitting))
             if question is not None:
                 texts.append(fill_prompt(MICROWORLD_PROMPT, question.text))
     texts += [f" {word}" * 200 for word in inventory_words()]
@@ -57,11 +55,8 @@ def train_tokenizer(vocab_size: int = 2560, num_worlds: int = 20) -> PreTrainedT
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(TAGS) - 2,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    size, alphabet = vocab_size - len(TAGS) - 2, pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
     texts = training_texts(num_worlds)
     for tag in TAGS:  # tags must not shape the merges: they never reach the BPE
         texts = [text.replace(tag, "") for text in texts]
@@ -74,7 +69,5 @@ def train_tokenizer(vocab_size: int = 2560, num_worlds: int = 20) -> PreTrainedT
     split = [w for w in inventory_words() if len(tokenizer.encode(f" {w}", add_special_tokens=False)) != 1]
     split += [w for w in first_words() if len(tokenizer.encode(w, add_special_tokens=False)) != 1]
     if split:
-        raise ValueError(
-            f"{len(split)} words are not one token at vocab_size {vocab_size}, such as {split[:5]}: raise it"
-        )
+        raise ValueError(f"vocab_size {vocab_size}: raise it for a token to each of {split[:5]} and others")
     return tokenizer

@@ -22,6 +22,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from data_prep.files import run_command
 from data_prep.hub import fetch_file, fetch_folder
 
 BLOCK_BYTES = 2**20
@@ -93,23 +94,19 @@ def fetch(name: str, folder: Path) -> Path:
     return target
 
 
+def fetch_all(options: argparse.Namespace) -> None:
+    names = [name.strip() for name in options.what.split(",")]
+    if set(names) - ASSETS.keys():
+        raise ValueError(f"--what: found {options.what!r}, expected some of {', '.join(ASSETS)}")
+    for name in names:
+        print(f"{fetch(name, options.save_path)}: ready", flush=True)
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--save_path", type=Path, required=True, help="folder to write to")
     parser.add_argument("--what", default="corpus,e5", help=f"comma list of {', '.join(ASSETS)} (corpus,e5)")
-    options = parser.parse_args(argv)
-    names = [name.strip() for name in options.what.split(",")]
-    try:
-        if set(names) - ASSETS.keys():
-            raise ValueError(f"--what: found {options.what!r}, expected some of {', '.join(ASSETS)}")
-        for name in names:
-            print(f"{fetch(name, options.save_path)}: ready", flush=True)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(parser, fetch_all, argv)
 
 
 if __name__ == "__main__":

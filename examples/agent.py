@@ -4,8 +4,6 @@ bash retrieval_launch.sh &
 python examples/agent.py "What is the birthplace of the director of Sleeping Hotel?"
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -3,8 +3,6 @@
 python -m examples.environment         writes letters.parquet; docs/environments.md says how a run takes it
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from verl.environments import BaseTextEnv, BaseTextEnvStepOutput

@@ -6,8 +6,6 @@ It names as parameters what it needs; `LossInputs` in verl/algos/policy_losses.p
 advantage estimator is named in the same way (`algorithm.adv_estimator=package.module:function`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

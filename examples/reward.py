@@ -7,8 +7,6 @@ engine stands in `extra_info["segments"]`. It returns a number, or a dictionary 
 whose means are logged as `reward/<name>`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -85,9 +85,7 @@ def ask(process: subprocess.Popen[str], number: int) -> list:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--reference", default="448ebf0", help="commit (default: the last with a search loop)"
-    )
+    parser.add_argument("--reference", default="448ebf0", help="commit (default: the last search loop)")
     parser.add_argument("--rounds", type=int, default=9, help="batches of each, after one that warms up")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -97,6 +95,14 @@ def main() -> int:
         other = Path(folder) / "reference"
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--detach", "-q", str(other), arguments.reference], check=True)
+        for checkout in (
+            ROOT,
+            other,
+        ):  # a kernel compiled just now rounds otherwise than one of numba's cache
+            process = start(checkout)
+            ask(process, 0)
+            process.terminate()
+            process.wait()
         processes = [start(ROOT), start(other)]
         numbers = range(arguments.rounds + 1)
         try:

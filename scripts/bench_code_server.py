@@ -60,12 +60,13 @@ print(total % (n + 1000))
 def make_request(kind: str) -> tuple[str, dict]:
     """(path, body) of a new program that solves its task, with its tests."""
     unique = next(UNIQUE)
-    if kind == "10 asserts":
-        lists = [(list(range(k, 30 + k, 3)), list(range(unique % 7, 20 + k, 2))) for k in range(10)]
+    count, what = int(kind.split()[0]), kind.split()[1]
+    if what.startswith("assert"):
+        lists = [(list(range(k, 30 + k, 3)), list(range(unique % 7, 20 + k, 2))) for k in range(count)]
         tests: list = [f"assert merge({a}, {b}) == {sorted(a + b)}" for a, b in lists]
         return "/test_program", {"program": ASSERTS.format(unique=unique), "tests": tests}
     tests = []
-    for k in range(20):
+    for k in range(count):
         numbers = [(unique + 3 * i * k) % 101 for i in range(40)]
         total = sum(number * (index + 1) for index, number in enumerate(numbers))
         tests.append({"input": f"40\n{' '.join(map(str, numbers))}\n", "output": f"{total % 1040}\n"})
@@ -188,7 +189,9 @@ def main() -> None:
             servers[name] = client, meter
         print("| tests | clients | server | programs/s | programs per CPU s | p99 ms | ratio per CPU s |")
         print("|---|--:|---|--:|--:|--:|--:|")
-        for kind, clients in itertools.product(("10 asserts", "20 stdio"), options.clients):
+        for kind, clients in itertools.product(
+            ("1 assert", "10 asserts", "1 stdio", "20 stdio"), options.clients
+        ):
             runs: dict[str, list] = {name: [] for name in servers}
             for _ in range(options.rounds):
                 for name, (client, meter) in servers.items():

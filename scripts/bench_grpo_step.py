@@ -1,13 +1,23 @@
 """Whole GRPO steps (rollout with searches, reward, update): this project beside TRL's GRPOTrainer.
 
     python scripts/bench_grpo_step.py --trl-python ENV/bin/python          CPU seconds a step, Markdown
+    python scripts/bench_grpo_step.py --trl-python ENV/bin/python --trl float32 mixed bfloat16 \\
+        --config configs/real_model_grpo.yaml --data data/real_model-seed0/rows --micro-batch 4 \\
+        --model verl_checkpoints/real_model-seed0/sft/huggingface --steps 2 --warm-up 1 \\
+        data.train_batch_size=2 actor_rollout_ref.rollout.n_agent=4 \\
+        actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.actor.optim.lr=1e-9
 
-The shipped tiny model learns on a microworld; both get the same weights, questions in the same order, group
-and batch sizes, lengths, learning rate (constant), AdamW, reward (exact match) and BM25 server, no KL, and
-one thread each: `python -m verl.trainer.main_ppo` here, `GRPOTrainer.train` with its tool loop on `generate`
-there (scripts/bench/grpo_step_trl.py). They take turns, `--rounds` times, each in a process of its own, whose
-CPU time is read whenever it has written a step down; the first steps (`--warm-up`) don't count. In TRL a turn
-without an action ends the trajectory (ours answers with a hint), so its trajectories are shorter.
+The shipped tiny model learns on a microworld, or --model on the questions and the corpus of --data. Both get
+the same weights, questions in the same order, group and batch sizes, lengths, clipping, learning rate
+(constant), AdamW, reward (exact match) and BM25 server, no KL, and one thread each: here
+`python -m verl.trainer.main_ppo` with --config, there `GRPOTrainer.train` with its tool loop
+(scripts/bench/grpo_step_trl.py), in each of the ways of --trl: `float32`, `mixed` (bf16=True, TRL's default:
+weights in fp32, autocast), `bfloat16` (the weights too, which lose small updates) or `vllm` (mixed, vLLM
+generates in the same process). They take turns, `--rounds` times, each in a process of its own, whose CPU
+time is read whenever it has written a step down; the first steps (`--warm-up`) don't count. In TRL a turn
+without an action ends the trajectory (ours answers with a hint), so its trajectories are shorter: the table
+has the CPU time of a context token too. A learning rate of next to nothing keeps both policies as they are,
+and so their trajectories alike. `vllm` needs CUDA (docs/benchmarks.md says what happens on a CPU).
 
 TRL has an environment of its own: `pip install trl==1.16.0 transformers==5.23.0 torch==2.13.0`.
 """
@@ -36,73 +46,64 @@ import psutil  # noqa: E402
 
 from data_prep.microworld import write_world  # noqa: E402
 from scripts.bench.servers import PORT, running  # noqa: E402
+from verl.config import Config  # noqa: E402
+from verl.config.loading import load_config  # noqa: E402
 
-OURS, TRL = "ours", "TRL"
-MODEL = str(ROOT / "data_prep" / "base_model")
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": str(ROOT),
-}
-PROMPTS, GROUP = 16, 8  # of a step
-LENGTHS = {
-    "max_start_length": 64,
-    "max_prompt_length": 768,
-    "max_response_length": 32,
-    "max_obs_length": 250,
-}
-MAX_TURNS, TOPK, LEARNING_RATE = 3, 2, 8e-4
+OURS, WAYS = "ours", ["float32", "mixed", "bfloat16", "vllm"]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+ENVIRONMENT |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
-def our_command(world: Path, url: str, run_dir: Path, steps: int, seed: int) -> list[str]:
-    """The quickstart's settings, without what TRL does not do (search cost, entropy bonus, lr schedule)."""
+def our_settings(options: argparse.Namespace, data: Path) -> list[str]:
+    """--config's settings and the command line's, without what TRL does not do (search cost, entropy bonus,
+    lr schedule, validation, checkpoints)."""
     settings = {
-        "data.train_files": world / "train.parquet",
-        "data.val_files": world / "test.parquet",
+        "data.train_files": data / "train.parquet",
+        "data.val_files": data / "test.parquet",
         "data.shuffle_train_dataloader": "false",
-        "data.train_batch_size": PROMPTS,
-        **{f"data.{name}": value for name, value in LENGTHS.items()},
-        "actor_rollout_ref.model.path": MODEL,
-        "actor_rollout_ref.rollout.n_agent": GROUP,
-        "actor_rollout_ref.rollout.max_num_seqs": PROMPTS * GROUP,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": PROMPTS * GROUP,
-        "actor_rollout_ref.actor.ppo_micro_batch_size": PROMPTS * GROUP,
-        "actor_rollout_ref.actor.entropy_coeff": 0,
-        "actor_rollout_ref.actor.optim.lr": LEARNING_RATE,
-        "actor_rollout_ref.actor.optim.weight_decay": 0,
-        "algorithm.adv_estimator": "grpo",
-        "algorithm.kl_ctrl.kl_coef": 0,
-        "retriever.url": url,
-        "retriever.topk": TOPK,
-        "max_turns": MAX_TURNS,
-        "trainer.default_local_dir": run_dir,
-        "trainer.seed": seed,
-        "trainer.total_training_steps": steps
-        + 1,  # the last one, which validates and saves, is not waited for
-        "trainer.val_before_train": "false",
         "data.val_data_num": 1,
+        "actor_rollout_ref.model.path": options.model,
+        "actor_rollout_ref.actor.entropy_coeff": 0,
+        "actor_rollout_ref.actor.optim.weight_decay": 0,
+        "actor_rollout_ref.actor.optim.warmup_style": "constant",
+        "reward_model.search_cost": 0,
+        "algorithm.kl_ctrl.kl_coef": 0,
+        "trainer.total_training_steps": options.steps + 1,  # the last one validates and saves: not waited for
+        "trainer.val_before_train": "false",
+        "trainer.test_freq": -1,
+        "trainer.save_freq": -1,
         "trainer.device": "cpu",
+        "trainer.backend": "local",  # one process, whose CPU time is read
+        "trainer.nnodes": 1,
+        "trainer.n_gpus_per_node": 1,
     }
-    program = [sys.executable, "-m", "verl.trainer.main_ppo"]
-    return [*program, *(f"{key}={value}" for key, value in settings.items())]
+    return [f"@{options.config}", *(f"{key}={value}" for key, value in settings.items()), *options.overrides]
 
 
-def trl_command(python: str, world: Path, url: str, records: Path, steps: int, seed: int) -> list[str]:
+def trl_task(config: Config, options: argparse.Namespace, data: Path) -> dict[str, Any]:
+    """What scripts/bench/grpo_step_trl.py is told of the settings of `our_settings`."""
+    actor, lengths = config.actor_rollout_ref.actor, config.data
     rows = [
         {"prompt": row["prompt"][0]["content"], "answers": list(row["golden_answers"])}
-        for row in pd.read_parquet(world / "train.parquet").to_dict("records")
+        for row in pd.read_parquet(data / "train.parquet").to_dict("records")
     ]
-    task = {
-        **LENGTHS,
-        **{"model": MODEL, "url": url, "rows": rows, "records": str(records), "steps": steps, "seed": seed},
-        **{"group": GROUP, "prompts_per_step": PROMPTS, "micro_batch": 32},
-        **{"lr": LEARNING_RATE, "topk": TOPK, "max_turns": MAX_TURNS},
+    return {
+        "model": str(options.model),
+        "rows": rows,
+        "steps": options.steps,
+        "prompts_per_step": lengths.train_batch_size,
+        "group": config.actor_rollout_ref.rollout.n_agent,
+        "micro_batch": options.micro_batch,
+        "max_completion": lengths.max_prompt_length - lengths.max_start_length,
+        "max_context": lengths.max_prompt_length + lengths.max_response_length,
+        "max_response_length": lengths.max_response_length,
+        "max_obs_length": lengths.max_obs_length,
+        "max_turns": config.max_turns,
+        "topk": config.retriever.topk,
+        "lr": actor.optim.lr,
+        "clip": [actor.clip_ratio_low or actor.clip_ratio, actor.clip_ratio_high or actor.clip_ratio],
     }
-    path = world / "task.json"
-    path.write_text(json.dumps(task), encoding="utf-8")
-    return [python, str(ROOT / "scripts" / "bench" / "grpo_step_trl.py"), str(path)]
 
 
 def run(command: list[str], records: Path, steps: int) -> tuple[list[float], list[dict[str, float]]]:
@@ -129,66 +130,95 @@ def run(command: list[str], records: Path, steps: int) -> tuple[list[float], lis
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return cpu_seconds, [
-        json.loads(line) for line in records.read_text(encoding="utf-8").splitlines()[:steps]
-    ]
+    lines = records.read_text(encoding="utf-8").splitlines()[:steps]
+    return cpu_seconds, [json.loads(line) for line in lines]
 
 
-def table(runs: dict[str, list[tuple[list[float], list[dict[str, float]]]]], warm_up: int) -> str:
-    """Medians over the rounds, Markdown."""
-    costs = {
-        name: [(cpu[-1] - cpu[warm_up - 1]) / (len(cpu) - warm_up) for cpu, _ in rounds]
-        for name, rounds in runs.items()
-    }
-    lines = ["| contender | CPU s per step | ours is | sampled tokens each | context tokens each |"]
-    lines.append("|---" * 5 + "|")
+def table(runs: dict[str, list[tuple[list[float], list[dict[str, float]]]]], warm_up: int, each: int) -> str:
+    """Medians over the rounds (of a token: means), Markdown; `each`: trajectories a step."""
+    lines = ["| contender | CPU s per step | times ours | sampled tokens each | context tokens each "]
+    lines[0] += "| CPU ms per context token | times ours |"
+    lines.append("|---" * 7 + "|")
+    ours: tuple[float, float] | None = None
     for name, rounds in runs.items():
+        costs = [(cpu[-1] - cpu[warm_up - 1]) / (len(cpu) - warm_up) for cpu, _ in rounds]
         rows = [row for _, written in rounds for row in written[warm_up:]]
         if name == OURS:
-            sampled = mean(row["response_length/mean"] for row in rows)
-            fixed = mean(
-                row["prompt_length/mean"] + row["state_tokens/total"] / (PROMPTS * GROUP) for row in rows
-            )
-            context = fixed + sampled
-        else:
-            sampled, context = (
-                mean(row[key] for row in rows) for key in ("sampled_tokens", "context_tokens")
-            )
-        cost, low, high = median(costs[name]), min(costs[name]), max(costs[name])
-        ratio = f"{cost / median(costs[OURS]):.2f} x"
+            for row in rows:
+                row["sampled_tokens"] = row["response_length/mean"]
+                row["context_tokens"] = row["sampled_tokens"] + row["prompt_length/mean"]
+                row["context_tokens"] += row["state_tokens/total"] / each
+        sampled, context = (mean(row[key] for row in rows) for key in ("sampled_tokens", "context_tokens"))
+        cost = median(costs)
+        token = 1000 * mean(costs) / each / context
+        ours = ours or (cost, token)
         lines.append(
-            f"| {name} | {cost:.2f} ({low:.2f} to {high:.2f}) | {ratio} | {sampled:.1f} | {context:.1f} |"
+            f"| {name} | {cost:.2f} ({min(costs):.2f} to {max(costs):.2f}) | {cost / ours[0]:.2f} "
+            f"| {sampled:.1f} | {context:.1f} | {token:.2f} | {token / ours[1]:.2f} |"
         )
     return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of both")
     parser.add_argument("--trl-python", help="interpreter with TRL (default: ours alone)")
+    parser.add_argument(
+        "--trl", nargs="+", default=["float32"], choices=["float32", "mixed", "bfloat16", "vllm"]
+    )
+    parser.add_argument("--micro-batch", type=int, default=32, help="trajectories of a backward pass of TRL")
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "microworld_grpo.yaml")
+    parser.add_argument("--model", type=Path, default=ROOT / "data_prep" / "base_model")
+    parser.add_argument("--data", type=Path, help="folder with train.parquet, test.parquet and corpus.jsonl")
     parser.add_argument("--steps", type=int, default=8, help="of each run, the warm-up included")
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
-    runs: dict[str, list[Any]] = {OURS: []} | ({TRL: []} if options.trl_python else {})
+    options = parser.parse_intermixed_args()
+    runs: dict[str, list[Any]] = {OURS: []}
+    runs |= {f"TRL {way}": [] for way in options.trl} if options.trl_python else {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_world(0, folder, num_train=6000, num_test=2, num_3hop=2)
+        data = options.data.resolve() if options.data else folder
+        if not options.data:
+            write_world(0, folder, num_train=6000, num_test=2, num_3hop=2)
+        settings = our_settings(options, data)
+        config = load_config([*settings, "retriever.url=http://127.0.0.1:1/retrieve"])
+        task = trl_task(config, options, data)
         server = [sys.executable, "-m", "search_r1.search.server", "--host", "127.0.0.1", "--port", PORT]
-        server += ["--retriever_name", "bm25", "--corpus_path", str(folder / "corpus.jsonl")]
+        server += ["--retriever_name", "bm25", "--corpus_path", str(data / "corpus.jsonl")]
         with running(server, folder / "server.log", ENVIRONMENT) as (port, _):
             url = f"http://127.0.0.1:{port}/retrieve"
             for seed in range(options.rounds):
                 for contender in list(runs)[:: 1 if seed % 2 == 0 else -1]:
+                    run_dir = folder / f"{contender}-{seed}"
+                    run_dir.mkdir()
+                    records = run_dir / "metrics.jsonl"
                     if contender == OURS:
-                        records = folder / f"ours-{seed}" / "metrics.jsonl"
-                        records.parent.mkdir()
-                        command = our_command(folder, url, records.parent, options.steps, seed)
+                        last = [
+                            f"retriever.url={url}",
+                            f"trainer.seed={seed}",
+                            f"trainer.default_local_dir={run_dir}",
+                        ]
+                        command = [sys.executable, "-m", "verl.trainer.main_ppo", *settings, *last]
                     else:
-                        records = folder / f"trl-{seed}.jsonl"
-                        command = trl_command(options.trl_python, folder, url, records, options.steps, seed)
+                        told = {
+                            "url": url,
+                            "records": str(records),
+                            "seed": seed,
+                            "way": contender.split()[1],
+                        }
+                        (run_dir / "task.json").write_text(json.dumps(task | told), encoding="utf-8")
+                        program = str(ROOT / "scripts" / "bench" / "grpo_step_trl.py")
+                        command = [options.trl_python, program, str(run_dir / "task.json")]
                     runs[contender].append(run(command, records, options.steps))
-                    print(f"round {seed + 1}, {contender}: done", file=sys.stderr, flush=True)
-            print(table(runs, options.warm_up))
+                    steps = " ".join(f"{second:.1f}" for second in runs[contender][-1][0])
+                    print(
+                        f"round {seed + 1}, {contender}: CPU s after each step {steps}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+            each = task["prompts_per_step"] * task["group"]
+            print(table(runs, options.warm_up, each))
     return 0
 
 

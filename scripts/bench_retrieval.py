@@ -6,9 +6,11 @@
         -> both servers up -> for each load, in each round: theirs, then ours -> medians
 
 Theirs (scripts/bench/searchr1_like_server.py) runs with the Python of an environment of its own; without it
-this script ends with the commands that install it. Both search the same corpus. Every query is a new one, so
-no cache helps either side. "Queries per CPU s" divides by CPU seconds of the server alone: the clients run on
-the same cores and disturb the wall clock. OMP_NUM_THREADS is 1 for both.
+this script ends with the commands that install it. Both search the same corpus: word number r comes up about
+as often as 1 / r (Zipf, 10 million words); the first 33 are the words that English analysis drops, all others
+are made up of syllables; a larger corpus begins with the smaller one. Every query is a new one, so no cache
+helps either side. "Queries per CPU s" divides by CPU seconds of the server alone: the clients run on the same
+cores and disturb the wall clock. OMP_NUM_THREADS is 1 for both.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 
@@ -28,8 +31,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import numpy as np  # noqa: E402
+
 from scripts.bench.servers import PORT, running  # noqa: E402
-from scripts.bench.synthetic_corpus import make_queries, write_corpus  # noqa: E402
 
 THEIRS, OURS = "Search-R1-like", "ours"
 NUM_QUERIES = 200_000
@@ -44,6 +48,68 @@ HEAD = (
     "| clients | queries each | server | queries/s | queries per CPU s | p50 ms | p99 ms | RSS MB |\n"
     "|--:|--:|---|--:|--:|--:|--:|--:|"
 )
+BLOCK_PASSAGES = 10_000
+NUM_WORDS = 10_000_000
+MIN_LENGTH, MAX_LENGTH = 80, 120  # words of a passage
+FREQUENT_WORD_TEXT = """
+the of and to in a is for it as was with that be on by at are this an not or but they will if such their there
+then no into these
+"""
+FREQUENT_WORDS = FREQUENT_WORD_TEXT.split()
+SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnpqrtvwxyz" for vowel in "aeiou"]
+
+
+@lru_cache(maxsize=1_000_000)
+def word(rank: int) -> str:
+    """A word by its number, counted from 0."""
+    if rank < len(FREQUENT_WORDS):
+        return FREQUENT_WORDS[rank]
+    text = ""
+    while not text or rank:
+        rank, place = divmod(rank, 100)
+        text += SYLLABLES[place]
+    return text
+
+
+def draw(rng: np.random.Generator, count: int) -> np.ndarray:
+    """`count` word numbers, Zipf with exponent 1, counted from 0."""
+    return np.exp(rng.random(count) * np.log(NUM_WORDS)).astype(np.int64) - 1
+
+
+def block(number: int) -> list[np.ndarray]:
+    """The passages of a block, as word numbers."""
+    rng = np.random.default_rng([0, number])
+    bounds = np.cumsum(rng.integers(MIN_LENGTH, MAX_LENGTH + 1, BLOCK_PASSAGES))
+    return np.split(draw(rng, int(bounds[-1])), bounds[:-1])
+
+
+def write_corpus(path: Path, num_passages: int) -> None:
+    """Writes the corpus to `path` in one move: a file of that name is whole. 620 bytes a passage."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("w", encoding="ascii") as file:
+        for start in range(0, num_passages, BLOCK_PASSAGES):
+            passages = block(start // BLOCK_PASSAGES)[: num_passages - start]
+            for number, ranks in enumerate(passages, start):
+                words = [word(rank) for rank in ranks.tolist()]
+                title = " ".join(words[:2]).title()
+                file.write(f'{{"id": "{number}", "contents": "\\"{title}\\"\\n{" ".join(words)}."}}\n')
+    partial.rename(path)
+
+
+def make_queries(num: int) -> list[str]:
+    """`num` questions about the corpus, each about another passage, from the first on.
+
+    A question has 3 to 6 words of its passage and 1 to 4 words from anywhere, frequent ones as in the text.
+    """
+    rng = np.random.default_rng([0, 2**32])
+    queries: list[str] = []
+    for start in range(0, num, BLOCK_PASSAGES):
+        passages = block(start // BLOCK_PASSAGES)
+        for row in rng.permutation(BLOCK_PASSAGES)[: num - start]:
+            own = rng.choice(passages[row], rng.integers(3, 7), replace=False)
+            chosen = rng.permutation(np.concatenate([own, draw(rng, int(rng.integers(1, 5)))]))
+            queries.append(" ".join(word(rank) for rank in chosen.tolist()))
+    return queries
 
 
 def run_command(command: list[str], log_path: Path) -> None:

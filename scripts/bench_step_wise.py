@@ -61,7 +61,7 @@ def actor_of() -> DataParallelPPOActor:
     precision = Precision.from_config(actor.fsdp_config, CPU)
     module = load_policy(model, precision.model)
     engine = TrainEngine(module, precision, actor.fsdp_config, CPU, 1, actor.optim, actor.grad_clip)
-    limits = MicroBatchLimits.from_config(actor, "actor", "ppo", CPU, packed=True)
+    limits = MicroBatchLimits.from_config(actor, "ppo", CPU, packed=True)
     return DataParallelPPOActor(actor, engine, limits, temperature=1.0)
 
 

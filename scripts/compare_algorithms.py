@@ -1,12 +1,22 @@
-"""Does it learn? A short run of each algorithm on the microworld, two seeds each, as a table.
+"""Does it learn? A run of each algorithm on each seed, as a table with intervals over the questions.
 
-    python scripts/compare_algorithms.py --steps 30                      all of them
+    python scripts/compare_algorithms.py --steps 30                      the microworld, all of them
     python scripts/compare_algorithms.py --only cispo lora --seeds 0     some of them
+    python scripts/compare_algorithms.py --real --data data/real_model-seed0/rows \\
+        --start verl_checkpoints/real_model-seed0/sft/huggingface --untaught data/real_model-seed0/model
 
-Each run is `train_grpo.sh` (or `train_ppo.sh`, for GAE) with a few overrides, which this file holds: what can
-be read here is all that differs from the quickstart. Those without a critic take two optimizer steps per
-batch, so that the probability ratio, which most of them differ in, is not 1 in the second. Exact match is
-measured on the 400 test questions before and after, sampling at temperature 1.
+The last one says what each part of scripts/real_model.sh is good for, with the settings of
+configs/real_model_*.yaml: RL beside more supervised training, without the supervised start, and so on.
+
+Each run is `train_grpo.sh` (`train_ppo.sh` for one with a critic) with a few overrides, which this file
+holds: what can be read here is all that differs from the recipe. On the microworld those without a critic
+take two optimizer steps per batch, so that the probability ratio, which most of them differ in, is not 1 in
+the second.
+`sft_only` goes on with supervised training for as long as the first algorithm took, with its evaluations.
+
+Exact match is measured on the test questions at the end, sampled at temperature 1 and greedily. A question's
+figure is its mean over the seeds that asked it; intervals (95 %) draw as many questions as there are, with
+replacement, 10,000 times; `change` is the difference from the first algorithm on the same questions, sampled.
 """
 
 from __future__ import annotations
@@ -14,10 +24,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import numpy as np  # noqa: E402
+
+from scripts.real_model_report import add_line, bounded, interval  # noqa: E402
+
 ADVANTAGE = "algorithm.adv_estimator="
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode="
 TWO_UPDATES = "actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.optim.lr=5e-4"
@@ -34,37 +54,107 @@ ALGORITHMS = {  # what is added to the command line
         actor_rollout_ref.model.lora_rank=16 actor_rollout_ref.model.lora_alpha=32""",
 }
 
+CRITIC = "actor_rollout_ref.rollout.n_agent=1 algorithm.adv_estimator=gae trainer.critic_warmup=5"
+REAL = {  # of a real model, on configs/real_model_grpo.yaml
+    "grpo": "",
+    "sft_only": "",
+    "no_supervised_start": "",
+    "kl_to_reference": "actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.kl_loss_coef=0.001",
+    "ppo": f"{CRITIC} data.train_batch_size=128 critic.optim.lr=1e-5 critic.ppo_max_token_len_per_gpu=8192",
+    "lora": """actor_rollout_ref.actor.optim.lr=2e-5 actor_rollout_ref.model.lora_rank=16
+        actor_rollout_ref.model.lora_alpha=32""",
+}
+Run = dict[tuple[str, str], float]  # (mode, question) -> exact match
 
-def run(name: str, seed: int, num_steps: int) -> dict[str, float]:
-    """What the run's summary.json holds. CalledProcessError: the run failed."""
-    experiment = f"compare-{name}-seed{seed}"
+
+def run(name: str, seed: int, options: argparse.Namespace, seconds: float) -> tuple[Run, float]:
+    """Exact match of each question at the end of the run, and its wall seconds; `sft_only` trains `seconds`.
+    CalledProcessError: the run failed.
+    """
+    began = time.monotonic()
+    experiment = f"compare-{'real-' if options.real else ''}{name}-seed{seed}"
     environment = os.environ | {"SEED": str(seed), "EXPERIMENT_NAME": experiment, "OMP_NUM_THREADS": "1"}
-    script = "train_ppo.sh" if name == "gae" else "train_grpo.sh"
-    settings = f"""{ALGORITHMS[name]} trainer.total_training_steps={num_steps} trainer.test_freq=-1
-        trainer.save_freq=-1 trainer.resume_mode=none trainer.progress=plain"""
-    subprocess.run(["bash", script, *settings.split()], env=environment, cwd=ROOT, check=True)
-    return json.loads((ROOT / "verl_checkpoints" / experiment / "summary.json").read_text(encoding="utf-8"))
+    settings = f"""trainer.total_training_steps={options.steps} trainer.test_freq=-1 trainer.save_freq=-1
+        trainer.resume_mode=none trainer.progress=plain {(REAL if options.real else ALGORITHMS)[name]}
+        {" ".join(options.overrides)}"""
+    kind, start = "ppo" if name in ("gae", "ppo") else "grpo", options.start
+    if options.real:
+        environment["DATA_DIR"] = str(options.data)
+        start = options.untaught if name == "no_supervised_start" else start
+        settings = f"--config configs/real_model_grpo.yaml {settings}"
+    if name == "sft_only":
+        experiment += "-training"
+        training = """train_sft.sh --config configs/real_model_sft.yaml trainer.total_epochs=10000
+            trainer.save_freq=-1 trainer.resume_mode=none trainer.progress=plain"""
+        told = environment | {"EXPERIMENT_NAME": experiment, "BASE_MODEL": str(start)}
+        process = subprocess.Popen(["bash", *training.split()], env=told, cwd=ROOT)
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:  # it ends its step and writes a checkpoint
+            process.send_signal(signal.SIGUSR1)
+            process.wait()
+        folders = (ROOT / "verl_checkpoints" / experiment).glob("global_step_*/worker/huggingface")
+        start = max(folders, key=lambda folder: folder.stat().st_mtime)
+        settings += " trainer.val_only=true"
+    if start is not None:
+        environment["BASE_MODEL"] = str(start)
+    subprocess.run(["bash", f"train_{kind}.sh", *settings.split()], env=environment, cwd=ROOT, check=True)
+    path = ROOT / "verl_checkpoints" / environment["EXPERIMENT_NAME"] / "validation.jsonl"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    by_mode: dict[str, dict[str, dict]] = {}
+    for line in lines:
+        if line["questions"] == "val" and line["step"] == lines[-1]["step"]:
+            add_line(by_mode.setdefault(line["mode"], {}), line)
+    ems = {
+        (mode, question): line["em"] for mode, known in by_mode.items() for question, line in known.items()
+    }
+    return ems, time.monotonic() - began
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of all runs with RL")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--only", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
-    options = parser.parse_args()
-    lines = ["| algorithm | seed | sampled, before | sampled, after | gain | greedy, after | wall s |"]
-    lines.append("|---|---|---|---|---|---|---|")
-    for name in options.only:
-        for seed in options.seeds:
-            one = run(name, seed, options.steps)
-            before, after, greedy = (one[f"em_{when}"] for when in ("before", "after", "after_greedy"))
-            lines.append(
-                f"| {name} | {seed} | {before:.3f} | {after:.3f} | {after - before:+.3f} | {greedy:.3f} "
-                f"| {one['wall_seconds']:.0f} |"
-            )
-    print("\n".join(lines))
+    parser.add_argument("--real", action="store_true", help="a real model; needs the folders below")
+    parser.add_argument("--start", type=Path, help="model after its supervised start")
+    parser.add_argument("--untaught", type=Path, help="model before it")
+    parser.add_argument(
+        "--data", type=Path, help="folder with train.parquet, test.parquet, sft_train.parquet"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=[*ALGORITHMS, *(name for name in REAL if name not in ALGORITHMS)]
+    )
+    options = parser.parse_intermixed_args()
+    for name in ("start", "untaught", "data") if options.real else ():
+        if getattr(options, name) is None:
+            parser.error(f"found --real without --{name}; expected a folder of scripts/real_model.sh")
+        setattr(options, name, getattr(options, name).absolute())
+    names = options.only or list(REAL if options.real else ALGORITHMS)
+    means: dict[str, dict[tuple[str, str], list[float]]] = {name: {} for name in names}
+    seconds = dict.fromkeys(names, 0.0)
+    for seed in options.seeds:
+        first = 0.0
+        for name in names:
+            one, wall = run(name, seed, options, first)
+            first, seconds[name] = first or wall, seconds[name] + wall
+            for question, em in one.items():
+                means[name].setdefault(question, []).append(em)
+    print(
+        "| algorithm | seeds | EM sampled | EM greedy | change | wall s a seed |\n|---|---|---|---|---|---|"
+    )
+    for name in names:
+        em = {question: float(np.mean(values)) for question, values in means[name].items()}
+        before = {question: float(np.mean(values)) for question, values in means[names[0]].items()}
+        by_mode = [
+            bounded(interval(np.array([em[q] for q in em if q[0] == mode]))) for mode in ("sampled", "greedy")
+        ]
+        changes = [em[q] - before[q] for q in em if q[0] == "sampled" and q in before]
+        change = bounded(interval(np.array(changes)), "+")
+        wall = seconds[name] / len(options.seeds)
+        print(f"| {name} | {len(options.seeds)} | {by_mode[0]} | {by_mode[1]} | {change} | {wall:.0f} |")
 
 
 if __name__ == "__main__":

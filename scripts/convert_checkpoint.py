@@ -33,9 +33,10 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from verl.trainer.ppo.run_state import STATE_FILE, RunState  # noqa: E402
 from verl.utils.durable import link_or_copy  # noqa: E402
-from verl.workers.engine.checkpoint import ADAPTER_FOLDER, save_tensors  # noqa: E402
-from verl.workers.engine.hf_weights import (  # noqa: E402
+from verl.workers.engine.checkpoint import (  # noqa: E402
+    ADAPTER_FOLDER,
     MODEL_PREFIX,
+    save_tensors,
     saved_tensors,
     tensor_names,
     write_hf_weights,
@@ -47,14 +48,12 @@ HUGGING_FACE = "huggingface"
 WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json")
 PARTS = ("actor", "critic", "worker")
 RUN_CONFIG = "config.yaml"
-ASKING_KEYS = (  # of a run's settings, what infer.py asks with; the others may hold addresses and passwords
-    "max_turns",
-    "retriever.topk",
-    "data.max_start_length",
-    "data.max_prompt_length",
-    "data.max_response_length",
-    "data.max_obs_length",
-)
+# Of a run's settings, what infer.py asks with, by block; the others may hold addresses and passwords.
+ASKING_KEYS = {
+    "": "max_turns",
+    "retriever": "topk",
+    "data": "max_start_length max_prompt_length max_response_length max_obs_length",
+}
 
 
 def parts_of(folder: Path) -> dict[str, Path]:
@@ -132,18 +131,14 @@ def write_asking_settings(part: Path, out: Path) -> None:
     if not re.fullmatch(r"global_step_\d+", step.name) or not (step.parent / RUN_CONFIG).is_file():
         return
     run = yaml.safe_load((step.parent / RUN_CONFIG).read_text(encoding="utf-8"))
-    kept: dict[str, Any] = {}
-    for key in ASKING_KEYS:
-        *block, name = key.split(".")
-        source, target = (
-            run.get(block[0], {}) if block else run,
-            kept.setdefault(block[0], {}) if block else kept,
-        )
-        if name in source:
-            target[name] = source[name]
-    kept = {name: value for name, value in kept.items() if value != {}}
-    if kept:  # supervised runs have other settings
-        (out / RUN_CONFIG).write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
+    blocks = {block: run if block == "" else run.get(block, {}) for block in ASKING_KEYS}
+    kept = {
+        block: {name: blocks[block][name] for name in names.split() if name in blocks[block]}
+        for block, names in ASKING_KEYS.items()
+    }
+    settings = kept.pop("") | {block: values for block, values in kept.items() if values}
+    if settings:  # supervised runs have other settings
+        (out / RUN_CONFIG).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
 
 
 def from_hf(source: Path, out: Path) -> None:

@@ -32,18 +32,12 @@ def python_files(root: Path = ROOT) -> list[Path]:
 
 def count(source: str) -> Count:
     lines = source.splitlines()
-    code = {
-        number for number, line in enumerate(lines, 1) if line.strip() and not line.strip().startswith("#")
-    }
+    code = {number for number, line in enumerate(lines, 1) if line.strip() and line.strip()[0] != "#"}
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant | ast.JoinedStr):  # its blank lines and those with a # are code
             code.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-        elif (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and node.value.value is not ...
-        ):
+        elif isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
             docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return Count(len(lines), len(code - docstrings))
 

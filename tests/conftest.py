@@ -54,13 +54,14 @@ def serve() -> Callable[[RetrievalService], AbstractContextManager[str]]:
 @pytest.fixture(scope="session")
 def serve_documents(serve) -> Callable[..., AbstractContextManager[str]]:
     """serve_documents(documents, topk=3): the same for a service over these documents, loaded."""
+    from corpus_parts import corpus_of_documents
+
     from search_r1.search.bm25 import BM25Retriever
-    from search_r1.search.corpus import Corpus
     from search_r1.search.serving.service import RetrievalService
 
     def start(documents: list[dict], topk: int = 3) -> AbstractContextManager[str]:
         def load() -> BM25Retriever:
-            return BM25Retriever(Corpus.from_documents(documents))
+            return BM25Retriever(corpus_of_documents(documents))
 
         service = RetrievalService(load, "memory", "bm25", topk)
         service.start_loading().join(timeout=30)

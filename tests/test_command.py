@@ -29,7 +29,9 @@ def test_an_unknown_command_names_the_nearest_one():
     assert result.returncode == 2 and "did you mean train?" in result.stderr
 
 
-@pytest.mark.parametrize("name", ["serve", "index", "microworld", "qa", "wiki18", "infer", "convert"])
+@pytest.mark.parametrize(
+    "name", ["serve", "index", "microworld", "qa", "wiki18", "gemma", "trim", "infer", "convert"]
+)
 def test_each_python_command_shows_its_own_help(name):
     result = run(name, "--help")
     assert result.returncode == 0 and result.stdout.startswith("usage:")

@@ -29,9 +29,9 @@ from transformers import (
 
 import infer
 from data_prep.prompts import SEARCH_PROMPT
-from search_r1.llm_agent.generation import Event, LLMGenerationManager
-from search_r1.llm_agent.search_environment import format_observation
+from search_r1.llm_agent.generation import LLMGenerationManager, format_observation
 from search_r1.search.client import SearchClient
+from verl.agent.loop import LoopEvent
 
 REPO = Path(__file__).parents[1]
 DOCUMENTS = [
@@ -328,11 +328,13 @@ def test_the_screen_colours_tags_that_arrive_in_pieces():
     screen = infer.Screen(console)
     text = "a < b <think>so</think> <search>Orlen</search>"
     for char in text:
-        screen.show(Event("text", 0, char))
-    screen.show(Event("observation", 0, documents=[{"contents": '"T"\n' + "word " * 99, "score": None}]))
-    screen.show(Event("end", 0, "answer"))
+        screen.show(LoopEvent("text", 0, char))
+    found = {"documents": [{"contents": '"T"\n' + "word " * 99, "score": None}]}
+    screen.show(LoopEvent("observation", 0, "", found))
+    screen.show(LoopEvent("observation", 0, "", {"documents": None}))
+    screen.show(LoopEvent("end", 0, "answer"))
     output = console.file.getvalue()
     assert "\x1b[36m<search>" in output and "\x1b[90m<think>" in output
     stripped = re.sub(r"\x1b\[[\d;]*m", "", output)
     assert stripped.startswith(text)
-    assert "Doc 1" in stripped and stripped.count("word") < 40
+    assert "Doc 1" in stripped and "no action" in stripped and stripped.count("word") < 40

@@ -40,7 +40,7 @@ Table of batch keys (N rows, P prompt width, R response width)
     non_tensor_batch, one object per row
       raw_prompt_ids list[int] (input of generation) | uid str | data_source str | reward_model dict |
       extra_info dict | index int (row of the data set) | trajectory dict (turns, searches, how it ended) |
-      em float (exact match) | reward_extra dict (all that the reward function returned) |
+      em, f1 float (exact match, token F1) | reward_extra dict (all that the reward function returned) |
       continuation dict or None (input of generation: what a trajectory kept from the step before has)
 
 Worked example: the prompt is [5, 6], the policy writes [7, 8], the search engine's answer is [9], the policy

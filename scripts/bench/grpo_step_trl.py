@@ -4,8 +4,10 @@
 
 `GRPOTrainer.train` as it is: its tool loop, its loss, its optimizer step. It is given this model's protocol
 as any user would: a chat template for plain prompts and <information> blocks, a response template that reads
-`<search> q</search>` as a call of the tool `search`, and the closing tags as end-of-sequence tokens. The
-questions come in the order of the file, the reward is exact match of the last <answer>.
+`<search> q</search>` as a call of the tool `search`, and the closing tags as end-of-sequence tokens. Where a
+vocabulary has no such words they are stop strings: TRL passes `generate` no tokenizer, which those need, and
+keeps the padding after them; both are mended here. The questions come in the order of the file, the reward is
+exact match of the last <answer>.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import re
 import string
 import sys
 import tempfile
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from statistics import mean
@@ -47,16 +50,16 @@ SEARCH_CALL = {
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "\n",
-    "fields": {"tool_calls": SEARCH_CALL, "content": {"close": "<|endoftext|>", "content": "text"}},
+    "fields": {"tool_calls": SEARCH_CALL, "content": {"close": "", "content": "text"}},
 }
 
 
 class SearchTool:
-    """One HTTP call a query, over a connection that stays open."""
+    """One HTTP call a query, over a connection that stays open; documents are cut to `longest` tokens."""
 
-    def __init__(self, url: str, topk: int) -> None:
+    def __init__(self, url: str, topk: int, tokenizer: Any, longest: int) -> None:
         address = urlsplit(url)
-        self._topk, self._path = topk, address.path
+        self._topk, self._path, self._tokenizer, self._longest = topk, address.path, tokenizer, longest
         self._connection = HTTPConnection(address.netloc, timeout=60)
 
     def search(self, query: str) -> str:
@@ -71,7 +74,8 @@ class SearchTool:
         for number, item in enumerate(json.load(self._connection.getresponse())["result"][0], start=1):
             title, _, text = item["document"]["contents"].partition("\n")
             lines.append(f"Doc {number}(Title: {title}) {text}\n")
-        return f"\n\n<information>{''.join(lines).strip()}</information>\n\n"
+        ids = self._tokenizer.encode("".join(lines).strip(), add_special_tokens=False)[: self._longest - 12]
+        return f"\n\n<information>{self._tokenizer.decode(ids)}</information>\n\n"
 
 
 class StepWriter(TrainerCallback):
@@ -103,43 +107,69 @@ def exact_match(text: str, golden: list[str]) -> float:
 
 def main(task: dict[str, Any]) -> None:
     torch.set_num_threads(1)
+    way, max_new_tokens = task["way"], task["max_response_length"]
     tokenizer = AutoTokenizer.from_pretrained(task["model"])
-    model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32)
+    dtype = torch.bfloat16 if way == "bfloat16" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=dtype)
     tokenizer.chat_template, tokenizer.response_template = CHAT_TEMPLATE, RESPONSE_TEMPLATE
-    closing = tokenizer.convert_tokens_to_ids(["</search>", "</answer>"])
-    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *closing]
+    RESPONSE_TEMPLATE["fields"]["content"]["close"] = tokenizer.eos_token
+    # A template's text gets no special tokens; a model that expects one at the beginning of a text needs it.
+    begins = tokenizer.bos_token_id is not None and tokenizer("").input_ids == [tokenizer.bos_token_id]
+    bos = tokenizer.bos_token if begins else ""
+    stops = ["</search>", "</answer>"]
+    closing = [
+        id_ for id_ in tokenizer.convert_tokens_to_ids(stops) if id_ not in (None, tokenizer.unk_token_id)
+    ]
+    padding = [] if closing else [tokenizer.pad_token_id]
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *closing, *padding]
+    if way == "vllm":
+        generation = {"max_tokens": max_new_tokens, "stop": stops, "include_stop_str_in_output": True}
+    else:
+        generation = {"max_new_tokens": max_new_tokens}
+        if not closing:
+            model.generate = partial(model.generate, tokenizer=tokenizer, stop_strings=stops)
     writer = StepWriter(task["records"])
+    search = SearchTool(task["url"], task["topk"], tokenizer, task["max_obs_length"])
 
     def reward(prompts: list[Any], completion_ids: list[list[int]], answers: list[Any], **_: Any) -> Any:
         for ids, prompt in zip(completion_ids, prompts, strict=True):
-            writer.contexts.append(len(ids) + len(tokenizer.encode(prompt[0]["content"])))
+            writer.contexts.append(
+                len(ids) + len(tokenizer.encode(prompt[0]["content"], add_special_tokens=False))
+            )
         texts = tokenizer.batch_decode(completion_ids)
         return [exact_match(text, golden) for text, golden in zip(texts, answers, strict=True)]
 
     rows = [
-        {"prompt": [{"role": "user", "content": row["prompt"]}], "answers": row["answers"]}
+        {
+            "prompt": [{"role": "user", "content": bos + row["prompt"].removeprefix(bos)}],
+            "answers": row["answers"],
+        }
         for row in task["rows"]
     ]
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
             use_cpu=True,
-            bf16=False,
+            bf16=way != "float32",
+            use_vllm=way == "vllm",
+            vllm_mode="colocate",
+            vllm_max_model_length=task["max_context"],
             seed=task["seed"],
             max_steps=task["steps"],
             per_device_train_batch_size=task["micro_batch"],
             gradient_accumulation_steps=task["prompts_per_step"] * task["group"] // task["micro_batch"],
             num_generations=task["group"],
             shuffle_dataset=False,
-            max_completion_length=task["max_prompt_length"] - task["max_start_length"],
+            max_completion_length=task["max_completion"],
             max_tool_calling_iterations=task["max_turns"],
-            generation_kwargs={"max_new_tokens": task["max_response_length"]},
+            generation_kwargs=generation,
             temperature=1.0,
             learning_rate=task["lr"],
             lr_scheduler_type="constant",
             weight_decay=0.0,
             adam_beta2=0.999,
-            epsilon=0.2,
+            epsilon=task["clip"][0],
+            epsilon_high=task["clip"][1],
             beta=0.0,
             loss_type="dapo",
             gradient_checkpointing=False,
@@ -153,17 +183,21 @@ def main(task: dict[str, Any]) -> None:
             args=config,
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
-            tools=[SearchTool(task["url"], task["topk"]).search],
+            tools=[search.search],
             callbacks=[writer],
         )
-        generate = trainer._generate
+        generate, generate_turn = trainer._generate, trainer._generate_single_turn
+
+        def without_padding(*arguments: Any, **options: Any) -> Any:
+            turns, log_probs = generate_turn(*arguments, **options)
+            return [ids[:-1] if ids and ids[-1] in padding else ids for ids in turns], log_probs
 
         def noted(prompts: list[Any]) -> Any:
             output = generate(prompts)
             writer.sampled += [sum(mask) for mask in output[2]]
             return output
 
-        trainer._generate = noted
+        trainer._generate, trainer._generate_single_turn = noted, without_padding
         trainer.train()
 
 

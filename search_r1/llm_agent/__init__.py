@@ -1,3 +1,3 @@
 from verl.environments.registry import SEARCH, register
 
-register(SEARCH, "search_r1.llm_agent.search_environment:SearchEnvironment")
+register(SEARCH, "search_r1.llm_agent.generation:SearchEnvironment")

@@ -1,38 +1,180 @@
-"""LLMGenerationManager: the agent loop with a search engine, under Search-R1's names.
+"""LLMGenerationManager: the agent loop with a search engine, under Search-R1's names; the search environment.
 
-The loop is `verl/agent/`; what a search does is `search_environment.py`.
+    text -> parse_action -> ("search", "who wrote X") -> search client -> format_observation
+                            ("answer", ..)            -> the end
+                            no action                 -> HINT
+
+Tags and the layout of an observation are Search-R1's, to the character: policies are trained on them. The
+loop is `verl/agent/`.
 """
 
-from __future__ import annotations
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import numpy as np
 
-from search_r1.llm_agent.search_environment import HINT, format_observation, search_metrics
 from search_r1.search.client import FoundDocument, SearchClient
 from verl.agent.agent import EnvironmentAgent
 from verl.agent.loop import LoopEvent
 from verl.agent.trajectory import AgentConfig, Trajectory, generation_eos_ids
 from verl.config import Config
 from verl.config.environments import EnvironmentConfig
+from verl.environments.base import ActionUnderWay, BaseTextEnv, BaseTextEnvStepOutput, EpisodeFailed
 from verl.environments.executors import Environments
 from verl.environments.registry import SEARCH
-from verl.protocol import DataProto
 from verl.workers.rollout.base import RolloutEngine
+
+INFORMATION_END = "</information>\n\n"
+# Shown after a turn without an action. Without a tag in it: nobody can take it for an answer or a search.
+HINT = (
+    "\n\nThere was no action in this. To look something up, put a query between search tags; "
+    "to finish, put the answer between answer tags.\n\n"
+)
+
+_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+
+
+def parse_action(text: str, do_search: bool = True) -> tuple[str, str]:
+    """The first complete ("search", query) or ("answer", answer) in the policy's text of one turn, else
+    ("invalid", ""): also for a search without a query. Without `do_search` only answers count.
+    """
+    for match in _ACTION.finditer(text):
+        kind, content = match[1], match[2].strip()
+        if kind == "answer" or (do_search and content):
+            return kind, content
+        if do_search:
+            break
+    return "invalid", ""
+
+
+def format_documents(documents: Sequence[FoundDocument]) -> str:
+    """`Doc 1(Title: ...) text` per document, one a line; the title is the first line of `contents`."""
+    parts = [document["contents"].partition("\n") for document in documents]
+    lines = [f"Doc {number}(Title: {title}) {text}\n" for number, (title, _, text) in enumerate(parts, 1)]
+    return "".join(lines).strip()
+
+
+def format_observation(documents: Sequence[FoundDocument]) -> str:
+    """The text that is appended after a search."""
+    return f"\n\n<information>{format_documents(documents)}{INFORMATION_END}"
+
+
+def _under_way(query: str, documents: Future[list[FoundDocument]]) -> ActionUnderWay:
+    """A query that was sent just now; comes to an observation with the documents, or to EpisodeFailed."""
+    started, finished = time.perf_counter(), list[float]()
+    documents.add_done_callback(lambda _: finished.append(time.perf_counter()))
+
+    def output(done: Future[list[FoundDocument]]) -> BaseTextEnvStepOutput:
+        if (error := done.exception()) is not None:
+            failure = EpisodeFailed(str(error))
+            failure.reason = "search_failed"
+            raise failure
+        # Who waits for a future may go on before its callbacks are called.
+        seconds = (finished or [time.perf_counter()])[0] - started
+        text = format_observation(done.result())
+        return _output("search", query, text, documents=done.result(), search_seconds=seconds)
+
+    return ActionUnderWay("search", _output("search", query)["metadata"], documents, output)
+
+
+def _output(
+    action: str, query: str | None = None, observation: str = "", finish_reason: str = "", **details: Any
+) -> BaseTextEnvStepOutput:
+    """details: of a search that was made, its `documents`, and its `search_seconds` until they were there."""
+    return {
+        "observations": [{"role": "user", "content": observation}] if observation else [],
+        "reward": None,
+        "done": bool(finish_reason),
+        "metadata": {"query": query, "documents": None, "search_seconds": None, **details},
+        "action": action,
+        "finish_reason": finish_reason,
+    }
+
+
+class SearchEnvironment(BaseTextEnv):
+    """Search-R1's episode: up to `max_turns` turns with a search or a hint, and one last turn, whose search
+    is not made any more. The run's reward function scores it.
+
+    env_config: `client` (a SearchClient), `topk`, `do_search` (False: one turn, for an answer).
+    """
+
+    runs = "inline"  # the client has a thread of its own
+    stop: tuple[str, ...] = ("</search>", "</answer>")
+    observation_end = INFORMATION_END
+    counts_turns = stateless = True
+
+    def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        self.client, self.topk, self.do_search = (env_config[key] for key in ("client", "topk", "do_search"))
+        if not self.do_search:
+            self.max_turns, self.stop = 0, self.stop[1:]
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        result = self.step_many([self], [action])[0]
+        return result.output(result.future) if isinstance(result, ActionUnderWay) else result
+
+    @classmethod
+    def step_many(
+        cls, envs: Sequence[Any], actions: Sequence[str]
+    ) -> list[BaseTextEnvStepOutput | ActionUnderWay]:
+        """All searches go out together."""
+        outputs: list[Any] = []
+        asked: dict[int, str] = {}  # place -> query
+        for place, (env, text) in enumerate(zip(envs, actions, strict=True)):
+            kind, query = parse_action(text, env.do_search)
+            is_last = env.turns == env.max_turns
+            env.turns += 1
+            if kind == "answer":
+                outputs.append(_output("answer", finish_reason="answer"))
+            elif is_last:
+                name = "none" if kind == "invalid" else kind
+                outputs.append(_output(name, query or None, finish_reason="max_turns"))
+            elif kind == "invalid":
+                outputs.append(_output("invalid", observation=HINT))
+            else:
+                outputs.append(None)
+                asked[place] = query
+        if asked:
+            futures = envs[0].client.submit(list(asked.values()), envs[0].topk)
+            for (place, query), future in zip(asked.items(), futures, strict=True):
+                outputs[place] = _under_way(query, future)
+        return outputs
+
+
+def env_metrics(trajectories: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Search-R1's `env/*` figures of a batch from its trajectory records, and how many searches failed.
+
+    An action is one generation. Finished are those that answered. A search that the last turn asked for
+    counts as valid, though it was not made. All but `env/search_failed` are means over trajectories.
+    """
+    actions = np.array([record["num_actions"] for record in trajectories])
+    valid = np.array([record["num_valid_actions"] for record in trajectories])
+    searches = [sum(turn["action"] == "search" for turn in record["turns"]) for record in trajectories]
+    reasons = [record["finish_reason"] for record in trajectories]
+    figures = {
+        "number_of_actions/mean": actions.mean(),
+        "number_of_actions/max": actions.max(),
+        "number_of_actions/min": actions.min(),
+        "finish_ratio": reasons.count("answer") / len(reasons),
+        "number_of_valid_action": valid.mean(),
+        "ratio_of_valid_action": (valid / np.maximum(actions, 1)).mean(),
+        "number_of_valid_search": np.mean(searches),
+        "search_failed": reasons.count("search_failed"),
+    }
+    return {f"env/{name}": float(value) for name, value in figures.items()}
 
 
 @dataclass(frozen=True)
 class GenerationConfig(AgentConfig):
-    """How trajectories with searches are made.
+    """How trajectories with searches are made."""
 
-    `search_url`: where a manager that gets no search client searches. `num_gpus`: Search-R1 gives it;
-    nothing reads it, as batches need no multiple of it here.
-    """
-
-    num_gpus: int | None = None
+    num_gpus: int | None = None  # Search-R1 gives it; nothing reads it, as batches need no multiple of it
     no_think_rl: bool = False
-    search_url: str | None = None
+    search_url: str | None = None  # where a manager that gets no search client searches
     topk: int = 3
     do_search: bool = True
 
@@ -41,36 +183,7 @@ class GenerationConfig(AgentConfig):
         if self.topk < 1:
             raise ValueError(f"topk: found {self.topk}, expected 1 or more")
         if self.no_think_rl:
-            raise ValueError(
-                "no_think_rl: found true; only false works, ids that were not sampled are not trained"
-            )
-
-
-@dataclass(frozen=True)
-class Event:
-    """What `on_event` is told while trajectories run.
-
-    kind: "text" (the policy wrote `text`) | "search" (`text` is the query) | "observation" (`documents`
-    came) | "hint" (`text` is said to the policy after a turn without an action) | "end" (`text`: the reason).
-    """
-
-    kind: Literal["text", "search", "observation", "hint", "end"]
-    row: int
-    text: str = ""
-    documents: list[FoundDocument] = field(default_factory=list)
-
-    @classmethod
-    def of_loop(cls, event: LoopEvent) -> Event:
-        if event.kind == "action":
-            return cls("search", event.row, event.details["query"])
-        if event.kind != "observation":
-            return cls(event.kind, event.row, event.text)
-        documents = event.details.get("documents")
-        return (
-            cls("hint", event.row, HINT)
-            if documents is None
-            else cls("observation", event.row, documents=documents)
-        )
+            raise ValueError("no_think_rl: found true, expected false: only what was sampled is trained")
 
 
 class LLMGenerationManager(EnvironmentAgent):
@@ -84,7 +197,7 @@ class LLMGenerationManager(EnvironmentAgent):
         engine: RolloutEngine,
         search_client: SearchClient | None,
         config: GenerationConfig,
-        on_event: Callable[[Event], None] | None = None,
+        on_event: Callable[[LoopEvent], None] | None = None,
         block: EnvironmentConfig | None = None,
         code_api_url: str | None = None,
     ) -> None:
@@ -96,31 +209,37 @@ class LLMGenerationManager(EnvironmentAgent):
         """
         if config.do_search and search_client is None:
             if config.search_url is None:
-                raise ValueError(
-                    "do_search: found true without a search client; expected a SearchClient, or search_url"
-                )
+                raise ValueError("do_search: found true without a search client; expected one, or search_url")
             search_client = SearchClient(config.search_url, topk=config.topk)
         self.search_client = search_client
-        search = {name: getattr(config, name) for name in ("topk", "max_turns", "do_search")}
+        search = {"client": search_client, "topk": config.topk, "do_search": config.do_search}
         run_code = dict.fromkeys(("lcb", "searchcode"), {"code_api_url": code_api_url})
-        environments = Environments(block, {SEARCH: {**search, "client": search_client}, **run_code})
-        listener = None if on_event is None else lambda event: on_event(Event.of_loop(event))
-        super().__init__(tokenizer, engine, config, environments, listener)
+        environments = Environments(block, {SEARCH: search, **run_code})
+        super().__init__(tokenizer, engine, config, environments, on_event)
+        self._counts: dict[str, float] = {}  # of the search client at the end of the last batch
         empty = len(self.codec.encode(format_observation([])))
         if config.do_search and config.max_obs_length < empty:
             raise ValueError(
-                f"max_obs_length: found {config.max_obs_length}, expected at least {empty}: "
-                "the tags alone have so many tokens"
+                f"max_obs_length: found {config.max_obs_length}, expected {empty} or more, as the tags need"
             )
 
-    def run_llm_loop(self, gen_batch: DataProto) -> DataProto:
-        """As `EnvironmentAgent.run_llm_loop`; `metrics` has `retrieval/*` figures of this process too."""
-        self._before = {} if self.search_client is None else self.search_client.statistics()
-        return super().run_llm_loop(gen_batch)
-
     def figures(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        after = {} if self.search_client is None else self.search_client.statistics()
-        return search_metrics(self._before, after, trajectories)
+        """`retrieval/*` since the last batch, from the search client's counters; {} if it has none.
+
+        searches, and of these cache_hits and shared (an equal one was under way); requests (HTTP) that
+        brought an answer, their mean seconds, failed_requests; failovers (searches answered by another server
+        than was asked first). wait_seconds/*: from a trajectory's query to its documents.
+        """
+        client, before = self.search_client, self._counts
+        self._counts = {} if client is None else client.statistics()
+        metrics: dict[str, Any] = {name: n - before.get(name, 0.0) for name, n in self._counts.items()}
+        if metrics:
+            turns = [turn for t in trajectories for turn in t.turns[t.num_old_turns :]]
+            waits = [x for turn in turns if (x := turn.details.get("search_seconds")) is not None]
+            metrics["request_seconds/mean"] = metrics.pop("request_seconds") / max(1, metrics["requests"])
+            metrics |= {"wait_seconds/mean": np.mean(waits or 0.0), "wait_seconds/max": max(waits, default=0)}
+            del metrics["failed"]  # env/search_failed has it
+        return {f"retrieval/{name}": float(value) for name, value in metrics.items()}
 
     def close(self) -> None:
         super().close()
@@ -136,37 +255,19 @@ def build_agent(
     Raises ValueError for an address or a proxy that can't be used.
     """
     data, rollout, retriever = config.data, config.actor_rollout_ref.rollout, config.retriever
+    lengths = ("max_start_length", "max_prompt_length", "max_response_length", "max_obs_length")
+    pace = ("search_delay_steps", "max_in_flight", "straggler_factor")
+    sampling = ("temperature", "top_p", "top_k", "min_p")
     generation = GenerationConfig(
         max_turns=config.max_turns,
-        max_start_length=data.max_start_length,
-        max_prompt_length=data.max_prompt_length,
-        max_response_length=data.max_response_length,
-        max_obs_length=data.max_obs_length,
         topk=retriever.topk,
         do_search=config.do_search,
-        search_delay_steps=rollout.search_delay_steps,
-        max_in_flight=rollout.max_in_flight,
-        straggler_factor=rollout.straggler_factor,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
         eos_token_ids=generation_eos_ids(config.actor_rollout_ref.model.path),
+        **{name: data[name] for name in lengths},
+        **{name: rollout[name] for name in (*pace, *sampling)},
     )
-    client = None
+    client, place = None, (retriever.url, retriever.topk, retriever.timeout)
     if config.do_search:
-        client = SearchClient(
-            retriever.url,
-            topk=retriever.topk,
-            timeout=retriever.timeout,
-            api_key=api_key,
-            use_proxy=retriever.use_proxy,
-        )
-    return LLMGenerationManager(
-        tokenizer,
-        engine,
-        client,
-        generation,
-        block=config.environment,
-        code_api_url=config.verifiers.code.api_url,
-    )
+        client = SearchClient(*place, api_key=api_key, use_proxy=retriever.use_proxy)
+    url = config.verifiers.code.api_url
+    return LLMGenerationManager(tokenizer, engine, client, generation, None, config.environment, url)

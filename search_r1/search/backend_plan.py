@@ -32,11 +32,8 @@ EXTRAS = {
 
 @dataclass(frozen=True)
 class BackendPlan:
-    """One backend to open.
-
-    `name`: the user's word. `kind`: bm25, lucene, exact, faiss, serpapi or google.
-    `model`: encoder of a dense one; None: what the index's manifest names.
-    """
+    """One backend to open. `name`: the user's word. `kind`: bm25, lucene, exact, faiss, serpapi or google.
+    `model`: encoder of a dense one; None: what the index's manifest names."""
 
     name: str
     kind: str
@@ -45,11 +42,9 @@ class BackendPlan:
 
 
 def plan_backends(names: str, index_paths: str | None, models: str | None) -> list[BackendPlan]:
-    """One plan for each name in `names` ("bm25", "bm25+e5"). Raises ValueError, also for a wrong index.
-
-    With several names `index_paths` has a comma between the paths, in the order of the names (nothing before
-    or after a comma: no index), and `models` one between the models of the dense ones.
-    """
+    """One plan for each name in `names` ("bm25", "bm25+e5"). Raises ValueError, also for a wrong index. With
+    several names `index_paths` has a comma between the paths, in the order of the names (nothing before or
+    after a comma: no index), and `models` one between the models of the dense ones."""
     words = [word.strip() for word in names.lower().split("+")]
     if not all(words):
         raise ValueError(f"--retriever_name: found {names!r}, expected a name, or two with + between them")
@@ -139,6 +134,14 @@ def _wrong_index(path: Path, held: str, expected: str) -> ValueError:
     return ValueError(message if held in ("begun", "lfs") else f"{message}, {expected}")
 
 
+def check_at_least(values: object, least: float, *names: str) -> None:
+    """Raises ValueError for a flag below `least`. None: it was not given."""
+    for name in names:
+        value = getattr(values, name)
+        if value is not None and not value >= least:
+            raise ValueError(f"--{name}: found {value}, expected at least {least}")
+
+
 def check_packages(kind: str) -> None:
     """Raises ValueError with the command to type when a package of a backend, or Java, is not installed."""
     if kind == "lucene":
@@ -159,6 +162,4 @@ def check_model_folder(flag: str, model: str) -> None:
     path = Path(model)
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or path.exists()
     if looks_like_path and not (path / "config.json").is_file():
-        raise ValueError(
-            f"{flag}: found {model}, which is no folder of a Hugging Face model (no config.json)"
-        )
+        raise ValueError(f"{flag}: found {model}, which is no folder of a Hugging Face model: no config.json")

@@ -34,9 +34,7 @@ CLOSE_SECONDS = 2.0
 
 class SearchClient:
     """Talks to one or several retrieval servers. Its thread starts at the first search and ends with `close`.
-
-    Threads may share it; a process that was forked after its first search may not.
-    """
+    Threads may share it; a process that was forked after its first search may not."""
 
     def __init__(
         self,
@@ -48,17 +46,13 @@ class SearchClient:
         api_key: str | None = None,
         use_proxy: bool = False,
     ) -> None:
-        """
-        Args:
-            urls: addresses, see `parse_urls`.
-            topk: documents per query, where `submit` does not say.
-            timeout: seconds from `submit` until a search has failed, retries included.
-            cache_size: answers kept in memory; 0 for none. A run's index does not change.
-            api_key: sent as a Bearer token; None: what the environment variable SEARCH_R1_API_KEY holds.
-            use_proxy: go through the proxies that HTTP_PROXY and its kin name.
+        """urls: addresses, see `parse_urls`. topk: documents per query, where `submit` does not say.
+        timeout: seconds from `submit` until a search has failed, retries included.
+        cache_size: answers kept in memory; 0 for none. A run's index does not change.
+        api_key: sent as a Bearer token; None: what the environment variable SEARCH_R1_API_KEY holds.
+        use_proxy: go through the proxies that HTTP_PROXY and its kin name.
 
-        Raises:
-            ValueError: one of them can't work.
+        Raises ValueError for one that can't work.
         """
         if topk < 1:
             raise ValueError(f"retriever.topk: found {topk}, expected at least 1")
@@ -119,8 +113,8 @@ class SearchClient:
 
     def statistics(self) -> dict[str, float]:
         """Counters since the client was made: `searches`, `cache_hits` of them, and dispatch.STATISTICS."""
-        mine = {"searches": self._num_searches, "cache_hits": self._num_cached}
-        return mine | self._dispatcher.statistics
+        counts = {"searches": self._num_searches, "cache_hits": self._num_cached}
+        return counts | self._dispatcher.statistics
 
     def close(self) -> None:
         """Ends requests and the thread at once; searches that still wait fail. May be called twice."""

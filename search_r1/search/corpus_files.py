@@ -3,8 +3,7 @@
     corpus.jsonl.gz -> unpack_gzip -> corpus.jsonl -> find_rows -> offsets, kept in <corpus>.offsets.npy
 
 A row is a line that isn't blank. Only "\\n" ends a line (U+2028 and a lone "\\r" don't), the last line may
-lack it, and a byte order mark at the beginning of the file belongs to no row. The scan looks for newlines
-alone and decodes nothing: the lines are checked by corpus.py.
+lack it, and a byte order mark at the beginning of the file belongs to no row. Nothing is decoded here.
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ import fcntl
 import gzip
 import os
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-Progress = Callable[[str, int, int], None]
-"""Called now and then with (what is being done, how much is done, how much there is)."""
+from search_r1.search.long_work import Progress
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SIDECAR_FORMAT = 0x5352_4F46_0001  # "SROF", version 1
@@ -35,13 +32,9 @@ def sidecar_path(corpus: Path) -> Path:
 
 def find_rows(path: Path, progress: Progress | None = None) -> tuple[np.ndarray, int]:
     """uint64 [N + 1]: where each row begins in the file and, last, the file's size; and how many lines are
-    blank. With 0 of these row n is line n + 1.
-
-    They come from the kept file when that is for this size and time, else from a scan, which is kept where
-    the folder can be written to. Memory: 8 bytes per row, none of it resident for a kept file: it is mapped.
-
-    Raises ValueError for a file without rows, and for one that changes during the scan.
-    """
+    blank. With 0 of these row n is line n + 1. They come, memory-mapped, from the kept file when that is for
+    this size and time, else from a scan, which is kept where the folder can be written to. Raises ValueError
+    for a file without rows, and for one that changes during the scan."""
     before = path.stat()
     if (kept := _read_sidecar(path, before)) is not None:
         return kept
@@ -100,20 +93,17 @@ def _read_sidecar(path: Path, stat: os.stat_result) -> tuple[np.ndarray, int] | 
 
 
 def unpack_gzip(packed: Path, progress: Progress | None = None) -> Path:
-    """Unpacks `x.jsonl.gz` to `x.jsonl` beside it, once: a finished `x.jsonl` is used as it is.
-
-    Written under another name and renamed, so that half a file is never used; a second process that wants the
-    same file waits. Raises ValueError for a broken file, a full disk, a folder that can't be written to, and
-    an `x.jsonl` that is older than the packed file (it is never overwritten).
-    """
+    """Unpacks `x.jsonl.gz` to `x.jsonl` beside it, once: a finished `x.jsonl` is used as it is. Written under
+    another name and renamed, so that half a file is never used; a second process that wants the same file
+    waits. Raises ValueError for a broken file, a full disk, a folder that can't be written to, and an
+    `x.jsonl` that is older than the packed file (it is never overwritten)."""
     target = packed.with_suffix("")
     partial = target.with_name(target.name + ".partial")
     if target.exists():
         if target.stat().st_mtime >= packed.stat().st_mtime:
             return target
-        raise ValueError(
-            f"{target} is older than {packed}: remove it and it is unpacked again, or give {target} itself"
-        )
+        remedy = f"remove it and it is unpacked again, or give {target} itself"
+        raise ValueError(f"{target} is older than {packed}: {remedy}")
     try:
         # Open for writing: NFS gives no exclusive lock for less. Not truncated: another process may be at it.
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), "wb") as file:

@@ -81,8 +81,7 @@ class _Address:
     def has_room(self) -> bool:
         return self.in_flight < (SINGLE_QUERY_SLOTS if self.takes_single_query else SLOTS)
 
-    def revive(self) -> None:
-        """It answered."""
+    def revive(self) -> None:  # it answered
         self.num_failures, self.paused_until, self.problem, self.is_unreachable = 0, 0.0, "", False
 
 
@@ -110,19 +109,15 @@ class _PostedBatch:
     is_single: bool
     started: float
     is_overdue: bool = False  # nothing came for long: its queries are sent once more
-    task: asyncio.Task[tuple[httpx.Response, bytes]] | None = None
-    timer: asyncio.TimerHandle | None = None
+    timer: asyncio.TimerHandle = field(init=False)
+    task: asyncio.Task[tuple[httpx.Response, bytes]] = field(init=False)
 
 
 class Dispatcher:
     """The searches and requests of one client, in one asyncio loop, on its clock (time.monotonic)."""
 
     def __init__(
-        self,
-        urls: list[str],
-        http: httpx.AsyncClient,
-        timeout: float,
-        keep: Callable[[Key, Documents], None],
+        self, urls: list[str], http: httpx.AsyncClient, timeout: float, keep: Callable[[Key, Documents], None]
     ) -> None:
         """`timeout`: seconds that a search may take. `keep` is told every answer."""
         self.addresses, self.timeout = [_Address(url) for url in urls], timeout
@@ -177,7 +172,7 @@ class Dispatcher:
         for future in search.futures:
             self._end(future, outcome)
         for request in search.requests:
-            if all(other.is_done for other in request.searches) and request.task is not None:
+            if all(other.is_done for other in request.searches):
                 request.task.cancel()
 
     def _end(self, future: Future[Documents], outcome: Documents | SearchError) -> None:
@@ -201,16 +196,13 @@ class Dispatcher:
             for address in due[: len(self._waiting)]:
                 self._start(address, self._take_batch(1))
         while self._waiting:
-            free = [address for address in up if address.has_room]
-            if not up:
-                free = [address for address in due if not address.in_flight]
+            free = [each for each in up or due if (each.has_room if up else not each.in_flight)]
             if not free:
                 break
             address = min(free, key=lambda each: (each.num_failures, each.in_flight, each.last_used))
             self._start(address, self._take_batch(1 if address.takes_single_query else min(MAX_BATCH, share)))
         if self._wake is not None:
             self._wake.cancel()
-            self._wake = None
         pauses = [address.paused_until for address in down if not address.in_flight]
         if self._waiting and pauses and not up:
             self._wake = _loop().call_at(max(now, min(pauses)), self._dispatch)
@@ -230,17 +222,16 @@ class Dispatcher:
     def _start(self, address: _Address, batch: list[_Search]) -> None:
         address.in_flight += 1
         address.last_used = address.in_flight + time.monotonic()
-        is_single = address.takes_single_query and len(batch) == 1
-        request = _PostedBatch(address, batch, is_single, _loop().time())
+        request = _PostedBatch(address, batch, address.takes_single_query and len(batch) == 1, _loop().time())
         for search in batch:
             search.requests.append(request)
             search.first_address = search.first_address or address
-        request.task = _loop().create_task(self._post(request))
-        request.task.add_done_callback(lambda task: self._ended(request, task))
         patience = self.timeout / (len(self.addresses) + 1)
         if len(self.addresses) > 1 and self._usual_seconds is not None:
             patience = min(patience, max(MIN_PATIENCE, USUAL_TIMES * self._usual_seconds))
         request.timer = _loop().call_later(patience, self._overdue, request)
+        request.task = _loop().create_task(self._post(request))
+        request.task.add_done_callback(lambda task: self._ended(request, task))
 
     async def _post(self, request: _PostedBatch) -> tuple[httpx.Response, bytes]:
         queries = [search.key[0] for search in request.searches]
@@ -270,8 +261,7 @@ class Dispatcher:
 
     def _ended(self, request: _PostedBatch, task: asyncio.Task[tuple[httpx.Response, bytes]]) -> None:
         address, searches = request.address, request.searches
-        if request.timer is not None:
-            request.timer.cancel()
+        request.timer.cancel()
         if not request.is_overdue:
             address.in_flight -= 1
         for search in searches:
@@ -286,10 +276,9 @@ class Dispatcher:
             address.is_unreachable = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
             # with a connection: a query may have brought the server down
             self._again(searches, in_parts=not address.is_unreachable)
-        except SearchError as error:
-            self._nonsense(request, searches, f"{address.name}: {error}")
         except Exception as error:  # other kinds of httpx, or a mistake of ours: the callers must hear of it
-            self._nonsense(request, searches, f"{address.name}: {reason_of(error)}")
+            reason = error if isinstance(error, SearchError) else reason_of(error)
+            self._nonsense(request, searches, f"{address.name}: {reason}")
         else:
             if response.is_success:
                 self._answered(request, results)
@@ -318,8 +307,7 @@ class Dispatcher:
         seconds = _loop().time() - request.started
         self.statistics["requests"] += 1
         self.statistics["request_seconds"] += seconds
-        usual = seconds if self._usual_seconds is None else self._usual_seconds
-        self._usual_seconds = 0.8 * usual + 0.2 * seconds
+        self._usual_seconds = 0.8 * (self._usual_seconds or seconds) + 0.2 * seconds
         request.address.revive()
         for search, result in zip(request.searches, results, strict=True):
             if isinstance(result, SearchError):
@@ -353,11 +341,9 @@ class Dispatcher:
             search.problem = problem
 
     def _again(self, searches: list[_Search], in_parts: bool = False, at_the_end: bool = False) -> None:
-        """Lets searches wait again, in front, but for those that another request carries.
-
-        `in_parts`: in batches of half the size, so that a query that breaks its request ends up alone. One
-        that every address had alone goes behind the others, after a pause.
-        """
+        """Lets searches wait again, in front, but for those that another request carries. `in_parts`: in
+        batches of half the size, so that a query that breaks its request ends up alone; then it goes behind
+        the others."""
         if in_parts:
             for search in searches:
                 search.limit = min(search.limit, -(-len(searches) // 2))

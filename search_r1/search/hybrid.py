@@ -1,33 +1,30 @@
 """Two (or more) backends as one: reciprocal-rank fusion.
 
     queries -> each backend, in a thread of its own -> its first `depth` documents
-            -> score of a document: sum over the backends of 1 / (k + its rank there, from 1)
+            -> score of a document: sum over the backends of 1 / (K + its rank there, from 1)
 
 Cormack, Clarke and Buettcher, "Reciprocal Rank Fusion outperforms Condorcet and individual Rank Learning
-Methods" (2009), whose k is 60. Only ranks count, so that scores of different kinds need no scaling.
+Methods" (2009), whose K it is. Only ranks count, so that scores of different kinds need no scaling.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from search_r1.search.retriever import Document, SearchBackend, SearchResult
+from search_r1.search.retriever import Document, SearchBackend, SearchResult, best_first
 
-DEFAULT_DEPTH, DEFAULT_K = 100, 60
+K = 60
 
 
 class HybridRetriever:
     """Fuses backends over one corpus. They are called at the same time, each from its own thread."""
 
-    def __init__(
-        self, retrievers: list[SearchBackend], depth: int = DEFAULT_DEPTH, k: int = DEFAULT_K
-    ) -> None:
-        """`depth`: documents asked of each backend, or more when a query wants more.
-
-        Raises ValueError when the backends hold different numbers of documents.
-        """
+    def __init__(self, retrievers: list[SearchBackend], depth: int = 100) -> None:
+        """`depth`: documents asked of each backend, or more when a query wants more. Raises ValueError when
+        the backends hold different numbers of documents."""
         if len(retrievers) < 2:
             raise ValueError(f"hybrid: found {len(retrievers)} backend, expected at least 2")
         counts = {retriever.num_documents for retriever in retrievers} - {None}
@@ -36,47 +33,37 @@ class HybridRetriever:
             raise ValueError(f"hybrid: the backends hold different corpora ({sizes} documents)")
         self.name = "+".join(retriever.name for retriever in retrievers)
         self.num_documents = counts.pop() if counts else None
-        self._retrievers, self._depth, self._k = retrievers, depth, k
+        self._retrievers, self._depth = retrievers, depth
         self._threads = ThreadPoolExecutor(len(retrievers), thread_name_prefix="hybrid")
 
     def batch_search(self, queries: list[str], topk: int) -> SearchResult:
         """For each query at most `topk` documents of all backends, best first, and their fused scores."""
         depth = max(topk, self._depth)
-        searches = [
-            self._threads.submit(retriever.batch_search, queries, depth) for retriever in self._retrievers
-        ]
+        searches = [self._threads.submit(each.batch_search, queries, depth) for each in self._retrievers]
         wait(searches)  # also when one fails: the next call must not find another still at work
         rankings = [search.result()[0] for search in searches]
-        fused = [fuse([ranking[number] for ranking in rankings], self._k) for number in range(len(queries))]
-        return (
-            [[document for document, _ in row[:topk]] for row in fused],
-            [[score for _, score in row[:topk]] for row in fused],
-        )
+        return best_first((self._fuse(row) for row in zip(*rankings, strict=True)), topk)
+
+    def _fuse(self, rankings: Iterable[list[Document]]) -> list[tuple[Document, float]]:
+        """All documents of some rankings of one query, with their scores. A document is the same in two
+        rankings when its row is, or, where there are no rows, its JSON."""
+        documents: dict[int | bytes, Document] = {}
+        shares: dict[int | bytes, list[float]] = {}
+        for ranking in rankings:
+            seen: set[int | bytes] = set()
+            for rank, document in enumerate(ranking, start=1):
+                key = document.json if document.row is None else document.row
+                if key not in seen:  # a backend that repeats itself counts once, at the better rank
+                    seen.add(key)
+                    documents.setdefault(key, document)
+                    shares.setdefault(key, []).append(1 / (K + rank))
+        return [(document, math.fsum(shares[key])) for key, document in documents.items()]
 
     def describe(self) -> dict[str, Any]:
         parts = [retriever.describe() for retriever in self._retrievers]
-        return {"backend": "hybrid", "depth": self._depth, "k": self._k, "parts": parts}
+        return {"backend": "hybrid", "depth": self._depth, "k": K, "parts": parts}
 
     def close(self) -> None:
         self._threads.shutdown()
         for retriever in self._retrievers:
             retriever.close()
-
-
-def fuse(rankings: list[list[Document]], k: int) -> list[tuple[Document, float]]:
-    """All documents of some rankings of one query, with their scores, best first; ties are ordered by row.
-
-    A document is the same in two rankings when its row is, or, where there are no rows, its JSON.
-    """
-    documents: dict[int | bytes, Document] = {}
-    shares: dict[int | bytes, list[float]] = {}
-    for ranking in rankings:
-        seen: set[int | bytes] = set()
-        for rank, document in enumerate(ranking, start=1):
-            key = document.json if document.row is None else document.row
-            if key not in seen:  # a backend that repeats itself counts once, at the better rank
-                seen.add(key)
-                documents.setdefault(key, document)
-                shares.setdefault(key, []).append(1 / (k + rank))
-    scored = [(document, math.fsum(shares[key])) for key, document in documents.items()]
-    return sorted(scored, key=lambda pair: (-pair[1], math.inf if pair[0].row is None else pair[0].row))

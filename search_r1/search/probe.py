@@ -5,6 +5,7 @@ Servers are asked with the trainer's own client, so that proxies, keys and addre
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +40,7 @@ class ServerState:
     @property
     def is_here(self) -> bool:
         """Whether it is on this machine."""
-        return any(map(is_own, self.addresses))
+        return any(map(_is_own, self.addresses))
 
     @property
     def corpus(self) -> dict[str, Any] | None:
@@ -65,22 +66,17 @@ class RetrievalProbe:
                 except SearchError as error:
                     problem = str(error)
             shown = split._replace(netloc=split.netloc.rpartition("@")[2]).geturl()
-            return ServerState(shown, problem, resolve(split.hostname or ""), _health(url, use_proxy))
+            return ServerState(shown, problem, _resolve(split.hostname or ""), _health(url, use_proxy))
 
         addresses = parse_urls(urls)
         with ThreadPoolExecutor(len(addresses)) as pool:
             return list(pool.map(look, addresses))
 
-    def corpus(self, path: str) -> dict[str, Any]:
-        """What tells the corpus from another. OSError: it can't be read."""
-        return file_identity(path)
+    corpus = staticmethod(file_identity)
 
     def index(self, path: str) -> tuple[int, bool]:
         """(bytes, whether it is dense and searched on GPUs where there are some) of an index for a server.
-
-        Raises:
-            ValueError: it is not whole, or none.
-        """
+        ValueError: it is not whole, or none."""
         folder = Path(path)
         kind = holds(folder)
         if kind in ("nothing", "begun", "lfs", "unknown"):
@@ -105,20 +101,17 @@ def _health(url: str, use_proxy: bool) -> dict[str, Any]:
     return health if isinstance(health, dict) else {}
 
 
-def resolve(host: str) -> tuple[str, ...]:
+def _resolve(host: str) -> tuple[str, ...]:
     """The addresses of a name; () for one that is not known."""
-    try:
+    with contextlib.suppress(OSError, UnicodeError):
         return tuple(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, None)))
-    except (OSError, UnicodeError):
-        return ()
+    return ()
 
 
-def is_own(address: str) -> bool:
+def _is_own(address: str) -> bool:
     """Whether an IP address is one of this machine's: nobody else can listen there."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as probe:
-        try:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        with contextlib.suppress(OSError):
             probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
+            return True
+        return False

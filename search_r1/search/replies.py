@@ -78,10 +78,15 @@ def wants_single_query(status: int, body: bytes) -> bool:
 
 
 def error_text(body: bytes) -> str:
-    """What a server says is wrong: FastAPI's `detail` if there is one, or the start of the body. One line."""
+    """What a server says is wrong: `detail` (FastAPI), `error` (SerpAPI), `error.message` (Google), or the
+    start of the body. One line."""
     try:
         reply = json.loads(body)
-        text = str(reply.get("detail", reply) if isinstance(reply, dict) else reply)
+        while isinstance(reply, dict) and (
+            names := [n for n in ("detail", "error", "message") if n in reply]
+        ):
+            reply = reply[names[0]]
+        text = str(reply)
     except (ValueError, RecursionError):
         text = body[: 4 * SHOWN_CHARS].decode("utf-8", "replace")
     return without_surrogates(" ".join(text.split())[:SHOWN_CHARS]) or "no text"
@@ -96,10 +101,8 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def reason_of(error: BaseException) -> str:
-    """The text of the cause that lies deepest: "refused the connection" rather than "All attempts failed".
-
-    Of several attempts, as to each address of a name, one that was refused: there is such a machine.
-    """
+    """The text of the cause that lies deepest: "refused the connection" rather than "All attempts failed". Of
+    several attempts, as to each address of a name, one that was refused: there is such a machine."""
     while True:
         attempts = getattr(error, "exceptions", ())
         refused = [attempt for attempt in attempts if isinstance(attempt, ConnectionRefusedError)]

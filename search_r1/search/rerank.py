@@ -9,15 +9,15 @@ Nogueira and Cho, "Passage Re-ranking with BERT" (2019). Any AutoModelForSequenc
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from search_r1.search.dense.encoder import quiet, well_formed
+from search_r1.search.dense.encoder import cannot_load
 from search_r1.search.dense.packed_bert import first_position
-from search_r1.search.retriever import Document, SearchBackend, SearchResult
+from search_r1.search.replies import without_surrogates
+from search_r1.search.retriever import SearchBackend, SearchResult, best_first
 
 DECIMALS = 4  # of a logit: a pair's last bits depend on the pairs that it is batched with, its place must not
 
@@ -26,39 +26,30 @@ class CrossEncoder:
     """A loaded cross-encoder. One thread at a time."""
 
     def __init__(self, model: str, batch_size: int = 32, max_length: int = 512, device: str | None = None):
-        """`model`: folder or hub name. `batch_size`: pairs at once. `max_length`: tokens of a pair, no
-        more than the model can read. `device`: "cpu", "cuda", ...; None: the first GPU if there is one.
-
-        Raises ValueError for a model that can't be read or is no cross-encoder.
-        """
+        """`batch_size`: pairs at once. `max_length`: tokens of a pair. `device`: "cpu", "cuda", ...; None:
+        the first GPU if there is one. Raises ValueError for a model that can't be read or is no
+        cross-encoder."""
         self.model, self._batch_size = model, batch_size
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         try:
-            with quiet():
-                network, info = AutoModelForSequenceClassification.from_pretrained(
-                    model, dtype=torch.float32, output_loading_info=True
-                )
-                self._tokenizer = AutoTokenizer.from_pretrained(model)
+            load = AutoModelForSequenceClassification.from_pretrained
+            network, info = load(model, dtype=torch.float32, output_loading_info=True)
+            self._tokenizer = AutoTokenizer.from_pretrained(model)
         except (OSError, KeyError, ValueError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise ValueError(f"--reranker_model: can't load {model}: {reason}") from error
+            raise cannot_load("--reranker_model", model, error) from error
         config = network.config
         if missing := sorted(info["missing_keys"]):
-            raise ValueError(
-                f"--reranker_model: {model} is no cross-encoder: it has no weights for {missing[0]}. One is "
-                "cross-encoder/ms-marco-MiniLM-L12-v2"
-            )
+            example = "One is cross-encoder/ms-marco-MiniLM-L12-v2"
+            what = f"{model} is no cross-encoder: it has no weights for {missing[0]}"
+            raise ValueError(f"--reranker_model: {what}. {example}")
         if config.num_labels > 2:
-            raise ValueError(
-                f"--reranker_model: {model} has {config.num_labels} labels, expected 1 or 2: how relevant a "
-                "passage is"
-            )
+            expected = "expected 1 or 2: how relevant a passage is"
+            raise ValueError(f"--reranker_model: {model} has {config.num_labels} labels, {expected}")
         dtype = torch.float16 if self.device.type == "cuda" else torch.float32
         self._network = network.to(device=self.device, dtype=dtype).eval()
         positions = getattr(config, "max_position_embeddings", max_length)
         self._max_length = min(max_length, positions - first_position(config.model_type))
-        # What sentence-transformers puts on the logits: a sigmoid, unless the config names another class, in
-        # `sentence_transformers.activation_fn` or, older, `sbert_ce_default_activation_function`.
+        # What sentence-transformers puts on the logits: a sigmoid, unless the config names another class.
         named = (getattr(config, "sentence_transformers", None) or {}).get("activation_fn")
         named = named or getattr(config, "sbert_ce_default_activation_function", None)
         self._sigmoid = "Identity" not in str(named)
@@ -75,7 +66,7 @@ class CrossEncoder:
         if not pairs:
             return logits
         cut = self._cut({query for query, _ in pairs})
-        texts = [(cut[query], well_formed(passage)) for query, passage in pairs]
+        texts = [(cut[query], without_surrogates(passage)) for query, passage in pairs]
         encoded = self._tokenizer(texts, truncation="only_second", max_length=self._max_length)
         lengths = torch.tensor([len(ids) for ids in encoded["input_ids"]])
         for rows in lengths.argsort(stable=True).split(self._batch_size):
@@ -87,68 +78,34 @@ class CrossEncoder:
 
     def _cut(self, queries: set[str]) -> dict[str, str]:
         """Each query, cut to half of what the model reads, so that the passage has the other half."""
-        names = list(queries)
-        tokens = self._tokenizer(
-            [well_formed(query) for query in names],
-            add_special_tokens=False,
-            truncation=True,
-            max_length=self._max_length // 2,
-            return_offsets_mapping=True,
-        )
+        clean = {query: without_surrogates(query) for query in queries}
+        options = {"add_special_tokens": False, "truncation": True, "return_offsets_mapping": True}
+        tokens = self._tokenizer(list(clean.values()), max_length=self._max_length // 2, **options)
         ends = [offsets[-1][1] if offsets else 0 for offsets in tokens["offset_mapping"]]
-        return {query: well_formed(query)[:end] for query, end in zip(names, ends, strict=True)}
+        return {query: text[:end] for (query, text), end in zip(clean.items(), ends, strict=True)}
 
 
 class RerankRetriever:
     """Reorders what another backend finds. Its scores are the cross-encoder's."""
 
-    def __init__(
-        self,
-        inner: SearchBackend,
-        model: str,
-        retrieval_topk: int = 10,
-        batch_size: int = 32,
-        max_length: int = 512,
-        device: str | None = None,
-    ) -> None:
-        """`retrieval_topk`: documents read for each query, or more when a query wants more.
-
-        Raises ValueError for a model that can't be read or is no cross-encoder.
-        """
-        self._inner, self._depth = inner, retrieval_topk
-        self._encoder = CrossEncoder(model, batch_size, max_length, device)
+    def __init__(self, inner: SearchBackend, encoder: CrossEncoder, retrieval_topk: int = 10) -> None:
+        """`retrieval_topk`: documents read for each query, or more when a query wants more."""
+        self._inner, self._encoder, self._depth = inner, encoder, retrieval_topk
         self.name = f"{inner.name}+rerank"
         self.num_documents = inner.num_documents
 
     def batch_search(self, queries: list[str], topk: int) -> SearchResult:
         """For each query at most `topk` documents, best first, ties by row, and their new scores."""
         candidates, _ = self._inner.batch_search(queries, max(topk, self._depth))
-        pairs = [
-            (query, document.contents)
-            for query, row in zip(queries, candidates, strict=True)
-            for document in row
-        ]
-        scores = iter(self._encoder.score(pairs))
-
-        def place(scored: tuple[Document, float]) -> tuple[float, float]:
-            document, score = scored
-            return -score, math.inf if document.row is None else document.row
-
-        ranked = [
-            sorted(((document, next(scores)) for document in row), key=place)[:topk] for row in candidates
-        ]
-        return [[document for document, _ in row] for row in ranked], [
-            [score for _, score in row] for row in ranked
-        ]
+        rows = zip(queries, candidates, strict=True)
+        scores = iter(self._encoder.score([(query, found.contents) for query, row in rows for found in row]))
+        scored = ([(document, next(scores)) for document in row] for row in candidates)
+        return best_first(scored, topk)
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "backend": "rerank",
-            "model": self._encoder.model,
-            "device": str(self._encoder.device),
-            "retrieval_topk": self._depth,
-            "over": self._inner.describe(),
-        }
+        encoder = {"model": self._encoder.model, "device": str(self._encoder.device)}
+        depth = {"retrieval_topk": self._depth, "over": self._inner.describe()}
+        return {"backend": "rerank", **encoder, **depth}
 
     def close(self) -> None:
         self._inner.close()

@@ -41,19 +41,15 @@ def create_app(encoder: CrossEncoder, rerank_topk: int) -> FastAPI:
     ) -> dict[str, Any]:
         if len(queries) != len(documents):
             raise HTTPException(422, f"found {len(documents)} lists of documents for {len(queries)} queries")
-        texts = [[_text(document) for document in row] for row in documents]
-        pairs = [(query, text) for query, row in zip(queries, texts, strict=True) for text in row]
+        rows = zip(queries, documents, strict=True)
+        pairs = [(query, _text(document)) for query, row in rows for document in row]
         with one_at_a_time:
             scores = iter(encoder.score(pairs))
         result = []
         for row in documents:
-            scored = sorted(((document, next(scores)) for document in row), key=lambda pair: -pair[1])
-            best = scored[: topk or rerank_topk]
-            result.append(
-                [{"document": document, "score": score} for document, score in best]
-                if return_scores
-                else [document for document, _ in best]
-            )
+            scored: list[dict[str, Any]] = [{"document": document, "score": next(scores)} for document in row]
+            best = sorted(scored, key=lambda pair: -pair["score"])[: topk or rerank_topk]
+            result.append(best if return_scores else [pair["document"] for pair in best])
         return {"result": result}
 
     def _text(document: dict[str, Any]) -> str:
@@ -68,7 +64,7 @@ def create_app(encoder: CrossEncoder, rerank_topk: int) -> FastAPI:
 
 def main(argv: list[str] | None = None) -> int:
     """Serves until interrupted. Returns the exit status: 2 for a mistake in the flags."""
-    from search_r1.search.backend_plan import check_model_folder, check_packages
+    from search_r1.search.backend_plan import check_at_least, check_model_folder, check_packages
 
     parser = argparse.ArgumentParser(description="Rerank server")
     parser.add_argument("--max_length", type=int, default=512, help="tokens of a pair (default: 512)")
@@ -80,16 +76,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=6980)
     arguments = parser.parse_args(argv)
     try:
-        for name in ("max_length", "rerank_topk", "batch_size"):
-            if getattr(arguments, name) < 1:
-                raise ValueError(f"--{name}: found {getattr(arguments, name)}, expected at least 1")
+        check_at_least(arguments, 1, "max_length", "rerank_topk", "batch_size")
         check_packages("rerank")
-        check_model_folder("--rerank_model_name_or_path", arguments.rerank_model_name_or_path)
+        model = arguments.rerank_model_name_or_path
+        check_model_folder("--rerank_model_name_or_path", model)
         from search_r1.search.rerank import CrossEncoder
 
-        encoder = CrossEncoder(
-            arguments.rerank_model_name_or_path, arguments.batch_size, arguments.max_length
-        )
+        encoder = CrossEncoder(model, arguments.batch_size, arguments.max_length)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

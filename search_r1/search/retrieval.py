@@ -26,30 +26,35 @@ def main(argv: list[str] | None = None) -> int:
     from search_r1.search.launch import add_backend_arguments, check_backend_arguments, open_retriever
 
     parser = argparse.ArgumentParser(description="Retrieval for the questions of a data set")
-    parser.add_argument("--retrieval_method", required=True, help="bm25, or a dense encoder: e5, bge, ...")
-    parser.add_argument("--retrieval_topk", type=int, default=10, help="documents per question")
-    parser.add_argument("--index_path", required=True, help="folder of <method>_Flat.index, or of bm25/")
-    parser.add_argument("--corpus_path", required=True, help="jsonl file of the passages")
-    parser.add_argument("--dataset_path", required=True, help="folder of <data_split>.jsonl")
-    parser.add_argument("--data_split", default="train")
-    parser.add_argument("--retrieval_model_path", help="folder or hub name of the encoder")
-    parser.add_argument("--retrieval_pooling_method", default="mean")
-    parser.add_argument("--retrieval_query_max_length", type=int, default=256)
-    parser.add_argument("--retrieval_batch_size", type=int, default=512, help="questions at once")
-    parser.add_argument("--faiss_gpu", help="no effect: a GPU is used if there is one")
-    parser.add_argument("--retrieval_use_fp16", action="store_true", help="no effect: as the device has it")
+    add = parser.add_argument
+    add("--retrieval_method", required=True, help="bm25, or a dense encoder: e5, bge, ...")
+    add("--retrieval_topk", type=int, default=10, help="documents per question")
+    add("--index_path", required=True, help="folder of <method>_Flat.index, or of bm25/")
+    add("--corpus_path", required=True, help="jsonl file of the passages")
+    add("--dataset_path", required=True, help="folder of <data_split>.jsonl")
+    add("--data_split", default="train")
+    add("--retrieval_model_path", help="folder or hub name of the encoder")
+    add("--retrieval_pooling_method", default="mean")
+    add("--retrieval_query_max_length", type=int, default=256)
+    add("--retrieval_batch_size", type=int, default=512, help="questions at once")
+    add("--faiss_gpu", help="no effect: a GPU is used if there is one")
+    add("--retrieval_use_fp16", action="store_true", help="no effect: as the device has it")
     arguments = parser.parse_args(argv)
-    name = "bm25" if arguments.retrieval_method == "bm25" else f"{arguments.retrieval_method}_Flat.index"
-    flags = ["--retriever_name", arguments.retrieval_method, "--corpus_path", arguments.corpus_path]
-    flags += ["--index_path", str(Path(arguments.index_path) / name)]
-    if arguments.retrieval_method != "bm25":
-        flags += ["--pooling_method", arguments.retrieval_pooling_method]
-        flags += ["--query_max_length", str(arguments.retrieval_query_max_length)]
+    method, folder = arguments.retrieval_method, Path(arguments.index_path)
+    flags = {
+        "--retriever_name": method,
+        "--corpus_path": arguments.corpus_path,
+        "--index_path": folder / "bm25",
+    }
+    if method != "bm25":
+        flags["--index_path"] = folder / f"{method}_Flat.index"
+        flags["--pooling_method"] = arguments.retrieval_pooling_method
+        flags["--query_max_length"] = arguments.retrieval_query_max_length
         if arguments.retrieval_model_path:
-            flags += ["--retriever_model", arguments.retrieval_model_path]
+            flags["--retriever_model"] = arguments.retrieval_model_path
     backend_parser = argparse.ArgumentParser()
     add_backend_arguments(backend_parser)
-    backend = backend_parser.parse_args(flags)
+    backend = backend_parser.parse_args([str(word) for flag in flags.items() for word in flag])
     try:
         questions = _questions(Path(arguments.dataset_path) / f"{arguments.data_split}.jsonl")
         check_backend_arguments(backend)

@@ -6,10 +6,8 @@
 
 The JSON and the flags are Search-R1's; serving/app.py lists the other routes. The backend is loaded in the
 background: until it is there `/health` says "loading" and `/retrieve` answers 503. SIGTERM and Ctrl-C stop
-it: open requests are answered, for at most SHUTDOWN_SECONDS, and the exit status is 0.
-
-With `--workers N` the parent loads the backend once, which finds what can't be loaded; then uvicorn starts N
-processes on the port, and again one that dies.
+it: open requests are answered, for at most SHUTDOWN_SECONDS, and the exit status is 0. With `--workers N` the
+parent loads the backend once, which finds what can't be loaded; then uvicorn starts N processes on the port.
 """
 
 from __future__ import annotations
@@ -27,13 +25,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from search_r1.search.child_process import end_with_parent
 from search_r1.search.launch import (
     API_KEY_VARIABLE,
     build_server_parser,
     check_server_arguments,
     open_retriever,
 )
+from search_r1.search.long_work import end_with_parent
 from search_r1.search.retriever import SearchBackend
 from search_r1.search.serving.metrics import FOLDER_VARIABLE
 from search_r1.search.serving.service import RetrievalService
@@ -88,13 +86,9 @@ def create_service(arguments: argparse.Namespace) -> RetrievalService:
             )
         return retriever
 
+    name, key = arguments.retriever_name.lower(), arguments.api_key or os.environ.get(API_KEY_VARIABLE, "")
     service = RetrievalService(
-        load,
-        corpus_path=arguments.corpus_path,
-        backend=arguments.retriever_name.lower(),
-        topk=arguments.topk,
-        settings=settings,
-        api_key=(arguments.api_key or os.environ.get(API_KEY_VARIABLE, "")).strip() or None,
+        load, arguments.corpus_path, name, arguments.topk, settings, api_key=key.strip() or None
     )
     return service
 
@@ -115,9 +109,8 @@ def create_server(service: RetrievalService) -> uvicorn.Server:
 
 
 def serve(service: RetrievalService, listener: socket.socket, stopped: threading.Event) -> int:
-    """Loads and serves until a signal comes, or has come: `stopped`. Returns the exit status: 2 when the
-    backend can't be loaded because a file or a flag is wrong, 1 when it can't for another reason.
-    """
+    """Loads and serves until a signal comes, or has come: `stopped`. Returns the exit status: 2 when a file
+    or a flag is wrong, 1 when the backend can't be loaded for another reason."""
     server = create_server(service)
 
     def stop(*_: object) -> None:
@@ -128,7 +121,7 @@ def serve(service: RetrievalService, listener: socket.socket, stopped: threading
         signal.signal(number, stop)
     if stopped.is_set():
         return 0
-    service.start_loading(lambda: stop() if service.error is not None else print_ready(service.health()))
+    service.start_loading(lambda: print_ready(service.health()) if service.error is None else stop())
     server.run(sockets=[listener])
     return print_error(service.error) if service.error is not None else 0
 
@@ -193,9 +186,7 @@ def create_worker_app(arguments: argparse.Namespace) -> ASGIApp:
 
 def main(argv: list[str] | None = None, **defaults: str) -> int:
     """Serves until interrupted. Returns the exit status: 2 for a mistake in the flags or the files.
-
-    `defaults`: other defaults of flags, for the servers that Search-R1 has under other names.
-    """
+    `defaults`: other defaults of flags, for the servers that Search-R1 has under other names."""
     parser = build_server_parser()
     parser.set_defaults(**defaults)
     arguments = parser.parse_args(argv)

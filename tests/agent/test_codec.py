@@ -7,27 +7,27 @@ from scripted_engine import EOS, byte_tokenizer
 from transformers import tokenization_utils_base
 
 from data_prep import prompts
-from search_r1.llm_agent.search_environment import HINT, Action, format_observation, parse_action
+from search_r1.llm_agent.generation import HINT, format_observation, parse_action
 from verl.agent.trajectory import AgentConfig, Codec
 
 
 @pytest.mark.parametrize(
     "text, action",
     [
-        ("<search>who?</search>", Action("search", "who?")),
-        ("<think>x</think>\n<search>\n two\nlines </search>\n", Action("search", "two\nlines")),
-        ("<answer> Beijing </answer>", Action("answer", "Beijing")),
-        ("<answer></answer>", Action("answer", "")),
-        ("<search>a</search><answer>b</answer>", Action("search", "a")),
-        ("<answer>b</answer><search>a</search>", Action("answer", "b")),
-        ("<search>a</answer></search>", Action("search", "a</answer>")),
-        ("<search>a <search>b</search>", Action("search", "a <search>b")),
-        ("<search>a", Action("invalid")),
-        ("a</search>", Action("invalid")),
-        ("<search>a</answer>", Action("invalid")),
-        ("<Search>a</Search>", Action("invalid")),
-        ("just words", Action("invalid")),
-        ("", Action("invalid")),
+        ("<search>who?</search>", ("search", "who?")),
+        ("<think>x</think>\n<search>\n two\nlines </search>\n", ("search", "two\nlines")),
+        ("<answer> Beijing </answer>", ("answer", "Beijing")),
+        ("<answer></answer>", ("answer", "")),
+        ("<search>a</search><answer>b</answer>", ("search", "a")),
+        ("<answer>b</answer><search>a</search>", ("answer", "b")),
+        ("<search>a</answer></search>", ("search", "a</answer>")),
+        ("<search>a <search>b</search>", ("search", "a <search>b")),
+        ("<search>a", ("invalid", "")),
+        ("a</search>", ("invalid", "")),
+        ("<search>a</answer>", ("invalid", "")),
+        ("<Search>a</Search>", ("invalid", "")),
+        ("just words", ("invalid", "")),
+        ("", ("invalid", "")),
     ],
 )
 def test_the_first_complete_action_counts(text, action):
@@ -36,12 +36,12 @@ def test_the_first_complete_action_counts(text, action):
 
 @pytest.mark.parametrize("text", ["<search></search>", "<search> \n </search><answer>x</answer>"])
 def test_a_search_without_a_query_is_invalid(text):
-    assert parse_action(text) == Action("invalid")
+    assert parse_action(text) == ("invalid", "")
 
 
 def test_the_hint_holds_no_tag():
     assert "<" not in HINT and ">" not in HINT
-    assert parse_action(HINT) == Action("invalid")
+    assert parse_action(HINT) == ("invalid", "")
 
 
 def test_an_observation_is_search_r1s_to_the_character():

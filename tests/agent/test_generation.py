@@ -8,8 +8,15 @@ from dataclasses import replace
 import pytest
 from scripted_engine import MemorySearch, ScriptedEngine, byte_tokenizer, prompts
 
-from search_r1.llm_agent.generation import Event, GenerationConfig, LLMGenerationManager, build_agent
-from search_r1.llm_agent.search_environment import HINT, INFORMATION_END, format_observation
+from search_r1.llm_agent.generation import (
+    HINT,
+    INFORMATION_END,
+    GenerationConfig,
+    LLMGenerationManager,
+    build_agent,
+    format_observation,
+)
+from verl.agent.loop import LoopEvent
 from verl.config import load_config
 from verl.protocol import DataProto
 
@@ -324,7 +331,7 @@ def test_the_policy_versions_of_a_trajectory_are_noted():
 
 
 def test_events_tell_the_story_in_order_and_the_text_without_gaps():
-    events: list[Event] = []
+    events: list[LoopEvent] = []
     said = ["été <search>x</search>", "words", "<answer>ü</answer>"]
     run(turns(*said), on_event=events.append)
     story = []
@@ -332,21 +339,20 @@ def test_events_tell_the_story_in_order_and_the_text_without_gaps():
         if event.kind == "text" and story and story[-1][0] == "text":
             story[-1] = ("text", story[-1][1] + event.text)
         else:
-            story.append((event.kind, event.text))
+            story.append((event.kind, event.details.get("query") or event.text))
     assert story == [
         ("text", said[0]),
-        ("search", "x"),
-        ("observation", ""),
+        ("action", "x"),
+        ("observation", "x"),
         ("text", said[1]),
-        ("hint", HINT),
+        ("observation", HINT),
         ("text", said[2]),
         ("end", "answer"),
     ]
     assert sum(event.kind == "text" for event in events) > 10  # as it is written, not at the end
     assert not any("\ufffd" in event.text for event in events)
-    assert [event.documents for event in events if event.kind == "observation"] == [
-        MemorySearch().documents("x")
-    ]
+    documents = [event.details["documents"] for event in events if event.kind == "observation"]
+    assert documents == [MemorySearch().documents("x"), None]
 
 
 @pytest.mark.parametrize(

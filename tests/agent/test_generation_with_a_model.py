@@ -14,8 +14,7 @@ from scripted_engine import byte_tokenizer, prompts
 from tokenizers import AddedToken
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
-from search_r1.llm_agent.search_environment import env_metrics
+from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager, env_metrics
 from search_r1.search.client import SearchClient
 from verl.protocol import DataProto
 from verl.workers.rollout.base import SamplingParams

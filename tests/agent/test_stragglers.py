@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from scripted_engine import MemorySearch, ScriptedEngine, byte_tokenizer, prompts
 
-from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
-from search_r1.llm_agent.search_environment import format_observation
+from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager, format_observation
 from verl.agent.stragglers import StragglerWatch
 from verl.protocol import DataProto
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from scripted_engine import MemorySearch, ScriptedEngine, byte_tokenizer
 
-from search_r1.llm_agent.search_environment import env_metrics, search_metrics
+from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager, env_metrics
 from verl.agent.trajectory import Trajectory, Turn, to_tensors
 
 
@@ -85,11 +86,20 @@ def test_the_env_metrics_are_search_r1s():
 
 
 def test_the_search_clients_figures_are_those_of_one_batch():
+    class Search(MemorySearch):
+        counts = {"searches": 10, "cache_hits": 2, "failed": 1, "requests": 3, "request_seconds": 1.0}
+
+        def statistics(self):
+            return dict(self.counts)
+
+    tokenizer, search = byte_tokenizer(), Search()
+    engine, config = ScriptedEngine(tokenizer, None), GenerationConfig(2, 40, 600, 80, 200)
+    manager = LLMGenerationManager(tokenizer, engine, search, config)
+    assert manager.figures([])["retrieval/request_seconds/mean"] == pytest.approx(1 / 3)
     trajectory = example()
     trajectory.turns[0].details["search_seconds"] = 0.5
-    before = {"searches": 10, "cache_hits": 2, "failed": 1, "requests": 3, "request_seconds": 1.0}
-    after = {"searches": 14, "cache_hits": 3, "failed": 2, "requests": 5, "request_seconds": 1.5}
-    assert search_metrics(before, after, [trajectory, example()]) == {
+    search.counts = {"searches": 14, "cache_hits": 3, "failed": 2, "requests": 5, "request_seconds": 1.5}
+    assert manager.figures([trajectory, example()]) == {
         "retrieval/searches": 4.0,
         "retrieval/cache_hits": 1.0,
         "retrieval/requests": 2.0,
@@ -97,5 +107,6 @@ def test_the_search_clients_figures_are_those_of_one_batch():
         "retrieval/wait_seconds/mean": 0.5,
         "retrieval/wait_seconds/max": 0.5,
     }
-    assert search_metrics(after, after, [])["retrieval/request_seconds/mean"] == 0.0
-    assert search_metrics({}, {}, [example()]) == {}
+    assert manager.figures([])["retrieval/request_seconds/mean"] == 0.0
+    manager = LLMGenerationManager(tokenizer, engine, MemorySearch(), config)
+    assert manager.figures([example()]) == {}

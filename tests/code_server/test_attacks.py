@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import pickle
 import subprocess
@@ -234,6 +235,8 @@ def test_programs_beside_bombs_are_answered_within_their_limit_and_100_ms(sandbo
 
     # a place for each: what waits in the queue is not what is measured here
     command = [*OURS, "--sandbox", sandbox, "--workers", str(len(bombs) + 2)]
+    gc.collect()
+    gc.freeze()  # a collection of all that pytest holds would stop this client for .3 s
     with running(command) as (client, _), ThreadPoolExecutor(len(bombs) + 2) as pool:
         bombing = [pool.submit(bomb, client, attack) for attack in bombs]
         time.sleep(0.5)
@@ -245,6 +248,7 @@ def test_programs_beside_bombs_are_answered_within_their_limit_and_100_ms(sandbo
             ended.set()
         for future in bombing:
             future.result()
+    gc.unfreeze()
     assert max(slowest) <= limit + 0.1, slowest
 
 

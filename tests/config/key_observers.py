@@ -37,9 +37,8 @@ from verl.config import Config
 from verl.environments.base import BaseTextEnv, EpisodeFailed
 from verl.environments.executors import Environments
 from verl.preflight.machine_checks import find_wrong_corpora
-from verl.preflight.plan import Hardware, Plan
+from verl.preflight.plan import Hardware, Plan, report
 from verl.preflight.preflight import look, start_is_sound
-from verl.preflight.report import report
 from verl.preflight.target import Target
 from verl.protocol import DataProto, object_array
 from verl.trainer import main_ppo, restarts
@@ -222,8 +221,8 @@ def actor(config: Config) -> Any:
     block = config.actor_rollout_ref
     block.actor.optim.total_training_steps = 4
     limits = [
-        MicroBatchLimits.from_config(part, name, "log_prob", CPU, block.model.use_remove_padding)
-        for part, name in ((block.ref, "ref"), (block.rollout, "rollout"))
+        MicroBatchLimits.from_config(part, "log_prob", CPU, block.model.use_remove_padding)
+        for part in (block.ref, block.rollout)
     ]
     try:
         policy = make_actor(config)
@@ -348,7 +347,7 @@ def placed(config: Config) -> Any:
             place(config)
     finally:
         torch.cuda.device_count = kept
-    return ray, config.trainer.device, processes_on_nodes(config), roles_of(Passes.of(config))
+    return ray, config.trainer.device, processes_on_nodes(config), roles_of(Passes(config))
 
 
 def hub(config: Config) -> Any:

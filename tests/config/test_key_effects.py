@@ -153,6 +153,7 @@ EFFECTS: dict[str, tuple] = {
     "reward_model.final_format_score": (0.1, "structure"),
     "reward_model.retrieval_score": (0.1, "structure", "reward_model.structure_format_score=0.2"),
     "reward_model.search_cost": (0.1, "driver"),
+    "reward_model.search_cost_from": (0.9, "driver", "reward_model.search_cost=0.1"),
     f"{OVER}.enable": ("true", "driver", *NEAR[:2]),
     f"{OVER}.len": (90, "driver", *NEAR),
     f"{OVER}.penalty_factor": (0.5, "driver", *NEAR),

@@ -27,7 +27,7 @@ def model(files):
 
 def check(*overrides):
     config = load_config([*MEGATRON, *overrides])
-    check_megatron(config, Passes.of(config))
+    check_megatron(config, Passes(config))
 
 
 @pytest.mark.parametrize(

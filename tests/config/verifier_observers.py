@@ -12,15 +12,14 @@ from typing import Any
 from verl.config import Config
 from verl.config.keys import at, put
 from verl.verifiers.base import Sample, VerifierLimit, VerifierSettings
-from verl.verifiers.batch import Request, Verifiers
-from verl.verifiers.registry import Assigned, make_verifier
+from verl.verifiers.registry import Assigned, Verifiers, make_verifier
 
 
 def verdicts(config: Config) -> Any:
     """Scores of a response by verifiers that the settings reach."""
     assigned = [Assigned("max_length", 5), Assigned("gsm8k", "7")]
     verifiers = Verifiers(VerifierSettings(config.verifiers))
-    (result,) = verifiers.verify([Request(Sample("7", None, num_tokens=9), assigned)])
+    (result,) = verifiers.verify([(Sample("7", None, num_tokens=9), assigned)])
     verifiers.close()
     return result
 
@@ -65,8 +64,8 @@ def judged(config: Config) -> Any:
     samples = [Sample(f"```f = {i}```", None, "assert shown()") for i in range(3)]
     try:
         verifiers = Verifiers(VerifierSettings(blocks))
-        results = verifiers.verify([Request(sample, assigned) for sample in samples])
-        results += verifiers.verify([Request(Sample("f", None), assigned[:1])])
+        results = verifiers.verify([(sample, assigned) for sample in samples])
+        results += verifiers.verify([(Sample("f", None), assigned[:1])])
         return results, sorted(asked), most > 4
     except (ValueError, VerifierLimit) as error:
         return str(error)

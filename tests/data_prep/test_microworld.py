@@ -90,8 +90,8 @@ def test_entities_of_test_questions_are_never_in_training_questions(world_dir):
 @pytest.mark.parametrize("seed", [0, 1, 2, 57, 99])
 def test_test_entities_are_held_out_names_and_training_entities_are_not(seed):
     train, test = evaluation_world(seed)
-    assert all(is_held_out(entity.kind, entity.name) for entity in test.values())
-    assert not any(is_held_out(entity.kind, entity.name) for entity in train.values())
+    assert all(is_held_out(f"{entity.kind}|{entity.name}") for entity in test.values())
+    assert not any(is_held_out(f"{entity.kind}|{entity.name}") for entity in train.values())
     for part in (train, test):  # closed: no fact leads out of its part
         for entity in part.values():
             for name, value in entity.facts.items():
@@ -104,7 +104,7 @@ def test_pretraining_worlds_have_no_held_out_name_anywhere_in_their_text():
         for kind, (firsts, seconds) in NAME_PARTS.items()
         for first in firsts
         for second in seconds
-        if is_held_out(kind, f"{first} {second}")
+        if is_held_out(f"{kind}|{first} {second}")
     }
     for seed in range(FIRST_PRETRAINING_SEED, FIRST_PRETRAINING_SEED + 20):
         for entity in pretraining_world(seed).values():

@@ -8,7 +8,8 @@ from data_prep.pretrain_base import PretrainingSettings, export, train
 
 TINY = PretrainingSettings(
     num_pools=2, samples_per_pool=6, tokens_per_batch=600, warmup_pools=2, mix_pools=2,
-    decay_pools=3, hidden_size=64, num_layers=1, num_heads=1, head_dim=64, intermediate_size=64,
+    decay_pools=3, hidden_size=64, num_hidden_layers=1, num_attention_heads=1, head_dim=64,
+    intermediate_size=64,
 )  # fmt: skip
 
 

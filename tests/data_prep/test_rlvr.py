@@ -46,7 +46,7 @@ def converted(tmp_path, format_: str, records: list[dict], *more: str) -> list[d
 
 
 class ByteTokenizer:
-    chat_template = None
+    chat_template = bos_token_id = None
 
     def encode(self, text, add_special_tokens, verbose):
         return list(text.encode())

@@ -12,7 +12,7 @@ from data_prep.squad import convert
 DATA = Path(__file__).parents[3] / "shared" / "data"
 
 
-def squad_file(folder, name="squad.json", **changes):
+def squad_file(folder, name="squad.json", title="Some_Title", **changes):
     answers = [{"text": "Here", "answer_start": 0}]
     entry = {"id": "q1", "question": "Where is it?", "answers": answers} | changes
     paragraphs = [
@@ -20,7 +20,7 @@ def squad_file(folder, name="squad.json", **changes):
         {"context": "Another text.", "qas": [{**entry, "id": "q3", "question": "Which text?"}]},
     ]
     path = folder / name
-    path.write_text(json.dumps({"data": [{"title": "Some_Title", "paragraphs": paragraphs}]}))
+    path.write_text(json.dumps({"data": [{"title": title, "paragraphs": paragraphs}]}))
     return path
 
 
@@ -42,7 +42,7 @@ def test_every_question_and_passage_arrives_with_its_gold_passage(tmp_path):
     passages = tmp_path / "more.json"
     passages.write_text(json.dumps([{"title": "Más", "text": "Ünïcode \u2028text"}]), encoding="utf-8")
     counts = run(tmp_path, [squad_file(tmp_path)], [passages])
-    assert counts["passages"] == 3
+    assert counts == {"corpus.jsonl": 3, "train.parquet": 2, "test.parquet": 1}
     entries = {entry["id"]: entry["contents"] for entry in corpus(tmp_path)}
     assert entries["0"] == '"Some Title"\nHere it is. It is here.'
     assert entries["2"] == '"Más"\nÜnïcode text'
@@ -55,17 +55,38 @@ def test_every_question_and_passage_arrives_with_its_gold_passage(tmp_path):
         assert gold.endswith("Another text.") == (row["question"] == "Which text?")
 
 
-def test_unanswerable_questions_are_left_out_and_counted(tmp_path):
+def test_unanswerable_questions_are_left_out_and_counted(tmp_path, capsys):
     impossible = squad_file(tmp_path, "b.json", is_impossible=True)
     counts = run(tmp_path, [squad_file(tmp_path), impossible])
-    assert counts["unanswerable questions left out"] == 3
-    assert counts["train questions"] + counts["test questions"] == 3
+    assert "unanswerable questions left out: 3\n" in capsys.readouterr().out
+    assert counts["train.parquet"] + counts["test.parquet"] == 3
 
 
 def test_short_prompt_is_the_tiny_models(tmp_path):
     run(tmp_path, [squad_file(tmp_path)], template=MICROWORLD_PROMPT)
     row = rows(tmp_path, "train")[0]
     assert row["prompt"][0]["content"] == f"Question: {row['question']}\n"
+
+
+@pytest.mark.parametrize(("split_by", "num_groups"), [("passage", 20), ("article", 10)])
+def test_no_group_of_questions_is_in_two_files(tmp_path, capsys, split_by, num_groups):
+    squad = [squad_file(tmp_path, f"{a}.json", title=f"Title {a}") for a in range(10)]
+    counts = run(tmp_path, squad, test_share=0.3, split_by=split_by, num_val=3)
+    assert 9 <= counts["test.parquet"] <= 11 and 3 <= counts["val.parquet"] <= 5
+    titles = [entry["contents"].split("\n")[0] for entry in corpus(tmp_path)]
+    parts = {name: rows(tmp_path, name) for name in ("train", "test", "val")}
+    groups = []
+    for part in parts.values():
+        gold = {int(row["extra_info"]["gold_ids"][0]) for row in part}
+        groups += gold if split_by == "passage" else {titles[passage] for passage in gold}
+    assert len(groups) == len(set(groups)) == num_groups
+    asked = {row["question"] for row in parts["train"]}
+    shared = sum(row["question"] in asked for row in parts["test"])  # all articles have the same questions
+    assert shared > 0 and f"among the training questions: {shared}\n" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=f"--split-by {split_by}.* leave none for training"):
+        run(tmp_path, squad, test_share=0.9, split_by=split_by, num_val=9)
+    run(tmp_path, squad, seed=1)
+    assert not (tmp_path / "out" / "val.parquet").exists(), "one of an earlier run would be in training now"
 
 
 @pytest.mark.parametrize(
@@ -95,4 +116,4 @@ def test_a_missing_file_and_a_bad_share_are_refused_and_nothing_is_written(tmp_p
 def test_the_published_files_give_6359_passages(tmp_path):
     passages = [DATA / "2wikimultihopqa_corpus.json"]
     counts = run(tmp_path, [DATA / "xquad.en.json"], passages, test_share=0.25)
-    assert (counts["passages"], counts["train questions"] + counts["test questions"]) == (6359, 1190)
+    assert (counts["corpus.jsonl"], counts["train.parquet"] + counts["test.parquet"]) == (6359, 1190)

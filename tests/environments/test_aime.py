@@ -4,7 +4,7 @@ import pytest
 
 from verl.environments import aime, make
 from verl.verifiers.base import CouldNotVerify
-from verl.verifiers.workers import CheckWorkers
+from verl.verifiers.workers import KillableWorkers
 
 
 def start(gold, name="reward_spec"):
@@ -24,7 +24,7 @@ def start(gold, name="reward_spec"):
     ],
 )
 def test_one_answer_is_read(text, answer, monkeypatch):
-    monkeypatch.setattr(CheckWorkers, "ask", lambda self, *call: False)
+    monkeypatch.setattr(KillableWorkers, "ask", lambda self, *call: False)
     assert start("204").step(text)["metadata"]["pred"] == answer
 
 
@@ -59,6 +59,6 @@ def test_a_process_that_others_end_is_no_verdict(monkeypatch):
     def ended(self, *call):
         raise CouldNotVerify("ended")
 
-    monkeypatch.setattr(CheckWorkers, "ask", ended)
+    monkeypatch.setattr(KillableWorkers, "ask", ended)
     with pytest.raises(CouldNotVerify, match="ended"):
         start("2").step("Answer: 1")

@@ -4,17 +4,27 @@ import asyncio
 import sys
 import threading
 import time
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 
+import psutil
 import pytest
 
 from verl.config.environments import EnvironmentConfig
 from verl.environments.base import BaseTextEnv, EpisodeFailed
-from verl.environments.env_process import Nursery
-from verl.environments.executors import Environments
+from verl.environments.executors import Environments, act
+from verl.verifiers.workers import KillableWorkers, ProcessEnded
 
 HERE = "test_async_environments"
+ACT = "verl.environments.executors:act"
 closed: list[str] = []
+
+
+def until(holds):
+    deadline = time.monotonic() + 5
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class Waits(BaseTextEnv):
@@ -94,8 +104,7 @@ def test_any_number_of_them_wait_at_once_and_each_is_closed_once(stage):
     started = time.perf_counter()
     episodes = opened(runner, names)
     assert episodes[7].messages == [{"role": "user", "content": "7"}]
-    results = runner.step_many(episodes, ["0.2"] * 300)
-    assert all(future.result(5)["done"] for future in results)
+    assert all(future.result(5)["done"] for future in runner.step_many(episodes, ["0.2"] * 300))
     for episode in episodes:
         runner.close(episode)
     environments.wait_for_ends()
@@ -109,7 +118,7 @@ def test_any_number_of_them_wait_at_once_and_each_is_closed_once(stage):
     [
         ("raise", "no such move"),
         ("cancel", "CancelledError"),
-        ("exit", r"SystemExit\(3\)"),
+        ("exit", r"SystemExit\(3"),
         ("9", "took longer"),
     ],
 )
@@ -146,16 +155,22 @@ def test_a_run_that_ends_in_haste_closes_what_waits_and_what_is_being_made(stage
     runner.close(episode)
     environments.wait_for_ends(5.0)
     wait([step, making], 5)
-    deadline = time.monotonic() + 5
-    while len(closed) < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: len(closed) >= 3)
     assert sorted(closed) == ["a", "a stepped", "slow start"] and time.perf_counter() - started < 3
 
 
-@pytest.mark.parametrize("executor", ["inline", "process"])
-def test_they_need_the_event_loop(stage, executor):
-    with pytest.raises(ValueError, match=f"executor={executor} .* coroutine function .* expected auto"):
-        stage(executor=executor)[f"{HERE}:Waits"]
+def test_they_need_an_event_loop_which_a_process_has(stage):
+    with pytest.raises(ValueError, match="executor=inline .* coroutine function .* expected auto"):
+        stage(executor="inline")[f"{HERE}:Waits"]
+    environments = stage(executor="process")
+    runner = environments[f"{HERE}:Waits"]
+    (episode,) = opened(runner, "a")
+    (step,) = runner.step_many([episode], ["0.01"])
+    assert step.result(5)["done"] and episode.messages == [{"role": "user", "content": "a"}]
+    assert "SystemExit: 3" in str(runner.step_many([episode], ["exit"])[0].exception(5))
+    runner.close(episode)
+    environments.wait_for_ends()
+    assert episode.metrics == {"seen": 1} and closed == []
 
 
 @pytest.mark.parametrize("executor", ["inline", "thread"])
@@ -178,9 +193,7 @@ def test_one_that_is_made_when_the_run_ends_is_closed_once(stage):
     environments.give_up()
     assert isinstance(future.exception(5), EpisodeFailed)
     Leaves.go.set()
-    deadline = time.monotonic() + 5
-    while not closed and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: closed)
     time.sleep(0.1)
     assert closed == ["leaves"]
 
@@ -237,23 +250,61 @@ def test_nothing_of_it_goes_on_after_its_end(stage):
     opened(environments[f"{HERE}:Waits"], "ab")
     opened(environments[f"{HERE}:Leaves"], "ab")
     environments.close()
-    deadline = time.monotonic() + 5
-    while set(threading.enumerate()) - before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert set(threading.enumerate()) <= before
+    until(lambda: set(threading.enumerate()) <= before)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.4])
+def test_a_process_that_is_late_or_starts_late_is_killed_before_the_next_ones_turn(stage, delay):
+    runner = stage(max_workers=2, executor="process", step_timeout=0.2)[f"{HERE}:Leaves"]
+    taken, take, most = [], runner.workers.take, 0
+    runner.workers.give_back(take())  # the nursery has started
+    runner.workers.take = lambda: time.sleep(delay) or taken.append(take()) or taken[-1]
+    episodes = [runner.open({}, [], 3) for _ in range(6)]
+    steps = runner.step_many(episodes, ["x"] * 6)
+    for episode, step in zip(episodes, steps, strict=True):
+        step.add_done_callback(lambda _, episode=episode: runner.close(episode))
+    while wait(steps, 0.02).not_done or len(taken) < 6:
+        most = max(most, sum(process.is_alive for process in taken))
+    assert most <= 3  # one may be at its end
+    until(lambda: not any(process.is_alive for process in taken))
+
+
+def test_an_episode_that_can_not_be_made_does_not_close_the_one_before(stage):
+    for extras, metrics in (({"name": "a"}, {"seen": 1}), ({}, {})):
+        with suppress(KeyError):
+            act("make", Waits, {"extras": extras})
+        assert act("finish") == metrics and closed == ["a"]
 
 
 def test_a_nursery_that_hangs_in_an_import_or_has_died_holds_up_nothing(tmp_path, monkeypatch):
     (tmp_path / "hangs_on_import.py").write_text("import time; time.sleep(60)")
     monkeypatch.syspath_prepend(tmp_path)
-    nursery = Nursery("hangs_on_import", 1)
-    nursery.take()
-    started = time.perf_counter()
-    nursery.close()
-    assert time.perf_counter() - started < 5
-    nursery = Nursery("json", 1)
+    nursery = KillableWorkers(ACT, 0.0, ["import", "hangs_on_import"])
+    with ThreadPoolExecutor(1) as pool:
+        taking = pool.submit(nursery.take)
+        time.sleep(1.0)
+        started = time.perf_counter()
+        nursery.close()
+        assert isinstance(taking.exception(5), OSError) and time.perf_counter() - started < 5
+    nursery = KillableWorkers(ACT, 0.0, ["import", "json"])
     nursery.take()
     nursery._program.kill()
     nursery._program.wait()
-    assert nursery.take().call("make", dict, {}, 1, timeout=10) is None
+    assert nursery.take().call("make", dict, {}, seconds=10) is None
     nursery.close()
+
+
+def test_a_process_is_killed_with_what_it_has_started(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the user's, which a process has
+    nursery = KillableWorkers("subprocess:getoutput", 0.0, ["true"])
+    busy, idle = nursery.take(), nursery.take()
+    with ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(busy.call, f"sleep 60 & echo $! > {tmp_path}/pid; wait")
+        until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        assert idle.call("echo $OMP_NUM_THREADS") == "3"
+        nursery.give_back(idle)
+        busy.kill()
+        nursery.close()
+        assert isinstance(calling.exception(5), ProcessEnded)
+    for pid in (busy.pid, idle.pid, int((tmp_path / "pid").read_text())):
+        until(lambda p=pid: not psutil.pid_exists(p) or psutil.Process(p).status() == psutil.STATUS_ZOMBIE)

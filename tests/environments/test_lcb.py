@@ -6,7 +6,7 @@ import time
 import pytest
 
 from verl.environments import lcb, make
-from verl.environments.lcb import function_test, last_block, with_prelude
+from verl.environments.lcb import PRELUDE, function_test, with_prelude
 from verl.verifiers.base import CouldNotVerify
 
 STDIN = [{"testtype": "stdin", "input": f"{n}\n", "output": f"{n * n}\n"} for n in (3, -2, 10)]
@@ -26,17 +26,22 @@ def score(program, tests, **config):
     return output["reward"]
 
 
-def test_the_last_block_counts_and_none_is_zero():
-    assert last_block("```python\na\n```\n```\nb\n```") == "b" and last_block("a = 1") is None
+def test_the_last_block_counts_and_none_is_zero(monkeypatch):
+    asked = []
+    monkeypatch.setattr(lcb.CodeClient, "test", lambda _, program, *rest: (asked.append(program) or [0], []))
+    assert make_env(STDIN).step("```python\na\n```\n```\nb\n```")["metadata"] == {"parsed_code": "b"}
+    assert [program.splitlines()[-1] for program in asked] == ["b"]
     expected = {"observations": [], "reward": 0.0, "done": True, "metadata": {"parsed_code": None}}
     assert make_env(STDIN).step("print(9)") == expected
 
 
-def test_imports_of_the_future_stay_first():
+def test_imports_of_the_future_stay_first_and_free_classes_can_be_derived_from():
     program = with_prelude("from __future__ import annotations\nimport math\nx = np.zeros(3)")
     assert program.startswith("from __future__ import annotations\n") and "import numpy as np" in program
     assert "import numpy" not in with_prelude("x = 1") and "pandas" not in with_prelude("x = 1")
     compile(program, "program", "exec")
+    own = "class LRU(OrderedDict):\n    __init__ = lambda self: OrderedDict.__init__(self)\nLRU()"
+    exec(PRELUDE + own + "\nassert Counter is collections.Counter", {})
 
 
 def test_a_functional_test_is_an_assert_on_plain_values():

@@ -23,6 +23,8 @@ def test_a_search_brings_documents(url):
     env = start(url, topk=2)
     expected = {"result": 'Doc 1: "Title 0"\nabout the answer\nDoc 2: "Title 1"\nabout the answer\n'}
     assert json.loads(observed(env, "<tool><search> the answer </search></tool>")) == expected
+    assert env.tool_groups[0].get_tool("search") and env.tool_groups[0].get_tool("shell") is None
+    assert env.tool_groups[0].get_tool_to_group_mapping() == {"search": "SearchToolGroup"}
     assert "No search results" in observed(env, "<tool><search>nothing</search></tool>")
     assert env.step("<solution>#### 42</solution>")["reward"] == 1
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-import search_r1.llm_agent.search_environment  # noqa: F401  # registers "search"
+import search_r1.llm_agent.generation  # noqa: F401  # registers "search"
 from search_r1.search.client import SearchClient
 from verl.environments import make
 from verl.utils.reward_score.qa_em import compute_score_em, join_turns

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import sys
@@ -7,12 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from verl.config.environments import EnvironmentConfig
 from verl.environments import make
 from verl.environments.adapters import load_verifiers_environment, verifiers_rows
+from verl.environments.executors import Environments
 
 verifiers = pytest.importorskip("verifiers")
 pytestmark = pytest.mark.skipif(not hasattr(verifiers, "load_environment"), reason="verifiers below 0.4 only")
 
+LOOP = asyncio.Runner()
 MODULE = '''
 import verifiers as vf
 from datasets import Dataset
@@ -63,7 +67,11 @@ def module(tmp_path_factory):
 def episode(index=2, **args):
     row = verifiers_rows("my-environment", args)[index]
     env = make("verifiers", extras={name: value for name, value in row.items() if name != "prompt"})
-    return env, env.init(row["prompt"])[0]
+    return env, LOOP.run(env.init(row["prompt"]))[0]
+
+
+def step(env, text):
+    return LOOP.run(env.step(text))
 
 
 def test_a_single_turn_is_scored_by_its_rubric():
@@ -73,31 +81,31 @@ def test_a_single_turn_is_scored_by_its_rubric():
     for text, reward in (("4", 1.0), ("5", 0.0)):
         env, messages = episode()
         assert messages == [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2+2?"}]
-        assert env.step(text) == {"observations": [], "reward": reward, "done": True, "metadata": {}}
+        assert step(env, text) == {"observations": [], "reward": reward, "done": True, "metadata": {}}
         assert env.get_metrics()["exact"] == reward and env.get_metrics()["length"] == 1
-        env.close()
+        LOOP.run(env.close())
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_several_turns_with_the_environments_own_answers():
     env, messages = episode(kind="guess")
-    outputs = [env.step(text) for text in ("1", "7", "4")]
+    outputs = [step(env, text) for text in ("1", "7", "4")]
     texts = [[each["content"] for each in output["observations"]] for output in outputs]
     assert texts == [["higher"], ["lower"], []]
     assert [output["reward"] for output in outputs] == [0.0, 0.0, 1.0] and outputs[-1]["done"]
     env, messages = episode(kind="guess")
-    assert [env.step("1")["done"] for _ in range(3)] == [False, False, True]
+    assert [step(env, "1")["done"] for _ in range(3)] == [False, False, True]
 
 
 def test_tools_are_called_in_the_turns_text():
     env, messages = episode(kind="tool")
     assert messages[0]["role"] == "system" and '"add"' in messages[0]["content"]
     call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 2}}</tool_call>'
-    assert env.step(f"I add. {call}")["observations"] == [
+    assert step(env, f"I add. {call}")["observations"] == [
         {"role": "user", "content": "<tool_response>\n4\n</tool_response>"}
     ]
-    assert "Expecting value" in env.step("<tool_call>add 2 and 2</tool_call>")["observations"][0]["content"]
-    output = env.step("4")
+    assert "Expecting value" in step(env, "<tool_call>add 2 and 2</tool_call>")["observations"][0]["content"]
+    output = step(env, "4")
     assert output["done"] and output["reward"] == 1.0 and env.get_metrics()["add_calls"] == 1
 
 
@@ -108,17 +116,33 @@ def test_episodes_of_several_threads_do_not_mix_and_load_the_environment_once():
         loaded = list(pool.map(lambda each: load_verifiers_environment(*each), asked))
     assert len(set(map(id, loaded))) == 1 and signal.signal is before
     episodes = [episode(index, kind="guess")[0] for index in (0, 1, 2)]
-    assert [env.step("2")["observations"][0]["content"] for env in episodes[::2]] == ["lower", "higher"]
-    assert [env.step(text)["reward"] for env, text in zip(episodes, "024", strict=True)] == [1.0, 1.0, 1.0]
+    assert [step(env, "2")["observations"][0]["content"] for env in episodes[::2]] == ["lower", "higher"]
+    assert [step(env, text)["reward"] for env, text in zip(episodes, "024", strict=True)] == [1.0, 1.0, 1.0]
 
 
 def test_an_environment_that_fails_raises_and_an_unfinished_one_closes():
     env, _ = episode(kind="guess")
     with pytest.raises(Exception, match=r"invalid literal|failed"):
-        env.step("no number")
+        step(env, "no number")
     env, _ = episode(kind="guess")
-    env.close()
+    LOOP.run(env.close())
     with pytest.raises(ValueError, match="score"):
         verifiers_rows("my-environment", {"kind": "group"})
     with pytest.raises(Exception, match="nowhere"):
         verifiers_rows("nowhere")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["auto", "process"])
+def test_the_event_loop_and_a_process_run_it(executor):
+    environments = Environments(EnvironmentConfig(executor=executor))
+    runner = environments["verifiers"]
+    row = verifiers_rows("my-environment", {"kind": "guess"})[2]
+    episode = runner.open(row, row["prompt"], 3).result(60)
+    assert episode.messages == [{"role": "user", "content": "2+2?"}]
+    texts = [runner.step_many([episode], [text])[0].result(20)["observations"] for text in ("1", "4")]
+    assert texts == [[{"role": "user", "content": "higher"}], []]
+    runner.close(episode)
+    environments.wait_for_ends()
+    assert episode.metrics["solved"] == 1.0
+    environments.close()

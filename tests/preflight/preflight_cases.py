@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from search_r1.search.probe import RetrievalProbe, ServerState
-from verl.preflight.findings import Finding
 from verl.preflight.preflight import CHECKS
-from verl.preflight.target import Target
+from verl.preflight.target import Finding, Target
 from verl.trainer.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]

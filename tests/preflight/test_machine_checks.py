@@ -18,8 +18,7 @@ from preflight_cases import (
 )
 
 from verl.preflight import machine_checks
-from verl.preflight.machine import memory_of_machine
-from verl.preflight.target import Cluster, RayNode
+from verl.preflight.target import Cluster, RayNode, memory_of_machine
 
 needs_namespaces = pytest.mark.skipif(can_unshare() is not None, reason=str(can_unshare()))
 

@@ -7,8 +7,7 @@ import torch
 from known_models import NUM_PARAMETERS, search_r1_settings, write_config, write_small
 from preflight_cases import BASE_MODEL
 
-from verl.preflight.plan import GIB, DeviceLoad, Hardware, Plan
-from verl.preflight.report import report, verdict
+from verl.preflight.plan import GIB, DeviceLoad, Hardware, Plan, report, verdict
 from verl.trainer import main_ppo
 from verl.trainer.config import load_config
 from verl.workers.rollout.base import SamplingParams

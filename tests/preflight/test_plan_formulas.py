@@ -16,9 +16,9 @@ from verl.workers.engine.loading import PolicyModel, Precision
 from verl.workers.engine.optim import build_optimizer
 from verl.workers.engine.update_loop import MicroBatchLimits
 
-FP32 = Precision(torch.float32, torch.float32, torch.float32)
-MIXED = Precision(torch.float32, torch.bfloat16, torch.float32)
-BF16 = Precision(torch.bfloat16, torch.bfloat16, torch.float32)
+FP32 = Precision(torch.float32, torch.float32)
+MIXED = Precision(torch.float32, torch.bfloat16)
+BF16 = Precision(torch.bfloat16, torch.bfloat16)
 OPTIM = {"name": "adamw", "lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.0}
 FSDP = SimpleNamespace(fsdp_size=-1, reshard_after_forward=True)
 
@@ -96,7 +96,12 @@ FIELDS = (
     [(FP32, False), (BF16, False), (MIXED, True)],
     ids=["fp32", "bf16", "autocast"],
 )
-def test_what_a_layer_keeps_for_backward_is_what_autograd_saves(precision, autocasts, qwen3, small):
+def test_what_a_layer_keeps_for_backward_is_what_autograd_saves(
+    precision, autocasts, qwen3, small, monkeypatch
+):
+    # as on CUDA; on a CPU in bf16 `causal_attention` keeps the probabilities besides
+    monkeypatch.setattr("verl.utils.packed_attention.is_worth_it", lambda query, num_keys: False)
+
     def per_token(layers: int) -> float:
         long, short = (
             kept_by_autograd(small.folder, layers, length, precision.model, autocasts, qwen3)

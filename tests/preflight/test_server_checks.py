@@ -6,6 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from corpus_parts import corpus_of_documents
 from preflight_cases import ScriptedProbe, find, target_of
 
 from search_r1.search.bm25 import BM25Retriever
@@ -71,7 +72,7 @@ def test_a_server_that_still_loads_is_said_to(serve):
     def load():
         service.progress = "reading the index"
         going.wait(20)
-        return BM25Retriever(Corpus.from_documents([{"id": "0", "contents": '"T"\ntext'}]))
+        return BM25Retriever(corpus_of_documents([{"id": "0", "contents": '"T"\ntext'}]))
 
     service = RetrievalService(load, None, "bm25", 3)
     loading = service.start_loading()

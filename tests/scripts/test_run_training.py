@@ -32,7 +32,7 @@ if program.endswith("microworld"):
     folder.mkdir(parents=True)
     for name in ("corpus.jsonl", "train.parquet", "test.parquet", "test_3hop.parquet"):
         (folder / name).touch()
-if program.endswith("mixture"):
+if program.endswith(("mixture", "hops")):
     folder = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
     folder.mkdir(parents=True)
     for name in ("corpus.jsonl", "train.parquet", "test.parquet", "sft_train.parquet"):
@@ -60,6 +60,12 @@ if program.endswith("main_ppo"):
     signal.signal(signal.SIGUSR1, stop)
     (notes / "running").touch()
     time.sleep(300 if "wait" in os.environ.get("STUB", "") else 0)
+    [setting] = [each for each in sys.argv if each.startswith("trainer.default_local_dir=")]
+    folder = pathlib.Path(setting.split("=", 1)[1].strip("'"))
+    if not os.environ.get("STUB") and folder.is_dir():
+        (folder / "summary.json").touch()
+        (folder / "latest_checkpointed_iteration.txt").write_text("130")
+        (notes / "runs").open("a").write(folder.name + "\\n")
     sys.exit({"fail": 3, "refuse": 2}.get(os.environ.get("STUB", ""), 0))
 """
 
@@ -316,6 +322,23 @@ def test_the_mixture_is_made_and_gets_a_supervised_start_once(repository, tmp_pa
         assert (sft.model.partial_pretrain, sft.optim.name) == ("data_prep/base_model", "muon")
         for name in ("fsdp_sft_trainer", "mixture"):
             (repository / "notes" / name).unlink()
+
+
+def test_three_hops_go_on_from_the_run_on_one_and_two_which_is_made_once(repository):
+    first = "microworld-seed4-base_model-grpo-seed4"
+    for times in (1, 2):
+        assert run(repository, "--config", "configs/hops.yaml", SEED="4") == (0, "")
+        config = settings(repository)
+        runs = (repository / "notes" / "runs").read_text().split()
+        assert runs == [first, *[config.trainer.experiment_name] * times]
+        assert config.trainer.experiment_name.startswith("hops-seed4-")
+        model = f"verl_checkpoints/{first}/global_step_130/actor/huggingface"
+        assert (config.actor_rollout_ref.model.path, config.data.val_files) == (model, ["one", "two"])
+    (repository / "own").mkdir()  # a model of one's own: no run before
+    (repository / "own" / "config.json").touch()
+    assert run(repository, "--config", "configs/hops.yaml", SEED="5", BASE_MODEL="own") == (0, "")
+    assert settings(repository).actor_rollout_ref.model.path == str(repository / "own")
+    assert (repository / "notes" / "runs").read_text().split()[3:] == ["hops-seed5-own-grpo-seed5"]
 
 
 def test_a_config_file_takes_the_place_of_the_settings_and_is_relative_to_the_caller(repository, tmp_path):

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 
 import numpy as np
+from corpus_parts import corpus_of_documents
 
 from search_r1.search.bm25.analysis import analyze
 from search_r1.search.corpus import Corpus
@@ -14,7 +15,7 @@ FLOAT = np.float32
 
 
 def corpus_of(texts: list[str]) -> Corpus:
-    return Corpus.from_documents([{"id": str(i), "contents": text} for i, text in enumerate(texts)])
+    return corpus_of_documents([{"id": str(i), "contents": text} for i, text in enumerate(texts)])
 
 
 def kept_length(length: int) -> int:

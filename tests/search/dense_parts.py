@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from corpus_parts import corpus_of_documents
 
 from search_r1.search.corpus import Corpus
 
@@ -39,7 +40,7 @@ class HashEncoder:
 
 
 def make_corpus(num_documents: int) -> Corpus:
-    return Corpus.from_documents(
+    return corpus_of_documents(
         [{"id": str(i), "contents": f'"Title {i}"\nword{i} word{i % 7} common'} for i in range(num_documents)]
     )
 

@@ -120,20 +120,6 @@ def texts_of(corpus: Corpus, rows: list[int]) -> list[str]:
     return [document.contents for document in corpus.rows(rows)]
 
 
-@pytest.mark.parametrize(
-    "documents, message",
-    [
-        ([], "no documents"),
-        ([{"contents": "x"}, {"text": "y"}], "document 1: .*'text'"),
-        ([{"contents": "\ud83d"}], "document 0: .*surrogate"),
-        ([{"contents": "x", "score": float("nan")}], "document 0: not valid JSON"),
-    ],
-)
-def test_documents_that_no_file_may_hold_are_refused(documents, message):
-    with pytest.raises(ValueError, match=message):
-        Corpus.from_documents(documents)
-
-
 def test_a_missing_an_empty_and_an_unreadable_corpus_are_refused(write, tmp_path):
     with pytest.raises(ValueError, match="no file .*nothing.jsonl"):
         Corpus.open(tmp_path / "nothing.jsonl")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 
 import pytest
+from corpus_parts import corpus_of_documents
 
-from search_r1.search.corpus import Corpus
 from search_r1.search.hybrid import HybridRetriever
 from search_r1.search.retriever import Document, RetrievalUnavailable, SearchResult
 
-CORPUS = Corpus.from_documents([{"id": str(row), "contents": f"passage {row}"} for row in range(300)])
+CORPUS = corpus_of_documents([{"id": str(row), "contents": f"passage {row}"} for row in range(300)])
 
 
 class Ranked:

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 import pytest
+from corpus_parts import corpus_of_documents
 
 from search_r1.search.corpus import Corpus
 from search_r1.search.lucene import LuceneRetriever, build_index, check_java, java_class, on_java_thread
@@ -37,7 +38,7 @@ def quiet(stage: str, done: int, total: int) -> None:
     pass
 
 
-def add_raw_documents(folder: Path, documents: list[dict], store_raw: bool = False) -> None:
+def add_raw_documents(folder: Path, documents: list[dict]) -> None:
     """An index as `python -m pyserini.index.lucene --collection JsonCollection` writes it."""
 
     def write() -> None:
@@ -52,16 +53,14 @@ def add_raw_documents(folder: Path, documents: list[dict], store_raw: bool = Fal
         collection.mkdir()
         lines = [json.dumps(document) + "\n" for document in documents]
         (collection / "corpus.jsonl").write_text("".join(lines), encoding="utf-8")
-        java_class("io.anserini.index.IndexCollection").main(
-            [*arguments, *(["-storeRaw"] if store_raw else [])]
-        )
+        java_class("io.anserini.index.IndexCollection").main(arguments)
 
     on_java_thread(write)
 
 
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
-    return Corpus.from_documents(DOCUMENTS)
+    return corpus_of_documents(DOCUMENTS)
 
 
 @pytest.fixture(scope="module")
@@ -112,18 +111,10 @@ def test_a_pyserini_index_finds_its_documents_by_the_ids_of_the_corpus(tmp_path,
         {"id": name(number), "contents": f'"T{number}"\nword{number} common'} for number in range(40)
     ]
     add_raw_documents(tmp_path / "index", documents)
-    retriever = LuceneRetriever(Corpus.from_documents(documents), tmp_path / "index")
+    retriever = LuceneRetriever(corpus_of_documents(documents), tmp_path / "index")
     for number in (0, 7, 39):
         [[found]], _ = retriever.batch_search([f"word{number}"], 1)
         assert (found.row, found.fields) == (number, documents[number])
-
-
-def test_an_index_that_stores_its_documents_needs_no_corpus(tmp_path):
-    add_raw_documents(tmp_path / "index", DOCUMENTS[:3], store_raw=True)
-    retriever = LuceneRetriever(None, tmp_path / "index")
-    [[found]], _ = retriever.batch_search(["director"], 3)
-    assert (found.row, found.fields) == (None, DOCUMENTS[1])
-    assert b"\n" not in found.json
 
 
 def test_another_corpus_is_refused(tmp_path):
@@ -131,12 +122,12 @@ def test_another_corpus_is_refused(tmp_path):
     add_raw_documents(tmp_path / "index", documents)
     other = [{"id": str(number), "contents": f"other{number} common"} for number in range(30)]
     with pytest.raises(ValueError, match="was made from another corpus"):
-        LuceneRetriever(Corpus.from_documents(other), tmp_path / "index")
+        LuceneRetriever(corpus_of_documents(other), tmp_path / "index")
     with pytest.raises(ValueError, match="holds 30 documents, the corpus only 20"):
-        LuceneRetriever(Corpus.from_documents(documents[:20]), tmp_path / "index")
+        LuceneRetriever(corpus_of_documents(documents[:20]), tmp_path / "index")
     doubled = [{**document, "id": "same"} for document in documents]
     with pytest.raises(ValueError, match="has the id 'same' in rows 0 and 1"):
-        LuceneRetriever(Corpus.from_documents(doubled), tmp_path / "index")
+        LuceneRetriever(corpus_of_documents(doubled), tmp_path / "index")
 
 
 def test_a_missing_package_or_java_is_said_with_what_to_do(tmp_path, monkeypatch):

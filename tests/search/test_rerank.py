@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from corpus_parts import corpus_of_documents
 from tiny_cross_encoder import WORDS, save_model
 from transformers import (
     AutoModelForSequenceClassification,
@@ -16,11 +17,10 @@ from transformers import (
     BertModel,
 )
 
-from search_r1.search.corpus import Corpus
 from search_r1.search.rerank import DECIMALS, CrossEncoder, RerankRetriever
 from search_r1.search.retriever import SearchResult
 
-CORPUS = Corpus.from_documents(
+CORPUS = corpus_of_documents(
     [
         {"id": str(row), "contents": " ".join(WORDS[(row * 7 + word) % 50] for word in range(2 + row % 9))}
         for row in range(40)
@@ -62,7 +62,7 @@ def direct(model: str, query: str, passage: str) -> torch.Tensor:
 
 def test_each_query_is_paired_with_its_own_documents_and_ordered_by_the_networks_score(model):
     queries = ["w1 w2", "w30 w31 w32 w33", "w9"]
-    found, scores = RerankRetriever(FirstRows(), model, retrieval_topk=8).batch_search(queries, 5)
+    found, scores = RerankRetriever(FirstRows(), CrossEncoder(model), 8).batch_search(queries, 5)
     for number, query in enumerate(queries):
         candidates = CORPUS.rows(range(3 * number, 3 * number + 8))
         expected = sorted(
@@ -84,7 +84,7 @@ def test_a_score_does_not_depend_on_the_batch_but_for_its_last_digit(model):
 
 def test_the_asked_topk_is_respected_and_deepens_the_search(model):
     inner = FirstRows()
-    retriever = RerankRetriever(inner, model, retrieval_topk=6)
+    retriever = RerankRetriever(inner, CrossEncoder(model), retrieval_topk=6)
     for topk, depth in ((2, 6), (6, 6), (20, 20)):
         [found], [scores] = retriever.batch_search(["w1"], topk)
         assert (len(found), len(scores), inner.depth) == (topk, topk, depth)

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from verl.single_controller.ray import environment, session, temp_dir
+from verl.single_controller.ray import environment, session
 
 # ---------------------------------------------------------------- address
 
@@ -109,17 +109,17 @@ MOUNTS = [
 def test_a_network_file_system_is_refused_when_asked_for_and_left_when_it_is_the_default(monkeypatch):
     monkeypatch.setenv("RAY_TMPDIR", "/home/me/tmp")
     with pytest.raises(ValueError, match=r"RAY_TMPDIR=/home/me/tmp is on a network file system \(nfs4\)"):
-        temp_dir.choose_temp_dir(MOUNTS)
+        session.choose_temp_dir(MOUNTS)
     monkeypatch.delenv("RAY_TMPDIR")
     monkeypatch.setenv("TMPDIR", "/home/me/tmp")
-    folder, note = temp_dir.choose_temp_dir(MOUNTS)
+    folder, note = session.choose_temp_dir(MOUNTS)
     assert folder == "/tmp/ray" and note is not None
     assert note.startswith("Ray works in /tmp/ray: /home/me/tmp is on a network file system (nfs4)")
     with pytest.raises(ValueError, match="can't be used either. Set RAY_TMPDIR"):
-        temp_dir.choose_temp_dir(["server:/ / nfs rw 0 0"])
+        session.choose_temp_dir(["server:/ / nfs rw 0 0"])
 
 
 def test_a_path_is_on_what_was_mounted_last_and_deepest():
     for folder, kind in (("/scratch/big disk/me", "lustre"), ("/data/me", "nfs4")):
         mounts = [*MOUNTS, "auto.data /data autofs rw 0 0", "server:/data /data nfs4 rw 0 0"]
-        assert f"network file system ({kind})" in str(temp_dir.trouble_with(folder, mounts))
+        assert f"network file system ({kind})" in str(session.trouble_with(folder, mounts))

@@ -23,7 +23,6 @@ from verl.protocol import (
     union_tensor_dict,
 )
 from verl.single_controller.base import ClassWithInitArgs, Worker
-from verl.single_controller.base.colocate import create_colocated_worker_cls
 from verl.single_controller.base.decorator import (
     DISPATCH_MODE_FN_REGISTRY,
     Dispatch,
@@ -32,6 +31,7 @@ from verl.single_controller.base.decorator import (
     register,
     register_dispatch_mode,
 )
+from verl.single_controller.base.worker_group import create_colocated_worker_cls
 from verl.single_controller.local import LocalWorkerGroup
 from verl.trainer.placement import ResourcePoolManager, Role
 from verl.utils import hf_tokenizer

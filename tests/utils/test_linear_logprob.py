@@ -96,13 +96,13 @@ def test_bf16_inputs_are_within_bf16_of_float64(problem):
 
 def test_logits_never_exceed_one_chunk(problem, monkeypatch):
     sizes = []
-    original = linear_logprob._log_softmax
+    original = linear_logprob._logits
 
     def spy(hidden, weight, temperature):
         sizes.append(len(hidden))
         return original(hidden, weight, temperature)
 
-    monkeypatch.setattr(linear_logprob, "_log_softmax", spy)
+    monkeypatch.setattr(linear_logprob, "_logits", spy)
     gradients(lambda *x: linear_log_prob(*x, chunk_rows=4), problem, torch.float32, (True, True))
     assert sizes == [4, 4, 3] * 2  # forward, and once more in the backward pass
     with pytest.raises(ValueError, match="temperature must be positive"):

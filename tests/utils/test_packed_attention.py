@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     GemmaConfig,
     LlamaConfig,
     MistralConfig,
@@ -25,6 +26,18 @@ SIZES = {
     "max_position_embeddings": 64,
     "pad_token_id": None,
 }
+GEMMA3 = SIZES | {  # four query heads to one of keys, of another width than hidden / heads
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 12,
+    "sliding_window": 3,
+    "query_pre_attn_scalar": 24,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+}
 CONFIGS = {
     "qwen2": Qwen2Config(**SIZES),
     "qwen2 window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1),
@@ -32,6 +45,8 @@ CONFIGS = {
     "llama": LlamaConfig(**SIZES),
     "mistral window": MistralConfig(**SIZES, sliding_window=3),
     "gemma": GemmaConfig(**SIZES),
+    "gemma3": Gemma3TextConfig(**GEMMA3),
+    "gemma3, window of 1": Gemma3TextConfig(**GEMMA3 | {"sliding_window": 1, "attention_bias": True}),
     "phi": PhiConfig(**SIZES),
 }
 LENGTHS = (7, 3, 3, 1, 9)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from verl.utils.packed_attention import PACKED_ATTENTION
 from verl.utils.packing import pack_rows, plan_by_prefix, prefix_order
@@ -27,6 +27,11 @@ CONFIGS = {
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES),
     "mistral window": MistralConfig(**SIZES, sliding_window=3),
+    "gemma3": Gemma3TextConfig(
+        **SIZES | {"num_key_value_heads": 1},
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
 }
 FEW_TOKENS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8)
 
@@ -42,9 +47,9 @@ def distinct_prefixes(sequences):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(FEW_TOKENS)
 def test_what_is_left_of_all_sequences_are_their_distinct_prefixes(sequences):
-    found = prefix_order(arrays(sequences))
-    assert sorted(found.order) == list(range(len(sequences)))
-    assert sum(map(len, sequences)) - sum(found.shared) == distinct_prefixes(sequences)
+    order, shared = zip(*prefix_order(arrays(sequences)), strict=True)
+    assert sorted(order) == list(range(len(sequences)))
+    assert sum(map(len, sequences)) - sum(shared) == distinct_prefixes(sequences)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -13,7 +13,6 @@ from open_instruct_cases import HIGHEST_TEN, cases
 from verl.config.environments import CodeVerifierConfig, JudgeConfig, VerifiersConfig
 from verl.verifiers import Sample, Verdict
 from verl.verifiers.base import VerifierSettings
-from verl.verifiers.code import CodeVerifier
 from verl.verifiers.ifeval import ifeval_score
 from verl.verifiers.judge import Judge, RubricVerifier, score_of
 from verl.verifiers.registry import VERIFIERS, make_verifier
@@ -36,7 +35,7 @@ class Server:
     def __init__(self, reply):
         self.reply = reply
 
-    def test_timed(self, *_):
+    def test(self, *_):
         return self.reply
 
     def close(self):
@@ -56,10 +55,13 @@ def pairs():
             score = score_of(text, highest)
             ours[i] = None if score is None else score / highest
         elif name == "rubric":
-            ours[i] = RubricVerifier(name, Replies(json.loads(text))).verify(Sample("x", label)).score
+            verifier = RubricVerifier()
+            verifier.judge = Replies(json.loads(text))
+            ours[i] = verifier.verify(Sample("x", label)).score
         elif name.startswith("code"):
-            client = Server(json.loads(text))
-            verifier = CodeVerifier(name, CodeVerifierConfig(**settings), client)
+            config = VerifiersConfig(code=CodeVerifierConfig(**settings))
+            verifier = make_verifier(name, VerifierSettings(config))
+            verifier.client = Server(json.loads(text))
             ours[i] = verifier.verify(Sample("x", "[]")).score
         elif name.endswith("max_length"):
             verifier = make_verifier(name, VerifierSettings(VerifiersConfig(**settings)))

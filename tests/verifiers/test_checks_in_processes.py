@@ -4,16 +4,17 @@ import json
 import os
 import resource
 import signal
+import time
 
+import psutil
 import pytest
 
 from verl.config.environments import VerifiersConfig
 from verl.verifiers import CouldNotVerify, Sample
 from verl.verifiers.base import VerifierSettings
-from verl.verifiers.ifeval import IFEvalVerifier
-from verl.verifiers.math import MathVerifier, candidates, same_text
-from verl.verifiers.registry import check_rows, make_verifier
-from verl.verifiers.workers import CheckWorkers
+from verl.verifiers.math import candidates, same_text
+from verl.verifiers.registry import Verifiers, make_verifier
+from verl.verifiers.workers import CheckedVerifier, KillableWorkers
 
 SETTINGS = VerifierSettings(VerifiersConfig(cpu_seconds=1.5))
 TOWER = r"$9^{9^{9^9}}$"
@@ -21,9 +22,16 @@ TOWER = r"$9^{9^{9^9}}$"
 
 @pytest.fixture(scope="module")
 def math():
-    verifier = MathVerifier.create("math", SETTINGS)
+    verifier = make_verifier("math", SETTINGS)
     yield verifier
     verifier.close()
+
+
+def calls(function, first):
+    """A verifier whose samples are arguments of a function."""
+    verifier = CheckedVerifier()
+    verifier.workers, verifier._call = KillableWorkers(function, 5.0, [first]), lambda sample: [sample]
+    return verifier
 
 
 def scores(verifier, *pairs):
@@ -60,51 +68,44 @@ def test_the_place_of_the_answer_is_part_of_the_name():
 
 
 def test_a_killed_process_is_replaced_its_row_asked_again_and_all_end_with_their_verifier():
-    workers = CheckWorkers("builtins:float", 5.0, [1.0])
-    assert [each.score for each in workers.map([[1.0], [2.0]])] == [1.0, 2.0]
+    verifier = calls("builtins:float", 1.0)
+    workers = verifier.workers
+    assert [each.score for each in verifier.verify_many([1.0, 2.0])] == [1.0, 2.0]
     for process in workers._idle:
-        process.kill()
-        process.wait()
-    assert [each.score for each in workers.map([[3.0], [4.0], [5.0]])] == [3.0, 4.0, 5.0]
-    ids = [process.pid for process in workers._idle]
+        os.kill(process.pid, signal.SIGKILL)
+    assert [each.score for each in verifier.verify_many([3.0, 4.0, 5.0])] == [3.0, 4.0, 5.0]
+    running = [psutil.Process(process.pid) for process in workers._idle]
     workers.close()
-    for process_id in ids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(process_id, 0)
+    deadline = time.monotonic() + 5
+    for process in running:
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
-def test_a_process_that_always_ends_could_not_verify():
+def test_a_process_that_always_ends_or_never_starts_could_not_verify(monkeypatch):
     with pytest.raises(CouldNotVerify, match="can't start .status 3"):
-        CheckWorkers("os:_exit", 5.0, [3]).map([[3]])
-    workers = CheckWorkers("signal:raise_signal", 5.0, [int(signal.SIGCHLD)])  # which does nothing
-    (verdict,) = workers.map([[int(signal.SIGKILL)]])
-    assert verdict.score is None and "ended with -9" in verdict.detail
+        calls("os:_exit", 3).verify_many([3])
+    verifier = calls("signal:raise_signal", int(signal.SIGCHLD))  # which does nothing
+    (verdict,) = verifier.verify_many([int(signal.SIGKILL)])
+    assert verdict.score is None and "killed twice" in verdict.detail
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    with pytest.raises(CouldNotVerify, match="can't start"):
+        KillableWorkers("builtins:float", 5.0, [1.0]).ask(1.0)
 
 
-def test_time_that_a_process_waits_is_not_counted():
-    workers = CheckWorkers("time:sleep", 0.2, [0])
-    assert workers.ask(0.6) is None
-    workers.close()
-
-
-def test_a_process_answers_where_a_thousand_files_are_open():
+def test_a_process_answers_where_a_thousand_files_are_open_and_may_wait_longer_than_it_may_compute():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-    workers = CheckWorkers("builtins:float", 5.0, [1.0])
+    workers = KillableWorkers("time:sleep", 0.2, [0])
     try:
-        assert workers.ask(2.0) == 2.0
+        assert workers.ask(0.6) is None
     finally:
         workers.close()
         for file in files:
             os.close(file)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_a_machine_that_starts_no_process_could_not_verify(monkeypatch):
-    monkeypatch.setattr("sys.executable", "/nowhere/python")
-    with pytest.raises(CouldNotVerify, match="can't start"):
-        CheckWorkers("builtins:float", 5.0, [1.0]).ask(1.0)
 
 
 def ifeval_label(**instructions) -> str:
@@ -131,12 +132,14 @@ def test_ifeval_gives_the_share_of_instructions_that_were_followed_after_the_thi
 def test_a_label_that_names_no_check_is_refused_before_the_run():
     row = {"dataset": "ifeval", "ground_truth": ifeval_label(punctuation__no_coma=None)}
     with pytest.raises(ValueError, match="row 0: Found instruction .punctuation:no_coma."):
-        check_rows([row], SETTINGS)
+        Verifiers(SETTINGS).check_rows([row])
     label = ifeval_label(length_constraints__number_words={"relation": "at least"})
     with pytest.raises(ValueError, match="no num_words in the arguments of length_constraints:number_words"):
-        IFEvalVerifier.create("ifeval", SETTINGS).check_label(label)
+        make_verifier("ifeval", SETTINGS).check_label(label)
+    label = ifeval_label(letters__letter_counting={"N": 9, "relation": "more than"})
+    with pytest.raises(ValueError, match="relation='more than' of letters:letter_counting; expected .*least"):
+        make_verifier("ifeval", SETTINGS).check_label(label)
     with pytest.raises(ValueError, match="Found instruction .nothing.*validate_title"):
-        IFEvalVerifier.create("ifeval_old", SETTINGS).check_label('{"func_name": "nothing"}')
-    assert check_rows(
-        [{"dataset": "ifeval_old", "ground_truth": '{"func_name": "validate_title"}'}], SETTINGS
-    )
+        make_verifier("ifeval_old", SETTINGS).check_label('{"func_name": "nothing"}')
+    row = {"dataset": "ifeval_old", "ground_truth": '{"func_name": "validate_title"}'}
+    assert Verifiers(SETTINGS).check_rows([row]) == 1

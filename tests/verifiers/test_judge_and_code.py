@@ -10,10 +10,8 @@ import pytest
 from verl.config.environments import CodeVerifierConfig, JudgeConfig, VerifiersConfig
 from verl.verifiers import Sample
 from verl.verifiers.base import VerifierLimit, VerifierSettings
-from verl.verifiers.batch import Request, Verifiers
-from verl.verifiers.code import CodeVerifier
 from verl.verifiers.judge import API_KEY_VARIABLE, CACHE_FILE, final_answer, score_of
-from verl.verifiers.registry import Assigned, assigned_verifiers, check_rows, make_verifier
+from verl.verifiers.registry import Assigned, Verifiers, assigned_verifiers, make_verifier
 
 
 class Busy(ThreadingHTTPServer):
@@ -153,7 +151,7 @@ def test_a_server_that_is_away_could_not_verify_and_no_server_at_all_is_refused_
     assert [each.score for each in verifier.verify_many([sample(i) for i in range(3)])] == [None] * 3
     row = {"dataset": "general-quality", "ground_truth": "x"}
     with pytest.raises(ValueError, match="row 0: .* without a judge; set verifiers.judge.base_url"):
-        check_rows([row], VerifierSettings(VerifiersConfig()))
+        Verifiers(VerifierSettings(VerifiersConfig())).check_rows([row])
 
 
 def test_the_deadline_starts_when_it_is_a_verdicts_turn(stand_in):
@@ -180,6 +178,15 @@ def test_a_verdict_is_paid_once_also_by_a_run_that_goes_on(stand_in, tmp_path):
     for count, other in enumerate(({"model": "two"}, {"temperature": 0.0}) * 2):  # asked anew, and kept
         make_verifier("general-quality", settings(server, tmp_path, **other)).verify_many([sample(0)])
         assert len(server.asked) == min(3 + count, 4)
+
+
+def test_a_run_that_begins_anew_counts_nothing_of_the_old_runs_folder(stand_in, tmp_path):
+    server, run = stand_in(lambda prompt, n: '{"SCORE": 5}'), tmp_path / "run"
+    make_verifier("general-quality", settings(server, run, prices=[1.0, 10.0])).verify_many([sample()])
+    limited = settings(server, run, prices=[1.0, 10.0], cost_limit=0.002)
+    verifier = make_verifier("general-quality", limited)
+    run.rename(tmp_path / "old")  # as resume_mode=none does, after the verifiers were made
+    assert verifier.verify_many([sample()])[0].cost == 0.002 and len(server.asked) == 2
 
 
 @pytest.mark.slow
@@ -228,9 +235,7 @@ def test_a_stalling_judge_costs_its_rows_alone_among_256(stand_in):
         return None if "It is 7" in prompt else '{"SCORE": 1}'  # 7, 70..79
 
     both = [Assigned("general-safety", None), Assigned("gsm8k", "1", 0.5)]
-    requests = [Request(sample(i), both) for i in range(100)] + [
-        Request(sample(i), both[1:]) for i in range(156)
-    ]
+    requests = [(sample(i), both) for i in range(100)] + [(sample(i), both[1:]) for i in range(156)]
     verifiers = Verifiers(settings(stand_in(answer), timeout=3.0))
     started = time.perf_counter()
     results = verifiers.verify(requests)
@@ -246,17 +251,16 @@ class Client:
     def __init__(self, *replies):
         self.replies, self.asked = list(replies), []
 
-    def test_timed(self, *arguments):
+    def test(self, *arguments):
         self.asked.append(arguments)
         return self.replies.pop(0)
-
-    def close(self):
-        pass
 
 
 def code(name="code", *replies, **config):
     client = Client(*replies)
-    return CodeVerifier(name, CodeVerifierConfig(**config), client), client
+    verifier = make_verifier(name, VerifierSettings(VerifiersConfig(code=CodeVerifierConfig(**config))))
+    verifier.client = client
+    return verifier, client
 
 
 TESTS = json.dumps(["assert f(1) == 2", "assert f(2) == 3"])

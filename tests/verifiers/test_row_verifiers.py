@@ -7,10 +7,10 @@ import pytest
 from verl.config.environments import VerifiersConfig
 from verl.verifiers import CouldNotVerify, Sample, Verdict, Verifier
 from verl.verifiers.base import VerifierSettings
-from verl.verifiers.batch import Request, Verifiers, verifier_metrics
-from verl.verifiers.registry import VERIFIERS, Assigned, assigned_verifiers, check_rows
+from verl.verifiers.registry import VERIFIERS, Assigned, Verifiers, assigned_verifiers, verifier_metrics
 
 SETTINGS = VerifierSettings(VerifiersConfig())
+VERIFY = Verifiers(SETTINGS)
 OWN = f"{__name__}:"
 
 
@@ -48,6 +48,15 @@ class NoNumber(Verifier):
         return Verdict(float("nan"))
 
 
+class NoVerdict(Verifier):
+    def verify(self, sample: Sample) -> Verdict:
+        return 1.0  # type: ignore[return-value]
+
+
+class Nothing(Verifier):
+    """Defines neither `verify` nor `verify_many`."""
+
+
 def test_a_row_names_its_verifiers_in_three_forms():
     listed = [{"name": "Math", "label": "72", "weight": None}, {"name": OWN + "Shouts", "label": None}]
     assert assigned_verifiers({"ground_truth": {"verifiers": listed, "target": None}}) == [
@@ -64,28 +73,33 @@ def test_a_row_names_its_verifiers_in_three_forms():
 def test_an_unknown_name_is_refused_with_the_nearest_one_before_the_run():
     row = {"reward_model": {"verifier": "strict_mat", "ground_truth": "1"}}
     with pytest.raises(ValueError, match=r"row 0: Found verifier 'strict_mat'.*mean 'strict_math'"):
-        check_rows([row], SETTINGS)
+        VERIFY.check_rows([row])
     with pytest.raises(ValueError, match="2 verifiers .* 1 labels"):
         assigned_verifiers({"verifier": ["math", "code"], "ground_truth": ["1"]})
     with pytest.raises(ValueError, match="found no class 'Nobody'"):
-        check_rows([{"reward_model": {"verifier": OWN + "Nobody", "ground_truth": "1"}}], SETTINGS)
+        VERIFY.check_rows([{"reward_model": {"verifier": OWN + "Nobody", "ground_truth": "1"}}])
+    with pytest.raises(ValueError, match="neither verify nor verify_many"):
+        VERIFY.check_rows([{"reward_model": {"verifier": OWN + "Nothing", "ground_truth": "1"}}])
+    for entries in ("math", [{"name": "math", "weigth": 2}]):
+        with pytest.raises(ValueError, match=r"; expected \[\{"):
+            assigned_verifiers({"ground_truth": {"verifiers": entries}})
     with pytest.raises(ValueError, match="expected a number of tokens"):
-        check_rows([{"dataset": "max_length", "ground_truth": "long"}], SETTINGS)
-    assert check_rows([{"dataset": "max_length", "ground_truth": "9"}, {"data_source": "nq"}], SETTINGS) == 1
+        VERIFY.check_rows([{"dataset": "max_length", "ground_truth": "long"}])
+    assert VERIFY.check_rows([{"dataset": "max_length", "ground_truth": "9"}, {"data_source": "nq"}]) == 1
 
 
 def test_an_empty_label_is_refused_and_one_that_names_its_verifier_is_never_left_to_the_reward_function():
     for name, label in (("math", None), ("gsm8k", None), ("strict_math", " "), ("string_f1", "[]")):
         with pytest.raises(ValueError, match=f"row 0: Found label .* of {name}; expected an answer"):
-            check_rows([{"reward_model": {"verifier": name, "ground_truth": label}}], SETTINGS)
+            VERIFY.check_rows([{"reward_model": {"verifier": name, "ground_truth": label}}])
     assert assigned_verifiers({"verifier": "passthrough"}) == [Assigned("passthrough", None)]
     with pytest.raises(ValueError, match="row 0: Found verifier .'label': '7'.; expected .*name"):
-        check_rows([{"reward_model": {"ground_truth": {"verifiers": [{"label": "7"}]}}}], SETTINGS)
+        VERIFY.check_rows([{"reward_model": {"ground_truth": {"verifiers": [{"label": "7"}]}}}])
 
 
 def test_numbers_as_labels_keep_their_form():
     for name, text, label in (("re_search", "<finish>1.50</finish>", "1.50"), ("gsm8k", "is 72", 72.0)):
-        (result,) = Verifiers(SETTINGS).verify([Request(Sample(text, None), [Assigned(name, label)])])
+        (result,) = Verifiers(SETTINGS).verify([(Sample(text, None), [Assigned(name, label)])])
         assert result.score == 1.0
 
 
@@ -99,7 +113,7 @@ def test_all_of_open_instructs_names_are_there():
 
 def test_a_rows_score_is_the_weighted_sum_within_each_verifiers_range():
     assigned = [Assigned(OWN + "Shouts", None, 0.5), Assigned("gsm8k", "7", 2.0), Assigned("gsm8k", "8", 9.0)]
-    loud, quiet = Verifiers(SETTINGS).verify([Request(Sample(text, None), assigned) for text in ("A 7", "a")])
+    loud, quiet = Verifiers(SETTINGS).verify([(Sample(text, None), assigned) for text in ("A 7", "a")])
     assert (loud.score, quiet.score) == (0.5 * 1.0 + 2.0, 0.0)
     assert [each["score"] for each in loud.verdicts] == [1.0, 1.0, 0.0]
     metrics = verifier_metrics([loud.verdicts, quiet.verdicts, None])
@@ -110,7 +124,7 @@ def test_a_rows_score_is_the_weighted_sum_within_each_verifiers_range():
 
 def test_a_row_without_a_verdict_has_no_score_and_the_others_keep_theirs():
     both = [Assigned(OWN + "Away", None), Assigned(OWN + "Broken", None, 0.0)]
-    requests = [Request(Sample(text, None), both) for text in "abc"]
+    requests = [(Sample(text, None), both) for text in "abc"]
     results = Verifiers(SETTINGS).verify(requests)
     assert [result.score for result in results] == [0.5, None, 0.5]  # what has no weight only reports
     assert results[1].verdicts[0]["detail"] == "the server is away"
@@ -123,7 +137,7 @@ def test_a_row_without_a_verdict_has_no_score_and_the_others_keep_theirs():
 def test_verifiers_of_different_names_work_at_the_same_time():
     assigned = [Assigned(OWN + name, None) for name in ("Slow", "Slower")]
     started = time.perf_counter()
-    results = Verifiers(SETTINGS).verify([Request(Sample("", None), assigned)] * 3)
+    results = Verifiers(SETTINGS).verify([(Sample("", None), assigned)] * 3)
     assert time.perf_counter() - started < 0.55
     metrics = verifier_metrics([result.verdicts for result in results])
     assert [result.score for result in results] == [0.0] * 3
@@ -131,5 +145,7 @@ def test_verifiers_of_different_names_work_at_the_same_time():
 
 
 def test_a_score_that_is_no_number_is_an_error_and_no_score():
+    with pytest.raises(ValueError, match="returned 1.0; expected a Verdict"):
+        Verifiers(SETTINGS).verify([(Sample("", None), [Assigned(OWN + "NoVerdict", None)])])
     with pytest.raises(ValueError, match="NoNumber' returned the score nan"):
-        Verifiers(SETTINGS).verify([Request(Sample("", None), [Assigned(OWN + "NoNumber", None)])])
+        Verifiers(SETTINGS).verify([(Sample("", None), [Assigned(OWN + "NoNumber", None)])])

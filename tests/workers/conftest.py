@@ -8,9 +8,12 @@ from verl.single_controller.local import LocalWorkerGroup
 
 
 @pytest.fixture(scope="session")
-def model_path(tmp_path_factory):
-    """A Hugging Face folder with a tiny random model (tied embeddings) and tokenizer."""
-    return write_model(tmp_path_factory.mktemp("tiny_model"))
+def model_path(request, tmp_path_factory):
+    """A Hugging Face folder with a tiny random model (tied embeddings) and tokenizer: a Qwen3, or the kind
+    that a test names as the fixture's parameter.
+    """
+    kind = getattr(request, "param", "qwen3")
+    return write_model(tmp_path_factory.mktemp(f"tiny_{kind}"), kind=kind)
 
 
 @pytest.fixture

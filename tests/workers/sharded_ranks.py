@@ -20,6 +20,7 @@ VARIANTS = {
     "padded": ["actor_rollout_ref.model.use_remove_padding=false", "critic.model.use_remove_padding=false"],
 }
 NUM_STEPS = 5  # before the checkpoint
+BF16 = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16"
 COMMON = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.ppo_mini_batch_size=6"]
 
 
@@ -44,6 +45,19 @@ def updates(model_path, rank=0, world_size=1):
             data = my_rows(rank, world_size)
             results[variant, kind] = gradients_of(worker.engine, lambda run=run, data=data: run(data))
     return results
+
+
+def bf16_update(model_path, rank=0, world_size=1):
+    """(metrics, gradient) of one optimizer step that is computed in bfloat16, on this rank's rows."""
+    steps = [BF16, f"actor_rollout_ref.actor.ppo_mini_batch_size={NUM_ROWS}"]
+    actor = make_actor(make_config(model_path, *steps), world_size)
+    return gradients_of(
+        actor.engine, lambda: actor.update_policy(my_rows(rank, world_size, mini_batch=NUM_ROWS))
+    )
+
+
+def bf16_run(rank, world_size, model_path, out):
+    torch.save(bf16_update(model_path, rank, world_size), out / f"rank{rank}.pt")
 
 
 def go_on(actor):

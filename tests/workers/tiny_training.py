@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from verl.config import Config, load_config
 from verl.protocol import DataProto
@@ -23,24 +23,41 @@ VOCABULARY = 40
 CPU = torch.device("cpu")
 
 
-def write_model(folder, tied=True):
-    """A random Qwen3 of two layers with a tokenizer of one token per digit string, as a Hugging Face
-    folder.
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
+GEMMA3 = {  # heads wider than hidden / heads, four to one of keys; windows shorter than the trajectories
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 12,
+    "query_pre_attn_scalar": 12,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+
+
+def write_model(folder, tied=True, kind="qwen3"):
+    """A random model of two layers (kind: qwen3, or gemma3 of three) with a tokenizer of one token per digit
+    string, as a Hugging Face folder.
     """
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        initializer_range=0.3,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    sizes = SIZES | {"tie_word_embeddings": tied}
+    config = Gemma3TextConfig(**sizes | GEMMA3) if kind == "gemma3" else Qwen3Config(**sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    if kind == "gemma3":  # its norms begin at weight 0, which many mistakes would not show at
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="1", unk_token="0").save_pretrained(folder)
@@ -119,14 +136,8 @@ def make_actor(config: Config, world_size=1) -> DataParallelPPOActor:
         block.actor.grad_clip,
         block.actor.ulysses_sequence_parallel_size,
     )
-    limits = MicroBatchLimits.from_config(
-        block.actor,
-        "actor",
-        "ppo",
-        CPU,
-        block.model.use_remove_padding,
-        block.actor.ulysses_sequence_parallel_size,
-    )
+    packed, num_sharing = block.model.use_remove_padding, block.actor.ulysses_sequence_parallel_size
+    limits = MicroBatchLimits.from_config(block.actor, "ppo", CPU, packed, num_sharing)
     return DataParallelPPOActor(block.actor, engine, limits, block.rollout.temperature, block.rollout.n)
 
 
@@ -143,18 +154,9 @@ def make_critic(config: Config, world_size=1) -> DataParallelPPOCritic:
         block.grad_clip,
         block.ulysses_sequence_parallel_size,
     )
-    limits = [
-        MicroBatchLimits.from_config(
-            block,
-            "critic",
-            prefix,
-            CPU,
-            block.model.use_remove_padding,
-            block.ulysses_sequence_parallel_size,
-        )
-        for prefix in ("ppo", "forward")
-    ]
-    return DataParallelPPOCritic(block, engine, limits[0], limits[1])
+    packed, num_sharing = block.model.use_remove_padding, block.ulysses_sequence_parallel_size
+    limits = MicroBatchLimits.from_config(block, "ppo", CPU, packed, num_sharing)
+    return DataParallelPPOCritic(block, engine, limits)
 
 
 def reference_log_probs(model_path, batch, temperature=1.0):

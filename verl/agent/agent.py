@@ -10,9 +10,10 @@ from typing import Any
 
 from verl.agent.loop import LoopEvent, TrajectoryLoop
 from verl.agent.trajectory import AgentConfig, Codec, Trajectory, to_tensors
+from verl.environments.base import row_max_turns
 from verl.environments.executors import Environments
 from verl.protocol import DataProto
-from verl.utils.dataset.rl_dataset import row_max_turns
+from verl.utils.dataset.rl_dataset import cut_prompt
 from verl.workers.rollout.base import RolloutEngine, SamplingParams
 
 
@@ -53,20 +54,20 @@ class EnvironmentAgent:
         """
         config, meta_info, columns = self.config, gen_batch.meta_info, gen_batch.non_tensor_batch
         seeds = gen_batch.tensors["sampling_seeds"].tolist()
-        prompts = [[int(id_) for id_ in ids[-config.max_start_length :]] for ids in columns["raw_prompt_ids"]]
+        longest, asked = config.max_start_length, columns["raw_prompt_ids"]
+        prompts = [cut_prompt(self.tokenizer, list(map(int, ids)), longest) for ids in asked]
         nothing: list[Any] = [None] * len(seeds)
         states, episodes = columns.get("continuation", nothing), columns.get("episode", nothing)
         trajectories = []
         for row, (ids, seed, state) in enumerate(zip(prompts, seeds, states, strict=True)):
-            made = (
-                Trajectory(row, ids, seed) if state is None else Trajectory.continued(row, ids, seed, state)
-            )
-            made.max_turns = config.max_turns
-            if episodes[row] is not None:
+            made = Trajectory(row, ids, seed)
+            if state is not None:
+                made = Trajectory.continued(row, ids, seed, state)
+            if (episode := episodes[row]) is not None:
                 made.env_class, made.messages, made.extras = (
-                    episodes[row][name] for name in ("env_class", "prompt", "extras")
+                    episode[name] for name in ("env_class", "prompt", "extras")
                 )
-                made.max_turns = row_max_turns(made.extras) or config.max_turns
+            made.max_turns = row_max_turns(made.extras) or config.max_turns
             trajectories.append(made)
         sampling: dict[str, Any] = {"temperature": 0.0}
         if meta_info.get("do_sample", True):
@@ -79,25 +80,14 @@ class EnvironmentAgent:
             **sampling,
         )
         groups = None if meta_info.get("validate", False) else columns.get("uid")
-        loop = TrajectoryLoop(
-            self.codec,
-            self.engine,
-            self.environments,
-            config,
-            params,
-            trajectories,
-            self.on_event,
-            groups=None if groups is None else groups.tolist(),
-            keep_partial=meta_info.get("keep_partial", False),
-        )
+        tools = (self.codec, self.engine, self.environments, config)
+        groups = None if groups is None else groups.tolist()
+        keeps = meta_info.get("keep_partial", False)
+        loop = TrajectoryLoop(*tools, params, trajectories, self.on_event, groups=groups, keep_partial=keeps)
         loop.run()
-        tensors = to_tensors(
-            trajectories,
-            config.max_start_length,
-            config.max_prompt_length,
-            self.tokenizer.pad_token_id or 0,
-        )
-        records = [trajectory.record(self.codec.decode(trajectory.prompt_ids)) for trajectory in trajectories]
+        widths, pad = (config.max_start_length, config.max_prompt_length), self.tokenizer.pad_token_id or 0
+        tensors = to_tensors(trajectories, *widths, pad)
+        records = [each.record(self.codec.decode_prompt(tuple(each.prompt_ids))) for each in trajectories]
         non_tensors = {**columns, "trajectory": records}
         non_tensors.pop("continuation", None)
         metrics = self.figures(trajectories) | loop.load.metrics()

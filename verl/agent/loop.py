@@ -29,6 +29,7 @@ from verl.agent.trajectory import KEPT, AgentConfig, Codec, Trajectory, Turn
 from verl.environments.base import ActionUnderWay, BaseTextEnvStepOutput, EpisodeFailed
 from verl.environments.executors import CLOSE_SECONDS, Environments, Episode, StepResult
 from verl.environments.registry import SEARCH
+from verl.utils.dataset.rl_dataset import cut_prompt
 from verl.verifiers.base import CouldNotVerify
 from verl.workers.rollout.base import Completion, Partial, RolloutEngine, SamplingParams
 
@@ -52,15 +53,15 @@ class LoopEvent:
 
 @dataclass(eq=False)
 class PendingStep:
-    """A turn that its environment is at work on, or an environment that is being made. `due`: the engine step
-    at which what comes of it joins, with a fixed delay.
+    """A turn that its environment is at work on, or an environment that is being made.
+
+    outcome: what comes of the future. due: the engine step at which that joins, with a fixed delay.
     """
 
-    session_id: int | None  # None: of a trajectory whose session is opened afterwards
     trajectory: Trajectory
-    future: Future[BaseTextEnvStepOutput] | Future[Episode]
+    future: Future[Any]
     due: int
-    ended: str = ""  # why the turn's generation stopped, as in `Completion`
+    outcome: Callable[[Future[Any]], BaseTextEnvStepOutput | Episode] = Future.result
 
 
 class TrajectoryLoop:
@@ -95,9 +96,9 @@ class TrajectoryLoop:
         self.load = EngineLoad(engine)
         self.pending = deque(trajectory for trajectory in trajectories if not trajectory.finish_reason)
         self.sessions: dict[int, Trajectory] = {}
-        self.waiting: list[PendingStep] = []
+        self.waiting: dict[int, PendingStep] = {}  # by row
+        self.asking: list[Trajectory] = []  # those whose last turn is for their environment to take
         self.ended: list[tuple[Trajectory, Episode]] = []
-        self.shown: dict[int, int] = {}  # characters of the running turn that `on_event` has seen, by session
         self.watch: StragglerWatch | None = None
         self.unstarted: deque[int] = deque()  # sessions, as opened, none of whose tokens was seen
         if groups is not None and config.straggler_factor is not None:
@@ -118,10 +119,10 @@ class TrajectoryLoop:
                     self.num_steps += 1
                     self.load.sample(self.num_steps)
                     if self.on_event is not None:
-                        for session_id in self.sessions:
+                        for session_id, trajectory in self.sessions.items():
                             text = self.codec.decode_turn(self.engine.partial(session_id).token_ids)
                             if not text.endswith("\ufffd"):  # a character whose last bytes are still to come
-                                self._show(session_id, text)
+                                self._show(trajectory, text)
                     self._handle(completions)
                 elif self.waiting:
                     self._wait()
@@ -133,7 +134,7 @@ class TrajectoryLoop:
         finally:
             for session_id in list(self.sessions):
                 self.engine.close(session_id)
-            for step in self.waiting:
+            for step in self.waiting.values():
                 if not step.future.cancel():
                     step.future.add_done_callback(partial(self._close_late, step.trajectory))
             in_haste = self.num_in_flight > 0
@@ -148,85 +149,62 @@ class TrajectoryLoop:
 
     def _start_pending(self) -> None:
         limit = self.config.max_in_flight or len(self.trajectories)
-        asking: list[tuple[int | None, Trajectory, str]] = []
         while self.pending and self.num_in_flight < limit:
             trajectory = self.pending.popleft()
             self.num_in_flight += 1
+            row = (trajectory.extras, trajectory.messages, trajectory.max_turns)
+            num_turns = len(trajectory.turns) - trajectory.is_asking
             try:
-                episode = self.environments[trajectory.env_class].open(
-                    trajectory.extras,
-                    trajectory.messages,
-                    trajectory.max_turns,
-                    len(trajectory.turns) - trajectory.is_asking,
-                    trajectory.kept_env,
-                )
+                runner = self.environments[trajectory.env_class]
+                episode = runner.open(*row, num_turns, trajectory.kept_env)
             except Exception as error:  # it is a user's environment: anything may come
-                self._fail(None, trajectory, error)
+                self._fail(trajectory, error)
                 continue
             if isinstance(episode, Future):
-                self.waiting.append(PendingStep(None, trajectory, episode, self.num_steps))
-            elif trajectory.is_asking:
-                trajectory.episode = episode
-                self._note_start(trajectory)
-                asking.append((None, trajectory, "stop"))
+                self.waiting[trajectory.row] = PendingStep(trajectory, episode, self.num_steps)
             else:
                 self._begin(trajectory, episode)
-        if asking:
-            self._take_turns(asking)
+        self._take_turns()
 
     def _begin(self, trajectory: Trajectory, episode: Episode) -> None:
         """Its environment is ready."""
         trajectory.episode = episode
+        if trajectory.is_asking:  # it was kept so
+            self._note_start(trajectory)
+            self.asking.append(trajectory)
+            return
         if episode.messages is not None:  # what its `init` shows instead of the row's prompt
             try:
                 ids = self.codec.prompt_ids(episode.messages)
             except Exception as error:  # templates raise all kinds for what is no message
-                self._fail(None, trajectory, error)
+                self._fail(trajectory, error)
                 return
-            trajectory.prompt_ids = ids[-self.config.max_start_length :]
-        self._open(trajectory)
-
-    def _open(self, trajectory: Trajectory) -> None:
-        room = self.max_context - trajectory.num_tokens
-        if room < 1:
-            self._finish(None, trajectory, "length")
-            return
-        session_id = self.engine.open(
-            trajectory.prompt_ids + trajectory.response_ids, self._turn_params(trajectory, room)
-        )
-        self.sessions[session_id] = trajectory
-        if self.watch is not None:
-            self.unstarted.append(session_id)
-
-    def _turn_params(self, trajectory: Trajectory, room: int) -> SamplingParams:
-        max_tokens = min(self.config.max_response_length - trajectory.num_begun, room)
-        assert trajectory.episode is not None
-        stop = self.codec.stop(trajectory.episode.stop)
-        return replace(self.params, max_tokens=max_tokens, stop=stop, seed=trajectory.seed)
+            trajectory.prompt_ids = cut_prompt(self.codec.tokenizer, ids, self.config.max_start_length)
+        self._go_on(trajectory)
 
     def _handle(self, completions: list[Completion]) -> None:
         """Deals with the turns that ended in one step."""
-        ended: list[tuple[int | None, Trajectory, str]] = []
         for completion in sorted(completions, key=lambda c: self.sessions[c.session_id].row):
-            session_id, trajectory = completion.session_id, self.sessions[completion.session_id]
+            trajectory = self.sessions[completion.session_id]
             self._note_start(trajectory)
             start, end = trajectory.add_sampled(completion.token_ids, completion.log_probs)
             if trajectory.version_first is None:
                 trajectory.version_first = completion.version_first
             trajectory.version_last = completion.version_last
             text = self.codec.decode_turn(trajectory.response_ids[start:end])
-            self._show(session_id, text)
-            self.shown.pop(session_id, None)
+            self._show(trajectory, text)
+            trajectory.num_shown, trajectory.stopped_by = 0, completion.finish_reason
             trajectory.turns.append(Turn("step", text, start, end))
-            ended.append((session_id, trajectory, completion.finish_reason))
-        self._take_turns(ended)
+            self.asking.append(trajectory)
+        self._take_turns()
 
-    def _take_turns(self, ended: Sequence[tuple[int | None, Trajectory, str]]) -> None:
-        """Gives the last turns of trajectories, in the order of their rows, to their environments: those of
-        one environment together. What comes back at once is dealt with here, the rest when it is there.
+    def _take_turns(self) -> None:
+        """Gives the last turns of those that ask to their environments, of one environment together. What is
+        there at once is dealt with here, in their order, the rest when it comes.
         """
+        asking, self.asking = self.asking, []
         by_class: dict[str, list[Trajectory]] = {}
-        for _, trajectory, _ in ended:
+        for trajectory in asking:
             by_class.setdefault(trajectory.env_class, []).append(trajectory)
         results: dict[int, StepResult] = {}
         for env_class, members in by_class.items():
@@ -234,71 +212,68 @@ class TrajectoryLoop:
             outputs = self.environments[env_class].step_many([t.episode for t in members if t.episode], texts)
             results.update(zip((trajectory.row for trajectory in members), outputs, strict=True))
         due = self.num_steps + (self.config.search_delay_steps or 0)
-        for session_id, trajectory, reason in ended:
+        for trajectory in asking:
             result = results[trajectory.row]
-            if isinstance(result, Future):
-                if isinstance(result, ActionUnderWay):
-                    turn = trajectory.turns[-1]
-                    turn.action, turn.details = result.action, result.metadata
-                    self._emit("action", trajectory, details=turn.details)
-                self.waiting.append(PendingStep(session_id, trajectory, result, due, reason))
+            if isinstance(result, ActionUnderWay):
+                turn = trajectory.turns[-1]
+                turn.action, turn.details = result.action, result.metadata
+                self._emit("action", trajectory, details=turn.details)
+                self.waiting[trajectory.row] = PendingStep(trajectory, result.future, due, result.output)
+            elif isinstance(result, Future):
+                self.waiting[trajectory.row] = PendingStep(trajectory, result, due)
             else:
-                self._take(session_id, trajectory, result, reason)
+                self._take(trajectory, result)
 
     def _wait(self) -> None:
         """Nothing can be decoded: until the next observation, or until a group is late."""
         if self.config.search_delay_steps is not None:  # the clock moves to the next observation
-            self.num_steps = max(self.num_steps, min(step.due for step in self.waiting))
+            self.num_steps = max(self.num_steps, min(step.due for step in self.waiting.values()))
             return
         late_at = None if self.watch is None else self.watch.next_due()
         timeout = None if late_at is None else max(0.0, late_at - self._now()) + 0.001
-        futures: list[Future[Any]] = [step.future for step in self.waiting]
-        wait(futures, timeout, return_when=FIRST_COMPLETED)
+        wait([step.future for step in self.waiting.values()], timeout, return_when=FIRST_COMPLETED)
 
     def _join(self) -> None:
         """Resumes the trajectories whose observations are there, or due."""
         is_timed = self.config.search_delay_steps is not None
         ready = [
-            step for step in self.waiting if (step.due <= self.num_steps if is_timed else step.future.done())
+            row
+            for row, step in self.waiting.items()
+            if (step.due <= self.num_steps if is_timed else step.future.done())
         ]
-        for step in sorted(ready, key=lambda step: step.trajectory.row):
-            self.waiting.remove(step)
+        for row in sorted(ready):
+            step = self.waiting.pop(row)
+            trajectory = step.trajectory
             try:
-                result = step.future.result()  # waits for it, where it is due
+                result = step.outcome(step.future)  # waits for it, where it is due
             except Exception as error:  # of a user's environment, or it was cancelled
-                self._fail(step.session_id, step.trajectory, error)
+                self._fail(trajectory, error)
                 continue
             if isinstance(result, Episode):
-                self._begin(step.trajectory, result)
+                self._begin(trajectory, result)
             else:
-                self._take(step.session_id, step.trajectory, result, step.ended)
+                self._take(trajectory, result)
 
-    def _take(
-        self,
-        session_id: int | None,
-        trajectory: Trajectory,
-        output: BaseTextEnvStepOutput | Exception,
-        ended: str,
-    ) -> None:
+    def _take(self, trajectory: Trajectory, output: BaseTextEnvStepOutput | Exception) -> None:
         """Goes on, or ends, with what the environment gave for the last turn."""
         if isinstance(output, Exception):
-            self._fail(session_id, trajectory, output)
+            self._fail(trajectory, output)
             return
         turn, environment = trajectory.turns[-1], self.environments[trajectory.env_class]
         if trajectory.env_class != SEARCH and (mistake := mistake_of(output, turn.text)) is not None:
-            self._fail(session_id, trajectory, EpisodeFailed(mistake))
+            self._fail(trajectory, EpisodeFailed(mistake))
             return
         turn.action, turn.reward = output.get("action", turn.action), output["reward"]
         details = output.get("metadata") or {}
         turn.details = details if "action" in output else {"metadata": details}
         if output["done"]:
             reason = output.get("finish_reason", "done")
-            if reason in LIMITS_OF.get(ended, ()):
-                reason = ended
-            self._finish(session_id, trajectory, reason)
+            if reason in LIMITS_OF.get(trajectory.stopped_by, ()):
+                reason = trajectory.stopped_by
+            self._finish(trajectory, reason)
             return
         if not environment.counts_turns and len(trajectory.turns) >= trajectory.max_turns:
-            self._finish(session_id, trajectory, "length" if ended == "length" else "max_turns")
+            self._finish(trajectory, "length" if trajectory.stopped_by == "length" else "max_turns")
             return
         text = "".join(str(message["content"]) for message in output["observations"])
         self._emit("observation", trajectory, text, turn.details)
@@ -306,42 +281,52 @@ class TrajectoryLoop:
             try:
                 ids = self.codec.chat_ids(output["observations"], trajectory.response_ids[-1])
             except Exception as error:  # templates raise all kinds for roles that they don't know
-                self._fail(session_id, trajectory, error)
+                self._fail(trajectory, error)
                 return
         else:
             ids = self.codec.observation_ids(text, environment.observation_end)
-        self._go_on(session_id, trajectory, ids)
+        self._go_on(trajectory, ids)
 
-    def _fail(self, session_id: int | None, trajectory: Trajectory, error: Exception) -> None:
+    def _fail(self, trajectory: Trajectory, error: Exception) -> None:
         """Ends a trajectory that its environment could not take: nothing is learnt from it."""
-        is_named = isinstance(error, EpisodeFailed | CouldNotVerify)
-        reason = "unverified"
-        if not isinstance(error, CouldNotVerify):
-            reason = error.reason if isinstance(error, EpisodeFailed) else "env_failed"
-        trajectory.error = str(error) if is_named else f"{type(error).__name__}: {error}"
+        reason, trajectory.error = "env_failed", f"{type(error).__name__}: {error}"
+        if isinstance(error, EpisodeFailed | CouldNotVerify):
+            reason = error.reason if isinstance(error, EpisodeFailed) else "unverified"
+            trajectory.error = str(error)
         if trajectory.turns:
             trajectory.turns[-1].error = trajectory.error
         trajectory.mask()
-        self._finish(session_id, trajectory, reason)
+        self._finish(trajectory, reason)
 
-    def _go_on(self, session_id: int | None, trajectory: Trajectory, token_ids: Sequence[int]) -> None:
-        """Appends tokens that the policy did not write and starts its next turn, if both fit."""
-        room = self.max_context - trajectory.num_tokens - len(token_ids)
+    def _go_on(self, trajectory: Trajectory, token_ids: Sequence[int] | None = None) -> None:
+        """Starts its next turn, if there is room. token_ids: what comes before it; None: it is the first."""
+        room = self.max_context - trajectory.num_tokens - len(token_ids or ())
         if room < 1:
-            self._finish(session_id, trajectory, "length")
+            self._finish(trajectory, "length")
             return
-        trajectory.add_observation(token_ids)
-        if session_id is None:
-            self._open(trajectory)
-        else:
-            self.engine.resume(session_id, token_ids, self._turn_params(trajectory, room))
+        if token_ids is not None:
+            trajectory.add_observation(token_ids)
+        assert trajectory.episode is not None
+        params = replace(
+            self.params,
+            max_tokens=min(self.config.max_response_length - trajectory.num_begun, room),
+            stop=self.codec.stop(trajectory.episode.stop),
+            seed=trajectory.seed,
+        )
+        if trajectory.session_id is not None and token_ids is not None:
+            self.engine.resume(trajectory.session_id, token_ids, params)
+            return
+        trajectory.session_id = self.engine.open(trajectory.prompt_ids + trajectory.response_ids, params)
+        self.sessions[trajectory.session_id] = trajectory
+        if self.watch is not None:
+            self.unstarted.append(trajectory.session_id)
 
-    def _finish(self, session_id: int | None, trajectory: Trajectory, reason: str) -> None:
+    def _finish(self, trajectory: Trajectory, reason: str) -> None:
         trajectory.finish_reason = reason
         self.num_in_flight -= 1
-        if session_id is not None:
-            del self.sessions[session_id]
-            self.engine.close(session_id)
+        if trajectory.session_id is not None:
+            del self.sessions[trajectory.session_id]
+            self.engine.close(trajectory.session_id)
         self._close(trajectory)
         if self.watch is not None:
             self.watch.end(trajectory.row, self._now())
@@ -384,49 +369,38 @@ class TrajectoryLoop:
                 self._cut(self.trajectories[row])
 
     def _cut(self, trajectory: Trajectory) -> None:
-        session_id = next((key for key, value in self.sessions.items() if value is trajectory), None)
-        under_way = [step for step in self.waiting if step.trajectory is trajectory]
-        for step in under_way:
-            step.future.cancel()
-            self.waiting.remove(step)
-        environment = self.environments[trajectory.env_class]
-        assert trajectory.episode is not None  # it has started
+        environment, episode = self.environments[trajectory.env_class], trajectory.episode
+        assert episode is not None  # it has started
+        under_way = self.waiting.pop(trajectory.row, None)
+        if under_way is not None:
+            under_way.future.cancel()
         is_kept = self.keep_partial and trajectory.num_old_turns is None
         if is_kept and not environment.stateless:
             # After a step whose observation did not join yet it is ahead of its trajectory.
-            trajectory.kept_env = None if under_way else environment.keep(trajectory.episode)
+            trajectory.kept_env = None if under_way else environment.keep(episode)
             is_kept = trajectory.kept_env is not None
         if not is_kept:
             trajectory.mask()
-            self._finish(session_id, trajectory, "cut")
+            self._finish(trajectory, "cut")
             return
-        if session_id is not None:
-            begun, stop = self.engine.partial(session_id), self.codec.stop(trajectory.episode.stop)
+        if trajectory.session_id is not None:
+            begun, stop = self.engine.partial(trajectory.session_id), self.codec.stop(episode.stop)
             length = len(begun.token_ids) if stop is None else stop.settled_length(begun.token_ids)
-            trajectory.keep(
-                Partial(begun.token_ids[:length], begun.log_probs[:length], begun.version_first),
-                self.engine.version,
-            )
+            begun = Partial(begun.token_ids[:length], begun.log_probs[:length], begun.version_first)
+            trajectory.keep(begun, self.engine.version)
         if trajectory.kept_env is not None:
             trajectory.episode = None  # it goes on, and is closed at its end
-        self._finish(session_id, trajectory, KEPT)
+        self._finish(trajectory, KEPT)
 
-    def _emit(
-        self,
-        kind: Literal["text", "action", "observation", "end"],
-        trajectory: Trajectory,
-        text: str = "",
-        details: Mapping[str, Any] | None = None,
-    ) -> None:
+    def _emit(self, kind: Any, trajectory: Trajectory, text: str = "", details: Any = None) -> None:
         if self.on_event is not None:
             self.on_event(LoopEvent(kind, trajectory.row, text, details or {}))
 
-    def _show(self, session_id: int, text: str) -> None:
+    def _show(self, trajectory: Trajectory, text: str) -> None:
         """Tells `on_event` what a running turn has written since the last time; `text`: all of the turn."""
-        new = text[self.shown.get(session_id, 0) :]
-        if new and self.on_event is not None:
-            self.shown[session_id] = len(text)
-            self._emit("text", self.sessions[session_id], new)
+        if self.on_event is not None and (new := text[trajectory.num_shown :]):
+            trajectory.num_shown = len(text)
+            self._emit("text", trajectory, new)
 
 
 def mistake_of(output: Any, action: str) -> str | None:

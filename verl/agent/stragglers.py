@@ -11,6 +11,7 @@ in engine steps: the watch itself has no clock, so with steps its decisions are 
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Hashable, Sequence
 
 
@@ -20,14 +21,10 @@ class StragglerWatch:
     def __init__(self, factor: float, groups: Sequence[Hashable]) -> None:
         """`groups`: the group of each row. A row that is over before the batch starts: `skip`."""
         self.factor, self._groups = factor, list(groups)
-        self._sizes: dict[Hashable, int] = {}
+        self._sizes = Counter(groups)
         self._unfinished: dict[Hashable, set[int]] = {}
         for row, group in enumerate(groups):
-            self._sizes[group] = self._sizes.get(group, 0) + 1
             self._unfinished.setdefault(group, set()).add(row)
-        self._candidates: dict[Hashable, set[int]] = {}  # groups with few unfinished members, in order
-        for group in self._unfinished:
-            self._update(group)
         self._started: dict[int, float] = {}
         self._times: list[float] = []  # of those that ended, sorted
         self._num_rows = len(self._groups)
@@ -70,18 +67,9 @@ class StragglerWatch:
         limit = self.factor * self._times[half - 1]
         return [
             (rows, limit + max(self._started[row] for row in rows))
-            for rows in self._candidates.values()
-            if all(row in self._started for row in rows)
+            for group, rows in self._unfinished.items()
+            if 0 < len(rows) <= max(1, self._sizes[group] // 2) and rows <= self._started.keys()
         ]
 
     def _leave(self, row: int) -> None:
-        group = self._groups[row]
-        self._unfinished[group].discard(row)
-        self._update(group)
-
-    def _update(self, group: Hashable) -> None:
-        rows = self._unfinished[group]
-        if 0 < len(rows) <= max(1, self._sizes[group] // 2):
-            self._candidates[group] = rows
-        else:
-            self._candidates.pop(group, None)
+        self._unfinished[self._groups[row]].discard(row)

@@ -21,11 +21,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from verl.environments.base import Message
 from verl.environments.executors import Episode
 from verl.environments.registry import SEARCH
-from verl.utils.dataset.rl_dataset import prompt_text
+from verl.utils.dataset.rl_dataset import encode_prompt, prompt_text
 from verl.utils.reward_score.qa_em import join_turns
 from verl.workers.rollout.base import Partial
 from verl.workers.rollout.stop import StopCondition
@@ -117,6 +118,8 @@ class Codec:
         self._control_ids = {*tokenizer.all_special_ids, *(id_ for id_, token in added if token.special)}
         self._control_ids -= set(tokenizer.convert_tokens_to_ids(list(PROTOCOL_TAGS)))
         self._encode_cached = lru_cache(maxsize=4096)(self.encode)  # a group asks the same thing often
+        self.decode_prompt = lru_cache(maxsize=4096)(self.decode)  # and has one prompt
+        self._is_fast = isinstance(tokenizer, PreTrainedTokenizerFast)
         self._stops: dict[tuple[str, ...], StopCondition | None] = {(): None}
 
     def stop(self, strings: tuple[str, ...]) -> StopCondition | None:
@@ -140,6 +143,8 @@ class Codec:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens included."""
+        if self._is_fast:  # without the conversions around it, which cost as much
+            return self.tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
         return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def decode_turn(self, token_ids: Sequence[int]) -> str:
@@ -157,8 +162,7 @@ class Codec:
 
     def prompt_ids(self, messages: list[Message]) -> list[int]:
         """A prompt's tokens, as in a row of the data."""
-        text = prompt_text(self.tokenizer, messages)
-        return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        return encode_prompt(self.tokenizer, prompt_text(self.tokenizer, messages))
 
     def chat_ids(self, messages: Sequence[Message], last_id: int | None) -> tuple[int, ...]:
         """What follows an assistant's turn: its end, the messages, and the beginning of the next turn, as the
@@ -292,7 +296,10 @@ class Trajectory:
     extras: Mapping[str, Any] = field(default_factory=dict)  # columns of its row, for its environment
     messages: list[Message] = field(default_factory=list)  # its prompt, for its environment
     max_turns: int = 0  # actions of its episode
-    episode: Episode | None = None  # while it runs
+    episode: Episode | None = None  # while it runs, as the next three
+    session_id: int | None = None  # None: it has had none yet
+    stopped_by: str = "stop"  # why its last generation ended, as in `Completion`
+    num_shown: int = 0  # characters of its running turn that `on_event` has heard
     seconds: tuple[float, float] = (0.0, 0.0)  # of its environment, in init and in all steps
     env_metrics: dict[str, Any] = field(default_factory=dict)
     error: str | None = None  # why its environment failed

@@ -86,10 +86,8 @@ class Groups:
 
     @classmethod
     def of(cls, index: Iterable[Hashable], taken: Tensor) -> Groups:
-        """Groups the rows whose entry of `index` (the uid) is the same object or an equal one.
-
-        Raises:
-            ValueError: `index` has not one entry for each row.
+        """Groups the rows whose entry of `index` (the uid) is the same object or an equal one. ValueError:
+        `index` has not one entry for each row.
         """
         numbers: dict[Hashable, int] = {}
         keys = index.tolist() if isinstance(index, Tensor) else index
@@ -138,13 +136,8 @@ class RunningBaseline:
     """A running mean of scores for each key (a data source, or data source and role), kept over steps.
 
     b <- decay^n * b + (1 - decay^n) * mean for n new scores with that mean: the exponential moving average of
-    n updates, in whatever order the rows stand. A key that is new starts at 0.
-
-    Args:
-        decay: what is left of the old value after one score, in [0, 1).
-
-    Attributes:
-        values: key -> the running mean.
+    n updates, in whatever order the rows stand. A key that is new starts at 0. decay: what is left of the old
+    value after one score, in [0, 1). values: key -> the running mean.
     """
 
     def __init__(self, decay: float = 0.95) -> None:
@@ -158,9 +151,8 @@ class RunningBaseline:
     def update(
         self, token_level_rewards: Tensor, response_mask: Tensor, baseline_keys: Sequence[str] | np.ndarray
     ) -> None:
-        """Takes in the scores of a step: rewards [N, R] summed over the sampled tokens of each row.
-
-        To be called once for each step, after its advantages. Rows without a sampled token don't count.
+        """Takes in the scores of a step, after its advantages: rewards [N, R] summed over the sampled tokens
+        of each row. Rows without a sampled token don't count.
         """
         mask = response_mask.bool()
         keys = [str(key) for key in baseline_keys]
@@ -233,11 +225,8 @@ def register_adv_est(name: str | Enum, token_wise: bool = False) -> Callable[[Ad
     """Decorator: makes an estimator known under a name, for `algorithm.adv_estimator`.
 
     The function names as parameters those fields of `AdvantageInputs` that it needs (one with `**kwargs` gets
-    all that there are); it returns (advantages, returns), both [N, R].
-
-    Args:
-        token_wise: it credits each token with the rewards that come after it, so that a turn's reward can be
-            one of them.
+    all that there are); it returns (advantages, returns), both [N, R]. token_wise: it credits each token with
+    the rewards that come after it, so that a turn's reward can be one of them.
     """
 
     def decorate(fn: AdvantageFn) -> AdvantageFn:
@@ -260,11 +249,10 @@ def is_token_wise(name: str | Enum) -> bool:
 
 
 def estimator_inputs(name: str | Enum, turn_credit: float = 0.0) -> set[str]:
-    """Those fields of `AdvantageInputs` that the named estimator asks for by name, optional ones included.
-
-    What is not in it need not be computed: "values" stands for a critic, "index" for groups (or for what
-    turns are compared in), "reward_baselines" for greedy rollouts, and so on. `turn_credit` other than 0 adds
-    what credit for turns takes.
+    """Those fields of `AdvantageInputs` that the named estimator asks for by name, optional ones included,
+    and with a `turn_credit` what that takes. What is not in it need not be computed: "values" stands for a
+    critic, "index" for groups (or for what turns are compared in), "reward_baselines" for greedy rollouts,
+    and so on.
     """
     fn = get_adv_estimator_fn(name)
     inputs = {field.name for field in fields(AdvantageInputs)} & named_inputs(fn)
@@ -274,27 +262,21 @@ def estimator_inputs(name: str | Enum, turn_credit: float = 0.0) -> set[str]:
 
 
 def compute_advantage(adv_estimator: str | Enum, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) [N, R] of the named estimator; both are 0 where nothing was sampled.
-
-    Raises:
-        ValueError: an input that the estimator needs is None, or does not fit the others.
+    """(advantages, returns) [N, R] of the named estimator; both are 0 where nothing was sampled. ValueError:
+    an input that the estimator needs is None, or does not fit the others.
     """
     fn, what = get_adv_estimator_fn(adv_estimator), f"Estimator {plain_name(adv_estimator)!r}"
     if not inputs.turn_credit:
         return call_with(fn, inputs, what)
     if inputs.turn_ids is None or inputs.turn_rewards is None:
         raise ValueError("Credit for turns needs turn_ids and turn_rewards, which this batch does not have.")
-    mask, credit = inputs.response_mask, inputs.turn_credit
+    mask, turns, credit = inputs.response_mask, (inputs.turn_ids, inputs.turn_rewards), inputs.turn_credit
     if fn in _TOKEN_WISE:
-        rewards = add_turn_rewards(
-            inputs.token_level_rewards, mask, inputs.turn_ids, inputs.turn_rewards, credit
-        )
+        rewards = add_turn_rewards(inputs.token_level_rewards, mask, *turns, credit)
         return call_with(fn, replace(inputs, token_level_rewards=rewards), what)
     assert inputs.index is not None
     advantages, returns = call_with(fn, inputs, what)
-    by_turn = turn_advantages(
-        mask, inputs.turn_ids, inputs.turn_rewards, inputs.index, inputs.norm_adv_by_std_in_grpo
-    )
+    by_turn = turn_advantages(mask, *turns, inputs.index, inputs.norm_adv_by_std_in_grpo)
     return advantages + (credit * by_turn).to(advantages.dtype), returns
 
 

@@ -81,13 +81,10 @@ class LossDenominator:
 
     @classmethod
     def of(
-        cls,
-        mask: Tensor,
-        uids: Sequence[Any] | np.ndarray | None = None,
-        scale_factor: float | None = None,
+        cls, mask: Tensor, uids: Sequence[Any] | np.ndarray | None = None, scale_factor: float | None = None
     ) -> LossDenominator:
-        """Counts the [N, R] mask of a whole mini-batch; `uids` [N] name each row's prompt. An empty
-        mini-batch gives a loss of 0.
+        """Counts the [N, R] mask of a whole mini-batch; `uids` [N] name each row's prompt. An empty one gives
+        a loss of 0.
         """
         if uids is None:
             return cls.from_counts(denominator_counts(mask), scale_factor)
@@ -120,9 +117,8 @@ class LossDenominator:
 
 
 def prompt_counts(mask: Tensor, uids: Sequence[Any] | np.ndarray) -> tuple[Tensor, Tensor]:
-    """(tokens, rows) [N] int64: sampled tokens, and rows with at least one, of all rows with the row's uid.
-
-    mask [N, R] and uids [N] are those of one mini-batch.
+    """(tokens, rows) [N] int64: sampled tokens, and rows with at least one, of all rows with the row's uid;
+    the mask [N, R] and uids [N] of one mini-batch.
     """
     mask = mask.bool()
     groups = np.unique(np.asarray(uids), return_inverse=True)[1].reshape(-1)

@@ -16,12 +16,13 @@ weight that their row's length gives them.)
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl.algos.aggregation import LossDenominator, agg_loss
+from verl.algos.aggregation import LossDenominator
 from verl.algos.policy_losses import CLIP_RANGE, TokenLosses, clip_range, limited, token_loss
 
 
@@ -48,45 +49,6 @@ def clipped_surrogate(
     return losses, clipped > unclipped, under_dual_clip
 
 
-def compute_policy_loss(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    cliprange: float | None = None,
-    cliprange_low: float | None = None,
-    cliprange_high: float | None = None,
-    clip_ratio_c: float | None = 3.0,
-    loss_agg_mode: str = "token-mean",
-    denominator: LossDenominator | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """PPO's clipped policy loss with its settings as arguments, as in verl, for users (our actor takes
-    `compute_policy_loss_vanilla`): `clipped_surrogate` with low and high, which default to `cliprange`.
-
-    The dual clip is on by default here, as in verl; the configuration's `actor.clip_ratio_c` is null.
-
-    Returns four scalars: loss; clip fraction (tokens whose gradient the clip removes); ppo_kl, the mean of
-    old_log_prob - log_prob; fraction of tokens under the dual clip. The last three are token means.
-    """
-    low = cliprange if cliprange_low is None else cliprange_low
-    high = cliprange if cliprange_high is None else cliprange_high
-    if low is None or high is None:
-        raise ValueError(
-            f"compute_policy_loss: found cliprange={cliprange}, cliprange_low={cliprange_low} and "
-            f"cliprange_high={cliprange_high}; expected cliprange, or both of the others."
-        )
-    mask = response_mask.bool()
-    log_ratio = limited((log_prob - old_log_prob).masked_fill(~mask, 0.0))
-    losses, *where = clipped_surrogate(
-        log_ratio.exp(), advantages.masked_fill(~mask, 0.0), low, high, clip_ratio_c
-    )
-    clip_fraction, ppo_kl, dual_fraction = (
-        agg_loss(x.detach().to(losses.dtype), mask, "token-mean", denominator)
-        for x in (where[0], -log_ratio, where[1])
-    )
-    return agg_loss(losses, mask, loss_agg_mode, denominator), clip_fraction, ppo_kl, dual_fraction
-
-
 @token_loss("vanilla", vanishes_with_advantage=True, reads=(*CLIP_RANGE, "clip_ratio_c"))
 def compute_policy_loss_vanilla(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, config: Any
@@ -105,6 +67,41 @@ def compute_policy_loss_vanilla(
     if config.clip_ratio_c is not None:
         metrics["pg_clipfrac_lower"] = under_dual_clip
     return TokenLosses(losses, metrics)
+
+
+def compute_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    cliprange: float | None = None,
+    cliprange_low: float | None = None,
+    cliprange_high: float | None = None,
+    clip_ratio_c: float | None = 3.0,
+    loss_agg_mode: str = "token-mean",
+    denominator: LossDenominator | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`compute_policy_loss_vanilla` with its settings as arguments, for users. The dual clip is on by default
+    here, as in verl; the configuration's `actor.clip_ratio_c` is null.
+
+    Returns four scalars: loss; clip fraction (tokens whose gradient the clip removes); ppo_kl, the mean of
+    old_log_prob - log_prob; fraction of tokens under the dual clip. The last three are token means.
+    """
+    low = cliprange if cliprange_low is None else cliprange_low
+    high = cliprange if cliprange_high is None else cliprange_high
+    if low is None or high is None:
+        raise ValueError(
+            f"compute_policy_loss: found cliprange={cliprange}, cliprange_low={cliprange_low} and "
+            f"cliprange_high={cliprange_high}; expected cliprange, or both of the others."
+        )
+    config = SimpleNamespace(
+        clip_ratio_low=low, clip_ratio_high=high, clip_ratio=None, clip_ratio_c=clip_ratio_c
+    )
+    batch = old_log_prob, log_prob, advantages, response_mask
+    loss, metrics = compute_policy_loss_vanilla(*batch, loss_agg_mode, config, denominator=denominator)
+    names = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
+    clip_fraction, ppo_kl, dual = (metrics.get(f"actor/{name}", torch.zeros_like(loss)) for name in names)
+    return loss, clip_fraction, ppo_kl, dual
 
 
 @token_loss("gspo", vanishes_with_advantage=True, reads=CLIP_RANGE, meant_for="seq-mean-token-mean")
@@ -228,12 +225,7 @@ def _choose(
 
 
 def select_clip_cov(
-    log_prob: Tensor,
-    old_log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    config: Any,
-    seed: int,
+    log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any, seed: int
 ) -> Tensor:
     """Clip-Cov's tokens: a share policy_loss.clip_cov_ratio of the sampled tokens, drawn at random out of
     those with clip_cov_lb < cov < clip_cov_ub that PPO's clip leaves alone. See `SelectFn`.
@@ -249,16 +241,9 @@ def select_clip_cov(
 
 
 def select_kl_cov(
-    log_prob: Tensor,
-    old_log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    config: Any,
-    seed: int,
+    log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any, seed: int
 ) -> Tensor:
-    """KL-Cov's tokens: the share policy_loss.kl_cov_ratio of the sampled tokens with the greatest cov. See
-    `SelectFn`.
-    """
+    """KL-Cov's tokens: the share policy_loss.kl_cov_ratio of the sampled tokens with the greatest cov."""
     mask = response_mask.bool()
     covariances = _covariances(log_prob, advantages, mask)
     return _choose(mask, covariances, mask, config.policy_loss.kl_cov_ratio)

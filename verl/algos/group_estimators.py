@@ -155,10 +155,7 @@ def compute_maxrl_outcome_advantage(
     A = (score - mean) / mean over the group, 0 where no row has a score. With n rows and scores of 0 and 1
     its expected gradient is that of log p, p the chance of a right answer, cut off after n - 1 terms of the
     series -sum over k of (1 - p)^k / k. (n terms in the paper, without the control variate.) A group of one
-    is plain REINFORCE, the first term.
-
-    Raises:
-        ValueError: a score is negative. The mean stands for a probability of success.
+    is plain REINFORCE, the first term. ValueError: a score is negative; the mean stands for a probability.
     """
     mask = response_mask.bool()
     scores, groups = _grouped(token_level_rewards, mask, index)
@@ -188,10 +185,7 @@ def compute_gdpo_outcome_advantage(
     A_k = (r_k - mean) / (std + epsilon) for each component; S = sum of weight_k * A_k; A = (S - mean(S)) /
     (std(S) + epsilon) over the rows of the batch that sampled something. (verl takes this last mean over
     tokens, so that long rows count for more.) The components [N] are the whole reward: token_level_rewards,
-    and with it a KL in the reward, is not used.
-
-    Raises:
-        ValueError: there is no component, or a weight names none.
+    and with it a KL in the reward, is not used. ValueError: there is no component, or a weight names none.
     """
     mask, weights = response_mask.bool(), reward_weights or {}
     unknown = set(weights) - set(reward_components)

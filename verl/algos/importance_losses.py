@@ -39,6 +39,27 @@ def compute_policy_loss_gpg(
     return TokenLosses(-advantages * log_prob, metrics)
 
 
+def _weighted_score(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    low: float | None,
+    high: float | None,
+    left_out: Tensor | None = None,
+) -> TokenLosses:
+    """-sg[r cut to [low, high]] A log pi, and 0 for tokens that are left out."""
+    log_ratio = limited(log_prob.detach() - old_log_prob)
+    ratio = log_ratio.exp()
+    weight = ratio if low is None and high is None else ratio.clamp(low, high)
+    losses, is_cut = -weight * advantages * log_prob, weight != ratio
+    if left_out is None:
+        return TokenLosses(losses, {"pg_clipfrac": is_cut, "ppo_kl": -log_ratio})
+    metrics = {"pg_clipfrac": left_out, "ppo_kl": -log_ratio}
+    if high is not None:
+        metrics["pg_clipfrac_lower"] = is_cut & ~left_out
+    return TokenLosses(losses.masked_fill(left_out, 0.0), metrics)
+
+
 @token_loss("cispo", vanishes_with_advantage=True, reads=CLIP_RANGE)
 def compute_policy_loss_cispo(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, config: Any
@@ -49,11 +70,7 @@ def compute_policy_loss_cispo(
     `actor/pg_clipfrac` is the share of tokens whose weight was clipped.
     """
     low, high = clip_range(config)
-    log_ratio = limited(log_prob.detach() - old_log_prob)
-    ratio = log_ratio.exp()
-    weight = ratio.clamp(1 - low, 1 + high)
-    metrics = {"pg_clipfrac": weight != ratio, "ppo_kl": -log_ratio}
-    return TokenLosses(-weight * advantages * log_prob, metrics)
+    return _weighted_score(log_prob, old_log_prob, advantages, 1 - low, 1 + high)
 
 
 @token_loss("aipo", vanishes_with_advantage=True, reads=("policy_loss.aipo_max_ratio",))
@@ -65,11 +82,7 @@ def compute_policy_loss_aipo(
     loss = -sg[min(r, rho)] A log pi with rho = policy_loss.aipo_max_ratio.
     `actor/pg_clipfrac` is the share of tokens whose ratio was cut.
     """
-    log_ratio = limited(log_prob.detach() - old_log_prob)
-    ratio = log_ratio.exp()
-    weight = ratio.clamp(max=config.policy_loss.aipo_max_ratio)
-    metrics = {"pg_clipfrac": weight != ratio, "ppo_kl": -log_ratio}
-    return TokenLosses(-weight * advantages * log_prob, metrics)
+    return _weighted_score(log_prob, old_log_prob, advantages, None, config.policy_loss.aipo_max_ratio)
 
 
 @token_loss("ipo", reads=("policy_loss.ipo_eps", "policy_loss.ipo_kl_tau"))
@@ -91,19 +104,6 @@ def compute_policy_loss_ipo(
     return TokenLosses(surrogate + settings.ipo_kl_tau * log_ratio.square(), metrics)
 
 
-def _divergence_masked(
-    left_out: Tensor, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, config: Any
-) -> TokenLosses:
-    """DPPO's loss but for which tokens are left out."""
-    log_ratio = limited(log_prob.detach() - old_log_prob)
-    ratio, ceiling = log_ratio.exp(), config.clip_ratio_c
-    weight = ratio if ceiling is None else ratio.clamp(max=ceiling)
-    metrics = {"pg_clipfrac": left_out, "ppo_kl": -log_ratio}
-    if ceiling is not None:
-        metrics["pg_clipfrac_lower"] = (ratio > ceiling) & ~left_out
-    return TokenLosses((-weight * advantages * log_prob).masked_fill(left_out, 0.0), metrics)
-
-
 @token_loss("dppo_tv", vanishes_with_advantage=True, reads=(*CLIP_RANGE, "clip_ratio_c"))
 def compute_policy_loss_dppo_tv(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, config: Any
@@ -119,7 +119,7 @@ def compute_policy_loss_dppo_tv(
     low, high = clip_range(config)
     moved = log_prob.detach().exp() - old_log_prob.exp()
     left_out = torch.where(advantages > 0, moved > high, moved < -low)
-    return _divergence_masked(left_out, log_prob, old_log_prob, advantages, config)
+    return _weighted_score(log_prob, old_log_prob, advantages, None, config.clip_ratio_c, left_out)
 
 
 @token_loss("dppo_kl", vanishes_with_advantage=True, reads=(*CLIP_RANGE, "clip_ratio_c"))
@@ -138,7 +138,7 @@ def compute_policy_loss_dppo_kl(
     divergence = old.exp() * (old - new) + others
     too_high, too_low = (new > old) & (divergence > high), (new < old) & (divergence > low)
     left_out = torch.where(advantages > 0, too_high, too_low)
-    return _divergence_masked(left_out, log_prob, old_log_prob, advantages, config)
+    return _weighted_score(log_prob, old_log_prob, advantages, None, config.clip_ratio_c, left_out)
 
 
 @token_loss("dro", reads=("policy_loss.dro_beta",))

@@ -1,5 +1,5 @@
 """What holds the policy near a reference, and what keeps its entropy up: estimators of the KL, KL in the
-reward, and the coefficients of both terms, fixed or steered.
+reward, and the coefficients of both.
 """
 
 from __future__ import annotations
@@ -44,12 +44,7 @@ class AdaptiveKLController(FixedKLController):
     horizon: else the value could turn negative, and the KL would be rewarded.
     """
 
-    def __init__(self, init_kl_coef: float, target_kl: float | None, horizon: float | None):
-        if target_kl is None or horizon is None or target_kl <= 0 or horizon <= 0:
-            raise ValueError(
-                f"algorithm.kl_ctrl: target_kl and horizon must be positive, found target_kl={target_kl}, "
-                f"horizon={horizon}; set both for the adaptive controller."
-            )
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float):
         super().__init__(init_kl_coef)
         self.target_kl, self.horizon = target_kl, horizon
 
@@ -63,11 +58,9 @@ class AdaptiveKLController(FixedKLController):
 
 def get_kl_controller(kl_ctrl: Any) -> FixedKLController:
     """The controller that `algorithm.kl_ctrl` {type, kl_coef, target_kl, horizon} describes."""
-    if kl_ctrl.type == "fixed":
-        return FixedKLController(kl_ctrl.kl_coef)
     if kl_ctrl.type == "adaptive":
         return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
-    raise ValueError(f"algorithm.kl_ctrl.type: found {kl_ctrl.type!r}, expected 'fixed' or 'adaptive'.")
+    return FixedKLController(kl_ctrl.kl_coef)
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
@@ -96,31 +89,22 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         ValueError: no such estimator.
     """
     if kl_penalty not in KL_PENALTIES:
-        hint = (
-            " ('full' needs the logits of the whole vocabulary, which are never built)"
-            if kl_penalty == "full"
-            else ""
-        )
+        hint = "full needs the logits of the whole vocabulary, which are never built"
         raise ValueError(
-            f"KL estimator: found {kl_penalty!r}, expected one of {', '.join(KL_PENALTIES)}{hint}."
+            f"KL estimator: found {kl_penalty!r}, expected one of {', '.join(KL_PENALTIES)} ({hint})."
         )
-    difference = logprob - ref_logprob
-    value = _kl_value(difference, kl_penalty.removesuffix("+"))
-    if not kl_penalty.endswith("+"):
-        return value
+    difference, name = logprob - ref_logprob, kl_penalty.removesuffix("+")
     k2 = 0.5 * difference.square()
-    return value.detach() + (k2 - k2.detach())
-
-
-def _kl_value(difference: Tensor, name: str) -> Tensor:
     if name in ("kl", "k1"):
-        return difference
-    if name == "abs":
-        return difference.abs()
-    if name in ("mse", "k2"):
-        return 0.5 * difference.square()
-    negative = (-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return (negative.exp() - negative - 1).clamp(-10.0, 10.0)
+        value = difference
+    elif name == "abs":
+        value = difference.abs()
+    elif name in ("mse", "k2"):
+        value = k2
+    else:
+        negative = (-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        value = (negative.exp() - negative - 1).clamp(-10.0, 10.0)
+    return value.detach() + (k2 - k2.detach()) if kl_penalty.endswith("+") else value
 
 
 def compute_kl_loss(
@@ -171,55 +155,35 @@ def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: s
 
 
 class EntropyController:
-    """A fixed weight of the entropy bonus.
+    """The weight of the entropy bonus in the next update: `coeff`, fixed or, with a target, steered.
 
-    `value` is the weight in the next update; after it `update` takes the entropy that was measured in it.
-    """
-
-    def __init__(self, coeff: float):
-        self.coeff = coeff
-
-    @property
-    def value(self) -> float:
-        return self.coeff
-
-    def update(self, entropy: float) -> None:
-        """Does nothing: the weight is fixed."""
-
-    def state_dict(self) -> dict[str, float | None]:
-        return {"coeff": self.coeff, "entropy": None}
-
-    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
-        """The weight stays the configured one."""
-
-
-class AdaptiveEntropyController(EntropyController):
-    """Keeps the entropy from falling below a target (Skywork-OR1, He et al. 2025, arXiv:2505.22312).
-
+    Then it keeps the entropy from falling below the target (Skywork-OR1, He et al. 2025, arXiv:2505.22312).
     After each step with mean token entropy e: coeff += delta if e < target_entropy, -= delta if e >
     target_entropy, within [min_coeff, max_coeff]. The bonus is on only where it is needed: value = coeff if
     e <= target_entropy, else 0. e is that of the step before (the paper's is that of the step itself, which
     would cost a pass of its own); before the first step the value is the coefficient that it starts with.
     """
 
-    def __init__(self, coeff: float, target_entropy: float, delta: float, min_coeff: float, max_coeff: float):
-        if not min_coeff <= coeff <= max_coeff:
-            raise ValueError(
-                f"actor.entropy_coeff={coeff} is where the adaptive weight starts; expected a number from "
-                f"entropy_ctrl.min_coeff={min_coeff} to entropy_ctrl.max_coeff={max_coeff}."
-            )
-        super().__init__(coeff)
-        self.target_entropy, self.delta = target_entropy, delta
+    def __init__(
+        self,
+        coeff: float,
+        target_entropy: float | None = None,
+        delta: float = 0.0,
+        min_coeff: float = -math.inf,
+        max_coeff: float = math.inf,
+    ):
+        self.coeff, self.target_entropy, self.delta = coeff, target_entropy, delta
         self.min_coeff, self.max_coeff = min_coeff, max_coeff
         self.entropy: float | None = None
 
     @property
     def value(self) -> float:
-        return self.coeff if self.entropy is None or self.entropy <= self.target_entropy else 0.0
+        entropy, target = self.entropy, self.target_entropy
+        return self.coeff if entropy is None or target is None or entropy <= target else 0.0
 
     def update(self, entropy: float) -> None:
         """Takes the mean entropy (nats) of the step's sampled tokens; passes over one that is not finite."""
-        if not math.isfinite(entropy):
+        if self.target_entropy is None or not math.isfinite(entropy):
             return
         self.entropy = entropy
         step = self.delta * ((entropy < self.target_entropy) - (entropy > self.target_entropy))
@@ -229,19 +193,15 @@ class AdaptiveEntropyController(EntropyController):
         return {"coeff": self.coeff, "entropy": self.entropy}
 
     def load_state_dict(self, state: Mapping[str, float | None]) -> None:
-        """Goes on where a run stopped, within the limits that are configured now."""
-        coeff = state["coeff"]
-        assert coeff is not None
-        self.coeff, self.entropy = min(max(coeff, self.min_coeff), self.max_coeff), state["entropy"]
+        """Goes on where a run stopped, within the limits of now; a fixed weight stays the configured one."""
+        if self.target_entropy is not None:
+            coeff = state["coeff"]
+            assert coeff is not None
+            self.coeff, self.entropy = min(max(coeff, self.min_coeff), self.max_coeff), state["entropy"]
 
 
 def get_entropy_controller(actor: Any) -> EntropyController:
-    """The controller that the `actor` block describes: `entropy_coeff`, `entropy_ctrl` {target_entropy,
-    delta, max_coeff}; without a target the weight stays.
-    """
-    control, coeff = actor.entropy_ctrl, actor.entropy_coeff
-    if control.target_entropy is None:
-        return EntropyController(coeff)
-    return AdaptiveEntropyController(
-        coeff, control.target_entropy, control.delta, control.min_coeff, control.max_coeff
-    )
+    """The controller that the `actor` block describes: `entropy_coeff`, `entropy_ctrl`."""
+    control = actor.entropy_ctrl
+    limits = control.delta, control.min_coeff, control.max_coeff
+    return EntropyController(actor.entropy_coeff, control.target_entropy, *limits)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -61,22 +61,10 @@ class LossInputs:
     selection: Tensor | None = None
 
 
-class SelectFn(Protocol):
-    """Chooses tokens out of all rows of a mini-batch, of all ranks.
-
-    Arguments are [N, R] on one device, `config` the actor block. The answer is bool [N, R], False where
-    nothing was sampled; it is the same for the same seed, in whatever order the rows stand.
-    """
-
-    def __call__(
-        self,
-        log_prob: Tensor,
-        old_log_prob: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
-        config: Any,
-        seed: int,
-    ) -> Tensor: ...
+SelectFn = Callable[[Tensor, Tensor, Tensor, Tensor, Any, int], Tensor]
+"""Chooses tokens out of all rows of a mini-batch, of all ranks: (log_prob, old_log_prob, advantages,
+response_mask, config, seed) -> bool [N, R], False where nothing was sampled. The tensors are [N, R] on one
+device, config is the actor block. The same seed gives the same answer, in whatever order the rows stand."""
 
 
 class LossTraits(NamedTuple):
@@ -126,8 +114,8 @@ def loss_traits(loss_mode: str) -> LossTraits:
 
 
 def policy_loss_inputs(loss_mode: str) -> set[str]:
-    """Names of those fields of `LossInputs` that the loss can't do without: what must be computed. A loss
-    with a `select` function can't do without what that one takes.
+    """Those fields of `LossInputs` that the loss, and its `select` function, can't do without: what must be
+    computed.
     """
     traits = loss_traits(loss_mode)
     return set(traits.needs) | ({"old_log_prob", "advantages"} if traits.select else set())
@@ -135,9 +123,7 @@ def policy_loss_inputs(loss_mode: str) -> set[str]:
 
 def policy_loss(loss_mode: str, inputs: LossInputs) -> LossAndMetrics:
     """(loss, metrics) of the named loss, called with those fields of the inputs that it names as parameters.
-
-    Raises:
-        ValueError: no loss has the name, or the loss needs an input that is None.
+    ValueError: no loss has the name, or it needs an input that is None.
     """
     loss, metrics = call_with(get_policy_loss_fn(loss_mode), inputs, f"Policy loss {loss_mode!r}")
     return loss, metrics
@@ -161,10 +147,8 @@ def token_loss(
     """Decorator: makes a policy loss of a formula for each token, and registers it. See `LossTraits`.
 
     The formula names as parameters the fields of `LossInputs` that it needs, all 0 where nothing was sampled.
-    What comes out can be called as verl's losses are.
-
-    Args:
-        is_weighted: the losses are multiplied by the rollout weights. Else the formula sees to it.
+    What comes out can be called as verl's losses are. is_weighted: the losses are multiplied by the rollout
+    weights. Else the formula sees to it.
     """
 
     def decorate(formula: Callable[..., TokenLosses]) -> PolicyLossFn:

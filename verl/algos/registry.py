@@ -13,12 +13,9 @@ Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 
 class Registry(Generic[Fn]):
-    """name -> function. A name of the form `package.module:function` is imported instead of looked up.
-
-    A member of any Enum stands for its value.
-
-    Args:
-        key: the configuration key that holds the name, for error messages.
+    """name -> function. A name of the form `package.module:function` is imported instead of looked up. A
+    member of any Enum stands for its value. key: the configuration key that holds the name, for error
+    messages.
     """
 
     def __init__(self, key: str) -> None:
@@ -71,10 +68,8 @@ def call_with(fn: Callable[..., Any], inputs: Any, what: str) -> Any:
     """Calls `fn` with those fields of the dataclass `inputs` that it names as parameters.
 
     A field that is None is left out. A function with `**kwargs` gets all the others too; one with a parameter
-    called `inputs` gets the dataclass itself.
-
-    Raises:
-        ValueError: it needs a field that is None or not there; `what` says whose function it is.
+    called `inputs` gets the dataclass itself. ValueError: it needs a field that is None or not there; `what`
+    says whose function it is.
     """
     available = {field.name: getattr(inputs, field.name) for field in fields(inputs)} | {"inputs": inputs}
     parameters = inspect.signature(fn).parameters

@@ -51,20 +51,16 @@ Reduce = Callable[[Sequence[float], str], list[float]]
 
 
 def corrects(config: Any) -> bool:
-    """Whether weights or rejection are asked for: they need old log-probs of the trainer's own.
-
-    Args:
-        config: the `algorithm.rollout_correction` block.
+    """Whether the `algorithm.rollout_correction` block asks for weights or rejection: these need
+    old_log_probs.
     """
     return config.rollout_is is not None or config.rollout_rs is not None
 
 
 def check_correction(config: Any, rollout: Any) -> None:
     """Checks the `algorithm.rollout_correction` block beside the `actor_rollout_ref.rollout` block.
-
-    Raises:
-        ValueError: a name or a threshold of the rejection is wrong, or the correction would compare a
-            truncated distribution with a whole one.
+    ValueError: a name or a threshold of the rejection is wrong, or the correction would compare a truncated
+    distribution with a whole one.
     """
     if config.rollout_rs is not None and config.rollout_rs_threshold is not None:
         rejection_rules(config.rollout_rs, config.rollout_rs_threshold, config.rollout_rs_threshold_lower)
@@ -108,9 +104,7 @@ def apply_rollout_correction(batch: DataProto, config: Any) -> dict[str, float]:
         return {}
     if "old_log_probs" not in tensors:
         if corrects(config):
-            raise ValueError(
-                "algorithm.rollout_correction needs old_log_probs; call compute_log_prob before."
-            )
+            raise ValueError("algorithm.rollout_correction needs old_log_probs; call compute_log_prob first.")
         return {}
     old = tensors["old_log_probs"]
     metrics = rollout_agreement(rollout, old, mask)

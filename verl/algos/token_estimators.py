@@ -115,30 +115,26 @@ def compute_rae_outcome_advantage(
     return spread(outcome_scores(token_level_rewards, mask) - baselines, mask, token_level_rewards.dtype)
 
 
-def _energy(
-    mask: Tensor, old_log_probs: Tensor, sum_pi_squared: Tensor, rollout_is_weights: Tensor | None
-) -> Tensor:
-    """[N, R] float64: W at each token."""
+def _against_optimal_baseline(
+    token_level_rewards: Tensor,
+    mask: Tensor,
+    index: Index,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(A, G) [N, R]; tokens of a group with equal `positions` [N, R] share a baseline."""
     probs = old_log_probs.masked_fill(~mask, 0.0).double().exp()
     energy = 1 - 2 * probs + sum_pi_squared.masked_fill(~mask, 0.0).double()
     energy = energy.clamp(min=0)  # it is at least (1 - pi)^2; float32 probabilities may round below
     if rollout_is_weights is not None:
         energy = energy * rollout_is_weights.masked_fill(~mask, 0.0).double().square()
-    return energy.masked_fill(~mask, 0.0).cumsum(-1)
-
-
-def _advantages(
-    token_level_rewards: Tensor,
-    mask: Tensor,
-    index: Index,
-    energy: Tensor,
-    positions: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """(A, G) [N, R]; tokens of a group with equal `positions` [N, R] share a baseline."""
+    weights = energy.masked_fill(~mask, 0.0).cumsum(-1).flatten()
     returns = _rewards_to_go(token_level_rewards, mask)
     rows = Groups.of(index, mask.any(dim=-1))
     cells = Groups((rows.ids.unsqueeze(-1) * mask.shape[1] + positions).flatten(), mask.flatten())
-    flat, weights = returns.flatten(), energy.flatten()
+    flat = returns.flatten()
     baseline = torch.where(cells.sum(weights) > 0, cells.mean(flat, weights), cells.mean(flat))
     advantages = flat - torch.where(cells.count() > 1, baseline, 0.0)
     advantages = advantages.view(mask.shape).masked_fill(~mask, 0.0)
@@ -161,9 +157,9 @@ def compute_optimal_token_baseline_advantage(
     it is their plain mean, as there is no gradient to weigh. Returns (A, G), both [N, R].
     """
     mask = response_mask.bool()
-    energy = _energy(mask, old_log_probs, sum_pi_squared, rollout_is_weights)
     columns = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
-    return _advantages(token_level_rewards, mask, index, energy, columns)
+    policy = old_log_probs, sum_pi_squared, rollout_is_weights
+    return _against_optimal_baseline(token_level_rewards, mask, index, *policy, columns)
 
 
 @register_adv_est("tir_optimal_token_baseline", token_wise=True)
@@ -181,6 +177,6 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     what they sampled. The rest as in `compute_optimal_token_baseline_advantage`.
     """
     mask = response_mask.bool()
-    energy = _energy(mask, old_log_probs, sum_pi_squared, rollout_is_weights)
     counted = (mask.cumsum(-1) - 1).clamp(min=0)
-    return _advantages(token_level_rewards, mask, index, energy, counted)
+    policy = old_log_probs, sum_pi_squared, rollout_is_weights
+    return _against_optimal_baseline(token_level_rewards, mask, index, *policy, counted)

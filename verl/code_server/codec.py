@@ -197,29 +197,25 @@ def write_frame(fd: int, text: str) -> None:
 
 
 def read_frame(fd: int) -> str:
-    size, parts = int.from_bytes(read_exactly(fd, 4), "little"), []
-    if size > MAX_BYTES:
-        raise TooLarge("a message is too large")
-    while size:
-        parts.append(read_exactly(fd, min(size, 1 << 16)))
-        size -= len(parts[-1])
+    """The next frame. Both sides take turns, so nothing may follow it."""
+    parts, size, held = [b""], 4, 0
+    while held < size:
+        try:
+            parts.append(posix.read(fd, 1 << 16))
+        except OSError:
+            raise Torn("the other side is gone") from None
+        if not parts[-1]:
+            raise Torn("the other side is gone")
+        held += len(parts[-1])
+        if size == 4 and held >= 4:
+            parts = [b"".join(parts)]
+            size += int.from_bytes(parts[0][:4], "little")
+            if size > MAX_BYTES + 4:
+                raise TooLarge("a message is too large")
     try:
-        return b"".join(parts).decode("ascii")
+        return b"".join(parts)[4:].decode("ascii") if held == size else refuse()
     except UnicodeDecodeError:
         raise Torn("not a message") from None
-
-
-def read_exactly(fd: int, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        try:
-            more = posix.read(fd, size - len(data))
-        except OSError:
-            more = b""
-        if not more:
-            raise Torn("the other side is gone")
-        data += more
-    return data
 
 
 class Peer:

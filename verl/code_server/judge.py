@@ -1,10 +1,10 @@
 """The process that runs the text of tests. It holds nothing of the program but stand-ins (`Remote`).
 
-    supervisor --[nonce, tests]--> judge --(index, outcome; first "loaded")--> supervisor
-    judge --(one channel per test)--> prisoner --plain data--> judge
+    supervisor --[tests, program]--> judge --a line for each outcome--> supervisor
+    judge --(the program's code and a channel, for each test)--> prisoner --plain data--> judge
 
 A test passes when its text ran to the end, no message was torn, and no comparison was the program's own word.
-A test of plain asserts runs in this process, any other in a fork, so that nothing of it reaches the next one.
+A judge serves many programs. A test that leaves nothing behind runs in its process, any other in a fork.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from __future__ import annotations
 import _ast
 import _socket
 import builtins
+import marshal
 import posix
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from time import monotonic
 from typing import Any
 
 from verl.code_server.codec import Peer, TooLarge, Torn, send_fds
+from verl.code_server.prisoner import end
 
 GONE = "gone"  # outcome for the supervisor: the prisoner had ended before the test could begin
 MATH = frozenset(dir(__import__("math")))
@@ -30,19 +33,27 @@ PURE = frozenset(PURE_NAMES.split())
 """The prisoner says what the program's names are, and it may lie: so it may choose only between these
 modules, and what they call by the same name. With `eval` for a name of a test it would be the judge."""
 PACKAGES = frozenset(["numpy", "pandas", "scipy", "sympy"])
+STATELESS_NAMES = "bisect cmath collections fractions heapq itertools math re string typing"
+STATELESS = frozenset(STATELESS_NAMES.split())
 SAFE_NAMES = (
     "abs all any bin bool bytes chr complex dict divmod enumerate filter float frozenset hash hex int "
-    "isinstance issubclass iter len list map max min next oct ord pow range repr reversed round set "
-    "slice sorted str sum tuple type zip Exception ValueError TypeError KeyError IndexError "
-    "NotImplemented Ellipsis"
+    "isinstance issubclass iter len list map max min next oct ord pow print range repr reversed round set "
+    "slice sorted str sum tuple type zip NotImplemented Ellipsis"
 )
-SAFE_BUILTINS = frozenset(SAFE_NAMES.split())
+ERRORS = [n for n, v in vars(builtins).items() if isinstance(v, type) and issubclass(v, BaseException)]
+SAFE_BUILTINS = frozenset([*SAFE_NAMES.split(), *ERRORS])
 PLAIN_NAMES = (
-    "Module Assert Expr Assign Name Constant Call keyword Compare BoolOp BinOp UnaryOp IfExp List Tuple "
-    "Dict Set Attribute Subscript Slice Starred JoinedStr FormattedValue GeneratorExp ListComp SetComp "
-    "DictComp comprehension Lambda arguments arg operator cmpop boolop unaryop expr_context"
+    "Module Assert Expr Assign AugAssign AnnAssign For While If Break Continue Pass Return Try Raise "
+    "ExceptHandler FunctionDef Import ImportFrom alias Name Constant Call keyword Compare BoolOp BinOp "
+    "UnaryOp IfExp List Tuple Dict Set Attribute Subscript Slice Starred JoinedStr FormattedValue "
+    "GeneratorExp ListComp SetComp DictComp comprehension Lambda arguments arg operator cmpop boolop "
+    "unaryop expr_context"
 )
-PLAIN_NODES = tuple(getattr(_ast, name) for name in PLAIN_NAMES.split())
+PLAIN_NODES = frozenset(
+    kind
+    for name in PLAIN_NAMES.split()
+    for kind in [getattr(_ast, name), *getattr(_ast, name).__subclasses__()]
+)
 
 
 class Remote:
@@ -165,14 +176,13 @@ class Test:
         self.callbacks: list[Any] = []
         self.mutations: list[tuple[Any, Any]] = []
         self.opaque = self.failed = False
-        self.answering = (
-            False  # a callback's result: it brings no class, or `type` could make one that equals all
-        )
+        self.modules: set[str] = set()  # that the test's names come from
+        self.answering = False  # a callback's result brings no class: `type` makes one that equals all
 
     def pack(self, value: Any) -> list[Any]:
         if isinstance(value, Remote):
             return ["h", object.__getattribute__(value, "_number")]
-        if not callable(value) or self.answering and type(value) is not type(walk):
+        if not callable(value) or self.answering and type(value) is not type(nodes_of):
             raise TypeError(f"a {type(value).__name__} can't be given to the program")
         self.callbacks.append(value)
         return ["c", len(self.callbacks) - 1]
@@ -211,13 +221,12 @@ class Test:
             before.extend(now) if isinstance(before, list) else before.update(now)
         self.mutations.clear()
 
-    def namespace(self, tree: _ast.Module) -> tuple[dict[str, Any], list[Any] | None]:
+    def namespace(self, nodes: list[Any]) -> tuple[dict[str, Any], list[Any] | None]:
         """The names of the program that the test uses, and what loading the program raised.
 
         A builtin, a name of `math` or a module is the judge's own, whatever the program calls by its name;
         unless the test uses no other name of the program, which makes it the function under test.
         """
-        nodes = list(walk(tree))
         used = {node.id for node in nodes if isinstance(node, _ast.Name)}
         bases = {
             n.value.id for n in nodes if isinstance(n, _ast.Attribute) and isinstance(n.value, _ast.Name)
@@ -233,12 +242,12 @@ class Test:
                 if kind != "module":
                     doubtful[name] = where[0]
             elif name in bases and (name in sys.stdlib_module_names or name in ALIASES):
-                names[name] = import_name(ALIASES.get(name, name), "")
+                names[name] = self.import_name(ALIASES.get(name, name), "")
             elif kind == "module":
                 module, attribute = where
                 whole = attribute == "" and str(module).partition(".")[0] in PURE | PACKAGES
                 if whole or (attribute == name and module in PURE):
-                    names[name] = import_name(module, attribute)
+                    names[name] = self.import_name(module, attribute)
             elif name in MATH:
                 doubtful[name] = where[0]
             else:
@@ -251,109 +260,139 @@ class Test:
             names.update({name: getattr(math, name) for name in doubtful if not hasattr(builtins, name)})
         return names, problem
 
+    def import_name(self, module: str, name: str) -> Any:
+        """A module, or what it calls `name`; None where this process can't import it."""
+        if not (isinstance(module, str) and all(part.isidentifier() for part in module.split("."))):
+            raise Torn("not a module")
+        self.modules.add(module)
+        try:
+            __import__(module)
+            return getattr(sys.modules[module], name) if name else sys.modules[module]
+        except Exception:  # a module may fail in its own way
+            return None
 
-def import_name(module: str, name: str) -> Any:
-    """A module, or what it calls `name`; None where this process can't import it."""
-    if not (isinstance(module, str) and all(part.isidentifier() for part in module.split("."))):
-        raise Torn("not a module")
-    try:
-        __import__(module)
-        return getattr(sys.modules[module], name) if name else sys.modules[module]
-    except Exception:  # a module may fail in its own way
-        return None
-
-
-def walk(node: Any) -> Iterator[Any]:
-    yield node
-    for field in node._fields:
-        value = getattr(node, field, None)
-        for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, _ast.AST):
-                yield from walk(child)
-
-
-def is_plain(tree: _ast.Module, names: dict[str, Any]) -> bool:
-    """Whether the text can leave nothing behind: asserts and assignments of calls, operators and literals."""
-    modules = {name for name, value in names.items() if isinstance(value, type(sys))}
-    for node in walk(tree):
-        if not isinstance(node, PLAIN_NODES):
-            return False
-        if isinstance(node, _ast.Name) and node.id not in SAFE_BUILTINS and hasattr(builtins, node.id):
-            return False
-        if isinstance(node, _ast.Name) and node.id in modules and node.id != "math":
-            return False
-        if isinstance(node, _ast.Attribute) and (node.attr[0] == "_" or isinstance(node.ctx, _ast.Store)):
-            return False
-    return True
+    def is_plain(self, nodes: list[Any]) -> bool:
+        """Whether the test can leave nothing behind but its own names."""
+        for node in nodes:
+            if isinstance(node, _ast.Import):
+                self.modules.update(alias.name for alias in node.names)
+            elif isinstance(node, _ast.ImportFrom):
+                self.modules.add(str(node.module))
+                self.modules.update(a.name for a in node.names if a.name in sys.stdlib_module_names)
+            elif isinstance(node, _ast.Name):
+                if node.id not in SAFE_BUILTINS and hasattr(builtins, node.id):
+                    return False
+            elif isinstance(node, _ast.Attribute):
+                a_module = node.attr in sys.stdlib_module_names and node.attr != "copy"  # as in typing.sys
+                if a_module or node.attr[0] == "_" or isinstance(node.ctx, _ast.Store):
+                    return False
+            elif node.__class__ not in PLAIN_NODES:
+                return False
+        return self.modules <= STATELESS
 
 
-def apply_after_each_statement(tree: _ast.Module) -> None:
-    """Puts a call of `__apply__` after each statement that calls something."""
-    for node in list(walk(tree)):
+def nodes_of(tree: _ast.AST) -> list[Any]:
+    """All nodes of a tree, each before those below it."""
+    found: list[Any] = [tree]
+    for node in found:
+        for field in node._fields if node.__class__ is not _ast.Constant else ():
+            value = getattr(node, field, None)
+            if value.__class__ is list:
+                found.extend([child for child in value if isinstance(child, _ast.AST)])
+            elif isinstance(value, _ast.AST):
+                found.append(value)
+    return found
+
+
+def apply_after_each_statement(nodes: list[Any]) -> None:
+    """Puts a call of `__apply__` after each statement but the last one of all."""
+    for node in nodes:
         for field in ("body", "orelse", "finalbody"):
             statements = getattr(node, field, None)
-            if isinstance(statements, list):
-                for i in range(len(statements) - 1, -1, -1):
-                    last = statements[i]
-                    if not isinstance(
-                        last, _ast.Return | _ast.FunctionDef | _ast.ClassDef | _ast.Raise
-                    ) and any(isinstance(part, _ast.Call) for part in walk(last)):
-                        where = {
-                            "lineno": last.lineno,
-                            "col_offset": 0,
-                            "end_lineno": last.lineno,
-                            "end_col_offset": 0,
-                        }
-                        name = _ast.Name("__apply__", _ast.Load(), **where)
-                        statements.insert(i + 1, _ast.Expr(_ast.Call(name, [], [], **where), **where))
+            if not isinstance(statements, list):
+                continue
+            for i in range(len(statements) - (node is nodes[0]), 0, -1):
+                last = statements[i - 1]
+                line = {
+                    "lineno": last.lineno,
+                    "col_offset": 0,
+                    "end_lineno": last.lineno,
+                    "end_col_offset": 0,
+                }
+                call = _ast.Call(_ast.Name("__apply__", _ast.Load(), **line), [], [], **line)
+                statements.insert(i, _ast.Expr(call, **line))
 
 
-def judge_tests(control: _socket.socket, job: Any, link: _socket.socket, may_fork: bool) -> None:
-    """Runs the tests of a job in order. Each report is the nonce, the test's index and an outcome."""
-    nonce, first, tests = job
+def judge_tests(
+    texts: list[str],
+    program: str,
+    code: int,
+    reports: int,
+    link: _socket.socket | None,
+    alone: bool,
+    lock: Callable[[], None],
+) -> None:
+    """Compiles a program to the file `code` and runs the texts of its tests in order. Each line of the file
+    `reports` is an outcome and the time on the monotonic clock: "loaded", then one for each test."""
 
-    def report(index: int, outcome: str) -> None:
-        control.send(f"{nonce} {first + index} {outcome}".encode())
+    def report(outcome: str) -> None:
+        posix.write(reports, f"{outcome} {monotonic()}\n".encode())
 
+    try:
+        posix.write(code, marshal.dumps(compile(program, "<program>", "exec", 0, True)))
+    except BaseException as error:  # SyntaxError, ValueError, MemoryError, RecursionError
+        for _ in texts or [""]:
+            report("memory" if isinstance(error, MemoryError) else "program_error")
+        return
+    if link is None:
+        return report("loaded")
     held: list[_socket.socket] = []  # of the test before: as it closes, a process awakes
-    for index, text in enumerate(tests):
+    for index, text in enumerate(texts):
         mine, theirs = _socket.socketpair()
         try:
-            send_fds(link, b"t", [theirs.fileno()])
+            send_fds(link, b"f", [code, theirs.fileno()])
         except OSError:
-            report(index, GONE)
-            return
+            return report(GONE)
         theirs.close()
         test = Test(mine.fileno())
         try:
-            tree: Any = compile(text, "<test>", "exec", 0x400, True)  # the tree alone
-            names, problem = test.namespace(tree)
+            nodes = nodes_of(compile(text, "<test>", "exec", 0x400, True))  # of the tree alone
+            names, problem = test.namespace(nodes)
         except Torn:
-            report(index, GONE)
-            return
+            return report(GONE)
         except BaseException as error:  # of a test that is no Python, or of a strange reply
-            report(index, f"error:{type(error).__name__}")
+            report(f"error:{type(error).__name__}")
             continue
         held[:] = [mine]  # the process of the test before has been killed
         if index == 0:
-            report(index, "loaded")
+            report("loaded")
         if problem is not None:
-            report(index, "program_error" if problem[0] != "MemoryError" else "memory")
-        elif not may_fork or is_plain(tree, names):
-            report(index, run_test(test, tree, names))
-            if not may_fork and not is_plain(tree, names):
-                return
+            report("program_error" if problem[0] != "MemoryError" else "memory")
+        elif test.is_plain(nodes):
+            report(run_test(test, nodes, names))
         else:
+            size = posix.fstat(reports).st_size
             child = posix.fork()
             if child == 0:
-                report(index, run_test(test, tree, names))
+                lock()
+                own = posix.getpid()
+                # a fork of the test's own would mix its messages with the test's
+                posix.register_at_fork(after_in_child=mine.close)
+                outcome = run_test(test, nodes, names)
+                if posix.getpid() == own:  # no fork of the test's
+                    report(outcome)
                 posix._exit(0)
-            if posix.waitpid(child, 0)[1]:
-                report(index, "crashed")
+            if end(child, alone, wait=True) and posix.fstat(reports).st_size == size:
+                report("crashed")
+            if alone and posix.listdir("/tmp"):  # the next test gets a new judge
+                posix._exit(0)
+        names.clear()  # what a test held would last as long as its functions, which hold these names
+        test.callbacks.clear()
+        test.mutations.clear()
 
 
-def run_test(test: Test, tree: _ast.Module, names: dict[str, Any]) -> str:
-    """The outcome of one test's text."""
+def run_test(test: Test, nodes: list[Any], names: dict[str, Any]) -> str:
+    """The outcome of one test, given by the nodes of its tree."""
     torn: list[str] = []
     answer_next = test.peer.answer_next
 
@@ -368,8 +407,8 @@ def run_test(test: Test, tree: _ast.Module, names: dict[str, Any]) -> str:
     names["__apply__"] = test.apply_mutations
     outcome = "passed"
     try:
-        apply_after_each_statement(tree)
-        exec(compile(tree, "<test>", "exec", 0, True), names)
+        apply_after_each_statement(nodes)
+        exec(compile(nodes[0], "<test>", "exec", 0, True), names)
     except AssertionError:
         outcome = "failed"
     except MemoryError:

@@ -1,12 +1,14 @@
 """The process that runs a program. All it sends is hostile input to those who read it.
 
-PID 1 of the sandbox -> for each test a fork that loads the program: serves the judge's calls over a channel
-                        of its own, or runs with files as stdin and stdout
+first process of the sandbox -> for each test a fork that loads the program: serves the judge's calls over a
+                                channel of its own, or runs with files as stdin and stdout
 """
 
 from __future__ import annotations
 
 import _socket
+import _thread
+import marshal
 import operator
 import posix
 import sys
@@ -101,61 +103,92 @@ class Servant:
         return [None if self.problem is None else parts_of(self.problem), found]
 
 
-def compile_program(program: str) -> Any:
-    """Its code, or the exception that says why it is none."""
-    try:
-        return compile(program, "<program>", "exec", 0, True)
-    except BaseException as error:  # SyntaxError, ValueError, MemoryError, RecursionError
-        return error
-
-
 def load(code: Any, name: str) -> tuple[dict[str, Any], BaseException | None]:
-    """Runs a program of `compile_program` as a module; its names, and what it raised."""
+    """Runs the code of a program as a module; its names, and what it raised."""
     module = type(sys)(name)
     sys.modules[name] = module
     try:
-        if isinstance(code, BaseException):
-            raise code
         exec(code, module.__dict__)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the program's too
         return module.__dict__, error
     return module.__dict__, None
 
 
-def serve_tests(
-    role: bytes, program: str, source: _socket.socket, alone: bool, lock: Callable[[], None]
-) -> None:
-    """For each test runs the program from its start in a fork; between two tests ends all that is left of it.
-    This process compiles the program but runs nothing of it. It ends where files are left: the next test
-    needs a new sandbox.
+class Traces:
+    """What a program may leave in a sandbox though all its processes have ended: in /tmp (whose ctime nobody
+    can set), and in the numbers that the PID namespace gives, one after the other."""
 
-    role: b"functions": a test comes as its channel to the judge; the next one, or the end, is the sign
-        that it is over. b"stdio": as [stdin, stdout]; answered by the exit status (four bytes) and b"d" where
-        files are left, else b"c".
-    alone: in a PID namespace of its own. lock: what a fork does before it runs the program.
+    def __init__(self) -> None:
+        self.ctime, self.last_pid = posix.stat("/tmp").st_ctime_ns, self.next_pid()
+
+    def next_pid(self) -> int:
+        """A number of the namespace, that of a thread which ends at once."""
+        numbers: list[int] = []
+        ended = _thread.allocate_lock()
+        ended.acquire()
+
+        def note() -> None:
+            numbers.append(_thread.get_native_id())
+            ended.release()
+
+        _thread.start_new_thread(note, ())
+        ended.acquire()
+        return numbers[0]
+
+    def are_left(self, forks: int) -> bool:
+        """forks: of this process itself since the last time."""
+        expected, self.last_pid = self.last_pid + forks + 1, self.next_pid()
+        changed = posix.stat("/tmp").st_ctime_ns != self.ctime
+        return changed or self.last_pid != expected or bool(posix.listdir("/tmp"))
+
+
+def serve_tests(
+    link: _socket.socket,
+    control: _socket.socket,
+    alone: bool,
+    is_touched: Callable[[int], bool],
+    lock: Callable[[], None],
+) -> None:
+    """Runs a program from its start in a fork for each message of a link, until the link ends. Between two
+    messages it ends all that is left of the fork. This process never reads the program: its memory is that
+    of all programs to come. It ends where a program has left traces: the next test needs a new sandbox.
+
+    A message's files are the program's code and, with b"f", the channel to the judge; with b"r" or b"e",
+    stdin and stdout (b"e": and stderr). A run is answered to `control` by its exit status (four bytes) and
+    b"d" where this process ends, else b"c".
+
+    alone: in a PID namespace and with a /tmp of its own. is_touched: see `Traces.are_left`. lock: what a fork
+    does before it runs the program.
     """
-    child, code = 0, compile_program(program)
+    child = 0
     while True:
-        kind, fds = receive(source)
+        kind, fds = receive(link)
         if child:
             end(child, alone)
-        if not fds or alone and posix.listdir("/tmp"):
+            child = 0
+            if is_touched(1):
+                posix._exit(0)
+        if not fds:
             return
         child = posix.fork()
         if child == 0:
             lock()
-            if role == b"stdio":
-                run_script(code, fds, kind == b"e")
-            posix.dup2(fds[0], 3)
+            code = marshal.loads(posix.pread(fds[0], posix.fstat(fds[0]).st_size, 0))
+            if kind != b"f":
+                run_script(code, fds[1:], kind == b"e")
+            posix.dup2(fds[1], 3)
             posix.closerange(4, 256)
             Servant(3, *load(code, "program")).run()
             posix._exit(0)
         for fd in fds:
             posix.close(fd)
-        if role == b"stdio":
-            status = end(child, alone, wait=True)
+        if kind != b"f":
+            status = end(child, alone, wait=True).to_bytes(4, "little")
             child = 0
-            source.send(status.to_bytes(4, "little") + (b"d" if alone and posix.listdir("/tmp") else b"c"))
+            touched = is_touched(1)
+            control.send(status + (b"d" if touched else b"c"))
+            if touched:
+                posix._exit(0)
 
 
 def end(child: int, alone: bool, wait: bool = False) -> int:

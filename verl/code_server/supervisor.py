@@ -1,7 +1,9 @@
-"""The verdicts and the clocks: gives each program sandboxes of its own, and believes only what it sees.
+"""The verdicts and the clocks: gives each program a sandbox to itself, and believes only what it sees.
 
-    Supervisor.test / run -> Stock (sandboxes already started) -> judge + prisoner, or a stdio prisoner
+    Supervisor.test / run -> Stock (sandboxes already started) -> judge (compiles, tests) + prisoner (runs)
                           <- reports with a nonce, exit statuses, output files; silence is a failure
+
+A sandbox goes back to the stock where all went well: each test ran in a fork of its own, which is gone.
 
 A test's clock covers the load of the program before it, as in Open-Instruct, and not the queue. Whatever
 goes wrong costs the program its sandboxes and that test; the next test gets new ones.
@@ -12,13 +14,12 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import secrets
 import signal
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,8 @@ WATCH_SECONDS = 0.02  # between two looks at the memory of running sandboxes
 START_SECONDS = 10.0  # a sandbox that is not ready by then never will be
 SHARED_BYTES = 8 << 20  # of each process, with the zygote
 MANY_PROCESSES = 4  # of a sandbox: more than these run at the lowest priority
+MANY_FAILURES = 20  # sandboxes in a row that did not start: none will
+SPOILT = {"crashed", "memory", "output_limit"}  # outcomes after which a judge takes no other program
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
@@ -61,61 +64,73 @@ class Sandbox:
         self.control = control
         self.pid, self.pidfd = 0, -1
         self.used_since = 0.0
-        self.over_memory = False
+        self.ready = self.ended = self.over_memory = self.reusable = False
 
-    async def receive(self, seconds: float) -> bytes:
-        """The next message; b"": the sandbox has ended. TimeoutError: none in time."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + seconds
-        while True:
-            try:
-                data, ancillary, _, _ = self.control.recvmsg(4096, 256)
-                if self.pid == 0:
-                    sent_by = [part for _, kind, part in ancillary if kind == socket.SCM_CREDENTIALS]
-                    self.pid = struct.unpack("3i", sent_by[0][:12])[0] if sent_by and data else 0
-                    self.pidfd = os.pidfd_open(self.pid) if self.pid else -1
-                return data
-            except BlockingIOError:
-                if loop.time() >= end:
-                    raise TimeoutError from None
-            except OSError:  # reset: it ended with messages unread
-                return b""
-            awake: asyncio.Future[None] = loop.create_future()
-            loop.add_reader(self.control.fileno(), wake, awake)
-            timer = loop.call_at(end, wake, awake)
-            try:
-                await awake
-            finally:
-                timer.cancel()
-                loop.remove_reader(self.control.fileno())
-
-    def send_job(self, job: Any, cpu_seconds: float, *more: socket.socket) -> None:
-        """Hands over what to do, in a sealed file in memory."""
-        file = sealed_file(encode(job, lambda value: [None]).encode())
+    def read(self) -> bytes | None:
+        """The next message; None: there is none yet; b"": the sandbox has ended."""
         try:
-            data = str(int(cpu_seconds) + 2).encode()
-            with suppress(OSError):  # it has just ended: `receive` will say so
-                socket.send_fds(self.control, [data], [file, *(one.fileno() for one in more)])
-        finally:
-            os.close(file)
-            for one in more:
-                one.close()
+            data, ancillary, _, _ = self.control.recvmsg(4096, 256)
+        except BlockingIOError:
+            return None
+        except OSError:  # reset: it ended with messages unread
+            return b""
+        if self.pid == 0:
+            sent_by = [part for _, kind, part in ancillary if kind == socket.SCM_CREDENTIALS]
+            self.pid = struct.unpack("3i", sent_by[0][:12])[0] if sent_by and data else 0
+            self.pidfd = os.pidfd_open(self.pid) if self.pid else -1
+        return data
 
-    def memory_bytes(self, shared: int) -> tuple[int, list[int]]:
-        """(resident memory of its processes, less what each shares with the zygote; their ids)."""
+    async def receive(self, end: float) -> bytes:
+        """As `read`, but waits until the monotonic clock says `end`. TimeoutError: no message by then."""
+        while (data := self.read()) is None:
+            await self.wait(end)
+        return data
+
+    async def wait(self, end: float) -> None:
+        """Waits for a message until the monotonic clock says `end`. TimeoutError: none by then."""
+        loop = asyncio.get_running_loop()
+        left = end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        awake: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(self.control.fileno(), wake, awake)
+        timer = loop.call_later(left, wake, awake)
+        try:
+            await awake
+        finally:
+            timer.cancel()
+            loop.remove_reader(self.control.fileno())
+
+    def is_ready(self) -> bool:
+        """Whether it can take a program now, or has ended."""
+        while not self.ready and (message := self.read()) is not None:
+            self.ready = message in (b"ready", b"")
+            self.ended = not message
+        return self.ready
+
+    def send(self, data: bytes, *fds: int) -> None:
+        with suppress(OSError):  # it has just ended: `receive` will say so
+            socket.send_fds(self.control, [data], fds)
+
+    def memory_bytes(self) -> int:
+        """Resident memory of its processes, less what each shares with the zygote. Where they are many, they
+        get the lowest priority. It may take long: the last look at a dead process frees its memory."""
         total, waiting, pids = 0, [self.pid], []
         while waiting:
             pid = waiting.pop()
-            pids.append(pid)
             try:
                 with open(f"/proc/{pid}/statm") as file:
-                    total += max(0, int(file.read().split()[1]) * PAGE_BYTES - shared)
+                    total += max(0, int(file.read().split()[1]) * PAGE_BYTES - SHARED_BYTES)
                 for task in os.listdir(f"/proc/{pid}/task"):
                     with open(f"/proc/{pid}/task/{task}/children") as file:
                         waiting.extend(int(child) for child in file.read().split())
             except (OSError, ValueError):  # it has just ended
                 continue
-        return total, pids
+            pids.append(pid)
+        for pid in pids[1:] if len(pids) > MANY_PROCESSES else []:
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, pid, 19)
+        return total
 
     def kill(self) -> None:
         if self.pidfd >= 0:
@@ -132,11 +147,11 @@ def wake(future: asyncio.Future[None]) -> None:
 
 
 class Stock:
-    """Sandboxes that are started before they are needed; each is used once."""
+    """Sandboxes that are started before they are needed."""
 
     def __init__(self, walls: Walls, size: int) -> None:
         self.walls, self.size = walls, size
-        self.ready: dict[bytes, list[Sandbox]] = {b"judge": [], b"functions": [], b"stdio": []}
+        self.waiting: dict[bytes, list[Sandbox]] = {b"judge": [], b"prisoner": []}
         self.running: set[Sandbox] = set()
 
     def order(self, role: bytes) -> Sandbox:
@@ -148,25 +163,31 @@ class Stock:
 
     @asynccontextmanager
     async def take(self, role: bytes) -> AsyncIterator[Sandbox]:
-        """A sandbox for one program; killed afterwards."""
-        while True:
-            waiting = self.ready[role]
-            sandbox = waiting.pop(0) if waiting else self.order(role)
-            while len(waiting) < self.size:
+        """A sandbox for one program; killed afterwards unless it is made `reusable`."""
+        waiting = self.waiting[role]
+        for _ in range(MANY_FAILURES):
+            while len(waiting) <= self.size:
                 waiting.append(self.order(role))
-            try:
-                if await sandbox.receive(START_SECONDS) == b"ready" and sandbox.pid:
-                    break
-            except TimeoutError:
-                pass
+            sandbox = next((one for one in waiting if one.is_ready()), waiting[0])
+            waiting.remove(sandbox)
+            with suppress(TimeoutError):
+                while not sandbox.is_ready():
+                    await sandbox.wait(time.monotonic() + START_SECONDS)
+            if sandbox.ready and not sandbox.ended:
+                break
             sandbox.kill()
-        sandbox.used_since = time.monotonic()
+        else:
+            raise QueueFull("no sandbox can be started")
+        sandbox.used_since, sandbox.ready, sandbox.reusable = time.monotonic(), False, False
         self.running.add(sandbox)
         try:
             yield sandbox
         finally:
             self.running.discard(sandbox)
-            sandbox.kill()
+            if sandbox.reusable and not sandbox.over_memory:
+                waiting.append(sandbox)
+            else:
+                sandbox.kill()
 
     async def watch(self, memory_bytes: int) -> None:
         """Kills sandboxes whose processes together hold too much memory; for as long as the server runs."""
@@ -174,17 +195,16 @@ class Stock:
             await asyncio.sleep(WATCH_SECONDS)
             since = time.monotonic() - WATCH_SECONDS
             for sandbox in [one for one in self.running if one.used_since < since]:
-                held, pids = sandbox.memory_bytes(SHARED_BYTES)
-                for pid in pids if len(pids) > MANY_PROCESSES else []:  # they leave the others their share
-                    with suppress(OSError):
-                        os.setpriority(os.PRIO_PROCESS, pid, 19)
-                if held > memory_bytes:
+                used_since = sandbox.used_since
+                held = await asyncio.to_thread(sandbox.memory_bytes)
+                same = sandbox in self.running and sandbox.used_since == used_since and sandbox.pidfd >= 0
+                if held > memory_bytes and same:
                     sandbox.over_memory = True
-                    if sandbox.pidfd >= 0:
+                    with suppress(ProcessLookupError):
                         signal.pidfd_send_signal(sandbox.pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        for sandbox in [*self.running, *(one for some in self.ready.values() for one in some)]:
+        for sandbox in [*self.running, *(one for some in self.waiting.values() for one in some)]:
             sandbox.kill()
         self.walls.close()
 
@@ -224,107 +244,153 @@ class Supervisor:
 
     async def run(self, program: str, stdin: str, limit: float) -> tuple[str, str, float]:
         """(stdout with what stderr says, "passed" or what went wrong, seconds) of a program."""
-        async with self.place(), self.stock.take(b"stdio") as sandbox:
-            sandbox.send_job(program, limit)
-            outcome, output, runtime, _ = await self.run_once(sandbox, stdin, limit, b"e")
-            return output, outcome, runtime
+        async with self.place(), self.compiled(program, limit) as (code, outcome, left):
+            if outcome:
+                return "", outcome, 0.0
+            async with self.prisoner(limit) as (sandbox, link):
+                outcome, output, runtime, _ = await self.run_once(sandbox, link, code, stdin, left, b"e")
+                return output, outcome, runtime
 
     async def test_functions(self, program: str, tests: Sequence[Any], limit: float, report: Report) -> None:
         """Goes on with the tests from where the report ends, in one judge and prisoner, while they last."""
-        first = index = len(report.outcomes)
-        texts = [test if isinstance(test, str) else "raise TypeError('no text')" for test in tests[first:]]
-        async with self.stock.take(b"functions") as prisoner, self.stock.take(b"judge") as judge:
-            theirs, judges = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            nonce, cpu = secrets.token_hex(16), limit * (len(texts) + 1)
-            prisoner.send_job(program, cpu, theirs)
-            judge.send_job([nonce, first, texts], cpu, judges)
-            loaded, began = False, time.monotonic()
-            while index < len(tests):
-                try:
-                    message = await judge.receive(began + limit - time.monotonic())
-                except TimeoutError:
-                    whole = not loaded and index == first  # the load itself: no test can do better
-                    for _ in range(len(tests) - index if whole else 1):
-                        report.add("timeout", -1.0)
-                    return
-                now = time.monotonic()
-                sent_by, number, outcome = (*message.decode("ascii", "replace").split(" "), "", "", "")[:3]
-                gone = sent_by != nonce or not number.isdigit() or int(number) != index or outcome == "gone"
-                over = prisoner.over_memory or judge.over_memory
-                if gone and (over or index == first):  # else the test is tried again in a new sandbox
-                    report.add("memory" if over else "crashed", -1.0)
-                if gone:
-                    return
-                if outcome == "loaded":
-                    loaded = True
-                    continue
-                report.add("memory" if over else outcome, now - began)
-                began, index = now, index + 1
+        texts = [test if isinstance(test, str) else "raise TypeError('no text')" for test in tests]
+        texts = texts[len(report.outcomes) :]
+        async with self.prisoner(limit) as (prisoner, link), self.stock.take(b"judge") as judge:
+            with memory_file() as code:
+                lines, loaded, timeout = await self.judged(judge, texts, program, limit, code, link.fileno())
+            over = prisoner.over_memory or judge.over_memory
+            for outcome, seconds in lines:
+                report.add("memory" if over and outcome == "crashed" else outcome, seconds)
+            if timeout and len(lines) < len(texts):  # of the load itself: no test can do better
+                for _ in range(1 if loaded or lines else len(texts)):
+                    report.add("timeout", -1.0)
+            elif not lines or over and len(lines) < len(texts) and lines[-1][0] != "crashed":
+                report.add("memory" if over else "crashed", -1.0)
+            else:  # what is left is tried again in a new sandbox
+                prisoner.reusable = judge.reusable = len(lines) == len(texts)
+            if {outcome for outcome, _ in lines} & SPOILT:
+                judge.reusable = False
+
+    async def judged(
+        self, judge: Sandbox, texts: list[str], program: str, limit: float, code: int, *link: int
+    ) -> tuple[list[tuple[str, float]], bool, bool]:
+        """(outcome and seconds of each test that a judge has reported, is the program loaded, is the time of
+        the next test over). The judge writes the program's code to the file `code`."""
+        job = encode([texts, program], lambda value: [None]).encode()
+        with memory_file(job) as file, memory_file() as reports:
+            began = time.monotonic()
+            deadline, timeout = began + limit, True
+            judge.send(cpu_seconds(limit), file, code, reports, *link)
+            while timeout:
+                with suppress(TimeoutError):
+                    await judge.receive(deadline)
+                    timeout = False
+                whole, _, _ = os.pread(reports, 1 << 22, 0).decode().rpartition("\n")
+                rows = [line.split() for line in whole.splitlines()]
+                loaded = bool(rows) and rows[0][0] == "loaded"
+                ends = [began, *(float(end) for _, end in rows[loaded:])]
+                deadline = ends[-1] + limit
+                if time.monotonic() >= deadline:
+                    break
+        lines = [(outcome, ends[i + 1] - ends[i]) for i, (outcome, _) in enumerate(rows[loaded:])]
+        return [line for line in lines if line[0] != "gone"], loaded, timeout
 
     async def test_stdio(self, program: str, tests: Sequence[Any], limit: float, report: Report) -> None:
         """Goes on with the tests from where the report ends, in one sandbox, as far as it lasts."""
-        left = tests[len(report.outcomes) :]
-        async with self.stock.take(b"stdio") as sandbox:
-            sandbox.send_job(program, limit * len(left))
-            for test in left:
-                stdin, expected = (
-                    (test.get("input"), test.get("output")) if isinstance(test, dict) else (None, None)
-                )
-                stdin = (
-                    "\n".join(stdin)
-                    if isinstance(stdin, list) and all(type(s) is str for s in stdin)
-                    else stdin
-                )
+        compiled = self.compiled(program, limit)
+        async with compiled as (code, problem, left), self.prisoner(limit) as (sandbox, link):
+            for test in tests[len(report.outcomes) :]:
+                given = test if isinstance(test, dict) else {}
+                stdin, expected = given.get("input"), given.get("output")
+                if isinstance(stdin, list) and all(type(part) is str for part in stdin):
+                    stdin = "\n".join(stdin)
                 if not isinstance(stdin, str) or not isinstance(expected, str):
                     report.add("error:TypeError", -1.0)
-                    continue
-                outcome, output, runtime, lasts = await self.run_once(sandbox, stdin, limit, b"r")
-                if outcome == "passed" and not same_output(output, expected):
-                    outcome = "failed"
-                report.add(outcome, runtime)
-                if not lasts:
-                    return
+                elif problem:
+                    report.add(problem, -1.0)
+                else:
+                    run = await self.run_once(sandbox, link, code, stdin, left, b"r")
+                    (outcome, output, runtime, lasts), left = run, limit
+                    wrong = outcome == "passed" and not same_output(output, expected)
+                    report.add("failed" if wrong else outcome, runtime)
+                    if not lasts:
+                        return
+            sandbox.reusable = True
+
+    @asynccontextmanager
+    async def compiled(self, program: str, limit: float) -> AsyncIterator[tuple[int, str, float]]:
+        """(a file with the program's code, "" or why there is none, seconds that are left of the limit)."""
+        with memory_file() as code:
+            began = time.monotonic()
+            async with self.stock.take(b"judge") as judge:
+                lines, loaded, timeout = await self.judged(judge, [], program, limit, code)
+                judge.reusable = loaded
+            fcntl.fcntl(code, fcntl.F_ADD_SEALS, SEALS)
+            problem = "timeout" if timeout else "memory" if judge.over_memory else "crashed"
+            left = max(0.0, began + limit - time.monotonic())
+            yield code, "" if loaded else lines[0][0] if lines else problem, left
+
+    @asynccontextmanager
+    async def prisoner(self, limit: float) -> AsyncIterator[tuple[Sandbox, socket.socket]]:
+        """A sandbox for a program, and the link on which its tests go there."""
+        async with self.stock.take(b"prisoner") as sandbox:
+            link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with link:
+                with theirs:
+                    sandbox.send(cpu_seconds(limit), theirs.fileno())
+                yield sandbox, link
 
     async def run_once(
-        self, sandbox: Sandbox, stdin: str, limit: float, kind: bytes
+        self, sandbox: Sandbox, link: socket.socket, code: int, stdin: str, limit: float, kind: bytes
     ) -> tuple[str, str, float, bool]:
-        """(outcome, output, seconds, may the sandbox be used for the next test) of one run of its program."""
+        """(outcome, output, seconds, may the sandbox be used for the next test) of one run of a program."""
         cap = int(self.walls.limits.output_mb * (1 << 20))
-        given, taken = sealed_file(stdin.encode(errors="surrogatepass")), os.memfd_create("stdout")
-        try:
+        with memory_file(stdin.encode(errors="surrogatepass")) as given, memory_file() as taken:
             began = time.monotonic()
             try:
-                socket.send_fds(sandbox.control, [kind], [given, taken])
-                message = await sandbox.receive(limit)
+                socket.send_fds(link, [kind], [code, given, taken])
+                message = await sandbox.receive(began + limit)
             except TimeoutError:
                 message = b"timeout"
             except OSError:
                 message = b""
             runtime = time.monotonic() - began
             output = os.pread(taken, cap + 1, 0)
-            status = int.from_bytes(message[:4], "little")
-            if message == b"timeout":
-                outcome = "timeout"
-            elif sandbox.over_memory:
-                outcome = "memory"
-            elif len(output) > cap:
-                outcome = "output_limit"
-            elif len(message) != 5 or os.WIFSIGNALED(status):
-                outcome = "crashed"
-            else:
-                outcome = {0: "passed", 3: "memory"}.get(os.WEXITSTATUS(status), "program_error")
-            return outcome, output[:cap].decode(errors="replace"), runtime, message[4:] == b"c"
-        finally:
-            os.close(given)
-            os.close(taken)
+        status = int.from_bytes(message[:4], "little")
+        if message == b"timeout":
+            outcome = "timeout"
+        elif sandbox.over_memory:
+            outcome = "memory"
+        elif len(output) > cap:
+            outcome = "output_limit"
+        elif len(message) != 5 or os.WIFSIGNALED(status):
+            outcome = "crashed"
+        else:
+            outcome = {0: "passed", 3: "memory"}.get(os.WEXITSTATUS(status), "program_error")
+        return (
+            outcome,
+            output[:cap].decode(errors="replace"),
+            runtime,
+            message[4:] == b"c" and not sandbox.over_memory,
+        )
 
 
-def sealed_file(data: bytes) -> int:
-    """A file in memory that nobody can change; at its start."""
+def cpu_seconds(limit: float) -> bytes:
+    """What a test's process may take: the clock on the wall ends it before."""
+    return str(int(limit) + 2).encode()
+
+
+@contextmanager
+def memory_file(data: bytes | None = None) -> Iterator[int]:
+    """A file in memory; with data one that nobody can change, at its start."""
     file = os.memfd_create("job", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]
-    os.lseek(file, 0, 0)
-    fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
-    return file
+    try:
+        if data is not None:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(file, view) :]
+            os.lseek(file, 0, 0)
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
+        yield file
+    finally:
+        os.close(file)

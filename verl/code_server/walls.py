@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import marshal
 import os
 import resource
 import shutil
@@ -85,11 +86,18 @@ def seccomp_program(namespaces: bool, fork: bool) -> bytes:
     rules.add_rule(pyseccomp.ERRNO(38), "clone3")  # its flags are in memory; glibc then uses clone
     for flag in NAMESPACE_FLAGS:
         rules.add_rule(refusal, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, flag, flag))
+    low = pyseccomp.MASKED_EQ, 0xFFFFFFFF  # the kernel reads no more of these arguments
     rules.add_rule(refusal, "prlimit64", pyseccomp.Arg(0, pyseccomp.NE, 0))  # of another process
+    for command in (1036, 1038):  # hints of how a file is written outlast the process
+        rules.add_rule(refusal, "fcntl", pyseccomp.Arg(1, *low, command))
+    for kind in () if namespaces else (2, 3):  # datagrams go to any socket that is a file
+        rules.add_rule(refusal, "socketpair", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, 0xF, kind))
+    for kind in () if namespaces else (ord("f"), ord("X"), ord("v"), 0x94):  # of file systems
+        rules.add_rule(refusal, "ioctl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, 0xFF00, kind << 8))
     if not fork:
         rules.add_rule(refusal, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, 0x10000, 0))  # no CLONE_THREAD
-        rules.add_rule(refusal, "prctl", pyseccomp.Arg(0, pyseccomp.EQ, 1))  # PDEATHSIG
-        for name in ("fork", "vfork"):
+        rules.add_rule(refusal, "prctl", pyseccomp.Arg(0, *low, 1))  # PDEATHSIG
+        for name in ("fork", "vfork", "execve", "execveat"):  # a thread that executes has no PDEATHSIG
             rules.add_rule(refusal, name)
     with tempfile.TemporaryFile() as file:
         rules.export_bpf(file)
@@ -193,10 +201,10 @@ class Walls:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         settings = self.settings(prefix) | {"socket": theirs.fileno()}
         script = os.memfd_create("script")
-        with os.fdopen(os.dup(script), "w") as file:
-            file.write(as_script(settings))
+        with os.fdopen(os.dup(script), "wb") as file:
+            file.write(marshal.dumps([zygote_modules(), settings]))
         os.lseek(script, 0, 0)
-        command = [python, "-I", "-S", "-B", "-X", "utf8", "-"]
+        command = [python, "-I", "-S", "-B", "-X", "utf8", "-c", LOADER]
         environment = {
             "LD_LIBRARY_PATH": f"{prefix}/lib",
             "OPENBLAS_NUM_THREADS": "1",
@@ -307,27 +315,34 @@ class Walls:
             "limits": limits,
             "processes": self.limits.processes,
             "tmp_mb": self.limits.tmp_mb,
+            "nice": max(0, -os.getpriority(os.PRIO_PROCESS, 0)),
             "readable": readable,
             "landlock": b"".join(word.to_bytes(8, sys.byteorder) for word in words),
+            "landlock_nested": bytes(16) + words[2].to_bytes(8, sys.byteorder),
             "seccomp": seccomp_program(namespaces, fork=True),
             "seccomp_no_fork": seccomp_program(namespaces, fork=False),
             "path": [self.package_folder()] if self.places else [],
+            "judge_imports": ["numpy"] if any(place.name == "numpy" for place in self.places) else [],
         }
 
 
-def as_script(settings: dict[str, Any]) -> str:
-    """zygote.py and what it imports as one script: the sandboxes see no file of ours."""
+LOADER = """
+import marshal, sys
+modules, settings = marshal.load(sys.stdin.buffer)
+for name, code in modules:
+    module = sys.modules[name] = type(sys)(name)
+    exec(code, module.__dict__)
+del modules, code
+module.main(settings)
+"""
+
+
+def zygote_modules() -> list[tuple[str, Any]]:
+    """zygote.py and what it imports, compiled: the sandboxes see no file of ours."""
     here = Path(__file__).parent
-    lines = [
-        "import sys",
-        "make = type(sys)",
-        "for name in ('verl', 'verl.code_server'): sys.modules[name] = make(name)",
-    ]
-    for name in SCRIPT_MODULES:
-        full, source = f"verl.code_server.{name}", (here / f"{name}.py").read_text()
-        lines.append(f"module = sys.modules[{full!r}] = make({full!r})")
-        lines.append(f"exec(compile({source!r}, {full!r}, 'exec'), module.__dict__)")
-    return "\n".join([*lines, f"module.main({settings!r})"])
+    sources = {"verl": "", "verl.code_server": ""}
+    sources |= {f"verl.code_server.{name}": (here / f"{name}.py").read_text() for name in SCRIPT_MODULES}
+    return [(name, compile(source, name, "exec", dont_inherit=True)) for name, source in sources.items()]
 
 
 def choose_walls(tier: str, limits: Limits, packages: Sequence[str] = ()) -> Walls:

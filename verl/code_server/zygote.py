@@ -1,9 +1,10 @@
 """Starts sandboxes by fork: one request on its socket, one more process behind walls of its own.
 
-    supervisor --(role, control socket)--> zygote --fork--> walls --> b"ready" on that socket --> the role
+    supervisor --(role, control socket)--> zygote --fork--> walls --> b"ready" on that socket --> a program
+                                                                      b"ready" again --> the next program ..
 
-The supervisor sends this file, `codec.py`, `prisoner.py` and `judge.py` as one script to a bare Python
-(-I -S) that bubblewrap has locked up, or (Landlock) whose forks lock themselves up. It never runs a program.
+The supervisor sends this file, `codec.py`, `prisoner.py` and `judge.py`, compiled, to a bare Python (-I -S)
+that bubblewrap has locked up, or (Landlock) whose forks lock themselves up. It never runs a program.
 """
 
 from __future__ import annotations
@@ -11,16 +12,20 @@ from __future__ import annotations
 import _socket
 import ctypes
 import gc
+import marshal
 import posix
 import resource
 import sys
+from functools import partial
 from typing import Any
 
 from verl.code_server.codec import decode, receive
-from verl.code_server.judge import Test, is_plain, judge_tests, run_test
-from verl.code_server.prisoner import Servant, compile_program, load, serve_tests
+from verl.code_server.judge import Test, judge_tests, nodes_of, run_test
+from verl.code_server.prisoner import Servant, Traces, load, serve_tests
 
 NEWNS, NEWUSER, NEWPID = 0x20000, 0x10000000, 0x20000000
+NOSUID_NODEV_NOATIME = 0x406
+MAX_JUDGE_KB = 200 << 10  # of memory; a judge that has held more takes no further program
 SET_PDEATHSIG, SET_DUMPABLE, SET_NO_NEW_PRIVS, SET_SECCOMP = 1, 4, 38, 22
 CAP_HEADER = (0x20080522).to_bytes(4, sys.byteorder) + bytes(4)  # version 3
 libc = ctypes.CDLL(None, use_errno=True)
@@ -43,11 +48,10 @@ def seccomp(program: bytes) -> None:
     must(libc.prctl(SET_SECCOMP, 2, ctypes.byref(Filter(len(program) // 8, program)), 0, 0), "seccomp")
 
 
-def landlock() -> None:
-    """Nothing but reading `settings["readable"]`; no TCP, no signal and no abstract socket to the outside."""
-    rights = settings["landlock"]
+def landlock(rights: bytes, readable: list[tuple[str, int]]) -> None:
+    """Takes `rights` from this process, but for what it may do below the paths of `readable`."""
     ruleset = must(libc.syscall(444, ctypes.c_char_p(rights), ctypes.c_size_t(len(rights)), 0), "landlock")
-    for path, access in settings["readable"]:
+    for path, access in readable:
         fd = posix.open(path, posix.O_PATH | posix.O_CLOEXEC)
         rule = access.to_bytes(8, sys.byteorder) + fd.to_bytes(4, sys.byteorder)
         must(libc.syscall(445, ruleset, 1, ctypes.c_char_p(rule), 0), f"landlock {path}")
@@ -60,14 +64,14 @@ def limit(kind: int, amount: int) -> None:
     resource.setrlimit(kind, (amount, amount))
 
 
-def build_walls(role: bytes) -> None:
+def build_walls() -> None:
     """Locks up this process for good: memory, files, names, then the calls that could open it again."""
     for kind, amount in settings["limits"].items():
         limit(kind, amount)
     if settings["namespaces"]:
         must(libc.unshare(NEWNS), "unshare")
         size = f"size={settings['tmp_mb']}m,nr_inodes=4096".encode()
-        must(libc.mount(b"tmpfs", b"/tmp", b"tmpfs", 6, size), "tmpfs")
+        must(libc.mount(b"tmpfs", b"/tmp", b"tmpfs", NOSUID_NODEV_NOATIME, size), "tmpfs")
         must(libc.unshare(NEWUSER), "unshare")
         limit(resource.RLIMIT_NPROC, settings["processes"])
     must(libc.prctl(SET_DUMPABLE, 0, 0, 0, 0), "dumpable")
@@ -75,73 +79,93 @@ def build_walls(role: bytes) -> None:
     must(libc.capset(ctypes.c_char_p(CAP_HEADER), ctypes.c_char_p(bytes(24))), "capset")
     if not settings["namespaces"]:
         must(libc.prctl(SET_PDEATHSIG, 9, 0, 0, 0), "pdeathsig")
-        landlock()
+    if settings["tier"] == "landlock":
+        landlock(settings["landlock"], settings["readable"])
     seccomp(settings["seccomp"])
-    if role == b"judge":
-        lock_up()
+    point_to_null()
+
+
+def point_to_null() -> None:
+    """Points stdin, stdout and stderr to /dev/null, opened anew: locks on it last as long as that is open."""
+    null = posix.open("/dev/null", posix.O_RDWR)
     for fd in (0, 1, 2):
-        posix.dup2(settings["null"], fd)
-    posix.close(settings["null"])
+        posix.dup2(null, fd)
+    posix.close(null)
 
 
-def lock_up() -> None:
-    """Without a PID namespace that would end them with it, a sandbox starts no processes; nor can it reach
-    its parent."""
+def lock_up(parent: int, cpu_seconds: int) -> None:
+    """What the fork for a test adds to its sandbox's walls. Without a PID namespace that would end them with
+    it, it starts no processes, ends with its parent, and can't signal it."""
+    limit(resource.RLIMIT_CPU, cpu_seconds)
+    point_to_null()
     if settings["tier"] == "landlock":
         must(libc.prctl(SET_PDEATHSIG, 9, 0, 0, 0), "pdeathsig")
-        landlock()
+        if posix.getppid() != parent:
+            posix._exit(70)
+        landlock(settings["landlock_nested"], [])
         seccomp(settings["seccomp_no_fork"])
 
 
-def run_role(role: bytes, control: _socket.socket) -> None:
-    """What a sandbox does once it is needed: the supervisor sends a job and, but for stdio, the link between
-    judge and prisoner."""
-    control.send(b"ready")
-    cpu_seconds, fds = receive(control)
-    if not fds:
-        return
-    limit(resource.RLIMIT_CPU, int(cpu_seconds))
-    size = posix.fstat(fds[0]).st_size
-    job = decode(posix.pread(fds[0], size, 0).decode("ascii"), lambda tag, number: None)
-    posix.close(fds[0])
-    alone = settings["namespaces"]
-    source = control if role == b"stdio" else _socket.socket(fileno=fds[1])
-    if role == b"judge":
-        judge_tests(control, job, source, alone)
-    else:
-        serve_tests(role, job, source, alone, lock_up)
+def keep(role: bytes, control: _socket.socket) -> None:
+    """The life of a sandbox: says b"ready", takes a program from the supervisor, serves it, and again. A
+    prisoner's files: the link on which its tests come; a judge's: the job, files for the program's code and
+    for the reports and, but for stdio, the other end of that link."""
+    own, alone = posix.getpid(), settings["namespaces"]
+    for name in settings["judge_imports"] if role == b"judge" else ():
+        __import__(name)  # within a test a recursion could leave it half made
+    is_touched = Traces().are_left if alone and role == b"prisoner" else lambda forks: False
+    while True:
+        control.send(b"ready")
+        cpu_seconds, fds = receive(control)
+        if not fds:
+            return
+        lock = partial(lock_up, own, int(cpu_seconds))
+        link = _socket.socket(fileno=fds[-1]) if role == b"prisoner" or len(fds) == 4 else None
+        if role == b"prisoner" and link is not None:
+            serve_tests(link, control, alone, is_touched, lock)
+        else:
+            job = posix.pread(fds[0], posix.fstat(fds[0]).st_size, 0).decode("ascii")
+            texts, program = decode(job, lambda tag, number: None)
+            judge_tests(texts, program, fds[1], fds[2], link, alone, lock)
+            control.send(b"done")
+            for fd in fds[:3]:
+                posix.close(fd)
+            if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MAX_JUDGE_KB:
+                return
+        if link is not None:
+            link.close()
 
 
 def warm_up() -> None:
     """Runs a test in this process, once as the judge and once as the prisoner: Python rewrites code at its
     first runs, which would copy memory in each fork."""
-    mine, theirs = _socket.socketpair()
-    text = "from typing import List\ndef f(a: List[int], b: str) -> List[int]: return [i for i in a]"
+    code = compile(
+        "from typing import List\ndef f(a: List[int], b: str) -> List[int]: return [i for i in a]", "", "exec"
+    )
     for judge_here in (True, False):
+        mine, theirs = _socket.socketpair()
         child = posix.fork()
         if judge_here == (child != 0):
             for _ in range(20):
                 test = Test(mine.fileno())
-                tree: Any = compile("assert f([1, 2], b='') == [1, 2]", "<test>", "exec", 0x400, True)
-                names, _problem = test.namespace(tree)
-                if not is_plain(tree, names) or run_test(test, tree, names) != "passed":
+                nodes = nodes_of(compile("assert f([1, 2], b='') == [1, 2]", "", "exec", 0x400, True))
+                names, _problem = test.namespace(nodes)
+                if not test.is_plain(nodes) or run_test(test, nodes, names) != "passed":
                     posix._exit(70)
             mine.shutdown(_socket.SHUT_RDWR)
         else:
             for _ in range(20):
-                namespace = load(compile_program(text), "program")[0]
+                namespace = load(marshal.loads(marshal.dumps(code)), "program")[0]
             Servant(theirs.fileno(), namespace, None).run()
         if child == 0:
             posix._exit(0)
         posix.waitpid(child, 0)
-        mine, theirs = _socket.socketpair()
     del sys.modules["program"]
 
 
 def main(given: dict[str, Any]) -> None:
     """Forks a sandbox for each request on the socket `given["socket"]`, until its other end is closed."""
     settings.update(given)
-    settings["null"] = posix.open("/dev/null", posix.O_RDWR)
     sys.path.extend(given["path"])
     for name in PRELOADED.split():
         __import__(name)
@@ -160,6 +184,7 @@ def main(given: dict[str, Any]) -> None:
     signal.signal(signal.SIGCHLD, reap)
     own = posix.pidfd_open(posix.getpid()) if namespaces else -1
     gc.collect()
+    libc.malloc_trim(0)  # each page of memory makes a fork slower
     gc.set_threshold(50_000, 20, 20)  # a collection in a fork copies what it looks at
     gc.freeze()
     while True:
@@ -176,9 +201,10 @@ def main(given: dict[str, Any]) -> None:
             if own >= 0:
                 posix.close(own)
             posix.setsid()
-            build_walls(role)
+            posix.nice(settings["nice"] if role == b"prisoner" else 0)
+            build_walls()
             posix.chdir("/tmp")
-            run_role(role, control)
+            keep(role, control)
             posix._exit(0)
         if namespaces:
             must(libc.setns(own, NEWPID), "setns")

@@ -15,8 +15,7 @@ from typing import Any
 from verl.config.keys import as_list, at, check_values, refusal
 from verl.config.mixture import sources_of
 from verl.config.policy import ACTOR, ROLLOUT, Vllm
-from verl.config.schema import Config
-from verl.config.sft import SFTConfig
+from verl.config.schema import Config, SFTConfig
 
 FORMAT_SCORES = ("structure_format_score", "final_format_score", "retrieval_score")
 LOGGERS, VAL_MODES = ("console", "wandb", "tensorboard", "mlflow"), ("greedy", "sampled")
@@ -92,11 +91,8 @@ def _check_run(config: Config | SFTConfig, trained: list[str], models: list[str]
                 "PEFT adapter, such as <default_local_dir>/global_step_100/actor/adapter."
             )
         if (path is not None or rank > 0) and importlib.util.find_spec("peft") is None:
-            raise refusal(
-                config,
-                f"{block}.lora_rank",
-                ", but peft is not there; run `pip install -c constraints.txt peft`.",
-            )
+            why = ", but peft is not there; run `pip install -c constraints.txt peft`."
+            raise refusal(config, f"{block}.lora_rank", why)
     for name in trainer.logger:
         if name not in LOGGERS:
             raise ValueError(f"Found {name!r} in trainer.logger; expected any of: {', '.join(LOGGERS)}.")
@@ -121,9 +117,9 @@ def _check_files(key: str, files: str | list[str] | None) -> None:
     """A key that names a file of rows, or a list of them."""
     for path in as_list(files):
         if path is None:
-            raise ValueError(f"Found no {key}; expected a parquet file. Set {key}=<path>.parquet.")
+            raise ValueError(f"Found no {key}; expected a parquet or jsonl file. Set {key}=<path>.parquet.")
         if not Path(path).is_file():
-            raise ValueError(f"Found no file at {key}={path}; expected a parquet file.")
+            raise ValueError(f"Found no file at {key}={path}; expected a parquet or jsonl file.")
 
 
 def check_model(key: str, path: str | None) -> None:

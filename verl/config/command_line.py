@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
@@ -29,37 +30,26 @@ def read_arguments(
         ValueError: an argument can't be read; see `load`.
         SystemExit: with code 0 after `--help` or `--print`.
     """
-    name, rest = take_config_name(argv, names[0])
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config-name", default=names[0])
+    for flags in (("--help", "-h"), ("--print",), ("--origins",)):
+        parser.add_argument(*flags, action="store_true")
+    try:
+        options, rest = parser.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        if error.argument_name != "--config-name":
+            raise ValueError(f"Found {error.argument_name} with a value; expected it alone.") from None
+        raise ValueError(f"Found --config-name without a name; expected for example {names[0]}.") from None
+    name = options.config_name.removesuffix(".yaml")
     if name not in names:
         raise ValueError(f"Found --config-name {name}; expected one of: {', '.join(names)}.")
-    flags = {flag for flag in rest if flag in ("--help", "-h", "--print", "--origins")}
-    loaded = load([argument for argument in rest if argument not in flags], name)
-    if flags & {"--help", "-h"}:
+    loaded = load(rest, name)
+    if options.help:
         print(OPTIONS.format(names=", ".join(names)))
         print(to_yaml(name, loaded))
-        sys.exit(0)
-    if flags:
-        print(to_yaml(name, loaded, with_origins="--origins" in flags, with_meaning=False))
+    elif options.print or options.origins:
+        print(to_yaml(name, loaded, with_origins=options.origins, with_meaning=False))
         print(f"# {len(settable(PROGRAMS[name].schema))} keys")
-        sys.exit(0)
-    return loaded
-
-
-def take_config_name(argv: Sequence[str], default: str = "ppo_trainer") -> tuple[str, list[str]]:
-    """(name of the configuration, the other arguments) of `--config-name NAME` or `--config-name=NAME`; the
-    last one counts.
-
-    Raises:
-        ValueError: no name follows.
-    """
-    name, rest, arguments = default, [], list(argv)
-    while arguments:
-        argument = arguments.pop(0)
-        option, equals, value = argument.partition("=")
-        if option != "--config-name":
-            rest.append(argument)
-            continue
-        if not equals and not arguments:
-            raise ValueError(f"Found --config-name without a name; expected for example {default}.")
-        name = (value if equals else arguments.pop(0)).removesuffix(".yaml")
-    return name, rest
+    else:
+        return loaded
+    sys.exit(0)

@@ -8,14 +8,15 @@ removed             unknown, with what to do instead
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.keys import Key, Range, shown
 from verl.config.policy import ACTOR, REF, ROLLOUT
-from verl.config.schema import Config
-from verl.config.sft import SFTConfig
+from verl.config.schema import Config, SFTConfig
+from verl.config.values import parse_value
 
 
 @dataclass(frozen=True)
@@ -68,17 +69,17 @@ class Table:
         return None if value == usual else f"{name}={shown(value)} has no effect: {reason}"
 
 
-def replicas(config: Config) -> int:
+def replicas(config: Config | SFTConfig) -> int:
     """Groups of processes with rows of their own: on Megatron several processes share each row."""
     processes = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    actor, block = config.actor_rollout_ref.actor, config.actor_rollout_ref.actor.megatron
-    sharing = (
-        block.tensor_model_parallel_size * block.pipeline_model_parallel_size * block.context_parallel_size
-    )
-    return max(1, processes // sharing) if actor.strategy == "megatron" else processes
+    if isinstance(config, SFTConfig) or config.actor_rollout_ref.actor.strategy != "megatron":
+        return processes
+    cut = config.actor_rollout_ref.actor.megatron
+    sharing = cut.tensor_model_parallel_size * cut.pipeline_model_parallel_size * cut.context_parallel_size
+    return max(1, processes // sharing)
 
 
-def _of_the_run(config: Config, rows: int) -> int:
+def _of_the_run(config: Config | SFTConfig, rows: int) -> int:
     """Rows of a pass over all processes -> rows of one process's pass."""
     return max(1, rows // replicas(config))
 
@@ -87,13 +88,16 @@ def _with_enforce_eager(config: Config, value: bool) -> dict[str, Any]:
     return {"enforce_eager": value} | config.actor_rollout_ref.rollout.vllm.engine_args
 
 
-def _of_the_sft_run(config: SFTConfig, rows: int) -> int:
-    return max(1, rows // (config.trainer.nnodes * config.trainer.n_gpus_per_node))
-
-
-def _reasons(table: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Any, str]]:
-    """{reason: {key: value}} -> {key: (value, reason)}"""
-    return {key: (value, reason) for reason, keys in table.items() for key, value in keys.items()}
+def _reasons(text: str) -> dict[str, tuple[Any, str]]:
+    """Key -> (value, reason), of lines "key=value key=value: reason"; _BLOCKS: what a key may begin with."""
+    table: dict[str, tuple[Any, str]] = {}
+    for entry in re.findall(r"(\S+=[^:]+): (.+)\n", text):
+        for setting in entry[0].split():
+            name, value = setting.split("=")
+            first, dot, rest = name.partition(".")
+            for block in _BLOCKS.get(first, (first,)):
+                table[block + dot + rest] = (parse_value(value), entry[1])
+    return table
 
 
 PASSES = {  # the whole run's size of a pass in rows -> what it is when nothing is set
@@ -102,12 +106,78 @@ PASSES = {  # the whole run's size of a pass in rows -> what it is when nothing 
     f"{ROLLOUT}.log_prob_micro_batch_size": 128,
     "critic.ppo_micro_batch_size": 64,
 }
-_FSDP = (f"{ACTOR}.fsdp_config", "critic.model.fsdp_config", f"{REF}.fsdp_config")
-_MEGATRON = (f"{ACTOR}.megatron", f"{REF}.megatron", "critic.megatron")
-_FP32, _WRAP = "Gradients are summed over processes in fp32.", "FSDP2 shards each decoder layer on its own."
-_CODE = ("api_url", "max_execution_time", "pass_rate_reward_threshold", "apply_perf_penalty")
-_JUDGE = ("model", "max_tokens", "temperature", "timeout")
-_HDFS = "Nothing is copied to HDFS; a run's folder is default_local_dir."
+_BLOCKS = {
+    "ACTOR": (ACTOR,),
+    "REF": (REF,),
+    "ROLLOUT": (ROLLOUT,),
+    "FSDP": (f"{ACTOR}.fsdp_config", "critic.model.fsdp_config", f"{REF}.fsdp_config"),
+    "MEGATRON": (f"{ACTOR}.megatron", f"{REF}.megatron", "critic.megatron"),
+}
+_RL_FIXED = """
+data.tokenizer=null: The tokenizer is the one in the model's folder; put yours there.
+data.return_raw_input_ids=false: The raw prompt ids are always in the batch, as raw_prompt_ids.
+actor_rollout_ref.hybrid_engine=true: For rollouts apart set actor_rollout_ref.rollout.placement=apart.
+ACTOR.state_masking=true: Only tokens that the policy sampled are trained; this cannot be off.
+FSDP.mixed_precision.buffer_dtype=fp32: Buffers such as rotary tables keep their own type.
+FSDP.mixed_precision.reduce_dtype=fp32: Gradients are summed over processes in fp32.
+FSDP.wrap_policy.min_num_params=0 FSDP.wrap_policy.transformer_layer_cls_to_wrap=null
+FSDP.wrap_policy.disable=false: FSDP2 shards each decoder layer on its own.
+MEGATRON.sequence_parallel=true: With tensor parallelism the activations are shared too.
+MEGATRON.num_layers_per_virtual_pipeline_stage=null: A process has one stage of the pipeline.
+ACTOR.policy_loss.clip_cov_lb=1.0 ACTOR.policy_loss.clip_cov_ub=5.0
+    : clip_cov draws among covariances from 1 to 5, as in verl.
+critic.loss_agg_mode=token-mean: The critic's loss is a mean over tokens.
+ACTOR.optim.total_training_steps=-1 critic.optim.total_training_steps=-1: The schedule is as long as the run.
+ACTOR.load_weight=true REF.load_weight=true critic.load_weight=true reward_model.load_weight=true
+    : Training starts from the weights in the model's folder.
+critic.kl_ctrl.type=fixed critic.kl_ctrl.kl_coef=0.001
+    : The critic's loss has no KL; the policy's is algorithm.kl_ctrl.
+reward_model.enable=false reward_model.strategy=fsdp reward_model.model.input_tokenizer=null
+reward_model.model.path=null reward_model.model.external_lib=null
+reward_model.model.use_remove_padding=false reward_model.model.trust_remote_code=false
+reward_model.model.fsdp_config.min_num_params=0 reward_model.model.fsdp_config.param_offload=false
+reward_model.micro_batch_size=64 reward_model.max_length=null reward_model.ulysses_sequence_parallel_size=1
+reward_model.use_dynamic_bsz=false reward_model.forward_max_token_len_per_gpu=32768
+reward_model.truncation=right reward_model.param_offload=false
+reward_model.megatron.tensor_model_parallel_size=4 reward_model.megatron.pipeline_model_parallel_size=1
+reward_model.megatron.num_layers_per_virtual_pipeline_stage=null
+reward_model.megatron.sequence_parallel=true reward_model.megatron.seed=1
+    : There are no neural reward models; give a function with custom_reward_function.path.
+algorithm.no_think_rl=false: It would train on text that the policy did not write in this form.
+algorithm.state_masking.start_state_marker=<information>
+algorithm.state_masking.end_state_marker=</information>: The tags of an observation are the protocol.
+trainer.default_hdfs_dir=null: Nothing is copied to HDFS; a run's folder is default_local_dir.
+ROLLOUT.ignore_eos=false: A turn ends at the end-of-sequence token.
+"""
+_RL_WITHOUT_EFFECT = """
+MEGATRON.seed=1: weights come from the model's folder, and no layer draws at random.
+ACTOR.fsdp_config.grad_offload=false critic.model.fsdp_config.grad_offload=false
+    : gradients are freed with every update.
+ROLLOUT.load_format=dummy_dtensor: every engine takes the trainer's weights; none loads a file of its own.
+ROLLOUT.layer_name_map.qkv_layer_name=qkv ROLLOUT.layer_name_map.gate_proj_layer_name=gate_up
+    : weights reach every engine under Hugging Face's names.
+critic.forward_micro_batch_size=null critic.forward_micro_batch_size_per_gpu=null
+critic.forward_max_token_len_per_gpu=null: the critic's passes are of one size, that of ppo_.
+REF.log_prob_max_token_len_per_gpu=null ROLLOUT.log_prob_max_token_len_per_gpu=null
+    : passes without gradient are of actor_rollout_ref.actor.ppo_max_token_len_per_gpu tokens too.
+data.return_raw_chat=false: the chat messages of each row are kept where they are needed.
+"""
+_SFT_FIXED = """
+data.use_shm=false model.use_shm=false: Models and data are read where they are.
+data.custom_cls.path=null data.custom_cls.name=null
+    : Rows come as prompt and response, as messages, or as segments; write them so.
+model.use_liger=false: Logits are made for trained tokens only and in chunks already.
+model.fsdp_config.wrap_policy.min_num_params=0: FSDP2 shards each decoder layer on its own.
+model.fsdp_config.cpu_offload=false model.fsdp_config.offload_params=false
+    : Weights stay on the device; use lora_rank, gradient checkpointing or more processes.
+model.fsdp_config.mixed_precision.reduce_dtype=fp32: Gradients are summed over processes in fp32.
+ulysses_sequence_parallel_size=1: Supervised rows are short: each process trains on whole ones.
+trainer.default_hdfs_dir=null: Nothing is copied to HDFS; a run's folder is default_local_dir.
+"""
+_SFT_WITHOUT_EFFECT = """
+data.balance_dp_token=false: the loss is always a mean over the trained tokens of all processes.
+model.strategy=fsdp2: fsdp and fsdp2 both mean FSDP2.
+"""
 
 RL = Table(
     renamed_groups={"environment.skyrl_gym": "environment.env_config"},
@@ -126,110 +196,8 @@ RL = Table(
         "environment.skyrl_gym.search.topk": Alias("retriever.topk"),
         "environment.skyrl_gym.search.timeout": Alias("retriever.timeout"),
     },
-    fixed=_reasons(
-        {
-            "The tokenizer is the one in the model's folder; put yours there.": {"data.tokenizer": None},
-            "The raw prompt ids are always in the batch, as raw_prompt_ids.": {
-                "data.return_raw_input_ids": False
-            },
-            f"For rollouts apart set {ROLLOUT}.placement=apart.": {"actor_rollout_ref.hybrid_engine": True},
-            "Only tokens that the policy sampled are trained; this cannot be off.": {
-                f"{ACTOR}.state_masking": True
-            },
-            "Buffers such as rotary tables keep their own type.": {
-                f"{block}.mixed_precision.buffer_dtype": "fp32" for block in _FSDP
-            },
-            _FP32: {f"{block}.mixed_precision.reduce_dtype": "fp32" for block in _FSDP},
-            _WRAP: {
-                f"{block}.wrap_policy.{name}": value
-                for block in _FSDP
-                for name, value in (
-                    ("min_num_params", 0),
-                    ("transformer_layer_cls_to_wrap", None),
-                    ("disable", False),
-                )
-            },
-            "With tensor parallelism the activations are shared too.": {
-                f"{block}.sequence_parallel": True for block in _MEGATRON
-            },
-            "A process has one stage of the pipeline.": {
-                f"{block}.num_layers_per_virtual_pipeline_stage": None for block in _MEGATRON
-            },
-            "clip_cov draws among covariances from 1 to 5, as in verl.": {
-                f"{ACTOR}.policy_loss.clip_cov_lb": 1.0,
-                f"{ACTOR}.policy_loss.clip_cov_ub": 5.0,
-            },
-            "The critic's loss is a mean over tokens.": {"critic.loss_agg_mode": "token-mean"},
-            "The schedule is as long as the run.": {
-                f"{block}.optim.total_training_steps": -1 for block in (ACTOR, "critic")
-            },
-            "Training starts from the weights in the model's folder.": {
-                f"{block}.load_weight": True for block in (ACTOR, REF, "critic", "reward_model")
-            },
-            "The critic's loss has no KL; the policy's is algorithm.kl_ctrl.": {
-                "critic.kl_ctrl.type": "fixed",
-                "critic.kl_ctrl.kl_coef": 0.001,
-            },
-            "There are no neural reward models; give a function with custom_reward_function.path.": {
-                "reward_model.enable": False,
-                "reward_model.strategy": "fsdp",
-                "reward_model.model.input_tokenizer": None,
-                "reward_model.model.path": None,
-                "reward_model.model.external_lib": None,
-                "reward_model.model.use_remove_padding": False,
-                "reward_model.model.trust_remote_code": False,
-                "reward_model.model.fsdp_config.min_num_params": 0,
-                "reward_model.model.fsdp_config.param_offload": False,
-                "reward_model.micro_batch_size": 64,
-                "reward_model.max_length": None,
-                "reward_model.ulysses_sequence_parallel_size": 1,
-                "reward_model.use_dynamic_bsz": False,
-                "reward_model.forward_max_token_len_per_gpu": 32768,
-                "reward_model.truncation": "right",
-                "reward_model.param_offload": False,
-                "reward_model.megatron.tensor_model_parallel_size": 4,
-                "reward_model.megatron.pipeline_model_parallel_size": 1,
-                "reward_model.megatron.num_layers_per_virtual_pipeline_stage": None,
-                "reward_model.megatron.sequence_parallel": True,
-                "reward_model.megatron.seed": 1,
-            },
-            "It would train on text that the policy did not write in this form.": {
-                "algorithm.no_think_rl": False
-            },
-            "The tags of an observation are the protocol.": {
-                "algorithm.state_masking.start_state_marker": "<information>",
-                "algorithm.state_masking.end_state_marker": "</information>",
-            },
-            _HDFS: {"trainer.default_hdfs_dir": None},
-            "A turn ends at the end-of-sequence token.": {f"{ROLLOUT}.ignore_eos": False},
-        }
-    ),
-    without_effect=_reasons(
-        {
-            "weights come from the model's folder, and no layer draws at random.": {
-                f"{block}.seed": 1 for block in _MEGATRON
-            },
-            "gradients are freed with every update.": {
-                f"{block}.grad_offload": False for block in _FSDP if not block.startswith(REF)
-            },
-            "every engine takes the trainer's weights; none loads a file of its own.": {
-                f"{ROLLOUT}.load_format": "dummy_dtensor"
-            },
-            "weights reach every engine under Hugging Face's names.": {
-                f"{ROLLOUT}.layer_name_map.qkv_layer_name": "qkv",
-                f"{ROLLOUT}.layer_name_map.gate_proj_layer_name": "gate_up",
-            },
-            "the critic's passes are of one size, that of ppo_.": {
-                "critic.forward_micro_batch_size": None,
-                "critic.forward_micro_batch_size_per_gpu": None,
-                "critic.forward_max_token_len_per_gpu": None,
-            },
-            f"passes without gradient are of {ACTOR}.ppo_max_token_len_per_gpu tokens too.": {
-                f"{block}.log_prob_max_token_len_per_gpu": None for block in (REF, ROLLOUT)
-            },
-            "the chat messages of each row are kept where they are needed.": {"data.return_raw_chat": False},
-        }
-    ),
+    fixed=_reasons(_RL_FIXED),
+    without_effect=_reasons(_RL_WITHOUT_EFFECT),
     removed={
         f"{ROLLOUT}.compile": "The native engine decodes without torch.compile.",
         f"{ROLLOUT}.block_size": "It is 32; of vLLM it is rollout.vllm.engine_args.block_size.",
@@ -238,62 +206,29 @@ RL = Table(
         f"{ROLLOUT}.vllm.weight_transfer": "It is NCCL on CUDA and gloo on CPU.",
         "generator.merge_stepwise_output": "What turns have in common is computed once, always.",
         "algorithm.filter_groups.refill": "No refill is algorithm.filter_groups.max_num_gen_batches=1.",
-        **dict.fromkeys(
-            ("trainer.rollout_pool.nnodes", "trainer.rollout_pool.n_gpus_per_node"),
-            f"Rollouts apart are servers: {ROLLOUT}.placement=apart.",
-        ),
-        **{
-            key: f"It is always {value}."
-            for key, value in {
-                f"{ACTOR}.entropy_ctrl.min_coeff": "0",
-                f"{ACTOR}.entropy_ctrl.max_coeff": "0.1",
-                f"{ACTOR}.entropy_ctrl.delta": "0.001 a step",
-                f"{ACTOR}.policy_loss.aipo_max_ratio": "5",
-                f"{ACTOR}.policy_loss.ipo_eps": "0.3",
-                f"{ACTOR}.optim.adamw_lr": "lr",
-                f"{REF}.fsdp_config.model_dtype": "that of the computation",
-                "trainer.cpus_per_process": "0.25",
-                "algorithm.rae_decay": "0.95",
-                "data.difficulty_pools.easy_threshold": "1",
-                "data.difficulty_pools.hard_threshold": "0",
-            }.items()
-        },
+        "trainer.rollout_pool.nnodes": f"Rollouts apart are servers: {ROLLOUT}.placement=apart.",
+        "trainer.rollout_pool.n_gpus_per_node": f"Rollouts apart are servers: {ROLLOUT}.placement=apart.",
+        f"{ACTOR}.entropy_ctrl.min_coeff": "It is always 0.",
+        f"{ACTOR}.entropy_ctrl.max_coeff": "It is always 0.1.",
+        f"{ACTOR}.entropy_ctrl.delta": "It is always 0.001 a step.",
+        f"{ACTOR}.policy_loss.aipo_max_ratio": "It is always 5.",
+        f"{ACTOR}.policy_loss.ipo_eps": "It is always 0.3.",
+        f"{ACTOR}.optim.adamw_lr": "It is always lr.",
+        f"{REF}.fsdp_config.model_dtype": "It is always that of the computation.",
+        "trainer.cpus_per_process": "It is always 0.25.",
+        "algorithm.rae_decay": "It is always 0.95.",
+        "data.difficulty_pools.easy_threshold": "It is always 1.",
+        "data.difficulty_pools.hard_threshold": "It is always 0.",
     },
 )
 
 SFT = Table(
     aliases={
-        "data.micro_batch_size": Alias("data.micro_batch_size_per_gpu", _of_the_sft_run, low=1),
+        "data.micro_batch_size": Alias("data.micro_batch_size_per_gpu", _of_the_run, low=1),
         "optim.warmup_steps_ratio": Alias("optim.lr_warmup_steps_ratio"),
         "optim.lr_scheduler": Alias("optim.warmup_style"),
         "trainer.resume_path": Alias("trainer.resume_from_path", also={"trainer.resume_mode": "from_path"}),
     },
-    fixed=_reasons(
-        {
-            "Models and data are read where they are.": {"data.use_shm": False, "model.use_shm": False},
-            "Rows come as prompt and response, as messages, or as segments; write them so.": {
-                "data.custom_cls.path": None,
-                "data.custom_cls.name": None,
-            },
-            "Logits are made for trained tokens only and in chunks already.": {"model.use_liger": False},
-            _WRAP: {"model.fsdp_config.wrap_policy.min_num_params": 0},
-            "Weights stay on the device; use lora_rank, gradient checkpointing or more processes.": {
-                "model.fsdp_config.cpu_offload": False,
-                "model.fsdp_config.offload_params": False,
-            },
-            _FP32: {"model.fsdp_config.mixed_precision.reduce_dtype": "fp32"},
-            "Supervised rows are short: each process trains on whole ones.": {
-                "ulysses_sequence_parallel_size": 1
-            },
-            _HDFS: {"trainer.default_hdfs_dir": None},
-        }
-    ),
-    without_effect=_reasons(
-        {
-            "the loss is always a mean over the trained tokens of all processes.": {
-                "data.balance_dp_token": False
-            },
-            "fsdp and fsdp2 both mean FSDP2.": {"model.strategy": "fsdp2"},
-        }
-    ),
+    fixed=_reasons(_SFT_FIXED),
+    without_effect=_reasons(_SFT_WITHOUT_EFFECT),
 )

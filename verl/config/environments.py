@@ -1,7 +1,5 @@
 """Keys of what an action does and what it earns: the blocks `environment` and `verifiers`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +10,7 @@ from verl.config.keys import Block, Count, NotNegative, Positive, Share, group, 
 class CodeVerifierConfig(Block):
     """The verifiers code and code_stdio."""
 
-    api_url: str | None = key(
-        None, "code server, or several with commas between (null: CODE_API_URL, else one of its own)"
-    )
+    api_url: str | None = key(None, "code server, or a,b,.. (null: CODE_API_URL, else one of its own)")
     max_execution_time: Positive = key(1.0, "seconds of each test")
     pass_rate_reward_threshold: Share = key(0.0, "a smaller share of passed tests is worth 0")
     apply_perf_penalty: bool = key(False, "each pass is worth (limit - runtime) / limit")
@@ -39,23 +35,12 @@ class JudgeConfig(Block):
 class EnvironmentConfig(Block):
     """What an action of the policy does (verl/environments)."""
 
-    env_class: str = key(
-        "search", "environment of rows without a column env_class: a name, or package.module:Class"
-    )
-    max_workers: Count = key(
-        256,
-        "most environments at a step in threads of one process; of those in processes, 32 compute at once",
-    )
-    executor: str = key(
-        "auto", "where environments run; auto: where their class says", "auto inline thread process"
-    )
+    env_class: str = key("search", "of rows without a column env_class: a name, or package.module:Class")
+    max_workers: Count = key(256, "most environments at a step in threads of one process (32 in processes)")
+    executor: str = key("auto", "where they run; auto: as their class says", "auto inline thread process")
     step_timeout: Positive = key(60.0, "seconds of an init or a step; then its trajectory is left out")
     max_failed_share: Share = key(0.5, "the run stops when environments fail in more of a step's rows")
-    observation_format: str | None = key(
-        None,
-        "as it is, or as messages of the chat template (null: chat where there is one; searches raw)",
-        "raw chat null",
-    )
+    observation_format: str | None = key(None, "null: chat with a template, raw for search", "raw chat null")
     env_config: dict[str, Any] = key({}, "{environment: {its own settings}}")
 
 
@@ -63,14 +48,8 @@ class EnvironmentConfig(Block):
 class VerifiersConfig(Block):
     """Rewards by verifiers that the rows name (verl/verifiers)."""
 
-    max_failed_share: Share = key(
-        0.5, "the run stops when more of a step's trajectories could not be verified"
-    )
-    cpu_seconds: Positive = key(
-        5.0, "math, ifeval: processor seconds that one response may take; it is worth 0 beyond"
-    )
-    length_range: Count = key(
-        32768, "max_length, up_to_max_length: so many tokens off the wanted length are worth 0"
-    )
+    max_failed_share: Share = key(0.5, "the run stops when more of a step's trajectories are not verified")
+    cpu_seconds: Positive = key(5.0, "math, ifeval: processor time of a response, which is worth 0 beyond")
+    length_range: Count = key(32768, "max_length, up_to_max_length: so many tokens off are worth 0")
     code: CodeVerifierConfig = group(CodeVerifierConfig)
     judge: JudgeConfig = group(JudgeConfig)

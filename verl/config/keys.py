@@ -36,7 +36,9 @@ OrMinusOne = Annotated[int, Range(-1)]
 Share = Annotated[float, Range(0, 1)]
 NotNegative = Annotated[float, Range(0)]
 Positive = Annotated[float, Range(0, above=True)]
+PositiveShare = Annotated[float, Range(0, 1, above=True)]
 FilePath = Annotated[str, "path"]  # of a file or a folder; "~" is expanded
+Files = FilePath | list[str]
 
 _TYPE_NAMES: dict[type, str] = {
     bool: "true or false",

@@ -21,8 +21,7 @@ import yaml
 
 from verl.config.compatibility import PASSES, RL, SFT, Table, replicas
 from verl.config.keys import Block, Key, at, check_values, expand_home, keys_of, put, shown
-from verl.config.schema import Config
-from verl.config.sft import SFTConfig
+from verl.config.schema import Config, SFTConfig
 from verl.config.values import YamlLoader, parse_value
 
 VARIABLE_PREFIX = "VERL__"

@@ -8,42 +8,33 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated
 
-from verl.config.keys import as_list
+from verl.config.keys import Block, Count, Positive, Range, as_list, key, keys_of
 from verl.config.schema import Config
 
 SUFFIXES = (".parquet", ".jsonl")
 
 
-@dataclass(frozen=True)
-class Source:
-    """One entry of `data.mixture`.
+@dataclass(slots=True)
+class Source(Block):
+    """One entry of `data.mixture`. files: what path comes to."""
 
-    Attributes:
-        path: file (.parquet, .jsonl), list of files, or a folder, of which the files that begin with one of
-            `splits` are read.
-        amount: with a decimal point a share of the rows (3.0: three times as many draws), without one a
-            count of rows.
-        ratio: its weight among the prompts of a step; None: its rows, times what amount repeats.
-        verifier: names the verifier of rows that name none; their plain ground truth is its label.
-        env_class: environment of rows that name none. n: answers to each prompt, instead of rollout.n_agent.
-        env: {id, args} of a `verifiers` environment, whose rows these are, instead of path.
-        files: what path comes to.
-    """
-
-    name: str
-    path: str | list[str] | None = None
-    amount: int | float = 1.0
-    ratio: int | float | None = None
-    verifier: str | None = None
-    env_class: str | None = None
-    n: int | None = None
-    splits: str | list[str] = "train"
-    env: Mapping[str, Any] | None = None
+    name: str = key(None, "its name; default: that of the file or environment")
+    path: str | list[str] | None = key(None, "file (.parquet, .jsonl), list of files, or a folder")
+    splits: str | list[str] = key("train", "of a folder the files are read whose names begin so")
+    env: dict | None = key(
+        None, "instead of path: {id, args} of a `verifiers` environment, whose rows these are"
+    )
+    amount: int | Annotated[float, Range(0, above=True)] = key(
+        1.0, "with a decimal point a share of the rows (3.0: three times as many draws), without one a count"
+    )
+    ratio: Positive | None = key(None, "its weight in a step (null: its rows, times what amount repeats)")
+    verifier: str | None = key(None, "of rows that name none; their plain ground truth is its label")
+    env_class: str | None = key(None, "environment of rows that name none")
+    n: Count | None = key(None, "answers to each prompt, instead of rollout.n_agent")
     files: tuple[Path, ...] = ()
 
     def rows_to_use(self, num_rows: int) -> int | None:
@@ -63,61 +54,50 @@ class Source:
         return float(self.amount if isinstance(self.amount, int) else self.amount * num_rows)
 
 
-def _types() -> dict[str, tuple[type, ...]]:
-    """Key of an entry -> types of its value."""
-    hints = get_type_hints(Source)
-    del hints["files"]
-    return {
-        name: tuple(get_origin(each) or each for each in get_args(hint) or (hint,))
-        for name, hint in hints.items()
-    }
-
-
 def sources_of(config: Config, with_data: bool = True) -> list[Source]:
     """The sources of `data.mixture`, in its order; none without one.
 
     Raises:
         ValueError: an entry that can't be meant so, or (with_data) a file that is not there.
     """
-    sources, types = list[Source](), _types()
+    sources = dict[str, Source]()
     for number, entry in enumerate(config.data.mixture or []):
         where = f"data.mixture[{number}]"
         if not isinstance(entry, Mapping):
             raise ValueError(f"Found {where}={entry!r}; expected {{path: <file>, ratio: 1, ...}}.")
-        for key, value in entry.items():
-            if key not in types:
-                near = difflib.get_close_matches(str(key), types, 1, 0)[0]
+        keys, given = keys_of(Source), {name: value for name, value in entry.items() if value is not None}
+        for name, value in given.items():
+            if name not in keys:
+                near = difflib.get_close_matches(str(name), keys, 1, 0)[0]
                 raise ValueError(
-                    f"Found the unknown key {key!r} in {where}; the nearest one is {near!r} (there are "
-                    f"{', '.join(types)})."
+                    f"Found the unknown key {name!r} in {where}; the nearest one is {near!r} (there are "
+                    f"{', '.join(keys)})."
                 )
-            if value is not None and (not isinstance(value, types[key]) or isinstance(value, bool)):
-                kinds = " or ".join(kind.__name__ for kind in types[key] if kind is not NoneType)
-                raise ValueError(f"Found {key}: {value!r} in {where}; expected {kinds}.")
-            if isinstance(value, int | float) and value <= 0:
-                raise ValueError(f"Found {key}: {value} in {where}; expected a number above 0.")
-        given = {key: value for key, value in entry.items() if value is not None}
-        if ("path" in given) == ("env" in given):
+            replace(keys[name], path=f"{where}.{name}").check(value)
+            if isinstance(value, list) and not (value and all(isinstance(item, str) for item in value)):
+                raise ValueError(f"Found {where}.{name}={value}; expected a text, or a list of texts.")
+        source = Source(**given)
+        if (source.path is None) == (source.env is None):
             raise ValueError(f"Found {entry} at {where}; expected path: <file>, or env: {{id: <name>}}.")
-        if "env" in given and not isinstance(given["env"].get("id"), str):
-            raise ValueError(f"Found env: {given['env']} in {where}; expected {{id: <name>, args: {{...}}}}.")
-        paths = [Path(str(path)).expanduser() for path in as_list(given.get("path", []))]
-        files = [file for path in paths for file in _files(path, as_list(given.get("splits", "train")))]
+        if source.env is not None and not isinstance(source.env.get("id"), str):
+            raise ValueError(f"Found env: {source.env} in {where}; expected {{id: <name>, args: {{...}}}}.")
+        paths = [Path(path).expanduser() for path in as_list(source.path) if path is not None]
+        source.files = tuple(file for path in paths for file in _files(path, as_list(source.splits)))
         for path in paths if with_data else []:
-            if not any(file == path or path in file.parents for file in files):
+            if not any(file == path or path in file.parents for file in source.files):
                 raise ValueError(
                     f"Found no file {' or '.join(SUFFIXES)} at {path} ({where}); expected one, or a folder "
-                    f"with files whose names begin with {given.get('splits', 'train')}."
+                    f"with files whose names begin with {source.splits}."
                 )
-        given.setdefault("name", given["env"]["id"] if "env" in given else (paths or [Path("rows")])[0].stem)
-        if given["name"] in {source.name for source in sources} or "/" in given["name"]:
-            what = "with a /" if "/" in given["name"] else "twice"
+        source.name = source.name or (paths[0].stem if paths else (source.env or {})["id"])
+        if source.name in sources or "/" in source.name:
+            what = "with a /" if "/" in source.name else "twice"
             raise ValueError(
-                f"Found the name {given['name']!r} at {where} {what}; "
+                f"Found the name {source.name!r} at {where} {what}; "
                 "expected a name of its own for each source: name: <name>."
             )
-        sources.append(Source(**given, files=tuple(files)))
-    return sources
+        sources[source.name] = source
+    return list(sources.values())
 
 
 def _files(path: Path, splits: list[str]) -> list[Path]:

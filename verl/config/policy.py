@@ -14,6 +14,7 @@ from verl.config.keys import (
     NotNegative,
     OrMinusOne,
     Positive,
+    PositiveShare,
     Range,
     Share,
     Whole,
@@ -48,9 +49,10 @@ class MixedPrecision(Block):
     """Types of the computation. Gradients are summed over processes in fp32."""
 
     param_dtype: str | None = key(
-        None, "type of the computation (null: bf16 on CUDA, fp32 on CPU)", "fp32 bf16"
+        None,
+        "of the computation (null: bf16 on CUDA, fp32 on CPU; fastest: bf16 on CPU too where it is faster)",
+        "fp32 bf16 fastest",
     )
-    reduce_dtype: ClassVar[str] = "fp32"
 
 
 @dataclass(slots=True)
@@ -81,16 +83,13 @@ class Model(Block):
         "all-linear",
         "layers with adapters: all-linear (but the output matrix), names, or a regular expression",
     )
-    exclude_modules: ClassVar[None] = None  # target_modules as a regular expression leaves out what it likes
 
 
 @dataclass(slots=True)
 class ModelWithAdapters(Model):
     """A model that may go on from adapters."""
 
-    lora_adapter_path: FilePath | None = key(
-        None, "PEFT folder to go on from; its settings win. A KL is to the model without it"
-    )
+    lora_adapter_path: FilePath | None = key(None, "PEFT folder to go on from; KL is to the model without")
 
 
 @dataclass(slots=True)
@@ -112,12 +111,8 @@ class PolicyLoss(Block):
         "importance_sampling clip_cov kl_cov sft distillation",
         importable=True,
     )
-    clip_cov_ratio: Annotated[float, Range(0, 1, above=True)] = key(
-        0.0002, "clip_cov: share of the sampled tokens without gradient"
-    )
-    kl_cov_ratio: Annotated[float, Range(0, 1, above=True)] = key(
-        0.0002, "kl_cov: share of the sampled tokens with a penalty"
-    )
+    clip_cov_ratio: PositiveShare = key(0.0002, "clip_cov: share of the sampled tokens without gradient")
+    kl_cov_ratio: PositiveShare = key(0.0002, "kl_cov: share of the sampled tokens with a penalty")
     ppo_kl_coef: NotNegative = key(0.1, "kl_cov: weight of that penalty, the distance to the old log-prob")
     dro_beta: Positive = key(0.05, "dro: strength of the pull to the old policy (reward per nat)")
     # Constants: settings of single losses that stay as their papers have them.
@@ -132,9 +127,7 @@ class PolicyLoss(Block):
 class EntropyControl(Block):
     """An entropy bonus whose weight moves so that the entropy stays above a target."""
 
-    target_entropy: NotNegative | None = key(
-        None, "mean entropy of the sampled tokens (nats) that the weight is moved for (null: it is fixed)"
-    )
+    target_entropy: NotNegative | None = key(None, "mean entropy (nats) to hold by the weight (null: fixed)")
     # Constants: by how much the weight moves per step, and its bounds.
     delta: float = 0.001
     max_coeff: float = 0.1
@@ -157,15 +150,11 @@ class Actor(Block):
 
     strategy: str = key("fsdp", "of actor and critic; fsdp and fsdp2 both mean FSDP2", "fsdp fsdp2 megatron")
     ppo_mini_batch_size: Count = key(256, "trajectories per optimizer step, whole run; times rollout.n")
-    ppo_micro_batch_size_per_gpu: Count | None = key(
-        None, "trajectories of a pass (null: 64 over all processes)"
-    )
+    ppo_micro_batch_size_per_gpu: Count | None = key(None, "trajectories of a pass (null: 64 in all)")
     use_dynamic_bsz: bool = key(False, "micro-batches by tokens, not rows, in every pass of every model")
     ppo_max_token_len_per_gpu: Count = key(16384, "tokens of a micro-batch with use_dynamic_bsz")
     grad_clip: Positive = key(1.0, "largest norm of the gradient")
-    clip_ratio: Share = key(
-        0.2, "most change of the ratio (geo_mean: log-ratio; dppo_tv: probability; dppo_kl: KL, nats)"
-    )
+    clip_ratio: Share = key(0.2, "most change of the ratio (geo_mean: its log; dppo: probability, or KL)")
     clip_ratio_low: Share | None = key(None, "lower bound's own value (null: clip_ratio)")
     clip_ratio_high: NotNegative | None = key(None, "upper bound's own value (null: clip_ratio)")
     clip_ratio_c: Annotated[float, Range(1, above=True)] | None = key(
@@ -179,9 +168,7 @@ class Actor(Block):
         "gspo, geo_mean and sapo: seq-mean-token-mean",
         "token-mean token-sum seq-mean-token-sum seq-mean-token-sum-norm seq-mean-token-mean prompt-mean",
     )
-    loss_scale_factor: Positive | None = key(
-        None, "what seq-mean-token-sum-norm divides by besides rows (null: the longest response)"
-    )
+    loss_scale_factor: Positive | None = key(None, "divisor of seq-mean-token-sum-norm (null: longest row)")
     echo_coeff: NotNegative = key(0.0, "weight of the cross-entropy of observations (0: not trained)")
     entropy_coeff: float = key(0.001, "weight of the entropy bonus (with a target_entropy: where it starts)")
     entropy_ctrl: EntropyControl = group(EntropyControl)
@@ -218,9 +205,7 @@ class ReferenceConfig(Block):
     """The frozen model that a KL is measured to; it shares the actor's processes."""
 
     reset_every: Count | None = key(None, "so often (steps) the reference becomes the policy (null: never)")
-    log_prob_micro_batch_size_per_gpu: Count | None = key(
-        None, "trajectories of a pass (null: 128 over all processes)"
-    )
+    log_prob_micro_batch_size_per_gpu: Count | None = key(None, "trajectories of a pass (null: 128 in all)")
     log_prob_max_token_len_per_gpu: int = follows_actor("actor.ppo_max_token_len_per_gpu")
     log_prob_use_dynamic_bsz: bool = follows_actor("actor.use_dynamic_bsz")
     ulysses_sequence_parallel_size: int = follows_actor("actor.ulysses_sequence_parallel_size")
@@ -249,28 +234,20 @@ class Vllm(Block):
 class Rollout(Block):
     """Sampling trajectories."""
 
-    name: str = key(
-        "auto", "native is ours; auto: vllm on CUDA if it is installed, native on CPU", "auto native vllm"
-    )
-    placement: str = key(
-        "colocated", "colocated: an engine in each process; apart: vLLM servers", "colocated apart"
-    )
+    name: str = key("auto", "native is ours; auto: vllm on CUDA if there is one", "auto native vllm")
+    placement: str = key("colocated", "an engine in each process; apart: vLLM servers", "colocated apart")
     temperature: Annotated[float, Range(0.001)] = key(1.0, "sampling temperature in training")
     top_k: OrMinusOne = key(-1, "sample among the k most likely tokens (-1: all)")
-    top_p: Annotated[float, Range(0, 1, above=True)] = key(1.0, "sample within this much probability mass")
+    top_p: PositiveShare = key(1.0, "sample within this much probability mass")
     min_p: Share = key(0.0, "drop tokens below this share of the most likely token's probability")
     do_sample: bool = key(True, "false: greedy training rollouts")
     n: Count = key(1, "repeats per prompt (verl's name); multiplies ppo_mini_batch_size")
     n_agent: Count = key(1, "repeats per prompt (Search-R1's name); the group is n * n_agent")
-    dtype: str = key(
-        "auto", "type of the rollout's weights; auto: as the actor computes", "auto bfloat16 float32"
-    )
+    dtype: str = key("auto", "of the rollout's weights; auto: as the actor computes", "auto bfloat16 float32")
     gpu_memory_utilization: Annotated[float, Range(0.01, 1)] = key(
         0.5, "CUDA: share of the GPU for the KV cache, and vLLM's weights"
     )
-    kv_cache_gb: Positive | None = key(
-        None, "CPU: GiB for the KV cache (null: what max_num_seqs need, at most 4)"
-    )
+    kv_cache_gb: Positive | None = key(None, "CPU: GiB of KV cache (null: what max_num_seqs need, at most 4)")
     free_cache_engine: bool = key(True, "give the KV cache's memory back while the policy is trained")
     tensor_model_parallel_size: Count = key(1, "apart: GPUs that share one server's weights")
     max_num_batched_tokens: Count = key(8192, "most tokens that one prefill pass takes")
@@ -280,13 +257,9 @@ class Rollout(Block):
         None, "cut the slowest of a group after so many times the batch's median time (null: never)"
     )
     keep_partial: bool = key(False, "false: what is cut is left out; true: its group goes on later")
-    search_delay_steps: Whole | None = key(
-        None, "decode steps from a search to its observation (null: as soon as it is there)"
-    )
+    search_delay_steps: Whole | None = key(None, "decode steps to an observation (null: when it is there)")
     step_wise: bool = key(False, "each turn is a row of the update, not each trajectory; same gradient")
-    log_prob_micro_batch_size_per_gpu: Count | None = key(
-        None, "trajectories of a pass (null: 128 over all processes)"
-    )
+    log_prob_micro_batch_size_per_gpu: Count | None = key(None, "trajectories of a pass (null: 128 in all)")
     log_prob_max_token_len_per_gpu: int = follows_actor("actor.ppo_max_token_len_per_gpu")
     log_prob_use_dynamic_bsz: bool = follows_actor("actor.use_dynamic_bsz")
     prompt_length: int = must_follow("data.max_prompt_length", "Set that key.")

@@ -1,4 +1,5 @@
-"""Every key of `python -m verl.trainer.main_ppo` (reinforcement learning), in the order of its yaml.
+"""Every key of `python -m verl.trainer.main_ppo` (reinforcement learning: `Config`) and of
+`python -m verl.trainer.fsdp_sft_trainer` (supervised training: `SFTConfig`), in the order of their yaml.
 
 Lengths are tokens, batch sizes are rows, times are seconds, unless a key says otherwise. "process" is one
 training process: one per GPU, or nnodes * n_gpus_per_node of them on CPU.
@@ -7,13 +8,14 @@ training process: one per GPU, or nnodes * n_gpus_per_node of them on CPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from verl.config.environments import EnvironmentConfig, VerifiersConfig
 from verl.config.keys import (
     Block,
     Count,
     FilePath,
+    Files,
     NotNegative,
     OrMinusOne,
     Positive,
@@ -26,7 +28,16 @@ from verl.config.keys import (
     must_follow,
     same_as,
 )
-from verl.config.policy import ACTOR, ActorRolloutRef, Fsdp, Megatron, Model, Optim
+from verl.config.policy import (
+    ACTOR,
+    ActorRolloutRef,
+    Fsdp,
+    Megatron,
+    MixedPrecision,
+    Model,
+    ModelWithAdapters,
+    Optim,
+)
 
 
 @dataclass(slots=True)
@@ -44,8 +55,8 @@ class PoolsConfig(Block):
 class Data(Block):
     """Rows of questions, and how long a trajectory may be."""
 
-    train_files: FilePath | list[str] = key(None, 'parquet or jsonl file or [list of files]; "~" is expanded')
-    val_files: FilePath | list[str] = key(None, "the same, for validation")
+    train_files: Files = key(None, 'parquet or jsonl file or [list of files]; "~" is expanded')
+    val_files: Files = key(None, "the same, for validation")
     mixture: list[dict] | None = key(
         None,
         "instead of train_files: [{path, amount, ratio, verifier, env_class, name, n, splits, env}, ...]",
@@ -53,9 +64,7 @@ class Data(Block):
     streaming: bool | None = key(
         None, "read training rows while the run goes on (null: above 200,000, or 256 MiB, of jsonl 64 MiB)"
     )
-    extra_val_files: FilePath | list[str] | None = key(
-        None, "more questions, asked at the first and last validation"
-    )
+    extra_val_files: Files | None = key(None, "more questions, asked at the first and last validation")
     train_data_num: Count | None = key(None, "so many training rows, drawn with a fixed seed (null: all)")
     val_data_num: Count | None = key(None, "the same, for validation")
     prompt_key: str = key("prompt", "column with the chat messages [{role, content}, ...]")
@@ -63,9 +72,7 @@ class Data(Block):
     max_response_length: Count = key(512, "most tokens that the policy writes in one turn")
     max_start_length: Count = key(256, "of the initial prompt the last this many tokens are kept")
     max_obs_length: Count = key(512, "longest observation; of a longer one the closing tag stays")
-    truncation: str = key(
-        "error", "prompt longer than max_prompt_length; left: keep its end; skip: the row", "error left skip"
-    )
+    truncation: str = key("error", "longer prompt; left: keep its end; skip: the row", "error left skip")
     train_batch_size: Count = key(1024, "prompts per training step, before they are repeated to groups")
     val_batch_size: Count = key(1312, "prompts per validation batch; the last batch may be smaller")
     shuffle_train_dataloader: bool = key(True, "new order of the training rows each epoch")
@@ -84,12 +91,8 @@ class CriticOptim(Optim):
 class CriticModel(Model):
     """The critic's model: the policy's settings, but for those that decide its memory."""
 
-    path: FilePath = key(
-        None, "the model that the critic starts from", follows="actor_rollout_ref.model.path"
-    )
-    tokenizer_path: str | None = must_follow(
-        "actor_rollout_ref.model.path", "The critic reads the policy's token ids."
-    )
+    path: FilePath = key(None, "the critic starts from this model", follows="actor_rollout_ref.model.path")
+    tokenizer_path: str | None = must_follow("actor_rollout_ref.model.path", "It reads the policy's ids.")
     use_remove_padding: bool = follows_actor("model.use_remove_padding")
     lora_adapter_path: ClassVar[None] = None
     fsdp_config: Fsdp = group(Fsdp, "actor.fsdp_config", but="param_offload optimizer_offload")
@@ -108,9 +111,7 @@ class Critic(Block):
         "trajectories per optimizer step, whole run; times rollout.n",
         follows=f"{ACTOR}.ppo_mini_batch_size",
     )
-    ppo_micro_batch_size_per_gpu: Count | None = key(
-        None, "trajectories of a pass (null: 64 over all processes)"
-    )
+    ppo_micro_batch_size_per_gpu: Count | None = key(None, "trajectories of a pass (null: 64 in all)")
     ppo_max_token_len_per_gpu: Count = key(32768, "tokens of a micro-batch with use_dynamic_bsz")
     grad_clip: Positive = key(1.0, "largest norm of the gradient")
     cliprange_value: Positive = key(0.5, "the value may move this far from the old one before it is clipped")
@@ -121,16 +122,6 @@ class Critic(Block):
     ulysses_sequence_parallel_size: int = follows_actor("actor.ulysses_sequence_parallel_size")
     use_dynamic_bsz: bool = follows_actor("actor.use_dynamic_bsz")
     megatron: Megatron = group(Megatron, "actor.megatron")
-
-    @property
-    def forward_micro_batch_size_per_gpu(self) -> int | None:
-        """Of a pass without gradient; as large as one with."""
-        return self.ppo_micro_batch_size_per_gpu
-
-    @property
-    def forward_max_token_len_per_gpu(self) -> int:
-        """As above, in tokens."""
-        return self.ppo_max_token_len_per_gpu
 
 
 @dataclass(slots=True)
@@ -150,6 +141,9 @@ class RewardModel(Block):
     final_format_score: Share = key(0.0, "main_ppo_format: malformed and a wrong answer")
     retrieval_score: Share = key(0.0, "main_ppo_format: added when a document holds the answer")
     search_cost: Share = key(0.0, "share of a training reward above 0 that each search takes off (0: none)")
+    search_cost_from: Annotated[float, Range(0, 0.99)] | None = key(
+        None, "taken off from this mean score of rows that searched"
+    )
     overlong_buffer: OverlongBuffer = group(OverlongBuffer)
 
 
@@ -178,15 +172,9 @@ class FilterGroups(Block):
     """Prompts that teach nothing (DAPO)."""
 
     enable: bool = key(False, "leave out prompts whose trajectories all have the same reward (DAPO)")
-    metric: str | None = key(
-        None, "what must differ: seq_reward, acc (exact match), or a number of the reward function"
-    )
-    max_num_gen_batches: Whole = key(
-        10, "most rounds of generation until the step has enough prompts (1: train fewer; 0: no limit)"
-    )
-    retire_solved: Share | None = key(
-        None, "a prompt whose group had this mean score or more is not asked again (null: it is)"
-    )
+    metric: str | None = key(None, "must differ: seq_reward, acc (exact match), or the reward function's")
+    max_num_gen_batches: Whole = key(10, "most rounds of generation in a step (1: train fewer; 0: no limit)")
+    retire_solved: Share | None = key(None, "prompts whose group had this mean score are not asked again")
 
     @property
     def refill(self) -> bool:
@@ -208,9 +196,7 @@ class KlControl(Block):
 class RolloutCorrection(Block):
     """For a rollout engine whose probabilities are not the trainer's; ratio: trainer to engine."""
 
-    rollout_is: str | None = key(
-        None, "weight the loss by each token's ratio, or by its row's product", "token sequence null"
-    )
+    rollout_is: str | None = key(None, "weight the loss by ratios of tokens, or rows", "token sequence null")
     rollout_is_threshold: Annotated[float, Range(1)] = key(2.0, "weights are cut off above this")
     rollout_is_batch_normalize: bool = key(False, "divide the weights by their mean over the step")
     rollout_rs: str | None = key(
@@ -238,13 +224,9 @@ class AlgorithmConfig(Block):
     gamma: Share = key(1.0, "discount per token that the policy sampled")
     lam: Share = key(1.0, "lambda of GAE")
     norm_adv_by_std_in_grpo: bool = key(True, "GRPO: divide by the group's standard deviation")
-    gdpo_reward_keys: list[str] | None = key(
-        None, "gdpo: names of the rewards that the reward function returns"
-    )
+    gdpo_reward_keys: list[str] | None = key(None, "gdpo: names of rewards that the reward function returns")
     gdpo_reward_weights: list[float] | None = key(None, "gdpo: their weights, a [list] (null: 1 each)")
-    turn_credit: NotNegative = key(
-        0.0, "weight of turn_rewards, or of 1 for the first search that finds a golden answer"
-    )
+    turn_credit: NotNegative = key(0.0, "weight of turn_rewards, or of 1 for the first search with an answer")
     filter_groups: FilterGroups = group(FilterGroups)
     overlong_filter: bool = key(False, "true: trajectories that a limit of length has cut take no part")
     kl_penalty: str = key("kl", "estimator of the KL in the reward", "kl k1 abs mse k2 low_var_kl k3")
@@ -265,9 +247,7 @@ class RunSettings(Block):
     nnodes: Count = key(1, "machines")
     n_gpus_per_node: Count = key(1, "training processes per machine; it may have more GPUs, for other runs")
     backend: str = key("auto", "local: in this process; auto: local for one process", "auto local ray")
-    device: str = key(
-        "auto", "auto: cuda if there is one; several processes need a GPU each", "auto cpu cuda"
-    )
+    device: str = key("auto", "auto: cuda if there is one, a GPU for each process", "auto cpu cuda")
     seed: Whole = key(0, "of everything random in the run")
     save_freq: OrMinusOne = key(-1, "checkpoint every this many steps (-1: only the last)")
     test_freq: OrMinusOne = key(-1, "validate every this many steps (-1: only the first and the last)")
@@ -279,9 +259,7 @@ class RunSettings(Block):
         "auto: the newest checkpoint, if any; latest: it must exist; none: an earlier run is renamed",
         "auto none latest from_path",
     )
-    resume_from_path: FilePath | None = key(
-        None, "with resume_mode=from_path: folder of a step; later ones are renamed"
-    )
+    resume_from_path: FilePath | None = key(None, "with from_path: folder of a step; later ones are renamed")
     max_ckpt_to_keep: Count | None = key(3, "older checkpoints are deleted (null: keep all)")
     async_checkpoint: bool = key(True, "write checkpoints while the next step runs, from a copy")
     doctor_skip: list[str] = key([], "checks of verl.preflight that the start leaves out")
@@ -321,3 +299,96 @@ class Config(Block):
     trainer: Trainer = group(Trainer)
     max_turns: Whole = key(10, "most searches, then one last turn without; in other environments most turns")
     do_search: bool = key(True, "false: answer without a search engine")
+
+
+# ---- supervised training; the names are verl's ----
+
+
+@dataclass(slots=True)
+class Multiturn(Block):
+    """Rows that are whole conversations."""
+
+    enable: bool = key(False, "true: rows are whole conversations; assistant messages are trained")
+    messages_key: str = key("messages", "column: [{role, content}, ...]; `trained: false` leaves one out")
+    tools_key: str = key("tools", "column with the tools that the chat template shows, where there is one")
+    enable_thinking_key: str = key("enable_thinking", "column for the chat template's enable_thinking")
+
+
+@dataclass(slots=True)
+class SFTData(Block):
+    """Rows of text, and which of it is trained."""
+
+    train_files: Files = key(None, 'parquet or jsonl file, or [list of files]; "~" is expanded')
+    val_files: Files | None = key(None, "the same, for the validation loss (null: none)")
+    train_batch_size: Count = key(256, "rows per optimizer step, whole run")
+    micro_batch_size_per_gpu: Count | None = key(None, "most rows per pass of one process (null: no limit)")
+    max_token_len_per_gpu: Count = key(16384, "most tokens per pass; a longer row stands alone")
+    prompt_key: str = key("question", "column with the prompt: text (one user message), or chat messages")
+    response_key: str = key("answer", "column with the response: text, or the last of its messages")
+    prompt_dict_keys: list[str] | None = key(None, "[names] that lead to the prompt inside of the column")
+    response_dict_keys: list[str] | None = key(None, "the same for the response")
+    multiturn: Multiturn = group(Multiturn)
+    segments_key: str | None = key(None, "column with rows in pieces, [{text, trained}, ...]")
+    observation_tag: str | None = key("information", "text between these tags is never trained (null: none)")
+    max_length: Annotated[int, Range(2)] = key(1024, "longest row")
+    truncation: str = key("error", "longer row: stop, or cut there", "error left right")
+    chat_template: FilePath | None = key(None, "Jinja text, or a file with it, in place of the tokenizer's")
+    apply_chat_template_kwargs: dict[str, Any] = key({}, "further arguments of the chat template")
+    shuffle: bool = key(True, "new order of the rows each epoch (seeded by trainer.seed)")
+
+
+@dataclass(slots=True)
+class SFTFsdp(Block):
+    """How the model is kept in memory and cut over processes."""
+
+    model_dtype: str = same_as(Fsdp, "model_dtype", "fp32")
+    mixed_precision: MixedPrecision = group(MixedPrecision)
+    reshard_after_forward: bool = same_as(Fsdp, "reshard_after_forward", True)
+    param_offload: ClassVar[bool] = False
+    optimizer_offload: ClassVar[bool] = False
+    fsdp_size: ClassVar[int] = -1
+
+
+@dataclass(slots=True)
+class SFTModel(ModelWithAdapters):
+    """The model."""
+
+    partial_pretrain: FilePath = key(None, "Hugging Face folder or hub name to start from")
+    fsdp_config: SFTFsdp = group(SFTFsdp)
+
+    @property
+    def path(self) -> str:
+        """As models are called elsewhere."""
+        return self.partial_pretrain
+
+
+@dataclass(slots=True)
+class SFTOptim(Optim):
+    """The optimizer and its schedule."""
+
+    lr: NotNegative = same_as(Optim, "lr", 1e-5)
+    lr_warmup_steps_ratio: Share = same_as(Optim, "lr_warmup_steps_ratio", 0.1)
+    warmup_style: str = same_as(Optim, "warmup_style", "cosine")
+    betas: list[float] = same_as(Optim, "betas", [0.9, 0.95])
+    clip_grad: Positive = key(1.0, "largest norm of the gradient")
+
+
+@dataclass(slots=True)
+class SFTTrainer(RunSettings):
+    """The run; the trained model is in <default_local_dir>/huggingface at the end."""
+
+    project_name: str = same_as(RunSettings, "project_name", "search-r1-sft")
+    experiment_name: str = same_as(RunSettings, "experiment_name", "test")
+    total_epochs: Count = same_as(RunSettings, "total_epochs", 4)
+    seed: Whole = same_as(RunSettings, "seed", 1)
+
+
+@dataclass(slots=True)
+class SFTConfig(Block):
+    """The whole configuration of supervised training."""
+
+    data: SFTData = group(SFTData)
+    model: SFTModel = group(SFTModel)
+    optim: SFTOptim = group(SFTOptim)
+    use_remove_padding: bool = key(True, "sequences end to end; false: padded (the loss is the same)")
+    trainer: SFTTrainer = group(SFTTrainer)

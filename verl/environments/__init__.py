@@ -1,18 +1,6 @@
-"""Environments: what an action of the policy does, what comes back, and what it earns.
+"""Environments: what an action of the policy does, what comes back, and what it earns."""
 
-from verl.environments import BaseTextEnv, BaseTextEnvStepOutput, ToolGroup, tool, register, make
-"""
-
-from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, Message, ToolGroup, tool
+from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, ToolGroup, tool
 from verl.environments.registry import deregister, make, register
 
-__all__ = [
-    "BaseTextEnv",
-    "BaseTextEnvStepOutput",
-    "Message",
-    "ToolGroup",
-    "deregister",
-    "make",
-    "register",
-    "tool",
-]
+__all__ = ["BaseTextEnv", "BaseTextEnvStepOutput", "ToolGroup", "deregister", "make", "register", "tool"]

@@ -10,15 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import queue
 import re
 import signal
 import threading
-import time
-import uuid
 from collections.abc import Mapping
-from concurrent.futures import Future
-from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -53,14 +48,14 @@ class GymnasiumEnv(BaseTextEnv):
         self.seed = int(row["seed"] if row.get("seed") is not None else index or 0)
         self.env: Any = gymnasium.make(config["id"], **dict(config.get("kwargs") or {}))
         space: Any = self.env.action_space
-        self.actions = [str(name) for name in config.get("actions") or ()]
+        names = [str(name) for name in config.get("actions") or ()]
         is_discrete = isinstance(space, gymnasium.spaces.Discrete)
-        self.first_action = int(space.start) if is_discrete else 0
-        number = int(space.n) if is_discrete else 0
-        if len(self.actions) != number or not (is_discrete or isinstance(space, gymnasium.spaces.Text)):
+        values = range(int(space.start), int(space.start + space.n)) if is_discrete else ()
+        self.actions = dict(zip(names, values, strict=False))
+        if len(names) != len(values) or not (is_discrete or isinstance(space, gymnasium.spaces.Text)):
             self.env.close()
             raise ValueError(
-                f"Found {config['id']} with the action space {space} and {len(self.actions)} names in "
+                f"Found {config['id']} with the action space {space} and {len(names)} names in "
                 "`actions`; expected a Text space without `actions`, or a Discrete one with a name for each."
             )
 
@@ -75,8 +70,7 @@ class GymnasiumEnv(BaseTextEnv):
             observation = f"There is no action {text[:100]!r}; choose one of {', '.join(self.actions)}."
             reward, done, metadata = 0.0, False, {"valid": False}
         else:
-            taken = self.first_action + self.actions.index(text) if self.actions else text
-            observation, reward, terminated, truncated, _ = self.env.step(taken)
+            observation, reward, terminated, truncated, _ = self.env.step(self.actions.get(text, text))
             done, metadata = bool(terminated or truncated), {"valid": True, "truncated": bool(truncated)}
         observations = [] if done else [{"role": "user", "content": str(observation)}]
         return {"observations": observations, "reward": float(reward), "done": done, "metadata": metadata}
@@ -106,72 +100,34 @@ def verifiers_rows(id: str, args: Mapping[str, Any] | None = None) -> list[dict[
     ]
 
 
-_lock = threading.Lock()  # each of these is made once, by one of the threads that ask at the same time
+_lock = threading.Lock()
+_loaded: dict[str, Any] = {}
 
 
 def load_verifiers_environment(id: str, args: Mapping[str, Any]) -> Any:
-    """The environment, once per process. ValueError: it can't be had."""
+    """The environment, made once for all threads of this process. ValueError: it can't be had."""
+    key = json.dumps([id, args], sort_keys=True)
     with _lock:
-        return _load(id, json.dumps(args, sort_keys=True))
+        if key in _loaded:
+            return _loaded[key]
+        try:
+            import verifiers
 
-
-@cache
-def _load(id: str, args: str) -> Any:
-    try:
-        import verifiers
-
-        load = verifiers.load_environment
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"The environment {id!r} needs `load_environment` of the package verifiers: its versions from "
-            f"0.1.14 and before 0.4 have it; 0.3.1 has been tried. ({error})"
-        ) from error
-    # It would take SIGINT and SIGTERM from the trainer, and can't in another thread than the main one.
-    with mock.patch.object(signal, "signal"):
-        environment = load(id, **json.loads(args))
-    if environment.requires_group_rollouts:
-        raise ValueError(f"{id!r} scores several trajectories of a prompt against each other; ours go alone.")
-    return environment
-
-
-class _PolicyTransport(httpx.AsyncBaseTransport):
-    """Where the model's requests end: each is a turn of the episode that its model's name is of. The
-    environments run in a thread with an event loop.
-    """
-
-    def __init__(self) -> None:
-        from openai import AsyncOpenAI
-        from verifiers.clients import OpenAIChatCompletionsClient
-
-        self.episodes: dict[str, VerifiersEnv] = {}
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="verifiers", daemon=True).start()
-        http = httpx.AsyncClient(transport=self, timeout=None)
-        self.client = OpenAIChatCompletionsClient(
-            AsyncOpenAI(base_url="http://policy", api_key="none", http_client=http, max_retries=0)
-        )
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        body = json.loads(await request.aread())
-        episode = self.episodes[body["model"]]
-        episode.turn = self.loop.create_future()
-        episode.events.put(body)
-        message: dict[str, Any] = {"role": "assistant", "content": await episode.turn}
-        if body.get("tools"):
-            message |= _with_tool_calls(message["content"])
-        reason = "tool_calls" if message.get("tool_calls") else "stop"
-        reply = {
-            "id": uuid.uuid4().hex,
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": body["model"],
-            "choices": [{"index": 0, "message": message, "finish_reason": reason}],
-            "usage": dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 0),
-        }
-        return httpx.Response(200, json=reply, request=request)
-
-
-_transport = cache(_PolicyTransport)
+            load = verifiers.load_environment
+        except (ImportError, AttributeError) as error:
+            raise ValueError(
+                f"The environment {id!r} needs `load_environment` of the package verifiers: its versions "
+                f"from 0.1.14 and before 0.4 have it; 0.3.1 has been tried. ({error})"
+            ) from error
+        # It would take SIGINT and SIGTERM from the trainer, and can't in another thread than the main one.
+        with mock.patch.object(signal, "signal"):
+            environment = load(id, **args)
+        if environment.requires_group_rollouts:
+            raise ValueError(
+                f"{id!r} scores several trajectories of a prompt against each other; ours go alone."
+            )
+        _loaded[key] = environment
+        return environment
 
 
 class VerifiersEnv(BaseTextEnv):
@@ -186,24 +142,19 @@ class VerifiersEnv(BaseTextEnv):
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__()
-        source = json.loads((extras or {})["verifiers"])
-        self.environment = load_verifiers_environment(source["id"], source["args"])
-        self.row, self.name = source["row"], uuid.uuid4().hex
-        self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.turn: asyncio.Future[str] | None = None
+        self.source = json.loads((extras or {})["verifiers"])
+        self.events: asyncio.Queue[Any] = asyncio.Queue()  # requests, and the rollout at its end
+        self.turn: asyncio.Future[str]  # of the request that waits
         self.messages: list[dict[str, Any]] = []
         self.metrics: dict[str, Any] = {}
-        self.rollout: Future[Any] | None = None
+        self.rollout: asyncio.Task[Any] | None = None
 
-    def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        with _lock:
-            transport = _transport()
-        transport.episodes[self.name] = self
-        coroutine = self.environment.run_rollout(self.row, transport.client, self.name, {})
-        self.rollout = asyncio.run_coroutine_threadsafe(coroutine, transport.loop)
-        self.rollout.add_done_callback(self.events.put)
-        request = self.events.get()
-        if isinstance(request, Future):
+    async def init(self, prompt: list[Message]) -> Any:  # type: ignore[override]
+        environment, model = await asyncio.to_thread(self._prepare)
+        self.rollout = asyncio.create_task(environment.run_rollout(self.source["row"], model, "policy", {}))
+        self.rollout.add_done_callback(self.events.put_nowait)
+        request = await self.events.get()
+        if isinstance(request, asyncio.Task):
             raise ValueError(f"The rollout ended before its first turn: {request.result().get('error')}")
         self.messages = request["messages"]
         shown = [{"role": message["role"], "content": _plain(message)} for message in self.messages]
@@ -215,12 +166,11 @@ class VerifiersEnv(BaseTextEnv):
             shown.insert(0, {"role": "system", "content": text})
         return shown, {}
 
-    def step(self, action: str) -> BaseTextEnvStepOutput:
+    async def step(self, action: str) -> BaseTextEnvStepOutput:  # type: ignore[override]
         self.turns += 1
-        assert self.turn is not None
-        self.turn.get_loop().call_soon_threadsafe(self.turn.set_result, action)
-        event = self.events.get()
-        if isinstance(event, Future):
+        self.turn.set_result(action)
+        event = await self.events.get()
+        if isinstance(event, asyncio.Task):
             output = event.result()
             if output.get("error"):
                 raise RuntimeError(f"The environment of verifiers failed: {output['error']}")
@@ -236,10 +186,39 @@ class VerifiersEnv(BaseTextEnv):
     def get_metrics(self) -> dict[str, Any]:
         return self.metrics
 
-    def close(self) -> None:
+    async def close(self) -> None:  # type: ignore[override]
         if self.rollout is not None:
             self.rollout.cancel()
-            _transport().episodes.pop(self.name, None)
+            await asyncio.wait([self.rollout])
+
+    def _prepare(self) -> tuple[Any, Any]:
+        """The environment, and its model. It takes seconds at first, for imports and data."""
+        environment = load_verifiers_environment(self.source["id"], self.source["args"])
+        from openai import AsyncOpenAI
+        from verifiers.clients import OpenAIChatCompletionsClient
+
+        http = httpx.AsyncClient(transport=httpx.MockTransport(self._answer), timeout=None)
+        policy = AsyncOpenAI(base_url="http://policy", api_key="none", http_client=http, max_retries=0)
+        return environment, OpenAIChatCompletionsClient(policy)
+
+    async def _answer(self, request: httpx.Request) -> httpx.Response:
+        """A request of the rollout to its model; the next turn is the reply."""
+        body = json.loads(request.content)
+        self.turn = asyncio.get_running_loop().create_future()
+        self.events.put_nowait(body)
+        message: dict[str, Any] = {"role": "assistant", "content": await self.turn}
+        if body.get("tools"):
+            message |= _with_tool_calls(message["content"])
+        reason = "tool_calls" if message.get("tool_calls") else "stop"
+        reply = {
+            "id": self.source["id"],
+            "object": "chat.completion",
+            "created": 0,
+            "model": body["model"],
+            "choices": [{"index": 0, "message": message, "finish_reason": reason}],
+            "usage": dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 0),
+        }
+        return httpx.Response(200, json=reply, request=request)
 
 
 def _plain(message: Mapping[str, Any]) -> str:

@@ -5,8 +5,6 @@ right where it equals the row's as text, normalised by Minerva's rule as in SkyR
 refuses math-verify may still find equal, such as 1/2 and 0.5, in a process that can be killed.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,7 +13,7 @@ from typing import Any
 
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, gold_answer
 from verl.verifiers.math import last_boxed, minerva_form
-from verl.verifiers.workers import CheckFailed, CheckWorkers
+from verl.verifiers.workers import CheckFailed, KillableWorkers
 
 LAST_CHARACTERS = 300
 CPU_SECONDS = 5.0  # that math-verify may take for one answer
@@ -34,8 +32,7 @@ class AIMEEnv(BaseTextEnv):
         self.is_right = False
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        answers = _ANSWER.findall(action[-LAST_CHARACTERS:])
-        answer = answers[-1] if answers else last_boxed(action)
+        answer = (_ANSWER.findall(action[-LAST_CHARACTERS:]) or [last_boxed(action)])[-1]
         prediction = None if answer is None else minerva_form(answer).strip()
         if prediction is not None:
             with suppress(CheckFailed):  # what is too much for math-verify is not equal
@@ -48,5 +45,5 @@ class AIMEEnv(BaseTextEnv):
 
 
 @cache
-def _workers() -> CheckWorkers:
-    return CheckWorkers("verl.verifiers.math:same_value", CPU_SECONDS, ["0.50", "1/2"])
+def _workers() -> KillableWorkers:
+    return KillableWorkers("verl.verifiers.math:same_value", CPU_SECONDS, ["0.50", "1/2"])

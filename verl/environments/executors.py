@@ -5,7 +5,7 @@
     runner = stage["maze"]
     episode = runner.open(extras, prompt, max_turns)             or a Future of it
     results = runner.step_many([episode, ...], [text, ...])      each an output, a Future of one, or an error
-    runner.close(episode)                                        once, whatever happened; None or a Future
+    runner.close(episode)                                        once, whatever happened
 
 `environment.executor`: auto follows the class's `runs`. At most `max_workers` threads wait for others (so
 many cost little, and fewer would hold up a batch), and coroutines in any number; of processes, which compute,
@@ -16,28 +16,33 @@ MOST_COMPUTING do at a time. An exception of an environment, or a call that take
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
+import math
 import pickle
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial, partialmethod
 from typing import Any
 
 from verl.config.environments import EnvironmentConfig
 from verl.environments.base import (
+    ActionUnderWay,
     BaseTextEnv,
     BaseTextEnvStepOutput,
     EpisodeFailed,
     Message,
     make_environment,
 )
-from verl.environments.env_process import Nursery, ProcessEnvironment
-from verl.environments.registry import find_spec, load_class
-from verl.environments.threads import AsyncCall, EventLoopThread, WorkerThreads
+from verl.environments.calls import Call, Calls, at_once, attempt, settled
+from verl.environments.registry import load_class
+from verl.verifiers.workers import CheckFailed, KillableProcess, KillableWorkers, ProcessEnded
 
-StepResult = BaseTextEnvStepOutput | Future[BaseTextEnvStepOutput] | Exception
+StepResult = BaseTextEnvStepOutput | Future[BaseTextEnvStepOutput] | ActionUnderWay | Exception
 HOW = ("inline", "thread", "process")
 MOST_COMPUTING = 32
 CLOSE_SECONDS = 10.0  # for all episodes of a run that ends in haste
@@ -47,13 +52,13 @@ CLOSE_SECONDS = 10.0  # for all episodes of a run that ends in haste
 class Episode:
     """An environment in use.
 
-    env: the environment, or what makes it (in a process). stop: strings that end a turn. messages: what its
-    `init` wants to be shown; None: the row's prompt. seconds_init, seconds_step: in these, without waiting
-    for a thread. metrics: its `get_metrics`, once it is closed. under_way: the call that it is at. is_over:
-    it failed to open in time. has_ended: it is closed, or about to be. turn: of one coroutine at a time.
+    env: None before it is made and after its end. stop: strings that end a turn. messages: what its `init`
+    wants to be shown; None: the row's prompt. seconds_init, seconds_step: in these, without waiting for a
+    thread. metrics: its `get_metrics`, once it is closed. under_way: the call that it is at. is_over: what is
+    made of it from now on is closed. turn: of one coroutine at a time.
     """
 
-    env: Any
+    env: Any = None
     stop: tuple[str, ...] = ()
     messages: list[Message] | None = None
     seconds_init: float = 0.0
@@ -61,72 +66,127 @@ class Episode:
     metrics: dict[str, Any] = field(default_factory=dict)
     under_way: Future[Any] | None = None
     is_over: bool = False
-    has_ended: bool = False
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-async def settled(value: Any) -> Any:
-    """What a method returned, or what its coroutine returns."""
-    return await value if inspect.isawaitable(value) else value
-
-
-def at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that awaits nothing but `settled` values."""
+async def finish(env: Any, metrics: dict[str, Any]) -> dict[str, Any]:
+    """Closes an environment; `metrics` gets what its `get_metrics` says."""
     try:
-        coroutine.send(None)
-    except StopIteration as end:
-        return end.value
-    coroutine.close()
-    raise TypeError("found a coroutine function beside a plain step; expected step to be one too")
+        if hasattr(env, "get_metrics"):
+            metrics.update(await settled(env.get_metrics()))
+    finally:
+        if hasattr(env, "close"):
+            await settled(env.close())
+    return metrics
+
+
+_env: Any = None  # of a process
+_runner = asyncio.Runner()  # of its coroutines
+
+
+def act(method: str, *arguments: Any) -> Any:
+    """What a process does: it makes its environment, calls a method of it, and closes it."""
+    global _env
+    if method == "import":
+        with suppress(Exception):  # the process that makes the environment says what is wrong with its module
+            return importlib.import_module(*arguments)
+    if method == "make":
+        _env = None  # where this fails, the one before is not closed again
+        _env = make_environment(*arguments)
+        return None
+    if method == "finish":
+        env, _env = _env, None
+        result = finish(env, {})
+    else:
+        result = getattr(_env, method)(*arguments)
+    return _runner.run(settled(result)) if inspect.isawaitable(result) else result
+
+
+class ProcessEnvironment:
+    """Stands for an environment that lives in a process, from its first call on."""
+
+    def __init__(self, workers: KillableWorkers, *arguments: Any) -> None:
+        """arguments: of `make_environment`."""
+        self.workers, self.arguments = workers, arguments
+        self.is_busy = self.is_over = False
+        stop = getattr(arguments[0], "stop", ())
+        self.stop = stop if isinstance(stop, tuple | list) else ()
+        self.process: KillableProcess | None = None
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        self.is_busy = True
+        try:
+            if self.process is None:
+                self.process = self.workers.take()
+                if self.is_over:
+                    self.process.kill()
+                    raise EpisodeFailed("its process started too late")
+                self.process.call("make", *self.arguments)
+            return self.process.call(method, *arguments)
+        except (CheckFailed, ProcessEnded, OSError) as error:
+            raise EpisodeFailed(str(error) or "its process was killed") from error
+        finally:
+            self.is_busy = False
+
+    init, step = partialmethod(call, "init"), partialmethod(call, "step")
+
+    def cut(self) -> None:
+        """Kills its process if it is at something, or as soon as it has started."""
+        self.is_over = True
+        if self.process is not None and self.is_busy:
+            self.process.kill()
+
+    def get_metrics(self) -> dict[str, Any]:
+        """The last call, which closes the environment, too; its process is left to another episode."""
+        metrics: dict[str, Any] = {}
+        if not self.is_busy and self.process is not None and self.process.is_alive:
+            metrics = self.call("finish")
+            self.workers.give_back(self.process)
+        return metrics
 
 
 class EnvironmentRunner:
     """The episodes of one environment in this process."""
 
     def __init__(
-        self,
-        env_class: str,
-        env_config: Mapping[str, Any],
-        block: EnvironmentConfig,
-        threads: WorkerThreads,
-        event_loop: EventLoopThread,
+        self, env_class: str, env_config: Mapping[str, Any], block: EnvironmentConfig, calls: Calls
     ) -> None:
-        """ValueError: there is no environment of this name."""
-        cls = load_class(env_class)
-        self.env_class, self.timeout = env_class, block.step_timeout
-        self.threads, self.event_loop = threads, event_loop
-        self._cls, self._kwargs = cls, {**find_spec(env_class).kwargs, "env_config": dict(env_config)}
+        """ValueError: there is no environment of this name, or it can't run so."""
+        cls, always = load_class(env_class)
+        self.env_class, self.timeout, self.calls = env_class, block.step_timeout, calls
+        self._cls, self._kwargs = cls, {**always, "env_config": dict(env_config)}
         self.how = getattr(cls, "runs", "thread") if block.executor == "auto" else block.executor
         if self.how not in HOW:
             raise ValueError(f"{env_class}: found runs={self.how!r}; expected one of {', '.join(HOW)}.")
-        if inspect.iscoroutinefunction(getattr(cls, "step", None)):
-            if block.executor in ("inline", "process"):
+        if inspect.iscoroutinefunction(getattr(cls, "step", None)) and block.executor != "process":
+            if block.executor == "inline":
                 raise ValueError(
-                    f"Found environment.executor={block.executor} with {env_class}, whose step is a "
-                    "coroutine function and runs in an event loop; expected auto."
+                    f"Found environment.executor=inline with {env_class}, whose step is a coroutine function "
+                    "and runs in an event loop; expected auto."
                 )
             self.how = "async"
         self.observation_end: str = getattr(cls, "observation_end", "")
         self.counts_turns: bool = getattr(cls, "counts_turns", False)
         self.stateless: bool = getattr(cls, "stateless", False)
         self._steps_many = getattr(cls, "step_many", None) if self.how != "process" else None
-        self._own = {  # methods that do something
-            name: (function := getattr(cls, name, None)) is not None
-            and function is not getattr(BaseTextEnv, name)
-            for name in ("init", "close", "get_metrics")
-        }
-        self.nursery = None
+        self._starts = getattr(cls, "init", None) not in (None, BaseTextEnv.init)
+        self._just_ends = self.how != "process" and all(
+            getattr(cls, name, None) is getattr(BaseTextEnv, name) for name in ("close", "get_metrics")
+        )
+        self._make: Callable[..., Any] = make_environment
+        self.workers = None
         if self.how == "process":
-            most = min(block.max_workers, MOST_COMPUTING)
-            self.nursery, self.threads = Nursery(cls.__module__, most), WorkerThreads(most)
+            self.calls = Calls(min(block.max_workers, MOST_COMPUTING))
+            self.workers = KillableWorkers(f"{__name__}:act", 0.0, ["import", cls.__module__])
+            self._make = partial(ProcessEnvironment, self.workers)
         self._has_complained = False
         self._lock = threading.Lock()
         self.ends: set[Future[None]] = set()  # of episodes that are being closed
 
     def open(
         self,
-        extras: Mapping[str, Any],
-        prompt: list[Message],
+        row: Mapping[str, Any],
+        prompt: Any,
         max_turns: int,
         num_turns: int = 0,
         state: bytes | None = None,
@@ -134,51 +194,37 @@ class EnvironmentRunner:
         """Makes an environment for an episode.
 
         Args:
-            extras, prompt: of its row. max_turns: most actions of an episode.
+            row: its columns. prompt: its messages. max_turns: most actions of an episode.
             num_turns: that a stateless one has behind it. state: of `keep`, of one that goes on.
         """
-        arguments = (self._cls, {**self._kwargs, "extras": {**extras, "max_turns": max_turns}}, max_turns)
-        if self.nursery is not None:
-            stop = getattr(self._cls, "stop", ())
-            env = ProcessEnvironment(self.nursery, arguments, self.timeout)
-            episode = Episode(env, tuple(stop) if isinstance(stop, tuple | list) else ())
-            if not self._own["init"]:
-                return episode
-        else:
-            episode = Episode(None)
+        episode = Episode()
 
         async def begin() -> Episode:
             started = time.perf_counter()
-            if episode.env is None:
-                episode.env = make_environment(*arguments) if state is None else pickle.loads(state)
-                episode.stop = tuple(getattr(episode.env, "stop", ()))
-                if num_turns and state is None:
-                    episode.env.turns = num_turns
+            if state is None:
+                kwargs = {**self._kwargs, "extras": {**row, "max_turns": max_turns}}
+                env = self._make(self._cls, kwargs)
+                if num_turns:
+                    env.turns = num_turns
+            else:
+                env = pickle.loads(state)
+            episode.env, episode.stop = env, tuple(getattr(env, "stop", ()))
             if episode.is_over:  # it took too long
                 await self._end(episode)
-            elif self._own["init"] and state is None:
-                episode.messages = list((await settled(episode.env.init(prompt)))[0])
+            elif self._starts and state is None:
+                episode.messages = list((await settled(env.init(prompt)))[0])
             episode.seconds_init = time.perf_counter() - started
             return episode
 
-        if self.how == "inline":
-            try:
-                return at_once(begin())
-            except (Exception, SystemExit) as error:
-                at_once(self._end(episode))
-                raise (
-                    error if isinstance(error, Exception) else EpisodeFailed(f"it raised {error!r}")
-                ) from None
+        def check(opened: Future[Episode]) -> None:
+            if opened.cancelled() or opened.exception() is not None:
+                self.close(episode)
+
+        if self.workers is not None and not self._starts:
+            return at_once(begin())
         opened = self._submit(episode, begin)
-
-        def check(done: Future[Episode]) -> None:
-            if done.cancelled() or done.exception() is not None:
-                episode.is_over = True
-                if episode.env is not None:
-                    self.close(episode)
-
         opened.add_done_callback(check)
-        return opened
+        return opened.result() if self.how == "inline" else opened
 
     def step_many(self, episodes: Sequence[Episode], actions: Sequence[str]) -> list[StepResult]:
         """Takes an action in each episode."""
@@ -189,7 +235,8 @@ class EnvironmentRunner:
                 results = [error] * len(episodes)
             if results is not None:
                 for episode, result in zip(episodes, results, strict=True):
-                    episode.under_way = result if isinstance(result, Future) else None
+                    future = result.future if isinstance(result, ActionUnderWay) else result
+                    episode.under_way = future if isinstance(future, Future) else None
                 return results
         return [self._step(episode, action) for episode, action in zip(episodes, actions, strict=True)]
 
@@ -201,99 +248,84 @@ class EnvironmentRunner:
             finally:
                 episode.seconds_step += time.perf_counter() - started
 
-        if self.how != "inline":
-            return self._submit(episode, take)
+        taken = self._submit(episode, take)
         try:
-            return at_once(take())
-        except (Exception, SystemExit) as error:  # it is a user's environment: anything may come
-            return error if isinstance(error, Exception) else EpisodeFailed(f"it raised {error!r}")
+            return taken.result() if self.how == "inline" else taken
+        except Exception as error:  # it is a user's environment: anything may come
+            return error
 
     def keep(self, episode: Episode) -> bytes | None:
         """The environment for a later `open`; None: it can't be kept."""
-        if self.how == "process" or (episode.under_way is not None and not episode.under_way.done()):
-            return None
-        try:
-            return pickle.dumps(episode.env)
-        except Exception:  # pickling raises all kinds
-            return None
+        with suppress(Exception):  # pickling raises all kinds
+            if episode.under_way is None or episode.under_way.done():
+                return pickle.dumps(episode.env)
+        return None
 
-    def close(self, episode: Episode) -> Future[None] | None:
-        """Ends an episode, after the call that it is at; None: it has ended."""
-        if self.nursery is None and not (self._own["close"] or self._own["get_metrics"]):
-            return None
-        if self.how == "inline":
-            at_once(self._end(episode))
-            return None
+    def close(self, episode: Episode) -> None:
+        """Ends an episode, after the call that it is at."""
+        if self._just_ends:  # nothing is to be called: most episodes, which searches are
+            episode.env, episode.is_over = None, True
+            return
         ended: Future[None] = Future()
         self.ends.add(ended)
         ended.add_done_callback(self.ends.discard)
 
         def begin(_: object = None) -> None:
-            job = self._submit(episode, lambda: self._end(episode))
-            job.add_done_callback(lambda _: ended.set_result(None))
+            if isinstance(episode.env, ProcessEnvironment):
+                episode.env.cut()  # at once: the end may wait for a thread
+            self._submit(episode, lambda: self._end(episode)).add_done_callback(end)
 
-        if episode.under_way is not None and not episode.under_way.done():
-            episode.under_way.add_done_callback(begin)
-        else:
+        def end(job: Future[None]) -> None:
+            if (error := job.exception()) is not None and not self._has_complained:
+                self._has_complained = True
+                print(f"note: environment {self.env_class}: the end of an episode failed: {error!r}")
+            ended.set_result(None)
+
+        if episode.under_way is None or self.how == "inline":
             begin()
-        return ended
+        else:
+            episode.under_way.add_done_callback(begin)
 
-    def _submit(self, episode: Episode, call: AsyncCall) -> Future[Any]:
+    def _submit(self, episode: Episode, call: Call) -> Future[Any]:
+        if self.how == "inline":
+            future: Future[Any] = Future()
+            attempt(future, call)
+            return future
         if self.how == "async":
-            episode.under_way = self.event_loop.submit(call, episode.turn, self.timeout)
-            return episode.under_way
-        # A process is killed in time; its thread is not to be given up before.
-        slack = 2.0 if self.nursery is not None else 0.0
-        episode.under_way = self.threads.submit(lambda: at_once(call()), self.timeout + slack)
+            episode.under_way = self.calls.in_loop(call, self.timeout, episode.turn)
+        else:
+            episode.under_way = self.calls.in_thread(call, self.timeout)
         return episode.under_way
 
     async def _end(self, episode: Episode) -> None:
-        """`get_metrics` and `close` of an environment that was made, once."""
+        """Closes an environment that was made, once."""
         with self._lock:
-            env, has_ended, episode.has_ended = episode.env, episode.has_ended, episode.env is not None
-        if env is None or has_ended or (isinstance(env, ProcessEnvironment) and not env.can_end()):
-            return
-        try:
-            try:
-                if self._own["get_metrics"]:
-                    episode.metrics = dict(await settled(env.get_metrics()))
-            finally:
-                if self._own["close"]:
-                    await settled(env.close())
-                if isinstance(env, ProcessEnvironment):
-                    env.give_back()
-        except (Exception, SystemExit) as error:  # a user's environment; its episode is over all the same
-            if not self._has_complained:
-                print(f"note: environment {self.env_class}: the end of an episode failed: {error!r}")
-            self._has_complained = True
+            env, episode.env, episode.is_over = episode.env, None, True
+        if env is not None:
+            await finish(env, episode.metrics)
 
 
 class Environments:
     """The environments of this process, made as they are asked for."""
 
     def __init__(
-        self,
-        block: EnvironmentConfig | None = None,
-        env_config: Mapping[str, Mapping[str, Any]] | None = None,
+        self, block: EnvironmentConfig | None = None, env_config: Mapping[str, Any] | None = None
     ) -> None:
         """block: the run's. env_config: environment -> more of what its instances are made with."""
         self.block, self.env_config = block or EnvironmentConfig(), env_config or {}
-        self.threads, self.event_loop = WorkerThreads(self.block.max_workers), EventLoopThread()
+        self.calls = Calls(self.block.max_workers)
         self._runners: dict[str, EnvironmentRunner] = {}
 
     def __getitem__(self, env_class: str) -> EnvironmentRunner:
         if env_class not in self._runners:
             config = {**self.block.env_config.get(env_class, {}), **self.env_config.get(env_class, {})}
-            self._runners[env_class] = EnvironmentRunner(
-                env_class, config, self.block, self.threads, self.event_loop
-            )
+            self._runners[env_class] = EnvironmentRunner(env_class, config, self.block, self.calls)
         return self._runners[env_class]
 
     def give_up(self) -> None:
         """Ends every call that is under way; to be said before episodes are closed in haste."""
         for runner in self._runners.values():
-            runner.threads.expire(is_over=True)
-        self.event_loop.cancel_all()
+            runner.calls.expire(math.inf)
 
     def wait_for_ends(self, seconds: float | None = None) -> None:
         """Until the episodes are closed that are over."""
@@ -304,8 +336,6 @@ class Environments:
         self.give_up()
         self.wait_for_ends(CLOSE_SECONDS)
         for runner in self._runners.values():
-            runner.threads.close()
-            if runner.nursery is not None:
-                runner.nursery.close()
-        self.threads.close()
-        self.event_loop.close()
+            runner.calls.close()
+            if runner.workers is not None:
+                runner.workers.close()

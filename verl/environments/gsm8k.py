@@ -8,27 +8,21 @@
 The strict rule is SkyRL's and verl's, so that rewards can be compared.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, gold_answer, turns_of
+from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, gold_answer, row_max_turns
 
 FORM_REWARD = 0.2  # of all turns together
 
-_MARKED = re.compile(r"#### (-?[0-9.,]+)")
-_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+_NUMBERS = {"strict": r"#### (-?[0-9.,]+)", "flexible": r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"}
 
 
 def extract_number(text: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
     """The number that the text gives as its answer, without commas; None: it gives none."""
-    if method == "strict":
-        match = _MARKED.search(text)
-        return match.group(1).replace(",", "") if match else None
-    numbers = _NUMBER.findall(text)
-    return numbers[-1].replace(",", "") if numbers else None
+    numbers = re.findall(_NUMBERS[method], text)
+    return numbers[0 if method == "strict" else -1].replace(",", "") if numbers else None
 
 
 class GSM8kEnv(BaseTextEnv):
@@ -40,8 +34,9 @@ class GSM8kEnv(BaseTextEnv):
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__()
         self.gold = str(gold_answer(extras))
+        self.max_turns = row_max_turns(extras or {}) or type(self).max_turns
         self.method = (env_config or {}).get("method", "strict")
-        if self.method not in ("strict", "flexible"):
+        if self.method not in _NUMBERS:
             raise ValueError(f"Found method={self.method!r} of gsm8k; expected 'strict' or 'flexible'.")
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
@@ -52,21 +47,17 @@ class GSM8kEnv(BaseTextEnv):
 class GSM8kMultiTurnEnv(GSM8kEnv):
     """Several turns: each asks for reasoning and a tentative number, the last one for the number alone."""
 
-    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
-        super().__init__(env_config, extras)
-        self.max_turns = turns_of(extras, 5)
+    max_turns = 5
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
         number = extract_number(action, self.method)
-        right = number == self.gold
+        right, left = number == self.gold, self.max_turns - self.turns
         reward = 1.0 if right else 0.0 if number is None else FORM_REWARD / self.max_turns
-        left = self.max_turns - self.turns
         if right or left <= 0:
             return {"observations": [], "reward": reward, "done": True, "metadata": {}}
-        if left > 1:
-            content = "Reason step by step, and end with a tentative number in the exact form '#### NUMBER'."
-        else:
+        content = "Reason step by step, and end with a tentative number in the exact form '#### NUMBER'."
+        if left == 1:
             content = "This is the last turn. Give only the final number, in the exact form '#### NUMBER'."
         observations = [{"role": "user", "content": content}]
         return {"observations": observations, "reward": reward, "done": False, "metadata": {}}

@@ -12,39 +12,27 @@ The program runs on the code server of `verifiers.code.api_url`, where it sees i
 compared where it is not.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 from verl.code_server.client import CodeClient
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, gold_answer
 
-SECONDS = 6.0
 BATCH_SECONDS = 30.0  # that the tests of one request may take: a program that hangs in each is known by then
 
 _BLOCK = re.compile(r"```(?:\w+)?\n(.*?)```", re.DOTALL)
 # What solutions on programming sites need not import. The slow ones come only where the program names them.
-PRELUDE = """\
-from bisect import bisect_left, bisect_right, insort
-from collections import Counter, OrderedDict, defaultdict, deque
-from copy import deepcopy
-from functools import cache, cmp_to_key, lru_cache, partial, reduce
-from heapq import heapify, heappop, heappush, heapreplace, merge, nlargest, nsmallest
-from itertools import accumulate, chain, combinations, count, cycle, groupby, islice, pairwise, permutations
-from itertools import product, repeat, zip_longest
+# typing comes first: its Counter and OrderedDict are no classes to derive from.
+_WHOLE = ("typing", "bisect", "collections", "copy", "functools", "heapq", "itertools", "random", "string")
+PRELUDE = "".join(f"from {module} import *\n" for module in _WHOLE)
+PRELUDE += """\
 from math import atan2, ceil, comb, factorial, floor, gcd, inf, isqrt, log, log2, log10, pi, prod, sqrt
 from operator import iand, itemgetter, or_, sub, xor
 from os.path import commonprefix
-from random import randrange, shuffle
 from re import search as re_search
-from string import ascii_lowercase, ascii_uppercase
 from time import time
-from typing import Any, Callable, Deque, Dict, Generator, Iterable, Iterator, List, Optional, Set, Tuple
-from typing import Union
 import bisect, collections, copy, datetime, functools, heapq, io, itertools, math, operator, os, random, re
 import string, sys
 """
@@ -59,10 +47,9 @@ class LCBEnv(BaseTextEnv):
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__()
-        config = env_config or {}
-        self.seconds = float(config.get("seconds") or SECONDS)
-        self.client = code_client(config.get("code_api_url"))
-        text = gold_answer(extras)
+        config, text = env_config or {}, gold_answer(extras)
+        self.seconds = float(config.get("seconds") or 6)
+        self.client = CodeClient(config.get("code_api_url"))
         try:
             self.tests = json.loads(text)
         except (ValueError, TypeError):
@@ -71,32 +58,24 @@ class LCBEnv(BaseTextEnv):
             raise ValueError(f"Found {text!r:.200} in an lcb row; expected JSON text of a list of tests.")
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        code = last_block(action)
+        blocks = _BLOCK.findall(action)
+        code = blocks[-1].strip() if blocks else None
+        reward, metadata = float(code is not None and self._passes(code)), {"parsed_code": code}
+        return {"observations": [], "reward": reward, "done": True, "metadata": metadata}
+
+    def _passes(self, code: str) -> bool:
+        program, in_class = with_prelude(code), "class Solution" in code
         stdio = self.tests[0].get("testtype") != "functional"
         size = max(1, int(BATCH_SECONDS / self.seconds))
-        passed = code is not None
         for first in range(0, len(self.tests), size):
-            if code is None or not passed:
-                break
-            given = self.tests[first : first + size]
-            tests: list[Any] = [{"input": test["input"], "output": test["output"]} for test in given]
-            if not stdio:
-                tests = [function_test(test, in_class="class Solution" in code) for test in given]
-            passed = all(self.client.test(with_prelude(code), tests, stdio, self.seconds))
-        metadata = {"parsed_code": code}
-        return {"observations": [], "reward": float(passed), "done": True, "metadata": metadata}
-
-
-@cache
-def code_client(url: str | None) -> CodeClient:
-    """The client of this process for a code server; None: see `CodeClient`."""
-    return CodeClient(url)
-
-
-def last_block(text: str) -> str | None:
-    """The program in the text's last code block; None: it has none."""
-    blocks = _BLOCK.findall(text)
-    return blocks[-1].strip() if blocks else None
+            tests: list[Any] = self.tests[first : first + size]
+            if stdio:
+                tests = [{name: test[name] for name in ("input", "output")} for test in tests]
+            else:
+                tests = [function_test(test, in_class) for test in tests]
+            if not all(self.client.test(program, tests, stdio, self.seconds)[0]):
+                return False
+        return True
 
 
 def with_prelude(code: str) -> str:

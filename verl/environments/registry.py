@@ -1,93 +1,67 @@
-"""Environments by name.
-
-register(id="maze", entry_point="my_package.maze:Maze")      env_class: maze, in a row or the configuration
-make("maze", env_config={...}, extras=row)                   an instance, for one episode
-"""
-
-from __future__ import annotations
+"""Environments by name: an `env_class` of a row or of the configuration."""
 
 import difflib
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
+from verl.environments.base import make_environment
+
 SEARCH = "search"  # the default; `search_r1` registers it
+EntryPoint = str | Callable[..., Any]  # "package.module:Class", or what makes an instance
+
+registry: dict[str, tuple[EntryPoint, Mapping[str, Any]]] = {  # with arguments that are always given
+    "gsm8k": ("verl.environments.gsm8k:GSM8kEnv", {}),
+    "gsm8k_multi_turn": ("verl.environments.gsm8k:GSM8kMultiTurnEnv", {}),
+    "aime": ("verl.environments.aime:AIMEEnv", {}),
+    "text2sql": ("verl.environments.text2sql:SQLEnv", {}),
+    "lcb": ("verl.environments.lcb:LCBEnv", {}),
+    "searchcode": ("verl.environments.searchcode:SearchCodeEnv", {}),
+    "gymnasium": ("verl.environments.adapters:GymnasiumEnv", {}),
+    "verifiers": ("verl.environments.adapters:VerifiersEnv", {}),
+}
 
 
-@dataclass(frozen=True)
-class EnvSpec:
-    """A registered environment. entry_point: "package.module:Class", or a callable. kwargs: always given."""
-
-    id: str
-    entry_point: str | Callable[..., Any]
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-
-registry: dict[str, EnvSpec] = {}
-
-
-def register(id: str, entry_point: str | Callable[..., Any], kwargs: Mapping[str, Any] | None = None) -> None:
+def register(id: str, entry_point: EntryPoint, kwargs: Mapping[str, Any] | None = None) -> None:
     """Gives an environment a name. ValueError: the name is taken."""
     if id in registry:
-        raise ValueError(
-            f"Environment {id!r} is registered already; choose another name, or `deregister` it."
-        )
-    registry[id] = EnvSpec(id, entry_point, dict(kwargs or {}))
+        raise ValueError(f"Environment {id!r} is registered already; take another name, or `deregister` it.")
+    registry[id] = entry_point, dict(kwargs or {})
 
 
 def deregister(id: str) -> None:
     """Takes a name away. ValueError: there is none."""
-    find_spec(id)
-    del registry[id]
+    if registry.pop(id, None) is None:
+        raise ValueError(f"Found no environment {id!r}; expected one of {', '.join(sorted(registry))}.")
 
 
-def find_spec(env_class: str) -> EnvSpec:
-    """The environment of a name, or of package.module:Class.
+def load_class(env_class: str) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    """The class (or callable) of a name or of package.module:Class, and the arguments it is always given.
 
     Raises:
-        ValueError: there is none; the message names the nearest one.
+        ValueError: there is no such name, with the nearest one; or its module or class can't be had.
     """
-    if env_class in registry:
-        return registry[env_class]
-    if ":" in env_class:
-        return EnvSpec(env_class, env_class)
-    near = difflib.get_close_matches(env_class, registry, 1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(
-        f"Found env_class={env_class!r}; expected one of {', '.join(sorted(registry))}, or your own as "
-        f"package.module:Class.{hint}"
-    )
-
-
-def load_class(env_class: str) -> Callable[..., Any]:
-    """The class (or callable) of a name. ValueError: its module or class can't be had."""
-    entry_point = find_spec(env_class).entry_point
+    entry_point, kwargs = registry.get(env_class, (env_class, {}))
     if callable(entry_point):
-        return entry_point
-    module_name, _, name = entry_point.partition(":")
+        return entry_point, kwargs
+    module_name, colon, name = entry_point.partition(":")
+    if not colon:
+        near = difflib.get_close_matches(env_class, registry, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"Found env_class={env_class!r}; expected one of {', '.join(sorted(registry))}, or your own as "
+            f"package.module:Class.{hint}"
+        )
     try:
         found = getattr(importlib.import_module(module_name), name, None)
     except ImportError as error:
         raise ValueError(f"env_class={env_class!r}: {module_name} can't be imported ({error})") from error
     if not callable(found):
         raise ValueError(f"env_class={env_class!r}: found no class {name!r} in {module_name}")
-    return found
+    return found, kwargs
 
 
 def make(env_class: str, **kwargs: Any) -> Any:
     """An instance for one episode; kwargs: `env_config` and `extras`, as in SkyRL."""
-    return load_class(env_class)(**{**find_spec(env_class).kwargs, **kwargs})
-
-
-for _id, _entry_point in {
-    "gsm8k": "verl.environments.gsm8k:GSM8kEnv",
-    "gsm8k_multi_turn": "verl.environments.gsm8k:GSM8kMultiTurnEnv",
-    "aime": "verl.environments.aime:AIMEEnv",
-    "text2sql": "verl.environments.text2sql:SQLEnv",
-    "lcb": "verl.environments.lcb:LCBEnv",
-    "searchcode": "verl.environments.searchcode:SearchCodeEnv",
-    "gymnasium": "verl.environments.adapters:GymnasiumEnv",
-    "verifiers": "verl.environments.adapters:VerifiersEnv",
-}.items():
-    register(_id, _entry_point)
+    cls, always = load_class(env_class)
+    return make_environment(cls, {**always, **kwargs})

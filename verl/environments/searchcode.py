@@ -12,26 +12,24 @@ without the trainer's environment. A search that fails ends the episode: it leav
 "seconds": 10 for a program}.
 """
 
-from __future__ import annotations
-
 import json
 import re
-import time
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
-import httpx
-
-from verl.code_server.client import CodeClient
-from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, ToolGroup, gold_answer, tool, turns_of
+from verl.code_server.client import CodeClient, ask
+from verl.environments.base import (
+    BaseTextEnv,
+    BaseTextEnvStepOutput,
+    ToolGroup,
+    gold_answer,
+    row_max_turns,
+    tool,
+)
 from verl.environments.gsm8k import extract_number
-from verl.environments.lcb import code_client
-from verl.verifiers.base import CouldNotVerify
 
 DEFAULTS = {"search_url": "http://127.0.0.1:8000/retrieve", "topk": 3, "timeout": 30.0, "seconds": 10.0}
 MAX_CHARACTERS = 9_000  # of what a program printed that the policy is shown
-PAUSES = (0.2, 1.0, 3.0)  # seconds before a failed search is tried again
 
 _TOOL = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
 _CALL = re.compile(r"<(\w+)>(.*?)</\1>", re.DOTALL)
@@ -48,26 +46,13 @@ class SearchGroup(ToolGroup):
     def search(self, query: str) -> str:
         """The documents as JSON text. CouldNotVerify: the server gives none."""
         request = {"queries": [query.strip()], "topk": self.topk, "return_scores": True}
-        deadline = time.monotonic() + self.timeout
-        for pause in (*PAUSES, None):
-            try:
-                left = max(0.1, deadline - time.monotonic())
-                reply = _http().post(self.url, json=request, timeout=left)
-                reply.raise_for_status()
-                texts = [hit["document"]["contents"].strip() for hit in reply.json()["result"][0]]
-                break
-            except (httpx.HTTPError, LookupError, TypeError, AttributeError, ValueError) as error:
-                if pause is None or time.monotonic() + pause > deadline:
-                    raise CouldNotVerify(f"searchcode: {self.url} did not answer: {error!r}") from error
-                time.sleep(pause)
+        texts = ask([self.url], "", request, self.timeout, read_contents)
         documents = "".join(f"Doc {index}: {text}\n" for index, text in enumerate(texts, 1))
         return json.dumps({"result": documents or "No search results found."})
 
 
-@cache
-def _http() -> httpx.Client:
-    """This process's connections; unused ones are closed before uvicorn closes its end."""
-    return httpx.Client(trust_env=False, limits=httpx.Limits(keepalive_expiry=4.0))
+def read_contents(reply: Any) -> list[str]:
+    return [str(hit["document"]["contents"]).strip() for hit in reply["result"][0]]
 
 
 class PythonGroup(ToolGroup):
@@ -92,27 +77,26 @@ class SearchCodeEnv(BaseTextEnv):
 
     stop = ("</tool>", "</solution>")
     counts_turns = True
+    max_turns = 2
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__()
-        config, row = {**DEFAULTS, **(env_config or {})}, extras or {}
-        self.gold = str(gold_answer(row))
-        self.max_turns = turns_of(extras, 2)
-        self.actions: list[str] = []
+        config = {**DEFAULTS, **(env_config or {})}
+        self.gold, self.actions = str(gold_answer(extras)), list[str]()
+        self.max_turns = row_max_turns(extras or {}) or type(self).max_turns
         search = SearchGroup(config["search_url"], int(config["topk"]), float(config["timeout"]))
-        python = PythonGroup(code_client(config.get("code_api_url")), float(config["seconds"]))
+        python = PythonGroup(CodeClient(config.get("code_api_url")), float(config["seconds"]))
         self.init_tool_groups([search, python])
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        self.turns += 1
         self.actions.append(action)
-        if self.turns >= self.max_turns or ("<solution>" in action and "</solution>" in action):
+        if len(self.actions) >= self.max_turns or ("<solution>" in action and "</solution>" in action):
             answer = extract_number("\n".join(_TOOL.sub("", text) for text in self.actions))
             reward = float(answer == self.gold)
             return {"observations": [], "reward": reward, "done": True, "metadata": {}}
         block = _TOOL.search(action)
-        call = _CALL.search(block.group(1)) if block else None
-        name, given = (call.group(1), call.group(2).strip()) if call else (None, "")
+        call = _CALL.search(block[1]) if block else None
+        name, given = (call[1], call[2].strip()) if call else (None, "")
         group = self.tool_to_toolgroup.get(name) if name else None
         if name is None:
             text = "There is no tool call. Write <tool><search>QUERY</search></tool> or <tool><python>..."

@@ -9,18 +9,14 @@ that query orders its result), 0 where it does not, -1 where the form is broken.
 with <think>. Only what the policy wrote counts.
 
 Row: `db_id`, `reward_spec.ground_truth` (the right query), and `data` (synsql, spider or bird) where the
-databases lie in the folders of one of these collections. `env_config`: {"db_path": the folder with the
-databases, "seconds": 5, of computing for each query}. A database is
-DB_PATH[/folder of the collection]/DB_ID/DB_ID.sqlite.
+databases lie as in one of these collections. `env_config`: {"db_path": the folder with the databases,
+"seconds": 5, of computing for each query}. A database is DB_PATH[/folder of `data`]/DB_ID/DB_ID.sqlite.
 
-Queries run in processes that can be killed, behind three walls. The connection reads only: the file is opened
-with mode=ro, `query_only` is set, and an authorizer refuses all but reading (no ATTACH, no PRAGMA, no
-load_extension, no write). SQLite is asked to stop after `seconds` of processor time, and the kernel ends the
-process a little later where a single operation does not listen. Memory is limited by SQLite's own limit and,
-above it, by the process's address space.
+Queries run in processes that can be killed. A connection only reads: the file is opened with mode=ro,
+`query_only` is set, and an authorizer refuses all else (ATTACH, PRAGMA, load_extension, writing). SQLite is
+asked to stop after `seconds` of processor time; the kernel ends the process a little later where a single
+operation does not listen. Both limit the memory.
 """
-
-from __future__ import annotations
 
 import os
 import re
@@ -32,20 +28,19 @@ from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, gold_answer, turns_of
+from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, gold_answer, row_max_turns
 from verl.verifiers.base import CouldNotVerify
-from verl.verifiers.workers import CheckFailed, CheckWorkers
+from verl.verifiers.workers import CheckFailed, KillableWorkers
 
 FOLDERS = {
     "synsql": "SynSQL-2.5M/databases",
     "spider": "spider/database",
     "bird": "bird/train/train_databases",
 }
-SECONDS = 5.0
 MAX_ROWS, MAX_CHARACTERS = 50, 9_000  # that the policy is shown
-MEMORY_BYTES = 256 << 20
-MAX_COMPARED_ROWS = 1_000_000
+MEMORY_BYTES, MAX_COMPARED_ROWS = 256 << 20, 1_000_000
 
 _READS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE}
 _REFUSED_FUNCTIONS = {"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"}
@@ -61,42 +56,36 @@ class SQLEnv(BaseTextEnv):
     stop = ("</sql>", "</solution>")
     observation_end = "</reminder></observation>\n\n"
     counts_turns = True
+    max_turns = 5
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__()
         config, row = env_config or {}, extras or {}
-        self.gold = str(gold_answer(row))
-        self.seconds = float(config.get("seconds") or SECONDS)
-        self.max_turns = turns_of(row, 5)
+        self.gold, self.actions = str(gold_answer(row)), list[str]()
+        self.max_turns = row_max_turns(row) or type(self).max_turns
+        self.seconds = float(config.get("seconds") or 5)
         self.workers = query_workers(self.seconds)
-        self.actions: list[str] = []
         if not config.get("db_path") or not row.get("db_id"):
             raise ValueError(
                 f"Found db_path={config.get('db_path')!r} and a row with db_id={row.get('db_id')!r}; set "
-                "environment.env_config.text2sql.db_path to the folder with the databases, and give each row "
-                "its db_id."
+                "environment.env_config.text2sql.db_path to the databases' folder, and each row's db_id."
             )
         if row.get("data") and row["data"] not in FOLDERS:
             raise ValueError(f"Found data={row['data']!r} in a row; expected one of {', '.join(FOLDERS)}.")
         folder = Path(config["db_path"], FOLDERS.get(row.get("data") or "", ""))
         self.file = os.path.abspath(folder / row["db_id"] / f"{row['db_id']}.sqlite")
         if not os.path.isfile(self.file):
-            raise FileNotFoundError(
-                f"There is no database {self.file}; text2sql's db_path is not its folder."
-            )
+            raise FileNotFoundError(f"There is no database {self.file}; expected it in text2sql's db_path.")
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        self.turns += 1
         self.actions.append(action)
-        left = self.max_turns - self.turns
+        left = self.max_turns - len(self.actions)
         if left <= 0 or ("<solution>" in action and "</solution>" in action):
             return {"observations": [], "reward": self._reward(), "done": True, "metadata": {}}
-        match = _SQL.search(action)
-        if match is None:
-            text = "There is no query to run. Think in <think>, then write one query as <sql>QUERY</sql>."
-        else:
+        text = "There is no query to run. Think in <think>, then write one query as <sql>QUERY</sql>."
+        if (match := _SQL.search(action)) is not None:
             try:
-                text = self.workers.ask("look", self.file, match.group(1), self.seconds)
+                text = self.workers.ask("look", self.file, match[1], self.seconds)
             except CheckFailed as error:
                 text = f"Error: {error}"
         content = f"\n\n<observation>{text}\n<reminder>Turns left: {left}.</reminder></observation>\n\n"
@@ -108,22 +97,19 @@ class SQLEnv(BaseTextEnv):
         if solution is None:
             return -1.0
         ordered = is_ordered(self.gold)
-        try:
-            return float(self.workers.ask("is_equal", self.file, solution, self.gold, self.seconds, ordered))
-        except CheckFailed:  # the right query beside itself says which of the two it was
+        for sql, worth in ((solution, 1.0), (self.gold, 0.0)):  # the second says which of the two has failed
             try:
-                self.workers.ask("is_equal", self.file, self.gold, self.gold, self.seconds, ordered)
+                return worth * self.workers.ask("is_equal", self.file, sql, self.gold, self.seconds, ordered)
             except CheckFailed as error:
-                reason = f"text2sql: the right query {self.gold!r} on {self.file}: {error}"
-                raise CouldNotVerify(reason) from error
-            return 0.0
+                problem = error
+        raise CouldNotVerify(f"text2sql: the right query {self.gold!r} on {self.file}: {problem}")
 
 
 @cache
-def query_workers(seconds: float) -> CheckWorkers:
+def query_workers(seconds: float) -> KillableWorkers:
     """This process's; a call may be of two queries."""
     first = ["look", ":memory:", "SELECT 1", seconds]
-    return CheckWorkers("verl.environments.text2sql:answer", 2 * seconds + 1, first)
+    return KillableWorkers("verl.environments.text2sql:answer", 2 * seconds + 1, first)
 
 
 os.register_at_fork(after_in_child=query_workers.cache_clear)  # its parent's processes are not its own
@@ -158,30 +144,23 @@ def is_ordered(sql: str) -> bool:
 # -------------------------------------------------------------------------------- in the processes
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
     """SQLite's question for each thing that a statement would do; `second` is a function's name."""
-    allowed = action in _READS or (
-        action == sqlite3.SQLITE_FUNCTION and (second or "").lower() not in _REFUSED_FUNCTIONS
-    )
-    return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
+    calls = action == sqlite3.SQLITE_FUNCTION and (second or "").lower() not in _REFUSED_FUNCTIONS
+    return sqlite3.SQLITE_OK if calls or action in _READS else sqlite3.SQLITE_DENY
 
 
 def query(file: str, sql: str, seconds: float, most_rows: int) -> tuple[list[str], list[tuple[Any, ...]]]:
     """The names of the columns and at most `most_rows` rows, in the order in which the database gives them.
-
-    Raises:
-        sqlite3.Error, ValueError: the query is wrong, or is refused. TimeoutError, MemoryError: it takes too
-            much.
+    sqlite3.Error, ValueError: the query is wrong or refused. TimeoutError, MemoryError: it takes too much.
     """
     for limit, value in ((resource.RLIMIT_AS, MEMORY_BYTES * 4), (resource.RLIMIT_FSIZE, 0)):
         resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
     # "immutable" needs no lock and leaves no files beside the database; it misses changes in a log.
     immutable = "" if os.path.exists(file + "-wal") else "&immutable=1"
-    path = file.replace("%", "%25").replace("?", "%3f").replace("#", "%23")
-    connection = sqlite3.connect(f"file:{path}?mode=ro{immutable}", uri=True, isolation_level=None)
+    connection = sqlite3.connect(f"file:{quote(file)}?mode=ro{immutable}", uri=True, isolation_level=None)
     try:
         connection.text_factory = lambda raw: raw.decode("utf-8", errors="replace")
-        connection.execute("PRAGMA query_only = ON")
-        connection.execute("PRAGMA temp_store = MEMORY")
-        connection.execute(f"PRAGMA hard_heap_limit = {MEMORY_BYTES}")
+        for pragma in ("query_only = ON", "temp_store = MEMORY", f"hard_heap_limit = {MEMORY_BYTES}"):
+            connection.execute(f"PRAGMA {pragma}")
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MEMORY_BYTES // 8)
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         connection.set_authorizer(_authorize)
@@ -198,15 +177,15 @@ def query(file: str, sql: str, seconds: float, most_rows: int) -> tuple[list[str
         connection.close()
 
 
-def _cell(value: Any) -> str:
-    text = "NULL" if value is None else f"x'{value[:100].hex()}'" if isinstance(value, bytes) else str(value)
-    return " ".join(text[:MAX_CHARACTERS].splitlines())  # a row is a line
-
-
 def look(file: str, sql: str, seconds: float) -> str:
     """The result as the policy reads it: the columns' names, then the rows, with | between cells."""
+
+    def cell(value: Any) -> str:
+        value = "NULL" if value is None else f"x'{value[:100].hex()}'" if isinstance(value, bytes) else value
+        return " ".join(str(value)[:MAX_CHARACTERS].splitlines())  # a row is a line
+
     names, rows = query(file, sql, seconds, MAX_ROWS + 1)
-    text = "\n".join([" | ".join(names), *(" | ".join(map(_cell, row)) for row in rows[:MAX_ROWS])])
+    text = "\n".join([" | ".join(names), *(" | ".join(map(cell, row)) for row in rows[:MAX_ROWS])])
     if not rows:
         text += "\n(no rows)"
     if len(text) > MAX_CHARACTERS:
@@ -216,10 +195,8 @@ def look(file: str, sql: str, seconds: float) -> str:
 
 def is_equal(file: str, sql: str, gold: str, seconds: float, ordered: bool) -> bool:
     """Whether a query gives the rows of the right one, each as often; in the same order, if `ordered`. The
-    number of columns counts too: a statement without a result is not equal to an empty one.
-
-    Raises:
-        As `query`, where the right query fails. MemoryError: either takes too much.
+    number of columns counts too: a statement without a result is not equal to an empty one. Raises as `query`
+    where the right query fails; MemoryError: either takes too much.
     """
     gold_names, gold_rows = query(file, gold, seconds, MAX_COMPARED_ROWS)
     try:

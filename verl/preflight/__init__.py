@@ -1,9 +1,8 @@
 """The preflight: what would spoil a run, and whether it fits into memory, before anything is spent.
 
-    findings.py             Finding: one trouble in one line
-    target.py, cluster.py   what is looked at: the run, the Ray cluster and its machines
-    machine_checks.py, run_checks.py, ray_checks.py    the checks: functions from the Target to findings
-    memory.py -> plan.py -> report.py                  who goes where, memory of each device
+    target.py               what is looked at, and Finding: one trouble in one line
+    machine_checks.py, run_checks.py, cluster.py    the checks: functions from the Target to findings
+    memory.py -> plan.py    who goes where, memory of each device
     preflight.py            the checks put to work: by the command, and by each run at its start
 
 Everything asks the objects that the run itself uses: the configuration, Passes, roles_of, the model's config.

@@ -1,4 +1,4 @@
-"""The Ray cluster that a run would use, and the checks on each of its machines.
+"""The Ray cluster that a run would use, its own checks, and those on each of its machines.
 
 look_at_ray    RAY_ADDRESS, what `ray start` left here, the head node's list of nodes: takes no second
 check_nodes    connects, and runs the checks of machines pinned to each node: seconds
@@ -9,19 +9,20 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
-from verl.preflight.findings import Finding
-from verl.preflight.machine import ray_folder, read_text
+from verl.config import Config
 from verl.preflight.machine_checks import MACHINE_CHECKS
-from verl.preflight.target import Cluster, RayNode, Target
+from verl.preflight.target import Cluster, Finding, RayNode, Target, error, ray_folder, read_text, warning
+from verl.trainer.placement import num_processes
 
 TASK_SECONDS = 90.0
+_JOIN = "bash scripts/ray_node.sh"
 CURRENT_CLUSTER = "ray_current_cluster"  # `ray start` writes the head node's address there
 
 
@@ -67,8 +68,8 @@ def look_at_ray() -> Cluster:
             )
             for node in list_nodes(head)
         ]
-    except ValueError as error:
-        return Cluster(address, started, str(error))
+    except ValueError as problem:
+        return Cluster(address, started, str(problem))
     return Cluster(address, started, nodes=tuple(nodes))
 
 
@@ -82,11 +83,8 @@ def _answers(address: str) -> bool:
 
 
 def check_nodes(target: Target, names: Sequence[str]) -> tuple[Target, list[Finding]]:
-    """Runs the checks of machines on each node that is alive, by a task pinned to it.
-
-    Returns:
-        The target with the versions on each node, and with the nodes that did not answer or why the cluster
-        can't be connected to; what was found on the others.
+    """Runs the checks of machines on each node that is alive, by a task pinned to it. Returns what was found,
+    and the target with the versions on each node and who did not answer, or why there is no connection.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -97,8 +95,8 @@ def check_nodes(target: Target, names: Sequence[str]) -> tuple[Target, list[Find
     assert target.cluster is not None
     try:
         session = init_ray(log_to_driver=False)
-    except ValueError as error:
-        return replace(target, cluster=replace(target.cluster, problem=str(error))), []
+    except ValueError as problem:
+        return replace(target, cluster=replace(target.cluster, problem=str(problem))), []
     variables = carried_variables() | {"PYTHONPATH": import_path()}
     findings: list[Finding] = []
     silent: list[str] = []
@@ -119,8 +117,8 @@ def check_nodes(target: Target, names: Sequence[str]) -> tuple[Target, list[Find
             try:
                 name, versions_on[name], ours = ray.get(task)
                 findings += [replace(finding, machines=(name,)) for finding in ours]
-            except ray.exceptions.RayError as error:  # the node died, or can't import this package
-                silent.append(f"{tasks[task]} ({str(error).strip().splitlines()[-1]})")
+            except ray.exceptions.RayError as problem:  # the node died, or can't import this package
+                silent.append(f"{tasks[task]} ({str(problem).strip().splitlines()[-1]})")
         for task in late:
             silent.append(tasks[task])
             ray.cancel(task, force=True)
@@ -136,3 +134,123 @@ def _check_on_node(
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # Ray hides GPUs from tasks that reserve none
         del os.environ["CUDA_VISIBLE_DEVICES"]
     return socket.gethostname(), versions(), check_machine(target, names)
+
+
+def find_wrong_address(target: Target) -> Iterator[Finding]:
+    """RAY_ADDRESS unset although a cluster is there or needed, or one that nobody answers at"""
+    ray, nnodes = target.cluster, 1 if target.config is None else target.config.trainer.nnodes
+    if ray is None:
+        return
+    if ray.problem is not None:
+        do = f"export RAY_ADDRESS={ray.started[0]} (a cluster that answers here)" if ray.started else ""
+        yield error(ray.problem.rstrip("."), "", do)
+    elif ray.address is None and ray.started:
+        make = error if nnodes > 1 else warning
+        yield make(
+            f"RAY_ADDRESS is not set, and a Ray cluster runs here at {ray.started[0]}",
+            "a run of several processes would start a second Ray of this machine alone, beside the cluster",
+            f"export RAY_ADDRESS={ray.started[0]}",
+        )
+    elif ray.address is None and nnodes > 1:
+        yield error(
+            f"trainer.nnodes={nnodes}, and RAY_ADDRESS is not set",
+            "a Ray that the run starts by itself has one node, and the run would wait for the others",
+            f"{_JOIN} head here, {_JOIN} worker --head <this machine>:6379 on the others, export "
+            "RAY_ADDRESS=<this machine>:6379",
+        )
+
+
+def find_missing_resources(target: Target) -> Iterator[Finding]:
+    """fewer GPUs, CPUs or nodes than the run asks for (a local Ray started by mistake)"""
+    config, ray = target.config, target.cluster
+    if config is None or (ray is not None and ray.problem is not None):  # the check of the address says why
+        return
+    trainer, asked, processes = config.trainer, target.num_gpus_asked, num_processes(config)
+    if ray is not None and ray.address is not None:
+        per_node = trainer.n_gpus_per_node if asked else 0
+        able = [node for node in ray.alive if node.num_gpus >= per_node]
+        num_cpus, num_gpus = sum(node.num_cpus for node in ray.alive), int(sum(n.num_gpus for n in ray.alive))
+        where = "the cluster has"
+        if len(able) < trainer.nnodes and num_gpus >= asked:
+            dead = ", ".join(node.name for node in ray.nodes if not node.is_alive)
+            yield error(
+                f"trainer.nnodes={trainer.nnodes}, the cluster has {len(able)} nodes"
+                + (f" with {per_node} GPUs" if per_node else "")
+                + (f" ({dead} left it)" if dead else ""),
+                "the run would wait for a minute and end",
+                f"{_JOIN} worker --head {ray.address} on the missing ones, or trainer.nnodes={len(able)}",
+            )
+    else:
+        num_cpus, num_gpus = float(os.cpu_count() or 1), torch.cuda.device_count()
+        where = "the Ray that it would start on this machine has" if target.needs_ray else "this machine has"
+    each = config.trainer.cpus_per_process if isinstance(config, Config) else 0
+    if target.needs_ray and processes * each > num_cpus:
+        yield error(
+            f"{processes} processes reserve {each:g} of Ray's CPUs each, {where} {num_cpus:g}",
+            "the run would wait for them, or end",
+            f"at most {num_cpus / each:g} processes on these machines",
+        )
+    if num_gpus < asked:
+        do = "trainer.device=cpu to train without GPUs, or fewer trainer.n_gpus_per_node"
+        if ray is not None and ray.address is None:
+            do = f"export RAY_ADDRESS={ray.started[0] if ray.started else f'<head node>:6379, or {do}'}"
+        what = f"the run asks for {asked} GPUs, {where} {num_gpus}"
+        yield error(what, "it would wait for them, or end", do)
+
+
+def find_driver_outside(target: Target) -> Iterator[Finding]:
+    """a driver whose machine is no node of the cluster"""
+    from verl.single_controller.ray.environment import card_of_address
+
+    ray = target.cluster
+    if ray is not None and ray.alive and not any(card_of_address(node.address) for node in ray.alive):
+        names = ", ".join(f"{node.name} ({node.address})" for node in ray.alive[:4])
+        yield error(
+            f"this machine ({socket.gethostname()}) is no node of the cluster at {ray.address}: {names}",
+            "Ray reaches its driver through a node's own processes, and would wait a minute for them",
+            f"start the run on one of these nodes, or {_JOIN} worker --head {ray.address} here",
+        )
+
+
+def find_bad_ray_folder(target: Target) -> Iterator[Finding]:
+    """a folder for Ray's files on NFS, or with too long a path for its sockets"""
+    from verl.single_controller.ray.session import choose_temp_dir
+
+    if target.cluster is None or target.cluster.address is not None:
+        return
+    try:
+        _, note = choose_temp_dir()
+    except ValueError as problem:
+        yield error(str(problem).rstrip("."))
+        return
+    if note is not None:
+        yield warning(note, "logs and spilled objects go there", "export RAY_TMPDIR=<a short local path>")
+
+
+def compare_nodes(target: Target) -> Iterator[Finding]:
+    """nodes that run no task, or have other versions of Python, torch, Ray, transformers or NCCL"""
+    for name in target.cluster.silent if target.cluster is not None else ():
+        yield error(
+            f"the node {name} did not run the preflight's task",
+            "a process of the run that is put there would not start either",
+            "look at /tmp/ray/session_latest/logs/raylet.out there, or take the node out with `ray stop`",
+        )
+    for package, ours in versions().items() if target.versions else ():
+        others = {name: known.get(package, "none") for name, known in target.versions.items()}
+        others = {name: version for name, version in others.items() if version != ours}
+        theirs = ", ".join(sorted(set(others.values())))
+        if others:
+            yield error(
+                f"{package} is {ours} here and {theirs} on {', '.join(others)}",
+                "objects and collectives between them fail, or give wrong numbers",
+                "on each node: pip install -c constraints.txt -e '.[train]' (or one shared environment)",
+            )
+
+
+RAY_CHECKS: dict[str, Callable[[Target], Iterator[Finding]]] = {
+    "ray-address": find_wrong_address,
+    "ray-resources": find_missing_resources,
+    "driver-node": find_driver_outside,
+    "ray-files": find_bad_ray_folder,
+    "nodes": compare_nodes,
+}

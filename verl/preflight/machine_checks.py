@@ -21,16 +21,18 @@ from verl.code_server.client import URL_VARIABLE
 from verl.code_server.walls import Limits, NoWalls, choose_walls
 from verl.config import Config
 from verl.config.mixture import sources_of
-from verl.preflight.findings import Finding, error, warning
-from verl.preflight.machine import (
+from verl.preflight.target import (
+    Finding,
+    Target,
+    error,
     existing_parent,
     memory_of_machine,
     port_holder,
     problem_of_writing,
     ray_folder,
     read_text,
+    warning,
 )
-from verl.preflight.target import Target
 
 HOME_BYTES = 1e9
 BASE_FILES, RAY_FILES = 256, 4096  # open files of a run in one process, and on Ray
@@ -215,7 +217,9 @@ def find_silent_servers(target: Target) -> Iterator[Finding]:
             yield warning(what, why, f"{do}, or take it out of retriever.url")
         else:
             why = "no trajectory could search, and all would be left out"
-            yield error(what, why, f"{do}, or do_search=false to train without a search engine")
+            do += ", or do_search=false to train without a search engine, or (if these are not searches) "
+            do += "environment.env_class, or a column env_class in training and validation rows"
+            yield error(what, why, do)
 
 
 def find_wrong_corpora(target: Target) -> Iterator[Finding]:

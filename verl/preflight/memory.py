@@ -29,28 +29,20 @@ PREFETCHED_UNITS = 2  # FSDP2 gathers the next layer while one computes
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Counts of a model's parameters, and its widths.
+    """Counts of a model's parameters, and its widths (hidden ... vocab)."""
 
-    Attributes:
-        num_parameters: all but adapters, tied ones once. layer: of them in one decoder layer.
-        adapters: parameters that LoRA trains (0: the model itself is trained).
-        hidden, intermediate, queries, keys, vocab: widths; intermediate: all experts that a token takes.
-        qk_norm: queries and keys are normed. has_vocab_head: hidden states become log-probs, not values.
-        ties_embeddings: the output matrix is the embedding's.
-    """
-
-    num_parameters: int
+    num_parameters: int  # all but adapters, tied ones once
     num_layers: int
-    layer: int
-    adapters: int
+    layer: int  # parameters in one decoder layer
+    adapters: int  # parameters that LoRA trains (0: the model itself is trained)
     hidden: int
-    intermediate: int
+    intermediate: int  # of all experts that a token takes
     queries: int
     keys: int
     vocab: int
-    qk_norm: bool
-    has_vocab_head: bool
-    ties_embeddings: bool
+    qk_norm: bool  # queries and keys are normed
+    has_vocab_head: bool  # hidden states become log-probs, not values
+    ties_embeddings: bool  # the output matrix is the embedding's
 
     @property
     def trained(self) -> int:
@@ -140,36 +132,26 @@ class Layout:
 
 @dataclass(frozen=True)
 class Held:
-    """What one process has of a model.
-
-    Attributes:
-        weights, gradients, optimizer: bytes that it keeps. num_layers: of the model.
-        gathered: whole weights that a pass works with, beyond those it keeps.
-        exchanged: gradients on their way between processes in a backward pass.
-        autocasts: computes in 16 bits from float32 weights, each cast when it is used.
-        in_flight: micro-batches whose activations it keeps at once.
-        tensor: processes that share the width of each layer. has_head: it computes log-probs.
-        keeps_gradients: their buffers stay between updates (optimizer_offload frees them).
-    """
+    """What one process has of a model; weights, gradients and optimizer are bytes that it keeps."""
 
     weights: int
     gradients: int
     optimizer: int
     num_layers: int
-    has_head: bool
-    gathered: int = 0
-    exchanged: int = 0
-    autocasts: bool = False
-    in_flight: int = 1
-    tensor: int = 1
-    keeps_gradients: bool = False
+    has_head: bool  # it computes log-probs
+    gathered: int = 0  # whole weights that a pass works with, beyond those it keeps
+    exchanged: int = 0  # gradients on their way between processes in a backward pass
+    autocasts: bool = False  # computes in 16 bits from float32 weights, each cast when it is used
+    in_flight: int = 1  # micro-batches whose activations it keeps at once
+    tensor: int = 1  # processes that share the width of each layer
+    keeps_gradients: bool = False  # their buffers stay between updates (optimizer_offload frees them)
 
 
 def hold(
     size: ModelSize, layout: Layout, stage: int, precision: Precision, is_trained: bool, fsdp: Any
 ) -> Held:
     """What a process of a pipeline's stage holds. fsdp: the block `fsdp_config`."""
-    compute, reduce = precision.compute.itemsize, precision.reduce.itemsize
+    compute, reduce = precision.compute.itemsize, torch.float32.itemsize
     if layout.is_megatron:
         return _hold_on_megatron(size, layout, stage, compute, reduce, is_trained)
     trained = size.trained * is_trained

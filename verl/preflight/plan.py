@@ -1,4 +1,4 @@
-"""Who goes where, and how full each device gets in each phase of a step: the memory plan of a run.
+"""Who goes where, and how full each device gets in each phase of a step: a run's memory plan, and its words.
 
     configuration -> Passes, roles_of (as the run) -> engines of a process -> DeviceLoad: bytes in each phase
                   -> Plan: it fits, or which device lacks what in which phase
@@ -9,15 +9,16 @@ only while it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import socket
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from verl.config import Config
-from verl.preflight.machine import memory_of_machine
+from verl.config import Config, at
 from verl.preflight.memory import Layout, ModelSize, forward_pass, hold, size_of, update_pass
+from verl.preflight.target import memory_of_machine
 from verl.trainer.placement import processes_on_nodes, roles_of
 from verl.trainer.ppo.passes import Passes
 from verl.workers.engine.loading import Precision
@@ -25,7 +26,15 @@ from verl.workers.engine.update_loop import MicroBatchLimits
 from verl.workers.rollout import build
 
 GIB = 1 << 30
-PHASES = ("rollout", "log_probs", "reference", "teacher", "values", "update_critic", "update_actor")
+PHASES = {  # their names in a report
+    "rollout": "rollout",
+    "log_probs": "log-probs",
+    "reference": "reference",
+    "teacher": "teacher",
+    "values": "values",
+    "update_critic": "critic's update",
+    "update_actor": "actor's update",
+}
 PROCESS_BYTES = int(0.6 * GIB)  # interpreter, torch, transformers: RSS of a worker before it loads a model
 CUDA_CONTEXT_BYTES = int(0.8 * GIB)  # driver, kernels, cuBLAS workspaces
 NCCL_BYTES = int(0.7 * GIB)  # channels of one communicator and its sub-groups
@@ -46,9 +55,7 @@ class Hardware:
     @classmethod
     def of(cls, config: Config) -> Hardware:
         """What a run would have: GPUs of `trainer.dry_run_gpu_memory_gb`, else those of this machine.
-
-        Raises:
-            ValueError: GPUs are meant, none is here, and nothing says how much memory they have.
+        ValueError: GPUs are meant, none is here, and nothing says how much memory they have.
         """
         device, gpu_memory_gb = config.trainer.device, config.trainer.dry_run_gpu_memory_gb
         has_gpu = torch.cuda.is_available()
@@ -67,15 +74,12 @@ class Hardware:
 
 @dataclass
 class DeviceLoad:
-    """What a GPU, or the memory of a node without any, holds. name: which devices are meant, in words.
+    """What a GPU, or the memory of a node without any, holds."""
 
-    items: "owner: what" -> phase -> bytes. host: bytes in the node's memory beside a GPU.
-    """
-
-    name: str
+    name: str  # which devices are meant, in words
     capacity: int
-    items: dict[str, dict[str, int]] = field(default_factory=dict)
-    host: int = 0
+    items: dict[str, dict[str, int]] = field(default_factory=dict)  # "owner: what" -> phase -> bytes
+    host: int = 0  # bytes in the node's memory beside a GPU
 
     def add(self, item: str, phases: Iterable[str], num_bytes: int, host: int = 0) -> None:
         """The item takes so many bytes more in these phases, and `host` in all."""
@@ -91,18 +95,13 @@ class DeviceLoad:
 
 @dataclass(frozen=True)
 class EngineUse:
-    """One model of a training process, as its engine is configured.
+    """One model of a training process, as its engine is configured."""
 
-    Attributes:
-        owner: "actor", "critic", "reference", "teacher". fsdp: the block `fsdp_config`.
-        passes: phase -> (limits of its micro-batches, trajectories of the whole run). A phase
-            that begins with "update" trains it.
-    """
-
-    owner: str
+    owner: str  # "actor", "critic", "reference", "teacher"
     size: ModelSize
     precision: Precision
-    fsdp: Any
+    fsdp: Any  # the block `fsdp_config`
+    # phase ("update...": it trains) -> limits of its micro-batches, trajectories of the whole run
     passes: Mapping[str, tuple[MicroBatchLimits, int]]
     checkpointing: bool = False
 
@@ -142,7 +141,7 @@ def engines_of(config: Config, passes: Passes, device: torch.device) -> list[Eng
     actor, frozen, n = block.actor, block.ref.fsdp_config, block.rollout.n
 
     def limits(part: Any, prefix: str) -> MicroBatchLimits:
-        return MicroBatchLimits.from_config(part, prefix, prefix, device, block.model.use_remove_padding)
+        return MicroBatchLimits.from_config(part, prefix, device, block.model.use_remove_padding)
 
     size, precision = size_of(block.model), Precision.from_config(actor.fsdp_config, device)
     if config.trainer.val_only:
@@ -166,7 +165,7 @@ def engines_of(config: Config, passes: Passes, device: torch.device) -> list[Eng
         engines.append(EngineUse(owner, its_size, its_precision, frozen, its_passes))
     if passes.values:
         of_critic = {
-            "values": (limits(critic, "forward"), rows),
+            "values": (limits(critic, "ppo"), rows),
             "update_critic": (limits(critic, "ppo"), min(rows, critic.ppo_mini_batch_size * n)),
         }
         size, fsdp = size_of(critic.model, is_critic=True), critic.model.fsdp_config
@@ -178,10 +177,7 @@ def engines_of(config: Config, passes: Passes, device: torch.device) -> list[Eng
 
 def tokens_of(limits: MicroBatchLimits, rows: int, longest: int, num_sharing: int = 1) -> int:
     """Most tokens of one pass on each of the `num_sharing` processes that share its tokens; a budget is of
-    each. A single trajectory may be longer than the budget.
-
-    Args:
-        rows: trajectories of one process. longest: tokens of the longest one.
+    each, and a trajectory may be longer. rows: trajectories of one process. longest: tokens of the longest.
     """
     tokens = (rows if limits.max_rows is None else min(limits.max_rows, rows)) * longest
     if limits.max_tokens is not None:
@@ -190,19 +186,15 @@ def tokens_of(limits: MicroBatchLimits, rows: int, longest: int, num_sharing: in
 
 
 class Plan:
-    """The memory plan of a validated configuration on some hardware. Nothing is started.
+    """The memory plan of a validated configuration on some hardware. Nothing is started. ValueError: a
+    model's config.json can't be read, or the processes can't be dealt out.
 
-    Attributes:
-        phases: that a step has. who_goes_where: in words. loads: one of each kind of device.
-        problems: what can't work whatever else is free (a KV cache below one trajectory).
-        tightest: (device with the least room, in which phase, bytes left; below 0 they lack).
-
-    Raises:
-        ValueError: a model's config.json can't be read, or the processes can't be dealt out.
+    loads: one of each kind of device. problems: what can't work whatever else is free (a KV cache below one
+    trajectory). tightest: (device with the least room, in which phase, bytes left; below 0 they lack).
     """
 
     def __init__(self, config: Config, hardware: Hardware) -> None:
-        passes, nodes = Passes.of(config), processes_on_nodes(config)
+        passes, nodes = Passes(config), processes_on_nodes(config)
         self.config, self.hardware, self.on_cuda = config, hardware, hardware.device == "cuda"
         self.layout, self.phases = Layout.of(config), phases_of(config, passes)
         self.engines = engines_of(config, passes, torch.device(hardware.device))
@@ -322,3 +314,86 @@ class Plan:
         load.add("rollout: weights of its own", with_weights, weights, weights * (sleeps and is_vllm))
         load.add("rollout: KV cache", ["rollout"] if sleeps else self.phases, cache)
         load.add("rollout: a step's work, weights arriving", ["rollout"], arriving)
+
+
+# ---------------------------------------------------------------------------------------------- in words
+
+
+def report(plan: Plan) -> Iterator[str]:
+    """The lines of a dry run, without its verdict."""
+    hardware, config, rollout = plan.hardware, plan.config, plan.config.actor_rollout_ref.rollout
+    kind = "GPU" if hardware.device == "cuda" else "node, CPU only"
+    yield f"hardware: {gib(hardware.device_bytes)} GiB for each {kind} ({hardware.source})"
+    yield f"driver: this process, on {socket.gethostname()}; it holds token ids and scores, no weights"
+    counts = {use.owner: use.size.num_parameters for use in plan.engines if use.owner != "reference"}
+    yield "parameters: " + ", ".join(f"{owner} {count / 1e6:,.1f} M" for owner, count in counts.items())
+    yield plan.who_goes_where
+    if rollout.placement == "apart":
+        own = f"{rollout.vllm.num_servers}, started by rank 0 on GPUs of its node that it does not train on"
+        size = rollout.tensor_model_parallel_size
+        yield f"vLLM servers of {size} GPUs each: {rollout.vllm.server_urls or own}"
+    for load in plan.loads:
+        yield ""
+        yield from _table(load, plan.phases)
+    if hardware.device == "cuda":
+        host = max(load.host for load in plan.loads) * config.trainer.n_gpus_per_node
+        yield ""
+        yield f"CPU memory of a node, for what is offloaded and the processes: {gib(host)} GiB"
+
+
+def _table(load: DeviceLoad, phases: tuple[str, ...]) -> Iterator[str]:
+    rows = {**load.items, "in all": {phase: load.total(phase) for phase in phases}}
+    width = max(map(len, rows))
+    titles = [PHASES[phase].rjust(8) for phase in phases]
+    yield f"memory of {load.name}, GiB of {gib(load.capacity)}:"
+    yield f"  {'':{width}}  {'  '.join(titles)}"
+    for name, taken in rows.items():
+        cells = [gib(taken[p]) if taken.get(p) else "-" for p in phases]
+        padded = (cell.rjust(len(title)) for cell, title in zip(cells, titles, strict=True))
+        yield f"  {name:{width}}  {'  '.join(padded)}"
+
+
+def verdict(plan: Plan) -> list[str]:
+    """Whether it fits; if not: where, by how much, and the keys that lower that phase."""
+    load, phase, left = plan.tightest
+    if plan.fits:
+        return [f"fits: {load.name} has {gib(left)} GiB left in its fullest phase"]
+    lines = list(plan.problems)
+    if left < 0:
+        need = f'{load.name} would need {gib(load.total(phase))} GiB in the phase "{PHASES[phase]}" and has '
+        lines.insert(0, f"{need}{gib(load.capacity)}: {gib(-left)} GiB too much")
+    return [*lines, f"what to change: {'; '.join(_what_lowers(plan, phase if left < 0 else 'rollout'))}"]
+
+
+def _what_lowers(plan: Plan, phase: str) -> list[str]:
+    """The settings that lower a phase."""
+    config, on_cuda = plan.config, plan.on_cuda
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    name = "critic" if phase in ("values", "update_critic") else "actor_rollout_ref.actor"
+    if phase == "rollout":
+        key = "gpu_memory_utilization" if on_cuda else "kv_cache_gb"
+        split = ["placement=apart (vLLM servers, which split the model)", "tensor_model_parallel_size"]
+        changes = [f"actor_rollout_ref.rollout.{split[rollout.placement == 'apart']}"] * on_cuda
+        changes.append(f"actor_rollout_ref.rollout.{key} (now {rollout[key]}) and max_num_seqs")
+    elif actor.use_dynamic_bsz:
+        changes = [f"{name}.ppo_max_token_len_per_gpu below {at(config, name).ppo_max_token_len_per_gpu}"]
+    else:
+        rows = at(config, name).ppo_micro_batch_size_per_gpu
+        changes = [
+            "actor_rollout_ref.actor.use_dynamic_bsz=true (passes of so many tokens)",
+            f"or {name}.ppo_micro_batch_size_per_gpu and log_prob_... below {rows} trajectories",
+        ]
+    model = name.removesuffix(".actor") + ".model"
+    fsdp = f"{model if name == 'critic' else name}.fsdp_config"
+    switches = [f"{model}.enable_gradient_checkpointing"] * phase.startswith("update")
+    switches += [f"{fsdp}.optimizer_offload", f"{fsdp}.param_offload"] * on_cuda
+    changes += [f"{key}=true" for key in switches if not at(config, key)]
+    if actor.strategy == "megatron":
+        changes.append("actor_rollout_ref.actor.megatron's parallel sizes")
+    return [*changes, "LoRA, a smaller model, or more trainer.n_gpus_per_node or trainer.nnodes"]
+
+
+def gib(num_bytes: int) -> str:
+    """1.5 -> 1.50, 0.003 -> 0.003"""
+    value = num_bytes / GIB
+    return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"

@@ -6,35 +6,28 @@ import difflib
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from verl.config import Config, SFTConfig
-from verl.preflight.cluster import check_machine, check_nodes, look_at_ray
-from verl.preflight.findings import Finding, merge
+from verl.preflight.cluster import RAY_CHECKS, check_machine, check_nodes, look_at_ray
 from verl.preflight.machine_checks import MACHINE_CHECKS
-from verl.preflight.plan import Hardware, Plan
-from verl.preflight.ray_checks import RAY_CHECKS
-from verl.preflight.report import report, verdict
+from verl.preflight.plan import Hardware, Plan, report, verdict
 from verl.preflight.run_checks import RUN_CHECKS
-from verl.preflight.target import Target
+from verl.preflight.target import Finding, Target, merge
 from verl.trainer.placement import needs_ray
 
 DRIVER_CHECKS = {**RUN_CHECKS, **RAY_CHECKS}
 CHECKS = {**MACHINE_CHECKS, **DRIVER_CHECKS}  # the first line of a check's docstring says what it finds
 
 
-@dataclass(frozen=True)
-class Preflight:
+class Preflight(NamedTuple):
     """findings: errors first. checks: names of those that were made. num_machines: that were looked at."""
 
     findings: list[Finding]
+    num_errors: int
     checks: list[str]
     num_machines: int
-
-    @property
-    def num_errors(self) -> int:
-        return sum(finding.level == "error" for finding in self.findings)
 
 
 def choose(only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[str]:
@@ -62,21 +55,15 @@ def look(target: Target, only: Sequence[str] = (), skip: Sequence[str] = ()) -> 
     for name, find in DRIVER_CHECKS.items():
         if name in names:
             findings += [replace(finding, check=name) for finding in find(target)]
-    return Preflight(merge(findings), names, max(1, len(target.versions)))
+    findings = merge(findings)
+    num_errors = sum(finding.level == "error" for finding in findings)
+    return Preflight(findings, num_errors, names, max(1, len(target.versions)))
 
 
 def start_is_sound(config: Config | SFTConfig, probe: Any = None) -> bool:
     """The quick part, before Ray and before anything is loaded: prints what it finds, a line each on stderr.
 
-    Args:
-        config: the run's validated configuration. `trainer.doctor_skip` names checks to leave out.
-        probe: see Target.
-
-    Returns:
-        False if something would stop the run.
-
-    Raises:
-        ValueError: a name in `trainer.doctor_skip` is of no check.
+    Returns whether nothing would stop the run. ValueError: a name in `trainer.doctor_skip` is of no check.
     """
     skip = config.trainer.doctor_skip
     choose(skip=skip)
@@ -92,13 +79,9 @@ def start_is_sound(config: Config | SFTConfig, probe: Any = None) -> bool:
 
 
 def dry_run(config: Config) -> int:
-    """`trainer.dry_run=true`: prints the plan of a validated configuration, and starts nothing.
-
-    Returns:
-        0 if it fits, else 2, with the reason on stderr.
-
-    Raises:
-        ValueError: a model's config.json can't be read, or nothing says what hardware is meant.
+    """`trainer.dry_run=true`: prints the plan of a validated configuration, and starts nothing. Returns the
+    exit status: 0 if it fits, else 2, with the reason on stderr. ValueError: a model's config.json can't be
+    read, or nothing says what hardware is meant.
     """
     plan = Plan(config, Hardware.of(config))
     print("\n".join(report(plan)), end="\n\n")

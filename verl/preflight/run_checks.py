@@ -15,12 +15,17 @@ from safetensors import SafetensorError, safe_open
 from verl.config import Config, SFTConfig, at
 from verl.config.checks import FORMAT_SCORES, check_sft_config
 from verl.config.keys import as_list
-from verl.preflight.findings import Finding, error, warning
-from verl.preflight.machine import existing_parent, memory_of_machine
 from verl.preflight.memory import Layout
-from verl.preflight.plan import Hardware, Plan, engines_of, rows_of_step
-from verl.preflight.report import verdict
-from verl.preflight.target import Target, local_folder
+from verl.preflight.plan import Hardware, Plan, engines_of, rows_of_step, verdict
+from verl.preflight.target import (
+    Finding,
+    Target,
+    error,
+    existing_parent,
+    local_folder,
+    memory_of_machine,
+    warning,
+)
 from verl.trainer.config.validation import settings_without_effect, validate
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import CheckpointStore
@@ -67,16 +72,13 @@ def find_uneven_batches(target: Target) -> Iterator[Finding]:
     if not isinstance(config, Config) or config.trainer.val_only:
         return
     rows, n = rows_of_step(config), config.actor_rollout_ref.rollout.n
-    blocks = (
-        ["actor_rollout_ref.actor", "critic"] if Passes.of(config).values else ["actor_rollout_ref.actor"]
-    )
+    blocks = ["actor_rollout_ref.actor", "critic"] if Passes(config).values else ["actor_rollout_ref.actor"]
     try:
         replicas = Layout.of(config).replicas
     except ValueError:  # the check of settings says why
         return
     for key in (f"{block}.ppo_mini_batch_size" for block in blocks):
-        size = at(config, key)
-        mini = size * n
+        mini = (size := at(config, key)) * n
         if mini < rows and rows % mini:
             divisor = next(size for size in range(mini, 0, -1) if rows % size == 0)
             yield warning(
@@ -100,7 +102,7 @@ def find_lengths_that_do_not_fit(target: Target) -> Iterator[Finding]:
         return
     data, longest = config.data, config.data.max_prompt_length + config.data.max_response_length
     blocks: dict[str, Any] = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model}
-    if Passes.of(config).values:
+    if Passes(config).values:
         blocks["critic.model.path"] = config.critic.model
     for key, block in blocks.items():
         positions = _max_positions(block) if block.path and local_folder(block.path) else None
@@ -197,11 +199,8 @@ def find_broken_data(target: Target) -> Iterator[Finding]:
         return
     for key in ("train_files", "val_files", "extra_val_files"):
         for path in as_list(target.config.data.get(key)):
-            if (
-                path is not None
-                and Path(path).is_file()
-                and (problem := _problem_of_file(Path(path))) is not None
-            ):
+            is_file = path is not None and Path(path).is_file()
+            if is_file and (problem := _problem_of_file(Path(path))) is not None:
                 yield error(f"data.{key}={path}: {problem}", _END, f"data.{key}=<file>")
 
 
@@ -260,13 +259,9 @@ def find_no_room_for_checkpoints(target: Target) -> Iterator[Finding]:
         return
     trainer, there = config.trainer, len(CheckpointStore(target.run_folder, None).steps())
     steps, frequency, kept = trainer.total_training_steps, trainer.save_freq, trainer.max_ckpt_to_keep
+    written = 1 if frequency <= 0 else -(-steps // frequency) if steps is not None else (kept or 1) + 1
     # one more is on disk while it is written before the oldest goes
-    at_once = (kept or 1) + 1
-    if frequency <= 0:
-        at_once = 1
-    elif steps is not None:
-        written = -(-steps // frequency)
-        at_once = min((kept or written) + 1, written)
+    at_once = min((kept or written) + 1, written)
     sizes = os.statvfs(existing_parent(target.run_folder))
     free = sizes.f_bavail * sizes.f_frsize
     if max(1, at_once - there) * size > free:
@@ -286,7 +281,7 @@ def _checkpoint_bytes(config: Config) -> int:
     policy's weights again in a Hugging Face folder.
     """
     total, device = 0, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for engine in engines_of(config, Passes.of(config), device):
+    for engine in engines_of(config, Passes(config), device):
         if engine.is_trained:
             width = engine.precision.model.itemsize
             total += 3 * engine.size.trained * (4 if engine.size.adapters else width)

@@ -1,13 +1,18 @@
-"""What is to be checked: a run, or without one this machine and the Ray cluster at RAY_ADDRESS."""
+"""What is to be checked, a run, or without one this machine and the Ray cluster at RAY_ADDRESS; what a check
+finds; and what the checks ask of the machine where they run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import psutil
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -15,6 +20,50 @@ from verl.config import Config, SFTConfig, at
 from verl.trainer.placement import needs_ray, num_processes
 from verl.trainer.ppo.passes import Passes
 from verl.utils.dataset.row_environments import searches
+
+CGROUPS = Path("/sys/fs/cgroup")
+TRIAL_BYTES = 64 * 1024  # enough to meet a quota that is used up, too little to be one's trouble
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One trouble: what is wrong, why it will hurt, what to do. No text ends in a full stop."""
+
+    level: (
+        str  # "error" (the run would fail, or work on the wrong thing) or "warning" (it will run, and hurt)
+    )
+    what: str
+    why: str = ""
+    do: str = ""
+    check: str = ""  # name of the check that found it
+    machines: tuple[str, ...] = ()  # those of the cluster that have it; empty: this one
+
+    @property
+    def line(self) -> str:
+        """`error: [check] machines: what: why. Do: what to type`, on one line."""
+        shown = ", ".join(self.machines[:4])
+        more = f" and {len(self.machines) - 4} more" if len(self.machines) > 4 else ""
+        where = f"{shown}{more}: " if shown else ""
+        why, do = f": {self.why}" if self.why else "", f". Do: {self.do}" if self.do else ""
+        return " ".join(f"{self.level}: [{self.check}] {where}{self.what}{why}{do}".split())
+
+
+def error(what: str, why: str = "", do: str = "") -> Finding:
+    return Finding("error", what, why, do)
+
+
+def warning(what: str, why: str = "", do: str = "") -> Finding:
+    return Finding("warning", what, why, do)
+
+
+def merge(findings: Iterable[Finding]) -> list[Finding]:
+    """What several machines have in the same words becomes one finding; errors come first."""
+    machines: dict[Finding, tuple[str, ...]] = {}
+    for finding in findings:
+        alike = replace(finding, machines=())
+        machines[alike] = machines.get(alike, ()) + finding.machines
+    merged = [replace(finding, machines=names) for finding, names in machines.items()]
+    return sorted(merged, key=lambda finding: finding.level)
 
 
 @dataclass(frozen=True)
@@ -30,18 +79,13 @@ class RayNode:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The Ray that the run would use.
+    """The Ray that the run would use."""
 
-    Attributes:
-        address: RAY_ADDRESS. started: addresses of clusters that `ray start` left here and that answer.
-        problem: why the cluster at `address` can't be used. silent: nodes that did not run our task.
-    """
-
-    address: str | None
-    started: tuple[str, ...] = ()
-    problem: str | None = None
+    address: str | None  # RAY_ADDRESS
+    started: tuple[str, ...] = ()  # addresses of clusters that `ray start` left here and that answer
+    problem: str | None = None  # why the cluster at `address` can't be used
     nodes: tuple[RayNode, ...] = ()
-    silent: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()  # nodes that did not run our task
 
     @property
     def alive(self) -> list[RayNode]:
@@ -50,27 +94,17 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Target:
-    """What the checks look at.
+    """What the checks look at."""
 
-    Attributes:
-        config: the run's configuration; None: no run is meant.
-        probe: asks retrieval servers (`search_r1.search.probe.RetrievalProbe`); None: they are not asked.
-        index_path: an index that the retrieval server is to load on this machine.
-        is_thorough: also what takes seconds: GPUs by their driver, and the other nodes.
-        at_start: a run starts right after this; its settings are validated, and their notes printed.
-        cluster: None where nothing needs Ray. versions: of packages, by the nodes that were asked.
-        notes: on keys of the command line that change nothing.
-        run_folder, model_folders: absolute, by the driver: nodes have another working folder.
-    """
-
-    config: Config | SFTConfig | None
-    probe: Any = None
-    index_path: str | None = None
-    is_thorough: bool = False
-    at_start: bool = False
-    cluster: Cluster | None = None
-    versions: dict[str, dict[str, str]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    config: Config | SFTConfig | None  # of the run; None: none is meant
+    probe: Any = None  # asks retrieval servers (`search_r1.search.probe`); None: they are not asked
+    index_path: str | None = None  # an index that the retrieval server is to load on this machine
+    is_thorough: bool = False  # also what takes seconds: GPUs by their driver, and the other nodes
+    at_start: bool = False  # a run starts right after this; its settings are validated, their notes printed
+    cluster: Cluster | None = None  # None where nothing needs Ray
+    versions: dict[str, dict[str, str]] = field(default_factory=dict)  # of packages, by nodes that were asked
+    notes: tuple[str, ...] = ()  # on keys of the command line that change nothing
+    # absolute, by the driver: nodes have another working folder
     run_folder: str = field(init=False, default="")
     model_folders: tuple[str, ...] = field(init=False, default=())
 
@@ -113,7 +147,7 @@ class Target:
         if isinstance(config, SFTConfig):
             keys = ["model.partial_pretrain"]
         else:
-            passes = Passes.of(config)
+            passes = Passes(config)
             keys = ["actor_rollout_ref.model.path"]
             keys += ["critic.model.path"] * passes.values
             keys += ["actor_rollout_ref.teacher.path"] * passes.teacher
@@ -138,3 +172,67 @@ def local_folder(model: str) -> Path | None:
         return Path(snapshot_download(model, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
         return None
+
+
+# ------------------------------------------------------------------------------------------ this machine
+
+
+def memory_of_machine(cgroups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes of memory that this process may use: the machine's, or a control group's limit below that.
+
+    SLURM and systemd put jobs deep inside, and each group on the way up counts. v1 has a root of its own.
+    """
+    sizes = [psutil.virtual_memory().total]
+    for line in read_text(own).splitlines():
+        folder = Path(line.split(":", 2)[2])
+        for inside in (folder, *folder.parents):
+            for root, name in ((cgroups, "memory.max"), (cgroups / "memory", "memory.limit_in_bytes")):
+                text = read_text(root / inside.relative_to("/") / name)
+                sizes += [int(text)] if text.isdigit() else []
+    return min(sizes)
+
+
+def read_text(path: Path) -> str:
+    """ "" where there is no such file."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def problem_of_writing(path: str | Path) -> str | None:
+    """Why nothing can be written to a folder, or to its nearest parent that is there; None: it can."""
+    folder = existing_parent(path)
+    if not folder.is_dir():
+        return f"{folder} is a file"
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".preflight_") as file:
+            file.write(bytes(TRIAL_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.strerror
+    return None
+
+
+def existing_parent(path: str | Path) -> Path:
+    """The folder, or its nearest parent that is there."""
+    folder = Path(os.path.expanduser(path)).absolute()  # a user may have no home folder
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def port_holder(port: int) -> str | None:
+    """Who listens on a port of this machine: "python3 (pid 77)"; None: nobody, or not to be seen."""
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+            if connection.pid is None:
+                return "a program of another user"
+            return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})"
+    return None
+
+
+def ray_folder() -> str:
+    """Where Ray is told to put its files."""
+    return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"

@@ -9,36 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from verl.single_controller.base import *  # noqa: F403  (users import these from here too)
 from verl.single_controller.base import (
     ClassWithInitArgs,
-    DataPosition,
-    Dispatch,
-    Execute,
     ResourcePool,
-    Worker,
     WorkerGroup,
     create_colocated_worker_cls,
-    register,
 )
-
-__all__ = [
-    "ClassWithInitArgs",
-    "DataPosition",
-    "Dispatch",
-    "Execute",
-    "ResourcePool",
-    "Worker",
-    "WorkerGroup",
-    "build_worker_groups",
-    "create_colocated_worker_cls",
-    "register",
-]
 
 
 def build_worker_groups(
-    backend: str,
-    resource_pool: ResourcePool,
-    roles: Mapping[str, ClassWithInitArgs],
+    backend: str, resource_pool: ResourcePool, roles: Mapping[str, ClassWithInitArgs]
 ) -> dict[str, WorkerGroup]:
     """One group per role; all roles share the pool's processes, one worker of each per process.
 

@@ -6,11 +6,12 @@ is made; `blocking=False` only wraps its result, and an error is raised by the c
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 from verl.single_controller.base.decorator import Call
-from verl.single_controller.base.worker import Worker, environment
+from verl.single_controller.base.worker import Worker
 from verl.single_controller.base.worker_group import (
     ClassWithInitArgs,
     ResourcePool,
@@ -30,8 +31,14 @@ class LocalWorkerGroup(WorkerGroup):
                 "set trainer.backend=ray or trainer.nnodes=1 trainer.n_gpus_per_node=1"
             )
         super().__init__(world_size=1, worker_cls=cls_with_init.cls)
-        with environment({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}):
+        before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        try:
             self._worker: Worker | None = cls_with_init()
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                os.environ.update({} if value is None else {name: value})
 
     def _start(self, method: str, calls: list[Call]) -> list[Any]:
         if self._worker is None:

@@ -13,8 +13,8 @@ What needs torch is imported inside of the functions, so that `--help` and a mis
 from __future__ import annotations
 
 import os
-import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,21 +30,15 @@ if TYPE_CHECKING:
 
 def build_trainer(config: SFTConfig, stop_request: StopRequest | None = None) -> FSDPSFTTrainer:
     """Read and check all rows; no process is started and no model loaded yet. Raises ValueError."""
-    from transformers import AutoTokenizer
-
     from verl.trainer.sft_trainer import FSDPSFTTrainer
+    from verl.utils import hf_tokenizer
     from verl.utils.dataset.sft_dataset import SFTDataset
 
     model, data = config.model, config.data
     absolute_folders(config, ("model.partial_pretrain", "model.lora_adapter_path"))
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            model.partial_pretrain, trust_remote_code=model.trust_remote_code
-        )
-    except OSError as error:
-        raise ValueError(
-            f"{model.partial_pretrain}: no tokenizer can be read there ({str(error).splitlines()[0]})"
-        ) from error
+    tokenizer = hf_tokenizer(
+        model.partial_pretrain, correct_pad_token=False, trust_remote_code=model.trust_remote_code
+    )
     if data.chat_template is not None:
         file = Path(data.chat_template) if len(data.chat_template) < 1024 else None
         is_file = file is not None and file.is_file()
@@ -53,10 +47,10 @@ def build_trainer(config: SFTConfig, stop_request: StopRequest | None = None) ->
     val = SFTDataset(data.val_files, tokenizer, data) if data.val_files else None
     for name, dataset in (("training", train), ("validation", val)):
         if dataset is not None:
+            tokens, trained = sum(map(len, dataset.input_ids)), sum(int(row.sum()) for row in dataset.trained)
+            cut = f"; {dataset.num_cut_away} rows left out (cut)" if dataset.num_cut_away else ""
             print(
-                f"{name}: {len(dataset)} rows, {dataset.num_tokens} tokens, of which "
-                f"{dataset.num_trained_tokens} are trained"
-                + (f"; {dataset.num_cut_away} rows left out (cut)" if dataset.num_cut_away else ""),
+                f"{name}: {len(dataset)} rows, {tokens} tokens, of which {trained} are trained{cut}",
                 flush=True,
             )
     return FSDPSFTTrainer(config, tokenizer, train, val, stop_request)
@@ -88,41 +82,22 @@ def run(argv: list[str]) -> int:
 def _train(config: SFTConfig) -> int:
     """`run`, from settings that can be right on."""
     from verl.preflight.preflight import start_is_sound
-    from verl.single_controller.base import WorkerDiedError
     from verl.trainer.placement import place, start_ray
-    from verl.trainer.ppo.run_state import RunStopped, StoppedOnRequest, StopRequest
+    from verl.trainer.restarts import run_to_an_end
     from verl.utils.announcing import announced
 
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` runs
-    stop_request = StopRequest().listen()
-    session = trainer = None
-    try:
-        try:
-            if not start_is_sound(config):
-                return 2
-            session = start_ray(config)
-            place(config)
-            trainer = build_trainer(config, stop_request)
-            with announced("starting the processes and loading the model"):
-                trainer.init_workers()
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
+    def start(closing: ExitStack, stop_request: StopRequest) -> FSDPSFTTrainer | int:
+        if not start_is_sound(config):
             return 2
-        trainer.fit()
-    except (RunStopped, WorkerDiedError) as error:
-        print(f"{'stopped' if isinstance(error, StoppedOnRequest) else 'error'}: {error}", file=sys.stderr)
-        return 3
-    except KeyboardInterrupt:
-        print(f"interrupted: {stop_request.what_is_kept()}", file=sys.stderr)
-        return 130
-    finally:
-        try:
-            if trainer is not None:
-                trainer.shutdown()
-        finally:
-            if session is not None:
-                session.shutdown()
-    return 0
+        closing.enter_context(start_ray(config))
+        place(config)
+        trainer = build_trainer(config, stop_request)
+        closing.callback(trainer.shutdown)
+        with announced("starting the processes and loading the model"):
+            trainer.init_workers()
+        return trainer
+
+    return run_to_an_end(start)
 
 
 def main() -> None:

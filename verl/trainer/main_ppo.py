@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 import os
-import signal
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,53 +57,38 @@ def _worker(role: Role, config: Config) -> ClassWithInitArgs:
 
 
 def build_trainer(
-    config: Config,
-    train_score: RewardFunction | None = None,
-    stop_request: StopRequest | None = None,
+    config: Config, train_score: RewardFunction | None = None, stop_request: StopRequest | None = None
 ) -> RayPPOTrainer:
-    """Put a `RayPPOTrainer` together; no process is started and no model loaded yet.
+    """Put a `RayPPOTrainer` together; no process is started and no model loaded yet: call `init_workers()`,
+    `fit()`, and `shutdown()` whatever happens.
 
-    Args:
-        config: validated configuration.
-        train_score: scores training rows (`main_ppo_format`); validation is always exact match.
-        stop_request: whether the run shall end after the present step.
-
-    Returns:
-        The trainer: call `init_workers()`, `fit()`, and `shutdown()` whatever happens.
+    train_score: scores training rows (`main_ppo_format`); validation is always exact match.
     """
-    from transformers import AutoTokenizer
-
-    from search_r1.llm_agent.search_environment import env_metrics
+    from search_r1.llm_agent.generation import env_metrics
     from verl.trainer.placement import build_pools, roles_of
     from verl.trainer.ppo.passes import Passes
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.scoring import RewardManager
+    from verl.utils import hf_tokenizer
     from verl.utils.dataset.mixture import training_rows
     from verl.utils.dataset.rl_dataset import RLHFDataset
     from verl.utils.reward_score import load_reward_function
     from verl.verifiers.base import VerifierSettings
-    from verl.verifiers.batch import Verifiers
-    from verl.verifiers.registry import check_rows
+    from verl.verifiers.registry import Verifiers
 
     model = config.actor_rollout_ref.model
     folders = ("model.path", "model.lora_adapter_path", "teacher.path")
     absolute_folders(config, [*(f"actor_rollout_ref.{key}" for key in folders), "critic.model.path"])
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except OSError as error:
-        raise ValueError(
-            f"{model.path}: no tokenizer can be read there ({str(error).splitlines()[0]})"
-        ) from error
-    roles = roles_of(Passes.of(config))
+    tokenizer = hf_tokenizer(model.path, correct_pad_token=False, trust_remote_code=model.trust_remote_code)
+    roles = roles_of(Passes(config))
     user_score = load_reward_function(config.custom_reward_function)
     extra = config.data.extra_val_files
     data = {**config.data, "env_class": config.environment.env_class}
     train_dataset = training_rows(config, tokenizer)
     val_dataset = RLHFDataset(config.data.val_files, tokenizer, data, config.data.val_data_num)
-    settings = VerifierSettings(config.verifiers, Path(config.trainer.default_local_dir))
+    verifiers = Verifiers(VerifierSettings(config.verifiers, Path(config.trainer.default_local_dir)))
     for dataset in (train_dataset, val_dataset):
-        check_rows(dataset.rows_to_check(), settings)
-    verifiers = Verifiers(settings)
+        verifiers.check_rows(dataset.rows_to_check())
     return RayPPOTrainer(
         config=config,
         tokenizer=tokenizer,
@@ -141,54 +126,36 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
         from verl.preflight.preflight import dry_run, start_is_sound
         from verl.trainer.config import settings_without_effect, validate
         from verl.trainer.placement import order_of_kernels, place, start_ray
-        from verl.trainer.ppo.run_state import RunStopped, StoppedOnRequest, StopRequest
-        from verl.trainer.restarts import RECOVERABLE, RestartingRun
+        from verl.trainer.restarts import RestartingRun, run_to_an_end
         from verl.utils.dataset.row_environments import check_environments
 
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` runs
-    stop_request = StopRequest().listen()
     config: Config = loaded.config
-    session = training = None
-    try:
-        try:
-            validate(config, format_reward=train_score_factory is not None)
-            check_environments(config)
-            for line in (*loaded.notes, *settings_without_effect(config)):
-                print(f"note: {line}")
-            if config.trainer.dry_run:
-                return dry_run(config)
-            with announced("checking settings, machine and search server"):
-                is_sound = start_is_sound(config, RetrievalProbe())
-            if not is_sound:
-                return 2
-            with announced("starting Ray"):
-                session = start_ray(config)
-            place(config)
-            for variable, value in order_of_kernels(config).items():  # workers get them from here
-                os.environ.setdefault(variable, value)
-            score = train_score_factory(config) if train_score_factory else None
-            build = functools.partial(build_trainer, train_score=score, stop_request=stop_request)
-            training = RestartingRun(config, build)
-            with announced("starting the processes and loading the models"):
-                training.start()
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
+
+    def start(closing: ExitStack, stop_request: StopRequest) -> RestartingRun | int:
+        validate(config, format_reward=train_score_factory is not None)
+        check_environments(config)
+        for line in (*loaded.notes, *settings_without_effect(config)):
+            print(f"note: {line}")
+        if config.trainer.dry_run:
+            return dry_run(config)
+        with announced("checking settings, machine and search server"):
+            is_sound = start_is_sound(config, RetrievalProbe())
+        if not is_sound:
             return 2
-        training.fit()
-    except (RunStopped, *RECOVERABLE) as error:
-        print(f"{'stopped' if isinstance(error, StoppedOnRequest) else 'error'}: {error}", file=sys.stderr)
-        return 3
-    except KeyboardInterrupt:
-        print(f"interrupted: {stop_request.what_is_kept()}", file=sys.stderr)
-        return 130
-    finally:
-        try:
-            if training is not None:
-                training.shutdown()
-        finally:
-            if session is not None:
-                session.shutdown()
-    return 0
+        with announced("starting Ray"):
+            closing.enter_context(start_ray(config))
+        place(config)
+        for variable, value in order_of_kernels(config).items():  # workers get them from here
+            os.environ.setdefault(variable, value)
+        score = train_score_factory(config) if train_score_factory else None
+        build = functools.partial(build_trainer, train_score=score, stop_request=stop_request)
+        training = RestartingRun(config, build)
+        closing.callback(training.shutdown)
+        with announced("starting the processes and loading the models"):
+            training.start()
+        return training
+
+    return run_to_an_end(start)
 
 
 def __getattr__(name: str) -> object:

@@ -21,7 +21,7 @@ def format_score(config: Config) -> Callable[..., Any]:
 
     weights = config.reward_model
     return functools.partial(
-        qa_em_format.compute_score_with_parts,
+        qa_em_format.compute_score_em,
         structure_format_score=weights.structure_format_score,
         final_format_score=weights.final_format_score,
         retrieval_score=weights.retrieval_score,

@@ -1,6 +1,6 @@
 """Who does what, and where a run's processes live: here or in Ray, with GPUs or without, in which pools.
 
-    place(config)      `auto` becomes what is there
+    place(config)      `auto` becomes what is there, `fastest` what was measured when the run began
     build_pools(...)   one pool of trainer.nnodes x trainer.n_gpus_per_node processes with actor, reference,
                        critic, and the rollout
 
@@ -9,25 +9,32 @@ The driver is the process that was started, wherever that is; it is in no pool.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.config import Config, SFTConfig
+from verl.config import Config, SFTConfig, read_yaml
+from verl.config.keys import flat, put
 from verl.single_controller.base import ResourcePool
 from verl.trainer.ppo.passes import Passes
+from verl.trainer.ppo.run_state import CheckpointStore
+from verl.utils.device import bf16_speedup
+from verl.workers.engine.loading import FASTEST, load_hf_config
 
 if TYPE_CHECKING:
     from verl.single_controller.ray import RaySession
 
+_DTYPE_KEY = "mixed_precision.param_dtype"
+WORTH_BF16 = 1.3  # times as fast: with less, rounding is not worth it, and chance might decide
+
 
 class Role(Enum):
-    """What a worker is for. The value is the name of its worker group.
-
-    `RefPolicy` and `RewardModel` are names of verl's code; no worker of this trainer has them: the reference
-    lives with the actor, and neural reward models are refused.
+    """What a worker is for. The value is the name of its worker group. No worker here has verl's `RefPolicy`
+    (the reference lives with the actor) and `RewardModel` (neural ones are refused).
     """
 
     ActorRollout = "actor_rollout"
@@ -39,21 +46,13 @@ class Role(Enum):
 
 @dataclass
 class ResourcePoolManager:
-    """Turns a specification of pools into pools, and finds the pool of a role.
+    """Turns a specification of pools into pools, and finds the pool of a role."""
 
-    Attributes:
-        resource_pool_spec: pool name -> processes on each node, e.g. {"global_pool": [8, 8]}.
-        mapping: role -> pool name. Roles of one pool share its processes.
-        backend: "local" (one in-process worker) or "ray".
-        use_gpu: whether a process of a pool takes a GPU; None: if this machine has one.
-        num_cpus_per_process: of Ray's CPUs, reserved by each process.
-    """
-
-    resource_pool_spec: dict[str, list[int]]
-    mapping: dict[Role, str]
-    backend: str = "ray"
-    use_gpu: bool | None = None
-    num_cpus_per_process: float = 0.25
+    resource_pool_spec: dict[str, list[int]]  # pool -> processes on each node, e.g. {"global_pool": [8, 8]}
+    mapping: dict[Role, str]  # role -> pool. Roles of one pool share its processes.
+    backend: str = "ray"  # or "local": one in-process worker
+    use_gpu: bool | None = None  # whether a process of a pool takes a GPU; None: if this machine has one
+    num_cpus_per_process: float = 0.25  # of Ray's CPUs, reserved by each process
     resource_pool_dict: dict[str, ResourcePool] = field(default_factory=dict)
 
     def create_resource_pool(self) -> None:
@@ -104,17 +103,51 @@ def num_processes(config: Config | SFTConfig) -> int:
 
 
 def place(config: Config | SFTConfig) -> None:
-    """Fill in `trainer.backend` and `trainer.device` where they are `auto`, from what is there.
-
-    Raises:
-        ValueError: GPUs are asked for that are not there.
+    """Fill in `trainer.backend` and `trainer.device` where they are `auto`, from what is there, and a type
+    where `param_dtype` is `fastest`: the same for every role and process, and for a run that goes on from a
+    checkpoint, elsewhere too. ValueError: GPUs are asked for that are not there.
     """
     trainer = config.trainer
-    processes = num_processes(config)
     if trainer.backend == "auto":
-        trainer.backend = "local" if processes == 1 else "ray"
-    if trainer.device == "cpu":
+        trainer.backend = "local" if num_processes(config) == 1 else "ray"
+    if trainer.device != "cpu":
+        trainer.device = _device(config)
+    fastest = [key for key, value in flat(config).items() if key.endswith(_DTYPE_KEY) and value == FASTEST]
+    if not fastest:
         return
+    checkpoints = CheckpointStore(trainer.default_local_dir, trainer.max_ckpt_to_keep)
+    folder = checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
+    if dtype := _dtype_of_run(folder, fastest):
+        print(f"computing in {dtype}, as the run of {folder} did", flush=True)
+    elif trainer.device == "cpu":
+        model = config.model if isinstance(config, SFTConfig) else config.actor_rollout_ref.model
+        sizes = load_hf_config(model).get_text_config()
+        speedup = bf16_speedup(sizes.hidden_size, getattr(sizes, "intermediate_size", 4 * sizes.hidden_size))
+        dtype = "bf16" if speedup >= WORTH_BF16 else "fp32"
+        print(
+            f"computing in {dtype}: products in bf16 are {speedup:.2g} times as fast as in fp32 here",
+            flush=True,
+        )
+    for key in fastest:
+        put(config, key, dtype or "bf16")
+
+
+def _dtype_of_run(folder: Path | None, keys: list[str]) -> str | None:
+    """What one of the keys is in the config.yaml of a checkpoint's run; None if that tells nothing."""
+    if folder is None or not (record := folder.parent / "config.yaml").is_file():
+        return None
+    for key in keys:
+        value: Any = read_yaml(record)
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        if value in ("fp32", "bf16"):
+            return value
+    return None
+
+
+def _device(config: Config | SFTConfig) -> str:
+    """ "cuda" or "cpu", where GPUs may be used."""
+    trainer, processes = config.trainer, num_processes(config)
     if trainer.backend == "ray":
         import ray  # a local run does without it
 
@@ -122,14 +155,14 @@ def place(config: Config | SFTConfig) -> None:
     else:
         num_gpus, where = torch.cuda.device_count(), "this machine"
     if trainer.device == "auto" and processes == 1:
-        trainer.device = "cuda" if num_gpus else "cpu"
-    elif num_gpus < processes:
+        return "cuda" if num_gpus else "cpu"
+    if num_gpus < processes:
         raise ValueError(
             f"found {num_gpus} GPUs on {where}, but trainer.nnodes={trainer.nnodes} and "
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} ask for {processes}. Set "
             "trainer.n_gpus_per_node, or trainer.device=cpu to train in processes without a GPU."
         )
-    trainer.device = "cpu" if num_gpus == 0 else "cuda"
+    return "cpu" if num_gpus == 0 else "cuda"
 
 
 def order_of_kernels(config: Config) -> dict[str, str]:
@@ -148,10 +181,10 @@ def needs_ray(config: Config | SFTConfig) -> bool:
     return backend == "ray" or (backend == "auto" and num_processes(config) > 1)
 
 
-def start_ray(config: Config | SFTConfig) -> RaySession | None:
-    """A Ray session if this run needs one, else None."""
+def start_ray(config: Config | SFTConfig) -> AbstractContextManager[RaySession | None]:
+    """A Ray session if this run needs one; to be ended with the run."""
     if not needs_ray(config):
-        return None
+        return nullcontext()
     from verl.single_controller.ray import init_ray  # a local run does without it
 
     return init_ray()

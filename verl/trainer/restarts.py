@@ -14,30 +14,59 @@ from __future__ import annotations
 
 import copy
 import json
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from verl.config import Config
 from verl.single_controller.base import WorkerDiedError
-from verl.trainer.ppo.run_state import RunState, RunStopped
+from verl.trainer.ppo.run_state import RunState, RunStopped, StoppedOnRequest, StopRequest
 from verl.workers.rollout.base import EngineUnavailable
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.trainer.sft_trainer import FSDPSFTTrainer
 
 RECOVERABLE = (WorkerDiedError, EngineUnavailable)
 MOST_FAILURES_FROM_ONE_STEP = 3  # what fails so often without a new checkpoint in between fails for ever
 RESTARTS_FILE = "restarts.jsonl"
 
 
-class RestartingRun:
-    """A trainer, and those that take its place.
+def run_to_an_end(start: Callable[[ExitStack, StopRequest], RestartingRun | FSDPSFTTrainer | int]) -> int:
+    """A program, from settings that can be right on. Returns the exit status: a user's mistake (2) and a run
+    that ends before its time (3) are one line on stderr.
 
-    Args:
-        config: validated, its `trainer.backend` decided. It is not changed.
-        build: makes a trainer from a configuration of its own, with no process started.
+    start: starts everything, up to what trains, and says on the stack how it is ended; or it returns the exit
+    status. ValueError: a user's mistake.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that all is ended
+    stop_request = StopRequest().listen()
+    with ExitStack() as closing:
+        try:
+            try:
+                training = start(closing, stop_request)
+            except ValueError as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 2
+            if isinstance(training, int):
+                return training
+            training.fit()
+        except (RunStopped, *RECOVERABLE) as error:
+            kind = "stopped" if isinstance(error, StoppedOnRequest) else "error"
+            print(f"{kind}: {error}", file=sys.stderr)
+            return 3
+        except KeyboardInterrupt:
+            print(f"interrupted: {stop_request.what_is_kept()}", file=sys.stderr)
+            return 130
+    return 0
+
+
+class RestartingRun:
+    """A trainer, and those that take its place. `build` makes one, with no process started, of a copy of the
+    configuration, whose `trainer.backend` is decided.
     """
 
     def __init__(self, config: Config, build: Callable[[Config], RayPPOTrainer]) -> None:
@@ -51,10 +80,8 @@ class RestartingRun:
         self._failures_in_a_row = 0  # from that checkpoint
 
     def start(self) -> None:
-        """Build the trainer and load the models.
-
-        Raises:
-            ValueError: the user's mistake, e.g. more processes than the cluster has room for.
+        """Build the trainer and load the models. ValueError: the user's mistake, e.g. more processes than the
+        cluster has room for.
         """
         self.trainer = self._build(copy.deepcopy(self.config))
         self.trainer.init_workers()
@@ -63,9 +90,7 @@ class RestartingRun:
 
     def fit(self) -> None:
         """Train to the end, over as many restarts as that takes and `trainer.max_restarts` allows.
-
-        Raises:
-            RunStopped: it can't go on.
+        RunStopped: it can't go on.
         """
         while True:
             try:
@@ -108,9 +133,8 @@ class RestartingRun:
         if self.max_restarts == 0:
             raise RunStopped(f"{self._by_hand()} With trainer.max_restarts=3 (and Ray) it does so by itself.")
         if self.num_restarts >= self.max_restarts:
-            raise RunStopped(
-                f"trainer.max_restarts={self.max_restarts} restarts are used up. {self._by_hand()}"
-            )
+            used_up = f"trainer.max_restarts={self.max_restarts} restarts are used up."
+            raise RunStopped(f"{used_up} {self._by_hand()}")
         if self._failures_in_a_row == MOST_FAILURES_FROM_ONE_STEP:
             raise RunStopped(
                 f"the run failed {MOST_FAILURES_FROM_ONE_STEP} times in a row without getting from step "

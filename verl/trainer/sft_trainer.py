@@ -18,18 +18,10 @@ from transformers import PreTrainedTokenizerBase
 from verl.config import SFTConfig
 from verl.protocol import DataProto
 from verl.single_controller import build_worker_groups
-from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
+from verl.single_controller.base import ClassWithInitArgs, ResourcePool
 from verl.trainer.ppo.batching import arrange_for_workers
-from verl.trainer.ppo.resuming import take_up
-from verl.trainer.ppo.run_state import (
-    CheckpointStore,
-    CheckpointWriting,
-    RunStopped,
-    StoppedOnRequest,
-    StopRequest,
-    load_state,
-    save_state,
-)
+from verl.trainer.ppo.resuming import CheckpointedRun
+from verl.trainer.ppo.run_state import RunStopped, SavedState, StoppedOnRequest, StopRequest
 from verl.utils.dataset.rl_dataset import PromptSampler
 from verl.utils.dataset.sft_dataset import SFTDataset
 from verl.utils.durable import link_or_copy
@@ -41,31 +33,27 @@ WORKER = "worker"  # a checkpoint's folder of what the worker needs
 
 
 @dataclass
-class SFTState:
-    """Position and totals of a run; everything in it survives a restart.
+class SFTState(SavedState):
+    """Position and totals of a run; everything in it survives a restart."""
 
-    Attributes:
-        step: finished steps. sampler: data position. wall_seconds: up to the last finished step, pauses left
-        out. trained_tokens, tokens: that went through the updates. losses: validation loss "before", "after".
-    """
-
-    step: int = 0
-    sampler: dict[str, Any] = field(default_factory=dict)
-    wall_seconds: float = 0.0
-    trained_tokens: int = 0
+    step: int = 0  # finished steps
+    sampler: dict[str, Any] = field(default_factory=dict)  # data position
+    wall_seconds: float = 0.0  # up to the last finished step, pauses left out
+    trained_tokens: int = 0  # of those that went through the updates
     tokens: int = 0
-    losses: dict[str, float] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)  # of the validation "before" and "after"
 
 
-class FSDPSFTTrainer:
+class FSDPSFTTrainer(CheckpointedRun):
     """The driver: holds the rows and the loop; the model is in the workers.
 
     Args:
-        config: the whole configuration (`verl/trainer/config/sft_trainer.yaml`), validated and placed.
-        tokenizer: of the model; it is saved with it.
-        train_dataset, val_dataset: rows; val_dataset may be None.
+        config: validated and placed. tokenizer: of the model; it is saved with it.
         stop_request: whether the run shall end after the present step, with a checkpoint.
     """
+
+    config: SFTConfig
+    recorder: LossRecorder
 
     def __init__(
         self,
@@ -75,8 +63,8 @@ class FSDPSFTTrainer:
         val_dataset: SFTDataset | None,
         stop_request: StopRequest | None = None,
     ) -> None:
-        self.stop_request = stop_request or StopRequest()
-        self.config, self.tokenizer = config, tokenizer
+        super().__init__(config, stop_request)
+        self.tokenizer = tokenizer
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         trainer = config.trainer
         self.sampler = PromptSampler(
@@ -84,40 +72,22 @@ class FSDPSFTTrainer:
         )
         self.total_steps = trainer.total_training_steps or len(self.sampler) * trainer.total_epochs
         self.state = SFTState()
-        self.checkpoints = CheckpointStore(trainer.default_local_dir, trainer.max_ckpt_to_keep)
-        self.checkpoint_writing = CheckpointWriting(self.checkpoints, trainer.async_checkpoint)
-        self.resume_folder = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
         self.recorder = LossRecorder(config, self.total_steps)
-        self.groups: dict[str, WorkerGroup] = {}
 
     def init_workers(self) -> None:
         """Take the run folder, start the processes and load the model into them."""
-        self.checkpoints.lock()
+        self._take_folder()
         trainer = self.config.trainer
-        # again, now that no other run can write one
-        self.resume_folder = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
         pool = ResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=trainer.device == "cuda")
         worker = ClassWithInitArgs(SFTWorker, self.config, self.tokenizer, self.total_steps)
-        self.groups = build_worker_groups(trainer.backend, pool, {WORKER: worker})
-        self.workers = self.groups[WORKER]
+        self.worker_groups = build_worker_groups(trainer.backend, pool, {WORKER: worker})
+        self.workers = self.worker_groups[WORKER]
         self.workers.init_model()
-
-    def shutdown(self) -> None:
-        """End the workers, and close the records. Safe to call twice."""
-        groups, self.groups = self.groups, {}
-        try:
-            self.recorder.close()
-        finally:
-            for group in groups.values():
-                group.shutdown()
-            self.checkpoints.unlock()
 
     def fit(self) -> dict[str, Any]:
         """Run to `total_steps` from where the last checkpoint stands; returns what `summary.json` holds."""
         trainer = self.config.trainer
-        take_up(
-            self.checkpoints, self.resume_folder, trainer.resume_mode, self._load_checkpoint, self.recorder
-        )
+        self._resume()
         state = self.state
         started = time.perf_counter() - state.wall_seconds
         if state.step == 0 and self.val_dataset is not None:
@@ -128,7 +98,7 @@ class FSDPSFTTrainer:
                 self.checkpoint_writing.commit_if_written()
                 step_started = time.perf_counter()
                 self.stop_request.step = state.step + 1
-                metrics = self._update(self.sampler.next_batch())
+                metrics = self._update(self.sampler.take(self.sampler.batch_size))
                 state.step += 1
                 last = state.step == self.total_steps
                 due = last or (trainer.test_freq > 0 and state.step % trainer.test_freq == 0)
@@ -148,15 +118,9 @@ class FSDPSFTTrainer:
                 stop = self.stop_request.asked and not last
                 if last or stop or (trainer.save_freq > 0 and state.step % trainer.save_freq == 0):
                     state.sampler = self.sampler.state_dict()
-                    self.checkpoint_writing.save(
-                        state.step, {WORKER: self.workers}, lambda folder: save_state(state, folder)
-                    )
+                    self.checkpoint_writing.save(state.step, {WORKER: self.workers}, state.save)
                 if stop:
-                    self.checkpoint_writing.finish()
-                    raise StoppedOnRequest(
-                        f"asked to stop; the checkpoint of step {state.step} is written, and the same "
-                        "command goes on from it."
-                    )
+                    raise StoppedOnRequest(state.step)
         summary = {
             "val_loss_before": state.losses.get("before"),
             "val_loss_after": state.losses.get("after"),
@@ -201,7 +165,7 @@ class FSDPSFTTrainer:
         return sums["nll"] / sums["tokens"]
 
     def _load_checkpoint(self, folder: Path) -> int:
-        self.state = load_state(SFTState, folder)
+        self.state = SFTState.load(folder)
         self.sampler.load_state_dict(self.state.sampler)
         self.workers.load_checkpoint(str(folder / WORKER))
         return self.state.step

@@ -13,10 +13,8 @@ FIRST_AFTER, EVERY = 3.0, 10.0  # seconds; of what is faster than the first noth
 
 @contextmanager
 def announced(what: str, file: TextIO | None = None) -> Iterator[None]:
-    """Prints "loading the model ...", "loading the model: 13 s so far", "loading the model: done after 15 s".
-
-    Args:
-        file: where to; None: standard output.
+    """Prints "loading the model ...", "loading the model: 13 s so far", "loading the model: done after 15 s";
+    to standard output unless to a file.
     """
     begun, ended = time.monotonic(), threading.Event()
 

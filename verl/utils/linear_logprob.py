@@ -4,32 +4,38 @@
 
 L loss tokens, D hidden width, V vocabulary. The logits exist for one chunk of rows at a time; the backward
 pass computes them again chunk by chunk (when all rows fit into one chunk, that chunk is kept instead).
-Arithmetic on logits is float32 whatever the inputs are; the head's gradient is summed in float32.
+Arithmetic on logits is float32 whatever the inputs are; the head's gradient is summed in float32. The ranks
+of a group may have some rows of the head each: they exchange a few numbers per token, the greatest logit and
+sums over their rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 CHUNK_ELEMENTS = 2**23  # logits in a chunk: 32 MB of float32
 MIN_CHUNK_ROWS = 128  # fewer rows make the matrix products slow
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """log softmax(hidden @ weight.T / temperature), float32."""
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """hidden @ weight.T / temperature, float32."""
     logits = (hidden @ weight.t()).float()
-    if temperature != 1.0:
-        logits.mul_(1.0 / temperature)
-    return torch.log_softmax(logits, dim=-1)
+    return logits if temperature == 1.0 else logits.mul_(1.0 / temperature)
+
+
+def _own_labels(labels: Tensor, first_row: int, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(whether each label is one of this rank's rows, which of them; 0 where it is not)."""
+    own = (labels >= first_row) & (labels < first_row + len(weight))
+    return own, (labels - first_row) * own
 
 
 class _LinearLogProb(torch.autograd.Function):
     """p = softmax(z), H is its entropy. Where the loss has gradients a for log p[label] and b for H:
-    dz = a (onehot - p) - b p (log p + H).
+    dz = a (onehot - p) - b p (log p + H). The gradient of `hidden` is what the own rows of the head give.
     """
 
     @staticmethod
@@ -42,21 +48,50 @@ class _LinearLogProb(torch.autograd.Function):
         with_entropy: bool,
         with_sum_pi_squared: bool,
         rows: int,
+        first_row: int,
+        group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        log_probs = hidden.new_empty(len(hidden), dtype=torch.float32)
-        entropy, sum_pi_squared = torch.zeros_like(log_probs), torch.zeros_like(log_probs)
+        # log_sum: of each token, the logarithm of the sum of exp(logits) over the group's rows
+        log_probs, entropy, sum_pi_squared, log_sum = (
+            hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(4)
+        )
         log_p: Tensor | None = None
-        for chunk in _chunks(len(hidden), rows):
-            log_p = _log_softmax(hidden[chunk], weight, temperature)
-            log_probs[chunk] = log_p.gather(1, labels[chunk].unsqueeze(1)).squeeze(1)
-            if with_entropy or with_sum_pi_squared:
-                p = log_p.exp()
-                if with_entropy:
-                    entropy[chunk] = -torch.linalg.vecdot(p, log_p)
-                if with_sum_pi_squared:
-                    sum_pi_squared[chunk] = torch.linalg.vecdot(p, p)
-        ctx.save_for_backward(hidden, weight, labels, entropy, log_p if len(hidden) <= rows else None)
-        ctx.temperature, ctx.rows = temperature, rows
+        chunks = [slice(start, start + rows) for start in range(0, len(hidden), rows)]
+        for chunk in chunks:
+            logits = _logits(hidden[chunk], weight, temperature)
+            if group is None:
+                log_p = torch.log_softmax(logits, dim=-1)
+                log_probs[chunk] = log_p.gather(1, labels[chunk].unsqueeze(1)).squeeze(1)
+                if with_entropy or with_sum_pi_squared:
+                    p = log_p.exp()
+                    if with_entropy:
+                        entropy[chunk] = -torch.linalg.vecdot(p, log_p)
+                    if with_sum_pi_squared:
+                        sum_pi_squared[chunk] = torch.linalg.vecdot(p, p)
+                continue
+            greatest = logits.amax(1)
+            dist.all_reduce(greatest, dist.ReduceOp.MAX, group=group)
+            logits -= greatest[:, None]
+            own, places = _own_labels(labels[chunk], first_row, weight)
+            powers = logits.exp()
+            sums = [powers.sum(1), logits.gather(1, places[:, None])[:, 0] * own]
+            if with_entropy:
+                sums.append(torch.linalg.vecdot(powers, logits))
+            if with_sum_pi_squared:
+                sums.append(torch.linalg.vecdot(powers, powers))
+            summed = torch.stack(sums)
+            dist.all_reduce(summed, group=group)
+            total, log_total = summed[0], summed[0].log()
+            log_sum[chunk] = log_total + greatest
+            log_probs[chunk] = summed[1] - log_total
+            if with_entropy:
+                entropy[chunk] = log_total - summed[2] / total
+            if with_sum_pi_squared:
+                sum_pi_squared[chunk] = summed[-1] / total.square()
+            log_p = logits.sub_(log_total[:, None])
+        kept = log_p if len(chunks) == 1 else None
+        ctx.save_for_backward(hidden, weight, labels, entropy, log_sum, kept)
+        ctx.chunks, ctx.temperature, ctx.first_row, ctx.group = chunks, temperature, first_row, group
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(sum_pi_squared, *([] if with_entropy else [entropy]))
         return log_probs, entropy, sum_pi_squared
@@ -65,11 +100,13 @@ class _LinearLogProb(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: None
     ) -> tuple[Any, ...]:
-        hidden, weight, labels, entropy, kept = ctx.saved_tensors
+        hidden, weight, labels, entropy, log_sum, log_p = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for chunk in _chunks(len(hidden), ctx.rows):
-            log_p = _log_softmax(hidden[chunk], weight, ctx.temperature) if kept is None else kept
+        for chunk in ctx.chunks:
+            if len(ctx.chunks) > 1:
+                log_p = _logits(hidden[chunk], weight, ctx.temperature)
+                log_p = log_p.log_softmax(-1) if ctx.group is None else log_p.sub_(log_sum[chunk, None])
             p = log_p.exp()
             a = 0.0 if grad_log_probs is None else grad_log_probs[chunk].unsqueeze(1)
             if grad_entropy is None:
@@ -78,7 +115,11 @@ class _LinearLogProb(torch.autograd.Function):
                 b = grad_entropy[chunk].unsqueeze(1)
                 grad_logits = p.mul_(torch.addcmul(-a - b * entropy[chunk].unsqueeze(1), log_p, -b))
             if grad_log_probs is not None:
-                grad_logits.scatter_add_(1, labels[chunk].unsqueeze(1), grad_log_probs[chunk].unsqueeze(1))
+                places, grads = labels[chunk], grad_log_probs[chunk]
+                if ctx.group is not None:
+                    own, places = _own_labels(places, ctx.first_row, weight)
+                    grads = grads * own
+                grad_logits.scatter_add_(1, places.unsqueeze(1), grads.unsqueeze(1))
             if ctx.temperature != 1.0:
                 grad_logits.mul_(1.0 / ctx.temperature)
             grad_logits = grad_logits.to(weight.dtype)
@@ -90,11 +131,7 @@ class _LinearLogProb(torch.autograd.Function):
             else:
                 grad_weight += grad_logits.t() @ hidden[chunk]
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
-
-
-def _chunks(num_rows: int, rows: int) -> Iterator[slice]:
-    return (slice(start, start + rows) for start in range(0, num_rows, rows))
+        return grad_hidden, grad_weight, *[None] * 7
 
 
 def linear_log_prob(
@@ -105,6 +142,8 @@ def linear_log_prob(
     with_entropy: bool = True,
     with_sum_pi_squared: bool = False,
     chunk_rows: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    vocabulary: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of each label, entropy of its distribution (nats) and the sum over the vocabulary of
     its squared probabilities, under softmax(hidden @ weight.T / temperature).
@@ -113,6 +152,10 @@ def linear_log_prob(
     autocast, if that is on, else in theirs), labels [L] int64. Returns (log_probs, entropy,
     sum_pi_squared), all [L] float32. The first two carry gradients to hidden and weight; what was not asked
     for is 0.
+
+    group: its ranks have equally many rows of the head each, in their order; those past `vocabulary` are
+    padding. Everything else, and the results, are the same on every rank. hidden gets the gradient that the
+    own rows give: the caller sums it over the group.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive for log-probabilities, found {temperature}.")
@@ -122,8 +165,11 @@ def linear_log_prob(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     elif hidden.dtype != weight.dtype:
         hidden = hidden.to(weight.dtype)
-    rows = chunk_rows or max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // weight.shape[0])
+    rows = chunk_rows or max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // len(weight))  # the same on every rank
+    first_row = 0 if group is None else group.rank() * len(weight)
+    if vocabulary is not None and first_row + len(weight) > vocabulary:
+        weight = weight[: vocabulary - first_row]
     with torch.autocast(device_type, enabled=False):
         return _LinearLogProb.apply(
-            hidden, weight, labels, temperature, with_entropy, with_sum_pi_squared, rows
+            hidden, weight, labels, temperature, with_entropy, with_sum_pi_squared, rows, first_row, group
         )

@@ -97,6 +97,8 @@ def _one_by_one(
     H, D].
     """
     runs = packing.runs
+    if query.dtype == torch.bfloat16 and query.device.type == "cpu":  # SDPA is slow in it
+        runs = [(1, *lengths) for lengths in zip(packing.seq_lens, packing.key_lens, strict=True)]
     query_sizes = [count * length for count, length, _ in runs]
     key_sizes = [count * length for count, _, length in runs]
     outputs = []
@@ -164,10 +166,8 @@ def _wanted_one_by_one(
 def _flash_varlen(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None
 ) -> Tensor:
-    """The same by torch's variable-length flash attention (CUDA, 16-bit floats).
-
-    Where a sequence has fewer queries than keys, its queries are the last ones: causality is aligned at the
-    end, as flash attention does since 2.1.
+    """The same by torch's variable-length flash attention (CUDA, 16-bit floats). Where a sequence has fewer
+    queries than keys, its queries are the last ones, as flash attention has it since 2.1.
     """
     kernel = _varlen_kernel()
     assert kernel is not None
@@ -278,9 +278,9 @@ def packed_attention_forward(
 def is_worth_it(query: Tensor, num_keys: int) -> bool:
     """Whether `causal_attention` is the faster way for query [H, N, D], and its memory bearable."""
     scores = query.shape[0] * query.shape[1] * num_keys
-    return (
-        query.device.type == "cpu" and query.dtype == torch.float32 and FEWEST_SCORES <= scores <= MOST_SCORES
-    )
+    if query.device.type != "cpu" or scores > MOST_SCORES:
+        return False
+    return query.dtype == torch.bfloat16 or query.dtype == torch.float32 and scores >= FEWEST_SCORES
 
 
 def causal_attention(
@@ -309,6 +309,8 @@ class _CausalAttention(torch.autograd.Function):
         window: int | None,
         is_kept: bool,
     ) -> Tensor:
+        if key.dtype == torch.bfloat16:  # smaller scores are rounded less; a query's all shift by the same
+            key = (key - key.mean(1, keepdim=True, dtype=torch.float32)).to(key.dtype)
         query = _by_group(query, len(key)) * scale
         key_t = key.transpose(1, 2)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -331,15 +333,24 @@ class _CausalAttention(torch.autograd.Function):
         query, key, value, *kept = ctx.saved_tensors
         grad_out, value_t = _by_group(grad_out, len(key)), value.transpose(1, 2)
         grad_query = torch.empty_like(query)
-        grad_key, grad_value = (torch.zeros(x.shape, dtype=x.dtype) for x in (key, value))
+        grad_key, grad_value = (torch.zeros(x.shape) for x in (key, value))
         for (rows, keys), probs in zip(ctx.blocks, kept, strict=True):
             grad = _rows(grad_out, rows)
-            grad_value[:, keys].baddbmm_(probs.transpose(1, 2), grad)
+            _add_product_(grad_value[:, keys], probs.transpose(1, 2), grad)
             grad_probs = torch.bmm(grad, value_t[:, :, keys])
             grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
             grad_query[:, :, rows] = torch.bmm(grad_scores, key[:, keys]).view_as(grad_query[:, :, rows])
-            grad_key[:, keys].baddbmm_(grad_scores.transpose(1, 2), _rows(query, rows))
+            _add_product_(grad_key[:, keys], grad_scores.transpose(1, 2), _rows(query, rows))
+        grad_key, grad_value = grad_key.to(key.dtype), grad_value.to(value.dtype)
         return grad_query.mul_(ctx.scale).flatten(0, 1), grad_key, grad_value, None, None, None, None
+
+
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total [G, N, D] float32 += a @ b, in the type of a."""
+    if a.dtype == total.dtype:
+        total.baddbmm_(a, b)
+    else:
+        total.add_(torch.bmm(a, b))
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
@@ -367,7 +378,7 @@ def _hide_(scores: Tensor, places: Tensor, keys: slice, window: int | None) -> N
     hidden = at > places[:, None]
     if window is not None:
         hidden |= at <= places[:, None] - window
-    bias = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+    bias = torch.zeros(hidden.shape, dtype=scores.dtype).masked_fill_(hidden, -torch.inf)
     scores.unflatten(1, (-1, len(places)))[..., begin - keys.start :].add_(bias)
 
 

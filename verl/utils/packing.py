@@ -125,11 +125,8 @@ def pack_rows(
     predicted_from, labels, distinct = layout.where[at - 1], ids[at], None
     if layout.key_index is not None:
         pairs, distinct = torch.stack([predicted_from, labels], dim=1).unique(dim=0, return_inverse=True)
-        predicted_from, labels, distinct = (
-            pairs[:, 0].contiguous(),
-            pairs[:, 1].contiguous(),
-            distinct.to(device),
-        )
+        predicted_from, labels = (column.contiguous() for column in pairs.unbind(1))
+        distinct = distinct.to(device)
     cells = loss_mask.view(-1).nonzero().squeeze(1)
     return PackedMicroBatch(
         input_ids=ids[layout.source].unsqueeze(0).to(device),
@@ -175,8 +172,8 @@ def _shared(tokens: Tensor, lengths: Sequence[int]) -> _Layout:
     """Rows end to end; a row's beginning is left out where the pack has it already and it is long enough.
     tokens: [S, ...], what is compared.
     """
-    by_prefix = prefix_order([row.numpy() for row in tokens.split(list(lengths))])
-    if not any(by_prefix.shared):
+    order = prefix_order([row.numpy() for row in tokens.split(list(lengths))])
+    if not any(shared for _, shared in order):
         every = torch.arange(len(tokens))
         return _Layout(every, every, lengths)
     starts = np.cumsum([0, *lengths])
@@ -186,7 +183,7 @@ def _shared(tokens: Tensor, lengths: Sequence[int]) -> _Layout:
     seq_lens: list[int] = []
     key_lens: list[int] = []
     before, used = slice(0, 0), 0
-    for row, shared in zip(by_prefix.order, by_prefix.shared, strict=True):
+    for row, shared in order:
         start, own = starts[row], lengths[row] - shared
         where[start : start + shared] = where[before][:shared]
         where[start + shared : start + lengths[row]] = np.arange(used, used + own)
@@ -214,85 +211,68 @@ def plan_padded(
     lengths: Sequence[int], max_rows: int | None = None, max_tokens: int | None = None
 ) -> list[list[int]]:
     """Splits rows into padded micro-batches of at most `max_rows` rows and `max_tokens` tokens, padding
-    included; longest rows first, so that those of a micro-batch are of like length.
-
-    A row that is longer than max_tokens stands alone. Returns lists of indices into `lengths`; the same
-    input always gives the same lists.
+    included; longest rows first, so that those of a micro-batch are of like length. A row that is longer than
+    max_tokens stands alone. Returns lists of indices into `lengths`; the same input always gives the same
+    lists.
     """
-    plan: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        full = plan and (
-            (max_rows is not None and len(plan[-1]) >= max_rows)
-            or (max_tokens is not None and (len(plan[-1]) + 1) * lengths[plan[-1][0]] > max_tokens)
-        )
-        if not plan or full:
-            plan.append([])
-        plan[-1].append(row)
-    return plan
-
-
-@dataclass(frozen=True)
-class PrefixOrder:
-    """Sequences in the order in which neighbours share most.
-
-    order: indices of the sequences. shared: how many tokens of each, in that order, it has in common with the
-    one before it (0 for the first, and where it is so little that fetching its keys costs more than it
-    saves).
-    """
-
-    order: list[int]
-    shared: list[int]
-
-
-def prefix_order(sequences: Sequence[np.ndarray]) -> PrefixOrder:
-    """Sorts sequences of tokens, each a contiguous array [length, ...] of equal dtype and width per token.
-
-    Sorted are the tokens' bytes: any order of tokens does, as long as equal ones are equal.
-    """
-    keys = [sequence.tobytes() for sequence in sequences]
-    order = sorted(range(len(keys)), key=keys.__getitem__)
-    shared = [0] * len(order)
-    for place in range(1, len(order)):
-        common = common_prefix(sequences[order[place - 1]], sequences[order[place]])
-        if common * WORTH_SHARING >= len(sequences[order[place]]):
-            shared[place] = common
-    return PrefixOrder(order, shared)
-
-
-def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
-    """Number of tokens (rows of the arrays) with which both begin."""
-    length = min(len(left), len(right))
-    differs = left[:length] != right[:length]
-    if differs.ndim > 1:
-        differs = differs.any(axis=1)
-    first = int(differs.argmax()) if length else 0
-    return first if length and differs[first] else length
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    return _filled([(row, lengths[row], None) for row in order], max_rows, max_tokens)
 
 
 def plan_by_prefix(
     sequences: Sequence[np.ndarray], max_rows: int | None = None, max_tokens: int | None = None
 ) -> list[list[int]]:
-    """Splits sequences into packs of at most `max_rows` sequences and `max_tokens` tokens, those that are
-    shared counted once. A sequence that is longer than max_tokens stands alone.
+    """As `plan_padded` without padding, where tokens that sequences share are counted once. Packs are filled
+    in prefix order, so that sequences which share stand together.
+    """
+    order = prefix_order(sequences)
+    tokens = [(row, len(sequences[row]), len(sequences[row]) - shared) for row, shared in order]
+    return _filled(tokens, max_rows, max_tokens)
 
-    Packs are filled in prefix order, so that sequences which share stand together. Returns lists of indices
-    into `sequences`; the same input always gives the same lists.
+
+def _filled(
+    rows: Sequence[tuple[int, int, int | None]], max_rows: int | None, max_tokens: int | None
+) -> list[list[int]]:
+    """Packs of rows in their order: (row, tokens that it takes as a pack's first, and behind the row before
+    it; None: as many as the pack's first).
     """
     plan: list[list[int]] = []
-    used = 0
-    by_prefix = prefix_order(sequences)
-    for index, shared in zip(by_prefix.order, by_prefix.shared, strict=True):
-        own = len(sequences[index]) - shared
-        full = plan and (
-            (max_rows is not None and len(plan[-1]) >= max_rows)
+    first = used = 0
+    for row, alone, behind in rows:
+        own = first if behind is None else behind
+        if (
+            not plan
+            or (max_rows is not None and len(plan[-1]) >= max_rows)
             or (max_tokens is not None and used + own > max_tokens)
-        )
-        if not plan or full:
+        ):
             plan.append([])
-            used, own = 0, len(sequences[index])
-        plan[-1].append(index)
+            first = own = alone
+            used = 0
+        plan[-1].append(row)
         used += own
     return plan
+
+
+def prefix_order(sequences: Sequence[np.ndarray]) -> list[tuple[int, int]]:
+    """Sequences in the order in which neighbours share most: (which one, how many tokens it has in common
+    with the one before it). That is 0 for the first, and where it is so little that fetching the keys costs
+    more than it saves.
+
+    Each sequence is a contiguous array [length, ...] of equal dtype and width per token. Sorted are the
+    tokens' bytes: any order of tokens does, as long as equal ones are equal.
+    """
+    keys = [sequence.tobytes() for sequence in sequences]
+    pairs: list[tuple[int, int]] = []
+    for index in sorted(range(len(keys)), key=keys.__getitem__):
+        shared, sequence = 0, sequences[index]
+        if pairs:
+            before = sequences[pairs[-1][0]]
+            length = min(len(before), len(sequence))
+            differs = before[:length] != sequence[:length]
+            differs = differs if differs.ndim == 1 else differs.any(axis=1)
+            shared = int(differs.argmax()) if differs.any() else length
+        pairs.append((index, shared if shared * WORTH_SHARING >= len(sequence) else 0))
+    return pairs
 
 
 @dataclass(frozen=True)
@@ -310,9 +290,7 @@ class ShardedMicroBatch:
     loss_counts: tuple[int, ...]
 
     def gather(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Results for the process's own loss tokens, each [u] -> for all of them, each [U], the same on every
-        process. Differentiable.
-        """
+        """Results for the process's own loss tokens, each [u] -> for all, each [U]. Differentiable."""
         rows = torch.stack(list(outputs), dim=1)
         whole = gather_rows(rows, self.loss_counts, self.share.group)
         return tuple(column.contiguous() for column in whole.unbind(1))

@@ -13,33 +13,18 @@ import netrc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlparse
 
-
-class Backend(Protocol):
-    """A place that metrics go to."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take the metrics of one step."""
-
-    def finish(self) -> None:
-        """Write out what is pending."""
+Backend = tuple[Callable[[Mapping[str, float], int], object], Callable[[], object]]
+"""Takes (the metrics of a step, the step); writes out what is pending."""
 
 
 class Tracking:
-    """All backends of a run.
+    """All backends of a run. ValueError: an unknown one, or one whose package is not installed.
 
-    Args:
-        project_name, experiment_name: the run's names there.
-        default_backend: names of backends, or one name.
-        config: the run's configuration as plain dictionaries.
-        run_dir: folder for what the backends keep on disk.
-        first_step: the first step that will be logged; on resume, later ones of before are dropped where
-            the backend can do that.
-
-    Raises:
-        ValueError: an unknown backend, or one whose package is not installed.
+    default_backend: names of backends, or one name. config: as plain dictionaries. first_step: the
+    one that is logged first; on resume, later ones of before are dropped where the backend can.
     """
 
     def __init__(
@@ -53,10 +38,10 @@ class Tracking:
     ) -> None:
         names = [default_backend] if isinstance(default_backend, str) else default_backend
         makers: dict[str, Callable[[], Backend]] = {
-            "console": ConsoleBackend,
-            "wandb": lambda: WandbBackend(project_name, experiment_name, Path(run_dir), config or {}),
-            "tensorboard": lambda: TensorboardBackend(Path(run_dir), first_step),
-            "mlflow": lambda: MlflowBackend(project_name, experiment_name, config or {}),
+            "console": lambda: (_console, lambda: None),
+            "wandb": lambda: _wandb(project_name, experiment_name, Path(run_dir), config or {}),
+            "tensorboard": lambda: _tensorboard(Path(run_dir), first_step),
+            "mlflow": lambda: _mlflow(project_name, experiment_name, config or {}),
         }
         unknown = [name for name in names if name not in makers]
         if unknown:
@@ -67,88 +52,64 @@ class Tracking:
 
     def log(self, data: Mapping[str, float], step: int) -> None:
         """Report the metrics of one step everywhere."""
-        for backend in self.backends:
-            backend.log(data, step)
+        for log, _ in self.backends:
+            log(data, step)
 
     def finish(self) -> None:
         """Close all backends. Safe to call twice."""
         while self.backends:
-            self.backends.pop().finish()
+            self.backends.pop()[1]()
 
 
-class ConsoleBackend:
+def _console(metrics: Mapping[str, float], step: int) -> None:
     """One line a step, as verl's; a run of this project has a display of its own instead."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        print(" - ".join([f"step:{step}", *(f"{name}:{value}" for name, value in metrics.items())]))
-
-    def finish(self) -> None:
-        pass
+    print(" - ".join([f"step:{step}", *(f"{name}:{value}" for name, value in metrics.items())]))
 
 
-class WandbBackend:
+def _wandb(project_name: str, experiment_name: str, run_dir: Path, config: Mapping[str, Any]) -> Backend:
     """Weights & Biases. Without an API key (and without WANDB_MODE) the run is kept offline on disk."""
-
-    def __init__(
-        self, project_name: str, experiment_name: str, run_dir: Path, config: Mapping[str, Any]
-    ) -> None:
-        wandb = _import("wandb")
-        mode = os.environ.get("WANDB_MODE")
-        if mode is None and not has_wandb_key():
-            mode = "offline"
-            print(
-                f"wandb: no API key, so the run is kept in {run_dir / 'wandb'}; `wandb sync` sends it later."
-            )
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self.run = wandb.init(
-            project=project_name,
-            name=experiment_name,
-            group=experiment_name,  # a resumed run is a second one in the same group
-            dir=str(run_dir),
-            config=dict(config),
-            mode=mode,
-            settings=wandb.Settings(console="off", silent=True),
-        )
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self.run.log(dict(metrics), step=step)
-
-    def finish(self) -> None:
-        self.run.finish()
+    wandb, mode = _import("wandb"), os.environ.get("WANDB_MODE")
+    if mode is None and not has_wandb_key():
+        mode = "offline"
+        print(f"wandb: no API key, so the run is kept in {run_dir / 'wandb'}; `wandb sync` sends it later.")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    run = wandb.init(
+        project=project_name,
+        name=experiment_name,
+        group=experiment_name,  # a resumed run is a second one in the same group
+        dir=str(run_dir),
+        config=dict(config),
+        mode=mode,
+        settings=wandb.Settings(console="off", silent=True),
+    )
+    return lambda metrics, step: run.log(dict(metrics), step=step), run.finish
 
 
-class TensorboardBackend:
-    """Tensorboard event files in `<run_dir>/tensorboard`."""
+def _tensorboard(run_dir: Path, first_step: int) -> Backend:
+    """Event files in `<run_dir>/tensorboard`."""
+    _import("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, run_dir: Path, first_step: int) -> None:
-        _import("tensorboard")
-        from torch.utils.tensorboard import SummaryWriter
+    writer = SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=first_step)
 
-        self.writer = SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=first_step)
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
-            self.writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def finish(self) -> None:
-        self.writer.close()
+    return log, writer.close
 
 
-class MlflowBackend:
-    """MLflow, at the address in MLFLOW_TRACKING_URI or in ./mlruns."""
+def _mlflow(project_name: str, experiment_name: str, config: Mapping[str, Any]) -> Backend:
+    """MLflow, at the address in MLFLOW_TRACKING_URI or in ./mlruns; its names take no "@"."""
+    mlflow = _import("mlflow")
+    mlflow.set_experiment(project_name)
+    mlflow.start_run(run_name=experiment_name)
+    mlflow.log_dict(dict(config), "config.json")
 
-    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
-        self.mlflow = _import("mlflow")
-        self.mlflow.set_experiment(project_name)
-        self.mlflow.start_run(run_name=experiment_name)
-        self.mlflow.log_dict(dict(config), "config.json")
+    def log(metrics: Mapping[str, float], step: int) -> None:
+        mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step)
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        # MLflow takes no "@" and the like in names; "/" is fine.
-        self.mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step)
-
-    def finish(self) -> None:
-        self.mlflow.end_run()
+    return log, mlflow.end_run
 
 
 def has_wandb_key() -> bool:

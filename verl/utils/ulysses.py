@@ -62,10 +62,7 @@ class TokenShare:
 
         Process r gets the r-th part of the heads. Where P does not divide the G key and value heads they are
         repeated so that it does (G' = lcm(G, P)), each query head beside the one that it belongs to.
-        Differentiable, in one exchange.
-
-        Raises:
-            ValueError: P does not divide the number of query heads.
+        Differentiable, in one exchange. ValueError: P does not divide the number of query heads.
         """
         size, (num_tokens, num_heads) = len(self.counts), query.shape[:2]
         if num_heads % size:

@@ -7,10 +7,12 @@ caused is a score, the lowest, with `timed_out`.
 
 from __future__ import annotations
 
+import ast
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from verl.config.environments import VerifiersConfig
@@ -72,12 +74,8 @@ class Verifier:
     low: ClassVar[float] = 0.0
     high: ClassVar[float] = 1.0
 
-    @classmethod
-    def create(cls, name: str, settings: VerifierSettings) -> Self:
-        """The verifier of that name; overridden by those that read the settings."""
-        made = cls()
-        made.name = made.name or name
-        return made
+    def open(self, settings: VerifierSettings) -> None:
+        """Gets what it works with; called once, when `name` is set."""
 
     def check_label(self, label: Any) -> None:
         """Raises ValueError for a label that it can't work with; called before the run starts."""
@@ -90,14 +88,26 @@ class Verifier:
 
     def verify_many(self, samples: Sequence[Sample]) -> list[Verdict]:
         """The verdict of each response, in order."""
-
-        def verdict(sample: Sample) -> Verdict:
+        verdicts = []
+        for sample in samples:
             try:
-                return self.verify(sample)
+                verdicts.append(self.verify(sample))
             except CouldNotVerify as error:
-                return Verdict(None, str(error))
-
-        return list(map(verdict, samples))
+                verdicts.append(Verdict(None, str(error)))
+        return verdicts
 
     def close(self) -> None:
         """Ends processes and connections."""
+
+
+def parsed(value: Any) -> Any:
+    """A value, or what a text holds as JSON or as a Python literal. ValueError: the text is neither."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        try:
+            return ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            raise ValueError(f"neither JSON nor a Python literal: {value!r:.100}") from None

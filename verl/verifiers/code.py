@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from verl.code_server.client import CodeClient
-from verl.config.environments import CodeVerifierConfig
 from verl.verifiers.base import CouldNotVerify, Sample, Verdict, Verifier, VerifierSettings
 
 _BLOCK = re.compile(r"```(?:python)?(.*?)```", re.DOTALL)
@@ -25,13 +24,9 @@ _BLOCK = re.compile(r"```(?:python)?(.*?)```", re.DOTALL)
 class CodeVerifier(Verifier):
     """Both. All programs are sent at once; the server lets them wait, and starts their clocks."""
 
-    def __init__(self, name: str, config: CodeVerifierConfig, client: CodeClient) -> None:
-        self.name, self.config, self.client = name, config, client
-
-    @classmethod
-    def create(cls, name: str, settings: VerifierSettings) -> CodeVerifier:
-        config = settings.config.code
-        return cls(name, config, CodeClient(config.api_url))
+    def open(self, settings: VerifierSettings) -> None:
+        self.config = settings.config.code
+        self.client = CodeClient(self.config.api_url)
 
     def check_label(self, label: Any) -> None:
         tests = read_tests(label)
@@ -55,7 +50,7 @@ class CodeVerifier(Verifier):
         limit, blocks = config.max_execution_time, _BLOCK.findall(sample.text)
         program = blocks[-1].strip() if blocks else sample.text
         try:
-            passed, seconds = self.client.test_timed(program, tests, self.name == "code_stdio", limit)
+            passed, seconds = self.client.test(program, tests, self.name == "code_stdio", limit)
         except CouldNotVerify as error:
             return Verdict(None, str(error))
         rate = sum(passed) / max(len(passed), 1)
@@ -64,9 +59,6 @@ class CodeVerifier(Verifier):
             left = [max(limit - taken, 0.0) / limit for taken in seconds]
             score = sum(one * rest for one, rest in zip(passed, left, strict=True)) / len(passed)
         return Verdict(score, f"{sum(passed)} of {len(passed)} tests passed")
-
-    def close(self) -> None:
-        self.client.close()
 
 
 def read_tests(label: Any) -> list[Any] | str:

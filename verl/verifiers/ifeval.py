@@ -11,33 +11,32 @@ tokenizers without their trained data, and the language detector starts from a f
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from verl.verifiers.base import Sample, VerifierSettings
+from verl.verifiers.base import Sample, parsed
 from verl.verifiers.text import after_thinking
-from verl.verifiers.workers import CheckedVerifier, CheckWorkers
+from verl.verifiers.workers import CheckedVerifier
 
 _ABBREVIATIONS = "dr mr mrs ms prof st jr sr inc ltd co corp vs etc e.g i.e u.s u.k a.m p.m no fig p.s"
-_FIRST = (  # a process loads words, sentences and languages before its first clock
-    '{"instruction_id": ["language:response_language", "keywords:start_end"], '
-    '"kwargs": [{"language": "en"}, null]}'
-)
+_RELATIONS = ("less than", "at least", "at most", "around")
+_FIRST = {  # a process loads words, sentences and languages before its first clock
+    "instruction_id": ["language:response_language", "keywords:start_end"],
+    "kwargs": [{"language": "en"}, None],
+}
 
 
 class IFEvalVerifier(CheckedVerifier):
     """Both; the work is done in processes of their own (`workers.py`)."""
 
-    @classmethod
-    def create(cls, name: str, settings: VerifierSettings) -> IFEvalVerifier:
-        function, seconds = "verl.verifiers.ifeval:ifeval_score", settings.config.cpu_seconds
-        return cls(name, CheckWorkers(function, seconds, ["This is so.", _FIRST]))
+    function = "verl.verifiers.ifeval:ifeval_score"
+    first = ("This is so.", _FIRST)
 
     def check_label(self, label: Any) -> None:
         for each, arguments in instructions(label):
@@ -50,29 +49,22 @@ class IFEvalVerifier(CheckedVerifier):
 def ifeval_score(text: str, label: Any) -> float:
     """The share of the label's instructions that the response follows; an empty one follows none."""
     answer, wanted = after_thinking(text), instructions(label)
-    kept = [bool(_check(name, arguments)(answer)) for name, arguments in wanted if answer or name in _OLD]
+    kept = [bool(_check(name, arguments)(answer)) for name, arguments in wanted if answer or ":" not in name]
     return sum(kept) / max(len(wanted), 1)
 
 
 def instructions(label: Any) -> list[tuple[str, dict[str, Any]]]:
     """Id and arguments of each instruction. ValueError: the label has another form."""
     read = label
-    for _ in range(2):  # a list of one dictionary, which may be text once more
-        if isinstance(read, str):
-            try:
-                read = json.loads(read)
-            except ValueError:
-                try:
-                    read = ast.literal_eval(read)
-                except (ValueError, SyntaxError):
-                    read = None
-        read = read[0] if isinstance(read, list) and read else read
+    with suppress(ValueError):
+        for _ in range(2):  # a list of one dictionary, which may be text once more
+            read = parsed(read)
+            read = read[0] if isinstance(read, list) and read else read
     if isinstance(read, Mapping) and "func_name" in read:
         read = {"instruction_id": [read["func_name"]], "kwargs": [read]}
     if not isinstance(read, Mapping) or (read and "instruction_id" not in read):
-        raise ValueError(
-            f'Found label {label!r:.200}; expected [{{"instruction_id", "kwargs"}}] or {{"func_name"}}.'
-        )
+        expected = '[{"instruction_id", "kwargs"}] or {"func_name"}'
+        raise ValueError(f"Found label {label!r:.200}; expected {expected}.")
     names = read.get("instruction_id", [])
     given = read.get("kwargs") or [None] * len(names)
     known = [{k: v for k, v in (each or {}).items() if v is not None} for each in given]
@@ -80,20 +72,21 @@ def instructions(label: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _check(name: str, arguments: dict[str, Any]) -> Callable[[str], Any]:
-    """The check of one instruction. ValueError: there is no such id, or an argument is missing."""
-    own, library = _OWN.get(name) or _OLD.get(name), _library()
-    if own is not None:
-        names = list(inspect.signature(own).parameters)[1:]
-    elif name in library:
-        made = library[name](name)
-        names = made.get_instruction_args_keys()
-    else:
-        known = ", ".join(sorted({*_OWN, *_OLD, *library}))
+    """The check of one instruction. ValueError: there is no such id, or an argument is missing or unknown."""
+    own, library = _OWN.get(name), _library()
+    if own is None and name not in library:
+        known = ", ".join(sorted({*_OWN, *library}))
         raise ValueError(f"Found instruction {name!r}; expected one of {known}.")
+    made: Any = None if own else library[name](name)
+    names = list(inspect.signature(own).parameters)[1:] if own else made.get_instruction_args_keys()
     missing = [each for each in names if each not in arguments]
     if missing:  # the library would draw it at random
         raise ValueError(f"Found no {', '.join(missing)} in the arguments of {name}; expected {names}.")
     if own is not None:
+        for each in {"relation", "let_relation", "quantifier"} & {*names}:
+            if arguments[each] not in _RELATIONS:
+                expected = ", ".join(_RELATIONS)
+                raise ValueError(f"Found {each}={arguments[each]!r} of {name}; expected one of {expected}.")
         return lambda text: own(text, **{each: arguments[each] for each in names})
     made.build_description(**arguments)
     return made.check_following
@@ -150,8 +143,12 @@ def _count(word: str, text: str) -> int:
     return len(re.findall(re.escape(word.strip()), text, re.IGNORECASE))  # "C++" is no pattern
 
 
-def _compare(count: int, relation: str, wanted: int) -> bool:
-    return count < wanted if relation == "less than" else count >= wanted
+def _holds(count: int, relation: str, wanted: int, tolerance: int | None = None) -> bool:
+    """tolerance: of "around"; None: a tenth of what is wanted, at least 1."""
+    tolerance = max(round(wanted * 0.1), 1) if tolerance is None else tolerance
+    if relation == "around":
+        return abs(count - wanted) <= tolerance
+    return {"less than": count < wanted, "at least": count >= wanted, "at most": count <= wanted}[relation]
 
 
 def _parts(text: str, divider: str) -> int:
@@ -192,12 +189,12 @@ def _no_neighbours(text: str) -> bool:
 
 def _letters(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
     """Any sign: for one that is no letter the library counts a letter drawn at random."""
-    return _compare(text.lower().count(letter.strip().lower()), let_relation, let_frequency)
+    return _holds(text.lower().count(letter.strip().lower()), let_relation, let_frequency)
 
 
+_SENTENCE_END = re.compile(r"(?<!\w\.\w.)(?<![A-Z][a-z]\.)(?<=\.|\?|!)\s")
 _OWN: dict[str, Callable[..., bool]] = {
-    "keywords:letter_frequency": _letters,
-    "letters:letter_counting2": _letters,
+    **dict.fromkeys(("keywords:letter_frequency", "letters:letter_counting2"), _letters),
     "copy:repeat_phrase": _repeat_phrase,
     "copy:copy": lambda text, prompt_to_repeat: _same(text, prompt_to_repeat),
     "copy:copying_simple": lambda text, prompt_to_repeat: _same(text, prompt_to_repeat),
@@ -214,7 +211,7 @@ _OWN: dict[str, Callable[..., bool]] = {
     ),
     "keywords:no_adjacent_consecutive": _no_neighbours,
     "keywords:word_once": lambda text, keyword: _count(keyword, text) == 1,
-    "keywords:word_count_different_numbers": lambda text, keyword, frequency, relation: _compare(
+    "keywords:word_count_different_numbers": lambda text, keyword, frequency, relation: _holds(
         _count(keyword, text), relation, frequency
     ),
     "keywords:exclude_word_harder": lambda text, keyword: f" {keyword.strip()} " not in text,
@@ -234,7 +231,7 @@ _OWN: dict[str, Callable[..., bool]] = {
     "punctuation:punctuation_dot": lambda text: "." not in text,
     "punctuation:punctuation_exclamation": lambda text: "!" not in text,
     "count:lowercase_counting": lambda text, N: len(re.findall(r"\b[a-z]+\b", text)) <= N,
-    "letters:letter_counting": lambda text, N, relation: _compare(
+    "letters:letter_counting": lambda text, N, relation: _holds(
         len(re.findall("[a-zA-Z]", text)), relation, N
     ),
     "count:counting_composition": _composition,
@@ -242,17 +239,7 @@ _OWN: dict[str, Callable[..., bool]] = {
     "count:count_increment_word": lambda text, keyword1, keyword2: (
         _count(keyword1, text) == 1 and _count(keyword2, text) == 2
     ),
-}
-
-
-def _around(count: int, quantifier: str, wanted: int, tolerance: int) -> bool:
-    if quantifier == "around":
-        return abs(count - wanted) <= tolerance
-    return {"at least": count >= wanted, "at most": count <= wanted}.get(quantifier, False)
-
-
-_SENTENCE_END = re.compile(r"(?<!\w\.\w.)(?<![A-Z][a-z]\.)(?<=\.|\?|!)\s")
-_OLD: dict[str, Callable[..., bool]] = {
+    # those of ifeval_old
     "verify_keywords": lambda text, keyword_list: all(each.lower() in text.lower() for each in keyword_list),
     "verify_keyword_frequency": lambda text, word, N: (
         re.findall(r"\b\w+\b", text.lower()).count(word.lower()) == N
@@ -267,11 +254,9 @@ _OLD: dict[str, Callable[..., bool]] = {
     "verify_paragraph_count": lambda text, N: (
         len(parts := text.split("* * *")) == N and all(map(str.strip, parts))
     ),
-    "validate_word_constraint": lambda text, N, quantifier: _around(
-        len(text.split()), quantifier, N, max(round(N * 0.1), 1)
-    ),
-    "verify_sentence_constraint": lambda text, N, quantifier: _around(
-        len(_SENTENCE_END.split(text)), quantifier, N, 1
+    "validate_word_constraint": lambda text, N, quantifier: _holds(len(text.split()), quantifier, N),
+    "verify_sentence_constraint": lambda text, N, quantifier: _holds(
+        len(_SENTENCE_END.split(text)), quantifier, N, tolerance=1
     ),
     "validate_paragraphs": lambda text, N, first_word, i: (
         len(parts := text.split("\n\n")) == N and 0 < i <= N and parts[i - 1].strip().startswith(first_word)
@@ -294,8 +279,8 @@ _OLD: dict[str, Callable[..., bool]] = {
     ),
     "validate_uppercase": lambda text: text == text.upper(),
     "validate_lowercase": lambda text: text == text.lower(),
-    "validate_frequency_capital_words": lambda text, N, quantifier: _around(
-        len(re.findall(r"\b[A-Z]+\b", text)), quantifier, N, max(round(N * 0.1), 1)
+    "validate_frequency_capital_words": lambda text, N, quantifier: _holds(
+        len(re.findall(r"\b[A-Z]+\b", text)), quantifier, N
     ),
     "validate_end": lambda text, end_phrase: text.endswith(end_phrase),
     "validate_quotation": lambda text: text.startswith('"') and text.endswith('"'),

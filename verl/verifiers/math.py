@@ -15,8 +15,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from verl.verifiers.base import Sample, VerifierSettings
-from verl.verifiers.workers import CheckedVerifier, CheckWorkers
+from verl.verifiers.base import Sample
+from verl.verifiers.workers import CheckedVerifier
 
 _MINERVA = re.compile(r"Final Answer: The final answer is(.*?). I hope it is correct\.")
 _WORDS = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")
@@ -26,12 +26,8 @@ _REMOVED = "square ways integers dollars mph inches ft hours km units \\ldots su
 _REMOVED += " cents degrees cm gm pounds meters meals edges students childrentickets multiples \\text{s}"
 _REMOVED_TEXTS = [*_REMOVED.split(), "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}"]
 _REMOVED_TEXTS += ["\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"]
-_UNWRAPPED = [
-    (r"(.*?)(\$)(.*?)(\$)(.*)", r"$\3$"),
-    (r"\\text\{(.*?)\}", r"\1"),
-    (r"\\textbf\{(.*?)\}", r"\1"),
-]
-_UNWRAPPED += [(r"\\overline\{(.*?)\}", r"\1"), (r"\\boxed\{(.*)\}", r"\1")]
+_UNWRAPPED = [(r"(.*?)(\$)(.*?)(\$)(.*)", r"$\3$"), (r"\\text\{(.*?)\}", r"\1")]
+_UNWRAPPED += [(r"\\textbf\{(.*?)\}", r"\1"), (r"\\overline\{(.*?)\}", r"\1"), (r"\\boxed\{(.*)\}", r"\1")]
 _UNWRAPPED += [(r"frac([^{])(.)", r"frac{\1}{\2}"), (r"sqrt([^{])", r"sqrt{\1}")]
 _STRIPPED = [("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), ("\\left", "")]
 _STRIPPED += [("\\right", ""), ("^{\\circ}", ""), ("^\\circ", ""), ("\\$", "")]
@@ -40,10 +36,7 @@ _STRIPPED += [("\\right", ""), ("^{\\circ}", ""), ("^\\circ", ""), ("\\$", "")]
 class MathVerifier(CheckedVerifier):
     """Both; the work is done in processes of their own (`workers.py`)."""
 
-    @classmethod
-    def create(cls, name: str, settings: VerifierSettings) -> MathVerifier:
-        first = ["0.50", "1/2", False]
-        return cls(name, CheckWorkers("verl.verifiers.math:math_score", settings.config.cpu_seconds, first))
+    function, first = "verl.verifiers.math:math_score", ("0.50", "1/2", False)
 
     def check_label(self, label: Any) -> None:
         if label is None or not str(label).strip():

@@ -1,6 +1,7 @@
-"""Verifiers by name, and which of them a row asks for.
+"""Verifiers by name, which of them a row asks for, and those of a run over the rows of a batch.
 
-    row -> assigned_verifiers -> [Assigned(name, label, weight)]        name -> make_verifier -> Verifier
+    row -> assigned_verifiers -> [Assigned(name, label, weight)]
+    Verifiers.verify([(response, what its row is assigned)]) -> Result of each row
 
 Names are Open-Instruct's, or package.module:Class for one of your own: a subclass of
 `verl.verifiers.Verifier` that can be made without arguments. A row names its verifiers in one of three forms,
@@ -18,12 +19,17 @@ from __future__ import annotations
 import difflib
 import importlib
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.verifiers.base import Verifier, VerifierSettings
+import numpy as np
 
+from verl.verifiers.base import CouldNotVerify, Sample, Verdict, Verifier, VerifierSettings
+
+UNVERIFIED = "unverified"  # finish reason of a trajectory without a verdict
 _NAMES = {
     "text:TextVerifier": "gsm8k flan string_matcher string_f1 puzzle re_search re_search_f1 passthrough",
     "text:LengthVerifier": "max_length up_to_max_length",
@@ -61,43 +67,36 @@ def check_name(name: str) -> str:
 
 
 def assigned_verifiers(reward_model: Any, columns: Mapping[str, Any] | None = None) -> list[Assigned]:
-    """The verifiers of a row; none if it names none.
-
-    Args:
-        reward_model: the row's (or its `reward_spec`). columns: its other columns.
-
-    Raises:
-        ValueError: a name is unknown, a weight is no number, or names and labels are not equally many.
+    """The verifiers of a row, of its reward_model (or `reward_spec`) and its other columns; none if it names
+    none. ValueError: a name is unknown, a weight is no number, names and labels are not equally many.
     """
     spec = reward_model if isinstance(reward_model, Mapping) else {}
     names: Any = spec.get("verifier")
     truth: Any = spec.get("ground_truth")
-    named = truth.get("verifiers") if isinstance(truth, Mapping) else None
-    if named is not None:
-        assigned = []
-        for entry in named:
-            if not isinstance(entry, Mapping) or "name" not in entry:
-                raise ValueError(f'Found verifier {entry!r:.200}; expected {{"name", "label", "weight"}}.')
-            weight = 1.0 if entry.get("weight") is None else float(entry["weight"])
-            if not math.isfinite(weight):
-                raise ValueError(f"Found weight {weight} of verifier {entry['name']!r}; expected a number.")
-            assigned.append(Assigned(check_name(str(entry["name"])), entry.get("label"), weight))
-        return assigned
-    if names is None and columns is not None:
-        names, truth = columns.get("dataset"), columns.get("ground_truth")
-        names = None if truth is None else names  # many a data set has a column of that name
-    if names is None:
-        return []
-    if isinstance(names, str):  # Open-Instruct writes a single label as a list of one, too
-        is_list = not isinstance(truth, str | Mapping) and hasattr(truth, "__len__")
-        return [Assigned(check_name(names), truth[0] if is_list and len(truth) == 1 else truth)]
-    is_one = isinstance(truth, str | Mapping) or not hasattr(truth, "__len__")
-    names, labels = list(names), [truth] if is_one else list(truth)
-    if len(names) != len(labels):
-        raise ValueError(
-            f"Found {len(names)} verifiers {names} with {len(labels)} labels; expected one each."
-        )
-    return [Assigned(check_name(str(name)), label) for name, label in zip(names, labels, strict=True)]
+    entries = truth.get("verifiers") if isinstance(truth, Mapping) else None
+    if entries is None:
+        if names is None and columns is not None and columns.get("ground_truth") is not None:
+            names, truth = columns.get("dataset"), columns["ground_truth"]  # many a data set has that column
+        if names is None:
+            return []
+        labels = [truth] if isinstance(truth, str | Mapping) or not hasattr(truth, "__len__") else list(truth)
+        if isinstance(names, str):  # Open-Instruct writes a single label as a list of one, too
+            names, labels = [names], labels if len(labels) == 1 else [truth]
+        if len(names) != len(labels):
+            raise ValueError(
+                f"Found {len(names)} verifiers {list(names)} with {len(labels)} labels; expected one each."
+            )
+        entries = [{"name": name, "label": label} for name, label in zip(names, labels, strict=True)]
+    assigned = []
+    for entry in [entries] if isinstance(entries, str | Mapping) else entries:
+        if not isinstance(entry, Mapping) or "name" not in entry or set(entry) - {"name", "label", "weight"}:
+            form = '[{"name": "math", "label": "72", "weight": 1.0}, ...]'
+            raise ValueError(f"Found verifier {entry!r:.200}; expected {form}.")
+        weight = 1.0 if entry.get("weight") is None else float(entry["weight"])
+        if not math.isfinite(weight):
+            raise ValueError(f"Found weight {weight} of verifier {entry['name']!r}; expected a number.")
+        assigned.append(Assigned(check_name(str(entry["name"])), entry.get("label"), weight))
+    return assigned
 
 
 def make_verifier(name: str, settings: VerifierSettings) -> Verifier:
@@ -112,25 +111,122 @@ def make_verifier(name: str, settings: VerifierSettings) -> Verifier:
             f"Verifier {name!r}: found no class {class_name!r} in {module_name} that derives from "
             "verl.verifiers.Verifier."
         )
-    return found.create(name, settings)
+    if found.verify is Verifier.verify and found.verify_many is Verifier.verify_many:
+        raise ValueError(f"Verifier {name!r}: found neither verify nor verify_many; expected one of them.")
+    made = found()
+    made.name = made.name or name
+    made.open(settings)
+    return made
 
 
-def check_rows(rows: Iterable[Mapping[str, Any]], settings: VerifierSettings) -> int:
-    """How many rows name verifiers. ValueError for the first one with an unknown name or a label that its
-    verifier can't work with. For before the run starts.
+@dataclass(frozen=True)
+class Result:
+    """score: the sum of weight * score, or None where a verifier of some weight has no verdict. verdicts: one
+    plain dictionary for each verifier: name, score, weight, cost, timed_out, detail.
     """
-    made: dict[str, Verifier] = {}
-    count = 0
-    for index, row in enumerate(rows):
-        try:
-            assigned = assigned_verifiers(row.get("reward_model", row.get("reward_spec")), row)
-            for each in assigned:
-                if each.name not in made:
-                    made[each.name] = make_verifier(each.name, settings)
-                made[each.name].check_label(each.label)
-        except ValueError as error:
-            raise ValueError(f"row {index}: {error}") from error
-        count += bool(assigned)
-    for verifier in made.values():
-        verifier.close()
-    return count
+
+    score: float | None
+    verdicts: list[dict[str, Any]]
+
+
+class Verifiers:
+    """Makes each verifier when it is first asked for, and keeps it to the end of the run."""
+
+    def __init__(self, settings: VerifierSettings) -> None:
+        self.settings = settings
+        self._made: dict[str, Verifier] = {}
+
+    def __getitem__(self, name: str) -> Verifier:
+        if name not in self._made:
+            self._made[name] = make_verifier(name, self.settings)
+        return self._made[name]
+
+    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> int:
+        """How many rows name verifiers. ValueError for the first one with an unknown name or a label that its
+        verifier can't work with. For before the run starts.
+        """
+        count = 0
+        for index, row in enumerate(rows):
+            try:
+                assigned = assigned_verifiers(row.get("reward_model", row.get("reward_spec")), row)
+                for each in assigned:
+                    self[each.name].check_label(each.label)
+            except ValueError as error:
+                raise ValueError(f"row {index}: {error}") from error
+            count += bool(assigned)
+        return count
+
+    def verify(self, rows: Sequence[tuple[Sample, Sequence[Assigned]]]) -> list[Result]:
+        """The result of each row (its response, whose label is not read here; its verifiers), in order.
+
+        Verifiers of different names work at the same time, in threads: a judge that waits holds up no math.
+        ValueError: an unknown name, or a score that is no number. VerifierLimit: the run may not go on.
+        """
+        work: dict[str, list[tuple[int, int]]] = defaultdict(list)  # name -> row, place among the row's
+        for row, (_, assigned) in enumerate(rows):
+            for place, each in enumerate(assigned):
+                work[each.name].append((row, place))
+        made = {name: self[name] for name in work}
+
+        def verify(name: str) -> list[Verdict]:
+            samples = [replace(rows[r][0], label=rows[r][1][p].label) for r, p in work[name]]
+            try:
+                return made[name].verify_many(samples)
+            except CouldNotVerify as error:
+                return [Verdict(None, str(error))] * len(samples)
+
+        verdicts: dict[tuple[int, int], Verdict] = {}
+        with ThreadPoolExecutor(max(len(work), 1), "verifier") as pool:
+            for places, found in zip(work.values(), pool.map(verify, work), strict=True):
+                verdicts |= zip(places, found, strict=True)
+        results = []
+        for row, (_, assigned) in enumerate(rows):
+            total: float | None = 0.0
+            report = []
+            for place, each in enumerate(assigned):
+                verifier, verdict = made[each.name], verdicts[row, place]
+                if not isinstance(verdict, Verdict):
+                    raise ValueError(
+                        f"verifier {verifier.name!r} returned {verdict!r:.100}; expected a Verdict"
+                    )
+                score = verdict.score
+                if score is None:
+                    total = None if each.weight else total
+                elif math.isnan(score):
+                    raise ValueError(f"verifier {verifier.name!r} returned the score nan; expected a number")
+                else:
+                    score = min(max(float(score), verifier.low), verifier.high)
+                    total = None if total is None else total + each.weight * score
+                report.append({**vars(verdict), "name": verifier.name, "weight": each.weight, "score": score})
+            results.append(Result(total, report))
+        return results
+
+    def close(self) -> None:
+        """Ends what the verifiers have started."""
+        while self._made:
+            self._made.popitem()[1].close()
+
+
+def verifier_metrics(verdicts: Sequence[Sequence[Mapping[str, Any]] | None]) -> dict[str, float]:
+    """Figures of all verdicts of a step, those of rows that left the batch too. verdicts: of each row,
+    `Result.verdicts`, or None for rows without verifiers.
+
+    objective/{name}_reward (mean of weight * score of a row) and objective/{name}_correct_rate (share of rows
+    above 0), Open-Instruct's names, over rows with a verdict; reward/unverified/{name} and
+    reward/timeout/{name} (verdicts); reward/cost (US dollars).
+    """
+    metrics: dict[str, float] = defaultdict(float)
+    totals: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))  # name -> row -> reward
+    for row, reports in enumerate(verdicts):
+        for each in reports or ():
+            name, score = each["name"], each["score"]
+            if score is not None:
+                totals[name][row] += each["weight"] * score
+            metrics[f"reward/unverified/{name}"] += score is None
+            metrics[f"reward/timeout/{name}"] += each["timed_out"]
+            metrics["reward/cost"] += each["cost"]
+    for name, rewards in totals.items():
+        values = np.array(list(rewards.values()))
+        metrics[f"objective/{name}_reward"] = float(values.mean())
+        metrics[f"objective/{name}_correct_rate"] = float((values > 0).mean())
+    return dict(metrics)

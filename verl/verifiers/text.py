@@ -17,36 +17,20 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import string
-from collections import Counter
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
+from verl.utils.reward_score.qa_em import normalize_answer, token_f1
 from verl.verifiers.base import Sample, Verdict, Verifier, VerifierSettings
 
 _NUMBER = re.compile(r"[-+]?(?:\d*\.\d+|\d+)")
 _COMMA = re.compile(r"(\d),(\d)")
-_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _FINISH = re.compile(r"<finish>(.*?)</finish>", re.IGNORECASE | re.DOTALL)
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def after_thinking(text: str) -> str:
     """The response behind its last </think>, without <answer> tags."""
     answer = text.replace("<|assistant|>", "").strip().split("</think>")[-1]
     return answer.replace("<answer>", "").replace("</answer>", "").strip()
-
-
-def normalized(text: str) -> str:
-    """Lower case, no punctuation, no articles, single spaces (SQuAD's rule)."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
-
-
-def f1(answer: str, label: str) -> float:
-    """Harmonic mean of precision and recall over the normalised words; 0 where none is shared."""
-    found, wanted = normalized(answer).split(), normalized(label).split()
-    shared = sum((Counter(found) & Counter(wanted)).values())
-    return 2 * shared / (len(found) + len(wanted)) if shared else 0.0
 
 
 def as_labels(label: Any) -> list[str]:
@@ -58,56 +42,39 @@ def as_labels(label: Any) -> list[str]:
     return [str(each) for each in read] if isinstance(read, list | tuple) else [str(label).strip()]
 
 
-def _gsm8k(text: str, label: Any) -> float:
-    numbers = _NUMBER.findall(_COMMA.sub(r"\1\2", text))
-    answer = numbers[-1] if numbers else text
-    label = int(label) if isinstance(label, float) and label.is_integer() else label  # 72.0 of a column
-    return float(answer.lower() == _COMMA.sub(r"\1\2", str(label).strip()).lower())
-
-
-def _string_matcher(text: str, label: Any) -> float:
-    if "<answer>" not in text or "</answer>" not in text:
-        return 0.0
-    return _same(text.split("<answer>")[-1].split("</answer>")[0], label)
-
-
-def _same(answer: str, label: Any) -> float:
-    return float(normalized(answer) == normalized(str(label)))
-
-
-def _re_search(text: str, label: Any) -> float:
-    found = _FINISH.search(text)
-    answer = found[1].strip() if found else ""
-    return float(bool(answer) and normalized(answer) in map(normalized, as_labels(label)))
-
-
-def _re_search_f1(text: str, label: Any) -> float:
-    if "<finish>" not in text and "</finish>" not in text:
-        return 0.0
-    answer = text.split("<finish>")[-1].split("</finish>")[0]
-    return (max(f1(answer, each) for each in as_labels(label)) or 0.1) if answer else 0.0
-
-
 class TextVerifier(Verifier):
     """Those of the table above."""
-
-    rules: ClassVar[dict[str, Callable[[str, Any], float]]] = {
-        "gsm8k": _gsm8k,
-        "flan": lambda text, label: _same(text.split("The answer is: ")[-1], label),
-        "string_matcher": _string_matcher,
-        "puzzle": lambda text, label: _same(after_thinking(text), label),
-        "string_f1": lambda text, label: max(f1(after_thinking(text), each) for each in as_labels(label)),
-        "re_search": _re_search,
-        "re_search_f1": _re_search_f1,
-        "passthrough": lambda text, label: 0.0,
-    }
 
     def check_label(self, label: Any) -> None:
         if self.name != "passthrough" and (label is None or not as_labels(label)):
             raise ValueError(f"Found label {label!r} of {self.name}; expected an answer.")
 
     def verify(self, sample: Sample) -> Verdict:
-        return Verdict(self.rules[self.name](sample.text, sample.label))
+        text, label = sample.text, sample.label
+        answer, labels = None, as_labels(label) if "re_search" in self.name else [str(label)]
+        match self.name:
+            case "gsm8k":
+                numbers = _NUMBER.findall(_COMMA.sub(r"\1\2", text))
+                answer = numbers[-1] if numbers else text
+                label = (
+                    int(label) if isinstance(label, float) and label.is_integer() else label
+                )  # of a column
+                return Verdict(float(answer.lower() == _COMMA.sub(r"\1\2", str(label).strip()).lower()))
+            case "flan":
+                answer = text.split("The answer is: ")[-1]
+            case "string_matcher" if "<answer>" in text and "</answer>" in text:
+                answer = text.split("<answer>")[-1].split("</answer>")[0]
+            case "puzzle":
+                answer = after_thinking(text)
+            case "string_f1":
+                return Verdict(max(token_f1(after_thinking(text), each) for each in as_labels(label)))
+            case "re_search" if found := _FINISH.search(text):
+                answer = found[1].strip() or None
+            case "re_search_f1" if "<finish>" in text or "</finish>" in text:
+                answer = text.split("<finish>")[-1].split("</finish>")[0]
+                return Verdict((max(token_f1(answer, each) for each in labels) or 0.1) if answer else 0.0)
+        is_right = answer is not None and normalize_answer(answer) in map(normalize_answer, labels)
+        return Verdict(float(is_right))
 
 
 class LengthVerifier(Verifier):
@@ -115,12 +82,8 @@ class LengthVerifier(Verifier):
     up_to_max_length: less only above. `verifiers.length_range` tokens away, and further, it is 0.
     """
 
-    def __init__(self, name: str, length_range: int) -> None:
-        self.name, self.length_range = name, length_range
-
-    @classmethod
-    def create(cls, name: str, settings: VerifierSettings) -> LengthVerifier:
-        return cls(name, settings.config.length_range)
+    def open(self, settings: VerifierSettings) -> None:
+        self.length_range = settings.config.length_range
 
     def check_label(self, label: Any) -> None:
         try:

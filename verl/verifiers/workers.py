@@ -1,190 +1,247 @@
-"""Work on a policy's text in processes that can be killed: `9^(9^(9^9))` costs only its own row.
+"""Calls in processes that can be killed: `9^(9^(9^9))`, or an environment that hangs, costs only its own row.
 
-A process counts its own processor time, from when a call begins, and the kernel ends it there (SIGPROF), in
-whatever C code it is. A busy machine thus makes no false zero, as waiting costs nothing. Memory is bounded.
+    this process --control--> nursery --fork--> a process for each call under way, or for each episode
+        +--------------- a socket to each: arguments -> (problem, result) ----------------+
+
+The nursery is a fresh interpreter. It has imported the function and called it once, so that a fork of it
+costs milliseconds and holds no memory of the trainer's. It ends with the trainer, its processes end with it.
+A process that ends in a call has last words, which Python's faulthandler says, unless it was killed.
 """
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
+import faulthandler
 import importlib
-import json
 import os
+import pickle
 import resource
-import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from contextlib import suppress
+from typing import Any, ClassVar
 
-from verl.verifiers.base import CouldNotVerify, Sample, Verdict, Verifier
+from verl.verifiers.base import CouldNotVerify, Sample, Verdict, Verifier, VerifierSettings
 
-_MEMORY_BYTES = 4 << 30  # of a process's address space
+_MEMORY_BYTES = 4 << 30  # of a checking process's address space
 _MOST_PROCESSES = min(os.cpu_count() or 1, 16)
-_BLAME = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE}  # C code that the text has led astray
+_MOST_IDLE = 32
+_START_SECONDS = 120.0
+_DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class CheckFailed(Exception):
-    """The function raised, or its arguments were too much for it."""
+    """The function raised."""
 
-    def __init__(self, problem: str, too_much: bool) -> None:
-        super().__init__(problem)
-        self.too_much = too_much
+
+class TooMuch(CheckFailed):
+    """The arguments were too much for the function: time, memory, or a crash of C code."""
 
 
 class ProcessEnded(CouldNotVerify):
-    """Someone else has ended two processes, or the machine is too busy."""
+    """A process has ended in a call. Its last words: "" if it was killed, "Stack.." as its clock ran out."""
 
 
-class CheckWorkers:
-    """Processes that call one function; started when they are first needed, ended by `close`, or as the
-    process ends that started them. Threads may share it.
+class KillableProcess:
+    """A process that calls the workers' function, for one thread at a time. OSError: it can't be started."""
+
+    def __init__(self, workers: KillableWorkers) -> None:
+        self.is_alive = True
+        self._socket, theirs = socket.socketpair()
+        self._replies = self._socket.makefile("rb")
+        self._socket.settimeout(_START_SECONDS)
+        with theirs:
+            program = workers.fork(theirs)
+        try:
+            self.pid: int = pickle.load(self._replies)
+        except (OSError, EOFError):
+            program.kill()
+            raise OSError(f"status {program.wait()}") from None
+
+    def call(self, *arguments: Any, seconds: float | None = None) -> Any:
+        """What the function returns.
+
+        Raises:
+            CheckFailed: it raised. CouldNotVerify: it raised this. ProcessEnded: its process has ended, or
+                was killed as it took longer than `seconds`.
+        """
+        request, last_words = pickle.dumps(arguments), b""
+        with suppress(OSError, EOFError, pickle.UnpicklingError):
+            self._socket.settimeout(seconds)
+            self._socket.sendall(request)
+            if self._replies.peek(1)[:1] == b"\x80":  # a pickle
+                problem, result = pickle.load(self._replies)
+                if problem is not None:
+                    raise problem
+                return result
+            last_words = self._replies.readline()
+        self.kill()
+        raise ProcessEnded(last_words.decode())
+
+    def kill(self) -> None:
+        """Ends it, with what it has started; a thread that is in `call` raises."""
+        self.is_alive = False
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+class KillableWorkers:
+    """A nursery and its processes, some of which are kept for the next user. Threads may share it.
 
     Args:
-        function: module:function, called with JSON values; returns one. first: arguments of a call before
-            the first one, without a clock, for what is imported late.
-        cpu_seconds: processor time that one call may take.
+        function: module:function. first: arguments of a call before the first fork, for late imports.
+        cpu_seconds: processor time that one call may take; the kernel ends the process there, in whatever C
+            code it is. Waiting costs nothing, so that a busy machine makes no false zero. Such processes have
+            a limit of memory, and what they print goes nowhere. 0: neither clock nor limit.
     """
 
     def __init__(self, function: str, cpu_seconds: float, first: Sequence[Any]) -> None:
         self.function, self.cpu_seconds, self.first = function, cpu_seconds, first
-        self.wall_seconds = max(60.0, 20 * cpu_seconds)  # a machine that is this busy can't verify
-        self._idle: list[subprocess.Popen[bytes]] = []
+        self._idle: list[KillableProcess] = []
+        self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(_MOST_PROCESSES)
+        self._program: subprocess.Popen[bytes] | None = None
 
-    def map(self, calls: Sequence[Sequence[Any]]) -> list[Verdict]:
-        """The verdict of each call of a function that returns scores, in order. Too much time or memory: 0
-        with `timed_out`; `ProcessEnded`: no score. CouldNotVerify: no process can be started.
+    def take(self) -> KillableProcess:
+        """A process that nobody uses. OSError: none can be started."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return KillableProcess(self)
+
+    def give_back(self, process: KillableProcess) -> None:
+        """It is at nothing."""
+        if process.is_alive and len(self._idle) < _MOST_IDLE:
+            self._idle.append(process)
+        elif process.is_alive:
+            process.kill()
+
+    def fork(self, connection: socket.socket) -> subprocess.Popen[bytes]:
+        """Has a process made for a connection, which says its pid there, by the program that is returned."""
+        with self._lock:
+            if self._program is None or self._program.poll() is not None:
+                self._control, theirs = socket.socketpair()
+                arguments = (theirs.fileno(), self.function, self.cpu_seconds, [*self.first])
+                is_set = not self.cpu_seconds and "OMP_NUM_THREADS" in os.environ  # for environments
+                threads = {} if is_set else _ONE_THREAD
+                code = f"import os, sys; os.environ |= {threads}; sys.path[:] = {sys.path}; "
+                code += f"from verl.verifiers.workers import serve; serve{arguments}"
+                command = [sys.executable, "-u", "-c", code]  # unbuffered: it ends without flushing
+                silent = ("stdin", "stdout", "stderr") if self.cpu_seconds else ("stdin",)
+                streams: Any = dict.fromkeys(silent, subprocess.DEVNULL)
+                with theirs:  # in a session of its own: Ctrl-C is for the run
+                    self._program = subprocess.Popen(
+                        command, pass_fds=[theirs.fileno()], start_new_session=True, **streams
+                    )
+            with suppress(OSError):  # it has ended
+                socket.send_fds(self._control, [b"."], [connection.fileno()])
+            return self._program
+
+    def ask(self, *call: Any) -> Any:
+        """What the function returns, in any of the processes; `_MOST_PROCESSES` such calls run at a time.
+
+        Raises:
+            CheckFailed: it raised, or took too much. CouldNotVerify: nobody knows; `ProcessEnded`: someone
+                else has ended two processes, or the machine is too busy.
         """
+        seconds = max(60.0, 20 * self.cpu_seconds)  # a machine that is this busy can't verify
+        with self._places:
+            for is_again in (False, True):
+                try:
+                    process = KillableProcess(self) if is_again else self.take()
+                except OSError as error:
+                    raise CouldNotVerify(f"the checking process can't start ({error})") from error
+                try:
+                    return process.call(*call, seconds=seconds)
+                except ProcessEnded as error:
+                    last_words = str(error)
+                    if last_words.startswith("Stack"):
+                        last_words = f"more than {self.cpu_seconds:g} seconds"
+                    if last_words:
+                        raise TooMuch(last_words) from None
+                finally:
+                    self.give_back(process)
+        raise ProcessEnded("the checking process was killed twice, or gave no answer")
 
-        def verdict(call: Sequence[Any]) -> Verdict:
+    def close(self) -> None:
+        """Ends all processes."""
+        while self._idle:
+            self._idle.pop().kill()
+        if self._program is not None:
+            self._program.kill()
+            self._program.wait()
+
+
+class CheckedVerifier(Verifier):
+    """A verifier whose `function` scores what `_call` makes of a sample, in such processes."""
+
+    function: ClassVar[str]
+    first: ClassVar[Sequence[Any]]
+    _call: Callable[[Sample], Sequence[Any]]
+
+    def open(self, settings: VerifierSettings) -> None:
+        self.workers = KillableWorkers(self.function, settings.config.cpu_seconds, self.first)
+
+    def verify_many(self, samples: Sequence[Sample]) -> list[Verdict]:
+        """Too much time or memory: 0 with `timed_out`. CouldNotVerify: no process can be started."""
+
+        def verdict(sample: Sample) -> Verdict:
             try:
-                return Verdict(float(self.ask(*call)))
+                return Verdict(float(self.workers.ask(*self._call(sample))))
             except CheckFailed as error:
-                return Verdict(0.0, str(error), timed_out=error.too_much)
+                return Verdict(0.0, str(error), timed_out=isinstance(error, TooMuch))
             except ProcessEnded as error:
                 return Verdict(None, str(error))
 
         with ThreadPoolExecutor(_MOST_PROCESSES, "check") as pool:
-            return list(pool.map(verdict, calls))
-
-    def ask(self, *call: Any) -> Any:
-        """What the function returns.
-
-        Raises:
-            CheckFailed: it raised, or took too much. CouldNotVerify: nobody knows; `ProcessEnded` too.
-        """
-        with self._places:
-            for _ in range(2):
-                process = self._take()
-                assert process.stdin is not None
-                try:
-                    process.stdin.write(json.dumps(call).encode() + b"\n")
-                    process.stdin.flush()
-                    line = _line(process, self.wall_seconds)
-                except OSError:  # it was killed while it was idle
-                    line = b""
-                if line:
-                    self._idle.append(process)
-                    result, problem = json.loads(line)
-                    if problem:
-                        raise CheckFailed(problem, too_much=problem == "memory")
-                    return result
-                status = _end(process, 0 if line is None else 5)
-                if line is not None and status == -signal.SIGPROF:
-                    raise CheckFailed(f"more than {self.cpu_seconds:g} seconds", too_much=True)
-                problem = f"the checking process ended with {status}"
-                if line is not None and -status in _BLAME:
-                    raise CheckFailed(problem, too_much=True)
-        raise ProcessEnded(problem if line is not None else f"no answer in {self.wall_seconds:g} seconds")
-
-    def close(self) -> None:
-        """Ends the processes."""
-        while self._idle:
-            _end(self._idle.pop(), 0)
-
-    def _take(self) -> subprocess.Popen[bytes]:
-        with contextlib.suppress(IndexError):  # no idle one is left
-            while (process := self._idle.pop()).poll() is not None:
-                _end(process, 0)
-            return process
-        code = f"import sys; sys.path[:] = {sys.path!r}; from verl.verifiers.workers import serve; serve()"
-        command = [sys.executable, "-c", code, self.function, str(self.cpu_seconds), json.dumps(self.first)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # threads take memory
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=env,
-                start_new_session=True,  # Ctrl-C is for the run
-            )
-        except OSError as error:
-            raise CouldNotVerify(f"the checking process can't start ({error})") from error
-        if not _line(process, 120):  # it says when it is ready
-            raise CouldNotVerify(f"the checking process can't start (status {_end(process, 1)})")
-        return process
-
-
-class CheckedVerifier(Verifier):
-    """A verifier whose work is done by such processes: `_call` gives the arguments of a sample."""
-
-    def __init__(self, name: str, workers: CheckWorkers) -> None:
-        self.name, self.workers = name, workers
-
-    def verify_many(self, samples: Sequence[Sample]) -> list[Verdict]:
-        return self.workers.map([self._call(sample) for sample in samples])
+            return list(pool.map(verdict, samples))
 
     def close(self) -> None:
         self.workers.close()
 
-    def _call(self, sample: Sample) -> Sequence[Any]:
-        raise NotImplementedError
 
-
-def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
-    """The next line; b"" at the process's end, None when the time is up."""
-    assert process.stdout is not None
-    poll = select.poll()  # `select.select` takes no file beyond the 1,024th
-    poll.register(process.stdout, select.POLLIN)
-    line = process.stdout.readline() if poll.poll(1000 * seconds) else None
-    return line if line is None or line.endswith(b"\n") else b""
-
-
-def _end(process: subprocess.Popen[bytes], seconds: float) -> int:
-    """Its exit status; it is killed if it has not ended after so long."""
-    try:
-        status = process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        status = process.wait()
-    process.communicate()  # closes the pipes
-    return status
-
-
-def serve() -> None:
-    """The process: a line with the arguments in, a line with [result, problem] out, until its input ends."""
-    module, _, name = sys.argv[1].partition(":")
-    channel = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints is no answer
-    function = getattr(importlib.import_module(module), name)
-    function(*json.loads(sys.argv[3]))
+def serve(control_fd: int, name: str, cpu_seconds: float, first: Sequence[Any]) -> None:
+    """The nursery: forks a process for each connection that comes, until its control socket closes."""
+    module, _, attribute = name.partition(":")
+    function = getattr(importlib.import_module(module), attribute)
+    function(*first)
+    control = socket.socket(fileno=control_fd)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, 1, 1)
+        if not message:
+            return
+        if os.fork() == 0:
+            break
+        os.close(fds[0])
+    # A process: one answer for each call, until its connection closes.
+    os.setsid()  # its own share of a busy machine, too, which schedules by sessions
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    channel.write(b"ready\n")
-    channel.flush()
-    for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, float(sys.argv[2]))
+    if cpu_seconds:
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    connection = socket.socket(fileno=fds[0])
+    faulthandler.enable(connection)
+    faulthandler.register(signal.SIGPROF, connection, all_threads=False, chain=True)
+    requests = connection.makefile("rb")
+    connection.sendall(pickle.dumps(os.getpid()))
+    while requests.peek(1):
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         try:
-            answer = json.dumps([function(*json.loads(line)), ""])
+            reply = pickle.dumps((None, function(*pickle.load(requests))))
+        except CouldNotVerify as error:
+            reply = pickle.dumps((CouldNotVerify(str(error)), None))
         except MemoryError:
-            answer = '[null, "memory"]'
-        except Exception as error:  # libraries raise anything on text that nobody foresaw; no right answer
-            answer = json.dumps([None, f"{type(error).__name__}: {error}"[:500]])
+            reply = pickle.dumps((TooMuch("memory"), None))
+        except (Exception, SystemExit) as error:  # libraries and environments raise anything
+            reply = pickle.dumps((CheckFailed(f"{type(error).__name__}: {error}"[:500]), None))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        channel.write(answer.encode() + b"\n")
-        channel.flush()
+        connection.sendall(reply)
+    os._exit(0)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from verl.config.policy import Actor, ActorRolloutRef, ReferenceConfig
+from verl.config.policy import Actor, ActorRolloutRef, Megatron
 from verl.config.schema import Critic
 from verl.protocol import DataProto
 from verl.single_controller.base import DataPosition, Dispatch, Worker, register
@@ -56,19 +56,76 @@ def device_kind(device: str) -> str:
 
 
 class TrainingWorker(Worker):
-    """One rank that trains and writes checkpoints. device: "auto" (CUDA if there is one), "cpu" or "cuda"."""
+    """One rank that trains a model and writes its checkpoints.
 
+    config: a block with `model`. device: "auto" (CUDA if there is one), "cpu" or "cuda". block: that of the
+    model's update, which says how many processes share each micro-batch's tokens (None: no others).
+    """
+
+    config: Any
     engine: Engine
+    tokenizer: Any = None  # of a policy, saved with it
+    updater: DataParallelPPOActor | DataParallelPPOCritic | None = None  # what else checkpoints have
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, config: Any, device: str, block: Actor | Critic | None = None) -> None:
         super().__init__()
+        self.config = config
         self.device = self.init_process_group(device_kind(device))
         self.checkpoint_writer = BackgroundWriter()
+        self.num_sharing = 1 if block is None else self.processes_sharing(block)
+
+    def processes_sharing(self, block: Actor | Critic) -> int:
+        return int(block.ulysses_sequence_parallel_size)
+
+    def build_engine(
+        self,
+        model: Mapping[str, Any],
+        fsdp_config: Mapping[str, Any],
+        megatron: Megatron | None = None,
+        optim: Mapping[str, Any] | None = None,
+        grad_clip: float = 1.0,
+        is_policy: bool = True,
+        adapted: bool = True,
+    ) -> Engine:
+        """An engine of a policy, or else of a value model; without `optim` a frozen one. The first four are
+        blocks of the configuration. adapted: with the LoRA adapters that `model` asks for.
+        """
+        check_heads(model, self.num_sharing)
+        precision = Precision.from_config(fsdp_config, self.device, trained=optim is not None)
+        return TrainEngine(
+            load_policy(model, precision.model, adapted)
+            if is_policy
+            else load_value_model(model, precision.model),
+            precision,
+            fsdp_config,
+            self.device,
+            self.world_size,
+            optim,
+            grad_clip,
+            self.num_sharing,
+        )
+
+    def limits(self, block: Mapping[str, Any], prefix: str) -> MicroBatchLimits:
+        packed = self.config.model.use_remove_padding
+        return MicroBatchLimits.from_config(block, prefix, self.device, packed, self.num_sharing)
 
     @register()
     def data_position(self) -> DataPosition:
         """Of the engine; known from init_model on."""
         return self.engine.data
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str, background: bool = False) -> None:
+        """All that training goes on from, in `path`; a policy's weights as a Hugging Face folder in
+        `path`/huggingface. background: the files may be incomplete until `checkpoint_is_written`.
+        """
+        folder, source = Path(path), self.config.model.path
+        snapshots = [self.engine.snapshot(folder)]
+        if self.tokenizer is not None:
+            snapshots.append(self.engine.snapshot_hf(folder / "huggingface", self.tokenizer, source, folder))
+        if self.updater is not None and self.rank == 0:
+            (folder / STATE_FILE).write_text(json.dumps(self.updater.state_dict()))
+        self.checkpoint_writer.write(snapshots, folder, background)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checkpoint_is_written(self, wait: bool) -> bool:
@@ -77,16 +134,16 @@ class TrainingWorker(Worker):
         """
         return self.checkpoint_writer.is_done(wait)
 
-    def save_state(self, path: str, state: dict[str, Any]) -> None:
-        """Beside an engine's checkpoint: what the next update depends on besides; the same on every rank."""
-        if self.rank == 0:
-            (Path(path) / STATE_FILE).write_text(json.dumps(state))
-
-    def read_state(self, path: str) -> dict[str, Any]:
-        file = Path(path) / STATE_FILE
-        if not file.is_file():
-            raise ValueError(f"Checkpoint {path} has no {STATE_FILE}; expected a folder that a run saved.")
-        return json.loads(file.read_text())
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """Goes on from a folder of save_checkpoint, made with any number of processes."""
+        self.engine.load(path)
+        if self.updater is not None and self.engine.num_training_steps:  # else weights alone, to start with
+            file = Path(path) / STATE_FILE
+            if not file.is_file():
+                found = f"Checkpoint {path} has no {STATE_FILE}"
+                raise ValueError(f"{found}; expected a folder that a run saved.")
+            self.updater.load_state_dict(json.loads(file.read_text()))
 
     def close(self) -> None:
         self.checkpoint_writer.close()
@@ -96,12 +153,9 @@ class TrainingWorker(Worker):
 class ActorRolloutRefWorker(TrainingWorker):
     """One rank of the policy: trains it, samples from it, and holds a frozen copy of its start as reference.
 
-    Args:
-        config: the `actor_rollout_ref` block.
-        role: "actor_rollout_ref"; without a reference "actor_rollout" or "actor".
-        agent_factory: (tokenizer, rollout engine) -> agent; needed for generate_sequences.
-        device: "auto" (CUDA if there is one), "cpu" or "cuda".
-        seed: of the order of mini-batches with actor.shuffle.
+    config: the `actor_rollout_ref` block. role: "actor_rollout_ref"; without a reference "actor_rollout" or
+    "actor". agent_factory: (tokenizer, rollout engine) -> agent; needed for generate_sequences. seed: of the
+    order of mini-batches with actor.shuffle.
     """
 
     streams_parameters = True  # a single process's weight stream is of its parameters, not of copies
@@ -116,64 +170,37 @@ class ActorRolloutRefWorker(TrainingWorker):
     ):
         if role not in ROLES:
             raise ValueError(f"role: found {role!r}, expected one of {', '.join(ROLES)}.")
-        super().__init__(device)
-        self.config, self.agent_factory, self.seed = config, agent_factory, seed
+        super().__init__(config, device, config.actor)
+        self.agent_factory, self.seed = agent_factory, seed
         self.has_ref = role.endswith("ref")
-        self.num_sharing = self._num_sharing()
         self.agent: Agent | None = None
         self.rollout_engine: RolloutEngine | None = None
         self._rollout_weights_stale = False
 
-    def _num_sharing(self) -> int:
-        """Processes that share each micro-batch's tokens."""
-        size: int = self.config.actor.ulysses_sequence_parallel_size
-        return size
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the models. Raises ValueError for a model folder that is missing or does not fit."""
-        config = self.config
+        config, actor, ref = self.config, self.config.actor, self.config.ref
         self.tokenizer = AutoTokenizer.from_pretrained(
             str(Path(config.model.path).expanduser()), trust_remote_code=config.model.trust_remote_code
         )
-        self.engine = self._engine(config.actor, config.model, trained=True)
-        limits = self._limits(config.actor, "actor", "ppo")
-        self.actor = DataParallelPPOActor(
-            config.actor, self.engine, limits, config.rollout.temperature, config.rollout.n, self.seed
+        fsdp, megatron = actor.fsdp_config, actor.megatron
+        self.engine = self.build_engine(config.model, fsdp, megatron, actor.optim, actor.grad_clip)
+        limits, temperature = self.limits(actor, "ppo"), config.rollout.temperature
+        self.updater = self.actor = DataParallelPPOActor(
+            actor, self.engine, limits, temperature, config.rollout.n, self.seed
         )
         if config.teacher.path is not None:
             self.teacher_engine = self._load_teacher()
         if self.has_ref:
             own = None
             if self.engine.adapters is None:
-                own = self._engine(config.ref, config.model, trained=False, adapted=False)
+                own = self.build_engine(config.model, ref.fsdp_config, ref.megatron, adapted=False)
             self.reference = Reference(self.engine, own)
 
-    def _engine(
-        self, block: Actor | ReferenceConfig, model: Mapping[str, Any], trained: bool, adapted: bool = True
-    ) -> Engine:
-        """An engine of a policy. block: `actor` or `ref`, whose settings it has. model: as
-        `actor_rollout_ref.model`. adapted: with the LoRA adapters that `model` asks for.
-        """
-        check_heads(model, self.num_sharing)
-        precision = Precision.from_config(block.fsdp_config, self.device, trained)
-        actor = self.config.actor
-        return TrainEngine(
-            load_policy(model, precision.model, with_adapters=adapted),
-            precision,
-            block.fsdp_config,
-            self.device,
-            self.world_size,
-            actor.optim if trained else None,
-            actor.grad_clip,
-            self.num_sharing,
-        )
-
     def _load_teacher(self) -> Engine:
-        """The frozen model that distillation learns from, on the reference's settings.
-
-        Raises:
-            ValueError: its folder does not fit, or its tokens are not the policy's.
+        """The frozen model that distillation learns from, on the reference's settings. ValueError: its folder
+        does not fit, or its tokens are not the policy's.
         """
         model, path = self.config.model, str(self.config.teacher.path)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
@@ -183,27 +210,15 @@ class ActorRolloutRefWorker(TrainingWorker):
                 f"actor_rollout_ref.model.path={model.path}; expected a model with the same tokenizer."
             )
         source = {"path": path} | {key: model[key] for key in ("external_lib", "trust_remote_code")}
-        return self._engine(self.config.ref, source, trained=False, adapted=False)
-
-    def _limits(self, block: Mapping[str, Any], name: str, prefix: str) -> MicroBatchLimits:
-        return MicroBatchLimits.from_config(
-            block,
-            f"actor_rollout_ref.{name}",
-            prefix,
-            self.device,
-            self.config.model.use_remove_padding,
-            self.num_sharing,
-        )
+        ref = self.config.ref
+        return self.build_engine(source, ref.fsdp_config, ref.megatron, adapted=False)
 
     # --------------------------------------------------------------------------------------------- rollout
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_rollout(self, num_rows: int) -> None:
-        """Makes the agent and its engine, if there are none, for `num_rows` trajectories of this process.
-
-        Raises:
-            ValueError: the engine can't run this model, or not within its memory.
-            EngineUnavailable: servers did not start, or don't answer.
+        """Makes the agent and its engine, if there are none, for `num_rows` trajectories of this process;
+        errors as in `build_engine`.
         """
         if self.agent is not None:
             return
@@ -287,20 +302,20 @@ class ActorRolloutRefWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """old_log_probs [N, R] of the present policy; with meta_info `calculate_entropy` entropys [N, R], and
-        with `calculate_sum_pi_squared` sum_pi_squared [N, R] besides; see `token_statistics`.
+        """old_log_probs [N, R] of the present policy; with meta_info `calculate_entropy` entropys, and with
+        `calculate_sum_pi_squared` sum_pi_squared besides; see `token_statistics`.
         """
-        limits = self._limits(self.config.rollout, "rollout", "log_prob")
+        limits = self.limits(self.config.rollout, "log_prob")
         options = [data.meta_info.get(f"calculate_{name}", False) for name in ("entropy", "sum_pi_squared")]
         results = token_statistics(self.engine, data, limits, self.config.rollout.temperature, *options)
         return DataProto.from_dict({"old_log_probs": results.pop("log_probs"), **results})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """ref_log_prob [N, R] of the frozen model that training started from, or of the policy at the last
-        reset_reference. With LoRA it is the policy's own engine without its adapters.
+        """ref_log_prob [N, R] of the model that training started from, or of the policy at the last
+        reset_reference.
         """
-        limits = self._limits(self.config.ref, "ref", "log_prob")
+        limits = self.limits(self.config.ref, "log_prob")
         with self.reference.active() as engine:
             log_probs = compute_log_prob(engine, data, limits, self.config.rollout.temperature)
         return DataProto.from_dict({"ref_log_prob": log_probs})
@@ -313,7 +328,7 @@ class ActorRolloutRefWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
         """teacher_log_prob [N, R] of the model at teacher.path."""
-        limits = self._limits(self.config.ref, "ref", "log_prob")
+        limits = self.limits(self.config.ref, "log_prob")
         log_probs = compute_log_prob(self.teacher_engine, data, limits, self.config.rollout.temperature)
         return DataProto.from_dict({"teacher_log_prob": log_probs})
 
@@ -329,74 +344,39 @@ class ActorRolloutRefWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, background: bool = False) -> None:
-        """All that training goes on from, in `path`; the weights as a Hugging Face folder in
-        `path`/huggingface. background: the files may be incomplete until `checkpoint_is_written`.
-        """
+        """As any worker's, with a reference that was reset."""
         if self.rollout_engine is not None:  # its memory may be needed for an optimizer that is offloaded
             self._sleep(self.rollout_engine)
-        hugging_face = str(Path(path) / "huggingface")
-        snapshots = [
-            self.engine.snapshot(path),
-            self.engine.snapshot_hf(hugging_face, self.tokenizer, self.config.model.path, path),
-        ]
-        self.save_state(path, self.actor.state_dict())
         if self.has_ref:
             self.reference.save(Path(path))
-        self.checkpoint_writer.write(snapshots, Path(path), background)
+        super().save_checkpoint(path, background)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
-        """Goes on from a folder of save_checkpoint, made with any number of processes."""
-        self.engine.load(path)
-        if self.engine.num_training_steps:  # else weights alone, to start with
-            self.actor.load_state_dict(self.read_state(path))
+        super().load_checkpoint(path)
         if self.has_ref:
             self.reference.load(Path(path))
         self._rollout_weights_stale = True  # even if they have the same version
 
 
 class CriticWorker(TrainingWorker):
-    """One rank of the critic. config: the `critic` block; rollout_n: `rollout.n`; device, seed: as for the
+    """One rank of the critic. config: the `critic` block; rollout_n: `rollout.n`; the others as for the
     actor.
     """
 
     def __init__(self, config: Critic, rollout_n: int = 1, device: str = "auto", seed: int = 0):
-        super().__init__(device)
-        self.config, self.rollout_n, self.seed = config, rollout_n, seed
+        super().__init__(config, device, config)
+        self.rollout_n, self.seed = rollout_n, seed
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the backbone and makes the head."""
-        config = self.config
-        self.engine = self._engine()
-        limits, forward_limits = (
-            MicroBatchLimits.from_config(
-                config, "critic", prefix, self.device, config.model.use_remove_padding, self._num_sharing()
-            )
-            for prefix in ("ppo", "forward")
+        config, fsdp = self.config, self.config.model.fsdp_config
+        self.engine = self.build_engine(
+            config.model, fsdp, config.megatron, config.optim, config.grad_clip, is_policy=False
         )
-        self.critic = DataParallelPPOCritic(
-            config, self.engine, limits, forward_limits, self.rollout_n, self.seed
-        )
-
-    def _num_sharing(self) -> int:
-        """Processes that share each micro-batch's tokens."""
-        size: int = self.config.ulysses_sequence_parallel_size
-        return size
-
-    def _engine(self) -> Engine:
-        config = self.config
-        check_heads(config.model, self._num_sharing())
-        precision = Precision.from_config(config.model.fsdp_config, self.device)
-        return TrainEngine(
-            load_value_model(config.model, precision.model),
-            precision,
-            config.model.fsdp_config,
-            self.device,
-            self.world_size,
-            config.optim,
-            config.grad_clip,
-            self._num_sharing(),
+        self.updater = self.critic = DataParallelPPOCritic(
+            config, self.engine, self.limits(config, "ppo"), self.rollout_n, self.seed
         )
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
@@ -406,22 +386,6 @@ class CriticWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def update_critic(self, data: DataProto) -> DataProto:
-        """One training step; see `DataParallelPPOCritic.update_critic`. The metrics are the same on every
-        rank. meta_info `skipped_update`: as for the actor.
-        """
+        """One training step; see `DataParallelPPOCritic.update_critic`. Returns what update_actor does."""
         metrics = self.critic.update_critic(data)
         return DataProto(meta_info={"metrics": metrics, "skipped_update": self.critic.loop.skipped_update})
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str, background: bool = False) -> None:
-        """All that training goes on from, in `path`. background: as for the actor."""
-        snapshot = self.engine.snapshot(path)
-        self.save_state(path, self.critic.state_dict())
-        self.checkpoint_writer.write([snapshot], Path(path), background)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str) -> None:
-        """As for the actor."""
-        self.engine.load(path)
-        if self.engine.num_training_steps:
-            self.critic.load_state_dict(self.read_state(path))

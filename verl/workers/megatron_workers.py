@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.config.policy import Actor, Megatron, ReferenceConfig
-from verl.single_controller.base import Worker
+from verl.config.policy import Actor, Megatron
+from verl.config.schema import Critic
 from verl.workers import fsdp_workers
 from verl.workers.engine.base import Engine
 from verl.workers.engine.loading import Precision
@@ -30,10 +30,9 @@ def sizes_of(megatron: Megatron) -> ParallelSizes:
     )
 
 
-class _MegatronProcess(Worker):
+class _MegatronProcess(fsdp_workers.TrainingWorker):
     """What all workers here do alike."""
 
-    device: torch.device
     has_groups = False  # Megatron's, in this process
 
     def init_process_group(self, kind: str, timeout_seconds: float = 1800.0) -> torch.device:
@@ -44,22 +43,25 @@ class _MegatronProcess(Worker):
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return device
 
+    def processes_sharing(self, block: Actor | Critic) -> int:
+        return int(block.megatron.context_parallel_size)
+
     def build_engine(
         self,
         model: Mapping[str, Any],
-        megatron: Megatron,
         fsdp_config: Mapping[str, Any],
-        optim: Mapping[str, Any] | None,
-        grad_clip: float,
-        is_policy: bool,
+        megatron: Megatron | None = None,
+        optim: Mapping[str, Any] | None = None,
+        grad_clip: float = 1.0,
+        is_policy: bool = True,
+        adapted: bool = True,
     ) -> Engine:
-        """An engine of a policy or a value model. model, megatron, fsdp_config, optim: the configuration's
-        blocks; optim=None: a frozen one.
-        """
+        """As any worker's, over megatron-core."""
         # these import Megatron, which the driver does without
         from verl.workers.megatron.megatron_engine import MegatronEngine
         from verl.workers.megatron.model import build_model
 
+        assert megatron is not None
         self.has_groups = True
         precision = Precision.from_config(fsdp_config, self.device, trained=optim is not None)
         built = build_model(model, sizes_of(megatron), self.device, precision.compute, is_policy)
@@ -78,32 +80,6 @@ class MegatronActorRolloutRefWorker(_MegatronProcess, fsdp_workers.ActorRolloutR
 
     streams_parameters = False
 
-    def _num_sharing(self) -> int:
-        size: int = self.config.actor.megatron.context_parallel_size
-        return size
-
-    def _engine(
-        self, block: Actor | ReferenceConfig, model: Mapping[str, Any], trained: bool, adapted: bool = True
-    ) -> Engine:
-        actor = self.config.actor
-        optim = actor.optim if trained else None
-        return self.build_engine(model, block.megatron, block.fsdp_config, optim, actor.grad_clip, True)
-
 
 class MegatronCriticWorker(_MegatronProcess, fsdp_workers.CriticWorker):
     """One process of the critic; arguments as in `fsdp_workers`."""
-
-    def _num_sharing(self) -> int:
-        size: int = self.config.megatron.context_parallel_size
-        return size
-
-    def _engine(self) -> Engine:
-        config = self.config
-        return self.build_engine(
-            config.model,
-            config.megatron,
-            config.model.fsdp_config,
-            config.optim,
-            config.grad_clip,
-            is_policy=False,
-        )

@@ -52,7 +52,8 @@ def normalize(word: str) -> str | None:
     """The term of a word; None for one that is not indexed."""
     if word.endswith(POSSESSIVES):
         word = word[:-2]
-    word = word.lower() if word.isascii() else "".join([_lower(letter) for letter in word])
+    # Letter by letter, as Java does: no final sigma, and İ becomes i.
+    word = word.lower() if word.isascii() else "".join([letter.lower()[0] for letter in word])
     if word in STOP_WORDS or not word.strip(JOINER_CHARACTERS):
         return None
     return stem(word)
@@ -61,11 +62,6 @@ def normalize(word: str) -> str | None:
 def analyze(text: str) -> list[str]:
     """The terms of a text, in order."""
     return [term for term in map(normalize, words(text)) if term is not None]
-
-
-def _lower(letter: str) -> str:
-    """Letter by letter, as Java does: no final sigma, and İ becomes i."""
-    return letter.lower()[0]
 
 
 def _pieces(word: str) -> list[str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import shutil
+import signal
 from array import array
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -34,9 +35,8 @@ from search_r1.search.bm25.index import (
     inverse_norms,
     read_header,
 )
-from search_r1.search.child_process import end_with_parent, signals_held
 from search_r1.search.corpus import Corpus
-from search_r1.search.corpus_files import Progress
+from search_r1.search.long_work import Progress, end_with_parent
 
 TASK_BYTES = 32 * 2**20  # of the corpus; what is done again after a kill
 MAX_TOKENS = 1 << 23  # of a part
@@ -57,11 +57,9 @@ def build_index(
     num_processes: int = 1,
 ) -> dict[str, Any]:
     """Writes the index of `corpus` into `folder`, which exists; returns its parameters for the manifest.
-
     `memory_limit_bytes`: for all processes together, beside the terms. `num_processes`: that cut the texts
     into words. Goes on from what an earlier call left in `folder`. Raises ValueError for a broken line of the
-    corpus and for a corpus without words.
-    """
+    corpus and for a corpus without words."""
     work = folder / "work"
     if not (folder / HEADER_NAME).exists():  # else killed while `work` was removed
         parts = _make_parts(corpus, work / "sorted", memory_limit_bytes, num_processes, progress)
@@ -79,15 +77,13 @@ def _make_parts(
     """The parts of the whole corpus, in order of rows; makes those that are not there yet."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = max(1, len(corpus) * TASK_BYTES // corpus.num_bytes)
-    tasks = {
-        folder / f"{number:06d}": (start, min(start + rows, len(corpus)))
-        for number, start in enumerate(range(0, len(corpus), rows))
-    }
+    starts = enumerate(range(0, len(corpus), rows))
+    tasks = {folder / f"{number:06d}": (start, min(start + rows, len(corpus))) for number, start in starts}
     waiting = {task: span for task, span in tasks.items() if not task.with_suffix(".json").exists()}
     num_processes = min(num_processes, len(tasks))
     max_tokens = min(MAX_TOKENS, memory_limit_bytes // num_processes // BYTES_PER_TOKEN)
     finished: Iterator[int]
-    if corpus.path is None or num_processes == 1 or len(waiting) < 2:
+    if num_processes == 1 or len(waiting) < 2:
         finished = (_make_task(corpus, task, *span, max_tokens) for task, span in waiting.items())
     else:
         finished = _make_in_processes(corpus.path, waiting, max_tokens, num_processes)
@@ -105,10 +101,14 @@ def _make_in_processes(
     """Makes the parts of all tasks; yields the number of rows of each when it is done."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_processes, context, end_with_parent) as pool:
-        with signals_held():
-            running = [
-                pool.submit(_make_task, path, task, *span, max_tokens) for task, span in waiting.items()
-            ]
+        # A process that is started while signals are held back never gets them. A terminal sends Ctrl-C to
+        # all processes of a command: only the parent shall act on it, which ends its workers by SIGKILL.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            tasks = waiting.items()
+            running = [pool.submit(_make_task, path, task, *span, max_tokens) for task, span in tasks]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         try:
             yield from (future.result() for future in as_completed(running))
         except BaseException:  # Ctrl-C too: a part that was begun is not waited for, the next build makes it
@@ -119,10 +119,7 @@ def _make_in_processes(
 
 
 def _make_task(corpus: Corpus | Path, task: Path, start: int, stop: int, max_tokens: int) -> int:
-    """Writes the parts of the rows from start to stop as <task>-000 and so on; returns how many rows it were.
-
-    A part ends with the document that brings it to `max_tokens` words.
-    """
+    """Writes the parts of the rows from start to stop as <task>-000 and so on; returns how many rows."""
     for left_over in task.parent.glob(f"{task.name}-*"):  # of a run that was killed
         shutil.rmtree(left_over)
     corpus = _open_corpus(corpus) if isinstance(corpus, Path) else corpus
@@ -151,10 +148,8 @@ class _TermNumbers(dict):
 
 
 def _write_part(texts: Iterable[str], folder: Path, first_row: int, max_tokens: int) -> int:
-    """Takes texts until they have `max_tokens` words; writes their terms and postings, sorted.
-
-    Returns how many texts it were.
-    """
+    """Takes texts until they have `max_tokens` words; writes their terms and postings, sorted. Returns how
+    many texts it were."""
     numbers, tokens, text_ends = _TermNumbers(), array("I"), array("q")
     for text in texts:
         tokens.extend(map(numbers.__getitem__, words(text)))
@@ -162,9 +157,7 @@ def _write_part(texts: Iterable[str], folder: Path, first_row: int, max_tokens: 
         if len(tokens) >= max_tokens:
             break
     unsorted = list(numbers.of_term)
-    order = np.array(
-        sorted(range(len(unsorted)), key=unsorted.__getitem__), dtype=np.int64
-    )  # as UTF-8 orders
+    order = np.array(sorted(range(len(unsorted)), key=unsorted.__getitem__), np.int64)  # as UTF-8 orders
     rank_of_number = np.zeros(len(unsorted) + 1, dtype=np.uint64)
     rank_of_number[order + 1] = np.arange(len(unsorted), dtype=np.uint64)
 
@@ -189,9 +182,13 @@ def _write_part(texts: Iterable[str], folder: Path, first_row: int, max_tokens: 
         "lengths": lengths,
         "pair_counts": np.bincount(pairs, minlength=1 << 16),
     }
+    _save(folder, arrays)
+    return len(text_ends)
+
+
+def _save(folder: Path, arrays: dict[str, np.ndarray]) -> None:
     for name, values in arrays.items():
         np.save(folder / f"{name}.npy", values)
-    return len(text_ends)
 
 
 def _load(part: Path, name: str) -> np.ndarray:
@@ -199,8 +196,7 @@ def _load(part: Path, name: str) -> np.ndarray:
 
 
 def _terms(part: Path) -> list[bytes]:
-    text = (part / "terms").read_bytes()
-    return text.split(b"\n") if text else []
+    return (part / "terms").read_bytes().split()  # a term has no white space in it
 
 
 def _starts(sizes: np.ndarray) -> np.ndarray:
@@ -217,15 +213,10 @@ def _write_index(parts: list[Path], folder: Path, max_postings: int, progress: P
     norms = encode_lengths(lengths)
 
     progress("merging the terms", 0, 1)
-    distinct: set[bytes] = set()
-    for part in parts:
-        distinct.update(_terms(part))
-    terms = sorted(distinct)
-    del distinct
+    terms = sorted({term for part in parts for term in _terms(part)})
     (folder / "terms.bin").write_bytes(b"".join(terms))
     term_starts = _starts(np.fromiter(map(len, terms), np.int64, len(terms)))
-    number_of = {term: number for number, term in enumerate(terms)}
-    num_terms = len(terms)
+    number_of, num_terms = {term: number for number, term in enumerate(terms)}, len(terms)
     del terms
     num_postings = np.zeros(num_terms, dtype=np.int64)
     for part in parts:
@@ -279,26 +270,16 @@ def _write_index(parts: list[Path], folder: Path, max_postings: int, progress: P
         "skip_terms": np.concatenate(skip_terms),
         "skips": np.concatenate(skips),
     }
-    for name, values in arrays.items():
-        np.save(folder / f"{name}.npy", values)
-    return IndexHeader(
-        num_documents=len(norms),
-        num_filled=num_filled,
-        num_tokens=num_tokens,
-        num_terms=num_terms,
-        num_postings=int(posting_starts[-1]),
-    )
+    _save(folder, arrays)
+    return IndexHeader(len(norms), num_filled, num_tokens, num_terms, int(posting_starts[-1]))
 
 
 def _gather(
     parts: list[Path], posting_starts: np.ndarray, max_postings: int
 ) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
     """(first term, term to stop at, rows uint32, frequencies uint32), sorted by term and row, of ranges of
-    terms with at most `max_postings` postings, or of one term.
-
-    Each part holds a range's postings in one piece; part after part they are copied to their places, so that
-    rows ascend.
-    """
+    terms with at most `max_postings` postings, or of one term. Each part holds a range's postings in one
+    piece; part after part they are copied to their places, so that rows ascend."""
     next_terms, next_postings = [0] * len(parts), [0] * len(parts)
     first = 0
     while first < len(posting_starts) - 1:

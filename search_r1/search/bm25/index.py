@@ -12,7 +12,7 @@
     index.json                     counts and versions; written last
 
 With a code instead of frequency and length a term's scores are a table of 256 numbers for each query, and
-documents' lengths, scattered over memory, needn't be read. Nothing depends on how the index was built.
+documents' lengths, scattered over memory, needn't be read.
 """
 
 from __future__ import annotations
@@ -43,16 +43,10 @@ A document's length is kept in one byte, its norm: exact up to 40, then with fou
 """
 
 
-def _norm_lengths() -> np.ndarray:
-    """The length that each norm stands for, int64 [256], increasing (Lucene's SmallFloat.byte4ToInt)."""
-    lengths = list(range(24))
-    for code in range(256 - 24):
-        shift = (code >> 3) - 1
-        lengths.append(24 + (code & 7 if shift < 0 else ((code & 7) | 8) << shift))
-    return np.array(lengths, dtype=np.int64)
-
-
-NORM_LENGTHS = _norm_lengths()
+NORM_LENGTHS = np.array(
+    [*range(32), *(24 + ((code & 7 | 8) << (code >> 3) - 1) for code in range(8, 256 - 24))], dtype=np.int64
+)
+"""The length that each norm stands for, [256], increasing (Lucene's SmallFloat.byte4ToInt)."""
 
 
 def encode_lengths(lengths: np.ndarray) -> np.ndarray:
@@ -63,7 +57,7 @@ def encode_lengths(lengths: np.ndarray) -> np.ndarray:
 def inverse_norms(average_length: float) -> np.ndarray:
     """float32 [256]: inverse_norm of the formula for each norm. `average_length`: of documents with a
     word."""
-    one, k1, b, average = np.float32(1), np.float32(K1), np.float32(B), np.float32(average_length)
+    one, k1, b, average = map(np.float32, (1, K1, B, average_length))
     return one / (k1 * ((one - b) + b * NORM_LENGTHS.astype(np.float32) / average))
 
 
@@ -74,14 +68,11 @@ def idf(num_documents: int, document_frequency: np.ndarray) -> np.ndarray:
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled at the first call; runs without the GIL.
-
-    The machine code is kept beside the source or in the user's cache folder. Where neither can be written
-    it is compiled anew in each process, which takes some seconds.
-    """
+    """Compiled at the first call, in some seconds; runs without the GIL. The machine code is kept beside the
+    source or in the user's cache folder."""
     try:
         return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # "no locator available": nothing is writable
+    except RuntimeError:  # "no locator available": neither can be written
         return numba.njit(nogil=True)(function)
 
 
@@ -170,9 +161,8 @@ class Index:
             if len(terms) != index.term_starts[-1]:
                 raise ValueError(f"terms.bin has {len(terms)} bytes, expected {index.term_starts[-1]}")
         except (OSError, ValueError) as error:
-            raise ValueError(
-                f"--index_path: the index in {folder} is damaged ({error}); build it again"
-            ) from None
+            what = f"the index in {folder} is damaged ({error})"
+            raise ValueError(f"--index_path: {what}; build it again") from None
         return index
 
     def find_term(self, term: str) -> int:

@@ -30,10 +30,10 @@ def search(
     documents, codes, pairs, rare_at, rare_frequency, norms, skips,
     inverse_norms, sums, totals, touched, found_rows, found_scores, found_counts,
 ):  # fmt: skip
-    """Answers queries [Q]. Query i has the terms query_starts[i] to query_starts[i + 1].
+    """Answers queries [Q]. Query i has the terms query_starts[i] to query_starts[i + 1]. Of each are known:
+    where its postings start and stop, its weight, the highest score that it can give (`bounds`, falling
+    within a query), and its row in `skips` (-1: none).
 
-    Of each term are known: where its postings start and stop, its weight, the highest score that it can give
-    (`bounds`, falling within a query), and its row in `skips` (-1: none).
     Working memory: `sums` (float64 [W], all -1), `totals` (float64 [W]), `touched` (int64 [W + 1]).
     Results: found_rows and found_scores [Q, topk], best first, of which found_counts [Q] are filled.
     """
@@ -76,8 +76,7 @@ def _worse(score, row, other_score, other_row):
 
 @jit
 def _keep(score, row, count, rows, scores):
-    """Puts a document among the best `len(rows)`, a heap with the worst at the top; returns how many there
-    are."""
+    """Puts a document among the best `len(rows)`, a heap with the worst at the top; returns how many."""
     size = len(rows)
     if count < size:
         place = count
@@ -158,10 +157,8 @@ def _search_one(bounds, topk, lists, sums, totals, touched, rows, scores):
 
 @jit
 def _add_up(num_essential, base, end, places, lists, sums, touched):
-    """Adds the essential terms' scores of the rows from base to end to `sums`; returns how many have one.
-
-    Their places in `sums` are in `touched`; with one term they ascend.
-    """
+    """Adds the essential terms' scores of the rows from base to end to `sums`; returns how many have one,
+    with their places in `touched` (ascending with one term)."""
     weights, tables, _, stops, _, documents, codes, rare_at, rare_frequency, norms, _, inverse_norms = lists
     num_touched = 0
     for term in range(num_essential):
@@ -183,10 +180,8 @@ def _add_up(num_essential, base, end, places, lists, sums, touched):
 
 @jit
 def _collect(num_touched, base, rest, floor, sums, totals, touched):
-    """Takes the sums of those documents that can reach the floor with `rest` more, and clears all.
-
-    `touched` then holds their rows, ascending, and `totals` their sums; returns how many there are.
-    """
+    """Takes the sums of those documents that can reach the floor with `rest` more to `totals`, and their
+    rows, ascending, to `touched`; clears all sums. Returns how many there are."""
     num_left = 0
     ascending = True
     for i in range(num_touched):
@@ -256,11 +251,8 @@ def _look_up(term, num_rows, places, lists, totals, rows):
 
 @jit
 def _seed(topk, lists, totals, touched, rows, scores):
-    """A score that `topk` documents reach for sure, minus infinity if none is known cheaply.
-
-    It is the last one's of the best among a few documents of the rarest term that has enough of them.
-    `totals`, `touched`, `rows` and `scores` are overwritten.
-    """
+    """A score that `topk` documents reach for sure: the last one's of the best among a few documents of the
+    rarest term that has enough. Minus infinity if none is known cheaply. Overwrites the last four arrays."""
     starts, stops, documents = lists[2], lists[3], lists[5]
     if topk > MAX_SEEDS or (stops - starts).sum() < MIN_SEEDED:
         return np.float32(-np.inf)

@@ -35,10 +35,8 @@ class BM25Retriever:
 
     def __init__(self, corpus: Corpus, index_path: str | Path | None = None, num_threads: int = 1) -> None:
         """Opens the index in the folder `index_path`; without it one is built that goes with the process.
-
-        Raises ValueError for an index of another corpus, for a folder that holds something else, and when an
-        index is to be built now for a corpus above MAX_UNBUILT_BYTES.
-        """
+        Raises ValueError for an index of another corpus, and for a corpus that is too large to build one
+        now."""
         self._corpus = corpus
         self._index_path = None if index_path is None else Path(index_path)
         if self._index_path is not None:
@@ -69,23 +67,18 @@ class BM25Retriever:
     def batch_search(self, queries: list[str], topk: int) -> SearchResult:
         """For each query at most `topk` documents that share a term with it, best first, and their scores."""
         topk = min(topk, self.num_documents)
-        pieces = [queries[i : i + MAX_BATCH] for i in range(0, len(queries), MAX_BATCH)]
-        answers = [answer for piece in pieces for answer in self._search(piece, topk)]
+        answers: list[tuple[np.ndarray, np.ndarray]] = []  # rows and scores of each query
+        for start in range(0, len(queries), MAX_BATCH):
+            terms = [self._query_terms(query) for query in queries[start : start + MAX_BATCH]]
+            if self._pool is None:
+                answers += self._workers[0].search(terms, topk)
+                continue
+            num, workers = len(self._workers), enumerate(self._workers)
+            jobs = [self._pool.submit(worker.search, terms[i::num], topk) for i, worker in workers]
+            answered = [iter(job.result()) for job in jobs]
+            answers += [next(answered[i % len(jobs)]) for i in range(len(terms))]
         documents = [self._corpus.rows(rows.tolist()) for rows, _ in answers]
         return documents, [scores.tolist() for _, scores in answers]
-
-    def _search(self, queries: list[str], topk: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Rows and scores of each query."""
-        terms = [self._query_terms(query) for query in queries]
-        if self._pool is None:
-            return self._workers[0].search(terms, topk)
-        num_workers = len(self._workers)
-        jobs = [
-            self._pool.submit(worker.search, terms[number::num_workers], topk)
-            for number, worker in enumerate(self._workers)
-        ]
-        answers = [iter(job.result()) for job in jobs]
-        return [next(answers[i % num_workers]) for i in range(len(queries))]
 
     def _query_terms(self, query: str) -> Counter[int]:
         """The numbers of the query's terms that are in the index, and how often it has them."""
@@ -101,9 +94,7 @@ class BM25Retriever:
         return {
             "backend": self.name,
             "index": None if self._index_path is None else str(self._index_path),
-            "num_documents": header.num_documents,
-            "num_terms": header.num_terms,
-            "num_postings": header.num_postings,
+            **{name: getattr(header, name) for name in ("num_documents", "num_terms", "num_postings")},
             "average_length": round(header.average_length, 2),
             "index_bytes": self._index.num_bytes,
             "k1": K1,

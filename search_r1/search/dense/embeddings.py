@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -20,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from search_r1.search.corpus import Corpus
+from search_r1.search.long_work import Progress
 from search_r1.search.manifest import read_manifest
-from search_r1.search.memory import format_bytes
+from search_r1.search.memory import check_room
 
 if TYPE_CHECKING:
     from search_r1.search.dense.encoder import Encoder
@@ -31,14 +31,10 @@ STATE_FILE = "encoding.json"  # of what the rows in the folder were made
 CPU_WINDOW, GPU_WINDOW = 1024, 16 * 1024  # passages sorted by length together, and lost at most by a kill
 COPY_ROWS = 16 * 1024
 
-Progress = Callable[[str, int, int], None]
-
 
 def map_vectors(path: Path, dtype: str, dimension: int, skip_bytes: int = 0) -> np.ndarray:
-    """The rows [N, D] of a flat file, after `skip_bytes`. Nothing is in memory but what the system caches.
-
-    Raises ValueError when the file's size is no whole number of rows, or 0.
-    """
+    """The rows [N, D] of a flat file, after `skip_bytes`, memory-mapped. Raises ValueError when the file's
+    size is no whole number of rows, or 0."""
     row_bytes = np.dtype(dtype).itemsize * dimension
     size = (path.stat().st_size if path.is_file() else 0) - skip_bytes
     if size <= 0 or size % row_bytes:
@@ -47,19 +43,14 @@ def map_vectors(path: Path, dtype: str, dimension: int, skip_bytes: int = 0) -> 
     return np.memmap(path, dtype, "c", offset=skip_bytes).reshape(-1, dimension)
 
 
-def open_embeddings(folder: Path, corpus: Corpus) -> tuple[dict[str, Any], np.ndarray]:
+def open_embeddings(folder: Path) -> tuple[dict[str, Any], np.ndarray]:
     """The parameters in the manifest of a finished exact index, and its vectors. Raises ValueError."""
     manifest = read_manifest(folder)
     if manifest is None:
         raise ValueError(f"--index_path: {folder} has no manifest.json: it is no finished index of ours")
     parameters = manifest.parameters
-    vectors = map_vectors(folder / FILES[parameters["dtype"]], parameters["dtype"], parameters["dimension"])
-    if len(vectors) != len(corpus):
-        raise ValueError(
-            f"--index_path: {folder} holds {len(vectors):,} vectors, the corpus {len(corpus):,} passages: "
-            "give the corpus that the index was built from"
-        )
-    return parameters, vectors
+    dtype, dimension = parameters["dtype"], parameters["dimension"]
+    return parameters, map_vectors(folder / FILES[dtype], dtype, dimension)
 
 
 def write_embeddings(
@@ -72,11 +63,10 @@ def write_embeddings(
 ) -> dict[str, Any]:
     """Writes the embeddings of all passages into `folder`; goes on after a kill.
 
-    Args:
-        encoders: one for each device; each works on other passages.
-        dtype: float16 (half the size, and scores that differ in the 4th digit) or float32.
-        embedding_path: flat float32 file [N, D] to take the vectors from, as Search-R1's `--save_embedding`
-            writes it (emb_e5.memmap), or a FAISS Flat file (e5_Flat.index).
+    encoders: one for each device; each works on other passages.
+    dtype: float16 (half the size, and scores that differ in the 4th digit) or float32.
+    embedding_path: where the vectors are already: a flat float32 file [N, D], as Search-R1's
+        `--save_embedding` writes it (emb_e5.memmap), or a FAISS Flat file (e5_Flat.index).
 
     Returns the parameters for the manifest. Raises ValueError for vectors with NaN, for an embedding file of
     another size than corpus and encoder, and when the disk has no room.
@@ -90,11 +80,7 @@ def write_embeddings(
     if (folder / STATE_FILE).is_file() and (folder / STATE_FILE).read_text() == state and path.is_file():
         num_rows = path.stat().st_size // row_bytes
     (folder / STATE_FILE).write_text(state)
-    need, free = (len(corpus) - num_rows) * row_bytes, shutil.disk_usage(folder).free
-    if free < need:
-        raise ValueError(
-            f"{folder}: the index needs {format_bytes(need)} more, the disk has {format_bytes(free)}"
-        )
+    check_room(folder, (len(corpus) - num_rows) * row_bytes)
     if embedding_path is None:
         source = _encode_from(corpus, encoders, num_rows)
     else:
@@ -107,10 +93,8 @@ def write_embeddings(
                 stored = np.ascontiguousarray(vectors, dtype)
             good = np.isfinite(stored).all(axis=1)
             if not good.all():
-                row = num_rows + int(np.argmin(good))
-                raise ValueError(
-                    f"the vector of passage {row} (from 0) has NaN, or values too large for {dtype}"
-                )
+                what = f"the vector of passage {num_rows + int(np.argmin(good))} (from 0)"
+                raise ValueError(f"{what} has NaN, or values too large for {dtype}")
             file.write(stored.data)
             file.flush()
             num_rows += len(stored)

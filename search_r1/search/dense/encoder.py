@@ -4,14 +4,13 @@
           -> np.ndarray [N, D] float32
 
 On a CPU no padding reaches the network: texts of BERT's relatives run packed in one row of tokens with
-attention inside each text (packed_bert.py), other networks get batches of equal token counts. This is the
-fastest way, and on one thread a text gets the same bits whatever texts it comes with (several threads split a
-product by its size: then the last bits may differ). On a GPU batches are sorted by length and padded.
+attention inside each text (packed_bert.py), other networks get batches of equal token counts. On one thread a
+text gets the same bits whatever texts it comes with (several threads split a product by its size: then the
+last bits may differ). On a GPU batches are sorted by length and padded.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from collections.abc import Iterator
@@ -33,6 +32,12 @@ from search_r1.search.dense.encoder_settings import (
     settings_of_index,
 )
 from search_r1.search.dense.packed_bert import PACKED_ATTENTION, PACKED_TYPES, first_position, run_packed
+from search_r1.search.replies import without_surrogates
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one core per server; also quiet after a fork
+# No table of unused weights on the screen; missing ones are an error of our own.
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
 
 CPU_BATCH_TOKENS = 4096  # tokens in one pass through the network: its intermediate results stay in the cache
 GPU_BATCH_TOKENS = 64 * 1024
@@ -41,11 +46,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Encoder:
-    """A loaded encoder. One thread at a time.
-
-    `settings`: JSON values for the manifest: EncoderSettings, `dimension`, and `fingerprint` of the weights.
-    `notes`: lines for people about what had to be guessed.
-    """
+    """A loaded encoder. One thread at a time. `settings`: JSON values for the manifest: EncoderSettings,
+    `dimension`, and `fingerprint` of the weights. `notes`: lines about what had to be guessed."""
 
     def __init__(
         self,
@@ -62,10 +64,8 @@ class Encoder:
 
         `name`: the retriever's name ("e5"), used where the model's own says nothing. `device`: "cpu", "cuda",
         "cuda:1"; None: the first GPU that is there, else the CPU. `dtype`: float32, bfloat16, float16; None:
-        float16 on a GPU (bfloat16 for T5 and what was published in it: their values may be too large for
-        float16), bfloat16 on a CPU that has instructions for it, else float32. Lengths are in tokens,
-        at most 256 unless told. `index_settings`: what the manifest of an index keeps; then all settings come
-        from there, `model` only says where the model lies now.
+        see `_best_dtype`. Lengths are in tokens, at most 256 unless told. `index_settings`: what the manifest
+        of an index keeps; then all settings come from there, `model` only says where the model lies now.
 
         Raises ValueError for a model that can't be read or run, and for arguments that contradict the index.
         """
@@ -77,15 +77,13 @@ class Encoder:
             settings = settings_of_index(index_settings, model, pooling, max_query_length)
             model = settings.model
         elif not model:
-            raise ValueError(
-                f"--retriever_model is missing: the encoder of {name!r}, for example intfloat/e5-base-v2"
-            )
+            example = "for example intfloat/e5-base-v2"
+            raise ValueError(f"--retriever_model is missing: the encoder of {name!r}, {example}")
         try:
             if index_settings is None:
                 own = read_model_files(partial(_find_file, model))
-                settings, self.notes = decide_settings(
-                    name, model, own, pooling, max_query_length, max_passage_length
-                )
+                lengths = (max_query_length, max_passage_length)
+                settings, self.notes = decide_settings(name, model, own, pooling, *lengths)
             # DPR has two networks, whose names differ in this word.
             for_queries = model.replace("ctx_encoder", "question_encoder")
             for_passages = model.replace("question_encoder", "ctx_encoder")
@@ -97,13 +95,10 @@ class Encoder:
                 fingerprint += second
             self._tokenizer = AutoTokenizer.from_pretrained(for_passages)
         except (OSError, KeyError, ValueError) as error:
-            reason = str(error).strip().split("\n")[0]
-            if reason.startswith("--"):
-                raise  # one of ours
-            raise ValueError(f"--retriever_model: can't load {model}: {reason}") from error
+            raise cannot_load("--retriever_model", model, error) from error
         self._settings = settings
         self.dimension = self._query_network.config.hidden_size
-        self.settings = {**asdict(settings), "dimension": self.dimension, "fingerprint": fingerprint}
+        self.settings = asdict(settings) | {"dimension": self.dimension, "fingerprint": fingerprint}
         if index_settings is not None and index_settings.get("fingerprint", fingerprint) != fingerprint:
             raise ValueError(
                 f"--retriever_model: {model} has other weights than the model that built the index "
@@ -116,10 +111,8 @@ class Encoder:
         return self._encode(texts, self._query_network, self._settings.max_query_length)
 
     def encode_passages(self, texts: list[str]) -> np.ndarray:
-        """Vectors [N, D] float32 of passages, each a document's `contents`, title line and all.
-
-        Give many at once (thousands): they are sorted by length, so that batches hold texts of like lengths.
-        """
+        """Vectors [N, D] float32 of passages, each a document's `contents`, title line and all. Give
+        thousands at once: they are sorted by length, so that batches hold texts of like lengths."""
         texts = [self._settings.passage_prefix + text for text in texts]
         return self._encode(texts, self._passage_network, self._settings.max_passage_length)
 
@@ -142,13 +135,9 @@ class Encoder:
         if config.model_type != "t5":  # T5 has relative positions, no end of them
             positions = getattr(config, "max_position_embeddings", max_length)
             max_length = min(max_length, positions - first_position(config.model_type))
-        ids = self._tokenizer(
-            [well_formed(text) for text in texts],
-            truncation=True,
-            max_length=max_length,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-        )["input_ids"]
+        clean = [without_surrogates(text) for text in texts]
+        unused = {"return_attention_mask": False, "return_token_type_ids": False}
+        ids = self._tokenizer(clean, truncation=True, max_length=max_length, **unused)["input_ids"]
         known = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0)
         filler = next(token for token in known if token is not None)
         ids = [row or [filler] for row in ids]
@@ -174,21 +163,17 @@ class Encoder:
 
     def _pool(self, hidden_BLH: torch.Tensor, mask_BL: torch.Tensor | None) -> torch.Tensor:
         """One float32 vector [B, H] of each text. `mask_BL`: True for its tokens, padding on the right."""
+        if mask_BL is None:
+            mask_BL = hidden_BLH.new_ones(hidden_BLH.shape[:2], dtype=torch.bool)
+        lengths_B1 = mask_BL.sum(1, keepdim=True)
         pooling = self._settings.pooling
         if pooling == "cls":
             return hidden_BLH[:, 0].float()
         if pooling == "last":
-            if mask_BL is None:
-                return hidden_BLH[:, -1].float()
-            return hidden_BLH[torch.arange(len(hidden_BLH)), mask_BL.sum(1) - 1].float()
-        hidden_BLH = hidden_BLH.float()
+            return hidden_BLH.take_along_dim(lengths_B1[..., None] - 1, dim=1)[:, 0].float()
         if pooling == "max":
-            if mask_BL is not None:
-                hidden_BLH = hidden_BLH.masked_fill(~mask_BL[..., None], -torch.inf)
-            return hidden_BLH.amax(1)
-        if mask_BL is None:
-            return hidden_BLH.mean(1)
-        return (hidden_BLH * mask_BL[..., None]).sum(1) / mask_BL.sum(1, keepdim=True)
+            return hidden_BLH.float().masked_fill(~mask_BL[..., None], -torch.inf).amax(1)
+        return (hidden_BLH.float() * mask_BL[..., None]).sum(1) / lengths_B1
 
 
 def _batches(lengths: np.ndarray, max_tokens: int, equal: bool) -> Iterator[slice]:
@@ -201,13 +186,15 @@ def _batches(lengths: np.ndarray, max_tokens: int, equal: bool) -> Iterator[slic
             start = end
 
 
-def well_formed(text: str) -> str:
-    """Half a surrogate pair is a str for Python and an error for a tokenizer: it becomes a question mark."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+def cannot_load(flag: str, model: str, error: Exception) -> ValueError:
+    """What is wrong with a model, in one line."""
+    reason = str(error).strip().split("\n")[0]
+    return ValueError(reason if reason.startswith("--") else f"{flag}: can't load {model}: {reason}")
 
 
 def _best_dtype(config: Any, device: torch.device) -> torch.dtype:
-    """The half precision that suits network and device; float32 on a CPU that has no instructions for one."""
+    """On a GPU float16, but bfloat16 for T5 and what was published in it, whose values may be too large; on a
+    CPU bfloat16 if it has instructions for it, else float32."""
     if device.type == "cuda":
         outgrows_float16 = config.model_type == "t5" or config.dtype == torch.bfloat16
         return torch.bfloat16 if outgrows_float16 else torch.float16
@@ -217,13 +204,8 @@ def _best_dtype(config: Any, device: torch.device) -> torch.dtype:
 
 def _find_file(model: str, name: str) -> str | None:
     """Where a file of a model lies, in its folder or in the hub's cache; fetched if need be."""
-    return cached_file(
-        model,
-        name,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    kinds = ("gated_repo", "missing_entries", "connection_errors")
+    return cached_file(model, name, **{f"_raise_exceptions_for_{kind}": False for kind in kinds})
 
 
 def _load_network(
@@ -241,13 +223,11 @@ def _load_network(
         options["add_pooling_layer"] = False
     if device.type == "cpu" and config.model_type in PACKED_TYPES:
         options["attn_implementation"] = PACKED_ATTENTION
-    with quiet():
-        network, info = kind.from_pretrained(model, dtype=torch.float32, output_loading_info=True, **options)
+    network, info = kind.from_pretrained(model, dtype=torch.float32, output_loading_info=True, **options)
     missing = [key for key in info["missing_keys"] if "pooler" not in key and "position_ids" not in key]
     if missing:
-        raise ValueError(
-            f"--retriever_model: {model} has no weights for {len(missing)} parts, such as {missing[0]}"
-        )
+        what = f"{len(missing)} parts, such as {missing[0]}"
+        raise ValueError(f"--retriever_model: {model} has no weights for {what}")
     if config.model_type == "dpr":  # a BERT inside a shell that only takes its first token
         network = (network.ctx_encoder if "ctx_encoder" in model else network.question_encoder).bert_model
     digest = hashlib.sha256()
@@ -255,21 +235,3 @@ def _load_network(
         digest.update(name.encode() + weight.detach().flatten()[:FINGERPRINT_VALUES].numpy().tobytes())
     network = network.to(device=device, dtype=dtype or _best_dtype(config, device)).eval()
     return network, digest.hexdigest()[:16]
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """No table of unused weights on the screen; missing ones are an error of our own."""
-    logging = transformers.utils.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one core per server; also quiet after a fork

@@ -53,11 +53,9 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class EncoderSettings:
-    """How texts become vectors; kept in the manifest of an index.
-
-    `pooling`: one of POOLINGS. `normalize`: vectors of length 1. Prefixes go before the text as they are.
-    `max_query_length`, `max_passage_length`: in tokens, special ones included; longer texts are cut.
-    """
+    """How texts become vectors; kept in the manifest of an index. `pooling`: one of POOLINGS. `normalize`:
+    vectors of length 1. Prefixes go before the text as they are. Lengths are in tokens, special ones
+    included; longer texts are cut."""
 
     name: str
     model: str
@@ -83,9 +81,7 @@ def find_family(name: str, model: str) -> EncoderHints | None:
 
 def read_model_files(find: Callable[[str], str | None]) -> EncoderHints:
     """What a model's sentence-transformers files say. `find`: a file's path here, None if there is none.
-
-    Raises ValueError for modules that this encoder can't run.
-    """
+    Raises ValueError for modules that this encoder can't run."""
 
     def read(name: str) -> Any:
         path = find(name)
@@ -105,21 +101,18 @@ def read_model_files(find: Callable[[str], str | None]) -> EncoderHints:
         elif kind == "Normalize":
             normalize = True
         elif kind not in ("Transformer", "Dropout"):
-            raise ValueError(
-                f"the model has a sentence-transformers module {module['type']}, which is not supported"
-            )
+            what = f"a sentence-transformers module {module['type']}, which is not supported"
+            raise ValueError(f"the model has {what}")
     prompts = read("config_sentence_transformers.json").get("prompts") or {}
-
-    def prompt(*names: str) -> str | None:
-        return next((prompts[name] for name in names if name in prompts), None)
-
-    return EncoderHints(
-        pooling,
-        normalize,
-        query_prefix=prompt("query", "web_search_query", "retrieval.query"),
-        passage_prefix=prompt("passage", "document", "retrieval.passage"),
-        max_length=read("sentence_bert_config.json").get("max_seq_length"),
+    query_prefix, passage_prefix = (
+        next((prompts[name] for name in names if name in prompts), None)
+        for names in (
+            ("query", "web_search_query", "retrieval.query"),
+            ("passage", "document", "retrieval.passage"),
+        )
     )
+    max_length = read("sentence_bert_config.json").get("max_seq_length")
+    return EncoderHints(pooling, normalize, query_prefix, passage_prefix, max_length)
 
 
 def _read_pooling(config: dict[str, Any]) -> str:
@@ -130,9 +123,8 @@ def _read_pooling(config: dict[str, Any]) -> str:
     names = [mode.removeprefix("pooling_mode_") for mode in modes]
     poolings = [flags.get(name, name) for name in names]
     if len(poolings) != 1 or poolings[0] not in POOLINGS:
-        raise ValueError(
-            f"the model pools by {poolings or 'nothing that it names'}, expected one of {POOLINGS}"
-        )
+        what = poolings or "nothing that it names"
+        raise ValueError(f"the model pools by {what}, expected one of {POOLINGS}")
     return poolings[0]
 
 
@@ -144,11 +136,9 @@ def decide_settings(
     max_query_length: int | None,
     max_passage_length: int | None,
 ) -> tuple[EncoderSettings, list[str]]:
-    """The settings of a model, and lines for people about what had to be guessed.
-
-    The user's `pooling` wins over the family, the family over the model's files (`own`), these over the
-    defaults (mean, no prefixes; normalised, since inner products of unknown lengths mean little).
-    """
+    """The settings of a model, and lines for people about what had to be guessed. The user's `pooling` wins
+    over the family, the family over the model's files (`own`), these over the defaults (mean, no prefixes;
+    normalised, since inner products of unknown lengths mean little)."""
     family = find_family(name, model) or EncoderHints()
 
     def known(field: str) -> Any:
@@ -162,44 +152,28 @@ def decide_settings(
     if normalize is None:
         notes.append(f"{model}: nothing says whether its vectors are normalised, so they are")
     lengths = (max_query_length or MAX_LENGTH, max_passage_length or MAX_LENGTH)
-    query_length, passage_length = (min(length, own.max_length or length) for length in lengths)
-    settings = EncoderSettings(
-        name=name,
-        model=model,
-        pooling=pooling or "mean",
-        normalize=normalize is not False,
-        query_prefix=known("query_prefix") or "",
-        passage_prefix=known("passage_prefix") or "",
-        max_query_length=query_length,
-        max_passage_length=passage_length,
-    )
+    prefixes = (known("query_prefix") or "", known("passage_prefix") or "")
+    bounded = (min(length, own.max_length or length) for length in lengths)
+    settings = EncoderSettings(name, model, pooling or "mean", normalize is not False, *prefixes, *bounded)
     return settings, notes
 
 
 def settings_of_index(
     values: dict[str, Any], model: str | None, pooling: str | None, max_query_length: int | None
 ) -> EncoderSettings:
-    """The settings in an index's manifest, with the model where it lies on this machine.
-
-    Raises ValueError for a manifest that lacks one, and for a flag that contradicts them.
-    """
+    """The settings in an index's manifest, with the model where it lies on this machine. Raises ValueError
+    for a manifest that lacks one, and for a flag that contradicts them."""
     names = [field.name for field in fields(EncoderSettings)]
-    missing = [name for name in names if name not in values]
-    if missing or values.get("modules"):
-        what = (
-            f"doesn't say the encoder's {', '.join(missing)}"
-            if missing
-            else "has an encoder with Dense layers"
-        )
+    if missing := [name for name in names if name not in values]:
+        what = f"doesn't say the encoder's {', '.join(missing)}"
         raise ValueError(f"the index's manifest {what}: build it again")
+    if values.get("modules"):
+        raise ValueError("the index's manifest has an encoder with Dense layers: build it again")
     settings = EncoderSettings(**{name: values[name] for name in names})
     if pooling is not None and pooling != settings.pooling:
         raise ValueError(
             f"--pooling_method: found {pooling}, but the index was built with {settings.pooling} pooling: "
             "leave the flag out, or build the index again"
         )
-    return replace(
-        settings,
-        model=model or settings.model,
-        max_query_length=max_query_length or settings.max_query_length,
-    )
+    length = max_query_length or settings.max_query_length
+    return replace(settings, model=model or settings.model, max_query_length=length)

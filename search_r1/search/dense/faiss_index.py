@@ -1,10 +1,9 @@
 """FAISS index files: those that people have from Search-R1, and our own in the same format.
 
-    FaissRetriever: <name>.index, memory-mapped -> queries -> Encoder -> faiss -> rows -> documents
+    <name>.index -> read_mapped -> FaissIndex.search: vectors of queries -> scores, rows
     build_index: vectors of the corpus -> train -> add in chunks -> faiss.index
 
-A row of the index is a row of the corpus. Scores are inner products. FAISS gives -1 where it found fewer
-than k (in short IVF lists, say): such hits are left out.
+FAISS gives -1 where it found fewer than k (in short IVF lists, say): such hits are left out.
 """
 
 from __future__ import annotations
@@ -16,15 +15,10 @@ from typing import Any
 
 import faiss
 import numpy as np
-import torch
 
-from search_r1.search.corpus import Corpus
-from search_r1.search.dense.embeddings import Progress
-from search_r1.search.dense.encoder import Encoder
-from search_r1.search.dense.exact import check_dimension
 from search_r1.search.dense.scan import dot_rows
+from search_r1.search.long_work import Progress
 from search_r1.search.memory import check_fits
-from search_r1.search.retriever import SearchResult
 
 INDEX_FILE = "faiss.index"  # what build_index writes
 DEFAULT_NPROBE = 64  # lists of an IVF index that a query looks into; FAISS's own default is 1
@@ -36,58 +30,34 @@ TRAIN_ROWS = 100_000
 BLAS_FROM_QUERIES = 20  # below, FAISS multiplies query by query; measured on 384 and 768 dimensions
 
 
-class FaissRetriever:
-    """Searches a FAISS file. Called by one thread at a time.
-
-    A Flat or HNSW file and the lists of an IVF file stay memory-mapped: no second copy in this process, one
-    copy for all processes, nothing to wait for at the start.
-    """
-
-    name = "faiss"
+class FaissIndex:
+    """Searches a FAISS index. Called by one thread at a time. A Flat or HNSW file and the lists of an IVF
+    file stay memory-mapped: no second copy in this process, one copy for all processes, nothing to wait for
+    at the start."""
 
     def __init__(
         self,
-        corpus: Corpus,
-        index_path: str | Path,
-        encoder: Encoder,
-        gpu: bool = False,
-        nprobe: int | None = None,
-        num_threads: int = 1,
-        report: Callable[[str], None] = lambda line: None,
+        index: Any,
+        path: Path,
+        gpu: bool,
+        nprobe: int | None,
+        num_threads: int,
+        report: Callable[[str], None],
     ) -> None:
-        """Opens the file. `gpu`: copies it to all GPUs in float16, a part to each. `nprobe`: for IVF.
-
-        Raises ValueError when file, corpus and encoder don't belong together, and when memory is short.
-        """
-        path = Path(index_path)
-        self._corpus, self._encoder, self._num_threads = corpus, encoder, num_threads
-        if encoder.device.type == "cpu":
-            torch.set_num_threads(num_threads)
-        index = _read_mapped(path)
-        if index.metric_type != faiss.METRIC_INNER_PRODUCT:
-            raise ValueError(f"--index_path: {path} compares by distance, expected METRIC_INNER_PRODUCT")
-        if index.ntotal != len(corpus):
-            raise ValueError(
-                f"--index_path: {path} holds {index.ntotal:,} vectors, the corpus {len(corpus):,} passages: "
-                "give the corpus that the index was built from"
-            )
-        check_dimension(encoder, index.d, path)
-        self.num_documents = int(index.ntotal)
+        """`index`: of `read_mapped(path)`. `gpu`: copies it to all GPUs in float16, a part to each. `nprobe`:
+        for IVF. Raises ValueError for an index that can't be searched like that, and when memory is short."""
+        self.num_rows, self._num_threads = int(index.ntotal), num_threads
         ivf = _find_ivf(index)
         if ivf is not None:
             ivf.nprobe = min(nprobe or DEFAULT_NPROBE, ivf.nlist)
         elif nprobe is not None:
             raise ValueError(f"--faiss_nprobe is for IVF indexes, this is {type(index).__name__}")
-        self._description = {
-            "backend": "faiss",
-            "index_path": str(path),
-            "index_type": type(index).__name__,
-            "num_documents": self.num_documents,
-            "dimension": encoder.dimension,
-            "nprobe": None if ivf is None else int(ivf.nprobe),
-            "encoder": encoder.describe(),
-        }
+        # What `describe` says of it.
+        self.about = {"index_type": type(index).__name__, "nprobe": None if ivf is None else int(ivf.nprobe)}
         self._vectors: np.ndarray | None = None  # [N, D] float32 of a Flat index, where they lie
+        # FAISS compares it with queries x dimensions; its default sends batches of up to 333 queries of 384
+        # dimensions to the slow path.
+        faiss.cvar.distance_compute_blas_threshold = BLAS_FROM_QUERIES * index.d
         if gpu:
             index = _to_gpus(index, report)
         elif isinstance(index, faiss.IndexFlat):
@@ -98,29 +68,19 @@ class FaissRetriever:
             report(check_fits(path, path.stat().st_size, advice))
             flat = faiss.rev_swig_ptr(index.get_xb(), index.ntotal * index.d)
             self._vectors = flat.reshape(index.ntotal, index.d)
-        # FAISS compares it with queries x dimensions; its default sends batches of up to 333 queries of 384
-        # dimensions to the slow path.
-        faiss.cvar.distance_compute_blas_threshold = BLAS_FROM_QUERIES * encoder.dimension
         self._index: Any = index
 
-    def batch_search(self, queries: list[str], topk: int) -> SearchResult:
-        """For each query at most `topk` passages with the highest inner products that the index finds."""
-        if not queries:
-            return [], []
-        scores, rows = self.search(self._encoder.encode_queries(queries), topk)
-        return [self._corpus.rows(row.tolist()) for row in rows], [score.tolist() for score in scores]
-
-    def search(self, vectors: np.ndarray, topk: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def search(self, queries: np.ndarray, k: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Scores and rows of each of the queries [Q, D] float32; only hits that are there, ties by row."""
-        k = min(topk, self.num_documents)
-        num_hits = min(k + EXTRA_HITS, self.num_documents) if self._vectors is not None else k
+        k = min(k, self.num_rows)
+        num_hits = min(k + EXTRA_HITS, self.num_rows) if self._vectors is not None else k
         hnsw = getattr(self._index, "hnsw", None)
         if hnsw is not None:
             hnsw.efSearch = max(MIN_EF_SEARCH, 2 * k)
         faiss.omp_set_num_threads(self._num_threads)  # it counts for the calling thread only
-        scores, rows = self._index.search(vectors, num_hits)
+        scores, rows = self._index.search(queries, num_hits)
         if self._vectors is not None:
-            again = dot_rows(self._vectors[rows.ravel()], np.repeat(vectors, num_hits, axis=0))
+            again = dot_rows(self._vectors[rows.ravel()], np.repeat(queries, num_hits, axis=0))
             scores = again.reshape(scores.shape)
         orders = [np.lexsort((row, -score)) for score, row in zip(scores, rows, strict=True)]
         orders = [order[rows[i][order] >= 0][:k] for i, order in enumerate(orders)]
@@ -128,9 +88,6 @@ class FaissRetriever:
             [scores[i][order] for i, order in enumerate(orders)],
             [rows[i][order] for i, order in enumerate(orders)],
         )
-
-    def describe(self) -> dict[str, Any]:
-        return self._description
 
     def close(self) -> None:
         self._index = self._vectors = None
@@ -141,20 +98,21 @@ def _reason(error: RuntimeError) -> str:
     return str(error).strip().split("\n")[-1]
 
 
-def _read_mapped(path: Path) -> Any:
-    """A FAISS index whose vectors stay in the file. Raises ValueError when it can't be read."""
-    if not path.is_file():
-        raise ValueError(f"--index_path: there is no file {path}")
+def read_mapped(path: Path) -> Any:
+    """A FAISS index whose vectors stay in the file. Raises ValueError for one that can't be searched."""
     try:
         try:
-            return faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_MMAP)
+            index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_MMAP)
         except RuntimeError:  # a kind that can't be mapped whole: only the lists of an IVF, then nothing
-            return faiss.read_index(str(path), faiss.IO_FLAG_MMAP)
+            index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP)
     except RuntimeError as error:
         raise ValueError(
             f"--index_path: FAISS can't read {path} ({_reason(error)}): not a FAISS index, or not all of it. "
             "A download in parts is joined by `cat part_* > e5_Flat.index`"
         ) from None
+    if index.metric_type != faiss.METRIC_INNER_PRODUCT:
+        raise ValueError(f"--index_path: {path} compares by distance, expected METRIC_INNER_PRODUCT")
+    return index
 
 
 def _find_ivf(index: Any) -> Any:
@@ -196,7 +154,13 @@ def build_index(vectors: np.ndarray, target: Path, faiss_type: str, gpu: bool, p
     Raises ValueError for a type that FAISS doesn't know.
     """
     num_rows, dimension = vectors.shape
-    index = _make_empty(dimension, faiss_type)
+    try:
+        index = faiss.index_factory(dimension, faiss_type, faiss.METRIC_INNER_PRODUCT)
+    except RuntimeError as error:
+        raise ValueError(
+            f"--faiss_type: FAISS can't make {faiss_type!r} of {dimension} dimensions ({_reason(error)}); "
+            "examples: Flat, HNSW64, IVF4096,Flat, IVF4096,SQ8, or exact for our own"
+        ) from None
 
     def chunks(stage: str) -> Iterator[np.ndarray]:
         for start in range(0, num_rows, ADD_ROWS):
@@ -217,9 +181,8 @@ def build_index(vectors: np.ndarray, target: Path, faiss_type: str, gpu: bool, p
         if ivf is not None:
             wanted = max(TRAIN_ROWS, TRAIN_ROWS_PER_LIST * ivf.nlist)
             if ivf.nlist > num_rows:
-                raise ValueError(
-                    f"--faiss_type: {ivf.nlist} lists for {num_rows:,} passages, expected 39 or more for each"
-                )
+                what = f"{ivf.nlist} lists for {num_rows:,} passages"
+                raise ValueError(f"--faiss_type: {what}, expected 39 or more for each")
             if gpu and hasattr(faiss, "StandardGpuResources"):
                 on_gpus = faiss.index_cpu_to_all_gpus(faiss.IndexFlatIP(ivf.d))
                 ivf.clustering_index = on_gpus  # FAISS keeps a pointer: the name must live on
@@ -227,14 +190,3 @@ def build_index(vectors: np.ndarray, target: Path, faiss_type: str, gpu: bool, p
     for chunk in chunks("adding to the FAISS index"):
         index.add(chunk)
     faiss.write_index(index, str(target))
-
-
-def _make_empty(dimension: int, faiss_type: str) -> Any:
-    """An empty index. Raises ValueError for a type that FAISS doesn't know."""
-    try:
-        return faiss.index_factory(dimension, faiss_type, faiss.METRIC_INNER_PRODUCT)
-    except RuntimeError as error:
-        raise ValueError(
-            f"--faiss_type: FAISS can't make {faiss_type!r} of {dimension} dimensions ({_reason(error)}); "
-            "examples: Flat, HNSW64, IVF4096,Flat, IVF4096,SQ8, or exact for our own"
-        ) from None

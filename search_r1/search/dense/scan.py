@@ -6,7 +6,7 @@
 
 The order of a product's sums depends on the shape of the batch, so its scores may be wrong by ROUNDING. The
 second scoring is the same for a row in any batch. A query whose dropped rows could still belong to its top k
-(many equal vectors, say) is scanned once more and keeps every row that could.
+(many equal vectors, say) is scanned once more.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ GPU_RESERVE_BYTES = 2 << 30  # of each GPU: CUDA itself, the encoder, one chunk 
 
 
 def dot_rows(vectors: np.ndarray, queries: np.ndarray) -> np.ndarray:
-    """The inner product of each row of `vectors` [n, D] with the same row of `queries`: float32 [n].
-
-    A pair gets the same bits whatever other pairs are there.
-    """
+    """The inner product of each row of `vectors` [n, D] with the same row of `queries`: float32 [n]. A pair
+    gets the same bits whatever other pairs are there."""
     return (vectors.astype(np.float64) * queries).sum(axis=1).astype(np.float32)
 
 
@@ -90,9 +88,7 @@ class VectorScan:
     @torch.inference_mode()
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Scores float32 and rows int64 [Q, min(k, N)] of queries [Q, D] float32, best first, ties by row.
-
-        Raises ValueError for values that are not finite numbers.
-        """
+        Raises ValueError for values that are not finite numbers."""
         k = min(k, self.num_rows)
         kept = min(k + EXTRA_ROWS, self.num_rows)
         queries = np.ascontiguousarray(queries, np.float32)

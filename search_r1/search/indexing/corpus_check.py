@@ -5,14 +5,14 @@ Memory: 8 bytes per row for a hash of its id; some 30 at the end, when these are
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 
 from search_r1.search.corpus import Corpus, parse_line
-from search_r1.search.corpus_files import Progress
+from search_r1.search.long_work import Progress
 
 NO_ID = bytes(8)
 MAX_NAMED = 10
@@ -37,11 +37,9 @@ class Faults:
 
 @dataclass
 class CorpusReport:
-    """What `check_corpus` found; `sha256` is of the whole file.
-
-    `broken`: "line 7: not valid JSON (...)". `duplicates`: rows whose id an earlier row has, "line 9: the id
-    '7' is at line 3 already". `empty`: rows whose contents have no text.
-    """
+    """What `check_corpus` found; `sha256` is of the whole file. `broken`: "line 7: not valid JSON (...)".
+    `duplicates`: rows whose id an earlier row has, "line 9: the id '7' is at line 3 already". `empty`: rows
+    whose contents have no text."""
 
     path: Path
     num_documents: int
@@ -61,7 +59,6 @@ class CorpusReport:
 def check_corpus(path: str | Path, progress: Progress | None = None) -> CorpusReport:
     """Reads the whole file and reports; only a file that can't be read at all raises ValueError."""
     with Corpus.open(path, progress, check=False) as corpus:
-        assert corpus.path is not None
         report = CorpusReport(corpus.path, len(corpus), corpus.num_bytes, corpus.path.stat().st_mtime_ns)
         ids = bytearray()
         for row, line in corpus.lines():
@@ -73,7 +70,7 @@ def check_corpus(path: str | Path, progress: Progress | None = None) -> CorpusRe
                     report.empty.add(corpus, row, "the contents are empty")
             except ValueError as error:
                 report.broken.add(corpus, row, error)
-            ids += NO_ID if identifier is None else _hash(identifier)
+            ids += NO_ID if identifier is None else blake2b(str(identifier).encode(), digest_size=8).digest()
             if progress is not None and row % 1000 == 999:
                 progress("checking the corpus", row + 1, len(corpus))
         # "7" and 7 are one id. That two of 21 million ids share a hash has odds of 1 in 80,000.
@@ -93,7 +90,3 @@ def check_corpus(path: str | Path, progress: Progress | None = None) -> CorpusRe
     if report.is_outdated():
         raise ValueError(f"{report.path} was changed while it was checked; start again when it is finished")
     return report
-
-
-def _hash(identifier: object) -> bytes:
-    return hashlib.blake2b(str(identifier).encode(), digest_size=8).digest()

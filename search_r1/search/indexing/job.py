@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from search_r1.search.corpus import Corpus
-from search_r1.search.corpus_files import Progress
 from search_r1.search.indexing.corpus_check import CorpusReport
+from search_r1.search.long_work import Progress
 from search_r1.search.manifest import WORK_SUFFIX, Manifest, manifest_path, read_manifest, write_manifest
+from search_r1.search.memory import check_room
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,9 @@ class IndexJob:
     """What is to be built where.
 
     target: the finished index; a folder, or a file when `file_name` is set.
-    backend: its name in the manifest.
     request: all that decides what the index is like, as JSON values; a resumed build must have the same.
-    build: (corpus, folder, progress) -> parameters; writes into `folder`, where it finds what an earlier call
-        left after a kill.
-    needed_bytes: a guess of the disk space that it takes, with what is only needed while building.
+    build: (corpus, folder, progress) -> parameters for the manifest; goes on from what is in `folder`.
+    needed_bytes: a guess of the disk space that it takes while it is built.
     file_name: the file in `folder` that becomes `target`; None: the folder itself does.
     """
 
@@ -57,7 +56,6 @@ def run_job(
     job: IndexJob,
     corpus: Corpus,
     checked: CorpusReport,
-    *,
     overwrite: bool,
     command: list[str],
     progress: Progress,
@@ -65,10 +63,8 @@ def run_job(
 ) -> bool:
     """Builds the index; False when it was there already.
 
-    Args:
-        checked: of this corpus, from `check_corpus`.
-        overwrite: replace a finished index, or a begun one, of another corpus or other flags.
-        command: kept in the manifest, to be shown when the index meets another corpus.
+    overwrite: replace a finished index, or a begun one, of another corpus or other flags.
+    command: kept in the manifest, to be shown when the index meets another corpus.
 
     Raises ValueError when the target is taken, when another process builds it, when the disk is too small,
     and when the corpus changes meanwhile.
@@ -79,7 +75,9 @@ def run_job(
     note, folder = job.work / "request.json", job.work / "index"
     job.work.parent.mkdir(parents=True, exist_ok=True)
     with _locked(job.work):
-        before = _read_note(note)  # None: it is written before anything else, so nothing is worth keeping
+        before = None  # without a note: it is written before anything else, so nothing is worth keeping
+        with contextlib.suppress(OSError, ValueError):
+            before = json.loads(note.read_text(encoding="utf-8"))
         if job.target.exists():
             existing = _identity_of(job.target, identity)
             if existing == identity:
@@ -102,12 +100,7 @@ def run_job(
         else:
             shutil.rmtree(folder, ignore_errors=True)
             note.write_text(json.dumps(identity, indent=1), encoding="utf-8")
-            free = shutil.disk_usage(job.work).free
-            if free < job.needed_bytes:
-                raise ValueError(
-                    f"{job.target} needs about {job.needed_bytes / 2**30:.1f} GiB on its disk while it is "
-                    f"built, {free / 2**30:.1f} GiB are free: make room, or give another --save_dir"
-                )
+            check_room(job.work, job.needed_bytes)
             folder.mkdir()
         parameters = job.build(corpus, folder, progress)
         if checked.is_outdated():
@@ -122,10 +115,9 @@ def run_job(
         inner = folder
         if job.file_name is not None:
             inner = (folder / job.file_name).rename(folder / job.target.name)
-        for path in folder.rglob("*"):
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
+        for path in filter(Path.is_file, folder.rglob("*")):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
         write_manifest(inner, Manifest(job.backend, of | {"name": checked.path.name}, parameters, built))
         # The renames; each may be the last thing before a kill. An old index is out of the way before the new
         # one takes its name, and removed afterwards.
@@ -158,21 +150,12 @@ def _locked(work: Path) -> Iterator[None]:
                 shutil.rmtree(work, ignore_errors=True)
 
 
-def _read_note(path: Path) -> dict[str, Any] | None:
-    """What the work folder is for; None where it doesn't say."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
 def _identity_of(target: Path, like: dict[str, Any]) -> dict[str, Any]:
     """What a finished index is, with the fields that `like` has. Raises ValueError when it isn't ours."""
     manifest = read_manifest(target)
     if manifest is None:
-        raise ValueError(
-            f"{target} exists and was not built by this program: remove it, or give another --save_dir"
-        )
+        remedy = "remove it, or give another --save_dir"
+        raise ValueError(f"{target} exists and was not built by this program: {remedy}")
     of = {name: manifest.corpus.get(name) for name in like["corpus"]}
     return {"backend": manifest.backend, "corpus": of, "request": manifest.built.get("request")}
 

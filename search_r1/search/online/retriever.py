@@ -17,11 +17,12 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import httpx
 
-from search_r1.search.replies import retry_after, without_surrogates
+from search_r1.search.replies import error_text, retry_after, without_surrogates
 from search_r1.search.retriever import Document, RetrievalUnavailable, SearchResult
 
 CONCURRENCY = 8  # requests under way; how many begin a second is for the rate to say
@@ -39,19 +40,20 @@ class BadReply(ValueError):
     """A reply that is not what this engine sends; asking again may help."""
 
 
+@dataclass(frozen=True)
 class SerpApi:
     """SerpAPI: the answer box, then the organic results, then the related questions."""
 
-    name = "serpapi"
-
-    def __init__(self, key: str, engine: str = "google", url: str | None = None) -> None:
-        self.key, self.engine, self.url = key, engine, url or "https://serpapi.com/search"
+    key: str
+    engine: str
+    url: str
+    name: ClassVar[str] = "serpapi"
 
     def parameters(self, query: str, page: int) -> dict[str, str]:
         parameters = {"q": query, "api_key": self.key, "output": "json", "engine": self.engine}
         return parameters | ({"start": str(page * PAGE_SIZE)} if page else {})
 
-    def parse(self, reply: Any) -> list[Page]:
+    def parse(self, reply: Any) -> list[Page | None]:
         """What was found, best first. Raises BadReply."""
         if not isinstance(reply, dict):
             raise BadReply(f"found a JSON {type(reply).__name__}, expected an object")
@@ -70,30 +72,28 @@ class SerpApi:
         for item in _items(reply, "related_questions"):
             answer = item.get("snippet") or item.get("answer")
             pages.append(_page(item.get("question"), answer, item.get("link"), kind="related_question"))
-        return [page for page in pages if page is not None]
+        return pages
 
 
+@dataclass(frozen=True)
 class GoogleSearch:
     """Google's Custom Search JSON API: titles and snippets."""
 
-    name = "google"
-
-    def __init__(self, key: str, engine_id: str, url: str | None = None) -> None:
-        self.key, self.engine_id = key, engine_id
-        self.url = url or "https://www.googleapis.com/customsearch/v1"
+    key: str
+    engine_id: str
+    url: str
+    name: ClassVar[str] = "google"
 
     def parameters(self, query: str, page: int) -> dict[str, str]:
         parameters = {"key": self.key, "cx": self.engine_id, "q": query, "num": str(PAGE_SIZE)}
         return parameters | ({"start": str(1 + page * PAGE_SIZE)} if page else {})
 
-    def parse(self, reply: Any) -> list[Page]:
+    def parse(self, reply: Any) -> list[Page | None]:
         """What was found, best first. Raises BadReply."""
         if not isinstance(reply, dict) or ("items" not in reply and "searchInformation" not in reply):
             raise BadReply("found neither items nor searchInformation in the reply")
-        pages = [
-            _page(item.get("title"), item.get("snippet"), item.get("link")) for item in _items(reply, "items")
-        ]
-        return [page for page in pages if page is not None]
+        items = _items(reply, "items")
+        return [_page(item.get("title"), item.get("snippet"), item.get("link")) for item in items]
 
 
 def _items(reply: dict[str, Any], name: str) -> list[dict[str, Any]]:
@@ -130,15 +130,12 @@ class OnlineRetriever:
         self._threads = ThreadPoolExecutor(CONCURRENCY, thread_name_prefix=engine.name)
 
     def batch_search(self, queries: list[str], topk: int) -> SearchResult:
-        """For each query at most `topk` pages. A query that the engine does not accept finds nothing.
-
-        Raises RetrievalUnavailable when a query was not answered in time.
-        """
+        """For each query at most `topk` pages. A query that the engine does not accept finds nothing. Raises
+        RetrievalUnavailable when a query was not answered in time."""
         deadline = time.monotonic() + self._timeout
         clean = [without_surrogates(query) for query in queries]
-        searches = {
-            query: self._threads.submit(self._search, query, topk, deadline) for query in dict.fromkeys(clean)
-        }
+        submit = self._threads.submit
+        searches = {query: submit(self._search, query, topk, deadline) for query in dict.fromkeys(clean)}
         wait(searches.values())
         pages = [searches[query].result() for query in clean]
         documents = [[Document.from_fields(page) for page in row] for row in pages]
@@ -163,19 +160,15 @@ class OnlineRetriever:
         return pages[:topk]
 
     def _results(self, query: str, number: int, deadline: float) -> list[Page]:
-        """One page of results.
-
-        429, 408, 5xx, no connection and nonsense are tried again, with growing pauses, as Retry-After says
-        where it is there; any other 4xx is not. Raises RetrievalUnavailable.
-        """
+        """One page of results. 429, 408, 5xx, no connection and nonsense are tried again, with growing
+        pauses, as Retry-After says where it is there; any other 4xx is not. Raises RetrievalUnavailable."""
         pause, problem = FIRST_PAUSE, "no time was left"
         while True:
             with self._lock:  # a second's requests may start at once after a rest
                 start = max(self._next_start, time.monotonic() - 1.0)
                 if start > deadline:
-                    raise self._unavailable(
-                        f"{problem} (at most {self._rate:g} requests a second are allowed)"
-                    )
+                    allowed = f"at most {self._rate:g} requests a second are allowed"
+                    raise self._unavailable(f"{problem} ({allowed})")
                 self._next_start = start + 1.0 / self._rate
             self._sleep(start - time.monotonic())
             left = max(0.001, deadline - time.monotonic())
@@ -187,8 +180,8 @@ class OnlineRetriever:
                     timeout=httpx.Timeout(left, connect=min(left, CONNECT_SECONDS)),
                 )
                 if response.is_success:
-                    return self._engine.parse(response.json())
-                problem = f"{response.status_code} {_error_text(response)}"
+                    return list(filter(None, self._engine.parse(response.json())))
+                problem = f"{response.status_code} {error_text(response.content)}"
                 told_pause = retry_after(response.headers)
                 if response.status_code in BAD_QUERY:
                     print(f"no answer to the query {query[:80]!r}: {self._clean(problem)}", file=sys.stderr)
@@ -222,36 +215,24 @@ class OnlineRetriever:
         return f"{self.name}: {problem.replace(self._engine.key, '***')}"
 
 
-def _error_text(response: httpx.Response) -> str:
-    """What the engine says is wrong: `error` (SerpAPI), `error.message` (Google), else the body's start."""
-    try:
-        fields = response.json()
-    except ValueError:
-        return response.text[:200].strip()
-    error = fields.get("error", fields) if isinstance(fields, dict) else fields
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:200]
-
-
 def online_engine(kind: str, arguments: argparse.Namespace) -> SerpApi | GoogleSearch:
-    """The engine `kind` (serpapi, google) as the flags and the environment describe it.
-
-    Raises ValueError for flags that can't work, and for missing keys.
-    """
+    """The engine `kind` (serpapi, google) as the flags and the environment describe it. Raises ValueError for
+    flags that can't work, and for missing keys."""
     for name in ("search_rate", "search_timeout"):
         value = getattr(arguments, name)
         if not 0 < value < math.inf:
             raise ValueError(f"--{name}: found {value}, expected more than 0")
     if arguments.search_url and not arguments.search_url.startswith(("http://", "https://")):
         raise ValueError(f"--search_url: found {arguments.search_url!r}, expected http(s)://...")
+
+    def key(name: str) -> str:
+        value = os.environ.get(name, "").strip()
+        if not value:
+            raise ValueError(f"the environment lacks {name}: export {name}=... before the server is started")
+        return value
+
     if kind == "serpapi":
-        key = arguments.serp_api_key or _from_environment("SERPAPI_API_KEY")
-        return SerpApi(key, arguments.serp_engine, arguments.search_url)
-    key, engine_id = _from_environment("GOOGLE_API_KEY"), arguments.cse_id
-    return GoogleSearch(key, engine_id or _from_environment("GOOGLE_CSE_ID"), arguments.search_url)
-
-
-def _from_environment(name: str) -> str:
-    value = os.environ.get(name, "").strip()
-    if not value:
-        raise ValueError(f"the environment lacks {name}: export {name}=... before the server is started")
-    return value
+        url = arguments.search_url or "https://serpapi.com/search"
+        return SerpApi(arguments.serp_api_key or key("SERPAPI_API_KEY"), arguments.serp_engine, url)
+    url = arguments.search_url or "https://www.googleapis.com/customsearch/v1"
+    return GoogleSearch(key("GOOGLE_API_KEY"), arguments.cse_id or key("GOOGLE_CSE_ID"), url)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
-from fastapi.responses import PlainTextResponse, RedirectResponse
+from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -26,7 +26,6 @@ from search_r1.search.serving.retrieve_endpoint import (
 )
 from search_r1.search.serving.service import RetrievalService
 
-PAGE = Path(__file__).with_name("page.html")
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -39,7 +38,7 @@ METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
 REFUSALS = {
     400: "The body is not JSON",
-    401: "The api key is missing or wrong",
+    401: "The server asks for an api key, and it is missing or wrong",
     408: "The body did not arrive in time",
     413: "Too many queries, too long a query, too many documents or too large a body",
     422: "The JSON has another shape, or topk is out of range",
@@ -97,13 +96,10 @@ def create_app(service: RetrievalService) -> ASGIApp:
     """All routes over a service."""
     retrieve_endpoint = RetrieveEndpoint(service)
     rest = FastAPI(title="Search-R1 retrieval server", redoc_url=None)
-    page = PAGE.read_bytes()
-    refusals: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorReply, "description": meaning}
-        for status, meaning in REFUSALS.items()
-        if status != 401 or service.api_key is not None
-    }
-    needs_key: dict[int | str, dict[str, Any]] = {401: refusals[401]} if 401 in refusals else {}
+    page = Path(__file__).with_name("page.html").read_bytes()
+    refusals: dict[int | str, dict[str, Any]] = {}
+    for status, meaning in REFUSALS.items():
+        refusals[status] = {"model": ErrorReply, "description": meaning}
 
     @rest.get("/", include_in_schema=False)
     async def search_page() -> Response:
@@ -113,15 +109,13 @@ def create_app(service: RetrievalService) -> ASGIApp:
     async def health() -> dict[str, Any]:
         return service.health()
 
-    @rest.get("/metrics", summary="Counters", response_class=PlainTextResponse, responses=needs_key)
+    @rest.get(
+        "/metrics", summary="Counters", response_class=PlainTextResponse, responses={401: refusals[401]}
+    )
     def metrics(request: Request) -> Response:
         if service.api_key is not None and not key_matches(request.headers.raw, service.api_key):
             raise HTTPException(401, "a valid api key is needed", headers={"WWW-Authenticate": "Bearer"})
         return Response(service.metrics.write(), media_type=METRICS_TYPE)
-
-    @rest.post("/retrieve/", include_in_schema=False)
-    async def retrieve_with_slash() -> Response:
-        return RedirectResponse("../retrieve", status_code=307)
 
     @rest.post("/retrieve", summary="Search", responses=refusals)
     async def retrieve(fields: RetrieveFields) -> RetrieveReply:

@@ -6,18 +6,17 @@
         else: waits in the lane of its topk --(worker thread: next batch)--> batch_search -> cache, tickets
 
 **When a batch leaves.** As soon as the backend is free: a lone request never waits, and while the backend
-searches, queries pile up and go together. One exception. When requests have just been answered, their clients
-are about to ask again, and leaving with the first of them alone would cost an expensive backend a whole pass.
-So the batch is held until three quarters of the queries that were open when the last batch ended are there
-again, but no longer than `max_wait_ms` and half the time that a batch takes: a quick backend is hardly held,
-and a lone client not at all, since three quarters of one is none.
+searches, queries pile up and go together. One exception: clients that have just been answered are about to
+ask again, and leaving with the first of them alone would cost an expensive backend a whole pass. So the batch
+is held until three quarters of the queries that were open when the last batch ended are there again, but no
+longer than `max_wait_ms` and half the time that a batch takes: a lone client (three quarters of one is none)
+not at all.
 
 **Who goes into it.** Up to `max_batch` queries of one topk, in turns of SHARE per request, so that one
 question doesn't wait behind a request of ten thousand. Requests with another topk are next in turn.
 
-**What is bounded.** Queries and documents of all open requests: past that `submit` refuses (the bytes of
-their bodies are bounded by retrieve_endpoint.py). A request past
-its deadline, or given up by its client, leaves the queue and its queries are not searched unless somebody
+**What is bounded.** Queries and documents of all open requests: past that `submit` refuses. A request past
+its deadline, or given up by its client, leaves the queue, and its queries are not searched unless somebody
 else waits for them.
 
 Everything but `batch_search` itself runs on the event loop; the lock guards only what the worker takes from.
@@ -85,11 +84,9 @@ class Hits:
 
 
 class ResultCache:
-    """(query, topk) -> Hits, least recently used out first, bounded by entries and by bytes.
-
-    A larger topk does not answer a smaller one: approximate indexes, rerankers and fusion may order the first
-    places differently when asked for more, and an answer must not depend on what was asked before.
-    """
+    """(query, topk) -> Hits, least recently used out first, bounded by entries and by bytes. A larger topk
+    does not answer a smaller one: approximate indexes, rerankers and fusion may order the first places
+    differently when asked for more."""
 
     def __init__(self, max_entries: int) -> None:
         self.max_entries, self.num_bytes = max_entries, 0
@@ -105,18 +102,17 @@ class ResultCache:
         return hits
 
     def put(self, query: str, topk: int, hits: Hits) -> None:
+        def num_bytes(query: str, hits: Hits) -> int:
+            """About: 80 for the objects of a document and 600 for all others."""
+            return 600 + 4 * len(query) + sum(map(len, hits.documents)) + 80 * len(hits.documents)
+
         if (query, topk) in self._entries:
             return
         self._entries[query, topk] = hits
-        self.num_bytes += _entry_bytes(query, hits)
+        self.num_bytes += num_bytes(query, hits)
         while len(self._entries) > self.max_entries or self.num_bytes > MAX_CACHE_BYTES:
             (dropped, _), hits = self._entries.popitem(last=False)
-            self.num_bytes -= _entry_bytes(dropped, hits)
-
-
-def _entry_bytes(query: str, hits: Hits) -> int:
-    """About what an entry takes, with 80 bytes for the objects of a document and 600 for all the others."""
-    return 600 + 4 * len(query) + sum(map(len, hits.documents)) + 80 * len(hits.documents)
+            self.num_bytes -= num_bytes(dropped, hits)
 
 
 @dataclass(eq=False, slots=True)
@@ -172,11 +168,9 @@ class Batcher:
         arrived: float,
         when_slow: Callable[[Ticket], None] | None = None,
     ) -> Ticket:
-        """Asks for the Hits of `queries`, in order. The future of the ticket ends with None, or a Refusal.
-
-        Refuses with 503 when the queue is full. `arrived`: time.monotonic() from which the request's time
-        counts. `when_slow` is called once, with the ticket, if it takes longer than SLOW_SECONDS.
-        """
+        """Asks for the Hits of `queries`, in order. Raises Refusal 503 when the queue is full. `arrived`:
+        time.monotonic() from which the request's time counts. `when_slow` is called once, with the ticket, if
+        it takes longer than SLOW_SECONDS."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._worker.start()
@@ -209,11 +203,10 @@ class Batcher:
             if known is None:
                 known = self._open[key] = _Query(*key, ticket)
                 ticket.waiting[known] = None
-            places = known.waiters.get(ticket)
-            if places is None:
-                places = known.waiters[ticket] = []
+            if ticket not in known.waiters:
+                known.waiters[ticket] = []
                 ticket.queries.append(known)
-            places.append(place)
+            known.waiters[ticket].append(place)
         if ticket.waiting:
             with self._changed:
                 self._lanes.setdefault(topk, OrderedDict())[ticket] = None

@@ -7,6 +7,8 @@ With several worker processes the numbers live in files of the folder that PROME
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,43 +37,32 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         common: dict[str, Any] = {"namespace": "search_r1", "registry": self._registry}
-        self._requests = Counter(
-            "requests", "Requests to /retrieve by status of the reply", ["status"], **common
-        )
-        self._by_status: dict[int, Counter] = {}
-        self._request_seconds = Histogram(
-            "request_seconds", "From a request's arrival to its reply", buckets=REQUEST_SECONDS, **common
-        )
-        self.queries = Counter("queries", "Queries asked for", **common)
-        self.cache_hits = Counter("cache_hits", "Queries answered from the cache", **common)
-        self.searched = Counter("searched_queries", "Distinct queries given to the backend", **common)
-        self.refused = Counter("refused_queries", "Queries refused because the queue was full", **common)
-        self.batch_size = Histogram(
-            "batch_size", "Queries in one call of the backend", buckets=BATCH_SIZES, **common
-        )
-        self.batch_seconds = Histogram("batch_seconds", "Time of one call", buckets=BATCH_SECONDS, **common)
-        self.queue_seconds = Histogram(
-            "queue_seconds",
-            "From the arrival of a batch's first query to its call",
-            buckets=BATCH_SECONDS,
-            **common,
-        )
-        summed = common | {"multiprocess_mode": "livesum"}
-        self.queue_queries = Gauge("queue_queries", "Queries waiting or searched right now", **summed)
-        self.open_requests = Gauge("open_requests", "Requests that wait for the backend", **summed)
-        self.cache_entries = Gauge("cache_entries", "Answers in the cache", **summed)
-        self.cache_bytes = Gauge("cache_bytes", "Bytes of the answers in the cache, about", **summed)
-        self.ready_workers = Gauge("ready_workers", "Processes that have loaded the backend", **summed)
-        self.documents = Gauge("documents", "Documents that are searched", multiprocess_mode="max", **common)
+        counter: Callable[..., Counter] = partial(Counter, **common)
+        histogram: Callable[..., Histogram] = partial(Histogram, **common)
+        gauge: Callable[..., Gauge] = partial(Gauge, multiprocess_mode="livesum", **common)
+        self._requests = counter("requests", "Requests to /retrieve by status of the reply", ["status"])
+        about = "From a request's arrival to its reply"
+        self._request_seconds = histogram("request_seconds", about, buckets=REQUEST_SECONDS)
+        self.queries = counter("queries", "Queries asked for")
+        self.cache_hits = counter("cache_hits", "Queries answered from the cache")
+        self.searched = counter("searched_queries", "Distinct queries given to the backend")
+        self.refused = counter("refused_queries", "Queries refused because the queue was full")
+        self.batch_size = histogram("batch_size", "Queries in one call of the backend", buckets=BATCH_SIZES)
+        self.batch_seconds = histogram("batch_seconds", "Time of one call", buckets=BATCH_SECONDS)
+        about = "From the arrival of a batch's first query to its call"
+        self.queue_seconds = histogram("queue_seconds", about, buckets=BATCH_SECONDS)
+        self.queue_queries = gauge("queue_queries", "Queries waiting or searched right now")
+        self.open_requests = gauge("open_requests", "Requests that wait for the backend")
+        self.cache_entries = gauge("cache_entries", "Answers in the cache")
+        self.cache_bytes = gauge("cache_bytes", "Bytes of the answers in the cache, about")
+        self.ready_workers = gauge("ready_workers", "Processes that have loaded the backend")
+        self.documents = gauge("documents", "Documents that are searched", multiprocess_mode="max")
         if FOLDER_VARIABLE not in os.environ:
             ProcessCollector(registry=self._registry)
 
     def observe_request(self, status: int, seconds: float) -> None:
         """One reply of /retrieve."""
-        counter = self._by_status.get(status)
-        if counter is None:
-            counter = self._by_status[status] = self._requests.labels(str(status))
-        counter.inc()
+        self._requests.labels(status).inc()
         self._request_seconds.observe(seconds)
 
     def write(self) -> bytes:

@@ -14,7 +14,6 @@ import hmac
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 
 import orjson
@@ -35,50 +34,43 @@ BODY_SECONDS = 30.0  # a body must be here after so long
 EXPECTED = 'expected {"queries": [string, ...], "topk": int, "return_scores": bool}, or "query": string'
 LOADING_RETRY_SECONDS = 2
 STOPPING_RETRY_SECONDS = 1
+REFUSAL_HEADERS = {401: {"www-authenticate": "Bearer"}, 405: {"allow": "POST"}, 408: {"connection": "close"}}
 
 
-@dataclass(frozen=True, slots=True)
-class RetrieveRequest:
-    """A checked request: 0 to MAX_QUERIES queries without lone surrogates, 1 <= topk <= MAX_TOPK."""
-
-    queries: list[str]
-    topk: int
-    return_scores: bool
-
-
-def parse_request(body: bytes | bytearray, default_topk: int) -> RetrieveRequest:
-    """Checks the JSON of a request. Raises Refusal 400 (no JSON), 413 (too much) or 422 (another shape)."""
+def parse_request(body: bytes | bytearray, default_topk: int) -> tuple[list[str], int, bool]:
+    """A request's queries (0 to MAX_QUERIES, no lone surrogates), topk (1 to MAX_TOPK) and return_scores.
+    Raises Refusal 400 (no JSON), 413 (too much) or 422 (another shape)."""
     fields = _decode(body)
     if not isinstance(fields, dict):
         raise Refusal(422, EXPECTED)
     queries, single = fields.get("queries"), fields.get("query")
     if queries is None:
         queries = [single]  # SkyRL's tool asks one query a request
-    if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
-        raise Refusal(422, EXPECTED)
-    if single is not None and not isinstance(single, str):
+    if (
+        not isinstance(queries, list)
+        or not all(isinstance(query, str) for query in queries)
+        or not isinstance(single, str | None)
+    ):
         raise Refusal(422, EXPECTED)
     if len(queries) > MAX_QUERIES:
         raise Refusal(413, f"{len(queries)} queries in one request: at most {MAX_QUERIES} are allowed")
     longest = max(map(len, [*queries, single or ""]))
     if longest > MAX_QUERY_CHARS:
         raise Refusal(413, f"a query of {longest} characters: at most {MAX_QUERY_CHARS} are allowed")
-    topk = fields.get("topk")
-    if topk is None:
-        topk = fields.get("topk_rerank")  # a client of Search-R1's reranking server
-    topk = default_topk if topk is None else topk
+    # `topk_rerank`: of a client of Search-R1's reranking server
+    given = (fields.get("topk"), fields.get("topk_rerank"), default_topk)
+    topk = next(value for value in given if value is not None)
     if isinstance(topk, float) and topk.is_integer():  # 3.0 is an integer in JSON
         topk = int(topk)
     if isinstance(topk, bool) or not isinstance(topk, int) or not 1 <= topk <= MAX_TOPK:
         raise Refusal(422, f"topk: found {str(topk)[:40]}, expected an integer from 1 to {MAX_TOPK}")
     if len(queries) * topk > MAX_DOCUMENTS:
-        raise Refusal(
-            413, f"{len(queries)} queries with topk {topk}: at most {MAX_DOCUMENTS} documents in one reply"
-        )
+        what = f"{len(queries)} queries with topk {topk}"
+        raise Refusal(413, f"{what}: at most {MAX_DOCUMENTS} documents in one reply")
     return_scores = fields.get("return_scores")
     if return_scores is not None and not isinstance(return_scores, bool):
         raise Refusal(422, f"return_scores: found {str(return_scores)[:40]}, expected true or false")
-    return RetrieveRequest(queries, topk, bool(return_scores))
+    return queries, topk, bool(return_scores)
 
 
 def _decode(body: bytes | bytearray) -> object:
@@ -144,29 +136,22 @@ class RetrieveEndpoint:
                     body += chunk
                     self._open_bytes += len(chunk)
                     if len(body) > MAX_BODY_BYTES:
-                        raise Refusal(
-                            413, f"the body is too large: at most {MAX_BODY_BYTES} bytes are allowed"
-                        )
+                        raise Refusal(413, f"the body is too large: at most {MAX_BODY_BYTES} bytes")
                     if self._open_bytes > MAX_OPEN_BYTES:
                         raise Refusal(503, "too many large requests at once", RETRY_SECONDS)
-            return await self._search(parse_request(body, service.topk), receive, arrived)
-        except TimeoutError:  # of the block above: the search has a deadline of its own
+            queries, topk, return_scores = parse_request(body, service.topk)
+            batcher = service.batcher
+            if batcher is None:
+                loading = f"still loading {service.corpus_path or service.backend}"
+                raise Refusal(503, loading, LOADING_RETRY_SECONDS)
+            ticket = batcher.submit(queries, topk, arrived, partial(_watch, receive, batcher))
+            await ticket.future
+        except TimeoutError:  # of the body: the search has a deadline of its own
             raise Refusal(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
         finally:
             self._open_bytes -= len(body)
-
-    async def _search(self, request: RetrieveRequest, receive: Receive, arrived: float) -> bytes:
-        """The JSON of the reply. Raises Refusal or ClientDisconnect."""
-        service = self._service
-        batcher = service.batcher
-        if batcher is None:
-            loading = f"still loading {service.corpus_path or service.backend}"
-            raise Refusal(503, loading, LOADING_RETRY_SECONDS)
-        when_slow = partial(_watch, receive, batcher)
-        ticket = batcher.submit(request.queries, request.topk, arrived, when_slow)
-        await ticket.future
-        lists = [hits.write(request.return_scores) for hits in ticket.hits if hits is not None]
-        assert len(lists) == len(request.queries), "a ticket ended without all its hits"
+        lists = [hits.write(return_scores) for hits in ticket.hits if hits is not None]
+        assert len(lists) == len(queries), "a ticket ended without all its hits"
         return b'{"result":[%b]}' % b",".join(lists)
 
 
@@ -182,11 +167,7 @@ def _watch(receive: Receive, batcher: Batcher, ticket: Ticket) -> None:
 
 
 def _refused(refusal: Refusal) -> Response:
-    headers = {
-        401: {"www-authenticate": "Bearer"},
-        405: {"allow": "POST"},
-        408: {"connection": "close"},
-    }.get(refusal.status, {})
+    headers = dict(REFUSAL_HEADERS.get(refusal.status, {}))
     if refusal.retry_after is not None:
         headers["retry-after"] = str(refusal.retry_after)
     content = orjson.dumps({"detail": refusal.detail})

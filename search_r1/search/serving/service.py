@@ -52,7 +52,7 @@ class RetrievalService:
                 retriever = self._load()
                 self._loaded = retriever.describe()
                 with contextlib.suppress(OSError):  # "memory" and the like
-                    self._corpus = None if self.corpus_path is None else file_identity(self.corpus_path)
+                    self._corpus = file_identity(self.corpus_path) if self.corpus_path else None
                 gc.collect()
                 gc.freeze()  # what was loaded stays: the garbage collector need not look at it again
                 self.backend = retriever.name

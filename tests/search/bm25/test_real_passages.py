@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from corpus_parts import corpus_of_documents
 
 from search_r1.search.bm25 import BM25Retriever
-from search_r1.search.corpus import Corpus
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 XQUAD, PASSAGES = DATA / "xquad.en.json", DATA / "2wikimultihopqa_corpus.json"
@@ -34,7 +34,7 @@ def real_world() -> tuple[list[dict], list[tuple[str, int]]]:
 @pytest.mark.slow
 def test_the_gold_passage_of_94_of_100_questions_is_in_the_top_3():
     documents, questions = real_world()
-    retriever = BM25Retriever(Corpus.from_documents(documents))
+    retriever = BM25Retriever(corpus_of_documents(documents))
     found, _ = retriever.batch_search([question for question, _ in questions], topk=3)
     hits = [
         any(document.row == gold for document in row) for row, (_, gold) in zip(found, questions, strict=True)
@@ -52,7 +52,7 @@ def test_the_answers_are_lucenes(tmp_path):
     except ValueError as error:
         pytest.skip(str(error))
     documents, questions = real_world()
-    corpus = Corpus.from_documents(documents)
+    corpus = corpus_of_documents(documents)
     lucene.build_index(corpus, tmp_path, 1, lambda *_: None)
     queries = [question for question, _ in questions]
     theirs, their_scores = lucene.LuceneRetriever(corpus, tmp_path).batch_search(queries, 10)

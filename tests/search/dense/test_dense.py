@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from search_r1.search.corpus import Corpus  # noqa: E402
 from search_r1.search.dense import embeddings  # noqa: E402
 from search_r1.search.dense.embeddings import FILES, map_vectors, write_embeddings  # noqa: E402
-from search_r1.search.dense.exact import ExactRetriever  # noqa: E402
+from search_r1.search.dense.retriever import DenseRetriever  # noqa: E402
 from search_r1.search.manifest import Manifest, write_manifest  # noqa: E402
 
 
@@ -41,7 +41,7 @@ def test_index_finds_each_passage_by_its_own_text(tmp_path: Path) -> None:
     corpus = make_corpus(300)
     build(corpus, tmp_path / "index", dtype="float32")
     lines: list[str] = []
-    retriever = ExactRetriever(corpus, tmp_path / "index", HashEncoder(), report=lines.append)
+    retriever = DenseRetriever(corpus, tmp_path / "index", HashEncoder(), report=lines.append)
     texts = list(corpus.iter_contents())
     documents, scores = retriever.batch_search(texts[::7], 3)
     assert [row[0].row for row in documents] == list(range(0, 300, 7))
@@ -94,8 +94,8 @@ def test_vectors_of_search_r1s_flat_file_are_taken_over(tmp_path: Path) -> None:
 def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
     build(make_corpus(50), tmp_path / "index")
     with pytest.raises(ValueError, match="50 vectors, the corpus 51"):
-        ExactRetriever(make_corpus(51), tmp_path / "index", HashEncoder())
+        DenseRetriever(make_corpus(51), tmp_path / "index", HashEncoder())
     with pytest.raises(ValueError, match="vectors of 25 values"):
-        ExactRetriever(make_corpus(50), tmp_path / "index", HashEncoder(dimension=25))
+        DenseRetriever(make_corpus(50), tmp_path / "index", HashEncoder(dimension=25))
     with pytest.raises(ValueError, match="no manifest"):
-        ExactRetriever(make_corpus(50), tmp_path, HashEncoder())
+        DenseRetriever(make_corpus(50), tmp_path, HashEncoder())

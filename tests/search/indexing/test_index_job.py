@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from search_r1.search.corpus import Corpus
-from search_r1.search.corpus_files import Progress
 from search_r1.search.indexing.corpus_check import check_corpus
 from search_r1.search.indexing.job import IndexJob, run_job
+from search_r1.search.long_work import Progress
 from search_r1.search.manifest import check_manifest, manifest_path, read_manifest
 
 
@@ -48,9 +48,7 @@ def start(
 ) -> bool:
     checked = check_corpus(corpus)
     with Corpus.open(corpus) as opened:
-        return run_job(
-            job, opened, checked, overwrite=overwrite, command=["x"], progress=progress, report=report
-        )
+        return run_job(job, opened, checked, overwrite, command=["x"], progress=progress, report=report)
 
 
 def assert_whole(job: IndexJob, corpus: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from transformers import AutoTokenizer
 
-from search_r1.llm_agent.search_environment import env_metrics
+from search_r1.llm_agent.generation import env_metrics
 from verl.agent.trajectory import Trajectory, Turn, to_tensors
 from verl.config import load_config
 from verl.protocol import DataProto

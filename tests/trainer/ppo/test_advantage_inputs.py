@@ -88,7 +88,7 @@ ESTIMATORS += ["tir_optimal_token_baseline"]
 def test_every_estimator_gets_all_that_it_asks_for(estimator, turn_credit):
     keys = ["algorithm.gdpo_reward_keys=[score,format]"] if estimator == "gdpo" else []
     config = config_of(estimator, f"algorithm.turn_credit={turn_credit}", *keys)
-    passes = Passes.of(config)
+    passes = Passes(config)
     batch = two_rows()
     batch.non_tensor_batch["reward_extra"][:] = [{"score": 1.0, "format": 0.0}, {"score": 0.0, "format": 1}]
     rewards = torch.zeros(2, 8)
@@ -113,13 +113,13 @@ def test_components_have_their_weights_and_rows_without_a_token_count_nowhere():
     extra = [{"score": 1.0, "format": 0.5}, {"score": 0.0, "format": math.nan}, {"score": 0.0}]
     batch = batch_of("aba", [1, 1, 0], extra=extra)
     batch.tensors["token_level_rewards"] = torch.zeros(3, 1)
-    inputs = advantage_inputs(batch, config.algorithm, Passes.of(config), RunningBaseline())
+    inputs = advantage_inputs(batch, config.algorithm, Passes(config), RunningBaseline())
     assert inputs.reward_weights == {"score": 1.0, "format": 0.5}
     score, format_score = (inputs.reward_components[name].tolist() for name in ("score", "format"))
     assert score == [1.0, 0.0, 0.0] and format_score[0] == 0.5 and all(map(math.isnan, format_score[1:]))
     advantages, _ = compute_advantage("gdpo", inputs)
     assert advantages[:2].isnan().all()  # what a reward function gets wrong is not hidden
     batch.non_tensor_batch["reward_extra"][1]["format"] = 0.1
-    inputs = advantage_inputs(batch, config.algorithm, Passes.of(config), RunningBaseline())
+    inputs = advantage_inputs(batch, config.algorithm, Passes(config), RunningBaseline())
     advantages, _ = compute_advantage("gdpo", inputs)
     assert advantages[0] > 0 > advantages[1] and advantages[2] == 0

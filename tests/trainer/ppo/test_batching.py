@@ -95,7 +95,7 @@ def test_rule_5_shuffled_mini_batches_are_the_same_sets_for_any_number_of_ranks(
     order = shuffled(len(batch), seed=1, training_step=4, epoch=0)
     arranged, _ = arrange_for_workers(batch.select_idxs(order), world_size, 4)
     ranks = arranged.chunk(world_size)
-    parts = [mini_batches(len(rank), rows_per_rank(4, 1, world_size, "actor")) for rank in ranks]
+    parts = [mini_batches(len(rank), rows_per_rank(4, 1, world_size)) for rank in ranks]
     for k, start in enumerate(range(0, len(batch), 4)):
         members = [
             row
@@ -122,7 +122,7 @@ def test_trajectories_of_a_prompt_stay_together_where_that_saves_more_than_it_un
 def test_observations_are_what_was_neither_sampled_nor_padding_also_after_a_rejection():
     batch = batch_of("ab", [4, 2], masks=[[1, 0, 0, 1], [1, 1, 0, 0]])
     config = config_with("actor_rollout_ref.actor.echo_coeff=0.1", "actor_rollout_ref.actor.shuffle=false")
-    trainer = SimpleNamespace(config=config, passes=Passes.of(config), _mini_batch_rows=lambda *_: 2)
+    trainer = SimpleNamespace(config=config, passes=Passes(config), _mini_batch_rows=lambda *_: 2)
     for _ in range(2):
         rows, _ = RayPPOTrainer._arranged(
             trainer, batch, SimpleNamespace(dp_size=1), config.actor_rollout_ref.actor

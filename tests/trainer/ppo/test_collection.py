@@ -11,7 +11,12 @@ import torch
 from quick_config import config_with
 
 from verl.protocol import DataProto, object_array
-from verl.trainer.ppo.collection import TrajectoryCollector, with_greedy_baselines, without_padding
+from verl.trainer.ppo.collection import (
+    TrajectoryCollector,
+    split_unfinished,
+    with_greedy_baselines,
+    without_padding,
+)
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.scoring import score
 from verl.utils.dataset.difficulty_pools import DifficultyPools
@@ -41,12 +46,12 @@ class World:
         )
         order = (len(scores), 4, False, 0)
         pools = self.config.data.difficulty_pools
-        self.sampler = DifficultyPools(*order, pools) if pools.enable else PromptSampler(*order)
+        self.sampler = DifficultyPools(pools, *order) if pools.enable else PromptSampler(*order)
         self.said: list[str] = []
         self.asked: list[DataProto] = []
         self.collector = TrajectoryCollector(
             self.config,
-            Passes.of(self.config),
+            Passes(self.config),
             [self.row(i) for i in range(len(scores))],  # type: ignore[arg-type]
             self.sampler,
             lambda records: {},
@@ -60,7 +65,7 @@ class World:
         """What the trainer's `fit` does in a step, up to the log-probs."""
         self.asked, collector = [], self.collector
         for prompts in collector.rounds(step, is_last=False):
-            trajectories = collector.set_aside_unfinished(self.generate(prompts))
+            trajectories, collector.unfinished = split_unfinished(self.generate(prompts))
             score(trajectories, self.reward, self.config)  # type: ignore[arg-type]
             collector.add(trajectories)
         batch, metrics = collector.selected(seconds=1.0)
@@ -117,7 +122,7 @@ class World:
         tensor = torch.zeros(len(data), 4)
         tensor[:, 2] = torch.tensor(found)
         members = [float(record["member"]) for record in fields["trajectory"]]
-        named = {"score": found, "em": found, "place": members, "answer": ["x"] * len(found)}
+        named = {"score": found, "em": found, "f1": found, "place": members, "answer": ["x"] * len(found)}
         return {"reward_tensor": tensor, **named}
 
 

@@ -15,7 +15,7 @@ from instant_runs import WORDS, Policy, instant_trainer, run
 from quick_config import config_with
 from test_whole_runs import rows_of
 
-from verl.trainer.ppo.resuming import check_learning_settings, learning_settings, save_learning_settings
+from verl.trainer.ppo.resuming import SETTINGS_FILE, check_learning_settings, learning_settings
 from verl.trainer.ppo.run_state import RunStopped
 
 KILLED = """
@@ -103,7 +103,7 @@ def test_a_checkpoint_of_an_older_version_goes_on(tmp_path):
     earlier = copy.deepcopy(settings_now)
     for key in ("environment.env_class", "data.mixture", "algorithm.filter_groups.retire_solved"):
         del earlier["values"][key]
-    save_learning_settings(earlier, tmp_path)
+    (tmp_path / SETTINGS_FILE).write_text(json.dumps(earlier))
     check_learning_settings(settings_now, tmp_path, tmp_path)
     other = learning_settings(config_with(*data, "environment.env_class=gsm8k"))
     with pytest.raises(ValueError, match=r"environment.env_class=search \(now gsm8k\)"):

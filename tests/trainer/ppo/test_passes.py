@@ -49,7 +49,7 @@ TABLE = [
 
 @pytest.mark.parametrize(("estimator", "settings", "expected"), TABLE)
 def test_a_configuration_makes_these_passes_and_no_other(estimator, settings, expected):
-    passes = Passes.of(config_with(f"algorithm.adv_estimator={estimator}", *settings))
+    passes = Passes(config_with(f"algorithm.adv_estimator={estimator}", *settings))
     made = {
         CRITIC: passes.values,
         REFERENCE: passes.reference_log_probs(updates_actor=True),
@@ -62,11 +62,11 @@ def test_a_configuration_makes_these_passes_and_no_other(estimator, settings, ex
 
 
 def test_while_the_critic_warms_up_only_what_the_reward_takes_is_computed():
-    with_kl, without = (Passes.of(config_with("algorithm.adv_estimator=gae", *s)) for s in ([], [KL_LOSS]))
+    with_kl, without = (Passes(config_with("algorithm.adv_estimator=gae", *s)) for s in ([], [KL_LOSS]))
     assert with_kl.old_log_probs(False, 4) and with_kl.reference_log_probs(False)
     assert not without.old_log_probs(False, 4) and not without.reference_log_probs(False)
 
 
 def test_a_run_that_only_validates_has_neither_critic_nor_reference():
-    passes = Passes.of(config_with("algorithm.adv_estimator=gae", "trainer.val_only=true"))
+    passes = Passes(config_with("algorithm.adv_estimator=gae", "trainer.val_only=true"))
     assert not passes.values and not passes.reference

@@ -40,6 +40,8 @@ class Generation:
         record = {
             "turns": [{"action": "search", "query": "title 0", "documents": [{"contents": "answer 0"}]}],
             "num_searches": 1,
+            "prompt_text": f"Question: {len(self.asked)}",
+            "policy_text": "<answer> yes </answer>",
             "finish_reason": "answer",
         }
         tensors = {
@@ -55,7 +57,8 @@ class Generation:
 def score(batch, return_dict):
     """Row 0 is right."""
     right = [float(index == 0) for index in batch.non_tensor_batch["index"]]
-    return {"reward_tensor": torch.tensor([[0.0, value] for value in right]), "em": right}
+    scores = dict.fromkeys(("em", "f1", "score"), right)
+    return {"reward_tensor": torch.tensor([[0.0, value] for value in right]), **scores}
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 7, 100])
@@ -67,6 +70,7 @@ def test_rule_11_greedy_validation_is_greedy_and_covers_every_row(batch_size):
     assert asked == list(range(QUESTIONS))
     assert len(report.rows["greedy"]) == QUESTIONS
     assert report.summary()["greedy"]["em"] == pytest.approx(1 / QUESTIONS)
+    assert report.metrics()["val/greedy/f1"] == pytest.approx(1 / QUESTIONS)
 
 
 def test_sampled_validation_draws_the_same_each_time_it_is_asked():
@@ -90,6 +94,11 @@ def test_figures_are_told_apart_by_hops_and_queries():
     report.extra = ValidationReport(rows={"greedy": report.rows["greedy"][:1]})
     assert report.metrics()["val_extra/greedy/em"] == 1.0
     assert report.summary()["extra"]["greedy"]["num_questions"] == 1
+    lines = report.lines()
+    asked = [(line["questions"], line["mode"], line["em"]) for line in lines if line["em"]]
+    assert {(line["question"], line["answer"]) for line in lines} == {("1", "yes"), ("2", "yes")}
+    assert asked == [("val", "greedy", 1.0), ("val", "sampled", 1.0), ("extra", "greedy", 1.0)]
+    assert len(lines) == 2 * QUESTIONS + 1
 
 
 def test_a_question_whose_environment_failed_is_no_zero():

@@ -10,7 +10,7 @@ CONFIG = {"easy_threshold": 1.0, "hard_threshold": 0.0, "easy_share": 0.25, "har
 
 
 def make(num_rows: int = 24, batch_size: int = 8, **config: float) -> DifficultyPools:
-    return DifficultyPools(num_rows, batch_size, shuffle=True, seed=3, config=CONFIG | config)
+    return DifficultyPools(CONFIG | config, num_rows, batch_size, True, 3)
 
 
 def measured(rates: dict[int, float], **config: float) -> DifficultyPools:
@@ -21,7 +21,7 @@ def measured(rates: dict[int, float], **config: float) -> DifficultyPools:
 
 def test_without_measurements_the_order_is_the_samplers():
     pools, sampler = make(), PromptSampler(24, 8, True, 3)
-    assert [pools.take(8) for _ in range(7)] == [sampler.next_batch() for _ in range(7)]
+    assert [pools.take(8) for _ in range(7)] == [sampler.take(8) for _ in range(7)]
 
 
 def test_each_pool_gives_its_share():
@@ -55,5 +55,5 @@ def test_rule_10_saved_and_loaded_they_draw_the_same():
     resumed.load_state_dict(pools.state_dict())
     resumed.load_history(pools.history())
     assert [pools.take(5) for _ in range(9)] == [resumed.take(5) for _ in range(9)]
-    with pytest.raises(ValueError, match=r"no measurements .* with data.difficulty_pools.enable=true"):
+    with pytest.raises(ValueError, match=r"Found nothing that .* with data.difficulty_pools.enable=true"):
         make().load_history({})

@@ -37,7 +37,7 @@ def test_a_row_of_skyrl_gives_its_environment_all_columns_but_the_prompt(tmp_pat
 
 def test_rows_of_searches_have_no_column_of_an_environment(tmp_path):
     row = {"data_source": "nq", "prompt": PROMPT, "reward_model": {"ground_truth": {"target": ["7"]}}}
-    assert "episode" not in read(tmp_path / "rows.parquet", [row])[0]
+    assert read(tmp_path / "rows.parquet", [row])[0]["episode"] is None
     mixed = read(tmp_path / "mixed.parquet", [row, row | {"env_class": "aime"}, row | {"max_turns": 3}])
     episodes = [mixed[i]["episode"] for i in range(3)]
     assert episodes[0] is None and episodes[1]["env_class"] == "aime"

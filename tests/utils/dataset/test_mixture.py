@@ -72,9 +72,11 @@ def test_one_row_of_many_is_refused_with_both_spellings(files):
         ({"path": "nowhere.parquet"}, "no file .parquet or .jsonl at nowhere.parquet"),
         ({"ratio": 1}, "expected path: <file>, or env"),
         ({"env": {"name": "x"}}, "expected {id: <name>"),
-        ({"path": "x.jsonl", "ratio": 0}, "ratio: 0 .* above 0"),
-        ({"path": "x.jsonl", "n": "4"}, "n: '4' .* expected int"),
+        ({"path": "x.jsonl", "ratio": 0}, r"data.mixture\[0\].ratio=0; expected a number above 0"),
+        ({"path": "x.jsonl", "n": "4"}, r"data.mixture\[0\].n=4; expected a whole number"),
         ("x.jsonl", "expected {path"),
+        ({"path": []}, r"Found data.mixture\[0\].path=\[\]; expected a text, or a list of texts"),
+        ({"path": [3]}, r"Found data.mixture\[0\].path=\[3\]; expected a text"),
         ({"env": {"id": "a/b"}}, "the name 'a/b' at .* with a /"),
     ],
 )

@@ -19,6 +19,8 @@ CONFIG = {
 class ByteTokenizer:
     """One token per byte; an optional chat template that marks whose turn it is."""
 
+    bos_token_id = None
+
     def __init__(self, chat_template: str | None = None) -> None:
         self.chat_template = chat_template
 
@@ -142,7 +144,7 @@ def test_too_long_prompts_are_skipped_if_asked_for(tmp_path, capsys):
 
 
 def batches(sampler: PromptSampler, count: int) -> list[list[int]]:
-    return [sampler.next_batch() for _ in range(count)]
+    return [sampler.take(sampler.batch_size) for _ in range(count)]
 
 
 def test_an_epoch_shows_each_row_at_most_once_in_a_new_order():
@@ -181,7 +183,7 @@ def test_a_position_in_other_data_is_refused():
 def test_fewer_rows_than_a_batch_is_an_error():
     with pytest.raises(ValueError, match="data.train_batch_size=2 or less"):
         PromptSampler(2, 3, True, 0)
-    assert np.all(np.sort(PromptSampler(3, 3, True, 0).next_batch()) == np.arange(3))
+    assert np.all(np.sort(PromptSampler(3, 3, True, 0).take(3)) == np.arange(3))
 
 
 def test_a_step_that_needs_more_prompts_takes_the_next_ones_and_resumes_behind_them():

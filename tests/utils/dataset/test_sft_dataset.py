@@ -3,6 +3,7 @@
 import re
 
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, tokenization_utils_base
@@ -201,3 +202,16 @@ def test_a_text_too_long_for_the_model_shows_no_warning_of_indexing_errors(tmp_p
     tokenizer.model_max_length = 3
     dataset(tmp_path, tokenizer, [{"question": "who wrote it?", "answer": "she"}])
     assert shown == []
+
+
+def test_of_a_parquet_file_only_the_columns_that_are_needed_are_read(tmp_path, tokenizer, monkeypatch):
+    read, given = pq.read_table, []
+    monkeypatch.setattr(
+        pq, "read_table", lambda *args, columns: given.append(columns) or read(*args, columns=columns)
+    )
+    tokenizer.chat_template = TEMPLATE
+    messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ada"}]
+    row = {"question": "Who?", "answer": "Ada", "scores": [0.5] * 9, "messages": messages, "tools": "[]"}
+    dataset(tmp_path, tokenizer, [row])
+    dataset(tmp_path, tokenizer, [row], "data.multiturn.enable=true")
+    assert given == [["question", "answer"], ["messages", "tools"]]

@@ -105,6 +105,7 @@ def report(em: float, samples: DataProto | None = None) -> ValidationReport:
         {
             "score": float(i < em * 20),
             "em": float(i < em * 20),
+            "f1": float(i < em * 20),
             "searches": 1 + i % 2,
             "env_class": "search",
             "hops": 1 + i % 2,

@@ -34,7 +34,8 @@ def run(
     if state.step == 0:
         first = report(0.2, step_batch(["Ada", "Bob"]))
         state.validation["before"] = first.summary()
-        recorder.log_validation(0, first.metrics(), first.summary(), records(first.samples, "val"))
+        told = records(first.samples, "val")
+        recorder.log_validation(0, first.metrics(), first.summary(), told, first.lines())
     while state.step < (until or total):
         state.step += 1
         metrics = {
@@ -50,7 +51,7 @@ def run(
         if state.step == total:
             last = report(0.8)
             state.validation["after"] = last.summary()
-            recorder.log_validation(total, last.metrics(), last.summary(), [])
+            recorder.log_validation(total, last.metrics(), last.summary(), [], last.lines())
             metrics |= last.metrics()
         batch = step_batch(["Ada", "Bob", "Ada", "Ada"])
         recorder.log_step(state.step, metrics, records(batch, "train"))
@@ -73,6 +74,8 @@ def test_a_run_leaves_its_records(tmp_path, capsys):
     assert sorted(path.name for path in (folder / "trajectories").iterdir()) == [
         f"step_{i}.jsonl" for i in range(4)
     ]
+    asked = read_lines(folder / "validation.jsonl")
+    assert [sum(line["em"] for line in asked if line["step"] == step) for step in (0, 3)] == [8.0, 26.0]
     records = read_lines(folder / "trajectories" / "step_1.jsonl")
     assert len(records) == 3 and records[0]["split"] == "train"
     assert "Who made the cheese?" in (folder / "trajectories.html").read_text()

@@ -88,6 +88,14 @@ def test_the_page_is_self_contained(tmp_path):
     assert "innerHTML" not in text and "eval(" not in text
 
 
+def test_results_of_several_models_are_on_the_page(tmp_path):
+    told = [record | {"model": "</script>"} for record in records_of(["Ada"])]
+    results = {"tables": [{"title": "EM", "columns": ["", "EM"], "rows": [["before", "0.1"]]}], "image": None}
+    write_page(told, tmp_path / "page.html", "cheese", results)
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert text.count("</script>") == 2 and '"rows": [["before", "0.1"]]' in text
+
+
 def test_records_with_letters_that_end_lines_are_all_on_the_page(tmp_path):
     folder = TrajectoryFolder(tmp_path)
     records = records_of(["Ada", "Bob\u2028\u2029\x85Cy"])

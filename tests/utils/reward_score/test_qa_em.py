@@ -3,16 +3,13 @@
 import numpy as np
 import pytest
 
-from verl.utils.reward_score import (
-    EXACT_MATCH_SOURCES,
-    default_compute_score,
-    load_reward_function,
-)
+from verl.utils.reward_score import default_compute_score, load_reward_function, qa_em
 from verl.utils.reward_score.qa_em import (
     compute_score_em,
     compute_score_subem,
     em_check,
     extract_solution,
+    f1_check,
     golden_answers,
     normalize_answer,
     subem_check,
@@ -50,6 +47,24 @@ def test_the_answer_is_the_last_pair(text, answer):
     assert extract_solution(text) == answer
 
 
+def test_f1_is_squads_and_never_below_exact_match():
+    golden = ["the Denver Broncos", "Denver"]
+    assert f1_check("Denver Broncos!", golden) == 1.0
+    assert f1_check("Broncos of Denver", golden) == pytest.approx(2 * 2 / (3 + 2)), "the nearest counts"
+    assert f1_check("Denver Denver", "Denver") == pytest.approx(2 / 3), (
+        "a word counts as often as both have it"
+    )
+    assert f1_check("Paris", golden) == f1_check("", golden) == 0.0
+    assert f1_check("A", "a") == em_check("A", "a") == 1 and f1_check("the", "a") == 0.0
+
+
+def test_a_reward_of_both_is_their_mean():
+    function = load_reward_function({"path": qa_em.__file__, "name": "compute_score_em_f1"})
+    texts = ("<answer>red</answer>", "<answer>the red car</answer>", "red car")
+    scores = [function("squad", text, {"target": ["red car"]}, {}) for text in texts]
+    assert scores == [pytest.approx((0 + 2 / 3) / 2), 1.0, 0.0]
+
+
 def test_one_pair_is_enough_and_none_scores_zero():
     target = {"target": ["Beijing"]}
     assert compute_score_em("<answer>beijing.</answer>", target) == 1.0
@@ -76,15 +91,20 @@ def test_a_row_without_golden_answers_is_an_error():
         golden_answers({"target": []})
 
 
-@pytest.mark.parametrize("source", EXACT_MATCH_SOURCES)
-def test_search_r1_data_sources_are_scored_by_exact_match(source):
-    assert default_compute_score(source, "<answer>x</answer>", {"target": ["x"]}) == 1.0
-
-
-def test_an_unknown_source_is_scored_if_it_has_golden_answers():
-    assert default_compute_score("my_questions", "<answer>x</answer>", {"target": ["x"]}) == 1.0
+def test_every_source_is_scored_by_exact_match_if_it_has_golden_answers():
+    for source in ("nq", "strategyqa", "my_questions"):
+        assert default_compute_score(source, "<answer>x</answer>", {"target": ["x"]}, {}) == 1.0
     with pytest.raises(ValueError, match="custom_reward_function.path"):
-        default_compute_score("my_questions", "<answer>x</answer>", "x")
+        default_compute_score("my_questions", "<answer>x</answer>", "x", {})
+
+
+def test_search_r1s_sources_may_give_their_answers_as_plain_texts():
+    for truth in ("x", ["y", "x"], np.array(["y", "x"], dtype=object)):
+        assert default_compute_score("hotpotqa", "<answer>x</answer>", truth) == 1.0
+        assert default_compute_score("hotpotqa", "<answer>z</answer>", truth) == 0.0
+    for empty in ("", [], None):
+        with pytest.raises(ValueError, match="custom_reward_function.path"):
+            default_compute_score("hotpotqa", "no answer", empty)
 
 
 def test_a_users_function_is_found_by_path_and_name(tmp_path):

@@ -5,7 +5,6 @@ import pytest
 from verl.utils.reward_score.qa_em_format import (
     Segment,
     compute_score_em,
-    compute_score_with_parts,
     is_retrieval_correct,
     is_valid_sequence,
 )
@@ -23,7 +22,7 @@ def trajectory(*texts: str) -> list[Segment]:
 
 def reward_of(segments: list[Segment]) -> float:
     text = "\n".join(segment.text for segment in segments if segment.sampled)
-    return compute_score_em("nq", text, TARGET, {"segments": segments}, **SCORES)
+    return compute_score_em("nq", text, TARGET, {"segments": segments}, **SCORES)["score"]
 
 
 SEARCH = "<think>I need it</think>\n<search>capital</search>"
@@ -66,7 +65,8 @@ def test_well_formed(texts):
         (("<think>a</think> and <answer>x</answer>",), "text outside of the tags: 'and'"),
         (("<think>a</think><answer>x</answer> bye",), "text outside of the tags"),
         (("<think>a <search>b</search></think>",), "found <search> where </think>"),
-        (("<think>a</think><search>b</search><answer>x</answer>",), "found <answer> where <observation>"),
+        (("<think>a</think><search>b</search><answer>x</answer>",), "found <answer> where <information>"),
+        ((SEARCH + "<observation>" + END.format("x"),), "text outside of the tags: '<observation>'"),
         ((SEARCH, HIT, "<answer>x</answer>"), "found <answer> where <think>"),
         ((SEARCH, "\nA hint about the tags.\n", END.format("x")), "text outside of the tags"),
         (("<think>a</think><information>made up</information>",), "found <information>"),
@@ -97,7 +97,7 @@ def test_a_hit_must_be_in_an_observation():
 def test_the_signs_that_the_reward_is_made_of_are_there_one_by_one():
     segments = trajectory(SEARCH, HIT, END.format("Paris"))
     fields = ("nq", "<answer>Paris</answer>", TARGET, {"segments": segments})
-    assert compute_score_with_parts(*fields, **SCORES) == {
+    assert compute_score_em(*fields, **SCORES) == {
         "score": pytest.approx(0.3),
         "well_formed": 1.0,
         "retrieved": 1.0,

@@ -27,6 +27,7 @@ def update(model_path, batch, *overrides, epochs=1):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
+@pytest.mark.parametrize("model_path", ["qwen3", "gemma3"], indirect=True)
 def test_log_probs_and_entropies_equal_hugging_faces_own(model_path, temperature):
     actor, batch = make_actor(make_config(model_path)), make_batch()
     log_probs = compute_log_prob(actor.engine, batch, ALL_ROWS, temperature)
@@ -39,6 +40,7 @@ def test_log_probs_and_entropies_equal_hugging_faces_own(model_path, temperature
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+@pytest.mark.parametrize("model_path", ["qwen3", "gemma3"], indirect=True)
 def test_the_gradient_equals_autograd_through_full_logits(model_path, mode):
     batch = make_batch()
     _, recorded = update(

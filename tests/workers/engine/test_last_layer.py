@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -29,6 +30,9 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SIZES),
     "llama": LlamaConfig(**SIZES),
     "mistral": MistralConfig(**SIZES, sliding_window=3),
+    "gemma3": Gemma3TextConfig(
+        **SIZES, sliding_window=3, layer_types=["full_attention", "sliding_attention"]
+    ),
 }
 
 

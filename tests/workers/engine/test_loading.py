@@ -9,6 +9,10 @@ import torch
 from tiny_training import CPU, make_config
 from transformers import Cohere2Config, Cohere2ForCausalLM
 
+from verl.config import at, write_yaml
+from verl.trainer.placement import place
+from verl.trainer.ppo.run_state import CheckpointStore, RunState
+from verl.utils.device import bf16_speedup
 from verl.workers.engine.loading import Precision, load_policy, load_value_model
 
 BASE_MODEL = Path(__file__).parents[3] / "data_prep" / "base_model"
@@ -65,10 +69,49 @@ def test_a_critic_is_loaded_without_alarming_reports():
 def test_precision_follows_the_configuration_and_the_device(model_path, name, dtype):
     block = make_config(model_path).actor_rollout_ref.actor.fsdp_config
     block.model_dtype = name
-    assert Precision.from_config(block, CPU) == Precision(dtype, torch.float32, torch.float32)
+    assert Precision.from_config(block, CPU) == Precision(dtype, torch.float32)
     block.mixed_precision.param_dtype = name
     assert Precision.from_config(block, CPU).compute == dtype
     assert load_policy({"path": model_path}, dtype).model.dtype == dtype
-    block.model_dtype = "int8"
-    with pytest.raises(ValueError, match="model_dtype: found 'int8'"):
-        Precision.from_config(block, CPU)
+
+
+@pytest.mark.parametrize(("speedup", "dtype"), [(1.1, "fp32"), (1.4, "bf16")])
+def test_fastest_becomes_one_type_for_all_roles_and_is_said_once(
+    model_path, monkeypatch, capsys, speedup, dtype
+):
+    asked = []
+    monkeypatch.setattr("verl.trainer.placement.bf16_speedup", lambda *sizes: asked.append(sizes) or speedup)
+    key = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fastest"
+    config = make_config(model_path, "trainer.device=cpu", key)
+    place(config)
+    for block in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic.model):
+        assert block.fsdp_config.mixed_precision.param_dtype == dtype
+    assert asked == [(16, 24)]
+    assert capsys.readouterr().out.startswith(f"computing in {dtype}: ")
+
+
+def test_a_run_that_goes_on_keeps_the_type_that_fastest_became(model_path, monkeypatch, capsys, tmp_path):
+    key = "mixed_precision.param_dtype"
+    settings = [f"actor_rollout_ref.actor.fsdp_config.{key}=fastest", f"trainer.default_local_dir={tmp_path}"]
+
+    def placed(speedup: float, *more: str):
+        monkeypatch.setattr("verl.trainer.placement.bf16_speedup", lambda *sizes: speedup)
+        config = make_config(model_path, "trainer.device=cpu", *settings, *more)
+        place(config)
+        return config, at(config, f"actor_rollout_ref.ref.fsdp_config.{key}")
+
+    config, dtype = placed(2.0)
+    write_yaml(config, tmp_path / "config.yaml")
+    assert dtype == "bf16" and placed(1.0)[1] == "fp32"  # no checkpoint yet: another machine decides anew
+    RunState(step=3).save(CheckpointStore(tmp_path, None).begin(3))
+    CheckpointStore(tmp_path, None).commit(3)
+    capsys.readouterr()
+    assert placed(1.0)[1] == "bf16"
+    assert f"computing in bf16, as the run of {tmp_path}/global_step_3 did" in capsys.readouterr().out
+    assert placed(1.0, "trainer.resume_mode=none")[1] == "fp32"
+
+
+def test_the_speed_of_bf16_products_is_the_median_ratio_of_both_times(monkeypatch):
+    ticks = iter([0, 3, 4, 10, 13, 14, 20, 90, 91])  # 3, 3 and 70 times as fast
+    monkeypatch.setattr("verl.utils.device.time.thread_time", lambda: next(ticks))
+    assert bf16_speedup(16, 16, rounds=3) == 3

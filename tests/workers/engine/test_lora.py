@@ -66,6 +66,7 @@ def log_probs(actor):
         ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"],
     ],
 )
+@pytest.mark.parametrize("model_path", ["qwen3", "gemma3"], indirect=True)
 def test_the_gradient_of_an_adapter_is_the_chain_rule_of_the_matrixs(model_path, tmp_path, variant):
     """dL/dB = alpha/r dL/dW A^T and dL/dA = alpha/r B^T dL/dW, W the merged matrix of a whole model."""
     actor = lora_actor(model_path, *variant)
@@ -87,6 +88,7 @@ def test_the_gradient_of_an_adapter_is_the_chain_rule_of_the_matrixs(model_path,
     assert lora_metrics["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], rel=1e-4)
 
 
+@pytest.mark.parametrize("model_path", ["qwen3", "gemma3"], indirect=True)
 def test_the_weight_stream_is_base_plus_the_scaled_product_under_plain_names(model_path):
     actor = lora_actor(model_path)
     before, expected = base_weights(actor.engine), merged_by_hand(actor.engine)

@@ -26,6 +26,7 @@ def one(model_path):
 
 @pytest.mark.parametrize("kind", ["actor", "critic"])
 @pytest.mark.parametrize("variant", sharded_ranks.VARIANTS)
+@pytest.mark.parametrize("model_path", ["qwen3", "gemma3"], indirect=True)
 def test_rule_5_two_processes_have_the_loss_and_gradient_of_one(two, one, variant, kind):
     metrics, gradients = one[variant, kind]
     assert len(gradients) == 2 or kind == "critic"
@@ -36,6 +37,7 @@ def test_rule_5_two_processes_have_the_loss_and_gradient_of_one(two, one, varian
             assert_same_gradients(got, want)
 
 
+@pytest.mark.parametrize("model_path", ["qwen3", "gemma3"], indirect=True)
 def test_rule_10_a_checkpoint_of_five_steps_on_two_ranks_goes_on_alike_on_one(two, model_path):
     out, results = two
     actor = make_actor(sharded_ranks.settings(model_path, "packed"))

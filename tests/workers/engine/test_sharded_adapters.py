@@ -26,6 +26,7 @@ def one(model_path):
 
 
 @pytest.mark.parametrize("kind", sharded_adapters.KINDS)
+@pytest.mark.parametrize("model_path", ["qwen3", "gemma3"], indirect=True)
 def test_rule_5_two_processes_take_the_steps_of_one(two, one, kind):
     (metrics, gradients), (next_metrics, weights) = one[kind]
     for rank_results in two[1]:

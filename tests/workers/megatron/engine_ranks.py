@@ -21,7 +21,6 @@ COMMON = [
     f"actor_rollout_ref.actor.ppo_mini_batch_size={MINI_BATCH}",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
     "critic.ppo_micro_batch_size_per_gpu=3",
-    "critic.forward_micro_batch_size_per_gpu=4",
     "critic.optim.lr=0.01",
     "actor_rollout_ref.actor.grad_clip=0.5",
     "actor_rollout_ref.actor.optim.warmup_style=cosine",
@@ -107,14 +106,11 @@ def make_megatron(kind, config, layout: Layout, trained=True):
     )
     optim = block.optim if trained else None
     engine = MegatronEngine(built, model, precision, fsdp_config, CPU, optim, block.grad_clip)
-    limits = [
-        MicroBatchLimits.from_config(block, kind, prefix, CPU, model.use_remove_padding)
-        for prefix in (["ppo"] if is_actor else ["ppo", "forward"])
-    ]
+    limits = MicroBatchLimits.from_config(block, "ppo", CPU, model.use_remove_padding)
     if is_actor:
         rollout = config.actor_rollout_ref.rollout
-        return DataParallelPPOActor(block, engine, limits[0], rollout.temperature, rollout.n)
-    return DataParallelPPOCritic(block, engine, *limits)
+        return DataParallelPPOActor(block, engine, limits, rollout.temperature, rollout.n)
+    return DataParallelPPOCritic(block, engine, limits)
 
 
 def make_plain(kind, config):
@@ -190,7 +186,7 @@ def run_case(case: Case, config, model_folder, folder, other) -> Result:
     if case.in_full:
         save_hf(worker.engine, folder / "huggingface", None, model_folder)
         worker.engine.snapshot_hf(folder / "before", None, model_folder, folder).write()
-        with patch("verl.workers.engine.hf_weights.MAX_FILE_SIZE", 3000):
+        with patch("verl.workers.engine.checkpoint.MAX_FILE_SIZE", 3000):
             save_hf(worker.engine, folder / "many files", None, model_folder)
         rows = rows_of(0, result.replica, result.num_replicas)
         reference = make_megatron(kind, config, case.layout, trained=False)

@@ -11,8 +11,6 @@ CPU = torch.device("cpu")
 
 def log_probs(rank, world_size, chunk_rows, temperature):
     """Of a vocabulary that the ranks share unevenly: outputs and gradients of the whole matrix."""
-    from verl.workers.megatron.log_prob import vocab_parallel_log_prob
-
     torch.manual_seed(0)
     vocabulary, rows = 17, -(-17 // world_size)
     hidden, weight = torch.randn(11, 6), torch.randn(vocabulary, 6)
@@ -21,9 +19,8 @@ def log_probs(rank, world_size, chunk_rows, temperature):
     own = torch.cat([weight, padding])[rank * rows : (rank + 1) * rows].clone().requires_grad_()
     mine, whole = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
     weight.requires_grad_()
-    got = vocab_parallel_log_prob(
-        mine, own, labels, vocabulary, dist.group.WORLD, temperature, True, True, chunk_rows
-    )
+    shared = dist.group.WORLD, vocabulary
+    got = linear_log_prob(mine, own, labels, temperature, True, True, chunk_rows, *shared)
     want = linear_log_prob(whole, weight, labels, temperature, True, True)
     scale = torch.linspace(-1, 1, 11)
     for outputs in (got, want):
@@ -35,7 +32,7 @@ def log_probs(rank, world_size, chunk_rows, temperature):
     mine_of_whole = weight.grad[rank * rows : (rank + 1) * rows]
     torch.testing.assert_close(own.grad[: len(mine_of_whole)], mine_of_whole, rtol=1e-5, atol=1e-5)
     assert not own.grad[len(mine_of_whole) :].any()
-    unasked = vocab_parallel_log_prob(hidden, own, labels, vocabulary, dist.group.WORLD, temperature, False)
+    unasked = linear_log_prob(hidden, own, labels, temperature, False, False, None, *shared)
     torch.testing.assert_close(unasked[0], got[0], rtol=1e-6, atol=1e-6)
     assert not unasked[1].any() and not unasked[1].requires_grad and not unasked[2].any()
 

@@ -56,7 +56,7 @@ def test_a_stop_string_is_found_wherever_the_token_boundaries_fall(tokens: tuple
     stop = StopCondition(TOKENIZER, ["</search>", "</answer>"])
     assert None not in ids(*tokens)
     assert stop.match(ids(*tokens)) == "</search>"
-    assert bool(stop.candidates[ids(*tokens)[-1]])
+    assert ids(*tokens)[-1] in stop.candidate_ids
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What both backends share: workers, the register table, groups and pools."""
 
-from verl.single_controller.base.colocate import create_colocated_worker_cls
+# ruff: noqa: F401
+
 from verl.single_controller.base.decorator import DataPosition, Dispatch, Execute, register
 from verl.single_controller.base.worker import Worker
 from verl.single_controller.base.worker_group import (
@@ -9,18 +10,5 @@ from verl.single_controller.base.worker_group import (
     WorkerDiedError,
     WorkerFailedError,
     WorkerGroup,
+    create_colocated_worker_cls,
 )
-
-__all__ = [
-    "ClassWithInitArgs",
-    "DataPosition",
-    "Dispatch",
-    "Execute",
-    "ResourcePool",
-    "Worker",
-    "WorkerDiedError",
-    "WorkerFailedError",
-    "WorkerGroup",
-    "create_colocated_worker_cls",
-    "register",
-]

@@ -69,21 +69,11 @@ class Execute(str, Enum):
 
 @dataclass(frozen=True)
 class DataPosition:
-    """Which share of the rows a process works on.
+    """Which share of the rows a process works on."""
 
-    Attributes:
-        rank: number of the model's replica that the process is a part of; `size`: number of replicas.
-        leads: its result is the replica's; true for one process of each replica.
-    """
-
-    rank: int
-    size: int
-    leads: bool = True
-
-    @classmethod
-    def of_ranks(cls, world_size: int) -> list[DataPosition]:
-        """The positions of processes that each hold a replica (or a shard of it, but rows of their own)."""
-        return [cls(rank, world_size) for rank in range(world_size)]
+    rank: int  # number of the model's replica that the process is a part of
+    size: int  # number of replicas
+    leads: bool = True  # its result is the replica's; true for one process of each replica
 
 
 @dataclass
@@ -132,7 +122,15 @@ def get_predefined_dispatch_fn(dispatch_mode: str) -> ModeFunctions:
     return DISPATCH_MODE_FN_REGISTRY[dispatch_mode]
 
 
-def _check_dispatch_mode(dispatch_mode: str | ModeFunctions) -> None:
+def register(
+    dispatch_mode: str | ModeFunctions = Dispatch.ONE_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    blocking: bool = True,
+    materialize_futures: bool = True,
+) -> Callable[[Method], Method]:
+    """Marks a Worker's method as callable through its WorkerGroup. `materialize_futures` is verl's and has no
+    effect: futures among arguments are resolved on the ranks.
+    """
     if isinstance(dispatch_mode, Mapping):
         missing = [name for name in ("dispatch_fn", "collect_fn") if name not in dispatch_mode]
         if missing:
@@ -140,19 +138,6 @@ def _check_dispatch_mode(dispatch_mode: str | ModeFunctions) -> None:
     elif dispatch_mode not in DISPATCH_MODE_FN_REGISTRY:
         known = ", ".join(sorted(DISPATCH_MODE_FN_REGISTRY))
         raise ValueError(f"no dispatch mode {dispatch_mode!r}; there are {known}")
-
-
-def register(
-    dispatch_mode: str | ModeFunctions = Dispatch.ONE_TO_ALL,
-    execute_mode: Execute = Execute.ALL,
-    blocking: bool = True,
-    materialize_futures: bool = True,
-) -> Callable[[Method], Method]:
-    """Marks a Worker's method as callable through its WorkerGroup; see the module's docstring.
-
-    `materialize_futures` is verl's and changes nothing: futures among arguments are resolved on the ranks.
-    """
-    _check_dispatch_mode(dispatch_mode)
     if execute_mode is Execute.RANK_ZERO and dispatch_mode != Dispatch.ONE_TO_ALL:
         raise ValueError(f"Execute.RANK_ZERO goes with Dispatch.ONE_TO_ALL, not with {dispatch_mode!r}")
 
@@ -176,11 +161,16 @@ def dispatch_call(
     if isinstance(dispatched, Dispatched):
         return dispatched
     per_argument, per_keyword = dispatched
-    calls = [
-        (tuple(values[rank] for values in per_argument), {key: v[rank] for key, v in per_keyword.items()})
-        for rank in range(group.world_size)
+    calls = per_rank_calls(per_argument, per_keyword, group.world_size)
+    return Dispatched(calls, list if collect_fn is None else partial(collect_fn, group))
+
+
+def per_rank_calls(args: Sequence[Any], kwargs: Mapping[str, Any], world_size: int) -> list[Call]:
+    """A call for each rank, of arguments that are lists with an entry for each."""
+    return [
+        (tuple(values[rank] for values in args), {name: values[rank] for name, values in kwargs.items()})
+        for rank in range(world_size)
     ]
-    return Dispatched(calls, _as_list if collect_fn is None else partial(collect_fn, group))
 
 
 def registered_methods(worker_cls: type) -> dict[str, Registration]:
@@ -191,13 +181,9 @@ def registered_methods(worker_cls: type) -> dict[str, Registration]:
     return {name: registration for name, registration in marks.items() if registration is not None}
 
 
-def _as_list(outputs: list[Any]) -> list[Any]:
-    return outputs
-
-
 def dispatch_one_to_all(group: Any, /, *args: Any, **kwargs: Any) -> Dispatched:
     """All arguments go to every rank."""
-    return Dispatched([(args, kwargs)] * group.world_size, _as_list)
+    return Dispatched([(args, kwargs)] * group.world_size, list)
 
 
 def dispatch_all_to_all(group: Any, /, *args: Any, **kwargs: Any) -> Dispatched:
@@ -211,30 +197,21 @@ def dispatch_all_to_all(group: Any, /, *args: Any, **kwargs: Any) -> Dispatched:
             raise ValueError(
                 f"ALL_TO_ALL takes a list with one entry for each of {world_size} ranks, got {kind}"
             )
-    calls = [
-        (tuple(argument[rank] for argument in args), {key: value[rank] for key, value in kwargs.items()})
-        for rank in range(world_size)
-    ]
-    return Dispatched(calls, _as_list)
-
-
-def dispatch_dp_compute_data_proto(group: Any, /, *args: Any, **kwargs: Any) -> Dispatched:
-    """Each rank works on rows of its own; see `_dispatch_rows`."""
-    return _dispatch_rows(DataPosition.of_ranks(group.world_size), args, kwargs)
-
-
-def dispatch_megatron_compute_data_proto(group: Any, /, *args: Any, **kwargs: Any) -> Dispatched:
-    """The ranks of one replica work on the same rows."""
-    return _dispatch_rows(group.data_positions, args, kwargs)
+    return Dispatched(per_rank_calls(args, kwargs, world_size), list)
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> ModeFunctions:
     """A mode for workers that have called `_register_dispatch_collect_info` for that mesh; DataProto only."""
+    return {"dispatch_fn": _rows_mode(lambda group: group.mesh_positions(mesh_name)), "collect_fn": None}
 
-    def dispatch_by_mesh(group: Any, /, *args: Any, **kwargs: Any) -> Dispatched:
-        return _dispatch_rows(group.mesh_positions(mesh_name), args, kwargs)
 
-    return {"dispatch_fn": dispatch_by_mesh, "collect_fn": None}
+def _rows_mode(positions_of: Callable[[Any], Sequence[DataPosition]]) -> Callable[..., Dispatched]:
+    """A dispatch function that chunks rows for the ranks that stand so in a group; see `_dispatch_rows`."""
+
+    def dispatch(group: Any, /, *args: Any, **kwargs: Any) -> Dispatched:
+        return _dispatch_rows(positions_of(group), args, kwargs)
+
+    return dispatch
 
 
 def _dispatch_rows(
@@ -296,7 +273,12 @@ def _collect_dp_proto(outputs: list[Any], leaders: list[int], num_rows: int, num
     return unpad_dataproto(joined, num_padding)
 
 
+def _each_its_own(group: Any) -> list[DataPosition]:
+    """The positions of processes that each hold a replica (or a shard of it, but rows of their own)."""
+    return [DataPosition(rank, group.world_size) for rank in range(group.world_size)]
+
+
 update_dispatch_mode(Dispatch.ONE_TO_ALL, dispatch_one_to_all)
 update_dispatch_mode(Dispatch.ALL_TO_ALL, dispatch_all_to_all)
-update_dispatch_mode(Dispatch.DP_COMPUTE_PROTO, dispatch_dp_compute_data_proto)
-update_dispatch_mode(Dispatch.MEGATRON_COMPUTE_PROTO, dispatch_megatron_compute_data_proto)
+update_dispatch_mode(Dispatch.DP_COMPUTE_PROTO, _rows_mode(_each_its_own))
+update_dispatch_mode(Dispatch.MEGATRON_COMPUTE_PROTO, _rows_mode(lambda group: group.data_positions))

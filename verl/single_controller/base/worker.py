@@ -8,9 +8,8 @@ Several workers (actor, critic) may live in one process; they then share its pro
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import ClassVar
 
@@ -22,7 +21,7 @@ from verl.single_controller.base.decorator import DataPosition, register
 class Worker:
     """One rank of a distributed job. Subclasses call `super().__init__()` first.
 
-    `role_classes` names the workers inside a colocated worker class (colocate.py); empty for all others.
+    `role_classes` names the workers inside a `ColocatedWorker`; empty for all others.
     """
 
     role_classes: ClassVar[Mapping[str, type[Worker]]] = {}
@@ -92,22 +91,3 @@ class Worker:
         """Frees what the process's end would not: called once by the group's `shutdown`. To be extended."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-
-
-@contextlib.contextmanager
-def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Sets environment variables (None: unsets) for the duration of a `with` block."""
-    before = {name: os.environ.get(name) for name in variables}
-    try:
-        _set_environment(variables)
-        yield
-    finally:
-        _set_environment(before)
-
-
-def _set_environment(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 from verl.protocol import DataProtoFuture
 from verl.single_controller.base.decorator import (
+    REGISTRATION_ATTRIBUTE,
     Call,
     DataPosition,
     Execute,
     Registration,
     dispatch_call,
+    per_rank_calls,
     registered_methods,
 )
 from verl.single_controller.base.worker import Worker
@@ -56,11 +59,7 @@ class ClassWithInitArgs:
 
 
 class ResourcePool:
-    """How many processes run on each node, and whether each has a GPU of its own.
-
-    Attributes:
-        timeout_seconds: how long a worker group waits until a cluster has room for them.
-    """
+    """How many processes run on each node, and whether each has a GPU of its own."""
 
     def __init__(self, process_on_nodes: Sequence[int], use_gpu: bool = False) -> None:
         if not process_on_nodes or any(count < 1 for count in process_on_nodes):
@@ -69,7 +68,7 @@ class ResourcePool:
             )
         self.process_on_nodes = list(process_on_nodes)
         self.use_gpu = use_gpu
-        self.timeout_seconds = 60.0
+        self.timeout_seconds = 60.0  # how long a worker group waits until a cluster has room for them
 
     @property
     def world_size(self) -> int:
@@ -118,7 +117,7 @@ class WorkerGroup:
             dispatched = dispatch_call(registration.dispatch_mode, self, args, kwargs)
             calls, collect = dispatched.calls, dispatched.collect
             if rank_zero:
-                calls, collect = calls[:1], _only
+                calls, collect = calls[:1], itemgetter(0)
             future = DataProtoFuture(self._start(method, calls), self._resolver(method), collect)
             return future.get() if registration.blocking else future
 
@@ -151,10 +150,7 @@ class WorkerGroup:
         """
         values = [*args, *kwargs.values()]
         if values and all(isinstance(value, list) and len(value) == self.world_size for value in values):
-            calls = [
-                (tuple(value[rank] for value in args), {key: value[rank] for key, value in kwargs.items()})
-                for rank in range(self.world_size)
-            ]
+            calls = per_rank_calls(args, kwargs, self.world_size)
         else:
             calls = [(args, kwargs)] * self.world_size
         return self._start(self._prefix + method_name, calls)
@@ -237,5 +233,44 @@ def run_method(worker: Worker, method: str, call: Call) -> Any:
     return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
-def _only(outputs: list[Any]) -> Any:
-    return outputs[0]
+class ColocatedWorker(Worker):
+    """One worker per role, made in the order given, in one process: see `create_colocated_worker_cls`."""
+
+    def __init__(self, roles: Mapping[str, ClassWithInitArgs]) -> None:
+        super().__init__()
+        self.workers = {role: cls_with_init() for role, cls_with_init in roles.items()}
+
+    def close(self) -> None:
+        """Closes the workers, the last one first."""
+        for worker in reversed(self.workers.values()):
+            worker.close()
+
+
+def _forward(role: str, name: str) -> Callable[..., Any]:
+    def method(self: ColocatedWorker, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.workers[role], name)(*args, **kwargs)
+
+    return method
+
+
+def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> ClassWithInitArgs:
+    """A worker class that holds one worker of each role, with its arguments.
+
+    {"actor": ClassWithInitArgs(A, ..), "critic": ClassWithInitArgs(C, ..)} -> a class with the methods
+    actor_update, critic_update, ...; a group over it gives by `spawn(["actor", "critic"])` one group for each
+    role, with the methods' own names.
+    """
+    if not class_dict:
+        raise ValueError("at least one role is needed")
+    namespace: dict[str, Any] = {"role_classes": {role: item.cls for role, item in class_dict.items()}}
+    for role, item in class_dict.items():
+        for name, registration in registered_methods(item.cls).items():
+            full_name = method_prefix(role) + name
+            if full_name in namespace:
+                raise ValueError(
+                    f"two roles of {list(class_dict)} have a method {full_name!r}; rename a role"
+                )
+            namespace[full_name] = _forward(role, name)
+            setattr(namespace[full_name], REGISTRATION_ATTRIBUTE, registration)
+    cls = type(f"Colocated_{'_'.join(class_dict)}", (ColocatedWorker,), namespace)
+    return ClassWithInitArgs(cls, dict(class_dict))

@@ -1,7 +1,220 @@
-"""verl's import path of the Ray backend."""
+"""RayWorkerGroup: each rank is a Ray actor, in a process of its own; RayResourcePool: where these go.
 
-from verl.single_controller.base.colocate import create_colocated_worker_cls
-from verl.single_controller.ray.resource_pool import RayResourcePool
-from verl.single_controller.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
+    driver                              actor of rank i
+    group.update(batch) -- chunk i ---> worker.update(chunk i)     ranks talk by torch.distributed
+                        <-- result i --
 
-__all__ = ["RayClassWithInitArgs", "RayResourcePool", "RayWorkerGroup", "create_colocated_worker_cls"]
+A call that fails raises the worker's own exception here, caused by a WorkerFailedError with the rank and the
+remote traceback. A process that died raises WorkerDiedError, which names it (failures.py); nothing is tried
+again, since a new process would have lost its state: shut the group down and build it anew
+(verl/trainer/restarts.py).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch.distributed import TCPStore
+
+from verl.single_controller.base import create_colocated_worker_cls as create_colocated_worker_cls
+from verl.single_controller.base.decorator import Call
+from verl.single_controller.base.worker import Worker
+from verl.single_controller.base.worker_group import (
+    ClassWithInitArgs,
+    ResourcePool,
+    WorkerGroup,
+    materialize,
+    run_method,
+)
+from verl.single_controller.ray.environment import (
+    DRIVER_ONLY,
+    carried_variables,
+    collective_variables,
+    import_path,
+    secret_variables,
+)
+from verl.single_controller.ray.failures import RankPlace, resolve_refs
+
+_SECONDS_TO_CLOSE = 5.0
+_SECONDS_TO_WAIT_SILENTLY = 5.0  # for room in the cluster
+
+
+class RayResourcePool(ResourcePool):
+    """`process_on_nodes[i]` processes on the i-th of as many different nodes.
+
+    Each process reserves `num_cpus_per_process` of Ray's CPU count (a share, so that a machine of two cores
+    can host several) and, with `use_gpu`, one GPU of its own.
+    """
+
+    def __init__(
+        self,
+        process_on_nodes: Sequence[int],
+        use_gpu: bool = False,
+        num_cpus_per_process: float = 0.25,
+        *,
+        name_prefix: str = "",
+        max_colocate_count: int = 1,
+    ) -> None:
+        """`name_prefix` and `max_colocate_count` are verl's and change nothing."""
+        super().__init__(process_on_nodes, use_gpu)
+        self.num_cpus_per_process = num_cpus_per_process
+
+    def create_placement_group(self) -> PlacementGroup:
+        """Reserves one bundle per node. ValueError if the cluster has no room within the timeout."""
+        bundles = [
+            {"CPU": self.num_cpus_per_process * count} | ({"GPU": float(count)} if self.use_gpu else {})
+            for count in self.process_on_nodes
+        ]
+        group = placement_group(bundles, strategy="STRICT_SPREAD")
+        wanted = f"one node each with {bundles}"
+        if group.wait(min(_SECONDS_TO_WAIT_SILENTLY, self.timeout_seconds)):
+            return group
+        print(f"waiting up to {self.timeout_seconds:g} s until the Ray cluster has {wanted}", flush=True)
+        if not group.wait(max(self.timeout_seconds - _SECONDS_TO_WAIT_SILENTLY, 0.0)):
+            remove_placement_group(group)
+            free = {key: n for key, n in ray.available_resources().items() if key in ("CPU", "GPU")}
+            num_nodes = sum(node["Alive"] for node in ray.nodes())
+            raise ValueError(
+                f"no room in the Ray cluster after {self.timeout_seconds:g} s: the run needs {wanted}, and "
+                f"there are {num_nodes} nodes with {free} free in all. Lower trainer.n_gpus_per_node or "
+                "trainer.nnodes, end what holds the rest, or let others join (scripts/ray_node.sh)."
+            )
+        return group
+
+
+class RayClassWithInitArgs(ClassWithInitArgs):
+    """As its base; a class decorated by `ray.remote` is taken too, and used as the plain class it was."""
+
+    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+        is_actor_class = isinstance(cls, ray.actor.ActorClass)
+        plain = cls.__ray_metadata__.modified_class.__ray_actor_class__ if is_actor_class else cls
+        super().__init__(plain, *args, **kwargs)
+
+
+class RankProcess:
+    """The actor: makes the worker and runs its methods, one at a time, in the order they were called."""
+
+    def __init__(self) -> None:
+        self.worker: Worker | None = None
+
+    def locate(self) -> RankPlace:
+        address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        return RankPlace(os.getpid(), socket.gethostname(), address, node)
+
+    def start_store(self) -> int:
+        """Starts the store in which all ranks meet, on a port that the system picks; returns the port."""
+        self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        return self.store.port
+
+    def make_worker(
+        self, cls_with_init: ClassWithInitArgs, variables: dict[str, str], several_nodes: bool
+    ) -> None:
+        for name in DRIVER_ONLY:
+            os.environ.pop(name, None)
+        os.environ.update(variables)
+        if several_nodes:
+            os.environ.update(collective_variables(ray.util.get_node_ip_address()))
+        self.worker = cls_with_init()
+
+    def run(self, method: str, call: Call) -> Any:
+        assert self.worker is not None
+        return run_method(self.worker, method, materialize(call))
+
+
+class RayWorkerGroup(WorkerGroup):
+    """A worker class on every process of a pool."""
+
+    def __init__(
+        self,
+        resource_pool: ResourcePool,
+        ray_cls_with_init: ClassWithInitArgs,
+        *,
+        name_prefix: str = "",
+        device_name: str = "",
+    ) -> None:
+        """`name_prefix`: the group's name in messages. `device_name` has no effect: the pool says."""
+        super().__init__(resource_pool.world_size, ray_cls_with_init.cls, name_prefix)
+        if not isinstance(resource_pool, RayResourcePool):
+            resource_pool = RayResourcePool(resource_pool.process_on_nodes, resource_pool.use_gpu)
+        self._actors: list[Any] = []
+        self._rank_places: list[RankPlace] = []
+        place = resource_pool.create_placement_group()
+        self._placement_group: PlacementGroup | None = place
+        try:
+            self._actors = self._create_actors(resource_pool, place)
+            self._make_workers(resource_pool, ray_cls_with_init)
+        except BaseException:  # also an interrupt: no process may stay behind
+            self.shutdown()
+            raise
+
+    def _create_actors(self, pool: RayResourcePool, place: PlacementGroup) -> list[Any]:
+        actors, variables = [], {"PYTHONPATH": import_path()} | carried_variables() | _thread_settings(pool)
+        for node, _ in pool.places:
+            strategy = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=node)
+            actor_cls = ray.remote(RankProcess).options(
+                num_cpus=pool.num_cpus_per_process,
+                num_gpus=1 if pool.use_gpu else 0,
+                max_restarts=0,
+                max_task_retries=0,
+                scheduling_strategy=strategy,
+                runtime_env={"env_vars": variables},
+            )
+            actors.append(actor_cls.remote())
+        return actors
+
+    def _make_workers(self, pool: RayResourcePool, cls_with_init: ClassWithInitArgs) -> None:
+        self._rank_places = self._resolve_all([actor.locate.remote() for actor in self._actors], "its start")
+        (port,) = self._resolve_all([self._actors[0].start_store.remote()], "its start")
+        several_nodes = len({place.node for place in self._rank_places}) > 1
+        refs = []
+        for rank, (actor, (node, local_rank)) in enumerate(zip(self._actors, pool.places, strict=True)):
+            variables = secret_variables() | {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(pool.world_size),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(pool.process_on_nodes[node]),
+                "MASTER_ADDR": self._rank_places[0].address,
+                "MASTER_PORT": str(port),
+            }
+            refs.append(actor.make_worker.remote(cls_with_init, variables, several_nodes))
+        self._resolve_all(refs, "__init__")
+
+    def _resolve_all(self, refs: list[Any], method: str) -> list[Any]:
+        return resolve_refs(refs, self.name, method, self._rank_places)
+
+    def _start(self, method: str, calls: list[Call]) -> list[Any]:
+        if not self._actors:
+            raise RuntimeError(f"worker group {self.name!r} was shut down; {method} cannot run")
+        return [actor.run.remote(method, call) for actor, call in zip(self._actors, calls, strict=False)]
+
+    def _resolver(self, method: str) -> Callable[[list[Any]], list[Any]]:
+        return partial(resolve_refs, group=self.name, method=method, places=self._rank_places)
+
+    def shutdown(self) -> None:
+        """Lets each worker close (a few seconds at most), then ends the processes and frees their places."""
+        actors, self._actors = self._actors, []
+        place, self._placement_group = self._placement_group, None
+        if not ray.is_initialized():  # the session ended first, and the actors with it
+            return
+        if actors:
+            closing = [actor.run.remote("close", ((), {})) for actor in actors]
+            ray.wait(closing, num_returns=len(closing), timeout=_SECONDS_TO_CLOSE)
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+        if place is not None:
+            remove_placement_group(place)
+
+
+def _thread_settings(pool: RayResourcePool) -> dict[str, str]:
+    """One thread per CPU process: with more busy threads than cores they are 3 to 5 times slower."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if not pool.use_gpu and max(pool.process_on_nodes) > 1:
+        return {"OMP_NUM_THREADS": threads or "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+    return {"OMP_NUM_THREADS": threads} if threads else {}

@@ -12,12 +12,11 @@ depends on is therefore carried by name. CUDA_VISIBLE_DEVICES is Ray's to set.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
-import socket
-import struct
 import sys
+
+import psutil
 
 # Ray's own behaviour, in the driver and on nodes that scripts/ray_node.sh starts. What the user set stays.
 RAY_SETTINGS = {
@@ -40,15 +39,12 @@ CARRIED = re.compile(
 SECRETS = re.compile(r"HF_TOKEN|HUGGING_FACE_HUB_TOKEN|VLLM_API_KEY|(?i:(http|https|all)_proxy)")
 DRIVER_ONLY = ("WANDB_API_KEY",)
 
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR
-
 
 def carried_variables() -> dict[str, str]:
     """What the driver has set of those that workers need, without secrets."""
     secrets = secret_variables()
-    return {
-        name: value for name, value in os.environ.items() if CARRIED.fullmatch(name) and name not in secrets
-    }
+    carried = {name: value for name, value in os.environ.items() if CARRIED.fullmatch(name)}
+    return {name: value for name, value in carried.items() if name not in secrets}
 
 
 def secret_variables() -> dict[str, str]:
@@ -64,15 +60,8 @@ def import_path() -> str:
 
 def card_of_address(address: str) -> str | None:
     """Name of this machine's network card that has an IPv4 address, e.g. "eth0"; None if none has it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, card in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", card.encode()))
-            except OSError:  # a card without an address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return card
-    return None
+    cards = psutil.net_if_addrs().items()
+    return next((card for card, known in cards if address in (one.address for one in known)), None)
 
 
 def collective_variables(address: str) -> dict[str, str]:

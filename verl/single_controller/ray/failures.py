@@ -9,9 +9,7 @@ that is known to be gone ends the call, and the group is shut down by whoever ge
 
 from __future__ import annotations
 
-import os
 import re
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,20 +42,10 @@ class RankPlace:
     address: str
     node: str
 
-    @classmethod
-    def here(cls) -> RankPlace:
-        """That of the process that asks, an actor."""
-        address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
-        return cls(os.getpid(), socket.gethostname(), address, node)
-
 
 def resolve_refs(refs: list[Any], group: str, method: str, places: Sequence[RankPlace] = ()) -> list[Any]:
-    """The values of one call's object references, one per rank; raises at the first error of any rank.
-
-    Args:
-        refs: of rank 0, 1, ...
-        group, method: what was called.
-        places: of the ranks, as far as they are known.
+    """The values of one call's object references, of rank 0, 1, ...; raises at the first error of any rank.
+    places: of the ranks, as far as they are known.
     """
     pending, values, errors = list(refs), {}, {}
 
@@ -118,13 +106,8 @@ def _raise_error(error: Exception, who: str, method: str, place: RankPlace | Non
 
 
 def describe_death(who: str, place: RankPlace | None, method: str, error: BaseException) -> str:
-    """Names a dead rank in a line: where it lived and why Ray takes it for dead; below, its last lines.
-
-    Args:
-        who: "rank 1 of worker group 'actor'".
-        place: where it lived; None if it died before it could say.
-        method: what it was asked to do.
-        error: Ray's.
+    """Names a dead rank (`who`) in a line: where it lived (None if it died before it could say) and why Ray
+    takes it for dead; below, its last lines.
     """
     if place is None:
         return f"{who} died during {method}: {_in_one_line(error)}"

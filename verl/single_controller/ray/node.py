@@ -20,8 +20,7 @@ import time
 from types import FrameType
 
 from verl.single_controller.ray.environment import RAY_SETTINGS
-from verl.single_controller.ray.session import check_address
-from verl.single_controller.ray.temp_dir import choose_temp_dir
+from verl.single_controller.ray.session import check_address, choose_temp_dir
 
 # The head asks each node every second and takes one for lost after 5 failed answers of at most 2 seconds each
 # (Ray's own: every 3 s, 5 answers, 10 s each).

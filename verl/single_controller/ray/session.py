@@ -6,24 +6,29 @@
 
 The driver runs where it was started, and that machine must be a node of the cluster: Ray reaches its driver
 through the node's own processes. What is wrong with an address is said within seconds, in one line.
+
+Ray keeps its sockets, logs and spilled objects on a local file system, by a short path (`choose_temp_dir`):
+sockets and file locks fail or hang on a network file system, and a socket's path has at most 107 bytes.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 from collections import defaultdict, deque
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RpcError
 
 from verl.single_controller.ray.environment import RAY_SETTINGS
-from verl.single_controller.ray.temp_dir import choose_temp_dir
 
 _SECONDS_TO_ANSWER = 5.0
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -36,6 +41,13 @@ _NO_HEAD = (
     f"with --port). {_ADVICE}."
 )
 LINES_KEPT = 20
+NETWORK_FILE_SYSTEMS = re.compile(
+    r"nfs4?|cifs|smb(3|fs)|lustre|gpfs|beegfs|ceph|glusterfs|panfs|wekafs|afs|9p|pvfs2|"
+    r"fuse\.(glusterfs|sshfs|ceph|s3fs|gcsfuse)"
+)
+LOCAL_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+# 107 bytes less what Ray appends
+LONGEST_FOLDER = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.99")
 
 
 class RaySession:
@@ -62,11 +74,8 @@ def init_ray(num_cpus: int | None = None, log_to_driver: bool = True) -> RaySess
 
     `num_cpus` is what a cluster started here offers (None: the cores of the machine); it is a count for
     scheduling, processes may be more. `log_to_driver` shows the actors' output here. If the process is
-    connected already, that connection is used and left open.
-
-    Raises:
-        ValueError: nobody answers at RAY_ADDRESS, this machine is no node of that cluster, or Ray finds no
-            place for its files.
+    connected already, that connection is used and left open. ValueError: nobody answers at RAY_ADDRESS, this
+    machine is no node of that cluster, or Ray finds no place for its files.
     """
     if ray.is_initialized():
         return RaySession(owned=False)
@@ -124,10 +133,8 @@ def check_address(address: str) -> None:
 
 
 def list_nodes(address: str) -> list[Any]:
-    """Ray's record of each node of the cluster at host:port, dead ones too (state: 0 is alive).
-
-    Raises:
-        ValueError: no Ray head node answers there.
+    """Ray's record of each node of the cluster at host:port, dead ones too (state: 0 is alive). ValueError:
+    no Ray head node answers there.
     """
     check_address(address)
     # the client that `ray status` uses; there is no public one
@@ -156,3 +163,44 @@ def _keep_last_lines() -> None:
             _LAST_LINES[data["ip"], int(pid)].extend(data["lines"])
 
     ray_logging.global_worker_stdstream_dispatcher.add_handler("last lines", keep)
+
+
+def trouble_with(folder: str, mounts: Sequence[str] | None = None) -> str | None:
+    """Why Ray can't work below `folder`; None if it can. `mounts`: lines of /proc/mounts."""
+    if mounts is None:
+        table = Path("/proc/mounts")
+        mounts = table.read_text().splitlines() if table.exists() else []
+    real = os.path.realpath(folder) + "/"
+    every = [
+        (point.replace("\\040", " "), kind) for _, point, kind in (line.split(" ")[:3] for line in mounts)
+    ]
+    holding = [(point, kind) for point, kind in every if real.startswith(point.rstrip("/") + "/")]
+    # of several at one point the last counts, such as what autofs mounted over itself
+    kind = max(reversed(holding), key=lambda mount: len(mount[0]))[1] if holding else ""
+    if NETWORK_FILE_SYSTEMS.fullmatch(kind):
+        return f"is on a network file system ({kind}), where Ray's sockets and locks don't work"
+    if len(os.fsencode(os.path.abspath(folder))) > LONGEST_FOLDER:
+        return f"has a path of more than {LONGEST_FOLDER} bytes, too long for the sockets below it"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return "can't be written" if os.path.isdir(folder) else "does not exist"
+    return None
+
+
+def choose_temp_dir(mounts: Sequence[str] | None = None) -> tuple[str, str | None]:
+    """Ray's own folder on this machine, and a line to say if it is not where TMPDIR points.
+
+    RAY_TMPDIR is the user's word; TMPDIR is used if Ray can work there, else /tmp, /var/tmp or /dev/shm.
+    ValueError: RAY_TMPDIR can't be used, or nothing can.
+    """
+    wanted = os.environ.get("RAY_TMPDIR")
+    usual = wanted or os.environ.get("TMPDIR") or LOCAL_FOLDERS[0]
+    why = trouble_with(usual, mounts)
+    if why is None:
+        return os.path.join(usual, "ray"), None
+    advice = "Set RAY_TMPDIR to a folder on a local disk with a short path, such as /tmp."
+    if wanted:
+        raise ValueError(f"RAY_TMPDIR={wanted} {why}. {advice}")
+    for folder in LOCAL_FOLDERS:
+        if trouble_with(folder, mounts) is None:
+            return os.path.join(folder, "ray"), f"Ray works in {folder}/ray: {usual} {why}"
+    raise ValueError(f"{usual} {why}, and {', '.join(LOCAL_FOLDERS)} can't be used either. {advice}")

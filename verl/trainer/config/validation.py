@@ -28,13 +28,11 @@ _TEACHER = "actor_rollout_ref.teacher.path"
 def validate(config: Config, *, format_reward: bool = False) -> None:
     """Check a whole configuration; returns silently when it can run.
 
-    format_reward: the program is `main_ppo_format`, which reads the format scores.
-
-    Raises:
-        ValueError: the first mistake found.
+    format_reward: the program is `main_ppo_format`, which reads the format scores. ValueError: the first
+    mistake found.
     """
     check_config(config, format_reward=format_reward)
-    passes = Passes.of(config)
+    passes = Passes(config)
     _check_algorithm(config, passes)
     _check_filter(config, passes)
     rollout = config.actor_rollout_ref.rollout
@@ -92,6 +90,8 @@ def settings_without_effect(config: Config) -> list[str]:
     if config.data.mixture is not None:
         why = "the rows are those of data.mixture."
         unread |= {"data.train_files": why, "data.train_data_num": why}
+    if config.reward_model.search_cost == 0:
+        unread["reward_model.search_cost_from"] = "reward_model.search_cost=0 takes nothing off."
     lines = [
         f"{key}={shown(at(config, key))} has no effect: {reason}"
         for key, reason in unread.items()

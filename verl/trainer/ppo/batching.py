@@ -15,7 +15,7 @@ import torch
 from transformers import PretrainedConfig
 
 from verl.protocol import DataProto
-from verl.utils.packing import PrefixOrder, prefix_order
+from verl.utils.packing import prefix_order
 
 KEPT_TOGETHER = 4  # a row that shares at least one part in this many with its neighbour
 
@@ -23,8 +23,7 @@ KEPT_TOGETHER = 4  # a row that shares at least one part in this many with its n
 def arrange_for_workers(
     batch: DataProto, world_size: int, mini_batch_size: int, attention_length: float = 4096.0
 ) -> tuple[DataProto, list[int]]:
-    """The rows in an order in which contiguous chunks, one a rank, are balanced and mini-batches stay the
-    same sets; and per rank its number of tokens.
+    """The rows in an order in which contiguous chunks, one a rank, are balanced; and per rank its tokens.
 
     Mini-batch k of the whole world is the set of rows [k*m, (k+1)*m), whatever `world_size` is; of it, each
     rank gets the same number of rows and about the same cost. Rows that are needed to fill up are copies with
@@ -36,24 +35,23 @@ def arrange_for_workers(
         return batch, [int(lengths.sum())]
     sequences = [row.numpy() for row in batch.tensors["input_ids"][attention].split(lengths.tolist())]
     order: list[list[int]] = [[] for _ in range(world_size)]
-    is_fill: list[list[bool]] = [[] for _ in range(world_size)]
+    is_real: list[list[int]] = [[] for _ in range(world_size)]
     for start in range(0, len(batch), mini_batch_size):
         end = min(start + mini_batch_size, len(batch))
         share = -(-(end - start) // world_size)
         for rank, rows in enumerate(balanced_parts(sequences[start:end], world_size, attention_length)):
             missing = share - len(rows)
             order[rank] += [start + row for row in rows] + [start] * missing
-            is_fill[rank] += [False] * len(rows) + [True] * missing
+            is_real[rank] += [1] * len(rows) + [0] * missing
     arranged = batch.select_idxs(torch.tensor([row for rows in order for row in rows]))
-    real = torch.tensor([not fill for fills in is_fill for fill in fills])
+    real = torch.tensor([flag for flags in is_real for flag in flags])
     if not real.all():
-        arranged.tensors["response_mask"] = arranged.tensors["response_mask"] * real.long()[:, None]
+        arranged.tensors["response_mask"] = arranged.tensors["response_mask"] * real[:, None]
     return arranged, [int(lengths[rows].sum()) for rows in order]
 
 
 def attention_length(config: PretrainedConfig) -> float:
-    """The length, in tokens, of a sequence whose causal attention takes as many operations as its layers'
-    matrices.
+    """The length, in tokens, of a sequence whose causal attention costs as much as its layers' matrices.
 
     Per token and layer the matrices of weights take 2 w operations (w: their elements), causal attention over
     n tokens 2 n h d (h heads of width d; half of 4 n h d): so n = w / (h d). Without embedding and head,
@@ -74,57 +72,37 @@ def balanced_parts(
 ) -> list[list[int]]:
     """Splits rows into parts of equal number (rounded up) and about equal cost; returns indices, sorted.
 
-    Tried are rows one by one, and rows that begin alike together; taken is what makes the dearest part
-    cheaper. The same input always gives the same parts.
+    Tried are rows one by one, and runs of rows of which each shares much with the one before; taken is what
+    makes the dearest part cheaper. The same input always gives the same parts.
     """
     room = -(-len(sequences) // num_parts)
-    alike = _alike(prefix_order(sequences), sequences, room)
-    single = [[row] for row in range(len(sequences))]
-    plans = [_fill(units, sequences, num_parts, room, attention_length) for units in (single, alike)]
-    plan = min(plans, key=lambda parts: max(_cost_of(part, sequences, attention_length) for part in parts))
-    return [sorted(part) for part in plan]
-
-
-def _alike(by_prefix: PrefixOrder, sequences: Sequence[np.ndarray], room: int) -> list[list[int]]:
-    """Runs of at most `room` rows in prefix order of which each shares much with the one before."""
-    units: list[list[int]] = []
-    for row, shared in zip(by_prefix.order, by_prefix.shared, strict=True):
-        if units and len(units[-1]) < room and shared * KEPT_TOGETHER >= len(sequences[row]):
-            units[-1].append(row)
+    alike: list[list[int]] = []
+    for row, shared in prefix_order(sequences):
+        if alike and len(alike[-1]) < room and shared * KEPT_TOGETHER >= len(sequences[row]):
+            alike[-1].append(row)
         else:
-            units.append([row])
-    return units
+            alike.append([row])
 
+    def cost_of(rows: Sequence[int]) -> float:
+        order = prefix_order([sequences[row] for row in rows])
+        lengths = [(len(sequences[rows[place]]), shared) for place, shared in order]
+        return sum(n - shared + (n**2 - shared**2) / attention_length for n, shared in lengths)
 
-def _cost_of(rows: Sequence[int], sequences: Sequence[np.ndarray], attention_length: float) -> float:
-    by_prefix = prefix_order([sequences[row] for row in rows])
-    lengths = [len(sequences[rows[place]]) for place in by_prefix.order]
-    return sum(
-        length - shared + (length**2 - shared**2) / attention_length
-        for length, shared in zip(lengths, by_prefix.shared, strict=True)
-    )
+    def filled(units: Sequence[list[int]]) -> list[list[int]]:
+        """The dearest unit goes to the cheapest part that has room for it, else in pieces to several."""
+        parts: list[list[int]] = [[] for _ in range(num_parts)]
+        totals, costs = [0.0] * num_parts, [cost_of(unit) for unit in units]
+        for index in sorted(range(len(units)), key=lambda i: (-costs[i], units[i])):
+            rows = units[index]
+            while rows:
+                free = [room - len(part) for part in parts]
+                fits = [k for k in range(num_parts) if free[k] >= len(rows)]
+                best = min(fits or [k for k in range(num_parts) if free[k]], key=lambda k: (totals[k], k))
+                piece, rows = rows[: free[best]], rows[free[best] :]
+                parts[best] += piece
+                totals[best] += cost_of(piece)
+        return parts
 
-
-def _fill(
-    units: Sequence[list[int]],
-    sequences: Sequence[np.ndarray],
-    num_parts: int,
-    room: int,
-    attention_length: float,
-) -> list[list[int]]:
-    """Greedy: the dearest unit goes to the cheapest part that has room for it, else in pieces to several."""
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    totals = [0.0] * num_parts
-    costs = [_cost_of(unit, sequences, attention_length) for unit in units]
-    for index in sorted(range(len(units)), key=lambda i: (-costs[i], units[i])):
-        rows = units[index]
-        while rows:
-            free = [room - len(part) for part in parts]
-            fits = [k for k in range(num_parts) if free[k] >= len(rows)] or [
-                k for k in range(num_parts) if free[k]
-            ]
-            best = min(fits, key=lambda k: (totals[k], k))
-            piece, rows = rows[: free[best]], rows[free[best] :]
-            parts[best] += piece
-            totals[best] += _cost_of(piece, sequences, attention_length)
-    return parts
+    plans = [filled([[row] for row in range(len(sequences))]), filled(alike)]
+    plan = min(plans, key=lambda parts: max(map(cost_of, parts)))
+    return [sorted(part) for part in plan]

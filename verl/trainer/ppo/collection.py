@@ -1,9 +1,8 @@
 """Which prompts a step asks, and which of its trajectories it learns from.
 
-    rounds: prompts -> (the trainer generates, with searches) -> set_aside_unfinished
-            -> (the trainer scores) -> add
-        ^                            |
-        +-- too few groups teach ----+   (algorithm.filter_groups with refill)
+    rounds: prompts -> (the trainer generates, with searches, and scores) -> add
+        ^                                                                     |
+        +-- too few groups teach (algorithm.filter_groups with refill) -------+
     selected: the rows that the step learns from
 
 The rounds of a step use one policy. Surplus groups of the last round are trained as well, so that nothing
@@ -31,7 +30,7 @@ from verl.trainer.ppo.run_state import RunStopped
 from verl.trainer.ppo.scoring import values_named
 from verl.utils.dataset.mixture import Mixture
 from verl.utils.dataset.rl_dataset import DataFailed, PromptSampler, RLHFDataset
-from verl.verifiers.batch import verifier_metrics
+from verl.verifiers.registry import verifier_metrics
 
 TRAIN_STREAM, VALIDATION_STREAM = 0, 1
 KEPT, CUT = "kept", "cut"  # finish reasons of trajectories that a round did not wait for
@@ -41,8 +40,8 @@ PARTIAL_GROUPS_FILE, HISTORY_FILE = "partial_groups.pkl", "prompt_history.npz"
 def sampling_seeds(run_seed: int, stream: int, step: int, num_rows: int, round_: int = 0) -> torch.Tensor:
     """One 64-bit seed for each row of a step; [num_rows] int64.
 
-    A function of its arguments alone, so a resumed run draws what the undisturbed one would have drawn, and
-    the number of processes has no influence. `round_`: for a step that generates more than once.
+    A function of its arguments alone: a resumed run draws what the undisturbed one would have drawn, on any
+    number of processes. `round_`: for a step that generates more than once.
     """
     words = np.random.SeedSequence([run_seed, stream, step, round_]).generate_state(num_rows, np.uint64)
     return torch.from_numpy(words.view(np.int64).copy())
@@ -83,15 +82,9 @@ class TrajectoryCollector:
     """Chooses the prompts and the rows of each step; generates and scores nothing itself.
 
     Args:
-        config: the whole configuration. passes: what it asks for.
-        dataset, sampler: the training prompts and which of them come next. The sampler hears how often each
-            was solved.
+        dataset, sampler: the training prompts, and which come next; it hears how often each was solved.
         trajectory_metrics: records of trajectories with searches -> `env/*`.
         say: takes one line for the user.
-
-    Attributes:
-        unfinished: rows that the next generation goes on with, or None: their prompts' columns and
-            `continuation` (see `continuations`).
     """
 
     def __init__(
@@ -105,7 +98,7 @@ class TrajectoryCollector:
     ) -> None:
         self.config, self.passes, self.dataset, self.sampler = config, passes, dataset, sampler
         self.trajectory_metrics, self.say = trajectory_metrics, say
-        self.unfinished: DataProto | None = None
+        self.unfinished: DataProto | None = None  # what `split_unfinished` keeps for the next generation
         self._rounds: list[DataProto] = []  # of this step, scored
         self._batch = DataProto(None)  # all their rows
         self._usable = self._chosen = np.zeros(0, dtype=bool)  # of these rows
@@ -143,11 +136,6 @@ class TrajectoryCollector:
                 "(algorithm.filter_groups.max_num_gen_batches); the step goes on with these"
             )
 
-    def set_aside_unfinished(self, generated: DataProto) -> DataProto:
-        """The rows to score now; see `split_unfinished` for those that go on with the next generation."""
-        now, self.unfinished = split_unfinished(generated)
-        return now
-
     def add(self, scored: DataProto) -> None:
         """Takes the scored trajectories of a round."""
         self._rounds.append(scored)
@@ -170,16 +158,14 @@ class TrajectoryCollector:
             prompts.non_tensor_batch["continuation"] = object_array([None] * len(prompts))
             prompts = DataProto.concat([self.unfinished, prompts])
         seeds = sampling_seeds(self.config.trainer.seed, TRAIN_STREAM, step, len(prompts), number)
-        keep_partial = rollout.keep_partial and not is_last
-        return self._with_sampling(
-            prompts, seeds, rollout.do_sample, validate=False, keep_partial=keep_partial
-        )
+        keeps = rollout.keep_partial and not is_last
+        return self._with_sampling(prompts, seeds, rollout.do_sample, validate=False, keep_partial=keeps)
 
     def _with_sampling(
         self, prompts: DataProto, seeds: torch.Tensor, do_sample: bool, **more: bool
     ) -> DataProto:
         rollout = self.config.actor_rollout_ref.rollout
-        sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
+        sampling = {name: rollout[name] for name in ("temperature", "top_p", "top_k")}
         return with_seeds(prompts, seeds, do_sample=do_sample, **sampling, **more)
 
     def _informative(self) -> np.ndarray:
@@ -203,9 +189,7 @@ class TrajectoryCollector:
 
     def selected(self, seconds: float) -> tuple[DataProto, dict[str, float]]:
         """The rows that the step learns from, and metrics of all that it generated, which took `seconds`.
-
-        Raises:
-            RunStopped: there is nothing to learn from.
+        RunStopped: there is nothing to learn from.
         """
         batch, chosen = self._batch, self._chosen
         metrics = self._metrics(seconds)
@@ -226,7 +210,7 @@ class TrajectoryCollector:
         """One row for each prompt of the batch, to be answered greedily (ReMax's baseline)."""
         uids = batch.non_tensor_batch["uid"].astype(str)
         first = np.unique(uids, return_index=True)[1]
-        made = ("trajectory", "em", "reward_extra", "verdicts", "continuation")
+        made = ("trajectory", "em", "f1", "reward_extra", "verdicts", "continuation")
         columns = [name for name in batch.non_tensor_batch if name not in made]
         prompts = batch.select([], columns).select_idxs(first)
         seeds = sampling_seeds(self.config.trainer.seed, TRAIN_STREAM, step, len(prompts))
@@ -284,10 +268,11 @@ class TrajectoryCollector:
             metrics |= {
                 f"reward/{name}": float(np.mean([row[name] for row in extra]))
                 for name in names
-                if name not in ("score", "em") and all(row.get(name) is not None for row in extra)
+                if name not in ("score", "em", "f1") and all(row.get(name) is not None for row in extra)
             }
             metrics |= {
                 "train/em": float(columns["em"][usable].astype(float).mean()),
+                "train/f1": float(columns["f1"][usable].astype(float).mean()),
                 "train/score": float(batch.tensors["outcome"].numpy()[usable].mean()),
                 "train/searches": float(np.mean([record["num_searches"] for record in records[usable]])),
             }
@@ -296,7 +281,7 @@ class TrajectoryCollector:
     # ------------------------------------------------------------------------------------------ checkpoints
 
     def take_state(self) -> None:
-        """Notes what the next step depends on, for a `save` in the midst of it."""
+        """Notes what the next step depends on, for a `save` in its midst."""
         self._state = self.unfinished, self.sampler.history()
 
     def save(self, folder: Path) -> None:
@@ -353,11 +338,8 @@ def informative_rows(values: np.ndarray, uids: np.ndarray, usable: np.ndarray) -
     """The usable rows of groups whose members differ in some value; [N] bool.
 
     A group whose members all have the same reward gives every token an advantage of 0 (DAPO's dynamic
-    sampling, arXiv:2503.14476, eq. 11, leaves out groups that are all right or all wrong).
-
-    Args:
-        values: [N] or [N, K] float, the K numbers that are compared; rows that are not usable are not read.
-        uids: the group of each row. usable: [N] bool.
+    sampling, arXiv:2503.14476, eq. 11, leaves out groups that are all right or all wrong). values: [N] or
+    [N, K] float, the K numbers that are compared; rows that are not usable are not read.
     """
     values = values.reshape(len(values), -1)
     group = np.unique(uids.astype(str), return_inverse=True)[1]
@@ -410,9 +392,7 @@ def split_unfinished(generated: DataProto) -> tuple[DataProto, DataProto | None]
 
 
 def continuations(batch: DataProto) -> np.ndarray:
-    """[N] of dict, what the agent goes on with: `response_ids`, `response_mask` and `log_probs` without
-    padding, and the trajectory's `record`.
-    """
+    """[N] of dict, what the agent goes on with: ids, mask and log-probs without padding, and the `record`."""
     tensors = batch.tensors
     lengths = tensors["attention_mask"][:, -tensors["responses"].shape[1] :].sum(-1).tolist()
     names = {"response_ids": "responses", "response_mask": "response_mask", "log_probs": "rollout_log_probs"}
@@ -426,9 +406,7 @@ def continuations(batch: DataProto) -> np.ndarray:
 
 
 def cut_unfinished(batch: DataProto) -> DataProto:
-    """The batch with an empty response_mask, and log-probs of 0, in rows that were not waited for; their
-    records say that they are cut.
-    """
+    """The batch with nothing sampled in rows that were not waited for; their records say so."""
     cut = batch.select()
     records = [dict(record) for record in batch.non_tensor_batch["trajectory"]]
     unfinished = torch.tensor([record["finish_reason"] == KEPT for record in records])[:, None]

@@ -1,15 +1,18 @@
-"""What became of a batch's episodes: the failures that stop a run, and the figures of each environment."""
-
-from __future__ import annotations
+"""What became of a batch's episodes: failures that stop a run, each environment's figures, what a score loses
+for searches and for nearing a limit of length.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from verl.config import Config
 from verl.environments.base import BaseTextEnv
 from verl.environments.registry import SEARCH, load_class
+from verl.protocol import DataProto
 from verl.trainer.ppo.run_state import EnvironmentsFailed, SearchesFailed
 
 Records = Sequence[Mapping[str, Any]] | np.ndarray
@@ -25,34 +28,31 @@ class FailureWatch:
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
         """say: takes one line for the user; the first failure of each environment is told."""
         self.config, self.say = config, say
-        self._told: set[str] = set()
+        self._told = set[str]()
 
     def check(self, records: Records) -> None:
+        """SearchesFailed, EnvironmentsFailed: so many failed that the rest says little about the policy. It
+        leans to trajectories that did not search, or ended before a server went away.
         """
-        Raises:
-            SearchesFailed, EnvironmentsFailed: so many failed that the rest says little about the policy.
-                What is left leans to trajectories that did not search, or ended before a server went away.
-        """
-        searches = [str(_error_of(each)) for each in records if each["finish_reason"] == "search_failed"]
-        limit = self.config.retriever.max_failed_share
-        if len(searches) > limit * len(records) or len(searches) == len(records):
-            raise SearchesFailed(
-                f"{len(searches)} of {len(records)} trajectories ended because a search failed "
-                f"(retriever.max_failed_share={limit:g}): {searches[-1]}"
-            )
-        failed = [each for each in records if each["finish_reason"] in ("env_failed", "unverified")]
-        for each in failed:
-            env_class = environment_of(each)
-            if env_class not in self._told:
-                self._told.add(env_class)
-                self.say(f"environment {env_class}: an episode failed and is left out: {_error_of(each)}")
-        limit = self.config.environment.max_failed_share
-        if len(failed) > limit * len(records) or (failed and len(failed) == len(records)):
-            names = ", ".join(sorted({environment_of(each) for each in failed}))
-            raise EnvironmentsFailed(
-                f"{len(failed)} of {len(records)} trajectories ended because {names} failed "
-                f"(environment.max_failed_share={limit:g}): {_error_of(failed[-1])}"
-            )
+        stops = {"retriever": SearchesFailed, "environment": EnvironmentsFailed}
+        failures: dict[str, list[tuple[str, Any]]] = {block: [] for block in stops}
+        for record in records:
+            if record["finish_reason"] == "search_failed":
+                failures["retriever"].append(("a search", record))
+            elif record["finish_reason"] in ("env_failed", "unverified"):
+                failures["environment"].append((environment_of(record), record))
+        for block, failed in failures.items():
+            for name, record in failed:
+                if block == "environment" and name not in self._told:
+                    self._told.add(name)
+                    self.say(f"environment {name}: an episode failed and is left out: {_error_of(record)}")
+            limit = self.config[block].max_failed_share
+            if failed and (len(failed) > limit * len(records) or len(failed) == len(records)):
+                raise stops[block](
+                    f"{len(failed)} of {len(records)} trajectories ended because "
+                    f"{', '.join(sorted({name for name, _ in failed}))} failed "
+                    f"({block}.max_failed_share={limit:g}): {_error_of(failed[-1][1])}"
+                )
 
 
 def _error_of(record: Mapping[str, Any]) -> str:
@@ -61,49 +61,93 @@ def _error_of(record: Mapping[str, Any]) -> str:
 
 
 def environment_metrics(records: Records, scores: Sequence[float | None]) -> dict[str, float]:
-    """`env/<environment>/..` of a batch in which other environments than searches are.
+    """`env/<environment>/..` of a batch in which other environments than searches are. scores: of each
+    record; None: it failed or could not be verified.
 
     reward (mean, of those with a score), turns (mean), failed and unverified (counts), steps_failed (those
     that a step has ended), seconds_init, seconds_step (means of a call), and what the environment's class
     makes of its own figures. A ":" in a name is a "." here.
-
-    Args:
-        scores: of each record; None: it has none, as it failed or could not be verified.
     """
     metrics: dict[str, float] = {}
     names = dict.fromkeys(map(environment_of, records))
-    if set(names) <= {SEARCH}:
-        return metrics
-    for name in names:
-        rows = [(each, x) for each, x in zip(records, scores, strict=True) if environment_of(each) == name]
-        of_class, known = [each for each, _ in rows], [score for _, score in rows if score is not None]
-        reasons = [each["finish_reason"] for each in of_class]
-        figures = {
-            "turns": float(np.mean([len(each["turns"]) for each in of_class])),
-            "failed": float(reasons.count("env_failed")),
-            "unverified": float(reasons.count("unverified")),
-        }
+    for name in names if set(names) - {SEARCH} else ():
+        rows = [record for record in records if environment_of(record) == name]
+        of_all = zip(records, scores, strict=True)
+        known = [score for record, score in of_all if environment_of(record) == name and score is not None]
+        reasons, turns = [row["finish_reason"] for row in rows], [len(row["turns"]) for row in rows]
+        figures: dict[str, Any] = {"turns": np.mean(turns), "failed": reasons.count("env_failed")}
+        figures["unverified"] = reasons.count("unverified")
         if known:
-            figures["reward"] = float(np.mean(known))
+            figures["reward"] = np.mean(known)
         if name != SEARCH:
-            num_steps = sum(len(each["turns"]) for each in of_class)
-            figures["steps_failed"] = float(
-                sum(bool(each["env_error"] and each["turns"]) for each in of_class)
-            )
-            figures["seconds_init"] = float(np.mean([each["env_seconds_init"] for each in of_class]))
-            figures["seconds_step"] = sum(each["env_seconds_step"] for each in of_class) / max(num_steps, 1)
-            figures |= _own_figures(name, [each["env_metrics"] for each in of_class if each["env_metrics"]])
-        metrics |= {f"env/{name.replace(':', '.')}/{key}": value for key, value in figures.items()}
+            figures["steps_failed"] = sum(bool(row["env_error"] and row["turns"]) for row in rows)
+            figures["seconds_init"] = np.mean([row["env_seconds_init"] for row in rows])
+            figures["seconds_step"] = sum(row["env_seconds_step"] for row in rows) / max(sum(turns), 1)
+            aggregate = getattr(load_class(name)[0], "aggregate_metrics", BaseTextEnv.aggregate_metrics)
+            own = [row["env_metrics"] for row in rows if row["env_metrics"]]
+            try:
+                figures |= {str(key): value for key, value in (aggregate(own) if own else {}).items()}
+            except Exception as error:  # it is a user's; a figure must not end a run
+                print(f"note: environment {name}: aggregate_metrics failed: {error!r}")
+        metrics |= {
+            f"env/{name.replace(':', '.')}/{key}": float(value)
+            for key, value in figures.items()
+            if isinstance(value, int | float | np.number)
+        }
     return metrics
 
 
-def _own_figures(env_class: str, rows: list[dict[str, Any]]) -> dict[str, float]:
-    aggregate = getattr(load_class(env_class), "aggregate_metrics", BaseTextEnv.aggregate_metrics)
-    try:
-        figures = aggregate(rows) if rows else {}
-    except Exception as error:  # it is a user's; a figure must not end a run
-        print(f"note: environment {env_class}: aggregate_metrics failed: {error!r}")
-        figures = {}
-    return {
-        str(key): float(value) for key, value in figures.items() if isinstance(value, int | float | np.number)
-    }
+def apply_search_cost(
+    scores: Tensor, num_searches: Sequence[int], cost: float, cost_from: float | None = None
+) -> Tensor:
+    """Scores [N, R] float32 that are worth less the more searches each row has made: score * max(0, 1 - cost
+    * searches) if score > 0.
+
+    A reward of 0 or less stays what it is, so that a wrong answer is never a reason to search less. Among
+    right answers to one question the cost decides: GRPO then prefers the one with no search too many.
+
+    With `cost_from` nothing is taken off while the rows that searched score that much or less on average, all
+    of `cost` when they score 1, evenly more between: a policy that can only use one search yet would learn
+    from the cost to make no second one, before a second one has ever brought it an answer.
+    """
+    searches = torch.tensor(num_searches, dtype=scores.dtype)
+    if cost_from is not None and bool((searches > 0).any()):
+        mean = float(scores.sum(-1)[searches > 0].mean())
+        cost *= min(1.0, max(0.0, (mean - cost_from) / (1.0 - cost_from)))
+    kept = (1.0 - cost * searches).clamp(min=0.0).unsqueeze(1)
+    return torch.where(scores > 0, scores * kept, scores)
+
+
+def room_left(batch: DataProto, max_context: int, max_turn: int, max_turns: int) -> np.ndarray:
+    """How many more tokens each policy could have written before a limit had cut it; [N] int64, at least 0.
+
+    A trajectory is cut when its context (prompt, turns, observations) reaches `max_context` tokens, or when
+    its last turn, the one after `max_turns` others, reaches `max_turn`. 0 for one that was cut, also where an
+    observation that did not fit has cut it. Of other environments than searches any turn may be the last.
+    """
+    context = batch.tensors["attention_mask"].sum(-1).tolist()
+    room = np.maximum(max_context - np.array(context, dtype=np.int64), 0)
+    for row, record in enumerate(batch.non_tensor_batch["trajectory"]):
+        turns = record["turns"]
+        if record["finish_reason"] == "length":
+            room[row] = 0
+        elif len(turns) > max_turns or (turns and "env_class" in record):
+            room[row] = min(room[row], max(max_turn - (turns[-1]["end"] - turns[-1]["start"]), 0))
+    return room
+
+
+def overlong_penalty(room: np.ndarray, buffer_length: int, factor: float) -> np.ndarray:
+    """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13) times `factor`; [N] float64.
+
+    0 while at least `buffer_length` tokens are left, then falling evenly to -1 where none is: with |y| the
+    length, L_max where it is cut and L_cache the buffer, (L_max - L_cache - |y|) / L_cache. The room that is
+    left, L_max - |y|, counts, as an agent's context holds retrieved text as well.
+    """
+    return factor * np.clip((room - buffer_length) / buffer_length, -1.0, 0.0)
+
+
+def add_to_outcome(scores: Tensor, response_mask: Tensor, amounts: np.ndarray) -> Tensor:
+    """[N, R]: `scores` with each row's amount [N] added on its last sampled token, if it has one."""
+    mask = response_mask.bool()
+    is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
+    return scores + is_last * torch.from_numpy(amounts).to(scores.dtype).unsqueeze(1)

@@ -32,12 +32,9 @@ def signs(metrics: Mapping[str, float], early: Mapping[str, float]) -> dict[str,
     def now(*names: str) -> float:
         return float(next((metrics[name] for name in names if name in metrics), math.nan))
 
-    def first(name: str) -> float:
-        return float(early.get(name, math.nan))
-
     seen: dict[str, str] = {}
-    entropy, entropy_first = now("actor/entropy"), first("actor/entropy")
-    score, score_first = now("critic/score/mean"), first("critic/score/mean")
+    entropy, entropy_first = now("actor/entropy"), early.get("actor/entropy", math.nan)
+    score, score_first = now("critic/score/mean"), early.get("critic/score/mean", math.nan)
     if entropy < 0.02:  # nats per token; runs that learned the microworld to 0.9 went down to 0.04
         seen["entropy_gone"] = (
             f"the entropy is {entropy:.2g} nats per token: the policy hardly tries anything else any more, "
@@ -100,7 +97,7 @@ def signs(metrics: Mapping[str, float], early: Mapping[str, float]) -> dict[str,
             f"{repeated:.0%} of what the policy writes it has written before in the same trajectory: it runs "
             "in circles. Read some trajectories; try a smaller learning rate or a KL to the reference."
         )
-    length, length_first = now("response_length/mean"), first("response_length/mean")
+    length, length_first = now("response_length/mean"), early.get("response_length/mean", math.nan)
     if length < 0.25 * length_first:
         seen["length"] = (
             f"responses shrank from {length_first:.0f} to {length:.0f} tokens: the policy skips reasoning or "
@@ -109,7 +106,8 @@ def signs(metrics: Mapping[str, float], early: Mapping[str, float]) -> dict[str,
     elif (cut := now("response_length/clip_ratio")) > 0.5:
         seen["length"] = (
             f"{cut:.0%} of the trajectories run into their longest length and end without an answer. Try a "
-            "larger data.max_prompt_length, or check whether the policy still ends its answers."
+            "larger data.max_prompt_length, or data.max_response_length where single turns are cut; check "
+            "whether the policy still ends its answers."
         )
     return seen
 
@@ -123,11 +121,7 @@ class HealthMonitor:
         self._last_told: dict[str, int] = {}
 
     def check(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """The lines to show after this step; most often none.
-
-        Args:
-            step: counts from 1. metrics: all metrics of the step.
-        """
+        """The lines to show after this step; most often none."""
         full = {name: values for name, values in self._early.items() if len(values) == EARLY_STEPS}
         seen = signs(metrics, {name: sum(values) / len(values) for name, values in full.items()})
         for name, values in self._early.items():

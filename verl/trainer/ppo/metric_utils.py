@@ -39,23 +39,14 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
     if values.numel() == 0:
         return {}
     values = values.float()
-    return {
-        f"{name}/mean": values.mean().item(),
-        f"{name}/max": values.max().item(),
-        f"{name}/min": values.min().item(),
-    }
+    return {f"{name}/{how}": getattr(values, how)().item() for how in ("mean", "max", "min")}
 
 
 def step_metrics(batch: DataProto, timer: Timer, use_critic: bool) -> dict[str, float]:
     """`critic/*`, `response_length/*`, `prompt_length/*`, `state_tokens/*`, `response/*`, `groups/*`,
-    `timing_*`, `perf/trained_*` of one step.
+    `timing_*`, `perf/trained_*` of one step; with a critic `critic/values/*` and `critic/vf_explained_var`.
 
-    Args:
-        batch: rows with responses, response_mask, attention_mask, uid, and token_level_scores,
-            token_level_rewards, advantages, returns (and values), all [N, R] float32. With `sampled_mask`
-            (tokens were rejected since, see `take_out_rejected`) the figures are of what was sampled.
-        timer: the phases of this step.
-        use_critic: report `critic/values/*` and `critic/vf_explained_var` too.
+    With `sampled_mask` (tokens were rejected since, see `take_out_rejected`) they are of what was sampled.
     """
     tensors = batch.tensors
     mask = tensors["sampled_mask" if "sampled_mask" in tensors else "response_mask"].bool()
@@ -76,14 +67,12 @@ def step_metrics(batch: DataProto, timer: Timer, use_critic: bool) -> dict[str, 
         metrics["critic/vf_explained_var"] = (1 - (returns - values).var() / (variance + 1e-5)).item()
     metrics |= _spread("response_length", sampled)
     metrics |= _spread("prompt_length", prompt_lengths)
-    metrics["state_tokens/total"] = int((context_lengths - sampled).sum())
-    metrics["state_tokens/coverage"] = (
-        (context_lengths - sampled).sum() / context_lengths.sum().clamp(min=1)
-    ).item()
+    num_read = (context_lengths - sampled).sum()
+    metrics["state_tokens/total"] = int(num_read)
+    metrics["state_tokens/coverage"] = (num_read / context_lengths.sum().clamp(min=1)).item()
     metrics["response/repeated_ngrams"] = repeated_ngrams(tensors["responses"], mask)
-    metrics["groups/effective_share"] = effective_group_share(
-        tensors["advantages"], mask, batch.non_tensor_batch["uid"]
-    )
+    uids = batch.non_tensor_batch["uid"]
+    metrics["groups/effective_share"] = effective_group_share(tensors["advantages"], mask, uids)
     seconds, num_tokens = timer.seconds, int((prompt_lengths + context_lengths).sum())
     metrics |= {f"timing_s/{name}": value for name, value in seconds.items()}
     for name in ("ref", "values", "adv", "update_critic", "update_actor"):
@@ -101,9 +90,7 @@ def repeated_ngrams(responses: torch.Tensor, mask: torch.Tensor, length: int = R
     policy that writes the same words again and again.
 
     An n-gram is `length` sampled tokens in a row; one never reaches over an observation. 0 if there is none.
-
-    Args:
-        responses: [N, R] int64. mask: [N, R] bool, where the policy sampled.
+    responses: [N, R] int64. mask: [N, R] bool, where the policy sampled.
     """
     rows, columns = (index.numpy() for index in mask.nonzero(as_tuple=True))
     if len(rows) < length:

@@ -7,9 +7,11 @@ a Ray worker group (one actor a process, any number of machines) and with the in
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,24 +29,30 @@ from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerG
 from verl.trainer.placement import ResourcePoolManager, Role
 from verl.trainer.ppo import metric_utils
 from verl.trainer.ppo.batching import arrange_for_workers, attention_length
-from verl.trainer.ppo.collection import TrajectoryCollector, with_greedy_baselines, without_padding
+from verl.trainer.ppo.collection import (
+    TrajectoryCollector,
+    split_unfinished,
+    with_greedy_baselines,
+    without_padding,
+)
 from verl.trainer.ppo.episodes import FailureWatch
 from verl.trainer.ppo.health import HealthMonitor
 from verl.trainer.ppo.passes import Passes
-from verl.trainer.ppo.resuming import ResumableRun
-from verl.trainer.ppo.run_state import RunStopped, StoppedOnRequest, StopRequest
+from verl.trainer.ppo.resuming import SETTINGS_FILE, ResumableRun
+from verl.trainer.ppo.run_state import RunState, RunStopped, StoppedOnRequest, StopRequest
 from verl.trainer.ppo.scoring import RewardManager, add_advantages, score
 from verl.trainer.ppo.scoring import compute_advantage as compute_advantage  # where verl has it
 from verl.trainer.ppo.validation import ValidationReport, run_summary, validate
 from verl.utils.dataset.mixture import Mixture, prompt_sampler
 from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.dataset.row_environments import SEARCHING, environments_of
+from verl.utils.dataset.row_environments import environments_of, searches
 from verl.utils.records import RunRecorder
 from verl.utils.records.trajectories import TokenTexts, trajectory_records
 from verl.workers.engine.loading import load_hf_config
 from verl.workers.engine.update_loop import shuffled
 
 PASS_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")  # for log-probs and values
+RESUMED = ("sampler", "kl_controller", "running_baseline", "health")  # have a state_dict in `RunState`
 NOT_TRAINED_ON = ("prompts", "responses", "token_level_scores", "token_level_rewards")  # not for the update
 
 
@@ -52,16 +60,15 @@ class RayPPOTrainer(ResumableRun):
     """PPO and its critic-free relatives over worker groups; `Passes` says what a run computes.
 
     Args:
-        config: the whole configuration (`verl/trainer/config/ppo_trainer.yaml`), validated.
+        config: the whole configuration, validated.
         tokenizer: the policy's tokenizer; used for rewards and records, never to make training ids.
         role_worker_mapping: role -> worker class with its constructor arguments.
-        resource_pool_manager: which pool of processes each role lives in.
-        reward_fn, val_reward_fn: DataProto -> scores (see `RewardManager`).
         trajectory_metrics: trajectories of a step -> the agent's metrics (`env/*`).
-        train_dataset, val_dataset: rows of prompts. `extra_val_dataset` is measured at the start and at the
-            end, and reported on its own.
+        extra_val_dataset: is measured at the start and at the end, and reported on its own.
         stop_request: whether the run shall end after the present step, with a checkpoint.
     """
+
+    recorder: RunRecorder
 
     def __init__(
         self,
@@ -77,15 +84,13 @@ class RayPPOTrainer(ResumableRun):
         extra_val_dataset: RLHFDataset | None = None,
         stop_request: StopRequest | None = None,
     ) -> None:
-        super().__init__(config)
+        super().__init__(config, stop_request)
         self.tokenizer = tokenizer
         self.role_worker_mapping, self.resource_pool_manager = role_worker_mapping, resource_pool_manager
         self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.extra_val_dataset = extra_val_dataset
-        self.stop_request = stop_request or StopRequest()
-
-        self.passes = Passes.of(config)
+        self.passes = Passes(config)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.running_baseline = RunningBaseline(config.algorithm.rae_decay)
         self.health = HealthMonitor()
@@ -102,20 +107,16 @@ class RayPPOTrainer(ResumableRun):
             config, self.passes, train_dataset, self.sampler, trajectory_metrics, self.recorder.say
         )
         self.failures = FailureWatch(config, self.recorder.say)
-        self.worker_groups: dict[str, WorkerGroup] = {}
 
     # ---------------------------------------------------------------- workers
 
     def init_workers(self) -> None:
         """Take the run folder, start the processes, load the models into them and start the rollout engine.
 
-        Raises:
-            ValueError: another run is in the folder, its checkpoint is of a run with other settings, or a
-                model does not fit.
-            EngineUnavailable: the rollout engine's servers don't start, or don't answer.
+        ValueError: another run is in the folder, its checkpoint is of a run with other settings, or a model
+        does not fit. EngineUnavailable: the rollout engine's servers don't start, or don't answer.
         """
-        self.checkpoints.lock()
-        self._choose_checkpoint()
+        self._take_folder()
         pools: dict[int, tuple[ResourcePool, dict[str, ClassWithInitArgs]]] = {}
         for role, worker in self.role_worker_mapping.items():
             pool = self.resource_pool_manager.get_resource_pool(role)
@@ -141,28 +142,22 @@ class RayPPOTrainer(ResumableRun):
         )
 
     def shutdown(self) -> None:
-        """End the workers that this trainer started, and close the records. Safe to call twice."""
-        groups, self.worker_groups = self.worker_groups, {}
         try:
-            self.recorder.close()
-        finally:
             self.sampler.close()
-            for group in groups.values():
-                group.shutdown()
             self.reward_fn.verifiers.close()
-            self.checkpoints.unlock()
+        finally:
+            super().shutdown()
 
     # ------------------------------------------------------------------- loop
 
     def fit(self) -> dict[str, Any]:
         """Run to `total_steps` from where the last checkpoint stands; returns what `summary.json` holds.
-
-        Raises:
-            RunStopped: it can't go on. StoppedOnRequest: it was asked to stop.
+        RunStopped: it can't go on. StoppedOnRequest: it was asked to stop.
         """
         self._resume()
         self.recorder.say("\n".join(self._banner()))
-        trainer, actor = self.config.trainer, self.config.actor_rollout_ref.actor
+        config = self.config
+        trainer, actor = config.trainer, config.actor_rollout_ref.actor
         started = time.perf_counter() - self.state.wall_seconds
         with self._ending_well():
             if trainer.val_only or self._lacks_validation():
@@ -179,7 +174,7 @@ class RayPPOTrainer(ResumableRun):
                     for prompts in self.collector.rounds(step, last):
                         with timer("gen"):
                             generated = self._generate_sequences(prompts)
-                            trajectories = self.collector.set_aside_unfinished(generated)
+                            trajectories, self.collector.unfinished = split_unfinished(generated)
                         with timer("reward"):
                             score(trajectories, self.reward_fn, self.config)
                         self.collector.add(trajectories)
@@ -196,13 +191,8 @@ class RayPPOTrainer(ResumableRun):
 
                     self._add_log_probs_and_values(batch, trains_actor, timer)
                     with timer("adv"):
-                        metrics |= add_advantages(
-                            batch,
-                            self.config.algorithm,
-                            self.passes,
-                            self.kl_controller,
-                            self.running_baseline,
-                        )
+                        algorithm, kl, baseline = config.algorithm, self.kl_controller, self.running_baseline
+                        metrics |= add_advantages(batch, algorithm, self.passes, kl, baseline)
 
                     updates: dict[str, dict[str, Any]] = {}
                     for_actor, tokens_per_rank = self._arranged(batch, self.actor_rollout_wg, actor)
@@ -220,11 +210,15 @@ class RayPPOTrainer(ResumableRun):
                     with timer("sync_weights"):
                         self.actor_rollout_wg.sync_weights()
 
-                    search_failure = None
+                    search_failure: RunStopped | None = None
                     if last or (trainer.test_freq > 0 and step % trainer.test_freq == 0):
                         with timer("testing"):
-                            validation, search_failure = self._validate_step("after" if last else "during")
-                        metrics |= validation
+                            try:
+                                report = self._validate(complete=last)
+                                self._record_validation(report, "after" if last else "during")
+                                metrics |= report.metrics()
+                            except RunStopped as failure:  # the step is done all the same
+                                search_failure = failure
                 metrics = metric_utils.step_metrics(batch, timer, self.passes.values) | metrics
                 stop = search_failure is not None or (self.stop_request.asked and not last)
                 warnings = self._take_state(metrics, timer, started)
@@ -236,10 +230,7 @@ class RayPPOTrainer(ResumableRun):
                 self.checkpoint_writing.commit_if_written()  # no checkpoint is ahead of the records
                 self._check_updates(metrics, updates)
                 if stop:
-                    raise search_failure or StoppedOnRequest(
-                        f"asked to stop; the checkpoint of step {step} is written, and the same command goes "
-                        "on from it."
-                    )
+                    raise search_failure or StoppedOnRequest(step)
         return self.recorder.finish(run_summary(self.state, time.perf_counter() - started, trainer.seed))
 
     # ----------------------------------------------------------- parts of a step
@@ -263,7 +254,7 @@ class RayPPOTrainer(ResumableRun):
         names = environments_of(config)
         if names != {SEARCH}:
             lines.append(f"environments: {', '.join(sorted(names))}")
-        if config.do_search and names & SEARCHING:
+        if searches(config):
             lines.append(f"retriever: {config.retriever.url}")
         if self.passes.values and self.state.step < trainer.critic_warmup:
             lines.append(
@@ -273,10 +264,8 @@ class RayPPOTrainer(ResumableRun):
         return lines
 
     def _generate_sequences(self, prompts: DataProto) -> DataProto:
-        """A trajectory for each row of prompts, with the prompts' columns.
-
-        Raises:
-            SearchesFailed, EnvironmentsFailed: of too many; see `FailureWatch`.
+        """A trajectory for each row of prompts, with the prompts' columns. SearchesFailed,
+        EnvironmentsFailed: of too many; see `FailureWatch`.
         """
         columns = prompts.non_tensor_batch
         shipped = [name for name in ("raw_prompt_ids", "uid", "continuation", "episode") if name in columns]
@@ -311,9 +300,8 @@ class RayPPOTrainer(ResumableRun):
         self, batch: DataProto, group: WorkerGroup, block: Actor | Critic
     ) -> tuple[DataProto, list[int]]:
         """The columns that an update reads (`block`: actor or critic), with the rows in the order in which
-        the processes of a group get them; and the number of tokens of each process.
-
-        Rows are shuffled here (`shuffle`), so that a mini-batch is the same set for any number of processes.
+        the processes of a group get them; and the number of tokens of each process. Rows are shuffled here,
+        so that a mini-batch is the same set for any number of processes.
         """
         columns = [str(name) for name, _ in batch.tensors.items() if name not in NOT_TRAINED_ON]
         rows = batch.select(columns, ["uid"], [])
@@ -348,7 +336,7 @@ class RayPPOTrainer(ResumableRun):
 
     @cached_property
     def _attention_length(self) -> float:
-        """See `batching`. Read once, as the model's configuration may be on another machine."""
+        """See `batching`. Read once."""
         return attention_length(load_hf_config(self.config.actor_rollout_ref.model))
 
     def _update_actor(self, rows: DataProto, step: int) -> dict[str, Any]:
@@ -366,15 +354,35 @@ class RayPPOTrainer(ResumableRun):
         self.state.add_step(metrics, timer.seconds, time.perf_counter() - started)
         # the score of all trajectories: that of those chosen to be trained says little
         warnings = self.health.check(self.state.step, metrics | {"critic/score/mean": metrics["train/score"]})
-        self.state.sampler = self.sampler.state_dict()
-        self.state.kl_controller = self.kl_controller.state_dict()
-        self.state.running_baseline = self.running_baseline.state_dict()
-        self.state.health = self.health.state_dict()
+        for name in RESUMED:
+            setattr(self.state, name, getattr(self, name).state_dict())
         self.collector.take_state()
         return warnings
 
+    def _save_checkpoint(self) -> None:
+        def beside(folder: Path) -> None:
+            settings = json.dumps(self.learning_settings, indent=1)
+            (folder / SETTINGS_FILE).write_text(settings, encoding="utf-8")
+            self.collector.save(folder)
+            self.state.save(folder)
+
+        critic = {"critic": self.critic_wg} if self.passes.values else {}
+        self.checkpoint_writing.save(self.state.step, {"actor": self.actor_rollout_wg, **critic}, beside)
+
+    def _load_checkpoint(self, folder: Path) -> int:
+        self.state = RunState.load(folder)
+        self.actor_rollout_wg.load_checkpoint(str(folder / "actor"))
+        if self.state.step == 0:  # weights alone, to start with
+            return 0
+        for name in RESUMED:
+            getattr(self, name).load_state_dict(getattr(self.state, name))
+        self.collector.load(folder)
+        if self.passes.values:
+            self.critic_wg.load_checkpoint(str(folder / "critic"))
+        return self.state.step
+
     def _check_updates(self, metrics: dict[str, float], updates: dict[str, dict[str, Any]]) -> None:
-        """Stops a run whose updates are skipped again and again."""
+        """RunStopped: its updates are skipped again and again."""
         limit = self.config.trainer.max_skipped_updates
         for name, update in updates.items():
             count = metrics.get(f"{name}/num_skipped_in_a_row", 0)
@@ -387,36 +395,19 @@ class RayPPOTrainer(ResumableRun):
     # ----------------------------------------------------------------- measuring
 
     def _validate(self, complete: bool) -> ValidationReport:
-        """Every validation question in each of `trainer.val_modes`.
-
-        Args:
-            complete: the first and the last validation of a run; the questions of `data.extra_val_files` are
-                asked too, and the report carries them in `extra`.
+        """Every validation question in each of `trainer.val_modes`. complete: those of `data.extra_val_files`
+        too, for the report's `extra`; so it is at the beginning and the end of a run.
         """
+        trainer, size = self.config.trainer, self.config.data.val_batch_size
 
-        def ask(dataset: RLHFDataset) -> ValidationReport:
-            return validate(
-                self._generate_sequences,
-                self.val_reward_fn,
-                dataset,
-                list(self.config.trainer.val_modes),
-                self.config.data.val_batch_size,
-                self.config.trainer.seed,
-            )
+        def ask(rows: RLHFDataset) -> ValidationReport:
+            modes, generate = list(trainer.val_modes), self._generate_sequences
+            return validate(generate, self.val_reward_fn, rows, modes, size, trainer.seed)
 
         report = ask(self.val_dataset)
         if complete and self.extra_val_dataset is not None:
             report.extra = ask(self.extra_val_dataset)
         return report
-
-    def _validate_step(self, when: str) -> tuple[dict[str, float], RunStopped | None]:
-        """A step's validation: its metrics, or why there are none. The step is done all the same."""
-        try:
-            report = self._validate(complete=when == "after")
-        except RunStopped as failure:
-            return {}, failure
-        self._record_validation(report, when)
-        return report.metrics(), None
 
     def _lacks_validation(self) -> bool:
         """Whether the validation before the first step, or after the last one, has not been made yet."""
@@ -428,7 +419,9 @@ class RayPPOTrainer(ResumableRun):
         if when != "during":
             self.state.validation[when] = report.summary()
         records = [] if report.samples is None else self._records(report.samples, "val")
-        self.recorder.log_validation(self.state.step, report.metrics(), report.summary(), records)
+        self.recorder.log_validation(
+            self.state.step, report.metrics(), report.summary(), records, report.lines()
+        )
 
     def _records(self, batch: DataProto, split: str) -> list[dict[str, Any]]:
         """Those rows of a batch that are kept for the eye."""

@@ -8,21 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from verl.algos.advantages import RunningBaseline
-from verl.algos.kl_and_entropy import FixedKLController
-from verl.config import Config, load_config
+from verl.config import Config, SFTConfig, load_config
 from verl.config.keys import as_list, flat
 from verl.config.mixture import sources_of
 from verl.single_controller.base import WorkerGroup
-from verl.trainer.ppo.collection import TrajectoryCollector
-from verl.trainer.ppo.health import HealthMonitor
-from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import (
     CheckpointStore,
     CheckpointWriting,
@@ -30,11 +25,11 @@ from verl.trainer.ppo.run_state import (
     RunState,
     RunStopped,
     SearchesFailed,
+    StopRequest,
 )
-from verl.utils.dataset.rl_dataset import PromptSampler
-from verl.utils.records import Recorder, RunRecorder
+from verl.utils.records import Recorder
 
-FILE_NAME = "learning_settings.json"
+SETTINGS_FILE = "learning_settings.json"
 _MODEL = "actor_rollout_ref.model.path"
 _TRAIN_FILES, _MIXTURE = "data.train_files", "data.mixture"
 _WHOLE_FILE = 256 * 1024**2  # bytes; of a larger one the size, the first and the last MiB are compared
@@ -67,9 +62,8 @@ def learning_settings(config: Config) -> dict[str, dict[str, Any]]:
     A key with files is compared by what these hold, so that a run may be moved, and a file that was changed
     in its place is noticed.
     """
-    values = {
-        key: value for key, value in flat(config).items() if any(_is_of(key, name) for name in _DECISIVE)
-    }
+    blocks = tuple(f"{name}." for name in _DECISIVE)
+    values = {key: value for key, value in flat(config).items() if f"{key}.".startswith(blocks)}
     if config.data.mixture is None:
         files = as_list(config.data.train_files or [])
         contents = {_TRAIN_FILES: _digest([Path(file).expanduser() for file in files])}
@@ -89,18 +83,13 @@ def learning_settings(config: Config) -> dict[str, dict[str, Any]]:
     return {"values": values, "contents": contents}
 
 
-def save_learning_settings(settings: Mapping[str, Any], folder: Path) -> None:
-    """Writes them into a checkpoint's folder."""
-    (folder / FILE_NAME).write_text(json.dumps(settings, indent=1), encoding="utf-8")
-
-
 def check_learning_settings(settings: Mapping[str, Any], folder: Path, run_dir: Path) -> None:
     """Raises ValueError if the checkpoint in `folder` is of a run with other settings; it names them and says
     what to type. A checkpoint without settings (of an older version, or of weights alone) passes.
     """
-    if not (folder / FILE_NAME).is_file():
+    if not (folder / SETTINGS_FILE).is_file():
         return
-    earlier = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+    earlier = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
     now = json.loads(json.dumps(settings))
     defaults = flat(load_config([]))  # of keys that an older version did not have
     differences = []
@@ -122,10 +111,6 @@ def check_learning_settings(settings: Mapping[str, Any], folder: Path, run_dir: 
         )
 
 
-def _is_of(key: str, name: str) -> bool:
-    return key == name or key.startswith(f"{name}.")
-
-
 def _typed(value: Any) -> str:
     """A value as it is typed on the command line."""
     return value if isinstance(value, str) else json.dumps(value)
@@ -145,70 +130,93 @@ def _digest(paths: list[Path], more: str = "") -> str:
     return digest.hexdigest()
 
 
-def take_up(
-    checkpoints: CheckpointStore,
-    folder: Path | None,
-    mode: str,
-    load: Callable[[Path], int],
-    recorder: Recorder,
-) -> None:
-    """Takes up the checkpoint in `folder` (None: a start), and cuts the records back to its step.
+class CheckpointedRun:
+    """A run over worker groups that goes on from its last checkpoint: what both programs' trainers share."""
 
-    mode: `trainer.resume_mode`. load: puts everything where a checkpoint left it, and returns its step.
-    RunStopped: the checkpoint is of another run.
-    """
-    aside = checkpoints.set_aside() if mode == "none" else None
-    if aside is not None:
-        checkpoints.lock()
-    checkpoints.remove_incomplete()
-    step = 0
-    if folder is not None:
-        try:
-            step = load(folder)
-        except ValueError as error:
-            raise RunStopped(f"{folder}: {error}") from error
-        for left_behind in checkpoints.set_aside_after(step):
-            print(f"a checkpoint of a later step is now {left_behind}")
-    recorder.start(step, folder)
-    if aside is not None:
-        print(f"an earlier run stood in {checkpoints.run_dir}; it is now {aside}")
-
-
-class ResumableRun:
-    """What a trainer's run goes on from; `RayPPOTrainer` is one.
-
-    Attributes:
-        state: position and totals. resume_folder: the checkpoint that the run goes on from, None for a start.
-    """
-
-    actor_rollout_wg: WorkerGroup
-    critic_wg: WorkerGroup
-    passes: Passes
-    sampler: PromptSampler
-    collector: TrajectoryCollector
-    kl_controller: FixedKLController
-    running_baseline: RunningBaseline
-    health: HealthMonitor
-    recorder: RunRecorder
+    state: Any  # position and totals
+    recorder: Recorder
     total_steps: int
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config | SFTConfig, stop_request: StopRequest | None) -> None:
         trainer = config.trainer
-        self.config, self.state = config, RunState()
-        self.learning_settings = learning_settings(config)
+        self.config, self.stop_request = config, stop_request or StopRequest()
         self.checkpoints = CheckpointStore(trainer.default_local_dir, trainer.max_ckpt_to_keep)
         self.checkpoint_writing = CheckpointWriting(self.checkpoints, trainer.async_checkpoint)
+        self.worker_groups: dict[str, WorkerGroup] = {}
+        self._find_checkpoint()
+
+    def _find_checkpoint(self) -> None:
+        """`resume_folder`: the checkpoint that the run goes on from, None for a start."""
+        trainer = self.config.trainer
         self.resume_folder = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
 
-    def _choose_checkpoint(self) -> None:
-        """Finds the checkpoint to go on from, now that no other run can write one, and looks whether it is of
-        a run like this. Nothing has been written so far. ValueError: it is of another one.
+    def _take_folder(self) -> None:
+        """Keeps other runs out of the folder, and looks for the checkpoint again: now none can be added."""
+        self.checkpoints.lock()
+        self._find_checkpoint()
+
+    def _load_checkpoint(self, folder: Path) -> int:
+        """Puts everything where a checkpoint left it; returns its step. ValueError: it is of another run."""
+        raise NotImplementedError
+
+    def _save_checkpoint(self) -> None:
+        """Begins to write the checkpoint of the last finished step."""
+        raise NotImplementedError
+
+    def _resume(self) -> None:
+        """Takes up the checkpoint that `trainer.resume_mode` asks for, and cuts the records back to its step.
+        RunStopped: the checkpoint is of another run.
         """
-        trainer, checkpoints = self.config.trainer, self.checkpoints
-        self.resume_folder = checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
+        checkpoints, folder, step = self.checkpoints, self.resume_folder, 0
+        aside = checkpoints.set_aside() if self.config.trainer.resume_mode == "none" else None
+        if aside is not None:
+            checkpoints.lock()
+        checkpoints.remove_incomplete()
+        if folder is not None:
+            try:
+                step = self._load_checkpoint(folder)
+            except ValueError as error:
+                raise RunStopped(f"{folder}: {error}") from error
+            for left_behind in checkpoints.set_aside_after(step):
+                print(f"a checkpoint of a later step is now {left_behind}")
+        self.recorder.start(step, folder)
+        if aside is not None:
+            print(f"an earlier run stood in {checkpoints.run_dir}; it is now {aside}")
+        if step >= self.total_steps:
+            print(
+                f"the run in {checkpoints.run_dir} is finished ({step} steps). For a new one set "
+                "trainer.resume_mode=none or another folder; to go on, raise trainer.total_training_steps."
+            )
+
+    def shutdown(self) -> None:
+        """End the workers that this trainer started, and close the records. Safe to call twice."""
+        groups, self.worker_groups = self.worker_groups, {}
+        try:
+            self.recorder.close()
+        finally:
+            for group in groups.values():
+                group.shutdown()
+            self.checkpoints.unlock()
+
+
+class ResumableRun(CheckpointedRun):
+    """A run of reinforcement learning, whose settings must stay; `RayPPOTrainer` is one."""
+
+    config: Config
+    state: RunState
+
+    def __init__(self, config: Config, stop_request: StopRequest | None) -> None:
+        super().__init__(config, stop_request)
+        self.state = RunState()
+        self.learning_settings = learning_settings(config)
+
+    def _take_folder(self) -> None:
+        """As its base; nothing is written so far. ValueError: the checkpoint is not of a run like this."""
+        super()._take_folder()
         if self.resume_folder is None:
             return
-        if not trainer.val_only:
+        checkpoints = self.checkpoints
+        if not self.config.trainer.val_only:
             check_learning_settings(self.learning_settings, self.resume_folder, checkpoints.run_dir)
             return
         step = RunState.load(self.resume_folder).step
@@ -219,36 +227,6 @@ class ResumableRun:
                 f"holds step {later[-1]} of a run, whose records would be cut back. Set "
                 "trainer.default_local_dir to another folder."
             )
-
-    def _save_checkpoint(self) -> None:
-        """Begins to write the checkpoint of the last finished step."""
-        groups = {"actor": self.actor_rollout_wg}
-        if self.passes.values:
-            groups["critic"] = self.critic_wg
-
-        def beside(folder: Path) -> None:
-            save_learning_settings(self.learning_settings, folder)
-            self.collector.save(folder)
-            self.state.save(folder)
-
-        self.checkpoint_writing.save(self.state.step, groups, beside)
-
-    def _load_checkpoint(self, folder: Path) -> int:
-        """Put everything where the checkpoint in `folder` left it, and return its step. ValueError: it is of
-        another run.
-        """
-        self.state = RunState.load(folder)
-        self.actor_rollout_wg.load_checkpoint(str(folder / "actor"))
-        if self.state.step == 0:  # weights alone, to start with
-            return 0
-        self.sampler.load_state_dict(self.state.sampler)
-        self.collector.load(folder)
-        self.kl_controller.load_state_dict(self.state.kl_controller)
-        self.running_baseline.load_state_dict(self.state.running_baseline)
-        self.health.load_state_dict(self.state.health)
-        if self.passes.values:
-            self.critic_wg.load_checkpoint(str(folder / "critic"))
-        return self.state.step
 
     @contextmanager
     def _ending_well(self) -> Iterator[None]:
@@ -263,24 +241,11 @@ class ResumableRun:
             if step and step not in self.checkpoints.steps() and not self.config.trainer.val_only:
                 self._save_checkpoint()
                 self.checkpoint_writing.finish()
-            steps = self.checkpoints.steps()
-            origin = f"step {steps[-1]}" if steps else "its beginning, as it has no checkpoint yet"
             resumes = self.config.trainer.resume_mode in ("auto", "latest")
             command = "the same command again" + ("" if resumes else " with trainer.resume_mode=auto")
             is_search = not isinstance(failure, EnvironmentsFailed)
             what = "the retrieval server is away" if is_search else "environments fail"
             raise RunStopped(
                 f"{what}: after step {step} {failure}. {'Start the server' if is_search else 'Mend it'} and "
-                f"run {command}: the run goes on from {origin}."
+                f"run {command}: the run goes on from {self.checkpoints.origin()}."
             ) from failure
-
-    def _resume(self) -> None:
-        """Take up the checkpoint that `trainer.resume_mode` asks for; cut the records back to its step."""
-        mode = self.config.trainer.resume_mode
-        take_up(self.checkpoints, self.resume_folder, mode, self._load_checkpoint, self.recorder)
-        if self.state.step >= self.total_steps:
-            print(
-                f"the run in {self.checkpoints.run_dir} is finished ({self.state.step} steps). For a new one "
-                "set trainer.resume_mode=none or another folder; to go on, raise "
-                "trainer.total_training_steps."
-            )

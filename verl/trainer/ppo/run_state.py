@@ -5,7 +5,7 @@
     <run folder>/global_step_N/critic/...
     <run folder>/global_step_N/partial_groups.pkl rows that go on in the next step, if there are any
     <run folder>/global_step_N/prompt_history.npz which prompts were drawn and solved, where that decides
-    <run folder>/global_step_N/run_state.json     step, data position, KL coefficient, totals (this file)
+    <run folder>/global_step_N/run_state.json     step, data position, KL coefficient, totals
     <run folder>/latest_checkpointed_iteration.txt the N of the newest one, for verl's tools
 
 A checkpoint is written to `global_step_N.incomplete` and renamed when everything is on disk: whatever bears
@@ -30,16 +30,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from verl.single_controller.base import WorkerGroup
 from verl.utils.durable import sync, sync_tree
 from verl.workers.engine.snapshot import CheckpointFailed
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-State = TypeVar("State", bound="DataclassInstance")
+State = TypeVar("State", bound="SavedState")
 
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
 STATE_FILE = "run_state.json"
@@ -64,14 +61,11 @@ class StopRequest:
 
     SLURM sends SIGUSR1 before the time limit (scripts/slurm/train.sbatch); by hand it is `kill -USR1 <process
     id>`. A Ctrl-C before the first step ends the run at once: there is nothing to keep.
-
-    Attributes:
-        asked: whether the run was asked to stop. step: the one that is being made; None before the first.
     """
 
     def __init__(self) -> None:
         self.asked = False
-        self.step: int | None = None
+        self.step: int | None = None  # that is being made; None before the first
 
     def listen(self) -> StopRequest:
         """Heed the signals from now on (main thread only). An ignored SIGINT stays so: a script that runs
@@ -107,34 +101,49 @@ class StopRequest:
 class StoppedOnRequest(RunStopped):
     """The run was asked to stop, and has written a checkpoint to be gone on from."""
 
+    def __init__(self, step: int) -> None:
+        kept = f"the checkpoint of step {step} is written, and the same command goes on from it"
+        super().__init__(f"asked to stop; {kept}.")
+
 
 @dataclass
-class RunState:
+class SavedState:
+    """A run's position and totals, as a checkpoint's folder has them."""
+
+    def save(self, folder: Path) -> None:
+        (folder / STATE_FILE).write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+
+    @classmethod
+    def load(cls: type[State], folder: Path) -> State:
+        """What `save` wrote. ValueError if it is of another program's run, or of another version's."""
+        found = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        names = {field.name for field in fields(cls)}
+        if found.keys() != names:
+            raise ValueError(
+                f"{STATE_FILE} holds {', '.join(sorted(found))}; expected {', '.join(sorted(names))}. The "
+                "checkpoint is of another program (supervised or reinforcement learning) or of another "
+                "version; start from its model instead: the folder huggingface inside of it."
+            )
+        return cls(**found)
+
+
+@dataclass
+class RunState(SavedState):
     """Position and totals of a run; everything in it survives a restart.
 
-    Attributes:
-        step: finished training steps.
-        sampler: data position (`PromptSampler.state_dict`).
-        kl_controller: state of the KL coefficient's controller.
-        running_baseline: state of the running mean of scores (`rae`).
-        health: state of the watch for signs of collapse.
-        wall_seconds: seconds from the start of the run up to the last finished step, pauses left out.
-        seconds_by_phase: seconds spent in each phase of the steps (`timing_s/*` added up).
-        generated_tokens, trained_tokens: tokens that the policy sampled for training; tokens (prompt and
-            observations included) that went through the update.
-        validation: "before" / "after" -> what `ValidationReport.summary` says.
+    sampler (the data position), kl_controller, running_baseline and health are the `state_dict` of these.
     """
 
-    step: int = 0
+    step: int = 0  # finished training steps
     sampler: dict[str, Any] = field(default_factory=dict)
     kl_controller: dict[str, float] = field(default_factory=dict)
     running_baseline: dict[str, Any] = field(default_factory=dict)
     health: dict[str, Any] = field(default_factory=dict)
-    wall_seconds: float = 0.0
-    seconds_by_phase: dict[str, float] = field(default_factory=dict)
-    generated_tokens: int = 0
-    trained_tokens: int = 0
-    validation: dict[str, dict[str, Any]] = field(default_factory=dict)
+    wall_seconds: float = 0.0  # up to the last finished step, pauses left out
+    seconds_by_phase: dict[str, float] = field(default_factory=dict)  # `timing_s/*` added up
+    generated_tokens: int = 0  # that the policy sampled for training
+    trained_tokens: int = 0  # that went through the update, of prompts and observations too
+    validation: dict[str, dict[str, Any]] = field(default_factory=dict)  # "before", "after" -> its summary
 
     def add_step(
         self, metrics: dict[str, float], seconds_by_phase: dict[str, float], wall_seconds: float
@@ -146,47 +155,14 @@ class RunState:
         for phase, seconds in seconds_by_phase.items():
             self.seconds_by_phase[phase] = self.seconds_by_phase.get(phase, 0.0) + seconds
 
-    def save(self, folder: Path) -> None:
-        save_state(self, folder)
-
-    @classmethod
-    def load(cls, folder: Path) -> RunState:
-        return load_state(cls, folder)
-
-
-def save_state(state: DataclassInstance, folder: Path) -> None:
-    """Writes a run's position and totals into a checkpoint's folder."""
-    (folder / STATE_FILE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
-
-
-def load_state(kind: type[State], folder: Path) -> State:
-    """What `save_state` wrote. ValueError if it is of another program's run, or of another version's."""
-    found = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-    names = {field.name for field in fields(kind)}
-    if found.keys() != names:
-        raise ValueError(
-            f"{STATE_FILE} holds {', '.join(sorted(found))}; expected {', '.join(sorted(names))}. The "
-            "checkpoint is of another program (supervised or reinforcement learning) or of another version; "
-            "start from its model instead: the folder huggingface inside of it."
-        )
-    return kind(**found)
-
 
 class CheckpointStore:
-    """The checkpoints of one run folder.
-
-    Args:
-        run_dir: where the `global_step_N` folders are.
-        max_to_keep: how many stay on disk (the newest); None or 0 keeps all.
-
-    Attributes:
-        last_written: step of the newest checkpoint that this object has committed, None before the first.
-    """
+    """A run folder's checkpoints. max_to_keep: how many stay on disk (the newest); None or 0 keeps all."""
 
     def __init__(self, run_dir: str | os.PathLike[str], max_to_keep: int | None) -> None:
         self.run_dir = Path(run_dir).expanduser().absolute()  # workers may have another working directory
         self.max_to_keep = max_to_keep
-        self.last_written: int | None = None
+        self.last_written: int | None = None  # step of the newest checkpoint that this object has committed
         self._lock: TextIO | None = None
 
     def steps(self) -> list[int]:
@@ -195,6 +171,11 @@ class CheckpointStore:
             return []
         found = (STEP_FOLDER.fullmatch(path.name) for path in self.run_dir.iterdir())
         return sorted(int(match.group(1)) for match in found if match)
+
+    def origin(self) -> str:
+        """Where a run goes on from, in words."""
+        steps = self.steps()
+        return f"step {steps[-1]}" if steps else "its beginning, as it has no checkpoint yet"
 
     def folder(self, step: int) -> Path:
         return self.run_dir / f"global_step_{step}"
@@ -216,17 +197,14 @@ class CheckpointStore:
         self._track_latest()
         sync(self.run_dir)
         self.last_written = step
-        self._prune()
+        for old in self.steps()[: -self.max_to_keep] if self.max_to_keep else []:
+            _delete(self.folder(old))
 
     def _unfinished(self, step: int) -> Path:
         return self.run_dir / f"global_step_{step}.incomplete"
 
     def lock(self) -> None:
-        """Keep other runs out of the run folder until `unlock`, or until this process ends.
-
-        Raises:
-            ValueError: another process has it.
-        """
+        """Keep other runs out of the folder until `unlock`, or the process's end. ValueError: one is in."""
         self.unlock()
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._lock = (self.run_dir / "run.lock").open("w")
@@ -285,22 +263,12 @@ class CheckpointStore:
         for path in self.run_dir.glob("global_step_*.incomplete") if self.run_dir.is_dir() else []:
             shutil.rmtree(path)
 
-    def _prune(self) -> None:
-        for old in self.steps()[: -self.max_to_keep] if self.max_to_keep else []:
-            _delete(self.folder(old))
-
     def find_resume(self, mode: str, from_path: str | None) -> Path | None:
-        """The checkpoint to go on from, or None to start at step 0.
+        """The checkpoint to go on from, or None for a start. ValueError: none where the mode needs one.
 
-        Args:
-            mode: "auto" (the newest if there is one), "latest" (there must be one), "from_path" or "none".
-            from_path: a `global_step_N` folder, for "from_path".
-
-        Raises:
-            ValueError: no checkpoint where the mode needs one.
+        mode: "auto" (the newest if there is one), "latest" (there must be one), "none", or "from_path": the
+        `global_step_N` folder that this names.
         """
-        if mode == "none":
-            return None
         if mode == "from_path":
             folder = Path(str(from_path)).expanduser().absolute()
             if not (folder / STATE_FILE).is_file():
@@ -309,7 +277,7 @@ class CheckpointStore:
                     "folder that a run of this trainer wrote."
                 )
             return folder
-        steps = self.steps()
+        steps = [] if mode == "none" else self.steps()
         if not steps and mode == "latest":
             raise ValueError(
                 f"trainer.resume_mode=latest, but {self.run_dir} holds no global_step_N folder. Use "
@@ -334,11 +302,7 @@ def _delete(folder: Path) -> None:
 
 
 class CheckpointWriting:
-    """One checkpoint at a time.
-
-    Args:
-        store: where they go. background: whether training goes on while the workers write.
-    """
+    """One checkpoint at a time. background: whether training goes on while the workers write."""
 
     def __init__(self, store: CheckpointStore, background: bool) -> None:
         self.store, self.background = store, background
@@ -349,9 +313,7 @@ class CheckpointWriting:
         """Begins the checkpoint of `step`, and ends the one before it. `commit_if_written` gives it its name.
 
         groups: folder in the checkpoint -> whose models go there. beside: writes the rest into the folder.
-
-        Raises:
-            RunStopped: this one, or the one before it, could not be written.
+        RunStopped: this one, or the one before it, could not be written.
         """
         self.finish()
         try:
@@ -419,9 +381,7 @@ class CheckpointWriting:
             raise self._failed(step, error) from error
 
     def _failed(self, step: int, error: Exception) -> RunStopped:
-        kept = self.store.steps()
-        origin = f"step {kept[-1]}" if kept else "its beginning, as it has no checkpoint yet"
         return RunStopped(
             f"the checkpoint of step {step} could not be written: {error}. Started again, the run goes on "
-            f"from {origin}."
+            f"from {self.store.origin()}."
         )

@@ -25,21 +25,15 @@ from verl.config import Config
 from verl.config.environments import VerifiersConfig
 from verl.config.schema import AlgorithmConfig
 from verl.protocol import DataProto, object_array
+from verl.trainer.ppo.episodes import add_to_outcome, apply_search_cost, overlong_penalty, room_left
 from verl.trainer.ppo.passes import Passes
-from verl.trainer.ppo.penalties import add_to_outcome, apply_search_cost, overlong_penalty, room_left
 from verl.trainer.ppo.run_state import RunStopped
-from verl.utils.reward_score import (
-    RewardFunction,
-    RewardFunctionFailed,
-    call_reward_function,
-    default_compute_score,
-    qa_em,
-)
-from verl.utils.reward_score.qa_em import documents_hold_answer, golden_answers
+from verl.utils.reward_score import RewardFunction, RewardFunctionFailed, call_reward_function, qa_em
+from verl.utils.reward_score import default_compute_score as exact_match
+from verl.utils.reward_score.qa_em import documents_hold_answer, em_check, f1_check, known_answers
 from verl.utils.reward_score.qa_em_format import Segment
 from verl.verifiers.base import Sample, VerifierLimit, VerifierSettings
-from verl.verifiers.batch import UNVERIFIED, Request, Verifiers
-from verl.verifiers.registry import assigned_verifiers
+from verl.verifiers.registry import UNVERIFIED, Assigned, Verifiers, assigned_verifiers
 
 _PROTOCOL_TAGS = frozenset(
     f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/")
@@ -59,10 +53,8 @@ class RewardManager:
         tokenizer: the policy's tokenizer, to decode with.
         num_examine: print this many trajectories of each data source with every call.
         compute_score: called with data_source, solution_str (the policy's text), ground_truth and extra_info
-            (with `segments`, the response in runs); returns a number, a dictionary with "score" and more
-            numbers, or None: could not verify. It may be a coroutine function; one that takes data_sources,
-            solution_strs, ground_truths and extra_infos gets all rows at once and returns a list. None: by
-            data source, which is exact match unless a source is registered otherwise.
+            (with `segments`, the response in runs), in any form that `call_reward_function` knows; returns a
+            number, a dictionary with "score" and more numbers, or None: could not verify. None: exact match.
         verifiers: those of the run; None: by their defaults.
     """
 
@@ -73,14 +65,12 @@ class RewardManager:
         compute_score: RewardFunction | None = None,
         verifiers: Verifiers | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
-        self.num_examine = num_examine
-        self.compute_score = compute_score or default_compute_score
+        self.tokenizer, self.num_examine = tokenizer, num_examine
+        self.compute_score = compute_score or exact_match
         self.verifiers = verifiers or Verifiers(VerifierSettings(VerifiersConfig()))
-        tags = {
-            id_ for id_ in tokenizer.all_special_ids if tokenizer.convert_ids_to_tokens(id_) in _PROTOCOL_TAGS
-        }
-        self._silent_ids = np.array(sorted(set(tokenizer.all_special_ids) - tags), dtype=np.int64)
+        ids = set(tokenizer.all_special_ids)
+        tags = {id_ for id_ in ids if tokenizer.convert_ids_to_tokens(id_) in _PROTOCOL_TAGS}
+        self._silent_ids = np.array(sorted(ids - tags), dtype=np.int64)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> Any:
         """Score every row; a row without a sampled token scores 0. RunStopped: the function raised, or too
@@ -89,24 +79,22 @@ class RewardManager:
         Args:
             data: responses and response_mask [N, R] int64; data_source (str), reward_model (dict with
                 ground_truth), extra_info (dict) of each row.
-            return_dict: return more than the scores.
 
         Returns:
-            token_level_scores [N, R] float32, zero but for the last sampled token of each row; or a
-            dictionary with it as "reward_tensor" and lists of N: "score" and "em" (float; em is exact
-            match whatever the reward is), "answer" (str or None), and what a user's function returned
-            beside its score; with verifiers "verdicts" (see `Result`). A score is None, and the tensor's row
-            zero, where there is no verdict.
+            token_level_scores [N, R] float32, zero but for the last sampled token of each row; with
+            return_dict a dictionary with it as "reward_tensor" and lists of N: "score", "em" and "f1" (float;
+            exact match and token F1 whatever the reward is), "answer" (str or None), and what a user's
+            function returned beside its score; with verifiers "verdicts" (see `Result`). A score is None, and
+            the tensor's row zero, where there is no verdict.
         """
         mask = data.tensors["response_mask"]
         scores = torch.zeros(mask.shape, dtype=torch.float32)
         rows = self._score_rows(data)
-        for i, row in enumerate(rows):
+        printed: Counter[str] = Counter()
+        for i, (source, row) in enumerate(zip(data.non_tensor_batch["data_source"], rows, strict=True)):
             sampled = mask[i].nonzero()
             if len(sampled) and row["score"] is not None:
                 scores[i, int(sampled[-1])] = row["score"]
-        printed: Counter[str] = Counter()
-        for source, row in zip(data.non_tensor_batch["data_source"], rows, strict=True):
             printed[source] += 1
             if printed[source] <= self.num_examine:
                 score = UNVERIFIED if row["score"] is None else f"score {row['score']:g}"
@@ -118,7 +106,6 @@ class RewardManager:
 
     def segments(self, data: DataProto) -> list[list[Segment]]:
         """The text of each row's response in runs of sampled and of observed tokens; padding left out.
-
         Special tokens (end of sequence and the like) leave no text, unless they are the protocol's tags.
         """
         responses = data.tensors["responses"].cpu().numpy()
@@ -129,21 +116,25 @@ class RewardManager:
         for row, sampled, real in zip(responses, mask, attention, strict=True):
             row, sampled = row[real], sampled[real]
             cuts = np.flatnonzero(np.diff(sampled)) + 1
-            runs = np.split(row, cuts) if len(row) else []
+            ids += np.split(row, cuts) if len(row) else []
             spans.append([bool(sampled[start]) for start in (0, *cuts)] if len(row) else [])
-            ids += [run[~np.isin(run, self._silent_ids)] for run in runs]
-        texts = iter(self.tokenizer.batch_decode(ids, clean_up_tokenization_spaces=False) if ids else [])
+        texts = iter(self._texts(ids))
         return [[Segment(next(texts), sampled) for sampled in row] for row in spans]
+
+    def _texts(self, ids: list[np.ndarray]) -> list[str]:
+        spoken = [run[~np.isin(run, self._silent_ids)] for run in ids]
+        return self.tokenizer.batch_decode(spoken, clean_up_tokenization_spaces=False) if ids else []
 
     def _score_rows(self, data: DataProto) -> list[dict[str, Any]]:
         """Of each row: score (float or None), em, answer, text, and what else there is to say."""
-        fields = data.non_tensor_batch
+        tensors, fields = data.tensors, data.non_tensor_batch
         rows: list[dict[str, Any]] = []
-        requests: dict[int, Request] = {}
-        unscored: dict[int, dict[str, Any]] = {}  # row -> arguments of the reward function
+        verified: dict[int, tuple[Sample, list[Assigned]]] = {}
+        called: dict[int, dict[str, Any]] = {}  # row -> arguments of the reward function
         for i, segments in enumerate(self.segments(data)):
             text = qa_em.join_turns(segment.text for segment in segments if segment.sampled)
-            rows.append({"score": 0.0, "em": 0.0, "answer": qa_em.extract_solution(text), "text": text})
+            answer = qa_em.extract_solution(text)
+            rows.append({"score": 0.0, "em": 0.0, "f1": 0.0, "answer": answer, "text": text})
             if not any(segment.sampled for segment in segments):
                 continue
             columns = {str(name): column[i] for name, column in fields.items()}
@@ -151,59 +142,52 @@ class RewardManager:
             if reward is not None:  # its environment has scored it
                 rows[i]["score"] = float(reward)
                 continue
+            truth, extra = columns["reward_model"]["ground_truth"], columns["extra_info"]
+            if answer is not None:
+                golden = known_answers(truth)
+                rows[i] |= {"em": float(em_check(answer, golden)), "f1": f1_check(answer, golden)}
             try:
-                assigned = assigned_verifiers(fields["reward_model"][i], columns)
+                assigned = assigned_verifiers(columns["reward_model"], columns)
             except ValueError as error:
                 raise RunStopped(f"row {i} of the batch: {error}") from error
             if assigned:
-                requests[i] = Request(self._sample(data, i, text), assigned)
+                prompt = tensors["prompts"][i].cpu().numpy()
+                real = tensors["attention_mask"][i, : len(prompt)].bool().cpu().numpy()
+                num_tokens = int(tensors["response_mask"][i].sum())
+                verified[i] = Sample(text, None, self._texts([prompt[real]])[0], num_tokens, extra), assigned
             else:
-                unscored[i] = {
-                    "data_source": fields["data_source"][i],
+                called[i] = {
+                    "data_source": columns["data_source"],
                     "solution_str": text,
-                    "ground_truth": fields["reward_model"][i]["ground_truth"],
-                    "extra_info": {**fields["extra_info"][i], "segments": segments},
+                    "ground_truth": truth,
                 }
-        if requests:
-            try:
-                results = self.verifiers.verify(list(requests.values()))
-            except (ValueError, VerifierLimit) as error:
-                raise RunStopped(f"the verifiers: {error}") from error
-            for i, result in zip(requests, results, strict=True):
-                rows[i] |= {"score": result.score, "verdicts": result.verdicts}
+                called[i]["extra_info"] = {**extra, "segments": segments}
         try:
-            scores = call_reward_function(self.compute_score, list(unscored.values()))
+            results = self.verifiers.verify(list(verified.values()))
+            scores = call_reward_function(self.compute_score, list(called.values()))
+        except (ValueError, VerifierLimit) as error:
+            raise RunStopped(f"the verifiers: {error}") from error
         except RewardFunctionFailed as error:
             raise RunStopped(f"the reward function failed: {error}") from error
-        for i, returned in zip(unscored, scores, strict=True):
-            rows[i] |= dict(returned) if isinstance(returned, Mapping) else {"score": returned}
+        for i, result in zip(verified, results, strict=True):
+            rows[i] |= {"score": result.score, "verdicts": result.verdicts}
+        for i, returned in zip(called, scores, strict=True):
+            more = dict(returned) if isinstance(returned, Mapping) else {"score": returned}
+            rows[i] |= more | {"em": rows[i]["em"]}
             rows[i]["score"] = None if rows[i]["score"] is None else float(rows[i]["score"])
-        for i in (*requests, *unscored):
-            truth, answer = fields["reward_model"][i]["ground_truth"], rows[i]["answer"]
-            has_golden = isinstance(truth, Mapping) and truth.get("target") is not None
-            right = has_golden and answer is not None and qa_em.em_check(answer, golden_answers(truth))
-            rows[i]["em"] = float(right)
-        self._check_share([row for row in rows if row["score"] is None], len(rows))
-        return rows
-
-    def _sample(self, data: DataProto, i: int, text: str) -> Sample:
-        prompt = data.tensors["attention_mask"][i, : data.tensors["prompts"].shape[1]].bool()
-        ids = data.tensors["prompts"][i][prompt].tolist()
-        kept = [[token for token in ids if token not in self._silent_ids]]
-        query = self.tokenizer.batch_decode(kept, clean_up_tokenization_spaces=False)[0]
-        num_tokens = int(data.tensors["response_mask"][i].sum())
-        return Sample(text, None, query, num_tokens, data.non_tensor_batch["extra_info"][i])
-
-    def _check_share(self, lost: list[dict[str, Any]], num_rows: int) -> None:
-        limit = self.verifiers.settings.config.max_failed_share
-        if lost and (len(lost) > limit * num_rows or len(lost) == num_rows):
+        lost, limit = (
+            [row for row in rows if row["score"] is None],
+            self.verifiers.settings.config.max_failed_share,
+        )
+        if lost and (len(lost) > limit * len(rows) or len(lost) == len(rows)):
             reports = [each for row in lost for each in row.get("verdicts", ()) if each["score"] is None]
             names = ", ".join(sorted({each["name"] for each in reports})) or "the reward function"
             why = f": {reports[-1]['detail']}" if reports else ""
             raise RunStopped(
-                f"{len(lost)} of {num_rows} trajectories could not be verified by {names} "
+                f"{len(lost)} of {len(rows)} trajectories could not be verified by {names} "
                 f"(verifiers.max_failed_share={limit:g}){why}"
             )
+        return rows
 
 
 def score(batch: DataProto, reward_fn: RewardManager, config: Config) -> None:
@@ -213,9 +197,12 @@ def score(batch: DataProto, reward_fn: RewardManager, config: Config) -> None:
     returned). Metrics go to meta_info `metrics`.
     """
     answers = score_answers(batch, reward_fn)
-    num_searches = [trajectory["num_searches"] for trajectory in batch.non_tensor_batch["trajectory"]]
-    scores = apply_search_cost(answers.pop("reward_tensor"), num_searches, config.reward_model.search_cost)
-    overlong = config.reward_model.overlong_buffer
+    records, num_sampled = batch.non_tensor_batch["trajectory"], batch.tensors["num_sampled"].tolist()
+    # one that is left out (its search failed, say) counts as one without a search
+    num_searches = [row["num_searches"] * (num > 0) for row, num in zip(records, num_sampled, strict=True)]
+    reward, scores = config.reward_model, answers.pop("reward_tensor")
+    scores = apply_search_cost(scores, num_searches, reward.search_cost, reward.search_cost_from)
+    overlong = reward.overlong_buffer
     if overlong.enable:
         max_turns = config.max_turns if config.do_search else 0
         room = room_left(batch, config.data.max_prompt_length, config.data.max_response_length, max_turns)
@@ -231,53 +218,45 @@ def score_answers(batch: DataProto, reward_fn: RewardManager) -> dict[str, Any]:
     """Adds the reward function's scores to a batch; returns all that it returned.
 
     Writes token_level_scores [N, R] float32 (the outcome on the last sampled token), outcome [N] float32,
-    num_sampled, prompt_length, response_length [N] int64 (tokens), and per row `em` (float) and `verdicts`
-    (see `Result`, or None). A row that could not be verified leaves the batch as one whose search failed
-    does: its response_mask is emptied, and its record's finish_reason is "unverified".
+    num_sampled, prompt_length, response_length [N] int64 (tokens), and per row `em`, `f1` (float) and
+    `verdicts` (see `Result`, or None). A row that could not be verified leaves the batch as one whose search
+    failed does: its response_mask is emptied, and its record's finish_reason is "unverified".
     """
     answers: dict[str, Any] = reward_fn(batch, return_dict=True)
-    tensors = batch.tensors
-    unverified = torch.tensor([value is None for value in answers.get("score", [0.0] * len(batch))])
+    tensors, fields = batch.tensors, batch.non_tensor_batch
+    unverified = torch.tensor([value is None for value in answers["score"]])
     if unverified.any():
-        for name in ("response_mask", "rollout_log_probs"):
-            if name in tensors:
-                tensors[name] = tensors[name].masked_fill(unverified[:, None], 0)
-        records = batch.non_tensor_batch["trajectory"]
-        batch.non_tensor_batch["trajectory"] = object_array(
-            [
-                {**record, "finish_reason": UNVERIFIED} if lost else record
-                for record, lost in zip(records, unverified.tolist(), strict=True)
-            ]
-        )
-    batch.non_tensor_batch["verdicts"] = object_array(answers.pop("verdicts", [None] * len(batch)))
+        for name in {"response_mask", "rollout_log_probs"} & set(tensors.keys()):
+            tensors[name] = tensors[name].masked_fill(unverified[:, None], 0)
+        records = fields["trajectory"].copy()
+        for i in unverified.nonzero().flatten().tolist():
+            records[i] = {**records[i], "finish_reason": UNVERIFIED}
+        fields["trajectory"] = records
+    fields["verdicts"] = object_array(answers.pop("verdicts", [None] * len(batch)))
     mask, attention, scores = tensors["response_mask"], tensors["attention_mask"], answers["reward_tensor"]
     tensors["token_level_scores"], tensors["outcome"] = scores, scores.sum(-1)
     tensors["num_sampled"] = mask.sum(-1)
     tensors["prompt_length"] = attention[:, : -mask.shape[1]].sum(-1)
     tensors["response_length"] = attention[:, -mask.shape[1] :].sum(-1)
-    batch.non_tensor_batch["em"] = np.array(answers["em"], dtype=object)
+    fields["em"] = np.array(answers["em"], dtype=object)
+    fields["f1"] = np.array(answers["f1"], dtype=object)
     return answers
 
 
 def values_named(batch: DataProto, name: str, key: str) -> np.ndarray:
     """The numbers that the reward function returned under a name, [N] float64; NaN for rows without a token.
-
-    Raises:
-        RunStopped: it returned none for a row; `key` is the configuration key that asks for them.
+    RunStopped: it returned none for a row; `key` is the configuration key that asks for them.
     """
-    rows = batch.non_tensor_batch["reward_extra"]
-    has_tokens = batch.tensors["num_sampled"].bool().tolist()
-    values = np.full(len(rows), np.nan)
-    for i, row in enumerate(rows):
-        if row.get(name) is not None:
-            values[i] = float(row[name])
-        elif has_tokens[i]:
+    rows, num_sampled = batch.non_tensor_batch["reward_extra"], batch.tensors["num_sampled"].tolist()
+    values = [math.nan if row.get(name) is None else float(row[name]) for row in rows]
+    for row, num in zip(rows, num_sampled, strict=True):
+        if num and row.get(name) is None:
             known = ", ".join(sorted(other for other, value in row.items() if isinstance(value, int | float)))
             raise RunStopped(
                 f"{key} asks for {name!r}, but the reward function returned {known}; let it return a "
                 f"dictionary with {name!r}, or change {key}."
             )
-    return values
+    return np.array(values)
 
 
 def add_advantages(
@@ -288,10 +267,8 @@ def add_advantages(
     running_baseline: RunningBaseline,
 ) -> dict[str, float]:
     """Adds rewards, advantages and returns to a step's batch; which tokens the update leaves out, how it
-    weighs the others, and with `rollout.step_wise` their turns. Returns metrics.
-
-    Raises:
-        RunStopped: rewards that the estimator can't take.
+    weighs the others, and with `rollout.step_wise` their turns. Returns metrics. RunStopped: rewards that
+    the estimator can't take.
     """
     tensors = batch.tensors
     metrics = apply_rollout_correction(batch, algorithm.rollout_correction)
@@ -346,11 +323,8 @@ def compute_advantage(
 def advantage_inputs(
     batch: DataProto, algorithm: Mapping[str, Any], passes: Passes, running_baseline: RunningBaseline
 ) -> AdvantageInputs:
-    """What estimators are made of: of the batch all that it has, of the records what is asked for.
-
-    Args:
-        batch: all rows of the step, with token_level_rewards and what the passes have written.
-        algorithm: the `algorithm` block.
+    """What estimators are made of: of the batch (all rows of the step, with token_level_rewards) all that the
+    passes have written, of the records what is asked for. algorithm: the `algorithm` block.
     """
     tensors, wanted = batch.tensors, passes.estimator_inputs
     inputs: dict[str, Any] = {
@@ -371,17 +345,16 @@ def advantage_inputs(
         inputs["reward_components"] = {name: torch.from_numpy(x).float() for name, x in components.items()}
         weights = algorithm["gdpo_reward_weights"] or [1.0] * len(keys)
         inputs["reward_weights"] = dict(zip(keys, weights, strict=True))
-    if passes.turn_credit or "turn_ids" in wanted:
+    if "turn_ids" in wanted:
         inputs["turn_ids"] = turn_ids(batch)
-    if passes.turn_credit or "turn_rewards" in wanted:
+    if "turn_rewards" in wanted:
         inputs["turn_rewards"] = turn_rewards(batch)
     return AdvantageInputs(**inputs)
 
 
 def turn_ids(batch: DataProto) -> Tensor:
-    """[N, R] int64: the number of the turn, from 0, that each sampled token belongs to; -1 elsewhere.
-
-    From the spans in the trajectories' records, so that turns are told apart however they border.
+    """[N, R] int64: the number of the turn, from 0, that each sampled token belongs to; -1 elsewhere. From
+    the spans in the trajectories' records, so that turns are told apart however they border.
     """
     mask = batch.tensors["response_mask"].bool()
     ids = torch.full(mask.shape, -1, dtype=torch.int64)
@@ -392,43 +365,31 @@ def turn_ids(batch: DataProto) -> Tensor:
 
 
 def turn_rewards(batch: DataProto) -> Tensor:
-    """[N, T] float32: the reward of each turn, NaN where it has none of its own; T is the most turns of a
-    row.
+    """[N, T] float32: the reward of each turn, NaN where it has none; T is the most turns of a row.
 
     A reward function that returns `turn_rewards` (a list, one number or None a turn) decides, or an
-    environment that gives its turns rewards. Else a search
-    is worth 1 if it is the trajectory's first whose documents hold a golden answer and 0 if not, so that
-    asking again wins nothing; other turns have no reward of their own.
+    environment that gives its turns rewards. Else a search is worth 1 if it is the trajectory's first whose
+    documents hold a golden answer and 0 if not, so that asking again wins nothing; other turns have none.
     """
     fields = batch.non_tensor_batch
     rows = []
-    for record, extra, reward_model in zip(
-        fields["trajectory"], fields["reward_extra"], fields["reward_model"], strict=True
-    ):
-        given = extra.get("turn_rewards")
+    columns = (fields[name] for name in ("trajectory", "reward_extra", "reward_model"))
+    for record, extra, reward_model in zip(*columns, strict=True):
+        turns, given = record["turns"], extra.get("turn_rewards")
         if given is None and record.get("env_reward") is not None:
-            given = [turn["reward"] for turn in record["turns"]]
-        rows.append(_first_hits(record, reward_model["ground_truth"]) if given is None else list(given))
-        if len(rows[-1]) != len(record["turns"]):
+            given = [turn["reward"] for turn in turns]
+        if given is None:
+            golden, found, given = known_answers(reward_model["ground_truth"]), False, []
+            for turn in turns:
+                is_search = bool(golden) and turn.get("documents") is not None
+                hit = is_search and not found and documents_hold_answer(turn["documents"], golden)
+                found = found or hit
+                given.append(float(hit) if is_search else None)
+        if len(given) != len(turns):
             raise RunStopped(
-                f"the reward function returned {len(rows[-1])} turn_rewards for a trajectory of "
-                f"{len(record['turns'])} turns; expected one number (or None) a turn"
+                f"the reward function returned {len(given)} turn_rewards for a trajectory of {len(turns)} "
+                "turns; expected one number (or None) a turn"
             )
+        rows.append([math.nan if value is None else float(value) for value in given])
     width = max(1, *map(len, rows)) if rows else 1
-    table = [[math.nan if value is None else float(value) for value in row] for row in rows]
-    return torch.tensor([row + [math.nan] * (width - len(row)) for row in table], dtype=torch.float32)
-
-
-def _first_hits(record: Mapping[str, Any], ground_truth: Any) -> list[float | None]:
-    has_golden = isinstance(ground_truth, Mapping) and ground_truth.get("target") is not None
-    golden = golden_answers(ground_truth) if has_golden else []
-    rewards: list[float | None] = []
-    found = False
-    for turn in record["turns"]:
-        if not golden or turn.get("documents") is None:
-            rewards.append(None)
-            continue
-        hit = not found and documents_hold_answer(turn["documents"], golden)
-        found = found or hit
-        rewards.append(float(hit))
-    return rewards
+    return torch.tensor([row + [math.nan] * (width - len(row)) for row in rows], dtype=torch.float32)

@@ -25,50 +25,40 @@ from verl.trainer.ppo.run_state import RunState
 from verl.trainer.ppo.scoring import RewardManager, score_answers
 from verl.utils.announcing import announced
 from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.reward_score.qa_em import documents_hold_answer, golden_answers
-from verl.verifiers.batch import UNVERIFIED, verifier_metrics
+from verl.utils.records.trajectories import find_question
+from verl.utils.reward_score.qa_em import documents_hold_answer, extract_solution, golden_answers
+from verl.verifiers.registry import UNVERIFIED, verifier_metrics
 
 SAMPLED, GREEDY = "sampled", "greedy"
 
 
 @dataclass
 class ValidationReport:
-    """Scores of one pass over the questions in each mode ("sampled": temperature 1; "greedy").
+    """Scores of one pass over the questions in each mode ("sampled": temperature 1; "greedy")."""
 
-    Attributes:
-        rows: mode -> one record per question that was verified: score (float), em (0/1), searches (int),
-            hops (int or None), data_source (str), env_class (str; None of a search), finish_reason (str),
-            documents_hold_answer (0/1; None without golden answers), first_query_right and all_queries_right
-            (0/1; None where the data does not say).
-        verdicts: mode -> figures of the verifiers, and `unverified`, how many questions are not in `rows` as
-            their answers could not be verified.
-        samples: DataProto of the first mode's first batch, for the trajectory records.
-        extra: the report of `data.extra_val_files`, if those were asked too.
-    """
-
+    # mode -> a record of each question that was verified: see `_records`
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    # mode -> figures of the verifiers, and `unverified`, how many questions are not in `rows`
     verdicts: dict[str, dict[str, float]] = field(default_factory=dict)
-    samples: DataProto | None = None
-    extra: ValidationReport | None = None
+    samples: DataProto | None = None  # of the first mode's first batch, for the trajectory records
+    extra: ValidationReport | None = None  # of `data.extra_val_files`, if those were asked too
 
     def metrics(self, prefix: str = "val") -> dict[str, float]:
-        """`val/test_score/<data_source or environment>` (first mode); per mode EM and searches, by hops where
-        known.
+        """`val/test_score/<data_source or environment>` (first mode); per mode EM, F1 and searches, the first
+        and the last by hops where known.
         """
         metrics: dict[str, float] = {}
-        for i, (mode, rows) in enumerate(self.rows.items()):
-            if i == 0:
-                for column in ("data_source", "env_class"):
-                    for name, members in _group(rows, column).items():
-                        metrics[f"{prefix}/test_score/{name}"] = _mean(members, "score")
-            metrics[f"{prefix}/{mode}/em"] = _mean(rows, "em")
-            metrics[f"{prefix}/{mode}/searches"] = _mean(rows, "searches")
-            metrics[f"{prefix}/{mode}/search_failed"] = float(
-                sum(row["finish_reason"] == "search_failed" for row in rows)
-            )
-            for hops, members in _group(rows, "hops").items():
-                metrics[f"{prefix}/{mode}/em/hops_{hops}"] = _mean(members, "em")
-                metrics[f"{prefix}/{mode}/searches/hops_{hops}"] = _mean(members, "searches")
+        for column in ("data_source", "env_class"):
+            for name, members in _group(next(iter(self.rows.values()), []), column).items():
+                metrics[f"{prefix}/test_score/{name}"] = _mean(members, "score")
+        for mode, rows in self.rows.items():
+            figures = self._figures(rows)
+            failed = sum(row["finish_reason"] == "search_failed" for row in rows)
+            metrics |= {f"{prefix}/{mode}/{name}": figures[name] for name in ("em", "f1", "searches")}
+            metrics[f"{prefix}/{mode}/search_failed"] = float(failed)
+            for name in ("em", "searches"):
+                for hops, mean in figures[f"{name}_by_hops"].items():
+                    metrics[f"{prefix}/{mode}/{name}/hops_{hops}"] = mean
             for name in ("documents_hold_answer", "first_query_right", "all_queries_right"):
                 known = [row for row in rows if row[name] is not None]
                 if known:
@@ -76,19 +66,25 @@ class ValidationReport:
             metrics |= {f"{prefix}/{mode}/{name}": x for name, x in self.verdicts.get(mode, {}).items()}
         return metrics | (self.extra.metrics(f"{prefix}_extra") if self.extra else {})
 
+    def lines(self, questions: str = "val") -> list[dict[str, Any]]:
+        """A record of each question in each mode, for `validation.jsonl`: see `_records`."""
+        lines = [
+            {"questions": questions, "mode": mode, **row} for mode, rows in self.rows.items() for row in rows
+        ]
+        return lines + (self.extra.lines("extra") if self.extra else [])
+
     def summary(self) -> dict[str, Any]:
-        """Per mode: em, em_by_hops, searches_by_hops, num_questions; for `summary.json`."""
-        result: dict[str, Any] = {}
-        for mode, rows in self.rows.items():
-            by_hops = {str(hops): members for hops, members in sorted(_group(rows, "hops").items())}
-            result[mode] = {
-                "em": _mean(rows, "em"),
-                "em_by_hops": {hops: _mean(members, "em") for hops, members in by_hops.items()},
-                "searches": _mean(rows, "searches"),
-                "searches_by_hops": {hops: _mean(members, "searches") for hops, members in by_hops.items()},
-                "num_questions": len(rows),
-            }
+        """Per mode: em, f1, searches, each with _by_hops, num_questions; for `summary.json`."""
+        result = {mode: self._figures(rows) for mode, rows in self.rows.items()}
         return result | ({"extra": self.extra.summary()} if self.extra else {})
+
+    def _figures(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        by_hops = {str(hops): members for hops, members in sorted(_group(rows, "hops").items())}
+        means: dict[str, Any] = {}
+        for name in ("em", "f1", "searches"):
+            means[name] = _mean(rows, name)
+            means[f"{name}_by_hops"] = {hops: _mean(members, name) for hops, members in by_hops.items()}
+        return means | {"num_questions": len(rows)}
 
 
 def validate(
@@ -99,12 +95,10 @@ def validate(
     batch_size: int | None,
     seed: int,
 ) -> ValidationReport:
-    """Ask every question of `dataset` once in each mode.
+    """Ask every question of `dataset` once in each mode; none is dropped, the last batch may be smaller.
 
     Args:
         generate: prompts -> a trajectory for each row, with the prompts' columns.
-        reward_fn: what their answers are worth.
-        dataset: the questions; none is dropped, the last batch may be smaller.
         modes: of "sampled" (temperature 1, no truncation of the distribution) and "greedy".
         batch_size: questions in flight at once; None: all.
         seed: of the sampled mode. Equal seeds give equal draws, so two reports of a run can be compared.
@@ -119,7 +113,9 @@ def validate(
                 prompts = prompt_batch(
                     [dataset[i] for i in range(start, min(start + size, len(dataset)))], f"val-{start}"
                 )
-                batch = generate(_sampled_as(prompts, mode, seed, start))
+                seeds = sampling_seeds(seed, VALIDATION_STREAM, start, len(prompts))
+                sampling = {"do_sample": mode != GREEDY, "temperature": float(mode != GREEDY), "top_p": 1.0}
+                batch = generate(with_seeds(prompts, seeds, **sampling, top_k=-1, min_p=0.0, validate=True))
                 score_answers(batch, reward_fn)
                 batch = without_padding(batch)
                 rows += _records(batch)
@@ -134,13 +130,6 @@ def validate(
     return report
 
 
-def _sampled_as(prompts: DataProto, mode: str, seed: int, start: int) -> DataProto:
-    seeds = sampling_seeds(seed, VALIDATION_STREAM, start, len(prompts))
-    greedy = mode == GREEDY
-    sampling = {"do_sample": not greedy, "temperature": 0.0 if greedy else 1.0}
-    return with_seeds(prompts, seeds, **sampling, top_p=1.0, top_k=-1, min_p=0.0, validate=True)
-
-
 def _records(batch: DataProto) -> list[dict[str, Any]]:
     totals = batch.tensors["outcome"].tolist()
     records = []
@@ -148,44 +137,36 @@ def _records(batch: DataProto) -> list[dict[str, Any]]:
         extra = batch.non_tensor_batch["extra_info"][i] or {}
         records.append(
             {
+                "question": extra.get("question") or find_question(trajectory["prompt_text"]),
+                "answer": extract_solution(trajectory["policy_text"]),
                 "score": totals[i],
                 "em": float(batch.non_tensor_batch["em"][i]),
+                "f1": float(batch.non_tensor_batch["f1"][i]),
                 "searches": trajectory["num_searches"],
-                "hops": extra.get("hops"),
+                "hops": extra.get("hops"),  # None, as below: the data does not say
                 "data_source": batch.non_tensor_batch["data_source"][i],
                 "env_class": trajectory.get("env_class", "").replace(":", ".") or None,
                 "finish_reason": trajectory["finish_reason"],
-                "documents_hold_answer": _documents_hold_answer(
-                    trajectory, batch.non_tensor_batch["reward_model"][i]["ground_truth"]
-                ),
-                **_query_records(trajectory, extra),
+                "documents_hold_answer": None,
+                "first_query_right": None,
+                "all_queries_right": None,
             }
         )
+        golden = batch.non_tensor_batch["reward_model"][i]["ground_truth"]
+        if isinstance(golden, Mapping) and golden.get("target") is not None:
+            documents = [document for turn in trajectory["turns"] for document in turn.get("documents") or []]
+            held = float(documents_hold_answer(documents, golden_answers(golden)))
+            records[-1]["documents_hold_answer"] = held
+        # the title that each search should name, in the order of the hops
+        titles = extra.get("gold_titles")
+        wanted = [] if titles is None else [str(title).lower() for title in titles]
+        if wanted:
+            turns = [turn for turn in trajectory["turns"] if turn["action"] == "search" and turn["query"]]
+            queries = [turn["query"].lower() for turn in turns]
+            first = bool(queries) and wanted[0] in queries[0]
+            every = all(any(title in query for query in queries) for title in wanted)
+            records[-1] |= {"first_query_right": float(first), "all_queries_right": float(every)}
     return records
-
-
-def _documents_hold_answer(trajectory: dict[str, Any], ground_truth: Any) -> float | None:
-    """Whether a golden answer stands in a document that was found; None for a row without golden answers."""
-    if not isinstance(ground_truth, Mapping) or ground_truth.get("target") is None:
-        return None
-    documents = [document for turn in trajectory["turns"] for document in turn.get("documents") or []]
-    return float(documents_hold_answer(documents, golden_answers(ground_truth)))
-
-
-def _query_records(trajectory: dict[str, Any], extra: dict[str, Any]) -> dict[str, float | None]:
-    """Whether the queries named the entities of the chain, where the data says which these are.
-
-    `extra_info.gold_titles` lists, in the order of the hops, the title that each search should name.
-    """
-    wanted = extra.get("gold_titles")
-    if wanted is None or len(wanted) == 0:
-        return {"first_query_right": None, "all_queries_right": None}
-    queries = [
-        turn["query"].lower() for turn in trajectory["turns"] if turn["action"] == "search" and turn["query"]
-    ]
-    first = bool(queries) and str(wanted[0]).lower() in queries[0]
-    every = all(any(str(title).lower() in query for query in queries) for title in wanted)
-    return {"first_query_right": float(first), "all_queries_right": float(every)}
 
 
 def _group(rows: list[dict[str, Any]], key: str) -> dict[Any, list[dict[str, Any]]]:
@@ -201,13 +182,11 @@ def _mean(rows: list[dict[str, Any]], key: str) -> float:
 
 
 def run_summary(state: RunState, wall_seconds: float, seed: int) -> dict[str, Any]:
-    """What `summary.json` holds.
-
-    Keys: em_before, em_after, em_before_by_hops, em_after_by_hops, searches_by_hops, num_val_questions
-    (sampled at temperature 1 if `trainer.val_modes` has that, else the first mode), and the same with the
-    suffix of every further mode, `_greedy`; for `data.extra_val_files` with the prefix `extra_`. Then steps,
-    wall_seconds, seconds_by_phase, generated_tokens_per_second, trained_tokens_per_second, seed. What was not
-    measured is None.
+    """What `summary.json` holds: em_before, em_after, em_before_by_hops, em_after_by_hops, searches_by_hops,
+    num_val_questions (sampled at temperature 1 if `trainer.val_modes` has that, else the first mode), and
+    the same with the suffix of every further mode, `_greedy`; for `data.extra_val_files` with the prefix
+    `extra_`. Then steps, wall_seconds, seconds_by_phase, generated_tokens_per_second,
+    trained_tokens_per_second, seed. What was not measured is None.
     """
     before, after = (state.validation.get(when) or {} for when in ("before", "after"))
     seconds = state.seconds_by_phase

@@ -25,29 +25,27 @@ class DifficultyPools(PromptSampler):
     """A `PromptSampler` that draws from pools.
 
     Args:
-        num_rows, batch_size, shuffle, seed, retire_solved: as for `PromptSampler`.
         config: `data.difficulty_pools`: a row is easy from a solve rate of `easy_threshold` up and hard from
             `hard_threshold` down; `easy_share`, `hard_share`: of the prompts that are drawn.
+        sampling: the arguments of `PromptSampler`.
 
     Attributes:
         draws: [num_rows] int64, how often each row was drawn.
         solve_rates: [num_rows] float64, mean score of the row's last group; NaN where none was measured.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        batch_size: int,
-        shuffle: bool,
-        seed: int,
-        config: Mapping[str, Any],
-        retire_solved: float | None = None,
-    ) -> None:
-        super().__init__(num_rows, batch_size, shuffle, seed, retire_solved)
+    def __init__(self, config: Mapping[str, Any], *sampling: Any) -> None:
+        super().__init__(*sampling)
         self.config = config
-        self.draws = np.zeros(num_rows, dtype=np.int64)
-        self.solve_rates = np.full(num_rows, np.nan)
+        self.draws, self.solve_rates = np.zeros(self.num_rows, np.int64), np.full(self.num_rows, np.nan)
         self._places: dict[int, np.ndarray] = {}  # draw number -> place of each row in that epoch's order
+
+    def history(self) -> dict[str, np.ndarray]:
+        return super().history() | {"draws": self.draws.copy(), "solve_rates": self.solve_rates.copy()}
+
+    def load_history(self, history: Mapping[str, np.ndarray]) -> None:
+        super().load_history(history)
+        self.draws, self.solve_rates = history["draws"].copy(), history["solve_rates"].copy()
 
     def pools(self) -> np.ndarray:
         """The pool of each row, [num_rows] int64: 0 easy, 1 normal, 2 hard."""
@@ -57,10 +55,8 @@ class DifficultyPools(PromptSampler):
         return pools
 
     def take(self, count: int, skip: Sequence[int] = ()) -> list[int]:
-        """The next `count` row numbers, no row twice, and none of `skip` (while there are others).
-
-        A share is rounded to whole prompts. What a pool does not have comes from the normal one; what that
-        does not have, from the hard one, then from the easy one.
+        """The next `count` row numbers, no row twice, and none of `skip` while there are others. What a pool
+        lacks comes from the normal one; what that lacks, from the hard, then the easy one.
         """
         self.check_left(count)
         if count > self.num_left:  # a source of a mixture that is smaller than its share of a step
@@ -88,18 +84,14 @@ class DifficultyPools(PromptSampler):
         """`count` of `rows`: those drawn least often, in the order of their next draw's epoch."""
         taken: list[np.ndarray] = [rows[:0]]
         for level in np.unique(self.draws[rows]).tolist() if count else []:
+            if level not in self._places:
+                self._places = dict([*self._places.items()][-8:])
+                self._places[level] = np.argsort(self.order_of(level))
             same = rows[self.draws[rows] == level]
-            taken.append(same[np.argsort(self._place(level)[same])])
+            taken.append(same[np.argsort(self._places[level][same])])
             if sum(map(len, taken)) >= count:
                 break
         return np.concatenate(taken)[:count]
-
-    def _place(self, level: int) -> np.ndarray:
-        if level not in self._places:
-            if len(self._places) > 8:
-                self._places.clear()
-            self._places[level] = np.argsort(self.order_of(level))
-        return self._places[level]
 
     def record(self, rows: Sequence[int], scores: Sequence[float]) -> None:
         """Notes the mean score of the group of each row; of a row that is there twice, the last one."""
@@ -113,15 +105,3 @@ class DifficultyPools(PromptSampler):
         pools, total = self.pools()[measured], max(int(measured.sum()), 1)
         shares = {f"pools/{name}": float((pools == pool).sum() / total) for pool, name in enumerate(POOLS)}
         return super().metrics() | shares | {"pools/measured": float(measured.mean())}
-
-    def history(self) -> dict[str, np.ndarray]:
-        return super().history() | {"draws": self.draws.copy(), "solve_rates": self.solve_rates.copy()}
-
-    def load_history(self, history: Mapping[str, np.ndarray]) -> None:
-        if "draws" not in history:
-            raise ValueError(
-                "Found no measurements in the checkpoint, with data.difficulty_pools.enable=true; a run "
-                "keeps the data order it began with. Set it to false, or trainer.resume_mode=none."
-            )
-        super().load_history({name: history[name] for name in history.keys() - {"draws", "solve_rates"}})
-        self.draws, self.solve_rates = history["draws"].copy(), history["solve_rates"].copy()

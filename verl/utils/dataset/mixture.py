@@ -30,11 +30,9 @@ from verl.utils.dataset.streaming import RowStream, StreamSampler, is_large
 class Mixture:
     """The rows of several sources as one data set: those of the first, of the second, ...
 
-    Args:
-        sources: what they are. datasets: the rows of each. weights: of each among the prompts.
-
     Attributes:
-        weights: as above, adding up to 1. starts: the place of each source's first row.
+        sources: what they are. datasets: the rows of each. weights: of each among the prompts; they add up to
+            1. starts: the place of each source's first row.
     """
 
     def __init__(
@@ -52,8 +50,7 @@ class Mixture:
         run has it).
         """
         number = self.source_of(index)
-        row = self.datasets[number][index - int(self.starts[number])]
-        source = self.sources[number]
+        source, row = self.sources[number], self.datasets[number][index - int(self.starts[number])]
         return row | {"index": index, "source": source.name, "num_answers": source.n}
 
     def rows_to_check(self) -> Iterator[Row]:
@@ -63,8 +60,8 @@ class Mixture:
     def metrics(
         self, source_of_group: Mapping[Any, str], scores: Mapping[Any, Sequence[float]]
     ) -> dict[str, float]:
-        """`data/<name>/`: `share` of the prompts; mean `score` of its answers; `solved`, the share of its
-        groups whose mean score is 1 or more. scores: of each group, those that can be learnt from.
+        """`data/<name>/`: `share` of the prompts; mean `score` of its answers that can be learnt from; share
+        of its groups that are `solved`, with a mean score of 1 or more.
         """
         metrics: dict[str, float] = {}
         for source in self.sources:
@@ -100,9 +97,7 @@ def adapted(source: Source) -> Callable[[Row], Row]:
 
 
 def with_verifier(reward_model: dict[str, Any], name: str) -> dict[str, Any]:
-    """A row's reward_model with a verifier, if it names none; its label is the plain ground truth, or the
-    golden answer (of several a list). Labels are text: what is no text, as JSON.
-    """
+    """A row's reward_model with a verifier, if it names none; its label is the truth or golden answers."""
     truth = reward_model.get("ground_truth")
     if isinstance(truth, Mapping) and truth.get("verifiers") is not None:
         return reward_model
@@ -120,15 +115,15 @@ def verifier(name: str, label: Any, weight: float = 1.0) -> dict[str, Any]:
 
 
 class MixtureSampler(PromptSampler):
-    """Draws from each source by its share, with a sampler for each, which counts from 0; the other arguments
-    are those of `PromptSampler`.
-    """
+    """Draws from each source by its share, with a sampler for each, which counts from 0."""
 
     def __init__(
         self, mixture: Mixture, samplers: Sequence[PromptSampler], batch_size: int, shuffle: bool, seed: int
     ) -> None:
-        self.mixture, self.samplers = mixture, samplers
+        self.mixture = mixture
+        self.samplers = dict(zip((source.name for source in mixture.sources), samplers, strict=True))
         self.num_rows, self.batch_size, self.shuffle, self.seed = len(mixture), batch_size, shuffle, seed
+        self.retire_solved = samplers[0].retire_solved  # that of all
         self.num_draws = 0
         self.drawn = np.zeros(len(samplers), dtype=np.int64)  # prompts of each source so far
 
@@ -138,11 +133,10 @@ class MixtureSampler(PromptSampler):
         counts, starts = self._counts(count, rng), self.mixture.starts
         asked = np.array(skip, dtype=np.int64)
         rows: list[int] = []
-        for number, sampler in enumerate(self.samplers):
+        for number, sampler in enumerate(self.samplers.values()):
             own = asked[(asked >= starts[number]) & (asked < starts[number + 1])] - starts[number]
             if counts[number]:
-                taken = sampler.take(int(counts[number]), own.tolist())
-                rows += [int(starts[number]) + row for row in taken]
+                rows += (starts[number] + sampler.take(int(counts[number]), own.tolist())).tolist()
         self.num_draws += 1
         self.drawn += counts
         return [rows[i] for i in rng.permutation(count)] if self.shuffle else rows
@@ -152,7 +146,7 @@ class MixtureSampler(PromptSampler):
         gives none, and the others take its share.
         """
         self.check_left(count)
-        has_prompts = np.array([sampler.num_left > 0 for sampler in self.samplers])
+        has_prompts = np.array([sampler.num_left > 0 for sampler in self.samplers.values()])
         weights = np.where(has_prompts, self.mixture.weights, 0.0)
         wanted = weights / weights.sum() * (self.drawn[has_prompts].sum() + count) - self.drawn
         counts = np.where(has_prompts, np.maximum(np.floor(wanted), 0), 0).astype(np.int64)
@@ -165,66 +159,53 @@ class MixtureSampler(PromptSampler):
 
     @property
     def num_left(self) -> int:
-        return sum(sampler.num_left for sampler in self.samplers)
+        return sum(sampler.num_left for sampler in self.samplers.values())
 
     def record(self, rows: Sequence[int], scores: Sequence[float]) -> None:
+        samplers = list(self.samplers.values())
         for row, score in zip(rows, scores, strict=True):
             number = self.mixture.source_of(row)
-            self.samplers[number].record([row - int(self.mixture.starts[number])], [score])
+            samplers[number].record([row - int(self.mixture.starts[number])], [score])
 
     def metrics(self) -> dict[str, float]:
         """Those of the sources' samplers: counts added up, shares as their mean."""
-        all_of = defaultdict(list)
-        for name, value in chain.from_iterable(sampler.metrics().items() for sampler in self.samplers):
-            all_of[name].append(value)
-        return {
-            name: sum(values) / (len(values) if name.startswith("pools/") else 1)
-            for name, values in all_of.items()
-        }
+        total = defaultdict[str, float](float)
+        for sampler in self.samplers.values():
+            for name, value in sampler.metrics().items():
+                total[name] += value / len(self.samplers) if name.startswith("pools/") else value
+        return dict(total)
 
     def history(self) -> dict[str, np.ndarray]:
-        return {
-            f"{source.name}/{name}": values
-            for source, sampler in zip(self.mixture.sources, self.samplers, strict=True)
-            for name, values in sampler.history().items()
-        }
+        histories = [(source, sampler.history()) for source, sampler in self.samplers.items()]
+        return {f"{source}/{name}": own[name] for source, own in histories for name in own}
 
     def load_history(self, history: Mapping[str, np.ndarray]) -> None:
-        for source, sampler in zip(self.mixture.sources, self.samplers, strict=True):
-            own = [name for name in history if name.startswith(f"{source.name}/")]
-            sampler.load_history({name.removeprefix(f"{source.name}/"): history[name] for name in own})
+        for source, sampler in self.samplers.items():
+            own = [name for name in history if name.startswith(f"{source}/")]
+            sampler.load_history({name.removeprefix(f"{source}/"): history[name] for name in own})
 
     def close(self) -> None:
-        for sampler in self.samplers:
+        for sampler in self.samplers.values():
             sampler.close()
 
     def state_dict(self) -> dict[str, Any]:
-        states = zip(self.mixture.sources, self.samplers, strict=True)
-        return {
-            "num_draws": self.num_draws,
-            "drawn": self.drawn.tolist(),
-            "sources": {source.name: sampler.state_dict() for source, sampler in states},
-        }
+        sources = {source: sampler.state_dict() for source, sampler in self.samplers.items()}
+        return {"num_draws": self.num_draws, "drawn": self.drawn.tolist(), "sources": sources}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        names = [source.name for source in self.mixture.sources]
-        if list(state.get("sources", {})) != names:
+        if list(state.get("sources", {})) != list(self.samplers):
             earlier = ", ".join(state.get("sources", ["data.train_files"]))
             raise ValueError(
-                f"Found the sources {', '.join(names)} in data.mixture, but the checkpoint was made with "
-                f"{earlier}; a run keeps the data it began with. Use these, or trainer.resume_mode=none."
+                f"Found the sources {', '.join(self.samplers)} in data.mixture, but the checkpoint was made "
+                f"with {earlier}; a run keeps the data it began with. Use these, or trainer.resume_mode=none."
             )
         self.num_draws, self.drawn = int(state["num_draws"]), np.array(state["drawn"], dtype=np.int64)
-        for name, sampler in zip(names, self.samplers, strict=True):
-            sampler.load_state_dict(state["sources"][name])
+        for source, sampler in self.samplers.items():
+            sampler.load_state_dict(state["sources"][source])
 
 
 def training_rows(config: Config, tokenizer: Any) -> RLHFDataset | Mixture:
-    """The rows of data.mixture, or else of data.train_files.
-
-    Raises:
-        ValueError: what `RLHFDataset` and `Source` raise.
-    """
+    """The rows of data.mixture or data.train_files. ValueError: what `RLHFDataset` and `Source` raise."""
     data, settings = config.data, {**config.data, "env_class": config.environment.env_class}
 
     def read(
@@ -265,17 +246,12 @@ def prompt_sampler(rows: RLHFDataset | Mixture, config: Config) -> PromptSampler
     def of(rows: RLHFDataset, count: int) -> PromptSampler:
         order, pools = (count, data.shuffle_train_dataloader, seed), data.difficulty_pools
         if isinstance(rows, RowStream):
-            return StreamSampler(rows, *order, retire, batch_size)
+            return StreamSampler(rows, batch_size, *order, retire)
         if pools.enable:
-            return DifficultyPools(len(rows), *order, pools, retire)
+            return DifficultyPools(pools, len(rows), *order, retire)
         return PromptSampler(len(rows), *order, retire)
 
     if not isinstance(rows, Mixture):
         return of(rows, batch_size)
-    samplers = []
-    for source, dataset in zip(rows.sources, rows.datasets, strict=True):
-        try:
-            samplers.append(of(dataset, 1))
-        except ValueError as error:
-            raise ValueError(f"{source.name} of data.mixture: {error}") from error
+    samplers = [of(dataset, 1) for dataset in rows.datasets]
     return MixtureSampler(rows, samplers, batch_size, data.shuffle_train_dataloader, seed)

@@ -1,6 +1,6 @@
 """Questions from parquet or jsonl files, and the order in which a run goes through them.
 
-    rows of files -> RLHFDataset[i] -> {raw_prompt_ids, data_source, reward_model, extra_info, index}
+    rows of files -> RLHFDataset[i] -> {raw_prompt_ids, data_source, reward_model, extra_info, index, episode}
     PromptSampler -> which rows make the next batch, the same again after a restart
 
 Row schema (Search-R1's): data_source str; prompt [{role, content}, ...]; reward_model {style, ground_truth:
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow.parquet as pq
 
+from verl.environments.base import row_max_turns
 from verl.environments.registry import SEARCH
 from verl.utils.records.files import plain
 
@@ -26,11 +26,6 @@ Row = dict[str, Any]
 _SUBSET_SEED = 42  # Search-R1's: train_data_num picks the same rows
 _VERL_DEFAULTS: Row = {"prompt_key": "prompt", "max_prompt_length": 1024, "truncation": "error"}
 _TEMPLATE_BYTES = 1024  # more than a chat template adds to the messages
-
-LENGTH_ADVICE = (
-    "Raise it, take the rows out, set data.truncation=skip to leave them out, or data.truncation=left to "
-    "keep the end of each prompt."
-)
 
 
 class RLHFDataset:
@@ -64,7 +59,7 @@ class RLHFDataset:
         files = [parquet_files] if isinstance(parquet_files, str) else parquet_files
         self.rows: list[Row] = []
         for file in files:
-            self.rows += self._read(Path(file).expanduser()) if isinstance(file, str) else [file]
+            self.rows += read_rows(file, self.check_columns) if isinstance(file, str) else [file]
         origin = ", ".join(file for file in files if isinstance(file, str)) or "the rows given"
         if num_rows is not None and num_rows > len(self):
             raise ValueError(
@@ -72,9 +67,8 @@ class RLHFDataset:
                 "data.train_data_num or data.val_data_num asks for. Set it to null for all rows."
             )
         self.keep(num_rows)
-        self.has_episodes = adapt is not None or any(
-            self.environment_of(row) != SEARCH or row_max_turns(row) for row in self.rows
-        )
+        if adapt is not None:
+            self.rows = list(map(adapt, self.rows))
         if not self.rows:
             raise ValueError(f"Found no rows in {origin}; expected at least one.")
         if self.config["truncation"] != "left":
@@ -87,7 +81,6 @@ class RLHFDataset:
         self.config.setdefault("max_start_length", self.config["max_prompt_length"])
         self.prompt_key: str = self.config["prompt_key"]
         self._has_warned = False
-        self.has_episodes = True  # rows may have an environment, or a number of turns, of their own
 
     def keep(self, num_rows: int | None) -> None:
         """Leaves out all but so many rows, drawn with a fixed seed: those of pandas' DataFrame.sample."""
@@ -95,98 +88,73 @@ class RLHFDataset:
             chosen = np.random.RandomState(_SUBSET_SEED).choice(len(self), num_rows, replace=False)
             self.rows = [self.rows[i] for i in chosen]
 
-    def _read(self, path: Path) -> list[Row]:
-        """All rows of a file, with all their columns."""
-        if not path.is_file():
-            raise ValueError(f"Found no file at {path}; expected a parquet or jsonl file with questions.")
-        if path.suffix == ".jsonl":
-            rows = []
-            with path.open("rb") as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        rows.append(json_row(line, f"{path}, line {number}"))
-                        self.check_columns(rows[-1], f"{path}, line {number}")
-            return rows
-        self.check_columns(pq.read_schema(path).names, str(path))
-        return pd.read_parquet(path).to_dict("records")
-
     def check_columns(self, columns: Iterable[str], where: str) -> None:
         """Raises ValueError if a row with these columns can't be asked and scored."""
-        columns = list(columns)
-        needed = [self.prompt_key, "data_source", "reward_model"]
-        gives_rewards = self.config["env_class"] != SEARCH or "env_class" in columns
-        if self.adapt is not None or gives_rewards:  # the source of a mixture names itself, too
-            needed = needed[:1]
-        elif "reward_spec" in columns:
-            needed[2] = "reward_spec"
-        missing = [name for name in needed if name not in columns]
-        if missing:
-            raise ValueError(
-                f"Found no column {', '.join(missing)} in {where} (it has {', '.join(columns)}); expected "
-                f"{', '.join(needed)}. The prompt's column is named by data.prompt_key."
-            )
+        needed = [self.prompt_key]
+        # an environment has rewards; and a source of a mixture names itself, too
+        if self.adapt is None and self.config["env_class"] == SEARCH and "env_class" not in columns:
+            needed += ["data_source", "reward_spec" if "reward_spec" in columns else "reward_model"]
+        require_columns(columns, needed, where, "The prompt's column is named by data.prompt_key.")
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def rows_to_check(self) -> Iterable[Row]:
         """The rows that can be looked at before the run starts."""
-        return self.rows if self.adapt is None else map(self.adapt, self.rows)
+        return self.rows
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.item(self.rows[index], index)
 
     def item(self, row: Row, index: int) -> dict[str, Any]:
-        """A row as it is asked: raw_prompt_ids (list[int], no special tokens added but the chat template's),
-        data_source (str), reward_model (dict), extra_info (dict), index (int, its place in the data set);
-        and `episode` where rows have environments or numbers of turns of their own: what the environment
-        gets (env_class, prompt in messages, extras: all columns but the prompt), or None for a search as the
-        configuration has it.
+        """A row as it is asked: raw_prompt_ids (list[int], special tokens as `encode_prompt` has them),
+        data_source (str), reward_model (dict), extra_info (dict), index (int, its place in the data set),
+        and `episode`: what the environment gets (env_class, prompt in messages, extras: all columns but the
+        prompt), or None for a search as the configuration has it.
         """
         row = self.adapt(row) if self.adapt is not None else row
-        messages, kept = _messages(row[self.prompt_key]), self.config["max_start_length"]
-        ids = self._encoded(prompt_text(self.tokenizer, messages))
+        messages, kept = self._messages(row), self.config["max_start_length"]
+        ids = encode_prompt(self.tokenizer, prompt_text(self.tokenizer, messages))
         if len(ids) > kept and not self._has_warned:
             self._has_warned = True
             print(f"note: a prompt has {len(ids)} tokens; the last data.max_start_length={kept} are used")
-        extra_info, reward_model = row.get("extra_info"), row.get("reward_model")
-        reward_model = row.get("reward_spec") if reward_model is None else reward_model
-        env_class = self.environment_of(row)
-        item = {
-            "raw_prompt_ids": ids[-kept:],
+        extra_info, named = row.get("extra_info"), row.get("env_class")
+        env_class = named if isinstance(named, str) and named else self.config["env_class"]
+        rewards = {name: row.get(name) for name in ("reward_model", "reward_spec")}
+        reward = next((each for each in rewards.values() if each is not None), None)
+        episode = None
+        if env_class != SEARCH:
+            extras = {name: plain(value) for name, value in row.items() if name != self.prompt_key}
+            if reward is not None:
+                extras |= {name: plain(reward) for name, own in rewards.items() if own is None}
+            episode = {"env_class": env_class, "prompt": messages, "extras": extras}
+        elif (max_turns := row_max_turns(row)) is not None:
+            episode = {"env_class": SEARCH, "prompt": [], "extras": {"max_turns": max_turns}}
+        return {
+            "raw_prompt_ids": cut_prompt(self.tokenizer, ids, kept),
             "data_source": row.get("data_source") or env_class.replace(":", "."),
-            "reward_model": reward_model if isinstance(reward_model, Mapping) else {"ground_truth": None},
+            "reward_model": reward if isinstance(reward, Mapping) else {"ground_truth": None},
             "extra_info": dict(extra_info) if isinstance(extra_info, Mapping) else {},
             "index": index,
+            "episode": episode,
         }
-        if not self.has_episodes:
-            return item
-        if env_class == SEARCH:
-            count = row_max_turns(row)
-            search = {"env_class": SEARCH, "prompt": [], "extras": {"max_turns": count}}
-            return item | {"episode": None if count is None else search}
-        extras = {name: plain(value) for name, value in row.items() if name != self.prompt_key}
-        for name, other in (("reward_spec", "reward_model"), ("reward_model", "reward_spec")):
-            if extras.get(name) is None and extras.get(other) is not None:
-                extras[name] = extras[other]
-        return item | {"episode": {"env_class": env_class, "prompt": messages, "extras": extras}}
-
-    def environment_of(self, row: Row) -> str:
-        """The environment that a row names, else the configuration's."""
-        named = row.get("env_class")
-        return named if isinstance(named, str) and named else self.config["env_class"]
 
     def too_long(self, row: Row) -> str | None:
-        """The row's length and beginning if its prompt is longer than data.max_prompt_length, else None.
-
-        A token has at least one byte, so only rows of many bytes are tokenised.
-        """
-        longest, messages = self.config["max_prompt_length"], _messages(row[self.prompt_key])
-        num_bytes = sum(len(str(message["content"]).encode()) for message in messages)
+        """The row's length and beginning if its prompt is longer than data.max_prompt_length, else None."""
+        longest, messages = self.config["max_prompt_length"], self._messages(row)
+        # a token has at least one byte, so only rows of many bytes are tokenised
+        num_bytes = sum(len(str(message.get("content")).encode()) for message in messages)
         if num_bytes + _TEMPLATE_BYTES <= longest:
             return None
-        ids = self._encoded(text := prompt_text(self.tokenizer, messages))
+        ids = encode_prompt(self.tokenizer, text := prompt_text(self.tokenizer, messages))
         return f"{len(ids)} tokens: {text[:60]!r}..." if len(ids) > longest else None
+
+    def length_error(self, what: str) -> ValueError:
+        longest = self.config["max_prompt_length"]
+        return ValueError(
+            f"Found {what}; expected at most data.max_prompt_length={longest} tokens. Raise it, take the "
+            "rows out, set data.truncation=skip to leave them out, or =left to keep the end of each prompt."
+        )
 
     def _check_lengths(self, files: str) -> None:
         """Refuses, or leaves out, prompts that are too long."""
@@ -194,18 +162,14 @@ class RLHFDataset:
         if not found:
             return
         too_long = f"{len(found)} of {len(self)} prompts in {files} that are too long"
-        first = next(iter(found))
         if self.config["truncation"] == "error" or len(found) == len(self):
-            raise ValueError(
-                f"Found {too_long} (the first: row {first}, {found[first]}); expected at most "
-                f"data.max_prompt_length={self.config['max_prompt_length']} tokens. {LENGTH_ADVICE}"
-            )
+            first, text = next(iter(found.items()))
+            raise self.length_error(f"{too_long} (the first: row {first}, {text})")
         print(f"note: {too_long} are skipped (data.truncation=skip)")
         self.rows = [row for i, row in enumerate(self.rows) if i not in found]
 
-    def _encoded(self, text: str) -> list[int]:
-        # Not verbose: no warning of a prompt that is too long, which is refused or cut here.
-        return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
+    def _messages(self, row: Row) -> list[dict[str, Any]]:
+        return chat_messages(row[self.prompt_key], self.prompt_key)
 
 
 class DataFailed(RuntimeError):
@@ -218,14 +182,9 @@ class PromptSampler:
     Rows left over at an epoch's end, too few for what is asked for, are left out of that epoch.
 
     Args:
-        num_rows: rows of the data set.
-        batch_size: rows of a training step.
-        shuffle: a new order each epoch; else the file's order.
-        seed: of the shuffling.
+        num_rows, batch_size: rows of the data set, and of a training step. ValueError: too few rows for one.
+        shuffle: a new order each epoch; else the file's order. seed: of the shuffling.
         retire_solved: rows whose group reached this mean score are not asked again; None: all are.
-
-    Raises:
-        ValueError: there are fewer rows than a step takes.
     """
 
     def __init__(
@@ -245,17 +204,10 @@ class PromptSampler:
         """Batches in an epoch."""
         return self.num_rows // self.batch_size
 
-    def next_batch(self) -> list[int]:
-        """Row numbers of the next batch; goes on into the next epoch by itself."""
-        return self.take(self.batch_size)
-
     def take(self, count: int, skip: Sequence[int] = ()) -> list[int]:
-        """The next `count` row numbers, for a step that needs more prompts too; of more than `batch_size`,
-        one batch after the other. `skip`: rows that the step has asked already, which only `DifficultyPools`
-        would give again.
-
-        Raises:
-            DataFailed: too many rows are retired.
+        """The next `count` row numbers, in batches of at most `batch_size`; goes on into the next epoch by
+        itself. `skip`: rows that the step has asked, which only `DifficultyPools` would give again.
+        DataFailed: too many rows are retired.
         """
         self.check_left(count)
         taken: list[int] = []
@@ -283,6 +235,11 @@ class PromptSampler:
     def check_left(self, count: int, left: int | None = None) -> None:
         """DataFailed: too many rows are retired to ask `count`, or a batch where that is less."""
         left = self.num_left if left is None else left
+        if left < min(count, self.batch_size) and self.retire_solved is None:
+            raise DataFailed(
+                f"Found {left} training rows and a step that asks {count}; expected as many. Set "
+                f"data.train_batch_size={left} or less, or take more rows."
+            )
         if left < min(count, self.batch_size):
             raise DataFailed(
                 f"{left} prompts are left that algorithm.filter_groups.retire_solved has not retired, and a "
@@ -306,10 +263,12 @@ class PromptSampler:
 
     def load_history(self, history: Mapping[str, np.ndarray]) -> None:
         """Takes what `history` gave. ValueError: that was of a sampler with other settings."""
-        if "draws" in history:
+        if ("draws" in history) != ("draws" in self.history()):
+            found, value = ("what", "false") if "draws" in history else ("nothing that", "true")
             raise ValueError(
-                "Found what difficulty pools have measured, with data.difficulty_pools.enable=false; a run "
-                "keeps the data order it began with. Set it to true, or trainer.resume_mode=none."
+                f"Found {found} difficulty pools have measured in the checkpoint, with "
+                f"data.difficulty_pools.enable={value}; a run keeps the data order it began with. Use the "
+                "other value, or trainer.resume_mode=none."
             )
         self.retired = set(history["retired"].tolist()) if "retired" in history else set()
 
@@ -324,21 +283,11 @@ class PromptSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what the order depends on; plain numbers."""
-        return {
-            "epoch": self.epoch,
-            "position": self.position,
-            "num_rows": self.num_rows,
-            "batch_size": self.batch_size,
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-        }
+        numbers = {"epoch": self.epoch, "position": self.position, "num_rows": self.num_rows}
+        return numbers | {"batch_size": self.batch_size, "shuffle": self.shuffle, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position.
-
-        Raises:
-            ValueError: the data, batch size or seed are others than when the position was saved.
-        """
+        """Go to a saved position. ValueError: data, batch size or seed are others than when it was saved."""
         own = self.state_dict()
         if state.keys() != own.keys():
             raise ValueError(
@@ -355,7 +304,27 @@ class PromptSampler:
         self._order = self.order_of(self.epoch)
 
 
-def json_row(line: bytes, where: str) -> Row:
+def read_rows(
+    file: str, check: Callable[[Iterable[str], str], None], columns: Sequence[str] | None = None
+) -> list[Row]:
+    """All rows of a file. `check` is given their columns, and where they are. columns: of a parquet file only
+    these are read, as far as it has them; None: all. ValueError.
+    """
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ValueError(f"Found no file at {path}; expected a parquet or jsonl file.")
+    if path.suffix == ".jsonl":
+        with path.open("rb") as lines:
+            numbered = ((f"{path}, line {number}", line) for number, line in enumerate(lines, 1))
+            return [json_row(line, where, check) for where, line in numbered if line.strip()]
+    names = pq.read_schema(path).names
+    check(names, str(path))
+    kept = None if columns is None else [name for name in names if name in columns]
+    rows: list[Row] = pq.read_table(path, columns=kept).to_pylist()
+    return rows
+
+
+def json_row(line: bytes, where: str, check: Callable[[Iterable[str], str], None]) -> Row:
     """A line of a jsonl file. ValueError: it holds no row."""
     try:
         row = json.loads(line)
@@ -363,28 +332,66 @@ def json_row(line: bytes, where: str) -> Row:
         raise ValueError(f"{where}: found no JSON ({error}); expected one row a line.") from None
     if not isinstance(row, dict):
         raise ValueError(f"{where}: found {type(row).__name__}; expected an object with a row's columns.")
+    check(row, where)
     return row
 
 
+def require_columns(columns: Iterable[str], needed: Sequence[str], where: str, advice: str) -> None:
+    """ValueError: `where` lacks a column."""
+    if missing := [name for name in needed if name not in columns]:
+        raise ValueError(
+            f"Found no column {', '.join(missing)} in {where} (it has {', '.join(columns)}); expected "
+            f"{', '.join(needed)}. {advice}"
+        )
+
+
+def chat_messages(value: Any, column: str) -> list[dict[str, Any]]:
+    """A cell as chat messages, without what is null in them; plain text is one user message. ValueError."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, Sequence | np.ndarray) or len(value) == 0:
+        raise ValueError(f"{column} holds {shown(value)}; expected text or chat messages")
+    messages: list[dict[str, Any]] = []
+    for i, message in enumerate(value):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f"message {i} of {column} is {shown(message)}; expected {{role, content}}")
+        given = {name: item for name, item in message.items() if item is not None}
+        if not isinstance(given.get("content"), str) and not given.get("tool_calls"):
+            raise ValueError(f"message {i} of {column} has the content {shown(message.get('content'))}")
+        messages.append(given)
+    return messages
+
+
+def shown(value: Any) -> str:
+    """A value in an error message."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def prompt_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    """What the policy is given to continue: the tokenizer's chat template filled in, up to the assistant's
-    turn, or the first message as it is if the tokenizer has no template."""
+    """What the policy goes on with: the chat template up to its turn, or without one the first message."""
     if tokenizer.chat_template:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return messages[0]["content"]
 
 
-def row_max_turns(row: Mapping[str, Any]) -> int | None:
-    """`max_turns` of a row, or of its extra_info; None: it says nothing."""
-    for columns in (row, row.get("extra_info")):
-        value = columns.get("max_turns") if isinstance(columns, Mapping) else None
-        if value is not None and value == value:  # not the NaN of an empty cell
-            return int(value)
-    return None
+def opening_ids(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts before a document: a beginning of sequence (as Gemma's and Llama's), or []."""
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and tokenizer.encode("")[:1] == [bos] else []
 
 
-def _messages(prompt: Any) -> list[dict[str, str]]:
-    """A prompt cell as a list of chat messages; plain text is one user message."""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return [dict(message) for message in prompt]
+def encode_prompt(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of `prompt_text`. A chat template says itself what stands first; without one the prompt
+    begins like the documents of pretraining, with exactly one beginning of sequence if they have it.
+    """
+    # Not verbose: no warning of a prompt that is too long, which is refused or cut afterwards.
+    ids = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+    opening = [] if tokenizer.chat_template else opening_ids(tokenizer)
+    return ids if ids[:1] == opening else opening + ids
+
+
+def cut_prompt(tokenizer: Any, ids: list[int], longest: int) -> list[int]:
+    """A prompt's last `longest` tokens; a beginning of sequence stays in front, as one of them."""
+    opening = ids[:1] if len(ids) > longest and ids[:1] == opening_ids(tokenizer) else []
+    return opening + ids[max(0, len(ids) - longest + len(opening)) :]

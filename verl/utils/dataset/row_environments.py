@@ -1,9 +1,8 @@
 """Which environments the rows of a run name, read from its files before anything starts."""
 
-from __future__ import annotations
-
 import json
 import re
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -14,16 +13,13 @@ from verl.config.keys import as_list
 from verl.config.mixture import sources_of
 from verl.environments.registry import SEARCH, load_class
 
-SEARCHING = frozenset((SEARCH, "searchcode"))  # those that ask the retrieval server
-
 
 def environments_of(config: Config) -> set[str]:
     """Names of the environments of all rows; files that are not there have none."""
     data, default = config.data, config.environment.env_class
     keys = ["train_files"] * (data.mixture is None) + ["val_files", "extra_val_files"]
     files = [(Path(file), default) for key in keys for file in as_list(data[key]) if file is not None]
-    for source in sources_of(config) if data.mixture is not None else ():
-        files += [(file, source.env_class or default) for file in source.files]
+    files += [(file, each.env_class or default) for each in sources_of(config) for file in each.files]
     named = set[str]()
     for path, other in dict.fromkeys(files):
         path = path.expanduser()
@@ -38,7 +34,7 @@ def _named_in(path: Path, mtime: int) -> frozenset[str]:
     read: other checks say why. Read once, whatever asks.
     """
     names, known = set[str](), set[bytes]()
-    try:
+    with suppress(ValueError, OSError):  # of pyarrow and json
         if path.suffix == ".jsonl":
             with path.open("rb") as lines:
                 for line in lines:  # parsed only where it may name another one
@@ -50,14 +46,12 @@ def _named_in(path: Path, mtime: int) -> frozenset[str]:
         elif "env_class" in pq.read_schema(path).names:
             column = pq.read_table(path, columns=["env_class"])[0]
             names.update(name or "" for name in column.unique().to_pylist())
-    except (ValueError, OSError):  # of pyarrow and json
-        names.add("")
     return frozenset(names or {""})
 
 
 def searches(config: Config) -> bool:
     """Whether the run asks the retrieval server."""
-    return config.do_search and not SEARCHING.isdisjoint(environments_of(config))
+    return config.do_search and not environments_of(config).isdisjoint((SEARCH, "searchcode"))
 
 
 def check_environments(config: Config) -> None:

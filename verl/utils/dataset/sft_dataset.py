@@ -1,44 +1,40 @@
-"""Supervised rows from parquet files: token ids, and which of them are trained.
+"""Supervised rows from parquet or jsonl files: token ids, and which of them are trained.
 
     row -> [(text, trained), ...] -> input_ids, trained -> batch -> DataProto
 
 A row comes in one of three forms: prompt and response; a conversation, of which the assistant's messages are
 trained; or pieces of text, each marked as trained or not, as search trajectories are. Each piece is tokenised
-alone, as in a rollout. Text between the tags of an observation is never trained, whatever holds it. All rows
-are read and checked before anything else starts.
+alone, as in a rollout, and the first as a prompt is (`encode_prompt`). Text between the tags of an
+observation is never trained, whatever holds it. All rows are read and checked before anything else starts.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
-import pandas as pd
-import pyarrow.parquet as pq
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from verl.protocol import DataProto
+from verl.utils.dataset.rl_dataset import chat_messages, opening_ids, read_rows, require_columns, shown
 
 Segment = tuple[str, bool]  # (text, whether its tokens are trained)
 
 _SHOWN = 3  # bad rows that an error message shows
 
 
-class BadRow(ValueError):
-    """What is wrong with one row."""
-
-
 class SFTDataset:
     """Rows as token ids with a mark on those that are trained.
 
     Args:
-        files: a parquet file or several, read one after the other.
+        files: a file (.parquet or .jsonl) or several, read one after the other.
         tokenizer: of the model that is trained.
         data_config: the `data` block of the configuration.
 
@@ -52,10 +48,7 @@ class SFTDataset:
     """
 
     def __init__(
-        self,
-        files: str | Sequence[str],
-        tokenizer: PreTrainedTokenizerBase,
-        data_config: Mapping[str, Any],
+        self, files: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, data_config: Mapping[str, Any]
     ) -> None:
         self.tokenizer, self.config = tokenizer, data_config
         self.names: list[str] = []
@@ -63,7 +56,7 @@ class SFTDataset:
         self.trained: list[np.ndarray] = []
         self.num_cut_away = 0
         multiturn = data_config["multiturn"]
-        columns, optional = [data_config["prompt_key"], data_config["response_key"]], []
+        needed = [data_config["prompt_key"], data_config["response_key"]]
         segments_of: Callable[[Mapping[str, Any]], list[Segment]] = self._pair_segments
         if multiturn["enable"]:
             if not tokenizer.chat_template:
@@ -71,18 +64,23 @@ class SFTDataset:
                     "Found data.multiturn.enable=true, but the tokenizer has no chat template; give one with "
                     "data.chat_template, or rows as pieces of text with data.segments_key."
                 )
-            columns, segments_of = [multiturn["messages_key"]], self._conversation_segments
-            optional = [multiturn["tools_key"], multiturn["enable_thinking_key"]]
+            needed, segments_of = [multiturn["messages_key"]], self._conversation_segments
         elif data_config["segments_key"] is not None:
-            columns, segments_of = [data_config["segments_key"]], self._marked_segments
+            needed, segments_of = [data_config["segments_key"]], self._marked_segments
+
+        def check(columns: Iterable[str], where: str) -> None:
+            keys = "data.prompt_key and data.response_key, data.multiturn.messages_key, or data.segments_key"
+            require_columns(columns, needed, where, f"They are named by {keys}.")
+
         bad: list[str] = []
-        paths = [Path(file).expanduser() for file in ([files] if isinstance(files, str) else files)]
-        for path in paths:
-            for number, row in enumerate(_read(path, columns, optional)):
-                name = f"row {number} of {path.name}"
+        files = [files] if isinstance(files, str) else files
+        optional = [multiturn["tools_key"], multiturn["enable_thinking_key"]] if multiturn["enable"] else []
+        for file in files:
+            for number, row in enumerate(read_rows(file, check, needed + optional)):
+                name = f"row {number} of {Path(file).name}"
                 try:
                     ids, trained = self._encoded(segments_of(row), ends_with_eos=not multiturn["enable"])
-                except BadRow as error:
+                except ValueError as error:
                     bad.append(f"{name}: {error}")
                     continue
                 if trained.any():
@@ -99,41 +97,24 @@ class SFTDataset:
         if not self.names:
             longest = data_config["max_length"]
             cut = f" that data.max_length={longest} leaves anything to train of" if total else ""
-            raise ValueError(f"Found no rows{cut} in {', '.join(map(str, paths))}; expected at least one.")
+            raise ValueError(f"Found no rows{cut} in {', '.join(files)}; expected at least one.")
 
     def __len__(self) -> int:
         return len(self.names)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all rows."""
-        return sum(map(len, self.input_ids))
-
-    @property
-    def num_trained_tokens(self) -> int:
-        """Those of them that are trained."""
-        return int(sum(trained.sum() for trained in self.trained))
 
     def batch(self, rows: Sequence[int]) -> DataProto:
         """Some rows, padded on the right: input_ids, attention_mask, position_ids, response_mask, all [N, W]
         int64 (response_mask: 1 where a token is trained); `uid` names each row.
         """
-        width = max(len(self.input_ids[row]) for row in rows)
-        input_ids, attention, mask = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(3))
-        for i, row in enumerate(rows):
-            length = len(self.input_ids[row])
-            input_ids[i, :length] = torch.from_numpy(self.input_ids[row])
-            attention[i, :length] = 1
-            mask[i, :length] = torch.from_numpy(self.trained[row])
-        return DataProto.from_dict(
-            tensors={
-                "input_ids": input_ids,
-                "attention_mask": attention,
-                "position_ids": (attention.cumsum(1) - 1) * attention,
-                "response_mask": mask,
-            },
-            non_tensors={"uid": np.array([self.names[row] for row in rows], dtype=object)},
-        )
+        ids = [torch.from_numpy(self.input_ids[row]) for row in rows]
+        attention = pad_sequence([torch.ones_like(each) for each in ids], batch_first=True)
+        tensors = {
+            "input_ids": pad_sequence(ids, batch_first=True),
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(1) - 1) * attention,
+            "response_mask": pad_sequence([torch.from_numpy(self.trained[row]) for row in rows], True).long(),
+        }
+        return DataProto.from_dict(tensors, {"uid": np.array([self.names[row] for row in rows], object)})
 
     def _pair_segments(self, row: Mapping[str, Any]) -> list[Segment]:
         """Prompt and response."""
@@ -143,29 +124,26 @@ class SFTDataset:
             value = row[column]
             for name in self.config[f"{part}_dict_keys"] or []:
                 if not isinstance(value, Mapping) or name not in value:
-                    raise BadRow(f"{column} holds {_shown(value)}, without {name!r}")
+                    raise ValueError(f"{column} holds {shown(value)}, without {name!r}")
                 value = value[name]
-            messages.append(_messages(value, column))
+            messages.append(chat_messages(value, column))
         prompt, response = messages
         if self.tokenizer.chat_template:
             question = self._render(prompt, opens_reply=True)
         elif len(prompt) > 1:
-            raise BadRow(f"{len(prompt)} messages, but the tokenizer has no chat template to join them")
+            raise ValueError(f"{len(prompt)} messages, but the tokenizer has no chat template to join them")
         else:
             question = str(prompt[0]["content"])
         return [(question, False), (response[-1]["content"], True)]
 
     def _conversation_segments(self, row: Mapping[str, Any]) -> list[Segment]:
-        """The text up to the last trained message; trained is what the assistant writes, its end token
-        included.
-
-        An assistant's message with `trained: false` is read only. What the template puts before a message
-        (its header) and the white space after its end token are not the policy's to write.
+        """The text up to the last trained message; trained is what the assistant writes with its end token,
+        but no header of the template, and no message with `trained: false`.
         """
         key, tools, thinking = (
             self.config["multiturn"][name] for name in ("messages_key", "tools_key", "enable_thinking_key")
         )
-        messages = _messages(row[key], key)
+        messages = chat_messages(row[key], key)
         extra: dict[str, Any] = {}
         if row.get(tools) is not None:
             extra["tools"] = json.loads(row[tools]) if isinstance(row[tools], str) else list(row[tools])
@@ -178,11 +156,11 @@ class SFTDataset:
             if message["role"] != "assistant" or not _flag(message.get("trained", True)):
                 continue
             if i == 0:
-                raise BadRow("the conversation begins with the assistant, who has nothing to reply to")
+                raise ValueError("the conversation begins with the assistant, who has nothing to reply to")
             head = self._render(messages[:i], opens_reply=True, **extra)
             whole = self._render(messages[: i + 1], opens_reply=False, **extra)
             if not head.startswith(done) or not whole.startswith(head):
-                raise BadRow(
+                raise ValueError(
                     f"the chat template changes earlier text when message {i} is added, so what is trained "
                     "would not be what the policy sees; give the rows as segments (data.segments_key)"
                 )
@@ -203,36 +181,35 @@ class SFTDataset:
                 **extra,
             )
         except jinja2.TemplateError as error:
-            raise BadRow(f"the chat template does not take it ({error})") from error
+            raise ValueError(f"the chat template does not take it ({error})") from error
         return str(text)
 
     def _marked_segments(self, row: Mapping[str, Any]) -> list[Segment]:
         """[{text or content, trained or role}, ...]; of the roles, assistant is trained."""
         column: str = self.config["segments_key"]
         cell = row[column]
-        if not isinstance(cell, list | tuple | np.ndarray) or len(cell) == 0:
-            raise BadRow(f"{column} holds {_shown(cell)}; expected a list of pieces")
+        if not isinstance(cell, list) or len(cell) == 0:
+            raise ValueError(f"{column} holds {shown(cell)}; expected a list of pieces")
         segments: list[Segment] = []
         for i, piece in enumerate(cell):
             if not isinstance(piece, Mapping):
-                raise BadRow(f"piece {i} of {column} is {_shown(piece)}; expected {{text, trained}}")
+                raise ValueError(f"piece {i} of {column} is {shown(piece)}; expected {{text, trained}}")
             text = piece.get("text") if piece.get("text") is not None else piece.get("content")
             if not isinstance(text, str):
-                raise BadRow(f"piece {i} of {column} has the text {_shown(text)}; expected text or content")
+                raise ValueError(
+                    f"piece {i} of {column} has the text {shown(text)}; expected text or content"
+                )
             if piece.get("trained") is not None:
                 segments.append((text, _flag(piece["trained"])))
             elif isinstance(piece.get("role"), str):
                 segments.append((text, piece["role"] == "assistant"))
             else:
-                raise BadRow(f"piece {i} of {column} has neither trained nor role")
+                raise ValueError(f"piece {i} of {column} has neither trained nor role")
         return segments
 
     def _encoded(self, segments: Sequence[Segment], ends_with_eos: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids, and which are trained; cut to data.max_length where data.truncation allows that.
-
-        What stands between the observation's tags (and the line breaks around them) is not trained.
-        ends_with_eos: the end-of-sequence token is added after a last segment that is trained (a chat
-        template brings its own).
+        """Token ids, and which are trained (no observation); cut to data.max_length where data.truncation
+        allows that. ends_with_eos: that token is added after a last segment that is trained.
         """
         if self.config["observation_tag"] is not None:
             tag = re.escape(self.config["observation_tag"])
@@ -246,71 +223,40 @@ class SFTDataset:
         token_ids: list[int] = []
         flags: list[bool] = []
         if segments:
-            texts = [text for text, _ in segments]
             # Not verbose: no warning of texts too long for the model, which are counted and cut here.
+            texts = [text for text, _ in segments]
             pieces = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
             for piece, (_, is_trained) in zip(pieces, segments, strict=True):
                 token_ids += piece
                 flags += [is_trained] * len(piece)
+        opening = opening_ids(self.tokenizer)
+        if not self.tokenizer.chat_template and token_ids[:1] != opening:
+            token_ids, flags = opening + token_ids, [False] * len(opening) + flags
         eos = self.tokenizer.eos_token_id if ends_with_eos else None
         if eos is not None and flags and flags[-1] and token_ids[-1] != eos:
             token_ids.append(eos)
             flags.append(True)
         ids, trained = np.array(token_ids, dtype=np.int64), np.array(flags, dtype=bool)
         if not trained.any():
-            raise BadRow(
-                "nothing in it is trained; expected a response, or a piece that is marked as trained"
-            )
+            raise ValueError("nothing in it is trained; expected a response, or a piece marked as trained")
         if trained[0]:
-            raise BadRow("its first token is trained, with nothing before it; expected a prompt")
+            raise ValueError("its first token is trained, with nothing before it; expected a prompt")
         longest, truncation = self.config["max_length"], self.config["truncation"]
         if len(ids) > longest and truncation == "error":
-            raise BadRow(
+            raise ValueError(
                 f"{len(ids)} tokens; expected at most data.max_length={longest}, or data.truncation=left or "
                 "right, which cut it"
             )
-        kept = slice(-longest, None) if truncation == "left" else slice(longest)
-        ids, trained = ids[kept], trained[kept].copy()
+        kept = np.arange(len(ids))[:longest]
+        if truncation == "left" and len(ids) > longest:
+            head = int(token_ids[:1] == opening)  # a beginning of sequence stays
+            kept = np.r_[:head, len(ids) - longest + head : len(ids)]
+        ids, trained = ids[kept], trained[kept]
         trained[0] = False  # what stood before it may have been cut off
         return ids, trained
 
 
-def _read(path: Path, columns: list[str], optional: list[str]) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise ValueError(f"Found no file at {path}; expected a parquet file.")
-    there = pq.read_schema(path).names
-    if missing := [name for name in columns if name not in there]:
-        raise ValueError(
-            f"Found no column {', '.join(missing)} in {path} (it has {', '.join(there)}). They are named "
-            "by data.prompt_key and data.response_key, data.multiturn.messages_key, or data.segments_key."
-        )
-    names = columns + [name for name in optional if name in there]
-    return pd.read_parquet(path, columns=names).to_dict("records")
-
-
-def _messages(value: Any, column: str) -> list[dict[str, Any]]:
-    """Chat messages; plain text is one user message."""
-    if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
-    if not isinstance(value, list | tuple | np.ndarray) or len(value) == 0:
-        raise BadRow(f"{column} holds {_shown(value)}; expected text or chat messages")
-    messages: list[dict[str, Any]] = []
-    for i, message in enumerate(value):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise BadRow(f"message {i} of {column} is {_shown(message)}; expected {{role, content}}")
-        given = {name: item for name, item in message.items() if item is not None}
-        if not isinstance(given.get("content"), str) and not given.get("tool_calls"):
-            raise BadRow(f"message {i} of {column} has the content {_shown(message.get('content'))}")
-        messages.append(given)
-    return messages
-
-
 def _flag(value: Any) -> bool:
-    if not isinstance(value, bool | np.bool_):
-        raise BadRow(f"trained is {_shown(value)}; expected true or false")
-    return bool(value)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    if not isinstance(value, bool):
+        raise ValueError(f"trained is {shown(value)}; expected true or false")
+    return value

@@ -12,10 +12,9 @@ best with many row groups. A window of a large group takes one pass over that gr
 from __future__ import annotations
 
 import copy
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.utils.dataset.rl_dataset import LENGTH_ADVICE, DataFailed, PromptSampler, RLHFDataset, Row, json_row
+from verl.utils.dataset.rl_dataset import DataFailed, PromptSampler, RLHFDataset, Row, json_row
 
 BLOCK_ROWS, PIECE_BYTES = 512, 2**20
 WINDOW_ROWS, WINDOW_BYTES = 16_384, 32 * 2**20
@@ -41,8 +40,7 @@ def is_large(files: Iterable[Path]) -> bool:
     files = [path for path in files if path.is_file()]
     if any(path.stat().st_size > STREAMED_BYTES.get(path.suffix, 0) for path in files):
         return True
-    parquet = [path for path in files if path.suffix == ".parquet"]
-    return sum(pq.read_metadata(path).num_rows for path in parquet) > STREAMED_ROWS
+    return sum(pq.read_metadata(path).num_rows for path in files if path.suffix == ".parquet") > STREAMED_ROWS
 
 
 class RowBlock(NamedTuple):
@@ -60,15 +58,9 @@ class RowBlock(NamedTuple):
 
 
 class RowStream(RLHFDataset):
-    """Rows that are read while the run goes on. An index is the place of a row: the rows before it in all
-    files, of jsonl the bytes. `stream[i]` is there for the rows that the sampler gave last.
-
-    Args:
-        files: parquet and jsonl. tokenizer, data_config, adapt: as for `RLHFDataset`; of the tokenizer a copy
-            is used, as another thread does.
-
-    Raises:
-        ValueError: a file or a column is missing.
+    """Rows that are read while the run goes on; the arguments are those of `RLHFDataset`. An index is the
+    place of a row: the rows before it in all files, of jsonl the bytes. `stream[i]` is there for the rows
+    that the sampler gave last. The tokenizer is copied, as another thread uses it.
     """
 
     def __init__(
@@ -85,14 +77,15 @@ class RowStream(RLHFDataset):
         self._num_rows = place = 0
         for number, path in enumerate(self.files):
             if not path.is_file():
-                raise ValueError(f"Found no file at {path}; expected a parquet or jsonl file with questions.")
+                raise ValueError(f"Found no file at {path}; expected a parquet or jsonl file.")
             if path.suffix == ".jsonl":
                 first, size = place, path.stat().st_size
                 place += size
                 for start in range(first, place, PIECE_BYTES):
                     stop = min(start + PIECE_BYTES, place)
-                    share = (stop - start) / WINDOW_BYTES
-                    self.groups.append(RowBlock(number, -1, first, start, stop, share))
+                    self.groups.append(
+                        RowBlock(number, -1, first, start, stop, (stop - start) / WINDOW_BYTES)
+                    )
                 with path.open("rb") as file:
                     piece = file.read(PIECE_BYTES)
                 lines = piece.split(b"\n")[: None if len(piece) == size else -1]
@@ -122,10 +115,8 @@ class RowStream(RLHFDataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.ready[index]
 
-    def rows_to_check(self) -> Iterator[Row]:
-        for held in self.read(next(self.windows(None)))[:_CHECKED_ROWS]:
-            row = self.row_of(held)
-            yield row if self.adapt is None else self.adapt(row)
+    def rows_to_check(self) -> Iterable[Row]:
+        return map(self.row_of, self.read(next(self.windows(None)))[:_CHECKED_ROWS])
 
     def windows(self, rng: np.random.Generator | None) -> Iterator[list[RowBlock]]:
         """The blocks of each window of an epoch, in order. rng: shuffles them; None: as in the files."""
@@ -186,11 +177,9 @@ class RowStream(RLHFDataset):
         place, source, inner = held
         if isinstance(source, pa.RecordBatch):
             row: Row = source.slice(inner, 1).to_pylist()[0]
-            return row
-        where = f"{source}, the line that begins {inner[:40]!r}"
-        row = json_row(inner, where)
-        self.check_columns(row, where)
-        return row
+        else:
+            row = json_row(inner, f"{source}, the line that begins {inner[:40]!r}", self.check_columns)
+        return row if self.adapt is None else self.adapt(row)
 
 
 class Cursor(NamedTuple):
@@ -209,76 +198,52 @@ class StreamSampler(PromptSampler):
     """Draws from a stream; a thread has the prompts of the next two steps ready, and no more.
 
     Args:
-        stream: the rows. batch_size, shuffle, seed, retire_solved: as for `PromptSampler`.
-        step_size: rows of a step.
+        stream: the rows. step_size: rows of a step. batch_size, sampling: as for `PromptSampler`.
     """
 
-    def __init__(
-        self,
-        stream: RowStream,
-        batch_size: int,
-        shuffle: bool,
-        seed: int,
-        retire_solved: float | None,
-        step_size: int,
-    ) -> None:
-        self.stream, self.cursor, self.step_size = stream, Cursor(), step_size
-        self._thread: threading.Thread | None = None
-        super().__init__(len(stream), batch_size, shuffle, seed, retire_solved)
+    def __init__(self, stream: RowStream, step_size: int, batch_size: int, *sampling: Any) -> None:
+        self.stream, self.cursor, self.num_ahead = stream, Cursor(), _STEPS_AHEAD * step_size
+        self._thread: ThreadPoolExecutor | None = None
+        self._ahead = deque[Future[tuple[int, dict[str, Any], Cursor]]]()
+        super().__init__(len(stream), batch_size, *sampling)
 
     def order_of(self, epoch: int) -> np.ndarray:
         return np.arange(0)  # is never held: see `_prompts`
 
     def take(self, count: int, skip: Sequence[int] = ()) -> list[int]:
-        """The next `count` rows; goes on into the next epoch by itself.
-
-        Raises:
-            DataFailed: a row can't be read or is too long; or too many are retired.
-        """
+        """The next `count` rows. DataFailed: a row can't be read or is too long, or too many are retired."""
         if self.retired:
             self.check_left(count)
         if self._thread is None:
-            self._stop, self._made = threading.Event(), queue.Queue[Any](_STEPS_AHEAD * self.step_size)
-            arguments = (self.cursor, self._made, self._stop)
-            self._thread = threading.Thread(target=self._produce, args=arguments, daemon=True)
-            self._thread.start()
+            self._thread, self._made = ThreadPoolExecutor(1, "rows"), self._prompts(self.cursor)
         taken: list[tuple[int, dict[str, Any]]] = []
         last_epoch = self.cursor.epoch  # in which a row was found
-        while len(taken) < count:
-            made = self._made.get()
-            if isinstance(made, BaseException):
-                self.close()
-                raise made
-            index, item, self.cursor = made
-            if index not in self.retired:
-                taken.append((index, item))
-                last_epoch = self.cursor.epoch
-            elif self.cursor.epoch > last_epoch + 1:
-                self.check_left(count, left=0)
+        try:
+            self._go_ahead()
+            while len(taken) < count:
+                index, item, self.cursor = self._ahead.popleft().result()
+                self._go_ahead()
+                if index not in self.retired:
+                    taken.append((index, item))
+                    last_epoch = self.cursor.epoch
+                elif self.cursor.epoch > last_epoch + 1:
+                    self.check_left(count, left=0)
+        except BaseException as error:  # with it the thread's prompts have ended
+            self.close()
+            if isinstance(error, ValueError | OSError | pa.ArrowException):
+                raise DataFailed(f"the training rows can't be used: {error}") from error
+            raise
         self.epoch, self.position = self.cursor.epoch, self.cursor.position
         self.stream.ready = dict(taken)
         return [index for index, _ in taken]
 
-    def _produce(self, cursor: Cursor, made: queue.Queue[Any], stop: threading.Event) -> None:
-        """Puts what `_prompts` yields, or the exception that ends it."""
-        ready: Any
-        prompts = self._prompts(cursor)
-        while not stop.is_set():
-            try:
-                ready = next(prompts)
-            except (ValueError, OSError, pa.ArrowException) as error:
-                ready = DataFailed(f"the training rows can't be used: {error}")
-            except Exception as error:  # whatever it is, the run must hear of it, not wait for ever
-                ready = error
-            while not stop.is_set():
-                with suppress(queue.Full):
-                    made.put(ready, timeout=0.1)
-                    break
-            if isinstance(ready, BaseException):
-                return
+    def _go_ahead(self) -> None:
+        """Has the thread make prompts until so many are ready, and one more."""
+        while self._thread is not None and len(self._ahead) <= self.num_ahead:
+            self._ahead.append(self._thread.submit(next, self._made))
 
     def _prompts(self, cursor: Cursor) -> Iterator[tuple[int, dict[str, Any], Cursor]]:
-        """(index, row for `prompt_batch`, the place after it) of each row from `cursor` on, without end."""
+        """(index, item, the place after it) of each row from `cursor` on, without end."""
         stream, limit = self.stream, self.stream.limit
         truncation = stream.config["truncation"]
         while True:
@@ -307,11 +272,7 @@ class StreamSampler(PromptSampler):
                     elif truncation == "skip":
                         skipped += 1
                     else:
-                        longest = stream.config["max_prompt_length"]
-                        raise ValueError(
-                            f"row {index} is too long ({too_long}); expected at most "
-                            f"data.max_prompt_length={longest} tokens. {LENGTH_ADVICE}"
-                        )
+                        raise stream.length_error(f"a prompt that is too long (row {index}, {too_long})")
             if not has_prompts:
                 raise ValueError(f"no prompt is left of {len(stream)} rows: all are too long.")
             cursor = Cursor(cursor.epoch + 1, skipped=skipped)
@@ -330,6 +291,6 @@ class StreamSampler(PromptSampler):
     def close(self) -> None:
         """Ends the thread; what it has made ready is made again when it is asked for."""
         if self._thread is not None:
-            self._stop.set()
-            self._thread.join()
+            self._thread.shutdown(cancel_futures=True)
             self._thread = None
+            self._ahead.clear()

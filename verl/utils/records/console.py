@@ -20,22 +20,21 @@ from rich.text import Text
 _PACE_OVER = 20  # steps whose mean duration the time left is made from
 
 
-def make_display(progress: str, total_steps: int, shown: bool = True) -> MessagesOnly:
+def make_display(progress: str, total_steps: int, shown: bool = True) -> Display:
     """The display for `trainer.progress`: live | plain | auto (live if standard output is a terminal).
 
     `shown` is False when "console" is not among the loggers: only messages are printed then.
     """
-    if not shown:
-        return MessagesOnly()
     live = progress == "live" or (progress == "auto" and sys.stdout.isatty())
-    return LiveDisplay(total_steps) if live else PlainDisplay(total_steps)
+    return LiveDisplay(total_steps) if shown and live else Display(total_steps, shown)
 
 
-class MessagesOnly:
-    """Prints messages, not steps. The displays are made from it."""
+class Display:
+    """One line for each step (if `shown`), for logs and pipes; and messages."""
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done."""
+    def __init__(self, total_steps: int, shown: bool = True) -> None:
+        self.total_steps, self.shown = total_steps, shown
+        self.durations: deque[float] = deque(maxlen=_PACE_OVER)
 
     def say(self, text: str) -> None:
         """One line that stays."""
@@ -44,20 +43,13 @@ class MessagesOnly:
     def close(self) -> None:
         """The last thing; safe to call twice."""
 
-
-class PlainDisplay(MessagesOnly):
-    """One line for each step; for logs and pipes."""
-
-    def __init__(self, total_steps: int) -> None:
-        self.total_steps = total_steps
-        self.durations: deque[float] = deque(maxlen=_PACE_OVER)
-
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        shown = [
-            f"{value} {name}" if "/" in name else f"{name} {value}" for name, value in step_values(metrics)
-        ]
-        left = self.time_left(step, metrics)
-        print("  ".join([f"step {step}/{self.total_steps}", *shown, f"{left} left"]), flush=True)
+        """A step is done."""
+        values = step_values(metrics)
+        shown = [f"{value} {name}" if "/" in name else f"{name} {value}" for name, value in values]
+        line = "  ".join([f"step {step}/{self.total_steps}", *shown, f"{self.time_left(step, metrics)} left"])
+        if self.shown:
+            print(line, flush=True)
 
     def time_left(self, step: int, metrics: Mapping[str, float]) -> str:
         """After `step`, from the last steps' durations; as h:mm:ss or m:ss."""
@@ -66,7 +58,7 @@ class PlainDisplay(MessagesOnly):
         return str(timedelta(seconds=seconds)).removeprefix("0:").removeprefix("0")
 
 
-class LiveDisplay(PlainDisplay):
+class LiveDisplay(Display):
     """A bar with the last step's values at the foot of the terminal; messages scroll above it."""
 
     def __init__(self, total_steps: int, console: Console | None = None) -> None:
@@ -117,11 +109,7 @@ def step_values(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def validation_lines(summary: Mapping[str, Any], metrics: Mapping[str, float]) -> list[str]:
-    """One line for each mode of a validation, one for the extra questions, one for several data sources.
-
-    Args:
-        summary, metrics: of a `ValidationReport`.
-    """
+    """A line for each mode of a `ValidationReport`, one for the extra questions, one for several sources."""
     lines = [_mode_line(mode, figures) for mode, figures in summary.items() if mode != "extra"]
     lines += [f"extra questions, {_mode_line(*item)}" for item in summary.get("extra", {}).items()]
     head = "val/test_score/"

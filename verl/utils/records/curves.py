@@ -56,10 +56,7 @@ _STYLE: Any = {
 def draw_curves(rows: Rows, path: Path, title: str) -> None:
     """Draw four panels: right answers and reward (or the rewards of environments), searches, entropy, length.
 
-    Args:
-        rows: lines of `metrics.jsonl`; a panel shows what they have.
-        path: the PNG file to write.
-        title: of the whole picture.
+    rows: lines of `metrics.jsonl`; a panel shows what they have. path: the PNG file to write.
     """
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -70,10 +67,8 @@ def draw_curves(rows: Rows, path: Path, title: str) -> None:
         figure = Figure(figsize=(11, 7), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
         axes = figure.subplots(2, 2).flatten()
         rewards = sorted({name for row in rows for name in row if re.fullmatch("env/[^/]+/reward", name)})
-        of_each = {
-            name: (colour, f"{name.split('/')[1]}, training")
-            for name, colour in zip(rewards, HOP_COLOURS, strict=False)
-        }
+        coloured = zip(rewards, HOP_COLOURS, strict=False)
+        of_each = {name: (colour, f"{name.split('/')[1]}, training") for name, colour in coloured}
         panels = LINES | ({"Right answers and reward": of_each} if of_each else {})
         for axis, (name, lines) in zip(axes, panels.items(), strict=True):
             axis.set_title(name)

@@ -8,6 +8,7 @@ run hold what those of an undisturbed one hold.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,9 +28,7 @@ _REDRAW_SECONDS = 60.0  # curves and page are drawn again at most this often whi
 class Recorder:
     """The records that every run has: metrics.jsonl, config.yaml, summary.json, loggers and the display.
 
-    Args:
-        config: the whole configuration; `trainer.*` says where and how much.
-        total_steps: steps that the run will have made at its end.
+    total_steps: that the run will have made at its end.
     """
 
     def __init__(self, config: Config | SFTConfig, total_steps: int) -> None:
@@ -41,10 +40,7 @@ class Recorder:
 
     def start(self, step: int, resumed_from: Path | None) -> int:
         """Open the records at `step`: later ones of an earlier attempt are cut; all, on a new start.
-        Returns the last step that is kept, -1 for none.
-
-        Raises:
-            ValueError: a logger's package is not installed.
+        Returns the last step that is kept, -1 for none. ValueError: a logger's package is not installed.
         """
         trainer, kept = self.config.trainer, step if resumed_from is not None else -1
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -64,7 +60,6 @@ class Recorder:
         return kept
 
     def say(self, line: str) -> None:
-        """Show one line that stays."""
         self.display.say(line)
 
     def write(self, step: int, metrics: Mapping[str, Any], texts: Mapping[str, Any] | None = None) -> None:
@@ -106,11 +101,13 @@ class RunRecorder(Recorder):
     def __init__(self, config: Config, total_steps: int) -> None:
         super().__init__(config, total_steps)
         self.trajectories = TrajectoryFolder(self.run_dir / "trajectories")
+        self.questions = MetricsFile(self.run_dir / "validation.jsonl")
         self._drawn_at = time.monotonic()
 
     def start(self, step: int, resumed_from: Path | None) -> int:
         kept = super().start(step, resumed_from)
         self.trajectories.cut_after(kept)
+        self.questions.cut_after(kept)
         return kept
 
     def log_step(
@@ -120,12 +117,8 @@ class RunRecorder(Recorder):
         records: list[dict[str, Any]],
         warnings: Sequence[str] = (),
     ) -> None:
-        """Record one training step.
-
-        Args:
-            metrics: of the step.
-            records: `trajectory_records` of some of its trajectories.
-            warnings: lines that are shown, and kept as `warnings` in the step's line of `metrics.jsonl`.
+        """Record one training step, with `trajectory_records` of some of its rows; warnings are shown, and
+        kept in the step's line of `metrics.jsonl`.
         """
         self.write(step, metrics, {"warnings": list(warnings)} if warnings else {})
         self.trajectories.add(step, records)
@@ -139,15 +132,17 @@ class RunRecorder(Recorder):
         metrics: dict[str, float],
         summary: Mapping[str, Any],
         records: list[dict[str, Any]],
+        questions: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Record a validation. Its metrics are part of the step's own line; before step 1 they are a line.
-
-        Args:
-            metrics, summary: of the `ValidationReport`. records: `trajectory_records` of some of its rows.
+        """Record a validation: of its `ValidationReport`, `trajectory_records` of some of its rows, and a
+        line of `validation.jsonl` for each question. Its metrics are part of the step's own line; before step
+        1 they are a line.
         """
         if step == 0:
             self.write(0, metrics)
         self.trajectories.add(step, records)
+        for question in questions:
+            self.questions.append(step, question)
         for line in validation_lines(summary, metrics):
             self.say(f"validation at step {step}: {line}")
         if time.monotonic() - self._drawn_at > _REDRAW_SECONDS:
@@ -157,15 +152,18 @@ class RunRecorder(Recorder):
         """Write `summary.json` (see `run_summary` of the trainer), the curves and the page; returns it."""
         self.write_summary(summary)
         self._draw()
-        before, after = (
-            "not measured" if summary[key] is None else f"{summary[key]:.1%}"
-            for key in ("em_before", "em_after")
-        )
-        files = "\n  ".join(
-            str(self.run_dir / name) for name in ("summary.json", "curves.png", "trajectories.html")
-        )
-        steps = f"done after {summary['steps']} steps"
-        self.say(f"{steps}: exact match {before} before, {after} after training\n  {files}")
+        values = (summary["em_before"], summary["em_after"])
+        before, after = ("not measured" if value is None else f"{value:.1%}" for value in values)
+        rows = self.metrics.read() if not any(values) else []
+        scores = [{k: v for k, v in row.items() if k.startswith("val/test_score/")} for row in rows]
+        scores = [row for row in scores if row]
+        lines = [f"done after {summary['steps']} steps: exact match {before} before, {after} after training"]
+        lines += [
+            f"{name}: {value:.3f} before, {scores[-1].get(name, math.nan):.3f} after training"
+            for name, value in (scores[0] if scores else {}).items()
+        ]
+        lines += [str(self.run_dir / name) for name in ("summary.json", "curves.png", "trajectories.html")]
+        self.say("\n  ".join(lines))
         return summary
 
     def _draw(self) -> None:

@@ -1,6 +1,6 @@
 """Trajectories as records that a person can read, and the files they are kept in.
 
-    batch row -> {step, split, uid, data_source, question, gold, answer, em, score, extra_info,
+    batch row -> {step, split, uid, data_source, question, gold, answer, em, f1, score, extra_info,
                   trajectory, tokens: [str], token_mask: [0 or 1]} -> trajectories/step_N.jsonl
 
 `tokens` joined are the response's text; `token_mask` says which of them the policy sampled: in training,
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.utils.records.files import read_lines, to_json, write_text_atomically
-from verl.utils.reward_score.qa_em import em_check, extract_solution, golden_answers
+from verl.utils.reward_score.qa_em import em_check, extract_solution, f1_check, golden_answers
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -69,16 +69,7 @@ class TokenTexts:
 def trajectory_records(
     batch: DataProto, texts: TokenTexts, step: int, split: str, count: int
 ) -> list[dict[str, Any]]:
-    """Records of at most `count` rows, spread evenly over the batch.
-
-    Args:
-        batch: responses, response_mask, attention_mask, token_level_scores; trajectory, reward_model,
-            data_source, extra_info, uid of each row.
-        texts: of the policy's tokenizer.
-        step: training step (0: before training).
-        split: "train" or "val".
-        count: how many rows.
-    """
+    """Records of at most `count` rows, spread evenly over the batch. split: "train" or "val"."""
     assert batch.batch is not None
     tensors, fields = batch.batch, batch.non_tensor_batch
     width = tensors["responses"].shape[1]
@@ -102,6 +93,7 @@ def trajectory_records(
                 "gold": gold,
                 "answer": answer,
                 "em": 0 if answer is None else em_check(answer, gold),
+                "f1": 0.0 if answer is None else f1_check(answer, gold),
                 "score": float(tensors["token_level_scores"][i].sum()),
                 "extra_info": extra_info,
                 "trajectory": trajectory,
@@ -135,7 +127,6 @@ class TrajectoryFolder:
         self.path = path
 
     def add(self, step: int, records: list[dict[str, Any]]) -> None:
-        """Add records to the file of a step."""
         if records:
             self.path.mkdir(parents=True, exist_ok=True)
             with self._file(step).open("a", encoding="utf-8") as file:
@@ -153,8 +144,7 @@ class TrajectoryFolder:
         return sorted(int(match.group(1)) for match in names if match)
 
     def read(self, limit: int) -> list[dict[str, Any]]:
-        """At most `limit` records: up to half of them the last validation ones, then training ones spread
-        over the run."""
+        """At most `limit`: up to half of them the last validation ones, the others spread over the run."""
         steps = self.steps()
         records = [record for step in steps for record in read_lines(self._file(step))]
         if len(records) <= limit:
@@ -168,14 +158,19 @@ class TrajectoryFolder:
         return self.path / f"step_{step}.jsonl"
 
 
-def write_page(records: list[dict[str, Any]], path: Path, title: str) -> None:
+def write_page(
+    records: list[dict[str, Any]], path: Path, title: str, results: dict[str, Any] | None = None
+) -> None:
     """Write the self-contained page `trajectories.html`; it loads nothing from anywhere.
+
+    Records of several models have its name under `model`: those of one question stand side by side. results:
+    what the page shows first, `tables` ({title, columns, rows of text}) and `image` (a data URL).
 
     The records go in as JSON in which no "<" is left, so that no text can end the element that holds it;
     the page puts them on the screen as text only.
     """
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    data = to_json({"title": title, "records": records})
+    data = to_json({"title": title, "records": records, "results": results})
     for letter in "<>&\u2028\u2029":
         data = data.replace(letter, f"\\u{ord(letter):04x}")
     write_text_atomically(path, template.replace("@@DATA@@", data))

@@ -2,12 +2,16 @@
 
     policy's own text -> extract_solution -> normalize_answer -> compare with each golden answer
 
+and `f1_check`: how many words it shares with the nearest of them.
+
 The normalisation is SQuAD's (Rajpurkar et al. 2016), the one that Search-R1 and its baselines report.
 """
 
 import re
 import string
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,18 +25,18 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 def normalize_answer(text: str) -> str:
     """Lower case, no ASCII punctuation, no English articles, single spaces."""
-    without_punctuation = text.lower().translate(_PUNCTUATION)
-    return " ".join(_ARTICLES.sub(" ", without_punctuation).split())
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def known_answers(ground_truth: Any) -> list[str]:
+    """The golden answers of a row, `{"target": [...]}` as in the parquet files; none where it has none."""
+    return list(_strings(ground_truth.get("target"))) if isinstance(ground_truth, Mapping) else []
 
 
 def golden_answers(ground_truth: Mapping[str, Any] | str | Iterable[str]) -> list[str]:
-    """The golden answers of a row: `{"target": [...]}` as in the parquet files, or the answers themselves.
-
-    Raises:
-        ValueError: there is none.
-    """
-    target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
-    answers = list(_strings(target))
+    """The golden answers of a row, or the answers themselves as texts. ValueError: there is none."""
+    is_row = isinstance(ground_truth, Mapping)
+    answers = known_answers(ground_truth) if is_row else list(_strings(ground_truth))
     if not answers:
         raise ValueError(
             f"Found the ground truth {ground_truth!r}; expected {{'target': [answer, ...]}} with an answer."
@@ -50,6 +54,19 @@ def em_check(prediction: str, golden: str | Iterable[str]) -> int:
     if not normalized:
         return int(bool(written) and any(answer.strip().lower() == written for answer in _strings(golden)))
     return int(any(normalize_answer(answer) == normalized for answer in _strings(golden)))
+
+
+def token_f1(answer: str, label: str) -> float:
+    """Harmonic mean of precision and recall over the normalised words; 0 where none is shared."""
+    found, wanted = normalize_answer(answer).split(), normalize_answer(label).split()
+    shared = sum((Counter(found) & Counter(wanted)).values())
+    return 2 * shared / (len(found) + len(wanted)) if shared else 0.0
+
+
+def f1_check(prediction: str, golden: str | Iterable[str]) -> float:
+    """SQuAD's F1: that of the nearest golden answer; 1 wherever `em_check` is 1."""
+    answers = list(_strings(golden))
+    return max([float(em_check(prediction, answers)), *(token_f1(prediction, answer) for answer in answers)])
 
 
 def subem_check(prediction: str, golden: str | Iterable[str]) -> int:
@@ -86,39 +103,28 @@ def compute_score_em(
     method: str = "strict",
     format_score: float = 0.0,
     score: float = 1.0,
+    check: Callable[[str, list[str]], int] = em_check,
 ) -> float:
-    """`score` for a right answer, `format_score` for a wrong one, 0 for none.
-
-    Args:
-        solution_str: the policy's own text, without prompt and observations.
-        ground_truth: `{"target": [golden answers]}`.
-        method: has no effect, as in Search-R1.
+    """`score` for a right answer, `format_score` for a wrong one, 0 for none. solution_str: the policy's own
+    text, without prompt and observations. ground_truth: `{"target": [golden answers]}`. method: has no
+    effect, as in Search-R1. check: says whether an answer is right.
     """
-    return _score(em_check, solution_str, ground_truth, format_score, score)
-
-
-def compute_score_subem(
-    solution_str: str,
-    ground_truth: Mapping[str, Any],
-    method: str = "strict",
-    format_score: float = 0.0,
-    score: float = 1.0,
-) -> float:
-    """As `compute_score_em`, with a golden answer inside the given one counted as right."""
-    return _score(subem_check, solution_str, ground_truth, format_score, score)
-
-
-def _score(
-    check: Callable[[str, list[str]], int],
-    solution_str: str,
-    ground_truth: Mapping[str, Any],
-    format_score: float,
-    score: float,
-) -> float:
     answer = extract_solution(solution_str)
     if answer is None:
         return 0.0
     return score if check(answer, golden_answers(ground_truth)) else format_score
+
+
+def compute_score_em_f1(
+    data_source: str, solution_str: str, ground_truth: Mapping[str, Any], extra_info: Any = None
+) -> float:
+    """The mean of exact match and token F1, for `custom_reward_function` (path: this file)."""
+    answer, golden = extract_solution(solution_str), golden_answers(ground_truth)
+    return 0.0 if answer is None else (em_check(answer, golden) + f1_check(answer, golden)) / 2
+
+
+# As `compute_score_em`, with a golden answer inside the given one counted as right.
+compute_score_subem = partial(compute_score_em, check=subem_check)
 
 
 def _strings(value: Any) -> Iterable[str]:

@@ -25,13 +25,7 @@ from torch import Tensor
 
 from verl.algos.aggregation import PROMPT_MEAN, LossDenominator, agg_loss, echo_loss
 from verl.algos.kl_and_entropy import compute_kl_loss, get_entropy_controller
-from verl.algos.policy_losses import (
-    LossInputs,
-    SelectFn,
-    loss_traits,
-    policy_loss,
-    policy_loss_inputs,
-)
+from verl.algos.policy_losses import LossInputs, SelectFn, loss_traits, policy_loss, policy_loss_inputs
 from verl.algos.rollout_correction import rollout_agreement
 from verl.protocol import DataProto
 from verl.utils.packing import PackedMicroBatch
@@ -42,7 +36,7 @@ from verl.workers.engine.update_loop import (
     MicroBatchLimits,
     MiniBatch,
     UpdateLoop,
-    pack_micro_batches,
+    infer_rows,
     tensors_of,
 )
 
@@ -53,10 +47,9 @@ def uses_kl_loss(config: Mapping[str, Any]) -> bool:
 
 
 def loss_columns(config: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """(columns that the loss of this `actor` block needs, those that it takes where they are).
-
-    All are [N, R], but for prompt_tokens and prompt_rows [N]: sampled tokens, and rows with one, of all rows
-    of the mini-batch with the row's uid.
+    """(columns that the loss of this `actor` block needs, those that it takes where they are): all [N, R],
+    but for prompt_tokens and prompt_rows [N], sampled tokens and rows with one of the row's uid in the
+    mini-batch.
     """
     needed = ["advantages"]
     if uses_kl_loss(config):
@@ -127,7 +120,10 @@ class PolicyObjective:
         log_prob, entropy = micro_batch.unpack(outputs[0]), micro_batch.unpack(outputs[1])
         if self.first_log_probs is not None and len(micro_batch.cells):
             self.first_log_probs[micro_batch.rows] = log_prob.detach().cpu()
-        old_log_prob = self._old_log_prob(micro_batch, log_prob)
+        old_log_prob = self._rows_if_there("old_log_probs", micro_batch)
+        if self.on_policy:
+            old_log_prob = log_prob.detach()
+        selection = self.selection
         inputs = LossInputs(
             log_prob=log_prob,
             response_mask=micro_batch.mask,
@@ -139,9 +135,7 @@ class PolicyObjective:
             rollout_is_weights=self._rows_if_there("rollout_is_weights", micro_batch),
             rollout_log_prob=self._rows_if_there("rollout_log_probs", micro_batch),
             teacher_log_prob=self._rows_if_there("teacher_log_prob", micro_batch),
-            selection=None
-            if self.selection is None
-            else self.selection[micro_batch.rows].to(micro_batch.mask.device),
+            selection=None if selection is None else selection[micro_batch.rows].to(log_prob.device),
         )
         loss, metrics = policy_loss(self.config["policy_loss"]["loss_mode"], inputs)
         metrics = {**metrics, "actor/pg_loss": loss}
@@ -153,16 +147,11 @@ class PolicyObjective:
         return Share(loss, {name: figure.detach() for name, figure in metrics.items()})
 
     def _selected(self, select: SelectFn) -> Tensor:
-        """[N, R] bool on CPU: what the loss chooses out of the mini-batch's rows of all ranks.
-
-        Each rank has the same seed; where it has fewer or narrower rows they are filled up.
+        """[N, R] bool on CPU: what the loss chooses out of the mini-batch's rows of all ranks. Each rank has
+        the same seed; where it has fewer or narrower rows they are filled up.
         """
         batch, rows, engine = self.batch, self.mini_batch.rows, self.engine
-        log_prob = torch.zeros(batch["response_mask"].shape)
-        micro_batches = pack_micro_batches(batch, rows, engine, self.limits)[1]
-        for micro_batch, outputs in engine.infer(micro_batches, **self.options):
-            if len(micro_batch.cells):  # else the pass is for other replicas, and the row is any
-                log_prob[micro_batch.rows] = micro_batch.unpack(outputs[0]).cpu()
+        log_prob = infer_rows(batch, rows, engine, self.limits, self.options)[0]
         old_log_prob = log_prob if self.on_policy else batch["old_log_probs"]
         mask = batch["response_mask"][rows].bool()
         own = [x[rows].float().masked_fill(~mask, 0.0) for x in (log_prob, old_log_prob, batch["advantages"])]
@@ -202,9 +191,6 @@ class PolicyObjective:
             terms.append(("actor/echo_loss", config["echo_coeff"], echo))
         return terms
 
-    def _old_log_prob(self, micro_batch: PackedMicroBatch, log_prob: Tensor) -> Tensor | None:
-        return log_prob.detach() if self.on_policy else self._rows_if_there("old_log_probs", micro_batch)
-
     def _rows(self, key: str, micro_batch: PackedMicroBatch) -> Tensor:
         return self.batch[key][micro_batch.rows].to(self.engine.device)
 
@@ -219,17 +205,11 @@ def _ratio_extremes(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
     }
 
 
-def compute_log_prob(
-    engine: Engine,
-    data: DataProto,
-    limits: MicroBatchLimits,
-    temperature: float,
-) -> Tensor:
+def compute_log_prob(engine: Engine, data: DataProto, limits: MicroBatchLimits, temperature: float) -> Tensor:
     """Log-probs of the response tokens, [N, R] float32 on CPU, 0 where the policy sampled nothing."""
     return token_statistics(engine, data, limits, temperature)["log_probs"]
 
 
-@torch.no_grad()
 def token_statistics(
     engine: Engine,
     data: DataProto,
@@ -238,34 +218,23 @@ def token_statistics(
     with_entropy: bool = False,
     with_sum_pi_squared: bool = False,
 ) -> dict[str, Tensor]:
-    """log_probs, and where asked entropys (nats) and sum_pi_squared (of the distribution that the token was
-    drawn from), each [N, R] float32 on CPU, 0 where the policy sampled nothing.
+    """log_probs and, where asked, entropys (nats) and sum_pi_squared (of the distribution that was drawn
+    from), each [N, R] float32 on CPU, 0 where the policy sampled nothing.
     """
-    batch = tensors_of(data)
-    options = {
-        "temperature": temperature,
-        "with_entropy": with_entropy,
-        "with_sum_pi_squared": with_sum_pi_squared,
-    }
-    wanted = {"log_probs": True, "entropys": with_entropy, "sum_pi_squared": with_sum_pi_squared}
-    results = {name: torch.zeros(batch["response_mask"].shape) for name, is_on in wanted.items() if is_on}
-    with engine.loaded():
-        _, micro_batches = pack_micro_batches(batch, range(len(data)), engine, limits)
-        for micro_batch, outputs in engine.infer(micro_batches, **options):
-            for name, per_token in zip(wanted, outputs, strict=True):
-                if name in results and len(micro_batch.cells):
-                    results[name][micro_batch.rows] = micro_batch.unpack(per_token).cpu()
-    return results
+    options: dict[str, Any] = {"temperature": temperature, "with_entropy": with_entropy}
+    options["with_sum_pi_squared"] = with_sum_pi_squared
+    asked = {"log_probs": True, "entropys": with_entropy, "sum_pi_squared": with_sum_pi_squared}
+    wanted = [number for number, is_on in enumerate(asked.values()) if is_on]
+    results = infer_rows(tensors_of(data), range(len(data)), engine, limits, options, wanted)
+    return dict(zip([name for name, is_on in asked.items() if is_on], results, strict=True))
 
 
 class DataParallelPPOActor:
     """Updates a policy from trajectories with advantages.
 
-    Args:
-        config: the `actor_rollout_ref.actor` block. engine: this rank's share of the policy.
-        limits: micro-batches of the update. temperature: the one that trajectories were sampled with.
-        rollout_n: `rollout.n`, which multiplies ppo_mini_batch_size. seed: of `shuffle`, and of losses that
-            choose tokens at random.
+    config: the `actor_rollout_ref.actor` block. engine: this rank's share of the policy. limits:
+    micro-batches of the update. temperature: the one that was sampled with. rollout_n: `rollout.n`, which
+    multiplies ppo_mini_batch_size. seed: of `shuffle`, and of losses that choose tokens at random.
     """
 
     def __init__(
@@ -337,11 +306,7 @@ class DataParallelPPOActor:
         return metrics
 
     def _batch(self, data: DataProto) -> dict[str, Tensor]:
-        """The columns that the update reads.
-
-        Raises:
-            ValueError: one is missing.
-        """
+        """The columns that the update reads. ValueError: one is missing."""
         needed, optional = loss_columns(self.config)
         batch = tensors_of(data, needed, optional)
         if "observation_mask" in batch:  # a row without a sampled token takes part in nothing

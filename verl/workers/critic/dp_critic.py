@@ -1,6 +1,4 @@
-"""The critic: values of states, and their update towards returns. Only states before sampled tokens take
-part.
-"""
+"""The critic: values of states before sampled tokens, and their update towards returns."""
 
 from __future__ import annotations
 
@@ -8,29 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from verl.algos.aggregation import agg_loss, compute_value_loss
 from verl.protocol import DataProto
 from verl.utils.packing import PackedMicroBatch
 from verl.workers.engine.base import Engine, Outputs, Share
-from verl.workers.engine.update_loop import (
-    MicroBatchLimits,
-    MiniBatch,
-    UpdateLoop,
-    pack_micro_batches,
-    tensors_of,
-)
+from verl.workers.engine.update_loop import MicroBatchLimits, MiniBatch, UpdateLoop, infer_rows, tensors_of
 
 
 class DataParallelPPOCritic:
     """Computes and updates values.
 
-    Args:
-        config: the `critic` block. engine: this rank's share of the value model.
-        limits: micro-batches of the update. forward_limits: micro-batches of compute_values.
-        rollout_n: `rollout.n`, which multiplies ppo_mini_batch_size. seed: of `shuffle`, as for the actor.
+    config: the `critic` block. engine: this rank's share of the value model. limits: micro-batches of both.
+    rollout_n: `rollout.n`, which multiplies ppo_mini_batch_size. seed: of `shuffle`, as for the actor.
     """
 
     def __init__(
@@ -38,33 +27,18 @@ class DataParallelPPOCritic:
         config: Mapping[str, Any],
         engine: Engine,
         limits: MicroBatchLimits,
-        forward_limits: MicroBatchLimits,
         rollout_n: int = 1,
         seed: int = 0,
     ):
-        self.config, self.engine, self.forward_limits = config, engine, forward_limits
+        self.config, self.engine, self.limits = config, engine, limits
         self.loop = UpdateLoop("critic", config, engine, limits, rollout_n, seed)
 
-    @torch.no_grad()
     def compute_values(self, data: DataProto) -> Tensor:
-        """values [N, R] float32 on CPU: entry t is of the state before responses[:, t], 0 where nothing
-        was sampled.
-        """
-        batch = tensors_of(data)
-        values = torch.zeros(batch["response_mask"].shape)
-        with self.engine.loaded():
-            _, micro_batches = pack_micro_batches(batch, range(len(data)), self.engine, self.forward_limits)
-            for micro_batch, outputs in self.engine.infer(micro_batches):
-                if len(micro_batch.cells):
-                    values[micro_batch.rows] = micro_batch.unpack(outputs[0]).cpu()
-        return values
+        """values [N, R] float32 on CPU, of the state before responses[:, t]; 0 where nothing was sampled."""
+        return infer_rows(tensors_of(data), range(len(data)), self.engine, self.limits, {})[0]
 
     def update_critic(self, data: DataProto) -> dict[str, float]:
-        """ppo_epochs passes over the rows, one optimizer step per mini-batch (meta_info `mini_batch_rows` on
-        this rank; else as configured). Returns metrics `critic/*`.
-
-        Reads input_ids, attention_mask, position_ids, response_mask, values, returns.
-        """
+        """As the actor's update, from values and returns [N, R]. Returns metrics `critic/*`."""
         batch = tensors_of(data, ("values", "returns"))
         return self.loop.run(data, batch, lambda mini: ValueObjective(self.config, self.engine, batch, mini))
 

@@ -90,8 +90,8 @@ class Engine(ABC):
     ) -> Iterator[tuple[PackedMicroBatch, Outputs]]:
         """Each micro-batch with its outputs, without gradient, the same on every process of the replica.
 
-        options: what a policy computes (`temperature`, `with_entropy`, `with_sum_pi_squared`); nothing for
-        a critic. The iterator must be read to its end.
+        options: what a policy computes (`temperature`, `with_entropy`, `with_sum_pi_squared`); nothing for a
+        critic. The iterator must be read to its end.
         """
 
     @abstractmethod
@@ -157,9 +157,7 @@ class Engine(ABC):
 
     @abstractmethod
     def loaded(self, optimizer: bool = False) -> AbstractContextManager[None]:
-        """Weights (and the optimizer's state) are on the device inside of the block, wherever they live
-        otherwise. Blocks may be nested.
-        """
+        """Inside of the block weights (and the optimizer's state) are on the device. Blocks may be nested."""
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -192,9 +190,7 @@ class Engine(ABC):
     @abstractmethod
     def load(self, path: str | Path) -> None:
         """Puts the engine where a snapshot was taken of one, of any kind and with any number of processes.
-
-        Raises:
-            ValueError: it is not such a folder, or one of another model or optimizer.
+        ValueError: it is not such a folder, or one of another model or optimizer.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""An FSDP2 engine on disk: a distributed checkpoint to go on from, and a Hugging Face folder to use.
+"""A policy or a critic on disk: a distributed checkpoint to go on from, and a Hugging Face folder to use.
 
 A snapshot is `<folder>/dcp` (torch.distributed.checkpoint: weights and optimizer, each rank its
 shard; loads on any number of ranks; with LoRA only what is trained), at once or in the background, and
@@ -6,48 +6,47 @@ shard; loads on any number of ranks; with LoRA only what is trained), at once or
 aside and renaming is the trainer's business. What the configuration says (learning rate, betas, weight decay,
 schedule) is not taken from a checkpoint: a run goes on with its present settings. A folder with weights alone
 (scripts/convert_checkpoint.py makes one) is a start from step 0.
+
+A Hugging Face folder is made from `dcp`, a few tensors at a time: model.safetensors, or several files with an
+index. A checkpoint's names are those of the training module (`PolicyModel`), which has the model as `model`;
+tied weights are there under each of their names, in a Hugging Face folder under one.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
-from abc import abstractmethod
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
 
-from verl.workers.engine.base import Engine
-from verl.workers.engine.hf_weights import tensor_names, write_hf_weights
-from verl.workers.engine.lora import save_adapter
+from verl.utils.safetensors_file import write_safetensors
 from verl.workers.engine.optim import resume_schedule
-from verl.workers.engine.snapshot import Snapshot, copied_to_cpu
 
 COPIED_FILES = ("prompt_template.txt", "generation_config.json")
 ADAPTER_FOLDER = "adapter"
+MODEL_PREFIX = "model.model."  # of a Hugging Face name in a checkpoint
+MAX_FILE_SIZE = "5GB"
+BYTES_AT_ONCE = 2**28  # read together
+# torch's remark that a single process is not distributed
+warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
 def save_tensors(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Writes tensors, of which each rank may have a shard, into a folder; all ranks together.
-
-    group: a group of all ranks of its own, for a thread in the background.
+    """Writes tensors, of which each rank may have a shard, into a folder; all ranks together. group: one of
+    all ranks of its own, for a thread in the background.
     """
     dcp.save(tensors, checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized())
 
@@ -59,13 +58,9 @@ def load_tensors(tensors: dict[str, Any], folder: Path) -> None:
 
 def check_fits(expected: Mapping[str, tuple[int, ...]], folder: Path) -> None:
     """Raises ValueError unless the checkpoint holds exactly these tensors, in these shapes."""
-    entries = dcp.FileSystemReader(folder / "dcp").read_metadata().state_dict_metadata
-    saved = {
-        name: tuple(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
-    }
-    differing = sorted(
-        name for name in saved.keys() | expected.keys() if saved.get(name) != expected.get(name)
-    )
+    saved = {name: tuple(tensor.shape) for name, tensor in saved_tensors(folder / "dcp").items()}
+    names = saved.keys() | expected.keys()
+    differing = sorted(name for name in names if saved.get(name) != expected.get(name))
     if differing:
         first = differing[0]
         raise ValueError(
@@ -75,29 +70,17 @@ def check_fits(expected: Mapping[str, tuple[int, ...]], folder: Path) -> None:
         )
 
 
-def _shapes(state: Any, name: str = "") -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name as in a checkpoint, shape) of each tensor in nested dictionaries."""
-    if isinstance(state, torch.Tensor):
-        yield name, tuple(state.shape)
-    elif isinstance(state, dict):
-        for key, value in state.items():
-            yield from _shapes(value, f"{name}.{key}" if name else str(key))
-
-
 @torch.no_grad()
 def copy_tensors(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
     """Each rank copies its shards; dtypes, devices and which ranks shard may differ."""
     assert source.keys() == target.keys()
     for name, tensor in target.items():
-        _local(tensor).copy_(_local(_sharded_like(source[name], tensor)))
-
-
-def _sharded_like(source: Tensor, target: Tensor) -> Tensor:
-    if not (isinstance(source, DTensor) and isinstance(target, DTensor)):
-        return source
-    if source.device_mesh.shape == target.device_mesh.shape:
-        return source
-    return distribute_tensor(source.full_tensor(), target.device_mesh, target.placements, src_data_rank=None)
+        new = source[name]
+        if isinstance(new, DTensor) and isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            if new.device_mesh.shape != mesh.shape:
+                new = distribute_tensor(new.full_tensor(), mesh, tensor.placements, src_data_rank=None)
+        _local(tensor).copy_(_local(new))
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -107,9 +90,7 @@ def _local(tensor: Tensor) -> Tensor:
 def save_progress(
     folder: Path, scheduler: LambdaLR, weights_version: int, device: torch.device, rank: int
 ) -> None:
-    """Writes what an engine depends on besides its tensors: schedule and version, and this rank's random
-    state.
-    """
+    """Writes what an engine depends on besides its tensors: schedule, version, this rank's random state."""
     rng = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         rng["cuda"] = torch.cuda.get_rng_state(device)
@@ -132,19 +113,16 @@ def load_progress(folder: Path, scheduler: LambdaLR, device: torch.device, rank:
     return int(schedule["weights_version"])
 
 
-def check_complete(folder: Path) -> None:
-    """Raises ValueError for a folder that is no checkpoint of an engine."""
+def has_optimizer(folder: Path) -> bool:
+    """Whether a checkpoint holds an optimizer's state, or weights alone to start with. Raises ValueError for
+    a folder that is no checkpoint.
+    """
     missing = [name for name in ("dcp/.metadata", "schedule.pt") if not (folder / name).is_file()]
     if missing:
         raise ValueError(
             f"Checkpoint {folder} has no {' and no '.join(missing)}; expected a folder that a run saved."
         )
-
-
-def has_optimizer(folder: Path) -> bool:
-    """Whether a checkpoint holds an optimizer's state, or weights alone to start with."""
-    entries = dcp.FileSystemReader(folder / "dcp").read_metadata().state_dict_metadata
-    return any(name.startswith("optimizer.state.") for name in entries)
+    return any(name.startswith("optimizer.state.") for name in saved_tensors(folder / "dcp"))
 
 
 def write_hf_folder(
@@ -169,110 +147,70 @@ def write_hf_folder(
             shutil.copyfile(Path(base).expanduser() / name, folder / name)
 
 
-class SavedEngine(Engine):
-    """What an FSDP2 engine does with files; see the top of this one.
+def saved_tensors(dcp_folder: Path, prefix: str = "") -> dict[str, Tensor]:
+    """Name (without `prefix`, which those of others lack) -> a tensor on "meta", of each in a checkpoint."""
+    entries = dcp.FileSystemReader(dcp_folder).read_metadata().state_dict_metadata
+    return {
+        name.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
+    }
 
-    Attributes:
-        module: the trained `PolicyModel` or `ValueModel`, with the Hugging Face model as `model`.
-        optimizer: None if the module is frozen. offloads: weights or optimizer are in CPU memory between
-        uses.
+
+def read_tensors(
+    dcp_folder: Path, like: Mapping[str, Tensor], prefix: str = ""
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor on CPU) of a checkpoint in the order of `like`, a few of them in memory at a time. In one
+    process alone, whatever others there are.
     """
+    batch: list[str] = []
+    for number, (name, tensor) in enumerate(like.items(), start=1):
+        batch.append(name)
+        size = sum(like[other].nbytes for other in batch)
+        if size + tensor.nbytes >= BYTES_AT_ONCE or number == len(like):
+            found = {prefix + other: torch.empty_like(like[other], device="cpu") for other in batch}
+            dcp.load(found, checkpoint_id=dcp_folder, no_dist=True)
+            yield from ((other, found.pop(prefix + other)) for other in batch)
+            batch = []
 
-    module: Any
-    optimizer: torch.optim.Optimizer | None
-    _writing_group: dist.ProcessGroup | None = None  # of threads that write snapshots
 
-    @property
-    @abstractmethod
-    def offloads(self) -> bool: ...
+def write_hf_weights(model: PreTrainedModel, names: Sequence[str], dcp_folder: Path, folder: Path) -> None:
+    """Writes the weights of a policy's checkpoint, and its configuration, into a Hugging Face folder.
 
-    @property
-    def _rank(self) -> int:
-        return dist.get_rank() if self.world_size > 1 else 0
+    model: one with the same configuration; its weights don't matter, and may be on "meta". It may be
+    computing meanwhile. names: `tensor_names` of it. ValueError: the checkpoint has not all of the model's
+    tensors.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    saved = saved_tensors(dcp_folder, MODEL_PREFIX)
+    like = {name: saved[name] for name in names if name in saved}
+    if missing := [name for name in names if name not in saved]:
+        raise ValueError(
+            f"{dcp_folder} has no {missing[0]} (and {len(missing) - 1} more tensors of the model); expected "
+            "a policy's checkpoint with whole weights, of the model in question."
+        )
+    reverted = revert_weight_conversion(model, dict(like))
+    if reverted.keys() != like.keys():  # a model that is kept in another form than in its files
+        model.save_pretrained(folder, state_dict=dict(read_tensors(dcp_folder, like, MODEL_PREFIX)))
+        return
+    model.config.dtype = str(next(iter(like.values())).dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    split = split_torch_state_dict_into_shards(like, max_shard_size=MAX_FILE_SIZE)
+    for file, in_file in split.filename_to_tensors.items():
+        chosen = {name: like[name] for name in in_file}
+        write_safetensors(folder / file, chosen, read_tensors(dcp_folder, chosen, MODEL_PREFIX))
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
 
-    def _tensors(self) -> dict[str, Any]:
-        """The weights that are trained, and the optimizer with its settings (`param_groups`)."""
-        assert self.optimizer is not None
-        model = get_model_state_dict(self.module)
-        if self.adapters is not None:
-            trained = {name for name, p in self.module.named_parameters() if p.requires_grad}
-            model = {name: tensor for name, tensor in model.items() if name in trained}
-        return {"model": model, "optimizer": get_optimizer_state_dict(self.module, self.optimizer)}
 
-    def _frozen_tensors(self) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self.module.named_parameters()}
-
-    def copy_weights(self, source: Engine) -> None:
-        assert isinstance(source, SavedEngine)
-        copy_tensors(dict(source.module.named_parameters()), dict(self.module.named_parameters()))
-
-    def save_weights(self, folder: Path) -> None:
-        save_tensors(self._frozen_tensors(), folder)
-
-    def load_weights(self, folder: Path) -> None:
-        load_tensors(self._frozen_tensors(), folder)
-
-    def snapshot(self, path: str | Path) -> Snapshot:
-        """The tensors are in the snapshot, all else is written at once; LoRA adapters also as a PEFT folder,
-        `<folder>/adapter`.
-        """
-        assert self.scheduler is not None
-        if self._writing_group is None and self.world_size > 1:
-            self._writing_group = dist.new_group(backend="gloo")
-        folder, offloads = Path(path), self.offloads
-        folder.mkdir(parents=True, exist_ok=True)
-        with self.loaded(optimizer=True):
-            state = self._tensors()
-            held: list[Any] = [{"model": state["model"], "optimizer": {"state": state["optimizer"]["state"]}}]
-            if offloads:  # else the snapshot would keep all of it on the device
-                held.append(copied_to_cpu(held.pop()))
-            if self.adapters is not None:
-                save_adapter(self.adapters, folder / ADAPTER_FOLDER, writes=self._rank == 0)
-        save_progress(folder, self.scheduler, self.weights_version, self.device, self._rank)
-
-        def copy() -> None:
-            held.append(copied_to_cpu(held.pop()))
-
-        def write() -> None:
-            save_tensors(held.pop(), folder / "dcp", self._writing_group)
-
-        self._snapshot = Snapshot(None if offloads else copy, write)
-        return self._snapshot
-
-    def load(self, path: str | Path) -> None:
-        assert self.scheduler is not None and self.optimizer is not None
-        folder = Path(path)
-        check_complete(folder)
-        groups = self.optimizer.param_groups
-        settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        with self.loaded(optimizer=True):
-            state = self._tensors()
-            saved: dict[str, Any] = {"model": state["model"]}
-            if has_optimizer(folder):
-                saved["optimizer"] = {"state": state["optimizer"]["state"]}
-            check_fits(dict(_shapes(saved)), folder)
-            load_tensors(saved, folder / "dcp")
-            options = StateDictOptions(strict=self.adapters is None)  # with LoRA the base is not in it
-            set_model_state_dict(self.module, state["model"], options=options)
-            if "optimizer" in saved:
-                set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"])
-        for group, settings_of_group in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(settings_of_group)
-        self.weights_version = load_progress(folder, self.scheduler, self.device, self._rank)
-        if self.world_size > 1:
-            dist.barrier()
-
-    def snapshot_hf(
-        self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path, saved: str | Path
-    ) -> Snapshot:
-        """Weights that adapters are merged into are gathered now, as a checkpoint has the adapters alone."""
-        model = self.module.model
-        weights: Sequence[str] | dict[str, Tensor] = tensor_names(model)
-        if self.adapters is not None:
-            buffers = {name: t for name, t in model.named_buffers() if name in model.state_dict()}
-            with self.loaded():
-                whole = chain(self.weights(), buffers.items())
-                weights = {name: tensor.cpu() for name, tensor in whole if self._rank == 0}
-        if self._rank > 0:
-            return Snapshot()
-        return Snapshot(write=partial(write_hf_folder, model, weights, Path(path), tokenizer, base, saved))
+def tensor_names(model: PreTrainedModel) -> Sequence[str]:
+    """Parameters, tied ones once, and buffers that are saved. Not to be asked while the model computes:
+    `state_dict` takes from a module that FSDP2 has sharded the weights that a pass has gathered.
+    """
+    parameters = [name for name, _ in model.named_parameters()]
+    kept = model.state_dict(keep_vars=True).keys()
+    return [*parameters, *(name for name, _ in model.named_buffers() if name in kept)]

@@ -19,26 +19,48 @@ The two are independent: a gradient is summed over all processes, whoever has th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Generic, TypeVar
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerBase
 
 from verl.single_controller.base import DataPosition
 from verl.utils.packing import PackedMicroBatch, shard_micro_batch
-from verl.workers.engine.base import Outputs, Share, ShareOf
-from verl.workers.engine.checkpoint import SavedEngine
+from verl.workers.engine.base import Engine, Outputs, Share, ShareOf
+from verl.workers.engine.checkpoint import (
+    ADAPTER_FOLDER,
+    check_fits,
+    copy_tensors,
+    has_optimizer,
+    load_progress,
+    load_tensors,
+    save_progress,
+    save_tensors,
+    tensor_names,
+    write_hf_folder,
+)
 from verl.workers.engine.loading import PolicyModel, Precision, ValueModel
-from verl.workers.engine.lora import Adapters, plain_parameters
+from verl.workers.engine.lora import Adapters, plain_parameters, save_adapter
 from verl.workers.engine.optim import build_optimizer, build_scheduler, hidden_matrices
+from verl.workers.engine.snapshot import Snapshot, copied_to_cpu
 
 
 @dataclass(frozen=True)
@@ -46,8 +68,7 @@ class ProcessLayout:
     """How a model's processes are divided, as one of them sees it. One process alone has no mesh, no group.
 
     mesh: for `fully_shard`, of one dimension (shard) or two (replicate, shard). data: which replica the
-    process is a part of. sequence: the processes of its replica. peers: the processes with
-    the same place in the other replicas, and itself.
+    process is a part of. sequence: the processes of its replica. peers: those with its place in each replica.
     """
 
     mesh: DeviceMesh | None
@@ -60,10 +81,8 @@ class ProcessLayout:
         cls, device: torch.device, world_size: int, fsdp_size: int = -1, sequence_parallel_size: int = 1
     ) -> ProcessLayout:
         """All processes together. fsdp_size: processes that shard the weights among them (-1, or more than
-        there are: all); sequence_parallel_size: processes that share a pack's tokens.
-
-        Raises:
-            ValueError: one of the two does not divide the number of processes.
+        there are: all); sequence_parallel_size: processes that share a pack's tokens. ValueError: one of the
+        two does not divide the number of processes.
         """
         sizes = {
             "fsdp_config.fsdp_size": world_size if fsdp_size == -1 else min(fsdp_size, world_size),
@@ -92,10 +111,7 @@ class ProcessLayout:
         return cls(mesh, data, groups["sequence"].get_group(), groups["replica"].get_group())
 
 
-Module = TypeVar("Module", PolicyModel, ValueModel)
-
-
-class TrainEngine(SavedEngine, Generic[Module]):
+class TrainEngine(Engine):
     """Owns a PolicyModel or ValueModel on this rank. `optim=None` makes it frozen (a reference model).
 
     Args:
@@ -104,12 +120,11 @@ class TrainEngine(SavedEngine, Generic[Module]):
             `reshard_after_forward`: see `_backward`. `fsdp_size`: see `ProcessLayout`.
         world_size: number of processes; more than 1 needs torch.distributed to be initialised.
         optim: the configuration's `optim` block. grad_clip: largest norm of the gradient over all ranks.
-        sequence_parallel_size: processes that share each micro-batch's tokens.
     """
 
     def __init__(
         self,
-        module: Module,
+        module: PolicyModel | ValueModel,
         precision: Precision,
         fsdp_config: Mapping[str, Any],
         device: torch.device,
@@ -118,23 +133,22 @@ class TrainEngine(SavedEngine, Generic[Module]):
         grad_clip: float = 1.0,
         sequence_parallel_size: int = 1,
     ):
-        self.device, self.world_size, self.precision, self.grad_clip = (
-            device,
-            world_size,
-            precision,
-            grad_clip,
-        )
-        self.layout = ProcessLayout.build(
-            device, world_size, fsdp_config["fsdp_size"], sequence_parallel_size
-        )
+        self.device, self.world_size, self.precision = device, world_size, precision
+        self.grad_clip = grad_clip
+        fsdp_size = fsdp_config["fsdp_size"]
+        self.layout = ProcessLayout.build(device, world_size, fsdp_size, sequence_parallel_size)
         self.data = self.layout.data
         if optim is None:
             module.requires_grad_(False)
         self.reshards = bool(fsdp_config["reshard_after_forward"])
         stored = {p.dtype for p in module.parameters()}  # LoRA adapters are float32 in any model
         self._casts = stored != {precision.compute}
+        if device.type == "cpu" and precision.compute == torch.bfloat16:
+            from verl.workers.engine.cpu_layers import use_cpu_layers  # numba is slow to import
+
+            use_cpu_layers(module)
         mesh = self.layout.mesh
-        self.module: Module = module.to(device) if mesh is None else self._shard(module, mesh)
+        self.module = module.to(device) if mesh is None else self._shard(module, mesh)
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler = None
         if optim is not None:
@@ -142,6 +156,7 @@ class TrainEngine(SavedEngine, Generic[Module]):
             self.optimizer = build_optimizer(self.module.parameters(), optim, matrices)
             self.scheduler = build_scheduler(self.optimizer, optim)
         self.weights_version = 0
+        self._writing_group: dist.ProcessGroup | None = None  # of threads that write snapshots
         on_cuda = device.type == "cuda"
         self.offloads_params = on_cuda and bool(fsdp_config["param_offload"])
         self._offloads_optimizer = (
@@ -150,10 +165,10 @@ class TrainEngine(SavedEngine, Generic[Module]):
         self._params_needed = self._optimizer_needed = 0  # blocks of `loaded` that are open
         self._offload(params=self.offloads_params, optimizer=self._offloads_optimizer)
 
-    def _shard(self, module: Module, mesh: DeviceMesh) -> Module:
+    def _shard(self, module: PolicyModel | ValueModel, mesh: DeviceMesh) -> PolicyModel | ValueModel:
         policy = MixedPrecisionPolicy(
             param_dtype=self.precision.compute if self._casts else None,
-            reduce_dtype=self.precision.reduce,
+            reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         )
         layer_classes = set(module.model._no_split_modules or ())
@@ -166,11 +181,6 @@ class TrainEngine(SavedEngine, Generic[Module]):
     @property
     def adapters(self) -> Adapters | None:
         return self.module.adapters
-
-    @property
-    def offloads(self) -> bool:
-        """Whether weights or optimizer are in CPU memory between uses."""
-        return self.offloads_params or self._offloads_optimizer
 
     # ------------------------------------------------------------------------------------------ computing
 
@@ -200,8 +210,7 @@ class TrainEngine(SavedEngine, Generic[Module]):
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
-        low = self.precision.compute in (torch.bfloat16, torch.float16)
-        mixed = low and self.world_size == 1 and self._casts
+        mixed = self.precision.compute != torch.float32 and self.world_size == 1 and self._casts
         return torch.autocast(self.device.type, self.precision.compute) if mixed else nullcontext()
 
     def _backward(self, loss: Tensor, is_last: bool) -> None:
@@ -282,14 +291,108 @@ class TrainEngine(SavedEngine, Generic[Module]):
                 if isinstance(value, Tensor):
                     state[key] = value.to(device)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) of every parameter, tied ones once, in a fixed order.
+    # ------------------------------------------------------------------------------------------ weights
 
-        With one process the tensors are the parameters' own storage, but for those that LoRA adapters are
-        merged into: these are new. With several each is gathered when it is asked for, so all ranks must go
-        through the stream together.
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """As `Engine.weights`; with one process the tensors are the parameters' own storage, but for those
+        that LoRA adapters are merged into.
         """
         yield from plain_parameters(self.module.model, self.adapters)
+
+    def _frozen_tensors(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.module.named_parameters()}
+
+    def copy_weights(self, source: Engine) -> None:
+        assert isinstance(source, TrainEngine)
+        copy_tensors(dict(source.module.named_parameters()), dict(self.module.named_parameters()))
+
+    def save_weights(self, folder: Path) -> None:
+        save_tensors(self._frozen_tensors(), folder)
+
+    def load_weights(self, folder: Path) -> None:
+        load_tensors(self._frozen_tensors(), folder)
+
+    # --------------------------------------------------------------------------------------- checkpoints
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank() if self.world_size > 1 else 0
+
+    def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(the weights that are trained, the optimizer with its settings as `param_groups`)."""
+        assert self.optimizer is not None
+        model = get_model_state_dict(self.module)
+        if self.adapters is not None:
+            trained = {name for name, p in self.module.named_parameters() if p.requires_grad}
+            model = {name: tensor for name, tensor in model.items() if name in trained}
+        return model, get_optimizer_state_dict(self.module, self.optimizer)
+
+    def snapshot(self, path: str | Path) -> Snapshot:
+        """The tensors are in the snapshot, all else is written at once; adapters also as a PEFT folder."""
+        assert self.scheduler is not None
+        if self._writing_group is None and self.world_size > 1:
+            self._writing_group = dist.new_group(backend="gloo")
+        folder, offloads = Path(path), self.offloads_params or self._offloads_optimizer
+        folder.mkdir(parents=True, exist_ok=True)
+        with self.loaded(optimizer=True):
+            model, optimizer = self._state()
+            held: list[Any] = [{"model": model, "optimizer": {"state": optimizer["state"]}}]
+            if offloads:  # else the snapshot would keep all of it on the device
+                held.append(copied_to_cpu(held.pop()))
+            if self.adapters is not None:
+                save_adapter(self.adapters, folder / ADAPTER_FOLDER, writes=self._rank == 0)
+        save_progress(folder, self.scheduler, self.weights_version, self.device, self._rank)
+
+        def copy() -> None:
+            held.append(copied_to_cpu(held.pop()))
+
+        def write() -> None:
+            save_tensors(held.pop(), folder / "dcp", self._writing_group)
+
+        self._snapshot = Snapshot(None if offloads else copy, write)
+        return self._snapshot
+
+    def load(self, path: str | Path) -> None:
+        assert self.scheduler is not None and self.optimizer is not None
+        folder = Path(path)
+        resumes = has_optimizer(folder)
+        groups = self.optimizer.param_groups
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        with self.loaded(optimizer=True):
+            model, optimizer = self._state()
+            saved: dict[str, Any] = {"model": model}
+            expected = {f"model.{name}": tuple(tensor.shape) for name, tensor in model.items()}
+            if resumes:
+                saved["optimizer"] = {"state": optimizer["state"]}
+                for name, state in optimizer["state"].items():
+                    shapes = {f"optimizer.state.{name}.{key}": tuple(x.shape) for key, x in state.items()}
+                    expected |= shapes
+            check_fits(expected, folder)
+            load_tensors(saved, folder / "dcp")
+            options = StateDictOptions(strict=self.adapters is None)  # with LoRA the base is not in it
+            set_model_state_dict(self.module, model, options=options)
+            if resumes:
+                set_optimizer_state_dict(self.module, self.optimizer, optimizer)
+        for group, settings_of_group in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(settings_of_group)
+        self.weights_version = load_progress(folder, self.scheduler, self.device, self._rank)
+        if self.world_size > 1:
+            dist.barrier()
+
+    def snapshot_hf(
+        self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None, base: str | Path, saved: str | Path
+    ) -> Snapshot:
+        """Weights that adapters are merged into are gathered now, as a checkpoint has the adapters alone."""
+        model = self.module.model
+        weights: Sequence[str] | dict[str, Tensor] = tensor_names(model)
+        if self.adapters is not None:
+            buffers = {name: t for name, t in model.named_buffers() if name in model.state_dict()}
+            with self.loaded():
+                whole = chain(self.weights(), buffers.items())
+                weights = {name: tensor.cpu() for name, tensor in whole if self._rank == 0}
+        if self._rank > 0:
+            return Snapshot()
+        return Snapshot(write=partial(write_hf_folder, model, weights, Path(path), tokenizer, base, saved))
 
 
 def num_parameters(module: nn.Module) -> int:

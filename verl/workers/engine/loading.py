@@ -8,7 +8,7 @@ needed of all tokens; queries, output and feed-forward network only of those.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MethodType
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
@@ -34,9 +35,8 @@ DTYPES = {
     "float32": torch.float32,
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
 }
+FASTEST = "fastest"  # param_dtype: whichever this machine is faster in
 transformers_logging.disable_progress_bar()  # a run has a display of its own
 # Its reports of a critic's unused head, and of layers that no process shares, look like faults; missing
 # weights are refused below.
@@ -47,38 +47,25 @@ for _name in ("modeling_utils", "distributed.tensor_parallel"):
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
-def parse_dtype(name: str | None, default: torch.dtype, key: str) -> torch.dtype:
-    """fp32 | bf16 | fp16 (or their long names) as a torch dtype; None gives the default."""
-    if name is None:
-        return default
-    if str(name).lower() not in DTYPES:
-        raise ValueError(f"{key}: found {name!r}, expected one of {', '.join(DTYPES)}, or null.")
-    return DTYPES[str(name).lower()]
-
-
 @dataclass(frozen=True)
 class Precision:
-    """dtypes of the stored weights, of the computation, and of gradients on their way between processes."""
+    """dtypes of the stored weights and of the computation; gradients travel between processes in float32."""
 
     model: torch.dtype
     compute: torch.dtype
-    reduce: torch.dtype
 
     @classmethod
     def from_config(
         cls, fsdp_config: Mapping[str, Any], device: torch.device, trained: bool = True
     ) -> Precision:
-        """Null means: computation in bf16 on CUDA and fp32 on CPU; weights fp32 if trained, else like
-        computation.
+        """Null means: bf16 on CUDA, fp32 on CPU to compute in; of weights fp32 if trained, else the same.
+        So does `fastest` before `place` (verl/trainer/placement.py) has measured.
         """
-        default = torch.bfloat16 if device.type == "cuda" else torch.float32
-        mixed = fsdp_config["mixed_precision"]
-        compute = parse_dtype(mixed["param_dtype"], default, "fsdp_config.mixed_precision.param_dtype")
-        model = parse_dtype(
-            fsdp_config["model_dtype"], torch.float32 if trained else compute, "fsdp_config.model_dtype"
-        )
-        reduce = parse_dtype(mixed["reduce_dtype"], torch.float32, "fsdp_config.mixed_precision.reduce_dtype")
-        return cls(model, compute, reduce)
+        name = fsdp_config["mixed_precision"]["param_dtype"]
+        if name in (None, FASTEST):
+            name = "bf16" if device.type == "cuda" else "fp32"
+        stored = fsdp_config["model_dtype"] or ("fp32" if trained else name)
+        return cls(DTYPES[stored], DTYPES[name])
 
 
 def shorten_last_layer(backbone: nn.Module) -> bool:
@@ -86,10 +73,10 @@ def shorten_last_layer(backbone: nn.Module) -> bool:
     in the pack, ascending), so that the backbone returns hidden states [1, Q, D] instead of [1, T, D]: those
     of the Q wanted tokens that this process has.
 
-    Returns False, and changes nothing, where the layer is not one of PLAIN_LAYERS.
+    Returns False, and changes nothing, where the layer is not one of PLAIN_LAYERS or Gemma 3's.
     """
     layers = getattr(backbone, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or type(layers[-1]) not in PLAIN_LAYERS:
+    if not isinstance(layers, nn.ModuleList) or type(layers[-1]) not in (*PLAIN_LAYERS, Gemma3DecoderLayer):
         return False
     layer: Any = layers[-1]
     layer.forward = MethodType(_short_forward, layer)
@@ -105,7 +92,11 @@ def _short_forward(
     normed = self.input_layernorm(hidden_states)
     attended, _ = self.self_attn(hidden_states=normed, packing=replace(packing, wanted=wanted), **kwargs)
     own = packing.own(wanted)
-    rows = hidden_states.index_select(1, own) + attended.index_select(1, own)
+    rows, attended = hidden_states.index_select(1, own), attended.index_select(1, own)
+    if isinstance(self, Gemma3DecoderLayer):  # norms what each half gives back, too
+        rows = rows + self.post_attention_layernorm(attended)
+        return rows + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(rows)))
+    rows = rows + attended
     out: Tensor = rows + self.mlp(self.post_attention_layernorm(rows))
     return out
 
@@ -117,6 +108,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model, self.adapters = model, adapters
         self.is_short = shorten_last_layer(model.base_model)
+        self.log_prob: Callable[..., tuple[Tensor, Tensor, Tensor]] = linear_log_prob
 
     def forward(
         self,
@@ -131,7 +123,7 @@ class PolicyModel(nn.Module):
         hidden = _hidden_states(self.model.base_model, micro_batch, self.is_short)
         weight = self.model.get_output_embeddings().weight
         labels = micro_batch.labels
-        return linear_log_prob(hidden, weight, labels, temperature, with_entropy, with_sum_pi_squared)
+        return self.log_prob(hidden, weight, labels, temperature, with_entropy, with_sum_pi_squared)
 
 
 class ValueModel(nn.Module):
@@ -154,9 +146,7 @@ class ValueModel(nn.Module):
 
 
 def initial_value_head(width: int) -> dict[str, Tensor]:
-    """weight [1, width] and bias [1] of a new critic's head: values near 0, the same for every process and
-    run.
-    """
+    """weight [1, width] and bias [1] of a new critic's head: near 0, the same for every process and run."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(1, width, generator=generator) * (0.01 / width**0.5)
     return {"weight": weight, "bias": torch.zeros(1)}
@@ -180,9 +170,8 @@ def _hidden_states(backbone: nn.Module, micro_batch: PackedMicroBatch, is_short:
 def load_policy(
     model_config: Mapping[str, Any], dtype: torch.dtype, with_adapters: bool = True
 ) -> PolicyModel:
-    """The policy that `actor_rollout_ref.model` describes, on CPU.
-
-    with_adapters: false leaves out the block's LoRA adapters, for a model that is not trained.
+    """The policy that `actor_rollout_ref.model` describes, on CPU. with_adapters: false leaves out the
+    block's LoRA adapters, for a model that is not trained.
     """
     model, adapters = _load(model_config, AutoModelForCausalLM, dtype, with_adapters)
     text_config = model.config.get_text_config()
@@ -207,9 +196,8 @@ def load_value_model(model_config: Mapping[str, Any], dtype: torch.dtype) -> Val
 
 
 def load_hf_config(model_config: Mapping[str, Any]) -> PretrainedConfig:
-    """The model's configuration with `override_config` on top; clear errors for a bad folder or key.
-
-    `external_lib` is imported first: it may be what registers the configuration's class.
+    """The model's configuration with `override_config` on top; clear errors for a bad folder or key. Imports
+    `external_lib` first: it may be what registers the configuration's class.
     """
     if model_config.get("external_lib"):
         importlib.import_module(model_config["external_lib"])
@@ -231,10 +219,7 @@ def load_hf_config(model_config: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def check_heads(model_config: Mapping[str, Any], num_sharing: int) -> None:
-    """Raises ValueError if so many processes can't share the model's attention heads (sequence parallelism).
-
-    Reads the model's configuration only.
-    """
+    """Raises ValueError if so many processes can't share the model's attention heads."""
     if num_sharing == 1:
         return
     num_heads = load_hf_config(model_config).get_text_config().num_attention_heads

@@ -44,11 +44,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 class Adapters:
-    """The adapters of one model.
-
-    Attributes:
-        config: PEFT's configuration of them.
-        layers: Hugging Face name of an adapted module (`model.layers.0.mlp.up_proj`) -> PEFT's layer.
+    """The adapters of one model. config: PEFT's, of them. layers: Hugging Face name of an adapted module
+    (`model.layers.0.mlp.up_proj`) -> PEFT's layer.
     """
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig):
@@ -80,9 +77,8 @@ class Adapters:
                 layer._disable_adapters = False
 
     def merged(self, name: str, base: Tensor) -> Tensor:
-        """W + (alpha / r) B A of an adapted module, a new tensor in W's dtype, computed in float32.
-
-        All ranks together. name: of the module. base: its whole W [out, in].
+        """W + (alpha / r) B A of the module `name`, a new tensor in the dtype of base, its whole W [out, in],
+        computed in float32. All ranks together.
         """
         layer = self.layers[name]
         a, b = (
@@ -93,7 +89,6 @@ class Adapters:
 
 def plain_parameters(model: PreTrainedModel, adapters: Adapters | None) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) of each parameter, tied ones once; adapters are merged into copies.
-
     All ranks go through it together. Tensors that need no merging and no gathering are the model's own.
     """
     for name, parameter in model.named_parameters():
@@ -112,9 +107,7 @@ def plain_parameters(model: PreTrainedModel, adapters: Adapters | None) -> Itera
 
 def adapter_config(model_config: Mapping[str, Any]) -> LoraConfig:
     """PEFT's configuration: that of the folder `lora_adapter_path`, else from lora_rank and the like.
-
-    Raises:
-        ValueError: PEFT is missing, the folder holds no adapter, or its rank is another than lora_rank.
+    ValueError: PEFT is missing, the folder holds no adapter, or its rank is another than lora_rank.
     """
     if importlib.util.find_spec("peft") is None:
         raise ValueError(
@@ -128,7 +121,6 @@ def adapter_config(model_config: Mapping[str, Any]) -> LoraConfig:
             r=rank,
             lora_alpha=model_config.get("lora_alpha", 16),
             target_modules=_module_names(model_config.get("target_modules", "all-linear")),
-            exclude_modules=_module_names(model_config.get("exclude_modules")),
             task_type="CAUSAL_LM",
         )
     folder = Path(path).expanduser()
@@ -150,7 +142,7 @@ def adapter_config(model_config: Mapping[str, Any]) -> LoraConfig:
 
 def _module_names(value: Any) -> Any:
     """As PEFT takes them: "all-linear", a list of names, or a regular expression of whole paths."""
-    if value is None or (isinstance(value, str) and not value.isidentifier()):
+    if isinstance(value, str) and not value.isidentifier():
         return value
     return [value] if isinstance(value, str) else list(value)
 
@@ -172,12 +164,9 @@ def check_adapter_folder(key: str, folder: Path) -> None:
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str) -> Adapters:
-    """Puts adapters beside the matrices that `config` names, B = 0, and freezes everything else.
-
-    A is drawn with a fixed seed, so that it is the same in every process and run.
-
-    Raises:
-        ValueError: no such modules (in the model from `source`), or not plain LoRA on linear layers.
+    """Puts adapters beside the matrices that `config` names, B = 0, and freezes everything else. A is drawn
+    with a fixed seed, so that it is the same in every process and run. ValueError: no such modules (in the
+    model from `source`), or not plain LoRA on linear layers.
     """
     from peft import inject_adapter_in_model
 

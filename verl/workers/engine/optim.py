@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -56,32 +55,25 @@ def orthogonalised(update: Tensor) -> Tensor:
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon on some parameters, AdamW on the others. The state exists from the start (zeros).
-
-    Args:
-        matrices: [out, in] each. others: of any shape. One of the two may be empty.
-        lr, adamw_lr: learning rates of the two. momentum: of Muon. betas: of AdamW. weight_decay: of both.
+    """Muon on the parameters whose ids are in `matrices` ([out, in] each), AdamW on the others. The state
+    exists from the start (zeros). optim: the block.
     """
 
     def __init__(
-        self,
-        matrices: Sequence[nn.Parameter],
-        others: Sequence[nn.Parameter],
-        lr: float,
-        adamw_lr: float,
-        momentum: float,
-        betas: tuple[float, float],
-        weight_decay: float,
-    ):
-        groups: list[dict[str, Any]] = [
-            {"params": list(matrices), "lr": lr, "momentum": momentum, "weight_decay": weight_decay},
-            {"params": list(others), "lr": adamw_lr, "betas": betas, "weight_decay": weight_decay},
+        self, parameters: Sequence[nn.Parameter], matrices: Collection[int], optim: Mapping[str, Any]
+    ) -> None:
+        lr, betas = optim["lr"], (optim["betas"][0], optim["betas"][1])
+        adamw_lr = lr if optim["adamw_lr"] is None else optim["adamw_lr"]
+        settings: list[dict[str, Any]] = [
+            {"params": [], "lr": lr, "momentum": optim["momentum"], "weight_decay": optim["weight_decay"]},
+            {"params": [], "lr": adamw_lr, "betas": betas, "weight_decay": optim["weight_decay"]},
         ]
-        super().__init__([group for group in groups if group["params"]], {})
-        for parameter in matrices:
-            self.state[parameter] = {"momentum_buffer": _zeros(parameter)}
-        for parameter in others:
-            self.state[parameter] = adamw_state(parameter)
+        for parameter in parameters:
+            settings[id(parameter) not in matrices]["params"].append(parameter)
+        super().__init__([group for group in settings if group["params"]], {})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {"momentum_buffer": _zeros(p)} if "momentum" in group else adamw_state(p)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: the loss is known
@@ -100,9 +92,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         average.mul_(momentum).add_(gradient)
         update = orthogonalised(whole(gradient.add(average, alpha=momentum)))
         if isinstance(parameter, DTensor):  # each process has the whole update: none is sent anything
-            update = distribute_tensor(
-                update, parameter.device_mesh, parameter.placements, src_data_rank=None
-            )
+            mesh, placements = parameter.device_mesh, parameter.placements
+            update = distribute_tensor(update, mesh, placements, src_data_rank=None)
         size = 0.2 * math.sqrt(max(parameter.shape))
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update.to(parameter.dtype), alpha=-group["lr"] * size)
@@ -113,23 +104,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
         averages, squares, steps = (
             [state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")
         )
-        beta1, beta2 = group["betas"]
-        adamw_update(
-            parameters,
-            gradients,
-            averages,
-            squares,
-            [],
-            steps,
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=ADAMW_EPS,
-            maximize=False,
-        )
+        settings = {"lr": group["lr"], "weight_decay": group["weight_decay"], "eps": ADAMW_EPS}
+        settings |= {"fused": True, "amsgrad": False, "maximize": False}
+        settings["beta1"], settings["beta2"] = group["betas"]
+        adamw_update(parameters, gradients, averages, squares, [], steps, **settings)
 
 
 def adamw_state(parameter: Tensor) -> dict[str, Tensor]:
@@ -148,28 +126,12 @@ def build_optimizer(
     """AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101), or Muon with AdamW, as `optim.name` says.
 
     Its state exists from the start (zeros), so that a checkpoint written before the first step is a whole
-    one.
-
-    Args:
-        parameters: those without requires_grad are left out.
-        optim: `name`, `lr`, `betas`, `weight_decay`; for muon `momentum` and `adamw_lr` too.
-        matrices: those of `parameters` that Muon is for, see `hidden_matrices`; AdamW takes them too.
+    one. parameters: those without requires_grad are left out. matrices: those that Muon is for
+    (`hidden_matrices`).
     """
-    if optim["name"] not in ("adamw", "muon"):
-        raise ValueError(f"optim.name: found {optim['name']!r}, expected adamw or muon.")
     trained = [p for p in parameters if p.requires_grad]
-    lr, betas, decay = optim["lr"], (optim["betas"][0], optim["betas"][1]), optim["weight_decay"]
     if optim["name"] == "muon":
-        chosen = {id(p) for p in matrices}
-        return MuonWithAdamW(
-            [p for p in trained if id(p) in chosen],
-            [p for p in trained if id(p) not in chosen],
-            lr=lr,
-            adamw_lr=lr if optim["adamw_lr"] is None else optim["adamw_lr"],
-            momentum=optim["momentum"],
-            betas=betas,
-            weight_decay=decay,
-        )
+        return MuonWithAdamW(trained, {id(p) for p in matrices}, optim)
     optimizer = adamw(trained, optim)
     for p in trained:
         optimizer.state[p] = adamw_state(p)
@@ -209,24 +171,16 @@ def resume_schedule(scheduler: LambdaLR, state: Mapping[str, Any]) -> None:
 
 def build_scheduler(optimizer: torch.optim.Optimizer, optim: Mapping[str, Any]) -> LambdaLR:
     """The schedule of the block: `warmup_style`, `lr_warmup_steps` or `_ratio`, `min_lr_ratio`,
-    `total_training_steps`.
-
-    One step of the schedule is one training step (one call of update_actor or update_critic), not one
+    `total_training_steps`. One step of it is one training step (of update_actor or update_critic), not one
     mini-batch.
     """
-    style, total = optim["warmup_style"], optim["total_training_steps"]
-    warmup = optim["lr_warmup_steps"]
-    if style not in ("constant", "linear", "cosine"):
-        raise ValueError(f"optim.warmup_style: found {style!r}, expected constant, linear or cosine.")
-    by_ratio = warmup is None or warmup < 0
-    if total <= 0 and (style != "constant" or (by_ratio and optim["lr_warmup_steps_ratio"] > 0)):
+    num_warmup, num_total = optim["lr_warmup_steps"], optim["total_training_steps"]
+    style, min_ratio = optim["warmup_style"], optim["min_lr_ratio"] or 0.0
+    ratio = optim["lr_warmup_steps_ratio"] if num_warmup < 0 else 0.0
+    if num_total <= 0 and (style != "constant" or ratio):
         raise ValueError(
-            f"optim.total_training_steps: found {total}, expected the length of the run in steps, which "
+            f"optim.total_training_steps: found {num_total}, expected the length of the run in steps, which "
             "lr_warmup_steps_ratio and the linear and cosine schedules are shares of."
         )
-    num_warmup = (
-        int(optim["lr_warmup_steps_ratio"] * total) if by_ratio and total > 0 else max(0, warmup or 0)
-    )
-    min_ratio = optim["min_lr_ratio"] or 0.0
-    factor = partial(lr_factor, num_warmup=num_warmup, num_total=total, style=style, min_ratio=min_ratio)
-    return LambdaLR(optimizer, factor)
+    num_warmup = num_warmup if num_warmup >= 0 else int(ratio * num_total)
+    return LambdaLR(optimizer, lambda step: lr_factor(step, num_warmup, num_total, style, min_ratio))

@@ -21,11 +21,8 @@ FOLDER = "reference"
 
 
 class Reference:
-    """The reference beside a policy.
-
-    Args:
-        policy: the engine that is trained.
-        own: the reference's own engine; None: the policy's adapters are switched off for it.
+    """The reference beside a policy, which is the engine that is trained. own: the reference's own engine;
+    None: the policy's adapters are switched off for it.
     """
 
     def __init__(self, policy: Engine, own: Engine | None):

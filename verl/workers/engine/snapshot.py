@@ -35,11 +35,8 @@ class CheckpointFailed(RuntimeError):
 
 
 class Snapshot:
-    """The state of something on its way to disk.
-
-    Args:
-        copy: takes a copy of what may change, so that it may (None: there is nothing to copy). write: writes
-            the files; without `copy` before it, the state of then.
+    """The state of something on its way to disk. copy: takes a copy of what may change, so that it may (None:
+    there is nothing to copy). write: writes the files; without `copy` before it, the state of then.
     """
 
     def __init__(self, copy: Callable[[], None] | None = None, write: Callable[[], None] = nothing):
@@ -75,10 +72,8 @@ class BackgroundWriter:
     def write(self, snapshots: Sequence[Snapshot], folder: Path, background: bool) -> None:
         """Writes what makes up the checkpoint in `folder`, in this order, and forces it to the disk: before
         it returns or, in the background, later (see `is_done`); all snapshots are copied first then. The
-        checkpoint before it must have ended.
-
-        Raises:
-            CheckpointFailed: it could not be written (not in the background).
+        checkpoint before it must have ended. CheckpointFailed: it could not be written (not in the
+        background).
         """
         assert self._written is None or self._written.done()
         all_of_it = [*snapshots, Snapshot(write=partial(sync_tree, folder))]
@@ -89,9 +84,8 @@ class BackgroundWriter:
             _write(all_of_it, copies=False)
 
     def is_done(self, wait: bool) -> bool:
-        """Whether nothing is being written (any more). CheckpointFailed: the last one could not be written.
-
-        Asked again it answers the same, so whoever was interrupted while it waited may do so.
+        """Whether nothing is being written (any more). CheckpointFailed: the last one could not be written;
+        asked again it answers the same.
         """
         if self._written is None:
             return True

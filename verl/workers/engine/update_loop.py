@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 PACKING_KEYS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 EXTRA_LOSS_KEY = "extra_loss_mask"
 LOSS_MASKS = ("response_mask", EXTRA_LOSS_KEY)
-BLOCKS = {"actor": "actor_rollout_ref.actor", "critic": "critic", "train": "data"}
 
 
 def tensors_of(data: DataProto, keys: Sequence[str] = (), optional: Sequence[str] = ()) -> dict[str, Tensor]:
@@ -53,9 +52,7 @@ def tensors_of(data: DataProto, keys: Sequence[str] = (), optional: Sequence[str
 
 @dataclass(frozen=True)
 class MicroBatchLimits:
-    """Most rows and most tokens of one forward pass on one rank (None: no limit), and whether it is
-    padded.
-    """
+    """Most rows and most tokens of a forward pass on one rank (None: no limit), and whether it is padded."""
 
     max_rows: int | None
     max_tokens: int | None
@@ -63,37 +60,18 @@ class MicroBatchLimits:
 
     @classmethod
     def from_config(
-        cls,
-        block: Mapping[str, Any],
-        name: str,
-        prefix: str,
-        device: torch.device,
-        packed: bool,
-        num_sharing: int = 1,
+        cls, block: Mapping[str, Any], prefix: str, device: torch.device, packed: bool, num_sharing: int = 1
     ) -> MicroBatchLimits:
-        """Reads the keys of `block` (called `name` in error messages) that start with `prefix`.
-
-        `<prefix>_micro_batch_size_per_gpu` rows or, with dynamic batch sizes,
+        """`<prefix>_micro_batch_size_per_gpu` rows of a block or, with dynamic batch sizes,
         `<prefix>_max_token_len_per_gpu` tokens. On CPU a pass has at most CPU_TOKENS_PER_PACK tokens besides:
         smaller passes are faster there, and the loss is the same. num_sharing: processes that share a pass's
         tokens; numbers of tokens are for each of them.
         """
-        dynamic = block["log_prob_use_dynamic_bsz" if prefix == "log_prob" else "use_dynamic_bsz"]
-        pack_limit = CPU_TOKENS_PER_PACK * num_sharing if device.type == "cpu" else None
-        if dynamic:
-            budget = block[f"{prefix}_max_token_len_per_gpu"]
-            if not budget or budget < 1:
-                raise ValueError(
-                    f"{name}.{prefix}_max_token_len_per_gpu: found {budget}, expected at least 1."
-                )
-            budget *= num_sharing
-            return cls(None, min(budget, pack_limit) if pack_limit else budget, not packed)
-        per_rank = block[f"{prefix}_micro_batch_size_per_gpu"]
-        if per_rank is None or per_rank < 1:
-            raise ValueError(
-                f"{name}.{prefix}_micro_batch_size_per_gpu: found {per_rank}, expected at least 1."
-            )
-        return cls(per_rank, pack_limit, not packed)
+        most = CPU_TOKENS_PER_PACK * num_sharing if device.type == "cpu" else None
+        if not block["log_prob_use_dynamic_bsz" if prefix == "log_prob" else "use_dynamic_bsz"]:
+            return cls(block[f"{prefix}_micro_batch_size_per_gpu"], most, not packed)
+        budget = block[f"{prefix}_max_token_len_per_gpu"] * num_sharing
+        return cls(None, min(budget, most or budget), not packed)
 
 
 def pack_micro_batches(
@@ -136,11 +114,31 @@ def pack_micro_batches(
     return count, build()
 
 
+@torch.no_grad()
+def infer_rows(
+    batch: Mapping[str, Tensor],
+    rows: Sequence[int],
+    engine: Engine,
+    limits: MicroBatchLimits,
+    options: Mapping[str, Any],
+    wanted: Sequence[int] = (0,),
+) -> list[Tensor]:
+    """Outputs of `Engine.infer` for some rows, those of these numbers: each [N, R] float32 on CPU, 0 where
+    there is no loss token and in other rows.
+    """
+    results = [torch.zeros(batch["response_mask"].shape) for _ in wanted]
+    with engine.loaded():
+        micro_batches = pack_micro_batches(batch, rows, engine, limits)[1]
+        for micro_batch, outputs in engine.infer(micro_batches, **options):
+            if len(micro_batch.cells):  # else the pass is for other replicas, and the row is any
+                for result, number in zip(results, wanted, strict=True):
+                    result[micro_batch.rows] = micro_batch.unpack(outputs[number]).cpu()
+    return results
+
+
 @dataclass(frozen=True)
 class MiniBatch:
-    """One optimizer step: this rank's rows, its number in the training step (from 0; over all epochs), and
-    the counts of all ranks.
-    """
+    """One optimizer step: this rank's rows, its number in the training step (from 0), counts of all ranks."""
 
     rows: list[int]
     number: int
@@ -187,9 +185,7 @@ class UpdateLoop:
         self.engine = engine
         self.name, self.config, self.limits, self.seed = name, config, limits, seed
         self.loss_scale_factor = loss_scale_factor
-        self.mini_batch_rows = rows_per_rank(
-            config["ppo_mini_batch_size"], rollout_n, engine.data.size, BLOCKS[name]
-        )
+        self.mini_batch_rows = rows_per_rank(config["ppo_mini_batch_size"], rollout_n, engine.data.size)
         self.num_skipped_in_a_row = 0
         self.skipped_update = ""  # why, in words, of the last time that one was skipped
 
@@ -198,10 +194,7 @@ class UpdateLoop:
         return self.config["ppo_epochs"] * len(mini_batches(len(data), self._rows_of_mini_batch(data)))
 
     def run(
-        self,
-        data: DataProto,
-        batch: Mapping[str, Tensor],
-        objective_of: Callable[[MiniBatch], Objective],
+        self, data: DataProto, batch: Mapping[str, Tensor], objective_of: Callable[[MiniBatch], Objective]
     ) -> dict[str, float]:
         """ppo_epochs passes over the rows; returns metrics, the same on every rank.
 
@@ -313,8 +306,8 @@ class UpdateLoop:
         return pack_micro_batches(batch, rows, self.engine, self.limits)
 
     def _count_skipped(self, why: Callable[[], str]) -> None:
-        """Counts a step that was not made. Only of the first in a row the reason is looked for: that may cost
-        more passes.
+        """Counts a step that was not made. The reason costs passes: it is looked for of the first in a row
+        alone.
         """
         self.num_skipped_in_a_row += 1
         if self.num_skipped_in_a_row > 1:
@@ -337,10 +330,8 @@ def mini_batches(num_rows: int, size: int) -> list[list[int]]:
     return [list(range(start, min(start + size, num_rows))) for start in range(0, num_rows, size)]
 
 
-def rows_per_rank(mini_batch_size: int, rollout_n: int, world_size: int, name: str) -> int:
+def rows_per_rank(mini_batch_size: int, rollout_n: int, world_size: int) -> int:
     """Rows of a mini-batch on one rank: ppo_mini_batch_size * rollout.n trajectories over all, rounded up."""
-    if mini_batch_size < 1:
-        raise ValueError(f"{name}.ppo_mini_batch_size: found {mini_batch_size}, expected at least 1.")
     return -(-mini_batch_size * rollout_n // world_size)
 
 
@@ -357,9 +348,8 @@ def first_not_finite(
     objective: Objective,
     names: np.ndarray | None,
 ) -> str:
-    """What is not finite, in words, the same on every rank; all ranks call it together.
-
-    rows: this rank's rows of the mini-batch. names: uid of each row of the batch.
+    """What is not finite, in words, the same on every rank; all ranks call it together. rows: this rank's
+    rows of the mini-batch. names: uid of each row of the batch.
     """
 
     def row_name(row: int) -> str:

@@ -3,9 +3,9 @@
     Hugging Face folder --weights--> the stage of this process --model--> numbers per loss token
 
 `parallel_state` says which process holds what, `settings` what a model is made of (and refuses what does not
-fit), `model` builds it from `layers` and `attention`, `log_prob` is its head, `weights` names its parameters
-as Hugging Face does, and `cpu_support` is what Megatron lacks on a CPU. This file imports nothing of
-Megatron: `check_installed` is for those who want to know before a run starts.
+fit), `model` builds it from `layers`, `weights` names its parameters as Hugging Face does, and `cpu_support`
+is what Megatron lacks on a CPU. This file imports nothing of Megatron, so that `check_installed` can be asked
+before a run starts.
 """
 
 from __future__ import annotations

@@ -87,11 +87,7 @@ class PackedCoreAttention(nn.Module):
 
 
 def transformer_config(
-    shape: ModelShape,
-    sizes: ParallelSizes,
-    device: torch.device,
-    dtype: torch.dtype,
-    recompute: bool,
+    shape: ModelShape, sizes: ParallelSizes, device: torch.device, dtype: torch.dtype, recompute: bool
 ) -> TransformerConfig:
     """Megatron's configuration of a model. Weights are read, not drawn; nothing is dropped at random; stages
     send each other tensors of any length; gradients of micro-batches and of replicas are summed.
@@ -119,7 +115,6 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        fp16=dtype == torch.float16,
         tensor_model_parallel_size=sizes.tensor,
         pipeline_model_parallel_size=sizes.pipeline,
         context_parallel_size=sizes.context,

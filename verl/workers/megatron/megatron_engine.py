@@ -31,16 +31,15 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from verl.utils.packing import PackedMicroBatch
 from verl.workers.engine.base import Engine, Outputs, Share, ShareOf
 from verl.workers.engine.checkpoint import (
-    check_complete,
     check_fits,
     has_optimizer,
     load_progress,
     load_tensors,
     save_progress,
     save_tensors,
+    tensor_names,
     write_hf_folder,
 )
-from verl.workers.engine.hf_weights import tensor_names
 from verl.workers.engine.loading import Precision
 from verl.workers.engine.optim import build_scheduler
 from verl.workers.engine.snapshot import Snapshot
@@ -57,13 +56,11 @@ EMBEDDING = "model.model.embed_tokens.weight"  # in a checkpoint
 class MegatronEngine(Engine):
     """Owns a process's stage of a policy or a value model.
 
-    Args:
-        built: in dtype precision.compute, on the device. model: the configuration's `model` block that it was
-            built from.
-        fsdp_config: on CUDA `param_offload` and `optimizer_offload` keep them in CPU memory between uses, the
-            latter also frees the gradients' memory between updates.
-        optim: the configuration's `optim` block; None makes the engine frozen (a reference model). grad_clip:
-            largest norm of the gradient over all processes.
+    built: in dtype precision.compute, on the device. model: the configuration's `model` block that it was
+    built from. fsdp_config: on CUDA `param_offload` and `optimizer_offload` keep them in CPU memory between
+    uses, the latter also frees the gradients' memory between updates. optim: the configuration's `optim`
+    block; None makes the engine frozen (a reference model). grad_clip: largest norm of the gradient over all
+    processes.
     """
 
     adapters = None
@@ -87,7 +84,7 @@ class MegatronEngine(Engine):
         if optim is None:
             built.stage.requires_grad_(False)
         else:
-            self.optimizer = ShardedAdamW(built, optim, grad_clip, precision.reduce, device)
+            self.optimizer = ShardedAdamW(built, optim, grad_clip, device)
             self.scheduler = build_scheduler(self.optimizer.inner, optim)
             trained = self.optimizer.model
             if precision.compute != torch.float32:  # from the folder: the parameters are rounded
@@ -174,9 +171,7 @@ class MegatronEngine(Engine):
     # ------------------------------------------------------------------------------------------- weights
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As `Engine.weights`, in the dtype of the computation; tensors are the parameters themselves where
-        these are whole.
-        """
+        """As `Engine.weights`, in the dtype of the computation; whole parameters are given themselves."""
         yield from self.built.weights.whole_tensors(self.built.parameter, self.precision.compute, self.device)
 
     def whole_tensors(self, kind: str) -> Iterator[tuple[str, Tensor]]:
@@ -242,7 +237,6 @@ class MegatronEngine(Engine):
     def load(self, path: str | Path) -> None:
         assert self.optimizer is not None and self.scheduler is not None
         folder = Path(path)
-        check_complete(folder)
         kinds = KINDS if has_optimizer(folder) else KINDS[:1]
         expected: dict[str, tuple[int, ...]] = {}
         for name, shape in self.built.weights.shapes().items():
@@ -273,9 +267,7 @@ class MegatronEngine(Engine):
         return Snapshot(write=partial(write_hf_folder, model, names, Path(path), tokenizer, base, saved))
 
     def _saved_name(self, name: str) -> str:
-        """What a checkpoint calls a parameter: `TrainEngine`'s module has the model as `model`; a value model
-        there has no words `model.` of its own.
-        """
+        """What a checkpoint calls a parameter: `TrainEngine`'s module has a policy's model as `model`."""
         return f"model.{name}" if self.built.weights.has_head else name
 
     def _saved_names(self, saved: str) -> list[str]:

@@ -36,12 +36,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from verl.utils.linear_logprob import linear_log_prob
 from verl.utils.packing import PackedMicroBatch, ShardedMicroBatch, shard_micro_batch
 from verl.workers.engine.loading import initial_value_head, load_hf_config
 from verl.workers.engine.lora import wants_adapters
 from verl.workers.megatron import cpu_support, parallel_state
 from verl.workers.megatron.layers import PackedTokens, RMSNorm, layer_spec, transformer_config
-from verl.workers.megatron.log_prob import vocab_parallel_log_prob
 from verl.workers.megatron.settings import ModelShape, ParallelSizes
 from verl.workers.megatron.weights import Piece, Read, WeightMap, read_folder
 
@@ -81,9 +81,7 @@ class _Stage(GPTModel):
         return hidden
 
     def _shared(self, pack: PackedMicroBatch) -> tuple[PackedMicroBatch, ShardedMicroBatch | None]:
-        """The micro-batch, padded so that it can be cut, and this process's share with context
-        parallelism.
-        """
+        """The micro-batch, padded so that it can be cut, and this process's share of its context."""
         pack = padded(pack, self.config.tensor_model_parallel_size * self.config.context_parallel_size)
         if self.config.context_parallel_size == 1:
             return pack, None
@@ -101,7 +99,7 @@ class PolicyStage(_Stage):
         with_sum_pi_squared: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """Hidden states [t, 1, D]; of the last stage (log_probs, entropy, sum_pi_squared), all [U] float32,
-        one for each distinct loss token; see `vocab_parallel_log_prob`.
+        one for each distinct loss token; see `linear_log_prob`.
         """
         pack, sharded = self._shared(micro_batch)
         hidden = self._hidden_states(pack, sharded)
@@ -114,16 +112,9 @@ class PolicyStage(_Stage):
         weight = self.output_layer.weight
         if weight is None:
             weight = self.shared_embedding_or_output_weight()
-        outputs = vocab_parallel_log_prob(
-            rows,
-            weight,
-            own.labels,
-            self.shape.vocabulary,
-            group,
-            temperature,
-            with_entropy,
-            with_sum_pi_squared,
-        )
+        options = temperature, with_entropy, with_sum_pi_squared
+        size = self.shape.vocabulary
+        outputs = linear_log_prob(rows, weight, own.labels, *options, group=group, vocabulary=size)
         log_probs, entropy, sum_pi_squared = outputs if sharded is None else sharded.gather(outputs)
         return log_probs, entropy, sum_pi_squared
 
@@ -141,8 +132,8 @@ class ValueStage(_Stage):
             )
 
     def forward(self, micro_batch: PackedMicroBatch) -> Tensor | tuple[Tensor, ...]:
-        """Hidden states [t, 1, D]; of the last stage (values,), [U] float32, one for each distinct
-        loss token.
+        """Hidden states [t, 1, D]; of the last stage (values,), [U] float32, one for each distinct loss
+        token.
         """
         pack, sharded = self._shared(micro_batch)
         hidden = self._hidden_states(pack, sharded)
@@ -158,11 +149,9 @@ class ValueStage(_Stage):
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """What a process has of a model.
-
-    stage: its layers. weights: the whole model's parameters and their names; it speaks of the stage's
-    `named_parameters()`. config: Megatron's; an engine may set its own hooks in it. shape, hugging_face: the
-    model's sizes and config.json.
+    """What a process has of a model. stage: its layers. weights: the whole model's parameters and their
+    names; it speaks of the stage's `named_parameters()`. config: Megatron's; an engine may set its own hooks
+    in it. shape, hugging_face: the model's sizes and config.json.
     """
 
     stage: PolicyStage | ValueStage
@@ -184,15 +173,12 @@ def build_model(
     is_policy: bool = True,
 ) -> BuiltModel:
     """This process's part of the model that an `actor_rollout_ref.model` or `critic.model` block describes,
-    filled from its folder: each process reads its own slices. All processes call it together; the groups
-    are made if they are not there yet (`parallel_state.initialize`).
+    filled from its folder: each process reads its own slices. All processes call it together; the groups are
+    made if they are not there yet (`parallel_state.initialize`).
 
-    Args:
-        device, dtype: of parameters and computation.
-        is_policy: a `PolicyStage`, else a `ValueStage`, whose head is the same for every run and cut.
-
-    Raises:
-        ValueError: the folder, the architecture, a setting of it or a size does not fit; nothing was read.
+    device, dtype: of parameters and computation. is_policy: a `PolicyStage`, else a `ValueStage`, whose head
+    is the same for every run and cut. ValueError: the folder, the architecture, a setting of it or a size
+    does not fit; nothing was read.
     """
     if wants_adapters(model_config):
         raise ValueError(

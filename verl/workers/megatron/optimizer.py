@@ -32,29 +32,16 @@ KINDS = ("param", "exp_avg", "exp_avg_sq")  # what there is of each parameter, i
 class ShardedAdamW:
     """Trains the parameters of a process's stage.
 
-    Args:
-        built: the stage; its parameters move into memory of Megatron's.
-        optim: the configuration's `optim` block. grad_clip: largest norm of the gradient.
-        reduce: dtype in which gradients add up, and are summed over processes.
-
-    Attributes:
-        model: the stage, wrapped so that gradients add up; Megatron's schedule takes this.
-        inner: torch's optimizer of this process's shards, for a schedule of the learning rate.
+    built: the stage; its parameters move into memory of Megatron's. optim: the configuration's `optim` block.
+    grad_clip: largest norm of the gradient. model: the stage, wrapped so that gradients add up; Megatron's
+    schedule takes this. inner: torch's optimizer of this process's shards, for a schedule of the learning
+    rate.
     """
 
-    def __init__(
-        self,
-        built: BuiltModel,
-        optim: Mapping[str, Any],
-        grad_clip: float,
-        reduce: torch.dtype,
-        device: torch.device,
-    ):
+    def __init__(self, built: BuiltModel, optim: Mapping[str, Any], grad_clip: float, device: torch.device):
         self.device, self.grad_clip = device, grad_clip
         self._group = mpu.get_data_parallel_group(with_context_parallel=True)  # of the same parameters
-        settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=reduce == torch.float32, use_distributed_optimizer=True
-        )
+        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self.inner = adamw(built.stage.parameters(), optim)
         with cpu_support.cuda_names(device):
             self.model: Any = DistributedDataParallel(built.config, settings, built.stage)

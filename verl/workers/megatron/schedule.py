@@ -25,11 +25,8 @@ from verl.workers.engine.base import Outputs, Share, ShareOf
 
 
 class Pipeline:
-    """Runs micro-batches through all stages of a replica.
-
-    Args:
-        model: this process's stage. config: Megatron's.
-        num_outputs: tensors per micro-batch that the last stage gives.
+    """Runs micro-batches through all stages of a replica. model: this process's stage. config: Megatron's.
+    num_outputs: tensors per micro-batch that the last stage gives.
     """
 
     def __init__(self, model: nn.Module, config: TransformerConfig, num_outputs: int):

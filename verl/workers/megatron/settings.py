@@ -101,9 +101,7 @@ class ModelShape:
         )
 
     def padded_vocabulary(self, tensor: int) -> int:
-        """Rows of the embedding with those that are added, zero and without effect, so that `tensor`
-        divides.
-        """
+        """Rows of the embedding, with those of zeros that are added so that `tensor` divides."""
         return -(-self.vocabulary // tensor) * tensor
 
     def check(self, sizes: ParallelSizes) -> None:

@@ -9,11 +9,9 @@ from torch import Tensor
 
 
 class ParkedStorage:
-    """The memory behind some tensors: here, or away (in CPU memory, or nowhere).
-
-    Args:
-        tensors: any views; of each memory that they lie in the whole is meant. keeps: whether what is in it
-            is wanted again; else it is zeros after `bring`.
+    """The memory behind some tensors: here, or away (in CPU memory, or nowhere). tensors: any views; of each
+    memory that they lie in the whole is meant. keeps: whether what is in it is wanted again; else it is zeros
+    after `bring`.
     """
 
     def __init__(self, tensors: Iterable[Tensor], keeps: bool = True):

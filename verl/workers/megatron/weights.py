@@ -89,12 +89,9 @@ class MegatronParameter:
 class WeightMap:
     """The parameters of a model, in Hugging Face's order, and where each lies.
 
-    Args:
-        has_head: a policy, whose output matrix is `lm_head.weight` (unless tied); else a value model, whose
-            scalar head is `value_head.weight` and `value_head.bias`.
-
-    Attributes:
-        parameters: of all processes. here: of this one (copies too).
+    has_head: a policy, whose output matrix is `lm_head.weight` (unless tied); else a value model, whose
+    scalar head is `value_head.weight` and `value_head.bias`. parameters: of all processes. here: of this one
+    (copies too).
     """
 
     def __init__(self, shape: ModelShape, sizes: ParallelSizes, has_head: bool):

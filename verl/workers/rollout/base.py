@@ -17,13 +17,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from verl.workers.rollout.stop import StopCondition
+
+TIED_HEAD = "lm_head.weight"
 
 
 class EngineUnavailable(RuntimeError):
@@ -205,9 +207,8 @@ class RolloutEngine(ABC, Generic[Session]):
     # ---- sessions ----
 
     def open(self, token_ids: Sequence[int], params: SamplingParams) -> int:
-        """Queue a prompt and return its session id.
-
-        ValueError if it is empty, has unknown ids or leaves no room to generate.
+        """Queue a prompt and return its session id. ValueError if it is empty, has unknown ids or leaves no
+        room.
         """
         self._check_params(params)
         tokens = self._checked(token_ids)
@@ -295,9 +296,8 @@ class RolloutEngine(ABC, Generic[Session]):
 
     @abstractmethod
     def step(self) -> list[Completion]:
-        """Advance what runs; return the turns that ended. May return none while turns are under way.
-
-        RuntimeError while the engine is asleep or has no weights.
+        """Advance what runs; return the turns that ended: maybe none. RuntimeError: it sleeps, or has no
+        weights.
         """
 
     @abstractmethod
@@ -312,10 +312,8 @@ class RolloutEngine(ABC, Generic[Session]):
 
     @abstractmethod
     def sleep(self, level: int = 1) -> int:
-        """Give memory to the trainer; sessions stay as in `load_weights`. Returns the bytes given back.
-
-        Level 1: the KV cache. Level 2: the engine's weights too, then `load_weights` comes before the next
-        step.
+        """Give memory to the trainer; sessions stay as in `load_weights`. Returns the bytes given back. Level
+        1: the KV cache. Level 2: the engine's weights too, then `load_weights` comes before the next step.
         """
 
     @abstractmethod
@@ -336,3 +334,31 @@ class RolloutEngine(ABC, Generic[Session]):
     @abstractmethod
     def shutdown(self) -> None:
         """End what the engine has started and free what it holds. Safe to call twice."""
+
+
+def checked_weights(
+    weights: Iterable[tuple[str, Tensor]], expected: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Pass pairs on; ValueError at an unknown or wrongly shaped one, and at the end if some are missing.
+
+    A tied `lm_head.weight` (one that `expected` doesn't have) is left out: the embedding brings it.
+    """
+    missing = dict(expected)
+    for name, tensor in weights:
+        if name == TIED_HEAD and TIED_HEAD not in expected:
+            continue
+        if name not in expected:
+            raise ValueError(f"the model has no weight {name}; send Hugging Face names of {_some(expected)}")
+        if tuple(tensor.shape) != expected[name]:
+            raise ValueError(
+                f"weight {name} has shape {tuple(tensor.shape)}; the model's config says {expected[name]}"
+            )
+        missing.pop(name, None)
+        yield name, tensor.detach()
+    if missing:
+        raise ValueError(f"missing weights: {_some(missing)}. Send the whole model")
+
+
+def _some(names: Iterable[str], most: int = 3) -> str:
+    listed = list(names)
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from verl.config.policy import Policy, Rollout
-from verl.workers.engine.loading import load_hf_config, parse_dtype
+from verl.workers.engine.loading import DTYPES, load_hf_config
 from verl.workers.rollout.base import RolloutEngine
 
 if TYPE_CHECKING:
@@ -36,13 +36,11 @@ CUDA_RESERVE_BYTES = 2 << 30  # left free beside the KV cache: activations and l
 class EngineRequest:
     """What is asked of an engine, whichever it is.
 
-    Attributes:
-        device: of this process; rank, world_size: its place among the run's processes.
-        dtype: of the engine's computation and KV cache.
-        max_model_len: most tokens of a session, prompt and observations included.
-        num_rows: sessions that are wanted at once; an engine has room for `max_num_seqs` of them at most.
-        copies_weights: whether the engine needs memory of its own for weights (those it gets have another
-            dtype, or are gathered or merged for it).
+    device: of this process; rank, world_size: its place among the run's processes. dtype: of the engine's
+    computation and KV cache. max_model_len: most tokens of a session, prompt and observations included.
+    num_rows: sessions that are wanted at once; an engine has room for `max_num_seqs` of them at most.
+    copies_weights: whether the engine needs memory of its own for weights (those it gets have another dtype,
+    or are gathered or merged for it).
     """
 
     device: torch.device
@@ -70,19 +68,15 @@ def engine_name(rollout: Rollout, device: torch.device | str) -> str:
 
 def rollout_dtype(rollout: Rollout, computed_in: torch.dtype) -> torch.dtype:
     """Of the engine's weights and computation: `rollout.dtype`; with auto, what the actor computes in."""
-    name = rollout.dtype
-    return computed_in if name == "auto" else parse_dtype(name, computed_in, "rollout.dtype")
+    return computed_in if rollout.dtype == "auto" else DTYPES[rollout.dtype]
 
 
 def build_engine(rollout: Rollout, model: Policy, request: EngineRequest) -> RolloutEngine:
-    """The engine that the configuration asks for. It has no weights yet: `load_weights` comes first.
+    """The engine that the configuration asks for. It has no weights yet: `load_weights` comes first. rollout,
+    model: the blocks below `actor_rollout_ref`.
 
-    Args:
-        rollout, model: the blocks `actor_rollout_ref.rollout` and `actor_rollout_ref.model`.
-
-    Raises:
-        ValueError: the engine can't run this model, or not within its memory.
-        EngineUnavailable: servers did not start, or don't answer.
+    Raises ValueError if the engine can't run this model, or not within its memory, EngineUnavailable if
+    servers did not start, or don't answer.
     """
     max_num_seqs = sequences_at_once(rollout.max_num_seqs, request.num_rows)
     model_config = load_hf_config(model)
@@ -118,10 +112,8 @@ def _kv_bytes(rollout: Rollout, spec: ModelSpec, request: EngineRequest, max_num
         left += torch.cuda.memory_reserved(request.device) - torch.cuda.memory_allocated(request.device)
         left -= CUDA_RESERVE_BYTES
         if request.copies_weights:  # they come after the engine is made, and before its first step
-            shapes = spec.parameter_shapes()
-            if spec.tie_word_embeddings:
-                del shapes["lm_head.weight"]
-            left -= sum(math.prod(shape) for shape in shapes.values()) * request.dtype.itemsize
+            shapes = spec.parameter_shapes().values()
+            left -= sum(math.prod(shape) for shape in shapes) * request.dtype.itemsize
         most, remedy = int(rollout.gpu_memory_utilization * total), "raise rollout.gpu_memory_utilization"
         if left < most:
             most = max(left, 0)

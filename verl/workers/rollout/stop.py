@@ -1,7 +1,7 @@
 """Stop strings on token boundaries: when does a sampled token complete `</search>`?
 
 A tokenizer merges freely, so a stop string may be spread over tokens ("</", "search", ">"), and its end may
-lie inside a token (">\\n\\n"). `StopCondition` turns each token into its bytes once. `candidates` marks the
+lie inside a token (">\\n\\n"). `StopCondition` turns each token into its bytes once. `candidate_ids` are the
 tokens that can hold the last byte of a stop string, so for nearly all sampled tokens the check is one lookup;
 for the few others `match` looks at the bytes of the tail. The completing token is kept whole: cutting it
 would leave ids that were never sampled.
@@ -13,21 +13,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SENTENCEPIECE_SPACE = "\u2581"
 _BYTE_LEVEL_SPACE = "\u0120"
 
 
 class StopCondition:
-    """A set of stop strings for one tokenizer.
-
-    Attributes:
-        strings: the stop strings.
-        candidates: bool [vocabulary of the tokenizer]; True = this token can complete a stop string.
-        candidate_ids: the same as a set of ids.
-    """
+    """A set of stop strings for one tokenizer. candidate_ids: the tokens that can complete one."""
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
         """Build from a Hugging Face tokenizer. ValueError if there is no string, or an empty one."""
@@ -40,19 +32,18 @@ class StopCondition:
         self._pieces = token_bytes(tokenizer)
         heads = tuple({target[start:] for _, target in self._targets for start in range(len(target))})
         whole = tuple(target for _, target in self._targets)
-        self.candidates = torch.tensor(
-            [piece.startswith(heads) or any(target in piece for target in whole) for piece in self._pieces],
-            dtype=torch.bool,
+        self.candidate_ids = frozenset(
+            token_id
+            for token_id, piece in enumerate(self._pieces)
+            if piece.startswith(heads) or any(target in piece for target in whole)
         )
-        self.candidate_ids = frozenset(self.candidates.nonzero().flatten().tolist())
         self._reach = max(len(target) for target in whole) - 1
 
     def match(self, token_ids_tail: Sequence[int]) -> str | None:
         """The stop string that the last token completes, or None.
 
-        Earlier tokens are read only as far back as the longest string reaches. Of several matches the one
-        that ends first wins, then the longest. Ids that the tokenizer doesn't know (a padded vocabulary)
-        have no bytes.
+        Of several matches the one that ends first wins, then the longest. Ids that the tokenizer doesn't know
+        (a padded vocabulary) have no bytes.
         """
         if not token_ids_tail or token_ids_tail[-1] not in self.candidate_ids:
             return None

@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from verl.workers.rollout.base import TIED_HEAD, checked_weights
+
 SUPPORTED = ("qwen2", "qwen3", "llama", "mistral", "gemma3_text", "gemma3")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
@@ -129,12 +131,12 @@ class ModelSpec:
         return shapes | {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in biased}
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """All parameters by Hugging Face name -> shape, "lm_head.weight" too when embeddings are tied."""
-        shapes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens.weight": (self.vocab_size, self.hidden_size),
-            "model.norm.weight": (self.hidden_size,),
-            "lm_head.weight": (self.vocab_size, self.hidden_size),
-        }
+        """All parameters by Hugging Face name -> shape; no "lm_head.weight" when embeddings are tied."""
+        matrix = self.vocab_size, self.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": matrix}
+        shapes["model.norm.weight"] = (self.hidden_size,)
+        if not self.tie_word_embeddings:
+            shapes[TIED_HEAD] = matrix
         for layer in range(self.num_layers):
             shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in self.layer_shapes().items()}
         return shapes
@@ -237,39 +239,15 @@ def collect_weights(
     costs no memory, and sees an optimizer step at once (its KV state does not). On CPU `CpuModel` packs
     copies of what it gets. ValueError for unknown, missing or wrongly shaped ones.
     """
-    shapes = spec.parameter_shapes()
     taken: dict[str, Tensor] = {}
-    unknown: list[str] = []
     num_bytes = 0
-    for name, tensor in weights:
-        if name not in shapes:
-            unknown.append(name)
-            continue
-        if tuple(tensor.shape) != shapes[name]:
-            raise ValueError(
-                f"weight {name} has shape {tuple(tensor.shape)}; the model's config says {shapes[name]}"
-            )
-        taken[name] = tensor.detach().to(device, dtype)
+    for name, tensor in checked_weights(weights, spec.parameter_shapes()):
+        taken[name] = tensor.to(device, dtype)
         if tensor.dtype != dtype or tensor.device != device:
             num_bytes += taken[name].nbytes
-    if spec.tie_word_embeddings and "model.embed_tokens.weight" in taken:
-        taken.setdefault("lm_head.weight", taken["model.embed_tokens.weight"])
-    missing = [name for name in shapes if name not in taken]
-    if unknown or missing:
-        raise ValueError(
-            f"the weights don't fit the model's config: {_some('unknown', unknown)}; "
-            f"{_some('missing', missing)}. Send (Hugging Face name, full tensor) pairs of the whole model"
-        )
     layers = [
         {name: taken[f"model.layers.{layer}.{name}"] for name in spec.layer_shapes()}
         for layer in range(spec.num_layers)
     ]
-    embedding, norm, head = (
-        taken[name] for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-    )
-    return ModelWeights(embedding, layers, norm, head), num_bytes
-
-
-def _some(what: str, names: list[str], most: int = 5) -> str:
-    listed = ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-    return f"{len(names)} {what}" + (f" ({listed})" if names else "")
+    embedding, norm = taken["model.embed_tokens.weight"], taken["model.norm.weight"]
+    return ModelWeights(embedding, layers, norm, taken.get(TIED_HEAD, embedding)), num_bytes

@@ -33,14 +33,12 @@ class _Entry(NamedTuple):
 
 
 class BlockPool:
-    """Reference counts, free blocks (least recently used first) and the index of contents.
+    """Reference counts, free blocks (least recently used first) and the index of contents, which are compared
+    as they are, not by a hash.
 
-    Contents are compared as they are, not by a hash of them. Blocks that were never used come last, so that
-    memory which is only touched when used follows the highest number of blocks in use.
-
-    Attributes:
-        num_blocks: size of the pool.
-        num_touched: blocks that were ever in use since the last `clear`.
+    Blocks that were never used come last, so that memory which is only touched when used follows the highest
+    number of blocks in use. num_blocks: size of the pool. num_touched: blocks that were ever in use since the
+    last `clear`.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -97,14 +95,9 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def publish(self, block: int, before: int, tokens: bytes) -> int:
-        """Say what a block in use holds.
-
-        Args:
-            before: content number of the block before it, `ROOT` for the first.
-            tokens: of its first positions, as bytes (4 each); computed, or to be by the time they are read.
-
-        Returns:
-            The number of these contents, the same for all blocks that hold the same.
+        """Let others find a block by what it holds: `tokens` of its first positions, as bytes (4 each),
+        computed, or to be by the time they are read, after content number `before` (`ROOT` for the first
+        block). Returns the number of these contents, the same for all blocks that hold the same.
         """
         key = (before, tokens)
         entry = self._index.get(key)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from verl.utils.packed_attention import causal_attention, is_worth_it
 from verl.workers.rollout.native import cpu_kernel, cpu_sampler
 from verl.workers.rollout.native.architecture import ModelSpec, ModelWeights
 from verl.workers.rollout.native.cpu_kernel import as_array, share_rows
@@ -197,38 +198,17 @@ class CpuModel:
         qkv = qkv.view(len(qkv), -1, spec.head_dim)
         qkv_array = as_array(qkv)
         cos, sin = self._tables[spec.rope_kinds[index]]
-        share_rows(
-            cpu_kernel.turn_and_keep,
-            num_rows,
-            qkv_array,
-            batch.positions,
-            batch.places,
-            spec.num_heads,
-            layer.q_norm,
-            layer.k_norm,
-            self._eps,
-            cos,
-            sin,
-            key_array,
-            value_array,
-        )
+        tokens = qkv_array, batch.positions, batch.places, spec.num_heads
+        norms = layer.q_norm, layer.k_norm, self._eps
+        turn = cpu_kernel.turn_and_keep
+        share_rows(turn, num_rows, *tokens, *norms, cos, sin, key_array, value_array)
         attended = _with_padding(num_rows, spec.num_heads * spec.head_dim, qkv.dtype)
         heads = attended.view(-1, spec.num_heads, spec.head_dim)
         if batch.num_decode:
-            share_rows(
-                cpu_kernel.attend,
-                batch.num_decode,
-                qkv_array,
-                spec.num_heads,
-                key_array,
-                value_array,
-                batch.decode_tables,
-                batch.decode_lengths,
-                self._block_size,
-                self._scale,
-                spec.windows[index] or cpu_kernel.NO_WINDOW,
-                as_array(heads),
-            )
+            window = spec.windows[index] or cpu_kernel.NO_WINDOW
+            pool = key_array, value_array, batch.decode_tables, batch.decode_lengths, self._block_size
+            queries, out = (qkv_array, spec.num_heads), as_array(heads)
+            share_rows(cpu_kernel.attend, batch.num_decode, *queries, *pool, self._scale, window, out)
         for span in batch.spans:
             rows = slice(span.first, span.first + span.count)
             heads[rows] = self._prefill(qkv[rows], keys, values, span, spec.windows[index])
@@ -247,6 +227,10 @@ class CpuModel:
             key, value = keys[places], values[places]
         else:
             key, value = qkv[:, spec.num_heads :].chunk(2, 1)
+        if qkv.dtype == torch.bfloat16 and is_worth_it(query.transpose(0, 1), end):  # SDPA is slow in it
+            places = torch.arange(span.start, end)
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+            return causal_attention(query, key, value, places, spec.scale, window).transpose(0, 1)
         mask = None
         if span.start or (window is not None and end > window):
             mask = torch.ones(span.count, end, dtype=torch.bool).tril_(span.start)

@@ -23,49 +23,22 @@ CALLED = "aac94f6c"  # digest of what these kernels call in cpu_kernel.py; a tes
 
 
 def draw(logits_AV: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sample one token per row, as `sampler.draw` does.
-
-    Args:
-        logits_AV: float32 or bfloat16 [A, V]; stays as it is.
-
-    Returns:
-        token ids int64 [A]; log-probs and the plain model's log-probs, float64 [A].
+    """Sample one token per row, as `sampler.draw` does, of logits float32 or bfloat16 [A, V], which stay as
+    they are. Returns token ids int64 [A]; log-probs and the plain model's log-probs, float64 [A].
     """
     count, vocab = logits_AV.shape
     assert len(rows.uniform) == count, f"{len(rows.uniform)} sampling rows for {count} rows of logits"
     tokens = np.zeros(count, dtype=np.int64)
     log_probs, model_log_probs = np.zeros(count), np.zeros(count)
-    share_rows(
-        _draw,
-        count,
-        as_array(logits_AV),
-        truncates(rows, vocab),
-        rows.temperature,
-        rows.top_k,
-        rows.top_p,
-        rows.min_p,
-        rows.uniform,
-        tokens,
-        log_probs,
-        model_log_probs,
-    )
+    logits, cut = as_array(logits_AV), truncates(rows, vocab)
+    choices = rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.uniform
+    share_rows(_draw, count, logits, cut, *choices, tokens, log_probs, model_log_probs)
     return tokens, log_probs, model_log_probs
 
 
 @jit
 def _draw(
-    first,
-    last,
-    logits,
-    cut,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    uniform,
-    tokens,
-    log_probs,
-    model_log_probs,
+    first, last, logits, cut, temperature, top_k, top_p, min_p, uniform, tokens, log_probs, model_log_probs
 ):
     vocab = logits.shape[1]
     sums = np.empty((vocab + _BLOCK - 1) // _BLOCK, dtype=np.float32)

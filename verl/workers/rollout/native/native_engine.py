@@ -54,14 +54,11 @@ class NativeEngine(RolloutEngine[NativeSession]):
     ) -> None:
         """Takes no memory for KV state before the first step.
 
-        Args:
-            max_num_seqs: sessions that run side by side.
-            dtype: of compute and KV state; weights of another dtype are cast once per update.
-            kv_budget_bytes: size of the KV pool; None = as much as `max_num_seqs` sequences of full length
-                need (on CPU memory is only taken as it is used).
-            max_prefill_tokens: new tokens in one step beside those of decoding sessions; a longer prompt is
-                computed in several steps.
-            block_size: positions of one KV block.
+        max_num_seqs: sessions that run side by side. dtype: of compute and KV state; weights of another dtype
+        are cast once per update. kv_budget_bytes: size of the KV pool; None = as much as `max_num_seqs`
+        sequences of full length need (on CPU memory is only taken as it is used). max_prefill_tokens: new
+        tokens in one step beside those of decoding sessions; a longer prompt is computed in several steps.
+        block_size: positions of one KV block.
         """
         if max_num_seqs < 1 or max_model_len < 2 or max_prefill_tokens < 1:
             raise ValueError(

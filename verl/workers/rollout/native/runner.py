@@ -27,12 +27,8 @@ _MAX_LOGITS = 1 << 26  # elements of logits held at once; more rows are sampled 
 
 
 class PagedRunner:
-    """The model of a `NativeEngine`: Qwen2, Qwen3, Llama, Mistral and Gemma 3. Knows no sessions.
-
-    Attributes:
-        spec: what was read from the config.
-        vocab_size, block_size: of the model and of the pool.
-        bytes_per_block: keys and values of one block in all layers.
+    """The model of a `NativeEngine`: Qwen2, Qwen3, Llama, Mistral and Gemma 3. Knows no sessions. spec: what
+    was read from the config. bytes_per_block: keys and values of one block in all layers.
     """
 
     def __init__(
@@ -90,11 +86,7 @@ class PagedRunner:
             pool.index_copy_(0, target, pool.index_select(0, source))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take a whole set of parameters, as (Hugging Face name, full tensor).
-
-        ValueError for unknown, missing or wrongly shaped ones; there are no weights then until the next call.
-        `lm_head.weight` may be left out when embeddings are tied.
-        """
+        """As `RolloutEngine.load_weights`."""
         first = not self._own_bytes
         self._has_weights = False
         if self._is_multimodal:
@@ -122,10 +114,8 @@ class PagedRunner:
 
     @torch.inference_mode()
     def step(self, batch: StepBatch, rows: SamplingRows) -> Sampled:
-        """Run the model, fill the pools, sample. RuntimeError: no weights, or log-probs not finite.
-
-        Args:
-            rows: sampling choices of the O entries of `batch.out_rows`, in their order.
+        """Run the model, fill the pools, sample. rows: sampling choices of the O entries of `batch.out_rows`,
+        in their order. RuntimeError: no weights, or log-probs not finite.
         """
         if not self._has_weights:
             raise RuntimeError("the model has no weights; call load_weights first")

@@ -19,11 +19,9 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def uniforms(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
-    """float64 [A] in [0, 1) with 53 random bits, a pure function of each (seed, counter).
-
-    Args:
-        seeds, counters: uint64 [A]. Seeds are mixed first, so that neighbours give unrelated streams
-        (splitmix64: Steele, Lea and Flood, 2014).
+    """float64 [A] in [0, 1) with 53 random bits, a pure function of each (seed, counter), uint64 [A] both.
+    Seeds are mixed first, so that neighbours give unrelated streams (splitmix64: Steele, Lea and Flood,
+    2014).
     """
     bits = _splitmix64(_splitmix64(seeds) + (counters + np.uint64(1)) * _GAMMA)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -59,15 +57,11 @@ def truncates(rows: SamplingRows, vocab: int) -> np.ndarray:
 
 
 def draw(logits_AV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample one token per row, on any device.
+    """Sample one token per row, on any device, of logits float32 [A, V].
 
-    Args:
-        logits_AV: float32 [A, V].
-
-    Returns:
-        token ids int64 [A]; log-probs float32 [A] under the tempered, truncated and renormalised distribution
-        that was sampled from (for greedy rows: under the plain softmax); log-probs float32 [A] under the
-        plain softmax.
+    Returns token ids int64 [A]; log-probs float32 [A] under the tempered, truncated and renormalised
+    distribution that was sampled from (for greedy rows: under the plain softmax); log-probs float32 [A] under
+    the plain softmax.
     """
     device = logits_AV.device
     greedy_A = torch.from_numpy(rows.temperature == 0.0).to(device)
@@ -88,10 +82,8 @@ def draw(logits_AV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor]
 
 def inverse_cdf(probs_AV: Tensor, uniform_A: Tensor) -> Tensor:
     """The token at which the running sum of probabilities passes u: int64 [A]; its probability is above 0.
-
-    Args:
-        probs_AV: float32 [A, V], non-negative, each row's sum > 0 (rows need not sum to 1).
-        uniform_A: float64 [A] in [0, 1).
+    probs_AV: float32, non-negative, each row's sum > 0 (rows need not sum to 1). uniform_A: float64 in [0,
+    1).
     """
     running_AV = probs_AV.to(torch.float64).cumsum(-1)
     total_A1 = running_AV[:, -1:]
@@ -102,12 +94,9 @@ def inverse_cdf(probs_AV: Tensor, uniform_A: Tensor) -> Tensor:
 
 
 def truncate(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
-    """Set to -inf what top-k, then top-p, then min-p leave out; the most probable token always stays.
-
-    Args:
-        logits_RV: float32 [R, V]; top_k_R: int64 (0 = off); top_p_R, min_p_R: float64 (1 and 0 = off).
-
-    Tokens as probable as the last one that top-k or top-p keeps are kept too.
+    """Set to -inf what top-k, then top-p, then min-p leave out; the most probable token always stays, and so
+    do tokens as probable as the last one that is kept. logits_RV: float32; top_k_R: int64 (0 = off); top_p_R,
+    min_p_R: float64 (1 and 0 = off).
     """
     vocab = logits_RV.shape[1]
     ordered_RV = logits_RV.sort(-1, descending=True).values

@@ -66,10 +66,8 @@ class Step:
 
 
 class _Prefix(NamedTuple):
-    """KV state for the first `num_tokens` tokens: full blocks to share, and one to copy the rest from.
-
-    `contents` are the content numbers of `blocks`. `source` is a block whose first positions hold the tokens
-    after those of `blocks`, None if there is none.
+    """KV state for the first `num_tokens` tokens: full blocks to share with their content numbers, and a
+    block whose first positions hold the tokens after those (None: there is none).
     """
 
     blocks: list[int]
@@ -89,12 +87,7 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_model_len: int,
-        max_prefill_tokens: int,
+        self, num_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int, max_prefill_tokens: int
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.prefilled_tokens = self.prefix_hit_tokens = self.preemptions = self.evictions = 0
@@ -181,10 +174,8 @@ class Scheduler:
         return step
 
     def finish(self, step: Step, token_ids: np.ndarray) -> None:
-        """Book a step that was run, before the sampled tokens are appended to the sessions.
-
-        Args:
-            token_ids: int64, one per entry of `step.sessions`.
+        """Book a step that was run, before the sampled tokens are appended to the sessions. token_ids: int64,
+        one per entry of `step.sessions`.
         """
         rows, decoding = self._slots.rows, self._decoding
         rows["kv_len"][decoding] += 1

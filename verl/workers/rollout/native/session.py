@@ -57,11 +57,8 @@ _COLUMNS = [
 
 
 class SlotTable:
-    """Numbers of the running sessions, a row for each slot.
-
-    Attributes:
-        rows: numpy record array [slots] with the fields of `_COLUMNS`.
-        blocks: int32 [slots, most blocks], 0 beyond a session's own.
+    """Numbers of the running sessions, a row for each slot. rows: numpy record array [slots] with the fields
+    of `_COLUMNS`. blocks: int32 [slots, most blocks], 0 beyond a session's own.
     """
 
     def __init__(self, num_slots: int, max_blocks: int) -> None:

@@ -21,11 +21,9 @@ from verl.workers.rollout.native.session import NativeSession, SlotTable
 
 @dataclass(frozen=True)
 class PrefillSpan:
-    """A run of new tokens of one sequence: rows `first` .. `first + count` of the packed batch.
-
-    Attributes:
-        start: positions of the sequence that are in the pool already.
-        table: int32 [blocks], the sequence's blocks, enough for start + count positions.
+    """A run of new tokens of one sequence: rows `first` .. `first + count` of the packed batch. start:
+    positions of the sequence that are in the pool already. table: int32, its blocks, enough for start + count
+    positions.
     """
 
     first: int
@@ -86,11 +84,8 @@ class Span(NamedTuple):
 def pack(
     slots: SlotTable, decoding: np.ndarray, spans: Sequence[Span], sampled: Sequence[int], block_size: int
 ) -> StepBatch:
-    """One row per decoding slot, then the spans' tokens.
-
-    Args:
-        decoding: int64 [D], slots that decode.
-        sampled: indices of spans whose last row is sampled from, an index once per session that does.
+    """One row per decoding slot, then the spans' tokens. decoding: int64 [D], slots that decode. sampled:
+    indices of spans whose last row is sampled from, an index once per session that does.
     """
     num_decode = len(decoding)
     kv_len = slots.rows["kv_len"][decoding]

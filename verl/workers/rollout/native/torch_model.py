@@ -100,35 +100,21 @@ class TorchModel:
 
     def _sequences(self, batch: StepBatch) -> _Sequences:
         """The decoding sequences together, padded to the longest; then each span alone."""
-        sequences = []
+        parts: list[tuple[slice, np.ndarray, np.ndarray, int]] = []  # rows, positions, tables, what they see
         if batch.num_decode:
             longest = int(batch.decode_lengths.max())
-            sequences.append(
-                (
-                    slice(0, batch.num_decode),
-                    batch.decode_lengths[:, None] - 1,
-                    self._places(batch.decode_tables, longest),
-                )
-            )
+            positions = batch.decode_lengths[:, None] - 1
+            parts.append((slice(0, batch.num_decode), positions, batch.decode_tables, longest))
         for span in batch.spans:
-            end = span.start + span.count
-            sequences.append(
-                (
-                    slice(span.first, span.first + span.count),
-                    np.arange(span.start, end)[None],
-                    self._places(span.table[None], end),
-                )
-            )
-        return [
-            (rows, torch.from_numpy(positions).to(self._device), torch.from_numpy(places).to(self._device))
-            for rows, positions, places in sequences
-        ]
-
-    def _places(self, tables: np.ndarray, length: int) -> np.ndarray:
-        """Where in the flat pool the first `length` positions of sequences lie: int64 [B, length]."""
-        positions = np.arange(length)
-        blocks = tables[:, positions // self._block_size].astype(np.int64)
-        return blocks * self._block_size + positions % self._block_size
+            rows, end = slice(span.first, span.first + span.count), span.start + span.count
+            parts.append((rows, np.arange(span.start, end)[None], span.table[None], end))
+        sequences = []
+        for rows, positions, tables, length in parts:
+            seen = np.arange(length)
+            blocks = tables[:, seen // self._block_size].astype(np.int64)
+            places = torch.from_numpy(blocks * self._block_size + seen % self._block_size)
+            sequences.append((rows, torch.from_numpy(positions).to(self._device), places.to(self._device)))
+        return sequences
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         width, eps = (x.shape[-1],), self._spec.rms_norm_eps
@@ -171,23 +157,13 @@ class TorchModel:
 
 
 def masked_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    window: int | None,
-    scale: float,
+    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None, scale: float
 ) -> Tensor:
     """Attention by the book, in float32, for a bounded number of scores at a time.
 
-    Args:
-        query: [B, Q, num_heads, head_dim].
-        keys, values: [B, L, num_kv_heads, head_dim], positions 0 to L - 1.
-        positions: int64 [B, Q] of the queries; each sees the positions up to its own.
-        window: positions that a token sees, itself included (None = all).
-
-    Returns:
-        [B, Q, num_heads, head_dim] in the dtype of the query
+    query: [B, Q, num_heads, head_dim]. keys, values: [B, L, num_kv_heads, head_dim], positions 0 to L - 1.
+    positions: int64 [B, Q] of the queries; each sees the positions up to its own. window: positions that a
+    token sees, itself included (None = all). Returns as the query is.
     """
     batch, count, num_heads, head_dim = query.shape
     most = max(1, _MAX_SCORES // max(1, batch * num_heads * keys.shape[1]))

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.workers.rollout.base import Completion, RolloutEngine, RolloutSession, SamplingParams
+from verl.workers.rollout.vllm import SESSION_SEED, check_supported
 from verl.workers.rollout.vllm import start as vllm_process
-from verl.workers.rollout.vllm.requests import SESSION_SEED, check_supported
 
 
 @dataclass(eq=False)
@@ -51,34 +51,17 @@ class VllmEngine(RolloutEngine[VllmSession]):
     session_class = VllmSession
 
     def __init__(
-        self,
-        model: str | Path,
-        *,
-        max_num_seqs: int,
-        max_model_len: int,
-        dtype: torch.dtype | str = torch.float32,
-        kv_cache_memory_bytes: int | None = None,
-        block_size: int = 32,
-        enforce_eager: bool = False,
-        tensor_parallel_size: int = 1,
-        **engine_args: Any,
+        self, model: str | Path, *, max_model_len: int, tensor_parallel_size: int = 1, **engine_args: Any
     ) -> None:
         """Start vLLM with random weights: `load_weights` comes before the first step.
 
-        Args:
-            model: folder or hub name of a Hugging Face model, of which only the configuration is read.
-            max_num_seqs: sessions that run at a time.
-            dtype: of weights, computation and KV cache.
-            kv_cache_memory_bytes: of the KV cache. None: what `gpu_memory_utilization` leaves (CUDA), or what
-                vLLM takes by itself (CPU; VLLM_CPU_KVCACHE_SPACE in the environment wins over both).
-            block_size: positions per block of the KV cache, the unit of prefix caching.
-            tensor_parallel_size: must be 1.
-            enforce_eager: no CUDA graphs and no torch.compile. On CPU always so.
-            engine_args: anything else of vLLM's `EngineArgs`.
+        model: folder or hub name of a Hugging Face model, of which only the configuration is read.
+        tensor_parallel_size: must be 1. engine_args: of vLLM's `EngineArgs`. Without kv_cache_memory_bytes
+        the KV cache takes what `gpu_memory_utilization` leaves (CUDA), or what vLLM takes by itself (CPU;
+        VLLM_CPU_KVCACHE_SPACE in the environment wins over both).
 
-        Raises:
-            ValueError: vLLM is not installed, does not know an argument or the model, or the KV cache does
-                not hold one sequence of max_model_len.
+        Raises ValueError if vLLM is not installed, does not know an argument or the model, or the KV cache
+        does not hold one sequence of max_model_len.
         """
         if tensor_parallel_size > 1:
             raise ValueError(
@@ -86,27 +69,12 @@ class VllmEngine(RolloutEngine[VllmSession]):
                 "has an engine of its own, for its own trajectories. Take placement=apart, whose "
                 "servers split the model over their GPUs, or tensor_model_parallel_size=1"
             )
-        vllm_process.prepare_environment()
+        self._keep_process_group = dist.is_initialized()
+        arguments = {"model": str(model), "max_model_len": max_model_len}
+        self._llm: Any = vllm_process.start(arguments | engine_args)
         from vllm.platforms import current_platform
 
         self._on_cpu = current_platform.is_cpu()
-        arguments: dict[str, Any] = {
-            "model": str(model),
-            "max_num_seqs": max_num_seqs,
-            "max_model_len": max_model_len,
-            "dtype": str(dtype).removeprefix("torch."),
-            "block_size": block_size,
-            "enforce_eager": enforce_eager or self._on_cpu,
-            "enable_prefix_caching": True,
-            "enable_sleep_mode": not self._on_cpu,
-            "disable_log_stats": True,
-            "seed": 0,
-            **engine_args,
-        }
-        if kv_cache_memory_bytes is not None:
-            arguments["kv_cache_memory_bytes"] = kv_cache_memory_bytes
-        self._keep_process_group = dist.is_initialized()
-        self._llm: Any = vllm_process.start(arguments)
         self._llm.collective_rpc("rollout_install_sampler")
         super().__init__(max_model_len, self._llm.model_config.hf_config.get_text_config().vocab_size)
         self._asleep = 0

@@ -38,7 +38,7 @@ from verl.workers.rollout.base import (
     RolloutSession,
     SamplingParams,
 )
-from verl.workers.rollout.vllm.requests import check_supported
+from verl.workers.rollout.vllm import check_supported
 from verl.workers.rollout.vllm.server import VllmServers
 from verl.workers.rollout.vllm.server_client import (
     RequestRefused,
@@ -88,21 +88,16 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
         rank: int = 0,
         max_requests: int = 1024,
     ) -> None:
-        """Connect.
+        """Connect to servers at base addresses, "http://host:port", which must allow `max_model_len` tokens
+        in a sequence.
 
-        Args:
-            server_urls: base addresses, "http://host:port".
-            max_model_len: most tokens of one session; the servers must allow as many.
-            vocab_size: token ids are smaller.
-            sender: brings new weights to the servers. None: another process does, and `load_weights` waits
-                until the servers have them.
-            servers: those that were started for this engine: ended by `shutdown`, and quoted in errors.
-            rank: of this process among those that share the servers: they begin with different ones.
-            max_requests: most requests in flight.
+        sender: brings new weights to the servers. None: another process does, and `load_weights` waits until
+        the servers have them. servers: those that were started for this engine: ended by `shutdown`, and
+        quoted in errors. rank: of this process among those that share the servers: they begin with different
+        ones. max_requests: most requests in flight.
 
-        Raises:
-            ValueError: no address, or a server that does not fit.
-            RuntimeError: a server does not answer.
+        Raises ValueError for no address, or a server that does not fit, EngineUnavailable if one does not
+        answer.
         """
         if not server_urls:
             raise ValueError("server_urls is empty; rollouts apart need at least one vLLM server")
@@ -194,9 +189,7 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
         else:
             self._call(self._pool.pause())
             workers = [
-                ServerWorkers(
-                    client.url, self._pool.num_workers[client.url], partial(self._call_workers, client)
-                )
+                ServerWorkers(client.url, client.num_workers, partial(self._call_workers, client))
                 for client in self._pool.living()
             ]
             for url, reason in self._sender.send(workers, weights, version).items():

@@ -22,7 +22,7 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
-from verl.workers.rollout.vllm.requests import SESSION_SEED
+from verl.workers.rollout.vllm import SESSION_SEED
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 

@@ -109,18 +109,13 @@ class VllmServers:
     ) -> None:
         """Start them side by side and wait until all are healthy.
 
-        Args:
-            engine_args: vLLM's arguments by the names of its `EngineArgs`. "model" is a must: a Hugging Face
-                folder with a configuration and a tokenizer (weights are not read). They win over ours; True
-                and False are flags, None leaves an argument out.
-            python: interpreter with vLLM.
-            devices: CUDA devices of all servers in order, tensor_parallel_size of them each; None: whatever
-                the environment shows.
+        engine_args: vLLM's arguments by the names of its `EngineArgs`. "model" is a must: a Hugging Face
+        folder with a configuration and a tokenizer (weights are not read). They win over ours; True and False
+        are flags, None leaves an argument out. python: interpreter with vLLM. devices: CUDA devices of all
+        servers in order, tensor_parallel_size of them each; None: whatever the environment shows.
 
-        Raises:
-            ValueError: too few devices.
-            EngineUnavailable: with the log's last lines, if one ends, or is not healthy after `timeout`
-                seconds; then none is left.
+        Raises ValueError for too few devices, EngineUnavailable with the log's last lines, if one ends, or is
+        not healthy after `timeout` seconds; then none is left.
         """
         size = int(engine_args.get("tensor_parallel_size") or 1)
         if devices is not None and len(devices) < num_servers * size:

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 from verl.workers.rollout.base import SamplingParams
-from verl.workers.rollout.vllm.requests import SESSION_SEED
+from verl.workers.rollout.vllm import SESSION_SEED
 
 STALL_SECONDS = 600.0  # without a byte of a request's answer; then the server is asked whether it works
 _CONTROL_SECONDS = 60.0
@@ -82,9 +82,8 @@ def completion_body(
 
 
 def parse_chunk(data: str) -> Chunk | None:
-    """One server-sent event's data; None if it brings neither tokens nor an end.
-
-    Raises ServerFailed for the server's own error, RequestRefused for what is no chunk of a completion.
+    """One server-sent event's data; None if it brings neither tokens nor an end. Raises ServerFailed for the
+    server's own error, RequestRefused for what is no chunk of a completion.
     """
     try:
         message = json.loads(data)
@@ -116,16 +115,14 @@ def _plain_log_prob(token_id: int, top: dict[str, float]) -> float:
 
 
 class ServerClient:
-    """Calls to one server; all of them on one event loop.
-
-    Attributes:
-        url: its base address.
-        dead: why it is not used any more, once it is not.
+    """Calls to one server; all of them on one event loop. url: its base address. dead: why it is not used any
+    more, once it is not. num_workers: of it; known once our sampler is installed in them.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.dead: str | None = None
+        self.num_workers = 0
         tls = httpx.create_ssl_context() if url.startswith("https:") else False
         stall = httpx.Timeout(_CONTROL_SECONDS, read=STALL_SECONDS)
         kept = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -206,7 +203,6 @@ class ServerClient:
 
 
 def _error(response: httpx.Response) -> RuntimeError:
-    text = (
-        f"{response.request.url.path} answered {response.status_code}: {response.text[:_MESSAGE_CHARACTERS]}"
-    )
+    path, answer = response.request.url.path, response.text[:_MESSAGE_CHARACTERS]
+    text = f"{path} answered {response.status_code}: {answer}"
     return ServerFailed(text) if response.status_code >= 500 else RequestRefused(text)

@@ -32,18 +32,12 @@ _METRICS = {
 
 
 class ServerPool:
-    """vLLM servers with the same model.
-
-    Attributes:
-        model_name: as the servers call it; after `connect`.
-        num_workers: of each server, by address; after `connect` as the sender.
-    """
+    """vLLM servers with the same model. model_name: as the servers call it; after `connect`."""
 
     def __init__(self, urls: Sequence[str], servers: VllmServers | None) -> None:
         """For the arguments see `RemoteVllmEngine`."""
         self.clients = [ServerClient(url) for url in dict.fromkeys(urls)]
         self.model_name = ""
-        self.num_workers: dict[str, int] = {}
         self._servers = servers
         self._probing = {client.url: asyncio.Lock() for client in self.clients}
 
@@ -58,7 +52,7 @@ class ServerPool:
                 names.add(str(model["id"]))
                 if is_sender:
                     answers = await client.call_workers("rollout_install_sampler", RPC_SECONDS)
-                    self.num_workers[client.url] = len(answers)
+                    client.num_workers = len(answers)
             except (ServerFailed, RequestRefused, LookupError, TypeError) as error:
                 raise EngineUnavailable(f"vLLM server {client.url} can't be used: {error!r}") from error
         if len(names) != 1:
@@ -150,9 +144,8 @@ class ServerPool:
     # ---- all of them ----
 
     async def each(self, action: Callable[[ServerClient], Awaitable[None]]) -> None:
-        """Do something with every living server, side by side; one that fails is buried.
-
-        RuntimeError if none is left.
+        """Do something with every living server, side by side; one that fails is buried, the last one an
+        error.
         """
 
         async def attempt(client: ServerClient) -> None:

@@ -49,19 +49,28 @@ _live_engines = 0  # vLLM's groups of this process are shared by its engines, an
 
 
 def start(arguments: dict[str, Any]) -> Any:
-    """vLLM's `LLMEngine` with random weights.
+    """vLLM's `LLMEngine` with random weights. On CPU it has no graphs and compiles nothing. arguments: of
+    vLLM's `EngineArgs`; of "model" only the configuration is read.
 
-    Args:
-        arguments: for vLLM's `EngineArgs`, by its names; of "model" only the configuration is read.
-
-    Raises:
-        ValueError: vLLM is not installed, or an argument is unknown or one that the engine has to set.
+    Raises ValueError if vLLM is not installed, or an argument is unknown or one that the engine has to set.
     """
     global _live_engines
     prepare_environment()
     from vllm import EngineArgs
+    from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    on_cpu = current_platform.is_cpu()
+    arguments = {
+        "dtype": "float32",
+        "block_size": 32,
+        "enable_prefix_caching": True,
+        "enable_sleep_mode": not on_cpu,
+        "disable_log_stats": True,
+        "seed": 0,
+        **arguments,
+    } | ({"enforce_eager": True} if on_cpu else {})
+    arguments["dtype"] = str(arguments["dtype"]).removeprefix("torch.")
     known = set(EngineArgs.__dataclass_fields__)
     for name in arguments:
         if name in _FIXED or name in ("speculative_config", "distributed_executor_backend"):
@@ -78,10 +87,8 @@ def start(arguments: dict[str, Any]) -> Any:
 
 
 def end(llm: Any, *, keep_process_group: bool) -> None:
-    """End an engine and everything that it has started.
-
-    Args:
-        keep_process_group: the default process group was there before vLLM; it stays.
+    """End an engine and everything that it has started. keep_process_group: the default process group was
+    there before vLLM; it stays.
     """
     global _live_engines
     from vllm.v1.engine import core

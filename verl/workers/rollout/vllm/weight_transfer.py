@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,8 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from verl.workers.rollout.base import checked_weights
+
 WORKER_EXTENSION = "verl.workers.rollout.vllm.weight_transfer.WeightReceiver"
-TIED_HEAD = "lm_head.weight"
 JOIN_SECONDS = 120.0
 TRANSFER_SECONDS = 1800.0
 
@@ -65,9 +66,8 @@ class Group:
     def lead(
         cls, backend: str, device: torch.device, address: str, size: int, invite: Callable[[int], Future[Any]]
     ) -> Group:
-        """Rank 0's side: listen on `address`, `invite` the others to the port, wait for them.
-
-        Raises what the invitation raised, or TimeoutError.
+        """Rank 0's side: listen on `address`, `invite` the others to the port, wait for them. Raises what the
+        invitation raised, or TimeoutError.
         """
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family)
@@ -301,7 +301,7 @@ class WeightReceiver:
         business. ValueError for unknown, missing or wrongly shaped ones.
         """
         shapes = expected_shapes(self.model_config.hf_config, self.model_config.trust_remote_code)
-        self._rollout_reload(checked_stream(weights, shapes))
+        self._rollout_reload(checked_weights(weights, shapes))
 
     def _rollout_reload(self, weights: Pairs) -> None:
         """A plain copy into the parameters would be wrong for two reasons.
@@ -336,29 +336,6 @@ def expected_shapes(config: PretrainedConfig, trust_remote_code: bool) -> dict[s
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def checked_stream(
-    weights: Iterable[tuple[str, Tensor]], expected: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Pass pairs on; ValueError at an unknown or wrongly shaped one, and at the end if some are missing.
-
-    A tied `lm_head.weight` (one that `expected` doesn't have) is left out: the embedding brings it.
-    """
-    missing = dict(expected)
-    for name, tensor in weights:
-        if name == TIED_HEAD and TIED_HEAD not in expected:
-            continue
-        if name not in expected:
-            raise ValueError(f"the model has no weight {name}; send Hugging Face names of {_some(expected)}")
-        if tuple(tensor.shape) != expected[name]:
-            raise ValueError(
-                f"weight {name} has shape {tuple(tensor.shape)}; the model's config says {expected[name]}"
-            )
-        missing.pop(name, None)
-        yield name, tensor.detach()
-    if missing:
-        raise ValueError(f"missing weights: {_some(missing)}. Send the whole model")
-
-
 def _repack_tied_head(model: torch.nn.Module) -> None:
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -371,8 +348,3 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
     for table in tables:
         if isinstance(table, ParallelLMHead) and id(table.weight) in embeddings:
             dispatch_cpu_unquantized_gemm(table, remove_weight=False)
-
-
-def _some(names: Iterable[str], most: int = 3) -> str:
-    listed = list(names)
-    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

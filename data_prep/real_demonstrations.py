@@ -1,0 +1,197 @@
+"""Demonstrations of searching on real passages, made by a program from training rows; and worked examples.
+
+    python -m data_prep.squad --squad xquad.en.json --split-by article --num-val 64 --prompt base --out D
+    python -m data_prep.real_demonstrations --data D --topk 2 --tokenizer MODEL --max-obs-length 500
+
+    train.parquet, val.parquet -> a query -> BM25 -> observation -> (another) -> answer
+                               -> sft_train.parquet, sft_val.parquet
+    test.parquet, with two examples from train.parquet before each prompt -> test_fewshot.parquet
+
+A demonstration shows the form and leaves the rest to reinforcement learning. `--good-queries` of the first
+queries are the whole question or its content words; the others find less. Where the gold passage is not
+among the `--topk`, another kind is asked, a good one first, up to `--max-searches` in all; a question that
+none of them finds is left out. One in ten searches again for nothing. Searches run on the server's BM25,
+and an observation is a rollout's: train with the same `retriever.topk`. With `--tokenizer` one of more than
+`--max-obs-length` tokens is cut as `data.max_obs_length` cuts it; where an answer is lost so, the question
+is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from data_prep import files
+from search_r1.llm_agent.generation import INFORMATION_END, format_observation
+from search_r1.search.bm25 import BM25Retriever
+from search_r1.search.corpus import Corpus
+from verl.agent.trajectory import AgentConfig, Codec
+from verl.utils.dataset.rl_dataset import read_rows, require_columns
+
+# Kinds of queries. The first passage is the right one for .92, .94, .70 and .57 of XQuAD's questions.
+GOOD, POOR = ("question", "content"), ("names", "fragment")
+NEEDLESS = 0.1  # share of demonstrations that search again although the passage is there
+STOP_WORDS = """
+a about after all also an and any are as at be been before between by can could did do does during
+each for from had has have he her his how i if in into is it its kind many much name of on one or
+other she some such than that the their them there these they this those to type under up used was
+were what when where which who whom whose why will with would you
+"""
+Turn = tuple[str, list[Any]]  # a query, and the documents that it found
+
+
+def make_query(question: str, kind: str, rng: random.Random) -> str:
+    """A question's query of a kind: itself, its content words, its names with the last content word, or two
+    neighbouring content words.
+    """
+    stop_words = STOP_WORDS.split()
+    words = re.findall(r"[^\s?!.,;:\"()]+(?:[.,:][^\s?!.,;:\"()]+)*", question)
+    content = [(i, word) for i, word in enumerate(words) if word.lower() not in stop_words] or [(0, question)]
+    if kind == "question":
+        return question
+    if kind == "fragment":
+        start = rng.randrange(max(1, len(content) - 1))
+        content = content[start : start + 2]
+    elif kind == "names":
+        names = [(i, word) for i, word in content if i and re.search(r"[A-Z0-9]", word)]
+        content = sorted({*names, content[-1]}) if names else content[:2]
+    return " ".join(word for _, word in content)
+
+
+class Passages:
+    """The corpus behind the BM25 of the server, and what a rollout shows of it."""
+
+    def __init__(self, path: Path, topk: int, codec: Codec | None = None) -> None:
+        self.retriever, self.topk, self.codec = BM25Retriever(Corpus.open(path)), topk, codec
+
+    def search(self, query: str) -> list[Any]:
+        """The fields of the passages found, best first."""
+        return [document.fields for document in self.retriever.batch_search([query], self.topk)[0][0]]
+
+    def observation(self, documents: list[Any]) -> str:
+        """The text of an observation, as long as a rollout's."""
+        text = format_observation(documents)
+        if self.codec is None:
+            return text
+        return self.codec.decode(self.codec.observation_ids(text, INFORMATION_END))
+
+    def has_gold(self, row: dict[str, Any], documents: list[Any]) -> bool:
+        """Whether the gold passage is among the documents, and its answer in what is shown of them."""
+        found = any(document["id"] in row["extra_info"]["gold_ids"] for document in documents)
+        return found and (self.codec is None or row["golden_answers"][0] in self.observation(documents))
+
+
+def demonstrate(
+    row: dict[str, Any], passages: Passages, max_searches: int, good_queries: float, rng: random.Random
+) -> list[Turn]:
+    """Searches until one finds the gold passage, perhaps one more; none if `max_searches` don't find it."""
+    question, done = row["question"], False
+    kinds = [rng.choice(GOOD if rng.random() < good_queries else POOR)]
+    kinds += [kind for kind in (*rng.sample(GOOD, len(GOOD)), *POOR) if kind not in kinds]
+    turns: list[Turn] = []
+    for kind in kinds[:max_searches]:
+        query = make_query(question, kind, rng)
+        if query in (asked for asked, _ in turns):
+            continue
+        turns.append((query, passages.search(query)))
+        if done or (passages.has_gold(row, turns[-1][1]) and rng.random() >= NEEDLESS):
+            return turns
+        done = passages.has_gold(row, turns[-1][1])
+    return turns if done else []
+
+
+def as_segments(row: dict[str, Any], turns: list[Turn], passages: Passages) -> list[dict[str, Any]]:
+    """A trajectory in a rollout's pieces: the prompt, and for each turn its text and what came back."""
+    pieces = [(row["prompt"][0]["content"], False)]
+    for query, documents in turns:
+        pieces += [(f"<search> {query} </search>", True), (passages.observation(documents), False)]
+    pieces.append((f"<answer> {row['golden_answers'][0]} </answer>", True))
+    return [{"text": text, "trained": trained} for text, trained in pieces]
+
+
+def worked_examples(rows: list[dict[str, Any]], passages: Passages, count: int) -> str:
+    """The `count` shortest right trajectories with the whole question as the query, each of another gold
+    passage, with answers of at most four words; each ends in a blank line.
+    """
+    shortest: dict[str, str] = {}
+    for row in rows:
+        documents = passages.search(row["question"])
+        if passages.has_gold(row, documents[:1]) and len(row["golden_answers"][0].split()) <= 4:
+            pieces = as_segments(row, [(row["question"], documents)], passages)
+            text = "".join(piece["text"] for piece in pieces) + "\n\n"
+            gold = documents[0]["id"]
+            shortest[gold] = min(shortest.get(gold, text), text, key=len)
+    if len(shortest) < count:
+        raise ValueError(f"--num-examples {count}: only {len(shortest)} training rows make one")
+    return "".join(sorted(shortest.values(), key=len)[:count])
+
+
+def write_rows(given: argparse.Namespace) -> dict[str, int]:
+    """Write the files, as the command's options say; returns the number of rows of each."""
+    data = given.data
+    given.out = out = given.out or data  # the command prints where the files are
+    for name in ("topk", "variants", "max_searches", "num_examples", "max_obs_length"):
+        if getattr(given, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: give at least 1")
+    if not 0 <= given.good_queries <= 1:
+        raise ValueError(f"--good-queries {given.good_queries}: give a number from 0 to 1")
+    if not (data / "val.parquet").is_file():
+        raise ValueError(f"there is no {data / 'val.parquet'}: data_prep.squad --num-val 64 makes it")
+
+    def check(columns: Iterable[str], where: str) -> None:
+        needed = ("question", "golden_answers", "prompt", "extra_info")
+        require_columns(columns, needed, where, "data_prep.squad makes such rows.")
+
+    rows = {name: read_rows(str(data / f"{name}.parquet"), check) for name in ("train", "val", "test")}
+    for row in rows["train"] + rows["val"]:
+        files.take(row["extra_info"], "gold_ids", list, f"{data}, {row.get('id')}, extra_info")
+    codec = None
+    if given.tokenizer is not None:
+        tokenizer = AutoTokenizer.from_pretrained(given.tokenizer)
+        codec = Codec(tokenizer, AgentConfig(1, 1, 2, 1, given.max_obs_length))
+    passages = Passages(data / "corpus.jsonl", given.topk, codec)
+    rng, written = random.Random(f"real demonstrations {given.seed}"), {}
+    for name in ("val", "train"):  # train_sft.sh takes the one written last for a sign that both are there
+        made = []
+        for row in rows[name]:
+            known: list[list[Turn]] = [[]]
+            for _ in range(given.variants if name == "train" else 1):
+                turns = demonstrate(row, passages, given.max_searches, given.good_queries, rng)
+                if turns not in known:
+                    known.append(turns)
+                    about = {"question": row["question"], "answer": row["golden_answers"][0]}
+                    about["segments"] = as_segments(row, turns, passages)
+                    made.append(about | {"searches": len(turns)})
+        written[f"sft_{name}.parquet"] = files.write_parquet(out / f"sft_{name}.parquet", made)
+    examples = worked_examples(rows["train"], passages, given.num_examples)
+    for row in rows["test"]:
+        row["prompt"][0]["content"] = examples + row["prompt"][0]["content"]
+    path = out / "test_fewshot.parquet"
+    return written | {path.name: files.write_parquet(path, rows["test"])}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Demonstrations of searching on real passages.")
+    add = parser.add_argument
+    add("--data", type=Path, required=True, help="folder of corpus.jsonl and train, val and test.parquet")
+    add("--out", type=Path, help="folder to write to (the same)")
+    add("--topk", type=int, default=2, help="passages in an observation, as retriever.topk of the runs (2)")
+    add("--tokenizer", type=Path, help="model folder, to cut long observations as its runs do")
+    add("--max-obs-length", type=int, default=500, help="tokens, as data.max_obs_length of the runs (500)")
+    add("--variants", type=int, default=2, help="demonstrations of each training question (2)")
+    add("--max-searches", type=int, default=3, help="most searches of one, as max_turns of the runs (3)")
+    add("--good-queries", type=float, default=0.65, help="share of good first queries (0.65)")
+    add("--num-examples", type=int, default=2, help="worked examples in test_fewshot.parquet (2)")
+    add("--seed", type=int, default=0, help="of the queries (0)")
+    return files.run_command(parser, write_rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

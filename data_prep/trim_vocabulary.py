@@ -1,0 +1,270 @@
+"""A causal language model with fewer words: those that texts use, and the first others of its vocabulary.
+
+    python -m data_prep.trim_vocabulary --model FOLDER --texts corpus.jsonl train.parquet --out FOLDER
+
+    tokenizer.json (BPE: byte-level as Qwen's, or with byte fallback as Gemma's), config.json, weights
+      -> words that the texts use, and the pieces that merges make them of; single bytes and letters; special
+         tokens; then words in the vocabulary's order, which is about that of their frequency, up to --keep
+         (by default up to a multiple of 64)
+      -> the same files with new ids, in the order of the old ones, and these rows of embedding and head
+
+All given texts are cut into the same words as before, which is checked, and log-probs are those of the whole
+model, renormalised over the words that stay. Other texts may be cut into smaller pieces; none is lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice, pairwise
+from pathlib import Path
+from typing import Any
+
+from data_prep import files, prompts
+from verl.utils.announcing import announced
+
+PROMPTS = (prompts.SEARCH_PROMPT, prompts.NO_SEARCH_PROMPT, prompts.RAG_PROMPT, prompts.MICROWORLD_PROMPT)
+CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json")
+PLACEHOLDER = re.compile(r"unused|reserved|dummy", re.IGNORECASE)  # special tokens without a meaning
+ID_KEYS = re.compile(r"_token_ids?$|suppress_tokens$|_words_ids$|^ids$|^pad_id$")
+NO_TEXT = {"id", "_id", "source_id", "data_source"}  # keys of records
+Json = dict[str, Any]
+
+
+def read_texts(paths: Iterable[Path]) -> Iterator[str]:
+    """A .txt file; all strings in the records of .json, .jsonl and .parquet files, as they are and after a
+    space; and passages ({title, text} or {contents}) as an observation shows them.
+    """
+
+    def strings(record: Any) -> Iterator[str]:
+        if isinstance(record, str) and record:
+            yield from (record, f" {record}")
+        elif isinstance(record, list):
+            yield from chain.from_iterable(map(strings, record))
+        elif isinstance(record, dict):
+            title, text = record.get("title"), record.get("text")
+            if isinstance(title, str) and isinstance(text, str):
+                yield prompts.format_observation([(f'"{title}"', text)])
+            elif isinstance(contents := record.get("contents"), str):
+                title, _, text = contents.partition("\n")
+                yield prompts.format_observation([(title, text)])
+            yield from chain.from_iterable(strings(record[key]) for key in record.keys() - NO_TEXT)
+
+    for path in paths:
+        if path.suffix == ".txt":
+            yield files.read_text(path)
+        elif path.suffix == ".json":
+            yield from strings(files.read_json(path))
+        elif path.suffix == ".jsonl":
+            yield from chain.from_iterable(strings(record) for _, record in files.read_records(path))
+        else:
+            try:
+                from pyarrow import parquet
+
+                for batch in parquet.ParquetFile(path).iter_batches():
+                    yield from strings(batch.to_pylist())
+            except (ImportError, OSError, ValueError) as error:
+                raise ValueError(f"--texts: {path} can't be read ({error})") from None
+
+
+def encoded(tokenizer: Any, texts: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
+    """Each text, and its ids without any around them."""
+    texts = iter(texts)
+    while batch := list(islice(texts, 1000)):
+        made = tokenizer.backend_tokenizer.encode_batch(batch, add_special_tokens=False)
+        yield from ((text, each.ids) for text, each in zip(batch, made, strict=True))
+
+
+def choose(tokenizer: Json, counts: Counter[int], named: set[int], keep: int | None) -> dict[int, int]:
+    """{old id: new id} of the words that stay, ascending.
+
+    Args:
+        tokenizer: tokenizer.json. counts: how often the texts use an id. named: special tokens in use.
+        keep: number of words; None: what is needed, up to a multiple of 64.
+
+    Raises:
+        ValueError: `keep` is less than what is needed.
+    """
+    bpe = tokenizer["model"]
+    vocab, ranks = bpe["vocab"], {tuple(pair): rank for rank, pair in enumerate(bpe["merges"])}
+    last = len(ranks)
+
+    def pieces(word: str) -> tuple[set[int], bool]:
+        """Ids of all that is made on the way to a word, and whether it is reached: the best merge, again and
+        again. A text that has the word in the end has gone this way, too.
+        """
+        parts, made = list(word), {word, *word}
+        while len(parts) > 1:
+            best = [ranks.get((left, right), last) for left, right in pairwise(parts)]
+            i = best.index(rank := min(best))
+            if rank == last:
+                break
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+            made.add(parts[i])
+        return {vocab[part] for part in made if part in vocab}, len(parts) == 1
+
+    added = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
+    words = {number: word for word, number in vocab.items() if number not in added}
+    kept = set(counts) | named | {i for i, name in added.items() if not PLACEHOLDER.search(name)}
+    if bpe.get("byte_fallback"):  # other letters are made of bytes
+        kept |= {i for i, word in words.items() if re.fullmatch(r"<0x[0-9A-F]{2}>|[\x20-\x7e]", word)}
+    else:
+        kept |= {i for i, word in words.items() if len(word) == 1}
+    kept = kept.union(*(pieces(words[i])[0] for i in kept if i in words and i in counts))
+    keep = -(-len(kept) // 64) * 64 if keep is None else keep
+    if len(kept) > keep:
+        raise ValueError(
+            f"--keep {keep}: expected {len(kept)} or more. The texts use {len(counts)} words; there are also "
+            "the pieces that merges make them of, single bytes, and special tokens"
+        )
+    for i in sorted(words.keys() - kept):
+        if len(kept) == keep:
+            break
+        made, reached = pieces(words[i])
+        if reached and len(kept) + len(made - kept) <= keep:
+            kept |= made
+    return {old: new for new, old in enumerate(sorted(kept))}
+
+
+def renumber(value: Any, ids: dict[int, int], is_id: bool = False) -> Any:
+    """Configs and post-processors with new ids; of lists, those that are gone are left out."""
+    if isinstance(value, dict):
+        return {key: renumber(part, ids, bool(ID_KEYS.search(key))) for key, part in value.items()}
+    if isinstance(value, list):
+        parts = [renumber(part, ids, is_id) for part in value]
+        return [part for part in parts if part is not None]
+    return ids.get(value) if is_id and type(value) is int else value
+
+
+def trim_tokenizer(tokenizer: Json, ids: dict[int, int]) -> Json:
+    """tokenizer.json with the words that stay, and their new ids."""
+    bpe = tokenizer["model"]
+    vocab = {word: ids[old] for word, old in bpe["vocab"].items() if old in ids}
+    merges = [pair for pair in bpe["merges"] if vocab.keys() >= {*pair, "".join(pair)}]
+    added = [token | {"id": ids[token["id"]]} for token in tokenizer["added_tokens"] if token["id"] in ids]
+    changed = {"added_tokens": added, "model": bpe | {"vocab": vocab, "merges": merges}}
+    return tokenizer | {key: renumber(tokenizer[key], ids) for key in ("padding", "post_processor")} | changed
+
+
+def trim_weights(model: Any, ids: dict[int, int]) -> None:
+    """Leaves the rows of a model's embedding and head that stay; the two may be one matrix."""
+    from torch.nn import Parameter
+
+    rows, embedding, head = list(ids), model.get_input_embeddings(), model.get_output_embeddings()
+    size, known = embedding.num_embeddings, {id(p) for part in (embedding, head) for p in part.parameters()}
+    others = [name for name, p in model.named_parameters() if size in p.shape and id(p) not in known]
+    if others or head.out_features != size:
+        raise ValueError(
+            f"--model: {size} words, but a head of {head.out_features} and {others}: not supported"
+        )
+    is_tied = head.weight is embedding.weight
+    embedding.weight = Parameter(embedding.weight.detach()[rows].clone())
+    head.weight = embedding.weight if is_tied else Parameter(head.weight.detach()[rows].clone())
+    if head.bias is not None:
+        head.bias = Parameter(head.bias.detach()[rows].clone())
+    embedding.padding_idx = ids.get(embedding.padding_idx)
+    embedding.num_embeddings = head.out_features = model.config.vocab_size = len(rows)
+
+
+def trim(source: Path, paths: list[Path], keep: int | None, out: Path) -> None:
+    """Writes the folder `out`, whole or not at all. ValueError: something is missing or can't be trimmed."""
+    import torch
+    from tokenizers import Tokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for path in (source / "tokenizer.json", source / "config.json", *paths):
+        if not path.is_file():
+            raise ValueError(f"{path} is not there; expected a model with tokenizer.json, and files of texts")
+        if path.suffix not in (".txt", ".json", ".jsonl", ".parquet"):
+            raise ValueError(f"--texts: {path}: expected a .txt, .json, .jsonl or .parquet file")
+    if out.exists():
+        raise ValueError(f"--out: {out} is there already; remove it, or name another folder")
+    with announced(f"loading {source}"):
+        whole = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").eval()
+    tokenizer = json.loads(whole.backend_tokenizer.to_str())
+    bpe = tokenizer["model"]
+    if bpe["type"] != "BPE" or bpe["continuing_subword_prefix"] or bpe["end_of_word_suffix"]:
+        raise ValueError(
+            f"--model: found a tokenizer of {bpe['type']}, expected BPE without marks at words' ends"
+        )
+    configs = {name: files.read_json(source / name) for name in CONFIGS if (source / name).is_file()}
+    added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    own = {token for token in whole.special_tokens_map.values() if isinstance(token, str)}
+    named = {i for name, i in added.items() if name in own or name in (whole.chat_template or "")}
+    found = [v for config in configs.values() for key, v in config.items() if ID_KEYS.search(key)]
+    named |= {i for v in found for i in (v if isinstance(v, list) else [v]) if type(i) is int}
+    with announced("counting the words of the texts"):
+        words = (ids for _, ids in encoded(whole, chain(PROMPTS, read_texts(paths))))
+        counts = Counter(chain.from_iterable(words))
+        ids = choose(tokenizer, counts, named & set(whole.get_vocab().values()), keep)
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    words = (ids for _, ids in encoded(whole, chain(read_texts(paths), PROMPTS)))
+    sample = torch.tensor([[*whole("").input_ids[:1], *islice(chain.from_iterable(words), 127)]])
+    with announced("trimming the model"), torch.no_grad():
+        before = model(sample).logits[..., list(ids)].double().log_softmax(-1)
+        trim_weights(model, ids)
+        after = model(sample.apply_(ids.__getitem__)).logits.double().log_softmax(-1)
+        if (difference := float((after - before).abs().max())) > 0.1:
+            raise ValueError(f"log-probs differ by {difference} from those of the whole model")
+        for part in (model.config, model.generation_config):
+            for key in filter(ID_KEYS.search, part.to_dict()):
+                setattr(part, key, renumber(getattr(part, key), ids, is_id=True))
+        model.save_pretrained(partial)
+    gone = {name for name, i in added.items() if i not in ids}
+    for name, config in configs.items():
+        config = renumber(config, ids) | ({"vocab_size": len(ids)} if "vocab_size" in config else {})
+        config.pop("added_tokens_decoder", None)  # tokenizer.json has them
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            if isinstance(config.get(key), list):
+                config[key] = [token for token in config[key] if str(token) not in gone]
+        (partial / name).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    Tokenizer.from_str(json.dumps(trim_tokenizer(tokenizer, ids))).save(str(partial / "tokenizer.json"))
+    for path in source.iterdir():  # terms and notices, a chat template
+        if path.suffix in (".html", ".md", ".jinja") or path.stem.upper() in ("LICENSE", "NOTICE"):
+            shutil.copy(path, partial)
+    with announced("checking the texts"):
+        small, num_texts, num_differing = AutoTokenizer.from_pretrained(partial), 0, 0
+        join_before, join = whole.backend_tokenizer.decode, small.backend_tokenizer.decode
+        for text, before in encoded(whole, chain(PROMPTS, read_texts(paths))):
+            found = small.backend_tokenizer.encode(text, add_special_tokens=False).ids
+            given = join(found, skip_special_tokens=False)
+            # Normalised letters do not come back, with the whole tokenizer neither.
+            same = given == text or given == join_before(before, skip_special_tokens=False)
+            num_differing += not same or found != [ids[i] for i in before]
+            num_texts += 1
+        if (
+            num_differing
+            or len(small) != len(ids)
+            or small("").input_ids != [ids[i] for i in whole("").input_ids]
+        ):
+            reason = (
+                f"{num_differing} of {num_texts} texts come out otherwise, {len(small)} words of {len(ids)}"
+            )
+            raise ValueError(f"--model: its tokenizer can't be trimmed: {reason}")
+    partial.rename(out)
+    print(f"{out}: {len(ids):,} of {len(whole):,} words; the texts use {len(counts):,}")
+    print(f"{num_texts:,} texts are cut as before; log-probs differ by {difference:.1e} at most")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="A causal language model with fewer words.")
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="Hugging Face folder with a BPE tokenizer.json")
+    add("--texts", type=Path, nargs="+", required=True, help=".txt, .json, .jsonl and .parquet files")
+    add("--keep", type=int, help="number of words that stay (those needed, up to a multiple of 64)")
+    add("--out", type=Path, required=True, help="folder to write")
+    return files.run_command(
+        parser, lambda given: trim(given.model, given.texts, given.keep, given.out), argv
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

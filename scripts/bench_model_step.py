@@ -1,0 +1,180 @@
+"""Rollout and update of a real model beside the matrix products that they need at least.
+
+    python scripts/bench_model_step.py MODEL_FOLDER [--dtypes bf16 fp32] [--rounds 3]      Markdown
+
+One process, one thread, CPU seconds, all parts by turns in each round, medians. The trajectories: groups of 8
+that begin with one prompt of 80 tokens; two turns of 30 sampled tokens, 350 tokens of observation between
+them. Half of a group says the same in the first turn and gets the same observation; the others share the
+prompt alone. "share" is the operations that are needed (shared beginnings once, scores within windows, logits
+of sampled tokens; three times as many in an update) by seconds, by the rate of products of this
+model's shapes in the same type and round: the best of torch's and the packed ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import torch
+import torch.nn.functional as F
+
+from verl.config import load_config
+from verl.protocol import DataProto
+from verl.utils.packing import prefix_order
+from verl.workers.actor.dp_actor import DataParallelPPOActor, compute_log_prob
+from verl.workers.engine.fsdp_engine import TrainEngine
+from verl.workers.engine.loading import DTYPES, Precision, load_hf_config, load_policy
+from verl.workers.engine.update_loop import MicroBatchLimits
+from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.native import NativeEngine
+from verl.workers.rollout.native.architecture import ModelSpec
+from verl.workers.rollout.native.cpu_model import Product, can_pack
+
+GROUP, PROMPT, SAMPLED, OBSERVED = 8, 80, 30, 350
+CPU = torch.device("cpu")
+
+
+class Contender:
+    """The model in one type, its trainer and its rollout engine. figures: part -> one of each round."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        dtype = f"actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype={name}"
+        block = load_config([f"actor_rollout_ref.model.path={folder}", dtype]).actor_rollout_ref
+        actor, self.dtype = block.actor, DTYPES[name]
+        precision = Precision.from_config(actor.fsdp_config, CPU)
+        module = load_policy(block.model, precision.model)
+        self.trainer = TrainEngine(module, precision, actor.fsdp_config, CPU, 1, actor.optim)
+        self.limits = MicroBatchLimits.from_config(actor, "ppo", CPU, packed=True)
+        self.actor = DataParallelPPOActor(actor, self.trainer, self.limits, temperature=1.0)
+        self.rollout = NativeEngine(load_hf_config(block.model), 64, 1024, self.dtype)
+        self.spec = ModelSpec.from_config(load_hf_config(block.model))
+        self.figures: dict[str, list[float]] = defaultdict(list)
+
+    def products(self) -> float:
+        """Operations per second of the layers' matrices with 2,048 rows."""
+        shapes = [s for name, s in self.spec.layer_shapes().items() if name.endswith("proj.weight")]
+        pairs = [(torch.randn(2048, s[1]).to(self.dtype), torch.randn(s).to(self.dtype)) for s in shapes]
+        packed = [Product(weight, None) for _, weight in pairs] if can_pack(self.dtype) else []
+        rates = []
+        with torch.inference_mode():
+            for round_ in range(8):
+                start = time.process_time()
+                for number, (x, weight) in enumerate(pairs):
+                    packed[number](x) if packed and round_ % 2 else F.linear(x, weight)
+                rates.append(2 * 2048 * sum(w.numel() for _, w in pairs) / (time.process_time() - start))
+        return max(rates)
+
+    def needed(self, batch: DataProto) -> float:
+        """Operations of a forward pass over the distinct tokens; the last layer's over those that predict."""
+        spec, rows = self.spec, batch.tensors["input_ids"]
+        layer = 2 * sum(s[0] * s[1] for s in spec.layer_shapes().values() if len(s) == 2)
+        keys, total = 4 * spec.hidden_size * spec.num_kv_heads * spec.head_dim, 0.0
+        for row, shared in prefix_order([ids.numpy() for ids in rows]):
+            own = torch.arange(shared, rows.shape[1])
+            sampled = int(batch.tensors["response_mask"][row, max(0, shared - PROMPT) :].sum())
+            seen = [float((own + 1).clamp(max=window or 2**40).sum()) for window in spec.windows[:-1]]
+            total += 4 * spec.num_heads * spec.head_dim * sum(seen)
+            total += len(own) * (layer * (spec.num_layers - 1) + keys)
+            total += sampled * (layer - keys + 2 * spec.hidden_size * spec.vocab_size)
+        return total
+
+    def trajectories(self, seed: int, num_rows: int) -> DataProto:
+        """Rollouts; a step that computes more new tokens than there are sessions is prefill, else decode."""
+        generator, engine, width = torch.Generator().manual_seed(seed), self.rollout, PROMPT + 2 * SAMPLED
+        rows = torch.randint(5, self.spec.vocab_size, (num_rows, width + OBSERVED), generator=generator)
+        groups, alike = torch.arange(num_rows) // GROUP * GROUP, torch.arange(num_rows) % GROUP < GROUP // 2
+        rows[:, :PROMPT] = rows[groups, :PROMPT]
+        rows[alike] = rows[groups[alike]]
+        log_probs, mask = torch.zeros(rows.shape), torch.zeros(rows.shape, dtype=torch.int64)
+        sessions: dict[int, int] = {}  # session -> row
+        seconds = {"rollout: prefill": 0.0, "rollout: decode": 0.0}
+        for turn, (begin, end) in enumerate(((0, PROMPT), (PROMPT + SAMPLED, width + OBSERVED - SAMPLED))):
+            for row in range(num_rows):
+                temperature = 0.0 if turn == 0 and alike[row] else 1.0
+                asked = SamplingParams(SAMPLED, temperature, seed=1000 * seed + row, ignore_eos=True)
+                if turn == 0:
+                    sessions[engine.open(rows[row, begin:end].tolist(), asked)] = row
+                else:
+                    engine.resume(list(sessions)[row], rows[row, begin:end].tolist(), asked)
+            while engine.has_runnable:
+                start, before = time.process_time(), engine.stats()["prefilled_tokens"]
+                completions = engine.step()
+                is_prefill = engine.stats()["prefilled_tokens"] - before > num_rows
+                seconds[f"rollout: {'prefill' if is_prefill else 'decode'}"] += time.process_time() - start
+                for ended in completions:
+                    cells = sessions[ended.session_id], slice(end, end + SAMPLED)
+                    rows[cells], log_probs[cells] = (
+                        torch.tensor(ended.token_ids),
+                        torch.tensor(ended.log_probs),
+                    )
+            mask[:, end : end + SAMPLED] = 1
+        for session in sessions:
+            engine.close(session)
+        for part, value in seconds.items():
+            self.figures[part].append(value)
+        columns = {
+            "input_ids": rows,
+            "attention_mask": torch.ones_like(rows),
+            "response_mask": mask[:, PROMPT:],
+        }
+        columns |= {"position_ids": torch.arange(rows.shape[1]).expand(rows.shape)}
+        columns |= {"rollout_log_probs": log_probs[:, PROMPT:], "advantages": mask[:, PROMPT:] * 1.0}
+        columns["advantages"] *= torch.randn(num_rows, 1, generator=generator)
+        return DataProto.from_dict(columns, {}, {"mini_batch_rows": num_rows})
+
+    def round(self, seed: int, num_rows: int) -> None:
+        times = [time.process_time()]
+        self.rollout.load_weights(self.trainer.weights(), seed)
+        times.append(time.process_time())
+        batch = self.trajectories(seed, num_rows)
+        times.append(time.process_time())
+        log_probs = compute_log_prob(self.trainer, batch, self.limits, 1.0)
+        times.append(time.process_time())
+        self.actor.update_policy(batch)
+        times.append(time.process_time())
+        sync, rollout, forward, update = (b - a for a, b in zip(times, times[1:], strict=False))
+        rate, needed = self.products(), self.needed(batch)
+        sampled = batch.tensors["response_mask"].bool()
+        off = (log_probs - batch.tensors["rollout_log_probs"])[sampled].abs()
+        seconds = {"rollout": rollout, "log-probs": forward, "update": update, "weights to the rollout": sync}
+        shares = {"rollout": 1, "log-probs": 1, "update": 3}
+        self.figures["products, GFLOP/s"].append(rate / 1e9)
+        self.figures["needed forward, TFLOP"].append(needed / 1e12)
+        self.figures["log-prob off, mean"].append(float(off.mean()))
+        for part, value in seconds.items():
+            self.figures[part].append(value)
+        for part, times_forward in shares.items():
+            self.figures[f"{part}: share"].append(times_forward * needed / seconds[part] / rate)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model")
+    parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"], choices=["bf16", "fp32"])
+    parser.add_argument("--trajectories", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    contenders = {name: Contender(options.model, name) for name in options.dtypes}
+    for round_ in range(options.rounds + 1):
+        for contender in contenders.values():
+            if round_ == 1:  # the first one warmed up
+                contender.figures.clear()
+            contender.round(round_, options.trajectories if round_ else GROUP)
+    print(f"| {' | '.join(['', *contenders])} |\n|{'---|' * (len(contenders) + 1)}")
+    for part in next(iter(contenders.values())).figures:
+        values = [f"{median(contender.figures[part]):.3g}" for contender in contenders.values()]
+        print(f"| {' | '.join([part, *values])} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""What a run of scripts/real_model.sh has shown, in a page, as JSON and in the terminal.
+
+    python scripts/real_model_report.py verl_checkpoints/real_model-seed0
+
+    <run>/validation.jsonl of each evaluation -> means over questions with bootstrap intervals -> results.json
+    <run>/trajectories, grpo/curves.png       -> the same questions, asked before and after    -> results.html
+
+Intervals are of 95 %, over the questions: 10,000 times as many questions are drawn as there are, with
+replacement. A difference of two models is taken question by question, so it has an interval of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.utils.records.files import read_lines, to_json, write_text_atomically
+from verl.utils.records.trajectories import TrajectoryFolder, write_page
+
+MODELS = {
+    "few_shot_test": "untrained, 2 examples",
+    "sft_test": "supervised start",
+    "grpo_test": "GRPO",
+}
+CONTROLS = {
+    "other_passages": "GRPO, passages of other questions",
+    "nothing_found": "GRPO, nothing is ever found",
+    "no_search": "GRPO, searches forbidden",
+}
+LABELS = MODELS | CONTROLS
+# run -> the one that it is compared with
+BEFORE = {"sft_test": "few_shot_test", "grpo_test": "sft_test"} | dict.fromkeys(CONTROLS, "grpo_test")
+# by their data_source
+SETS = {"squad": "test questions", "hotpotqa": "2 hops, HotpotQA", "films": "2 hops, films and directors"}
+COLUMNS = ["model", "EM", "F1", "searches", "answer was found", "change of EM", "change of F1", "questions"]
+RESAMPLES, SHOWN_QUESTIONS = 10_000, 40
+
+Results = dict[str, dict[str, dict[str, dict[str, dict[str, Any]]]]]  # set -> mode -> run -> question -> line
+
+
+def read_results(folder: Path) -> Results:
+    """The lines of all evaluations that are done."""
+    results: Results = {}
+    for run in LABELS:
+        if (folder / run / "summary.json").is_file():  # else it was killed on the way
+            for line in read_lines(folder / run / "validation.jsonl"):
+                modes = results.setdefault(line["data_source"], {})
+                add_line(modes.setdefault(line["mode"], {}).setdefault(run, {}), line)
+    if "grpo_test" not in results.get("squad", {}).get("greedy", {}):
+        raise ValueError(f"{folder}: found no finished evaluation grpo_test; expected a run of real_model.sh")
+    return results
+
+
+def add_line(known: dict[str, Any], line: dict[str, Any]) -> None:
+    """Adds a line by its question, and by how often that was there: of two articles, with two answers."""
+    asked = 1
+    while (key := f"{line['question']} ({asked})") in known:
+        asked += 1
+    known[key] = line
+
+
+def interval(values: np.ndarray) -> list[float]:
+    """Mean of one value a question, and the bounds that hold 95 % of resampled means."""
+    draws = np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))
+    low, high = np.quantile(values[draws].mean(axis=1), [0.025, 0.975])
+    return [float(values.mean()), float(low), float(high)]
+
+
+def compare(lines: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
+    """Of one model and mode: EM and F1, and by how much they differ from another model's on the same
+    questions, with intervals; searches, and how often the documents held an answer, as means.
+    """
+    figures: dict[str, Any] = {"questions": len(lines)}
+    for name in ("em", "f1"):
+        figures[name] = interval(np.array([line[name] for line in lines.values()]))
+        if before is not None:
+            changes = [lines[q][name] - before[q][name] for q in lines if q in before]
+            figures[f"{name}_change"] = interval(np.array(changes))
+    for name in ("searches", "documents_hold_answer"):
+        figures[name] = float(np.mean([line[name] for line in lines.values()]))
+    return figures
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> dict[str, Any]:
+    """A table of the page, which is printed as well."""
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    print(f"\n{title}")
+    for row in (columns, *rows):
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
+    return {"title": title, "columns": columns, "rows": rows}
+
+
+def bounded(values: list[float] | None, sign: str = "") -> str:
+    return "" if values is None else f"{values[0]:{sign}.3f} [{values[1]:{sign}.3f}, {values[2]:{sign}.3f}]"
+
+
+def report(folder: Path) -> None:
+    """Writes results.json and results.html into the folder, and prints the tables."""
+    numbers: dict[str, Any] = {"results": {}, "seconds": {}}
+    tables = []
+    for questions, modes in read_results(folder).items():
+        for mode, runs in modes.items():
+            rows = []
+            for run, lines in runs.items():
+                each = compare(lines, runs.get(BEFORE.get(run, "")))
+                numbers["results"].setdefault(questions, {}).setdefault(mode, {})[run] = each
+                rows.append(
+                    [LABELS[run], bounded(each["em"]), bounded(each["f1"]), f"{each['searches']:.2f}"]
+                )
+                rows[-1] += [f"{each['documents_hold_answer']:.3f}", bounded(each.get("em_change"), "+")]
+                rows[-1] += [bounded(each.get("f1_change"), "+"), str(each["questions"])]
+            tables.append(table(f"{SETS[questions]}, {mode}", COLUMNS, rows))
+    for line in (folder / "seconds.txt").read_text(encoding="utf-8").splitlines():
+        stage, seconds = line.rsplit(" ", 1)  # a stage that was killed and taken up again has several
+        numbers["seconds"][stage] = numbers["seconds"].get(stage, 0) + int(seconds)
+    spent = numbers["seconds"]
+    rows = [[stage, f"{seconds / 60:.1f}"] for stage, seconds in spent.items()]
+    rows += [["all", f"{sum(spent.values()) / 60:.1f}"]]
+    tables.append(table("minutes of each stage", ["stage", "minutes"], rows))
+
+    records = []
+    for run, label in MODELS.items():
+        asked = TrajectoryFolder(folder / run / "trajectories").read(SHOWN_QUESTIONS)
+        records += [record | {"model": label} for record in asked]
+    image = folder / "grpo" / "curves.png"
+    curve = base64.b64encode(image.read_bytes()).decode() if image.is_file() else None
+    shown = {"tables": tables, "image": curve and f"data:image/png;base64,{curve}"}
+    write_text_atomically(folder / "results.json", to_json(numbers, indent=1) + "\n")
+    write_page(records, folder / "results.html", folder.name, shown)
+    print(f"\n{folder / 'results.json'}\n{folder / 'results.html'}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Tables, page and JSON of a run of scripts/real_model.sh.")
+    parser.add_argument("folder", type=Path, help="the run's folder below verl_checkpoints/")
+    try:
+        report(parser.parse_args().folder)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

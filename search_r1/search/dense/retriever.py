@@ -1,0 +1,92 @@
+"""Dense retrieval: an index folder of ours is searched exactly, on a CPU or over all GPUs, a file by FAISS.
+
+    queries -> Encoder -> VectorScan (scan.py) or FaissIndex (faiss_index.py) -> rows -> documents
+
+A row of the index is a row of the corpus; scores are inner products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from search_r1.search.corpus import Corpus
+from search_r1.search.dense.embeddings import open_embeddings
+from search_r1.search.dense.encoder import Encoder
+from search_r1.search.dense.scan import VectorScan, place_on_gpus
+from search_r1.search.memory import check_fits
+from search_r1.search.retriever import SearchResult
+
+ADVICE = "Use more memory, a GPU, or a FAISS index that reads less (--faiss_type IVF4096,SQ8 or HNSW64)"
+
+
+class DenseRetriever:
+    """Called by one thread at a time. On a CPU the vectors stay in the mapped file: shared by all processes,
+    and given back when memory is short."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        index_path: str | Path,
+        encoder: Encoder,
+        num_threads: int = 1,
+        report: Callable[[str], None] = lambda line: None,
+        faiss_gpu: bool = False,
+        faiss_nprobe: int | None = None,
+    ) -> None:
+        """Opens a folder, which is searched where the encoder runs, or a FAISS file. `faiss_gpu`: copies that
+        to all GPUs in float16, a part to each. `faiss_nprobe`: lists that a query looks into. Raises
+        ValueError when index, corpus and encoder don't belong together, and when memory is short."""
+        path, on_gpu = Path(index_path), encoder.device.type == "cuda"
+        self._corpus, self._encoder = corpus, encoder
+        self.name = "exact" if path.is_dir() else "faiss"
+        if self.name == "exact":
+            vectors = open_embeddings(path)[1]
+            num_vectors, dimension = vectors.shape
+        else:
+            from search_r1.search.dense.faiss_index import FaissIndex, read_mapped
+
+            index = read_mapped(path)
+            num_vectors, dimension = int(index.ntotal), int(index.d)
+        if num_vectors != len(corpus):
+            raise ValueError(
+                f"--index_path: {path} holds {num_vectors:,} vectors, the corpus {len(corpus):,} passages: "
+                "give the corpus that the index was built from"
+            )
+        if encoder.dimension != dimension:
+            raise ValueError(
+                f"--retriever_model: {encoder.settings['model']} makes vectors of {encoder.dimension} "
+                f"values, {path} holds vectors of {dimension}: give the model that built the index"
+            )
+        if not on_gpu:
+            torch.set_num_threads(num_threads)  # of the encoder too: more threads cost more than they give
+        self._index: VectorScan | FaissIndex
+        if self.name == "faiss":
+            self._index = FaissIndex(index, path, faiss_gpu, faiss_nprobe, num_threads, report)
+            about = self._index.about
+        else:
+            where = f"{torch.cuda.device_count()} GPUs" if on_gpu else "CPU"
+            about = {"vectors": str(vectors.dtype), "search": where}
+            if not on_gpu:
+                report(check_fits(path, vectors.nbytes, ADVICE))
+            parts = place_on_gpus(vectors, report) if on_gpu else [torch.from_numpy(vectors)]
+            self._index = VectorScan(parts)
+        self.num_documents = num_vectors
+        sizes = {"index_path": str(path), "num_documents": num_vectors, "dimension": dimension}
+        self._description = {"backend": self.name, **sizes, "encoder": encoder.describe(), **about}
+
+    def batch_search(self, queries: list[str], topk: int) -> SearchResult:
+        """For each query at most `topk` passages with the highest inner products that the index finds."""
+        if not queries:
+            return [], []
+        scores, rows = self._index.search(self._encoder.encode_queries(queries), topk)
+        return [self._corpus.rows(row.tolist()) for row in rows], [score.tolist() for score in scores]
+
+    def describe(self) -> dict[str, Any]:
+        return self._description
+
+    def close(self) -> None:
+        self._index.close()

@@ -1,0 +1,43 @@
+"""scripts/bench_grpo_step.py: both contenders are told the same, and a run of ours is measured."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_prep.microworld import write_world
+from verl.config import load_config
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from scripts import bench_grpo_step  # noqa: E402
+
+SMALL = ["data.train_batch_size=2", "actor_rollout_ref.rollout.n_agent=4"]
+SMALL += ["actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+
+
+def test_trl_is_told_the_settings_of_the_configuration_and_of_the_command_line(tmp_path):
+    write_world(0, tmp_path, num_train=4, num_test=2, num_3hop=2)
+    config_file = bench_grpo_step.ROOT / "configs" / "microworld_grpo.yaml"
+    options = argparse.Namespace(config=config_file, model=tmp_path, steps=3, micro_batch=4)
+    options.overrides = [*SMALL, "data.max_obs_length=99", "actor_rollout_ref.actor.clip_ratio_low=0.1"]
+    settings = bench_grpo_step.our_settings(options, tmp_path)
+    config = load_config([*settings, "retriever.url=http://127.0.0.1:1/retrieve"])
+    task = bench_grpo_step.trl_task(config, options, tmp_path)
+    assert (task["prompts_per_step"], task["group"], task["micro_batch"]) == (2, 4, 4)
+    assert (task["max_obs_length"], task["max_response_length"], task["max_completion"]) == (99, 32, 704)
+    assert task["clip"] == [0.1, 0.28] and task["lr"] == config.actor_rollout_ref.actor.optim.lr == 8e-4
+    assert len(task["rows"]) == 4 and config.reward_model.search_cost == 0
+
+
+@pytest.mark.slow
+def test_our_steps_are_measured_on_given_rows_and_a_given_model(tmp_path, capsys, monkeypatch):
+    write_world(0, tmp_path, num_train=40, num_test=2, num_3hop=2)
+    told = ["bench", "--data", str(tmp_path), "--steps", "2", "--warm-up", "1", "--rounds", "1", *SMALL]
+    monkeypatch.setattr(sys, "argv", told)
+    assert bench_grpo_step.main() == 0
+    row = [cell.strip() for cell in capsys.readouterr().out.splitlines()[-1].strip("|").split("|")]
+    assert row[0] == "ours" and float(row[1].split()[0]) > 0 and row[2] == row[6] == "1.00"
+    assert 1 < float(row[3]) < float(row[4]) < 768 + 32
