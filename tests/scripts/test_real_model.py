@@ -87,7 +87,8 @@ def checkout(tmp_path) -> Path:
 def start(checkout: Path, *flags: str, **variables: str) -> subprocess.Popen[str]:
     known = {"SOURCES": "../sources", "MODEL": "../model", "NAME": "run", "NUM_VAL": "4"}
     environment = {name: value for name, value in os.environ.items() if name not in ("RETRIEVER_URL", "SEED")}
-    environment |= {"VIRTUAL_ENV": environment.get("VIRTUAL_ENV", "active"), **known, **variables}
+    environment |= {"VIRTUAL_ENV": sys.prefix, **known, **variables}  # this Python: nothing is installed
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     command = ["bash", "scripts/real_model.sh", *flags]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(command, cwd=checkout, env=environment, text=True, **pipes)
