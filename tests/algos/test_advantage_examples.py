@@ -7,6 +7,8 @@ import pytest
 import torch
 from advantage_cases import advantages_of, assert_close
 
+from verl.algos.advantages import Groups
+from verl.algos.group_estimators import thrift_advantages
 from verl.trainer.ppo import core_algos as algos
 
 
@@ -79,6 +81,33 @@ def test_reinforce_plus_plus_baseline_whitens_over_tokens():
     advantages, _ = algos.compute_reinforce_plus_plus_baseline_outcome_advantage(rewards, mask, ["a", "a"])
     # differences 0.5 on one token and -0.5 on three: mean -0.25, unbiased variance 0.25
     assert_close(advantages, torch.tensor([[1.5, 0.0, 0.0], [-0.5, -0.5, -0.5]]), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("scores", "searches", "wanted"),
+    [
+        ([1, 1, 1, 1], [1, 2, 2, 2], [1.5, 0, 0, 0]),
+        ([1, 1, 1, 1, 0, 0], [1, 2, 2, 2, 0, 3], [1.5 * 4 / 9, 0, 0, 0, 0, 0]),  # wrong ones are not compared
+        ([1, 1, 0.5, 0], [3, 1, 0, 0], [0, 0.5**0.5 * 0.625**2, 0, 0]),  # nor those that are half right
+        ([1, 1, 1, 0], [2, 2, 2, 1], [0, 0, 0, 0]),
+        ([1, 0, 0, 0], [1, 2, 2, 2], [0, 0, 0, 0]),
+        ([0, 0, -1, -1], [1, 2, 1, 2], [0, 0, 0, 0]),
+        ([1, 1, 1, None], [1, 2, 2, 0], [2 / 3 / (1 / 3) ** 0.5, 0, 0, 0]),  # left out of the batch
+    ],
+)
+def test_thrift_is_a_shorter_way_than_the_others_of_a_group_took_to_a_right_answer(scores, searches, wanted):
+    taken = torch.tensor([score is not None for score in scores])
+    values = torch.tensor([math.nan if score is None else float(score) for score in scores])
+    groups = Groups.of(["a"] * len(scores), taken)
+    thrift = thrift_advantages(values, torch.tensor(searches), groups)
+    assert thrift.tolist() == pytest.approx(wanted, abs=1e-5)
+
+
+def test_thrift_hardly_counts_as_long_as_few_questions_are_answered():
+    groups = Groups.of("aaaabbbbcccc", torch.ones(12, dtype=torch.bool))
+    searches = torch.tensor([1, 2, 2, 2] * 3)
+    one_in_three = thrift_advantages(torch.tensor([1.0] * 4 + [0.0] * 8), searches, groups)
+    assert one_in_three.tolist() == pytest.approx([1.5 / 9] + [0.0] * 11, abs=1e-5)
 
 
 def coin_flip_gradient(name, num_rows, p):

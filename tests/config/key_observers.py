@@ -98,7 +98,9 @@ def noted(worker: type) -> type:
 
 
 class NotedPolicy(Policy):
-    """Of each batch row 0's search fails and row 1 is cut; every update counts as skipped."""
+    """Of each batch row 0's search fails and row 1 is cut, and every second one counts as a single search;
+    every update counts as skipped.
+    """
 
     def __init__(self, block: Any, role: str, agent_factory: Any, device: str, seed: int) -> None:
         super().__init__(width=320)
@@ -111,6 +113,8 @@ class NotedPolicy(Policy):
             records = made.non_tensor_batch["trajectory"]
             records[0]["finish_reason"], records[1]["finish_reason"] = "search_failed", "length"
             made.tensors["response_mask"][0] = 0
+            for record in records[::2]:
+                record["num_searches"] = 1
         tokens = made.tensors["input_ids"][:, -made.tensors["response_mask"].shape[1] :]
         shift = 0.8 * (tokens % 2) * made.tensors["response_mask"]  # of some tokens the engine is surer
         made.tensors["rollout_log_probs"] = numbers(made, -0.9) + shift

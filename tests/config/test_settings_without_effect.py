@@ -90,15 +90,6 @@ def test_a_setting_without_meaning_beside_the_others_is_said():
     assert settings_without_effect(load_config([*parallel, f"{ROLLOUT}.placement=apart"])) == []
 
 
-def test_a_start_of_the_search_cost_without_a_cost_is_said_to_have_no_effect():
-    key = "reward_model.search_cost_from"
-    (line,) = settings_without_effect(load_config([f"{key}=0.5"]))
-    assert line.startswith(f"{key}=0.5 has no effect: ")
-    assert settings_without_effect(load_config([f"{key}=0.5", "reward_model.search_cost=0.1"])) == []
-    with pytest.raises(ValueError, match=f"{key}=1"):  # from there on nothing would be taken off
-        load_config([f"{key}=1"])
-
-
 def test_restarts_in_a_run_without_ray_are_said_to_have_no_effect():
     for backend in ("auto", "local"):
         config = load_config(["trainer.max_restarts=2", f"trainer.backend={backend}"])
@@ -106,3 +97,9 @@ def test_restarts_in_a_run_without_ray_are_said_to_have_no_effect():
         assert line.startswith("trainer.max_restarts=2 has no effect: ") and "trainer.backend=ray" in line
     for more in ("trainer.backend=ray", "trainer.nnodes=2"):
         assert settings_without_effect(load_config(["trainer.max_restarts=2", more])) == []
+
+
+def test_thrift_without_a_group_is_said_to_have_no_effect():
+    (line,) = settings_without_effect(load_config(["algorithm.thrift=1"]))
+    assert line.startswith("algorithm.thrift=1 has no effect: ") and "n_agent=1" in line
+    assert settings_without_effect(load_config(["algorithm.thrift=1", f"{ROLLOUT}.n_agent=2"])) == []

@@ -207,3 +207,26 @@ def compute_gdpo_outcome_advantage(
     # each group's advantages add up to 0: what is left of it by rounding must not reach groups that are all 0
     mean = torch.where(mean.abs() > 1e-12 * std, mean, 0.0)
     return spread((total - mean) / (std + epsilon), mask, torch.float32)
+
+
+def thrift_advantages(scores: Tensor, num_searches: Tensor, groups: Groups, epsilon: float = 1e-6) -> Tensor:
+    """[N] float64: what a right answer gets for having searched less than the others to its question.
+
+    Right are the rows with the best score of their group, if it is above 0. Among them
+    A = max(0, (mean - searches) / (std + epsilon)), times the square of the batch's mean score (in [0, 1]);
+    all other rows have 0. So a short way to an answer counts the same whether or not other rows of the group
+    are wrong; no right answer is punished; and hardly anything counts as long as few questions are answered,
+    when nobody knows yet which searches are too many.
+
+    Compared among right answers alone as in Arora and Zanette 2025 (arXiv:2502.04463), who compare lengths
+    and put it into the reward. There the group's standard deviation divides it once more.
+
+    scores: [N] outcome. num_searches: [N].
+    """
+    best = groups.max(scores)
+    right = Groups(groups.ids, groups.taken & (scores == best) & (best > 0))
+    searches = num_searches.double()
+    fewer = (right.mean(searches) - searches) / (right.std(searches) + epsilon)
+    everywhere = Groups(torch.zeros_like(groups.ids), groups.taken)
+    share = everywhere.mean(scores).clamp(0.0, 1.0).square()
+    return torch.where(right.taken, fewer.clamp(min=0.0) * share, 0.0)

@@ -141,9 +141,6 @@ class RewardModel(Block):
     final_format_score: Share = key(0.0, "main_ppo_format: malformed and a wrong answer")
     retrieval_score: Share = key(0.0, "main_ppo_format: added when a document holds the answer")
     search_cost: Share = key(0.0, "share of a training reward above 0 that each search takes off (0: none)")
-    search_cost_from: Annotated[float, Range(0, 0.99)] | None = key(
-        None, "taken off from this mean score of rows that searched"
-    )
     overlong_buffer: OverlongBuffer = group(OverlongBuffer)
 
 
@@ -227,6 +224,7 @@ class AlgorithmConfig(Block):
     gdpo_reward_keys: list[str] | None = key(None, "gdpo: names of rewards that the reward function returns")
     gdpo_reward_weights: list[float] | None = key(None, "gdpo: their weights, a [list] (null: 1 each)")
     turn_credit: NotNegative = key(0.0, "weight of turn_rewards, or of 1 for the first search with an answer")
+    thrift: NotNegative = key(0.0, "weight of having searched less than a question's other right answers")
     filter_groups: FilterGroups = group(FilterGroups)
     overlong_filter: bool = key(False, "true: trajectories that a limit of length has cut take no part")
     kl_penalty: str = key("kl", "estimator of the KL in the reward", "kl k1 abs mse k2 low_var_kl k3")

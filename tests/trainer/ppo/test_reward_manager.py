@@ -160,15 +160,6 @@ def test_a_search_costs_a_share_of_a_reward_and_nothing_of_a_failure():
     assert torch.equal(apply_search_cost(scores, [1, 3, 3, 2, 20], 0.0), scores)
 
 
-@pytest.mark.parametrize(("right", "taken_off"), [(2, 0.0), (4, 0.0), (6, 0.05), (8, 0.1)])
-def test_the_search_cost_comes_with_right_answers_of_rows_that_searched(right, taken_off):
-    searches = [1, 2, 3, 1, 1, 1, 1, 1, 0]  # the last row is wrong, and has not searched
-    scores = torch.tensor([[1.0]] * right + [[0.0]] * (9 - right))
-    paid = apply_search_cost(scores, searches, 0.1, cost_from=0.5)[:, 0].tolist()
-    assert paid == pytest.approx([1 - taken_off * n for n in searches[:right]] + [0.0] * (9 - right))
-    assert not apply_search_cost(torch.zeros(2, 1), [0, 0], 0.1, cost_from=0.5).any()
-
-
 def verified(**row) -> dict:
     return {"style": "rule", "ground_truth": {"verifiers": [row], "target": None}}
 

@@ -5,7 +5,6 @@ import torch
 from quick_config import config_with
 from selection_batches import batch_of, record, turn
 
-from verl.algos.group_estimators import compute_grpo_outcome_advantage
 from verl.trainer.ppo.scoring import score
 
 OVERLONG = "reward_model.overlong_buffer"
@@ -44,35 +43,6 @@ def test_the_search_cost_is_a_share_of_the_score_and_the_overlong_penalty_comes_
     assert batch.tensors["token_level_scores"][:, -1].tolist() == pytest.approx([0.8 - 0.5, 0.8])
     assert metrics == {"filter/overlong_penalty": -0.25}
     assert batch.non_tensor_batch["reward_extra"][0]["score"] == 1.0
-
-
-@pytest.mark.parametrize("cost", [0.05, 1e-3])
-def test_one_search_is_not_learnt_from_its_cost_while_most_questions_are_wrong(cost):
-    """Of an easy question all answers are right, of a hard one none yet: divided by the std, a cost of any
-    size pushes as hard against the easy one's second searches as a wrong answer would. Nothing pushes back.
-    """
-
-    def advantages(*settings: str) -> list[float]:
-        records = [record("answer", [turn(0, 2)]) for _ in range(8)]
-        for entry, searches in zip(records, [1, 2, 1, 2, 1, 2, 1, 2], strict=True):
-            entry["num_searches"] = searches
-        batch = batch_of("eeeehhhh", [2] * 8, records)
-        scored(batch, [1.0] * 4 + [0.0] * 4, f"reward_model.search_cost={cost}", *settings)
-        columns = batch.tensors["token_level_scores"], batch.tensors["response_mask"]
-        return compute_grpo_outcome_advantage(*columns, list("eeeehhhh"))[0][:, 0].tolist()
-
-    at_once = advantages()
-    assert at_once == pytest.approx([0.866, -0.866] * 2 + [0.0] * 4, abs=2e-3)  # as for right and wrong
-    assert advantages("reward_model.search_cost_from=0.5") == [0.0] * 8
-
-
-def test_rows_that_are_left_out_do_not_hold_the_search_cost_back():
-    records = [record("answer", [turn(0, 2)]) for _ in range(4)]
-    for entry in records:
-        entry["num_searches"] = 1
-    batch = batch_of("abcd", [2, 2, 0, 0], records)
-    scored(batch, [1.0, 1.0, 0.0, 0.0], "reward_model.search_cost=0.1", "reward_model.search_cost_from=0.5")
-    assert batch.tensors["token_level_scores"].sum(-1).tolist() == pytest.approx([0.9, 0.9, 0.0, 0.0])
 
 
 def test_without_searches_the_only_turn_is_the_last_one():

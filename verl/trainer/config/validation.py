@@ -90,8 +90,10 @@ def settings_without_effect(config: Config) -> list[str]:
     if config.data.mixture is not None:
         why = "the rows are those of data.mixture."
         unread |= {"data.train_files": why, "data.train_data_num": why}
-    if config.reward_model.search_cost == 0:
-        unread["reward_model.search_cost_from"] = "reward_model.search_cost=0 takes nothing off."
+    if config.actor_rollout_ref.rollout.n * config.actor_rollout_ref.rollout.n_agent == 1:
+        unread["algorithm.thrift"] = (
+            f"{ROLLOUT}.n_agent=1 leaves an answer without others to compare it with."
+        )
     lines = [
         f"{key}={shown(at(config, key))} has no effect: {reason}"
         for key, reason in unread.items()

@@ -97,23 +97,14 @@ def environment_metrics(records: Records, scores: Sequence[float | None]) -> dic
     return metrics
 
 
-def apply_search_cost(
-    scores: Tensor, num_searches: Sequence[int], cost: float, cost_from: float | None = None
-) -> Tensor:
+def apply_search_cost(scores: Tensor, num_searches: Sequence[int], cost: float) -> Tensor:
     """Scores [N, R] float32 that are worth less the more searches each row has made: score * max(0, 1 - cost
     * searches) if score > 0.
 
     A reward of 0 or less stays what it is, so that a wrong answer is never a reason to search less. Among
     right answers to one question the cost decides: GRPO then prefers the one with no search too many.
-
-    With `cost_from` nothing is taken off while the rows that searched score that much or less on average, all
-    of `cost` when they score 1, evenly more between: a policy that can only use one search yet would learn
-    from the cost to make no second one, before a second one has ever brought it an answer.
     """
     searches = torch.tensor(num_searches, dtype=scores.dtype)
-    if cost_from is not None and bool((searches > 0).any()):
-        mean = float(scores.sum(-1)[searches > 0].mean())
-        cost *= min(1.0, max(0.0, (mean - cost_from) / (1.0 - cost_from)))
     kept = (1.0 - cost * searches).clamp(min=0.0).unsqueeze(1)
     return torch.where(scores > 0, scores * kept, scores)
 

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algos.advantages import AdvantageInputs, RunningBaseline
+from verl.algos.advantages import AdvantageInputs, Groups, RunningBaseline, spread
 from verl.algos.advantages import compute_advantage as estimate_advantages
+from verl.algos.group_estimators import thrift_advantages
 from verl.algos.kl_and_entropy import FixedKLController, apply_kl_penalty
 from verl.algos.rollout_correction import apply_rollout_correction, take_out_rejected
 from verl.config import Config
@@ -197,11 +198,9 @@ def score(batch: DataProto, reward_fn: RewardManager, config: Config) -> None:
     returned). Metrics go to meta_info `metrics`.
     """
     answers = score_answers(batch, reward_fn)
-    records, num_sampled = batch.non_tensor_batch["trajectory"], batch.tensors["num_sampled"].tolist()
-    # one that is left out (its search failed, say) counts as one without a search
-    num_searches = [row["num_searches"] * (num > 0) for row, num in zip(records, num_sampled, strict=True)]
-    reward, scores = config.reward_model, answers.pop("reward_tensor")
-    scores = apply_search_cost(scores, num_searches, reward.search_cost, reward.search_cost_from)
+    num_searches = [row["num_searches"] for row in batch.non_tensor_batch["trajectory"]]
+    reward = config.reward_model
+    scores = apply_search_cost(answers.pop("reward_tensor"), num_searches, reward.search_cost)
     overlong = reward.overlong_buffer
     if overlong.enable:
         max_turns = config.max_turns if config.do_search else 0
@@ -281,6 +280,8 @@ def add_advantages(
         advantages, returns = estimate_advantages(algorithm.adv_estimator, inputs)
     except ValueError as error:
         raise RunStopped(f"the advantages of this step: {error}") from error
+    if algorithm.thrift:
+        advantages = advantages + algorithm.thrift * thrift_of(batch)
     tensors["advantages"], tensors["returns"] = advantages, returns
     if passes.step_wise:
         tensors["turn_ids"] = turn_ids(batch)
@@ -350,6 +351,14 @@ def advantage_inputs(
     if "turn_rewards" in wanted:
         inputs["turn_rewards"] = turn_rewards(batch)
     return AdvantageInputs(**inputs)
+
+
+def thrift_of(batch: DataProto) -> Tensor:
+    """[N, R] float32: `thrift_advantages` of a scored batch, on every sampled token of a row."""
+    mask = batch.tensors["response_mask"].bool()
+    groups = Groups.of(batch.non_tensor_batch["uid"], mask.any(dim=-1))
+    searches = torch.tensor([row["num_searches"] for row in batch.non_tensor_batch["trajectory"]])
+    return spread(thrift_advantages(batch.tensors["outcome"], searches, groups), mask, torch.float32)[0]
 
 
 def turn_ids(batch: DataProto) -> Tensor:
