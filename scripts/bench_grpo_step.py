@@ -56,8 +56,8 @@ ENVIRONMENT |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING":
 
 
 def our_settings(options: argparse.Namespace, data: Path) -> list[str]:
-    """--config's settings and the command line's, without what TRL does not do (search cost, entropy bonus,
-    lr schedule, validation, checkpoints)."""
+    """--config's settings and the command line's, without what TRL does not do (search cost, thrift, entropy
+    bonus, lr schedule, validation, checkpoints), and at its temperature."""
     settings = {
         "data.train_files": data / "train.parquet",
         "data.val_files": data / "test.parquet",
@@ -67,7 +67,9 @@ def our_settings(options: argparse.Namespace, data: Path) -> list[str]:
         "actor_rollout_ref.actor.entropy_coeff": 0,
         "actor_rollout_ref.actor.optim.weight_decay": 0,
         "actor_rollout_ref.actor.optim.warmup_style": "constant",
+        "actor_rollout_ref.rollout.temperature": 1,
         "reward_model.search_cost": 0,
+        "algorithm.thrift": 0,
         "algorithm.kl_ctrl.kl_coef": 0,
         "trainer.total_training_steps": options.steps + 1,  # the last one validates and saves: not waited for
         "trainer.val_before_train": "false",

@@ -29,7 +29,8 @@ def test_trl_is_told_the_settings_of_the_configuration_and_of_the_command_line(t
     assert (task["prompts_per_step"], task["group"], task["micro_batch"]) == (2, 4, 4)
     assert (task["max_obs_length"], task["max_response_length"], task["max_completion"]) == (99, 32, 704)
     assert task["clip"] == [0.1, 0.28] and task["lr"] == config.actor_rollout_ref.actor.optim.lr == 8e-4
-    assert len(task["rows"]) == 4 and config.reward_model.search_cost == 0
+    assert len(task["rows"]) == 4 and config.reward_model.search_cost == config.algorithm.thrift == 0
+    assert config.actor_rollout_ref.rollout.temperature == 1
 
 
 @pytest.mark.slow
