@@ -5,7 +5,7 @@ gen_batch (prompts, seeds) -> Trajectory of each row -> TrajectoryLoop -> tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.agent.loop import LoopEvent, TrajectoryLoop
@@ -52,7 +52,19 @@ class EnvironmentAgent:
             process, so that parts can be joined); gen_batch's columns but `continuation`, and `trajectory`:
             `Trajectory.record`. meta_info `metrics`: `rollout/*` figures of this process and `figures`.
         """
-        config, meta_info, columns = self.config, gen_batch.meta_info, gen_batch.non_tensor_batch
+        columns, meta_info = gen_batch.non_tensor_batch, gen_batch.meta_info
+        trajectories = self.trajectories(gen_batch)
+        groups = None if meta_info.get("validate", False) else columns.get("uid")
+        tools = (self.codec, self.engine, self.environments, self.config)
+        groups = None if groups is None else groups.tolist()
+        keeps, params = meta_info.get("keep_partial", False), self.sampling_params(meta_info)
+        loop = TrajectoryLoop(*tools, params, trajectories, self.on_event, groups=groups, keep_partial=keeps)
+        loop.run()
+        return self.batch(trajectories, columns, self.figures(trajectories) | loop.load.metrics())
+
+    def trajectories(self, gen_batch: DataProto) -> list[Trajectory]:
+        """Those of a batch's rows, to be begun or gone on with."""
+        config, columns = self.config, gen_batch.non_tensor_batch
         seeds = gen_batch.tensors["sampling_seeds"].tolist()
         longest, asked = config.max_start_length, columns["raw_prompt_ids"]
         prompts = [cut_prompt(self.tokenizer, list(map(int, ids)), longest) for ids in asked]
@@ -69,28 +81,31 @@ class EnvironmentAgent:
                 )
             made.max_turns = row_max_turns(made.extras) or config.max_turns
             trajectories.append(made)
+        return trajectories
+
+    def sampling_params(self, meta_info: Mapping[str, Any]) -> SamplingParams:
+        """How a batch with this meta_info is sampled."""
+        config = self.config
         sampling: dict[str, Any] = {"temperature": 0.0}
         if meta_info.get("do_sample", True):
             names = ("temperature", "top_p", "top_k", "min_p")
             sampling = {name: meta_info.get(name, getattr(config, name)) for name in names}
-        params = SamplingParams(
+        return SamplingParams(
             max_tokens=config.max_response_length,
             eos_token_ids=self.codec.eos_token_ids,
             ignore_eos=config.ignore_eos,
             **sampling,
         )
-        groups = None if meta_info.get("validate", False) else columns.get("uid")
-        tools = (self.codec, self.engine, self.environments, config)
-        groups = None if groups is None else groups.tolist()
-        keeps = meta_info.get("keep_partial", False)
-        loop = TrajectoryLoop(*tools, params, trajectories, self.on_event, groups=groups, keep_partial=keeps)
-        loop.run()
-        widths, pad = (config.max_start_length, config.max_prompt_length), self.tokenizer.pad_token_id or 0
-        tensors = to_tensors(trajectories, *widths, pad)
+
+    def batch(
+        self, trajectories: Sequence[Trajectory], columns: Mapping[str, Any], metrics: dict[str, float]
+    ) -> DataProto:
+        """What `run_llm_loop` returns of trajectories that have ended; columns: of their rows."""
+        config, pad = self.config, self.tokenizer.pad_token_id or 0
+        tensors = to_tensors(trajectories, config.max_start_length, config.max_prompt_length, pad)
         records = [each.record(self.codec.decode_prompt(tuple(each.prompt_ids))) for each in trajectories]
         non_tensors = {**columns, "trajectory": records}
         non_tensors.pop("continuation", None)
-        metrics = self.figures(trajectories) | loop.load.metrics()
         return DataProto.from_dict(
             tensors=tensors, non_tensors=non_tensors, meta_info={"metrics": metrics} if metrics else {}
         )

@@ -114,41 +114,54 @@ class TrajectoryLoop:
         try:
             self._start_pending()
             while self.num_in_flight:
-                if self.engine.has_runnable:
-                    completions = self.engine.step()
-                    self.num_steps += 1
-                    self.load.sample(self.num_steps)
-                    if self.on_event is not None:
-                        for session_id, trajectory in self.sessions.items():
-                            text = self.codec.decode_turn(self.engine.partial(session_id).token_ids)
-                            if not text.endswith("\ufffd"):  # a character whose last bytes are still to come
-                                self._show(trajectory, text)
-                    self._handle(completions)
-                elif self.waiting:
-                    self._wait()
-                else:
-                    raise RuntimeError(f"the engine stopped with {len(self.sessions)} sessions unfinished")
-                self._cut_stragglers()
-                self._join()
-                self._start_pending()
+                self.advance()
         finally:
-            for session_id in list(self.sessions):
-                self.engine.close(session_id)
-            for step in self.waiting.values():
-                if not step.future.cancel():
-                    step.future.add_done_callback(partial(self._close_late, step.trajectory))
-            in_haste = self.num_in_flight > 0
-            if in_haste:
-                self.environments.give_up()
-            for trajectory in self.trajectories:
-                self._close(trajectory)
-            self.environments.wait_for_ends(CLOSE_SECONDS if in_haste else None)
-            for trajectory, episode in self.ended:
-                trajectory.seconds = (episode.seconds_init, episode.seconds_step)
-                trajectory.env_metrics = episode.metrics
+            self.end()
+
+    def advance(self, news: Future[Any] | None = None) -> None:
+        """One engine step; where nothing can be decoded, the wait for an observation, or for `news`."""
+        if self.engine.has_runnable:
+            completions = self.engine.step()
+            self.num_steps += 1
+            self.load.sample(self.num_steps)
+            if self.on_event is not None:
+                for session_id, trajectory in self.sessions.items():
+                    text = self.codec.decode_turn(self.engine.partial(session_id).token_ids)
+                    if not text.endswith("\ufffd"):  # a character whose last bytes are still to come
+                        self._show(trajectory, text)
+            self._handle(completions)
+        elif self.waiting:
+            self._wait(news)
+        else:
+            raise RuntimeError(f"the engine stopped with {len(self.sessions)} sessions unfinished")
+        self._cut_stragglers()
+        self._join()
+        self._start_pending()
+
+    def end(self) -> None:
+        """Closes all sessions and environments."""
+        for session_id in list(self.sessions):
+            self.engine.close(session_id)
+        for step in self.waiting.values():
+            if not step.future.cancel():
+                step.future.add_done_callback(partial(self._close_late, step.trajectory))
+        in_haste = self.num_in_flight > 0
+        if in_haste:
+            self.environments.give_up()
+        for trajectory in self.trajectories:
+            self._close(trajectory)
+        self.environments.wait_for_ends(CLOSE_SECONDS if in_haste else None)
+        self.note_ends()
+
+    def note_ends(self) -> None:
+        """Gives the trajectories what their environments, which are closed, have said of themselves."""
+        for trajectory, episode in self.ended:
+            trajectory.seconds = (episode.seconds_init, episode.seconds_step)
+            trajectory.env_metrics = episode.metrics
+        self.ended.clear()
 
     def _start_pending(self) -> None:
-        limit = self.config.max_in_flight or len(self.trajectories)
+        limit = self.config.max_in_flight or math.inf
         while self.pending and self.num_in_flight < limit:
             trajectory = self.pending.popleft()
             self.num_in_flight += 1
@@ -224,14 +237,15 @@ class TrajectoryLoop:
             else:
                 self._take(trajectory, result)
 
-    def _wait(self) -> None:
-        """Nothing can be decoded: until the next observation, or until a group is late."""
+    def _wait(self, news: Future[Any] | None) -> None:
+        """Nothing can be decoded: until the next observation, until a group is late, or until `news`."""
         if self.config.search_delay_steps is not None:  # the clock moves to the next observation
             self.num_steps = max(self.num_steps, min(step.due for step in self.waiting.values()))
             return
         late_at = None if self.watch is None else self.watch.next_due()
         timeout = None if late_at is None else max(0.0, late_at - self._now()) + 0.001
-        wait([step.future for step in self.waiting.values()], timeout, return_when=FIRST_COMPLETED)
+        futures = [step.future for step in self.waiting.values()] + ([] if news is None else [news])
+        wait(futures, timeout, return_when=FIRST_COMPLETED)
 
     def _join(self) -> None:
         """Resumes the trajectories whose observations are there, or due."""
@@ -308,7 +322,7 @@ class TrajectoryLoop:
             trajectory.add_observation(token_ids)
         assert trajectory.episode is not None
         params = replace(
-            self.params,
+            trajectory.params or self.params,
             max_tokens=min(self.config.max_response_length - trajectory.num_begun, room),
             stop=self.codec.stop(trajectory.episode.stop),
             seed=trajectory.seed,

@@ -28,7 +28,7 @@ from verl.environments.executors import Episode
 from verl.environments.registry import SEARCH
 from verl.utils.dataset.rl_dataset import encode_prompt, prompt_text
 from verl.utils.reward_score.qa_em import join_turns
-from verl.workers.rollout.base import Partial
+from verl.workers.rollout.base import Partial, SamplingParams
 from verl.workers.rollout.stop import StopCondition
 
 KEPT = "kept"  # finish_reason of a trajectory that goes on in the next step
@@ -296,6 +296,7 @@ class Trajectory:
     extras: Mapping[str, Any] = field(default_factory=dict)  # columns of its row, for its environment
     messages: list[Message] = field(default_factory=list)  # its prompt, for its environment
     max_turns: int = 0  # actions of its episode
+    params: SamplingParams | None = None  # of its turns; None: the loop's
     episode: Episode | None = None  # while it runs, as the next three
     session_id: int | None = None  # None: it has had none yet
     stopped_by: str = "stop"  # why its last generation ended, as in `Completion`

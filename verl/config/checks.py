@@ -143,9 +143,7 @@ def _check_rollout(config: Config) -> None:
     """What one key of the rollout means for another."""
     rollout, vllm = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.vllm
     apart, name, placement = rollout.placement == "apart", f"{ROLLOUT}.name", f"{ROLLOUT}.placement"
-    if apart and rollout.name == "native":
-        why = f", an engine inside of the trainer; expected {name}=vllm, or {placement}=colocated."
-        raise refusal(config, f"{placement} {name}", why)
+    _check_async(config)
     if rollout.tensor_model_parallel_size > 1 and rollout.name == "native":
         why = f", which keeps a whole model in each process; expected 1, or {name}=vllm."
         raise refusal(config, f"{ROLLOUT}.tensor_model_parallel_size {name}", why)
@@ -164,6 +162,40 @@ def _check_rollout(config: Config) -> None:
         keys = f"{ROLLOUT}.keep_partial {ROLLOUT}.straggler_factor"
         why = f", so no group is ever cut; expected both. Set for example {ROLLOUT}.straggler_factor=4."
         raise refusal(config, keys, why)
+
+
+def _check_async(config: Config) -> None:
+    """That rollouts which go on beside training can be, and that what is learnt from them is corrected."""
+    rollout, trainer, algorithm = config.actor_rollout_ref.rollout, config.trainer, config.algorithm
+    block, processes, key = "trainer.async_training", f"{ROLLOUT}.num_processes", f"{ROLLOUT}.name"
+    native = rollout.placement == "apart" and rollout.name == "native"
+    if rollout.num_processes != 1 and not native:
+        why = f", where there are none; expected {key}=native {ROLLOUT}.placement=apart."
+        raise refusal(config, f"{processes} {key} {ROLLOUT}.placement", why)
+    if native and trainer.backend == "local":
+        raise refusal(config, f"trainer.backend {ROLLOUT}.placement", ": processes apart need backend=ray.")
+    if trainer.async_training.max_staleness == 0:
+        return
+    staleness = f"{block}.max_staleness"
+    if not native:
+        why = f", where nothing samples beside training; expected {key}=native {ROLLOUT}.placement=apart."
+        raise refusal(config, f"{staleness} {key} {ROLLOUT}.placement", why)
+    for other, value in ((f"{ROLLOUT}.keep_partial", False), (f"{ROLLOUT}.straggler_factor", None)):
+        if rollout[other.rpartition(".")[2]] != value:
+            why = f", with which a step waits for no group; {block}.group_deadline bounds them instead."
+            raise refusal(config, f"{staleness} {other}", why)
+    if algorithm.adv_estimator == "remax":
+        why = ", whose baseline is a greedy rollout with the weights of the step; expected 0."
+        raise refusal(config, f"{staleness} algorithm.adv_estimator", why)
+    correction = algorithm.rollout_correction
+    if correction.rollout_is is None and not correction.bypass_mode:
+        raise refusal(
+            config,
+            staleness,
+            ": what older weights have sampled must be weighted by its ratio; set "
+            "algorithm.rollout_correction.bypass_mode=true (the loss clips the ratio to the rollout's "
+            "probabilities), or algorithm.rollout_correction.rollout_is=token.",
+        )
 
 
 def check_vllm_is_there(config: Config) -> None:

@@ -235,7 +235,8 @@ class Rollout(Block):
     """Sampling trajectories."""
 
     name: str = key("auto", "native is ours; auto: vllm on CUDA if there is one", "auto native vllm")
-    placement: str = key("colocated", "an engine in each process; apart: vLLM servers", "colocated apart")
+    placement: str = key("colocated", "in each process; apart: processes or vLLM servers", "colocated apart")
+    num_processes: Count = key(1, "apart: processes that sample, with the native engine")
     temperature: Annotated[float, Range(0.001)] = key(1.0, "sampling temperature in training")
     top_k: OrMinusOne = key(-1, "sample among the k most likely tokens (-1: all)")
     top_p: PositiveShare = key(1.0, "sample within this much probability mass")

@@ -266,6 +266,17 @@ class RunSettings(Block):
 
 
 @dataclass(slots=True)
+class AsyncTraining(Block):
+    """Rollouts that go on while the policy is trained (with rollout.placement=apart)."""
+
+    max_staleness: Whole = key(0, "updates since a trained row's oldest token, at most (0: no overlap)")
+    in_flight_updates: bool = key(True, "new weights come in the midst of turns; false: turns end first")
+    recompute_kv: bool = key(True, "new weights compute the KV cache again; false: they go on with it")
+    group_deadline: Positive = key(1800, "seconds until an unfinished group is given up and asked again")
+    repeatable: bool = key(False, "weights change between batches: the same run every time")
+
+
+@dataclass(slots=True)
 class Trainer(RunSettings):
     """The run."""
 
@@ -278,6 +289,7 @@ class Trainer(RunSettings):
     dry_run: bool = key(False, "print who goes where and the memory of it, and end")
     dry_run_gpu_memory_gb: Positive | None = key(None, "dry run: GiB of each GPU (null: this machine's)")
     num_trajectories_logged: Whole = key(16, "trajectories kept as text, per step and per validation")
+    async_training: AsyncTraining = group(AsyncTraining)
     cpus_per_process: ClassVar[float] = 0.25  # of Ray's CPUs, reserved by each process: several fit on a core
 
 

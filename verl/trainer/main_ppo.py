@@ -51,6 +51,10 @@ def _worker(role: Role, config: Config) -> ClassWithInitArgs:
     actor_class, critic_class = worker_classes(config)
     block, device, seed = config.actor_rollout_ref, config.trainer.device, config.trainer.seed
     agent_factory = functools.partial(build_agent, config, api_key=os.environ.get(API_KEY_VARIABLE, ""))
+    if role is Role.Rollout:
+        from verl.workers.rollout_worker import RolloutWorker
+
+        return ClassWithInitArgs(RolloutWorker, block, agent_factory, config.trainer.async_training, device)
     if role is Role.Critic:
         return ClassWithInitArgs(critic_class, config.critic, block.rollout.n, device, seed)
     return ClassWithInitArgs(actor_class, block, role.value, agent_factory, device, seed)
@@ -65,7 +69,7 @@ def build_trainer(
     train_score: scores training rows (`main_ppo_format`); validation is always exact match.
     """
     from search_r1.llm_agent.generation import env_metrics
-    from verl.trainer.placement import build_pools, roles_of
+    from verl.trainer.placement import Role, build_pools, roles_of, samples_apart
     from verl.trainer.ppo.passes import Passes
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.scoring import RewardManager
@@ -92,7 +96,9 @@ def build_trainer(
     return RayPPOTrainer(
         config=config,
         tokenizer=tokenizer,
-        role_worker_mapping={role: _worker(role, config) for role in roles},
+        role_worker_mapping={
+            role: _worker(role, config) for role in (*roles, *[Role.Rollout] * samples_apart(config))
+        },
         resource_pool_manager=build_pools(config, roles),
         reward_fn=RewardManager(tokenizer, 0, user_score or train_score, verifiers),
         val_reward_fn=RewardManager(tokenizer, 0, user_score, verifiers),
@@ -125,7 +131,7 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
         from search_r1.search.probe import RetrievalProbe
         from verl.preflight.preflight import dry_run, start_is_sound
         from verl.trainer.config import settings_without_effect, validate
-        from verl.trainer.placement import order_of_kernels, place, start_ray
+        from verl.trainer.placement import place, process_variables, start_ray
         from verl.trainer.restarts import RestartingRun, run_to_an_end
         from verl.utils.dataset.row_environments import check_environments
 
@@ -145,7 +151,7 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
         with announced("starting Ray"):
             closing.enter_context(start_ray(config))
         place(config)
-        for variable, value in order_of_kernels(config).items():  # workers get them from here
+        for variable, value in process_variables(config).items():  # workers get them from here
             os.environ.setdefault(variable, value)
         score = train_score_factory(config) if train_score_factory else None
         build = functools.partial(build_trainer, train_score=score, stop_request=stop_request)

@@ -2,13 +2,14 @@
 
     place(config)      `auto` becomes what is there, `fastest` what was measured when the run began
     build_pools(...)   one pool of trainer.nnodes x trainer.n_gpus_per_node processes with actor, reference,
-                       critic, and the rollout
+                       critic, and the rollout; with rollouts apart a pool of rollout.num_processes for these
 
 The driver is the process that was started, wherever that is; it is in no pool.
 """
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -39,6 +40,7 @@ class Role(Enum):
 
     ActorRollout = "actor_rollout"
     ActorRolloutRef = "actor_rollout_ref"
+    Rollout = "rollout"
     Critic = "critic"
     RefPolicy = "ref"
     RewardModel = "rm"
@@ -73,8 +75,16 @@ class ResourcePoolManager:
         return self.resource_pool_dict[self.mapping[role]]
 
 
+def samples_apart(config: Config | SFTConfig) -> bool:
+    """Whether processes of their own sample, with the native engine."""
+    if isinstance(config, SFTConfig):
+        return False
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.placement == "apart" and rollout.name == "native"
+
+
 def roles_of(passes: Passes) -> list[Role]:
-    """Who lives in each process of a run."""
+    """Who lives in each process that trains."""
     actor = Role.ActorRolloutRef if passes.reference else Role.ActorRollout
     return [actor, Role.Critic] if passes.values else [actor]
 
@@ -85,10 +95,18 @@ def processes_on_nodes(config: Config | SFTConfig) -> list[int]:
 
 
 def build_pools(config: Config, roles: list[Role]) -> ResourcePoolManager:
-    """The one pool of a run, which all roles share. Reserves nothing."""
+    """The pool that all roles share that train, and that of the processes that sample, if there are any.
+    Reserves nothing.
+    """
+    spec, mapping = {"global_pool": processes_on_nodes(config)}, dict.fromkeys(roles, "global_pool")
+    if samples_apart(config):
+        spec["rollout_pool"], mapping[Role.Rollout] = (
+            [config.actor_rollout_ref.rollout.num_processes],
+            "rollout_pool",
+        )
     pools = ResourcePoolManager(
-        resource_pool_spec={"global_pool": processes_on_nodes(config)},
-        mapping=dict.fromkeys(roles, "global_pool"),
+        resource_pool_spec=spec,
+        mapping=mapping,
         backend=config.trainer.backend,
         use_gpu=config.trainer.device == "cuda",
         num_cpus_per_process=config.trainer.cpus_per_process,
@@ -109,7 +127,7 @@ def place(config: Config | SFTConfig) -> None:
     """
     trainer = config.trainer
     if trainer.backend == "auto":
-        trainer.backend = "local" if num_processes(config) == 1 else "ray"
+        trainer.backend = "ray" if needs_ray(config) else "local"
     if trainer.device != "cpu":
         trainer.device = _device(config)
     fastest = [key for key, value in flat(config).items() if key.endswith(_DTYPE_KEY) and value == FASTEST]
@@ -165,20 +183,29 @@ def _device(config: Config | SFTConfig) -> str:
     return "cpu" if num_gpus == 0 else "cuda"
 
 
-def order_of_kernels(config: Config) -> dict[str, str]:
-    """Variables of processes that share a layer's matrices (tensor parallel) on CUDA: with one queue kernels
-    start in the order in which they were called, so that communication begins before the product that it
-    runs beside takes the whole GPU.
+def process_variables(config: Config) -> dict[str, str]:
+    """Variables of a run's processes. On CUDA of those that share a layer's matrices (tensor parallel): with
+    one queue kernels start in the order in which they were called, so that communication begins before the
+    product that it runs beside takes the whole GPU. On CPU, where others sample beside training: each has its
+    share of the cores.
     """
     actor = config.actor_rollout_ref.actor
     shared = actor.strategy == "megatron" and actor.megatron.tensor_model_parallel_size > 1
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if shared and config.trainer.device == "cuda" else {}
+    if config.trainer.device == "cuda":
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if shared else {}
+    if not samples_apart(config):
+        return {}
+    cores, processes = (
+        os.cpu_count() or 1,
+        num_processes(config) + config.actor_rollout_ref.rollout.num_processes,
+    )
+    return {"OMP_NUM_THREADS": str(max(1, cores // processes)), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def needs_ray(config: Config | SFTConfig) -> bool:
     """Whether this run is on Ray: it has more than one process, or `trainer.backend=ray`."""
     backend = config.trainer.backend
-    return backend == "ray" or (backend == "auto" and num_processes(config) > 1)
+    return backend == "ray" or (backend == "auto" and (num_processes(config) > 1 or samples_apart(config)))
 
 
 def start_ray(config: Config | SFTConfig) -> AbstractContextManager[RaySession | None]:

@@ -265,6 +265,24 @@ class ActorRolloutRefWorker(TrainingWorker):
         if self.config.rollout.placement == "apart" and self.world_size > 1:
             torch.distributed.barrier()  # rank 0 has sent them: no other rank asks the servers before
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def rollout_dtype(self) -> str:
+        """Of the weights that rollouts take, a torch dtype's name."""
+        return str(rollout_dtype(self.config.rollout, self.engine.precision.compute)).removeprefix("torch.")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def export_weights(self) -> list[tuple[str, torch.Tensor]] | None:
+        """The policy's present weights for rollout processes: from rank 0 copies in CPU memory under Hugging
+        Face names, in the rollouts' dtype; None from others.
+        """
+        dtype = getattr(torch, self.rollout_dtype())
+        with self.engine.loaded(), torch.no_grad():
+            pairs = [
+                (name, tensor.detach().to("cpu", dtype, copy=True)) if self.rank == 0 else None
+                for name, tensor in self.engine.weights()
+            ]
+        return [pair for pair in pairs if pair is not None] if self.rank == 0 else None
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Runs the agent on `raw_prompt_ids` with `sampling_seeds`; the result has a trajectory per row."""

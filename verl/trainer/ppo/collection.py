@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from verl.utils.dataset.mixture import Mixture
 from verl.utils.dataset.rl_dataset import DataFailed, PromptSampler, RLHFDataset
 from verl.verifiers.registry import verifier_metrics
 
-TRAIN_STREAM, VALIDATION_STREAM = 0, 1
+TRAIN_STREAM, VALIDATION_STREAM, AHEAD_STREAM = 0, 1, 2
 KEPT, CUT = "kept", "cut"  # finish reasons of trajectories that a round did not wait for
 PARTIAL_GROUPS_FILE, HISTORY_FILE = "partial_groups.pkl", "prompt_history.npz"
 
@@ -106,9 +106,9 @@ class TrajectoryCollector:
 
     # ---------------------------------------------------------------------------------- rounds of generation
 
-    def rounds(self, step: int, is_last: bool) -> Iterator[DataProto]:
-        """The prompts of each round of a step: one round, or more where groups that teach nothing are
-        replaced. What came of a round is given to `add` before the next one is asked for.
+    def rounds(self, step: int) -> Iterator[int]:
+        """How many groups each round of a step asks for: one round, or more where groups that teach nothing
+        are replaced. What came of a round is given to `add` before the next one is asked for.
         """
         wanted = count = self.config.data.train_batch_size
         algorithm = self.config.algorithm
@@ -116,7 +116,7 @@ class TrajectoryCollector:
         max_rounds = algorithm.filter_groups.max_num_gen_batches or math.inf
         self._rounds = []
         while True:
-            yield self._prompts(step, count, is_last)  # goes on here after `add`
+            yield count  # goes on here after `add`
             self._batch = DataProto.concat(self._rounds)
             uids = self._batch.non_tensor_batch["uid"]
             self._usable = usable_rows(self._batch, self.passes.compares_group, algorithm.overlong_filter)
@@ -143,23 +143,44 @@ class TrajectoryCollector:
         scores = _scores_by(scored, "index", usable)  # the mean of each prompt's usable trajectories
         self.sampler.record(list(map(int, scores)), [sum(group) / len(group) for group in scores.values()])
 
-    def _prompts(self, step: int, count: int, is_last: bool) -> DataProto:
+    def prompts(self, step: int, count: int, is_last: bool) -> DataProto:
         """The unfinished rows and `count` fresh prompts, each as often as it is answered."""
         rollout, number = self.config.actor_rollout_ref.rollout, len(self._rounds)
         asked = {int(row) for batch in self._rounds for row in batch.non_tensor_batch["index"]}
         try:
-            rows = [self.dataset[i] for i in self.sampler.take(count, sorted(asked))]
+            indices = self.sampler.take(count, sorted(asked))
+            prompts = self._answered(indices, f"step{step}.{number}" if number else f"step{step}")
         except DataFailed as error:
             raise RunStopped(f"step {step}: {error}") from error
-        answers = [row.pop("num_answers", None) or rollout.n_agent * rollout.n for row in rows]
-        fresh = prompt_batch(rows, f"step{step}.{number}" if number else f"step{step}")
-        prompts = fresh.select_idxs(np.repeat(np.arange(len(rows)), answers))
         if self.unfinished is not None:
             prompts.non_tensor_batch["continuation"] = object_array([None] * len(prompts))
             prompts = DataProto.concat([self.unfinished, prompts])
         seeds = sampling_seeds(self.config.trainer.seed, TRAIN_STREAM, step, len(prompts), number)
         keeps = rollout.keep_partial and not is_last
         return self._with_sampling(prompts, seeds, rollout.do_sample, validate=False, keep_partial=keeps)
+
+    def group(
+        self, number: int, attempt: int, asked: Sequence[int] = (), index: int | None = None
+    ) -> DataProto:
+        """The rows of one prompt, which is sampled ahead of its step: the next one, or that at `index`.
+
+        number, attempt: of the group; its seeds depend on these alone. asked: rows that are under way.
+        RunStopped: there is no next one.
+        """
+        rollout, name = self.config.actor_rollout_ref.rollout, f"group{number}"
+        try:
+            indices = self.sampler.take(1, asked) if index is None else [index]
+            prompts = self._answered(indices, f"{name}.{attempt}" if attempt else name)
+        except DataFailed as error:
+            raise RunStopped(f"group {number}: {error}") from error
+        seeds = sampling_seeds(self.config.trainer.seed, AHEAD_STREAM, number, len(prompts), attempt)
+        return self._with_sampling(prompts, seeds, rollout.do_sample, validate=False, keep_partial=False)
+
+    def _answered(self, indices: Sequence[int], uid_prefix: str) -> DataProto:
+        """Rows of the dataset, each as often as it is answered. DataFailed."""
+        rollout, rows = self.config.actor_rollout_ref.rollout, [self.dataset[i] for i in indices]
+        answers = [row.pop("num_answers", None) or rollout.n_agent * rollout.n for row in rows]
+        return prompt_batch(rows, uid_prefix).select_idxs(np.repeat(np.arange(len(rows)), answers))
 
     def _with_sampling(
         self, prompts: DataProto, seeds: torch.Tensor, do_sample: bool, **more: bool
@@ -187,9 +208,9 @@ class TrajectoryCollector:
 
     # ----------------------------------------------------------------------------------- what is learnt
 
-    def selected(self, seconds: float) -> tuple[DataProto, dict[str, float]]:
+    def selected(self, seconds: float, version: int | None = None) -> tuple[DataProto, dict[str, float]]:
         """The rows that the step learns from, and metrics of all that it generated, which took `seconds`.
-        RunStopped: there is nothing to learn from.
+        version: that is trained (None: the newest that sampled). RunStopped: there is nothing to learn from.
         """
         batch, chosen = self._batch, self._chosen
         metrics = self._metrics(seconds)
@@ -197,7 +218,9 @@ class TrajectoryCollector:
             raise RunStopped("no trajectory of this step has a token to learn from.")
         if not chosen.any():
             chosen = self._usable  # all advantages are 0 then; the rest of the loss (entropy, KL) is as ever
-        newest = max(record["version_last"] or 0 for record in batch.non_tensor_batch["trajectory"])
+        newest = version
+        if newest is None:
+            newest = max(record["version_last"] or 0 for record in batch.non_tensor_batch["trajectory"])
         batch = batch if chosen.all() else batch.select_idxs(chosen)
         # optimizer steps since each row's first token was sampled; 0 for a row without a token
         first = [record["version_first"] for record in batch.non_tensor_batch["trajectory"]]

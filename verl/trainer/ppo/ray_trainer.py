@@ -42,6 +42,7 @@ from verl.trainer.ppo.resuming import SETTINGS_FILE, ResumableRun
 from verl.trainer.ppo.run_state import RunState, RunStopped, StoppedOnRequest, StopRequest
 from verl.trainer.ppo.scoring import RewardManager, add_advantages, score
 from verl.trainer.ppo.scoring import compute_advantage as compute_advantage  # where verl has it
+from verl.trainer.ppo.stream import RolloutStream
 from verl.trainer.ppo.validation import ValidationReport, run_summary, validate
 from verl.utils.dataset.mixture import Mixture, prompt_sampler
 from verl.utils.dataset.rl_dataset import RLHFDataset
@@ -107,6 +108,7 @@ class RayPPOTrainer(ResumableRun):
             config, self.passes, train_dataset, self.sampler, trajectory_metrics, self.recorder.say
         )
         self.failures = FailureWatch(config, self.recorder.say)
+        self.stream: RolloutStream | None = None  # where rollouts have processes of their own
 
     # ---------------------------------------------------------------- workers
 
@@ -117,19 +119,26 @@ class RayPPOTrainer(ResumableRun):
         does not fit. EngineUnavailable: the rollout engine's servers don't start, or don't answer.
         """
         self._take_folder()
+        config = self.config
         pools: dict[int, tuple[ResourcePool, dict[str, ClassWithInitArgs]]] = {}
         for role, worker in self.role_worker_mapping.items():
             pool = self.resource_pool_manager.get_resource_pool(role)
             pools.setdefault(id(pool), (pool, {}))[1][role.value] = worker
         for pool, workers in pools.values():
             self.worker_groups |= build_worker_groups(self.resource_pool_manager.backend, pool, workers)
-        actor = next(role for role in self.role_worker_mapping if role is not Role.Critic)
+        actor = next(role for role in self.role_worker_mapping if role not in (Role.Critic, Role.Rollout))
         self.actor_rollout_wg = self.worker_groups[actor.value]
         self.actor_rollout_wg.init_model()
         if self.passes.values:
             self.critic_wg = self.worker_groups[Role.Critic.value]
             self.critic_wg.init_model()
-        self.actor_rollout_wg.start_rollout(-(-self._most_rows() // self.actor_rollout_wg.world_size))
+        if Role.Rollout not in self.role_worker_mapping:
+            self.actor_rollout_wg.start_rollout(-(-self._most_rows() // self.actor_rollout_wg.world_size))
+            return
+        group, ahead = self.worker_groups[Role.Rollout.value], config.trainer.async_training.max_staleness
+        num_rows = -(-self._most_rows() * (1 + ahead) // group.world_size)
+        group.start_rollout(num_rows, self.actor_rollout_wg.rollout_dtype()[0])
+        self.stream = RolloutStream(config, self.collector, group, self.total_steps, self.recorder.say)
 
     def _most_rows(self) -> int:
         """Trajectories of the largest batch that is generated, over all processes."""
@@ -156,6 +165,8 @@ class RayPPOTrainer(ResumableRun):
         """
         self._resume()
         self.recorder.say("\n".join(self._banner()))
+        if self.stream is not None:
+            self._sync_weights()
         config = self.config
         trainer, actor = config.trainer, config.actor_rollout_ref.actor
         started = time.perf_counter() - self.state.wall_seconds
@@ -171,14 +182,14 @@ class RayPPOTrainer(ResumableRun):
                 with timer("step"):
                     # Collect trajectories (with searches) and score them, in several rounds where groups that
                     # teach nothing are replaced.
-                    for prompts in self.collector.rounds(step, last):
+                    for count in self.collector.rounds(step):
                         with timer("gen"):
-                            generated = self._generate_sequences(prompts)
-                            trajectories, self.collector.unfinished = split_unfinished(generated)
+                            trajectories = self._trajectories(count, step, last)
                         with timer("reward"):
                             score(trajectories, self.reward_fn, self.config)
                         self.collector.add(trajectories)
-                    batch, metrics = self.collector.selected(timer.seconds["gen"])
+                    version = None if self.stream is None else self.stream.gate.version
+                    batch, metrics = self.collector.selected(timer.seconds["gen"], version)
                     if self.passes.greedy_rollouts:
                         with timer("gen_max"):
                             greedy = self._generate_sequences(self.collector.greedy_prompts(batch, step))
@@ -208,7 +219,7 @@ class RayPPOTrainer(ResumableRun):
                         metrics |= update["metrics"]
                     self.state.step = step
                     with timer("sync_weights"):
-                        self.actor_rollout_wg.sync_weights()
+                        self._sync_weights()
 
                     search_failure: RunStopped | None = None
                     if last or (trainer.test_freq > 0 and step % trainer.test_freq == 0):
@@ -220,6 +231,7 @@ class RayPPOTrainer(ResumableRun):
                             except RunStopped as failure:  # the step is done all the same
                                 search_failure = failure
                 metrics = metric_utils.step_metrics(batch, timer, self.passes.values) | metrics
+                metrics |= {} if self.stream is None else self.stream.metrics()
                 stop = search_failure is not None or (self.stop_request.asked and not last)
                 warnings = self._take_state(metrics, timer, started)
                 if last or stop or (trainer.save_freq > 0 and step % trainer.save_freq == 0):
@@ -263,13 +275,31 @@ class RayPPOTrainer(ResumableRun):
             )
         return lines
 
+    def _trajectories(self, count: int, step: int, is_last: bool) -> DataProto:
+        """Those of `count` groups: sampled now, or ahead. SearchesFailed, EnvironmentsFailed: of too many."""
+        if self.stream is None:
+            generated = self._generate_sequences(self.collector.prompts(step, count, is_last))
+            trajectories, self.collector.unfinished = split_unfinished(generated)
+            return trajectories
+        trajectories = self.stream.take(count, step)
+        self.failures.check(trajectories.non_tensor_batch["trajectory"])
+        return trajectories
+
+    def _sync_weights(self) -> None:
+        """Gives the rollouts the policy of this step."""
+        if self.stream is None:
+            self.actor_rollout_wg.sync_weights()
+        else:
+            self.stream.send_weights(self.state.step, self.actor_rollout_wg.export_weights())
+
     def _generate_sequences(self, prompts: DataProto) -> DataProto:
         """A trajectory for each row of prompts, with the prompts' columns. SearchesFailed,
         EnvironmentsFailed: of too many; see `FailureWatch`.
         """
         columns = prompts.non_tensor_batch
         shipped = [name for name in ("raw_prompt_ids", "uid", "continuation", "episode") if name in columns]
-        generated = self.actor_rollout_wg.generate_sequences(prompts.select(non_tensor_batch_keys=shipped))
+        workers = self.actor_rollout_wg if self.stream is None else self.stream.workers
+        generated = workers.generate_sequences(prompts.select(non_tensor_batch_keys=shipped))
         trajectories = generated.non_tensor_batch["trajectory"]
         self.failures.check(trajectories)
         columns = {name: column for name, column in columns.items() if name != "continuation"}
@@ -364,6 +394,9 @@ class RayPPOTrainer(ResumableRun):
             settings = json.dumps(self.learning_settings, indent=1)
             (folder / SETTINGS_FILE).write_text(settings, encoding="utf-8")
             self.collector.save(folder)
+            if self.stream is not None:  # its prompts were drawn by now
+                self.state.sampler = self.sampler.state_dict()
+                self.stream.save(folder, step_is_over=not self.stream.taken)
             self.state.save(folder)
 
         critic = {"critic": self.critic_wg} if self.passes.values else {}
@@ -377,6 +410,8 @@ class RayPPOTrainer(ResumableRun):
         for name in RESUMED:
             getattr(self, name).load_state_dict(getattr(self.state, name))
         self.collector.load(folder)
+        if self.stream is not None:
+            self.stream.load(folder, self.state.step)
         if self.passes.values:
             self.critic_wg.load_checkpoint(str(folder / "critic"))
         return self.state.step

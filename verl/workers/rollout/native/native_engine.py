@@ -37,9 +37,12 @@ class NativeEngine(RolloutEngine[NativeSession]):
     Attributes:
         max_num_seqs: sessions that run at a time.
         num_blocks: of the KV pool.
+        keeps_kv: new weights go on with the KV state of older ones, which is faster, and what is sampled then
+            is of neither policy. False: it is computed again.
     """
 
     session_class = NativeSession
+    keeps_kv = False
 
     def __init__(
         self,
@@ -143,7 +146,8 @@ class NativeEngine(RolloutEngine[NativeSession]):
     # ---- weights and memory ----
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self._scheduler.drop_kv()
+        if not self.keeps_kv:
+            self._scheduler.drop_kv()
         self.version = -1
         self._runner.load_weights(weights)
         self.version = version

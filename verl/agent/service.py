@@ -1,0 +1,147 @@
+"""A loop over sessions that does not end: trajectories are added and taken while others run.
+
+    add -> [pending] -> [running: sessions, actions under way] -> take_finished
+                             |  load_weights: between two steps, or when no turn is under way
+                             +-> continuations: what runs, as far as it is, for a checkpoint
+
+One thread owns it, as it owns the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from verl.agent.loop import TrajectoryLoop
+from verl.agent.trajectory import KEPT, AgentConfig, Codec, Trajectory
+from verl.environments.executors import Environments
+from verl.workers.rollout.base import Partial, RolloutEngine, SamplingParams
+
+
+class TrajectoryService(TrajectoryLoop):
+    """Its trajectories have a `row` of their own each, and their own `params`. Made without any."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        engine: RolloutEngine,
+        environments: Environments,
+        config: AgentConfig,
+        params: SamplingParams,
+    ) -> None:
+        super().__init__(codec, engine, environments, config, params, [])
+        self._live: dict[int, Trajectory] = {}
+        self._finished: list[Trajectory] = []
+        self._waiting_weights: Callable[[], None] | None = None  # until no turn is under way
+        self._held: list[tuple[Trajectory, Sequence[int] | None]] = []  # turns that wait for these
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._live
+
+    def add(self, trajectories: Sequence[Trajectory]) -> None:
+        self._live |= {trajectory.row: trajectory for trajectory in trajectories}
+        for trajectory in trajectories:
+            if trajectory.finish_reason:  # it had ended before a checkpoint
+                self._finished.append(trajectory)
+            else:
+                self.pending.append(trajectory)
+        self._start_pending()
+
+    def take_finished(self) -> list[Trajectory]:
+        """Those that ended since the last call; their environments are closed."""
+        if self._finished:
+            self.environments.wait_for_ends()
+            self.note_ends()
+        finished, self._finished = self._finished, []
+        for trajectory in finished:
+            del self._live[trajectory.row]
+        return finished
+
+    def advance(self, news: Future[Any] | None = None) -> None:
+        if self._waiting_weights is not None and not self.engine.has_runnable:
+            self._take_weights()
+        if self.engine.has_runnable or self.waiting:
+            super().advance(news)
+
+    def cancel(self, rows: Collection[int]) -> None:
+        """Ends trajectories that nobody waits for any more; they are not taken."""
+        for row in rows:
+            trajectory = self._live.get(row)
+            if trajectory is None or trajectory.finish_reason:
+                continue
+            if trajectory in self.pending:
+                self.pending.remove(trajectory)
+                self.num_in_flight += 1  # as `_finish` counts it
+            if (under_way := self.waiting.pop(row, None)) is not None and not under_way.future.cancel():
+                under_way.future.add_done_callback(partial(self._close_late, trajectory))
+            self._held = [held for held in self._held if held[0] is not trajectory]
+            self._finish(trajectory, "cut")
+        gone = set(rows)
+        self._finished = [trajectory for trajectory in self._finished if trajectory.row not in gone]
+        for row in gone & self._live.keys():
+            del self._live[row]
+
+    def load_weights(self, load: Callable[[], None], turns_end_first: bool) -> None:
+        """Calls `load`, which gives the engine weights: now, or when the turns that are under way have ended,
+        and before others begin. What waits from an earlier call is left out then.
+        """
+        self._waiting_weights = load
+        if not turns_end_first or not self.engine.has_runnable:
+            self._take_weights()
+
+    def _take_weights(self) -> None:
+        load, self._waiting_weights = self._waiting_weights, None
+        assert load is not None
+        load()
+        held, self._held = self._held, []
+        for trajectory, token_ids in held:
+            super()._go_on(trajectory, token_ids)
+
+    def _go_on(self, trajectory: Trajectory, token_ids: Sequence[int] | None = None) -> None:
+        if self._waiting_weights is None:
+            super()._go_on(trajectory, token_ids)
+        else:
+            self._held.append((trajectory, token_ids))
+
+    def _finish(self, trajectory: Trajectory, reason: str) -> None:
+        super()._finish(trajectory, reason)
+        self._finished.append(trajectory)
+
+    def continuations(self) -> list[Trajectory]:
+        """What is there, as far as it is: copies, those under way as "kept". One whose environment has a
+        state of its own begins anew.
+        """
+        held = {trajectory.row: token_ids for trajectory, token_ids in self._held}
+        copies = []
+        for trajectory in self._live.values():
+            if trajectory.finish_reason:
+                copies.append(trajectory)
+                continue
+            if trajectory.episode is not None and not self.environments[trajectory.env_class].stateless:
+                copies.append(self._anew(trajectory))
+                continue
+            copy = replace(trajectory, turns=[replace(turn) for turn in trajectory.turns])
+            for name in ("response_ids", "response_mask", "log_probs"):
+                setattr(copy, name, list(getattr(trajectory, name)))
+            if (observation := held.get(trajectory.row)) is not None:
+                copy.add_observation(observation)
+            elif trajectory.session_id is not None and trajectory.episode is not None:
+                begun = self.engine.partial(trajectory.session_id)
+                stop = self.codec.stop(trajectory.episode.stop)
+                length = len(begun.token_ids) if stop is None else stop.settled_length(begun.token_ids)
+                begun = Partial(begun.token_ids[:length], begun.log_probs[:length], begun.version_first)
+                copy.keep(begun, self.engine.version)
+            copy.finish_reason = KEPT
+            copies.append(copy)
+        return copies
+
+    def _anew(self, trajectory: Trajectory) -> Trajectory:
+        fresh = Trajectory(trajectory.row, list(trajectory.prompt_ids), trajectory.seed)
+        for name in ("env_class", "messages", "extras", "max_turns"):
+            setattr(fresh, name, getattr(trajectory, name))
+        fresh.finish_reason = KEPT
+        return fresh

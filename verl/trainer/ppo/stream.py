@@ -1,0 +1,263 @@
+"""Rollouts that go on while the policy is trained: groups begun ahead, as far as `StalenessGate` lets them.
+
+    send_weights -> begun as there is room -> RolloutWorker ... -> take: the oldest groups that are ready
+         ^                                                              |
+         +------------------- step: log-probs, update <-----------------+
+
+The driver calls it between the phases of a step and nowhere else: rollouts need no thread here, since all
+that may be sampled during an update is begun before it. A group that is too old when a batch is cut, or that
+is not over within `group_deadline`, is asked again; no prompt is lost. With `repeatable` weights change only
+where no group is under way, so that the batch of step b is sampled by version b - 1 - k alone, however fast
+the processes are.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.config import Config
+from verl.protocol import DataProto, DataProtoFuture, object_array
+from verl.single_controller.base import WorkerGroup
+from verl.trainer.ppo.collection import TrajectoryCollector, continuations
+from verl.trainer.ppo.staleness import StalenessGate
+from verl.workers.rollout_worker import MEMBER
+
+STREAM_FILE = "rollout_stream.pkl"
+POLL_SECONDS = 0.1
+SHIPPED = ("raw_prompt_ids", "uid", "continuation", "episode", MEMBER)
+
+
+@dataclass(eq=False)
+class Group:
+    """All rows of one prompt.
+
+    number: in the order in which prompts are drawn. attempt: how often it was asked before. prompts: its
+    rows, ready to be generated from. rank: of the process that samples it. begun: time.monotonic() of that.
+    rows: member -> its trajectory, as they end.
+    """
+
+    number: int
+    attempt: int
+    prompts: DataProto
+    rank: int = 0
+    begun: float = 0.0
+    rows: dict[int, DataProto] = field(default_factory=dict)
+
+    @property
+    def uid(self) -> str:
+        return str(self.prompts.non_tensor_batch["uid"][0])
+
+    @property
+    def version_first(self) -> int | None:
+        """Of its oldest sampled token; None: it has none."""
+        records = [row.non_tensor_batch["trajectory"][0] for row in self.rows.values()]
+        return min((r["version_first"] for r in records if r["version_first"] is not None), default=None)
+
+    def trajectories(self) -> DataProto:
+        """Its rows in order, with their prompts' columns."""
+        rows = DataProto.concat([self.rows[member] for member in sorted(self.rows)])
+        columns = {name: x for name, x in self.prompts.non_tensor_batch.items() if name != "continuation"}
+        return DataProto(rows.batch, columns | {"trajectory": rows.non_tensor_batch["trajectory"]})
+
+
+class RolloutStream:
+    """The groups that are sampled ahead, and the processes that sample them.
+
+    Args:
+        workers: a group of `RolloutWorker`. say: takes one line for the user.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        collector: TrajectoryCollector,
+        workers: WorkerGroup,
+        num_steps: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self.config, self.collector, self.workers, self.say = config, collector, workers, say
+        self.settings = config.trainer.async_training
+        self.gate = StalenessGate(self.settings.max_staleness, config.data.train_batch_size, num_steps)
+        self.running: dict[str, Group] = {}  # by uid
+        self.ready: list[Group] = []
+        self.again: list[Group] = []  # to be asked before others
+        self.taken: list[Group] = []  # of the present step
+        self.next_number = 0
+        self._counts = dict.fromkeys(("dropped", "expired"), 0)
+        self._seconds = dict.fromkeys(("trainer_idle_seconds", "sync_seconds"), 0.0)
+        self._in_queue: list[int] = []  # ages of the groups of the last batch when it was cut
+
+    # ------------------------------------------------------------------------------------------- of a step
+
+    def send_weights(self, version: int, weights: DataProtoFuture) -> None:
+        """The policy after `version` steps goes to the processes; what there is room for now is begun. The
+        step before, if there was one, is over.
+        """
+        started = time.perf_counter()
+        while self.settings.repeatable and any(group.begun for group in self.running.values()):
+            self._receive()
+        self.workers.load_weights(weights, version)
+        self._seconds["sync_seconds"] += time.perf_counter() - started
+        self.gate.version, self.taken = version, []
+        for group in self.running.values():
+            if not group.begun:  # of a checkpoint
+                self._submit(group)
+        self._begin()
+
+    def take(self, count: int, step: int) -> DataProto:
+        """The trajectories of `count` groups, as soon as there are so many."""
+        started = time.perf_counter()
+        if self.taken:  # the step needs more than its share, as some teach nothing
+            self.gate.drop_ready(count)
+        while True:
+            self._begin()
+            self._drop_old()
+            live = sorted([*self.ready, *self.running.values()], key=lambda group: group.number)
+            chosen = live if self.settings.repeatable else sorted(self.ready, key=lambda group: group.number)
+            chosen = chosen[:count]
+            if len(chosen) == count and all(group.uid not in self.running for group in chosen):
+                break
+            self._receive()
+        self._seconds["trainer_idle_seconds"] += time.perf_counter() - started
+        self.taken += chosen
+        self.ready = [group for group in self.ready if group not in chosen]
+        return DataProto.concat([group.trajectories() for group in chosen])
+
+    def metrics(self) -> dict[str, float]:
+        """`async/*` and the engines' `rollout/*` since the last call."""
+        figures = self.workers.figures()
+        metrics = {name: float(np.mean([each[name] for each in figures])) for name in figures[0]}
+        metrics |= {f"async/{name}": float(value) for name, value in (self._counts | self._seconds).items()}
+        metrics["async/queue_groups"], metrics["async/running_groups"] = len(self.ready), len(self.running)
+        self._counts, self._seconds = dict.fromkeys(self._counts, 0), dict.fromkeys(self._seconds, 0.0)
+        return metrics
+
+    # --------------------------------------------------------------------------------------------- groups
+
+    def _begin(self) -> None:
+        """Begins what there is room for."""
+        if self.settings.repeatable and self.running:
+            return
+        for _ in range(self.gate.room()):
+            group = self.again.pop(0) if self.again else self._fresh()
+            self.gate.admit()
+            self.running[group.uid] = group
+            self._submit(group)
+
+    def _fresh(self) -> Group:
+        present = [*self.running.values(), *self.ready, *self.again, *self.taken]
+        asked = sorted({int(group.prompts.non_tensor_batch["index"][0]) for group in present})
+        number, self.next_number = self.next_number, self.next_number + 1
+        return Group(number, 0, self.collector.group(number, 0, asked))
+
+    def _submit(self, group: Group) -> None:
+        load = np.bincount([other.rank for other in self.running.values() if other.begun], minlength=1)
+        load = np.pad(load, (0, self.workers.world_size))[: self.workers.world_size]
+        group.rank, group.begun = int(load.argmin()), time.monotonic()
+        columns = group.prompts.non_tensor_batch
+        members = [number for number in range(len(group.prompts)) if number not in group.rows]
+        rows = group.prompts.select(non_tensor_batch_keys=[name for name in SHIPPED if name in columns])
+        rows.non_tensor_batch[MEMBER] = object_array(range(len(group.prompts)))
+        entries: list[DataProto | None] = [None] * self.workers.world_size
+        entries[group.rank] = rows.select_idxs(np.array(members))
+        self.workers.submit(entries)
+
+    def _receive(self) -> None:
+        """Takes what has ended, and gives up what takes too long."""
+        for rows in self.workers.poll(POLL_SECONDS):
+            for index in range(0 if rows is None else len(rows)):
+                row = rows.select_idxs(np.array([index]))
+                group = self.running.get(row.non_tensor_batch["uid"][0])
+                if group is not None:  # else it was given up
+                    group.rows[int(row.non_tensor_batch[MEMBER][0])] = row
+                    if len(group.rows) == len(group.prompts):
+                        self.ready.append(self.running.pop(group.uid))
+                        self.gate.finish()
+        due = time.monotonic() - self.settings.group_deadline
+        late = [group for group in self.running.values() if group.begun < due]
+        if late:
+            self.say(
+                f"{len(late)} groups were not over within {self.settings.group_deadline:g} s "
+                f"(trainer.async_training.group_deadline) in rollout process {late[0].rank}; they are asked "
+                "again"
+            )
+            self.workers.cancel({group.uid for group in late})
+            for group in late:
+                del self.running[group.uid]
+                self.gate.drop_running()
+                self._ask_again(group)
+            self._counts["expired"] += len(late)
+
+    def _drop_old(self) -> None:
+        old = [
+            group
+            for group in self.ready
+            if (version := group.version_first) is not None and self.gate.is_too_old(version)
+        ]
+        for group in old:
+            self.ready.remove(group)
+            self.gate.drop_ready()
+            self._ask_again(group)
+        self._counts["dropped"] += len(old)
+
+    def _ask_again(self, group: Group) -> None:
+        index = int(group.prompts.non_tensor_batch["index"][0])
+        attempt = group.attempt + 1
+        self.again.append(
+            Group(group.number, attempt, self.collector.group(group.number, attempt, index=index))
+        )
+
+    # ---------------------------------------------------------------------------------------- checkpoints
+
+    def save(self, folder: Path, step_is_over: bool) -> None:
+        """Writes all groups that no finished step has trained. step_is_over: else those of the present step
+        are asked again.
+        """
+        rows: dict[tuple[str, int], DataProto] = {}
+        if not self.settings.repeatable:  # there those under way began with these weights, and begin again
+            for part in self.workers.continuations():
+                for index in range(0 if part is None else len(part)):
+                    row = part.select_idxs(np.array([index]))
+                    columns = row.non_tensor_batch
+                    rows[columns["uid"][0], int(columns[MEMBER][0])] = row
+        running = []
+        for group in self.running.values():
+            states: list[Any] = [None] * len(group.prompts)
+            for member in range(len(group.prompts)):
+                row = group.rows.get(member, rows.get((group.uid, member)))
+                if row is not None and not self.settings.repeatable:
+                    states[member] = continuations(row)[0]
+            prompts = group.prompts.select()
+            prompts.non_tensor_batch["continuation"] = object_array(states)
+            running.append((group.number, group.attempt, prompts))
+        again = self.again if step_is_over else [*self.again, *self.taken]
+        state = {
+            "running": running,
+            "ready": [(g.number, g.attempt, g.prompts, g.rows) for g in self.ready],
+            "again": [(g.number, g.attempt, g.prompts) for g in again],
+            "next_number": self.next_number,
+        }
+        with (folder / STREAM_FILE).open("wb") as file:
+            pickle.dump(state, file)
+
+    def load(self, folder: Path, step: int) -> None:
+        """Takes what `save` wrote; a run that sampled no step ahead so far has nothing there."""
+        self.gate.version, self.gate.accepted = step, step * self.gate.groups_per_step
+        file = folder / STREAM_FILE
+        if not file.is_file():
+            return
+        state = pickle.loads(file.read_bytes())
+        self.next_number = state["next_number"]
+        self.again = [Group(*each) for each in state["again"]]
+        self.ready = [
+            Group(number, attempt, prompts, rows=rows) for number, attempt, prompts, rows in state["ready"]
+        ]
+        self.running = {group.uid: group for group in (Group(*each) for each in state["running"])}
+        self.gate.accepted, self.gate.running = self.gate.accepted + len(self.ready), len(self.running)

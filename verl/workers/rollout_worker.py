@@ -1,0 +1,256 @@
+"""A process that samples while others train: rollouts apart, on the native engine.
+
+    submit(rows of groups) -> thread: TrajectoryService over an engine of its own -> poll: rows that are over
+    load_weights(version) --between two engine steps-->
+
+Calls come in one thread and leave orders; the loop runs in another and takes them between two engine steps.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from verl.agent.agent import EnvironmentAgent
+from verl.agent.engine_load import EngineLoad
+from verl.agent.service import TrajectoryService
+from verl.agent.trajectory import Trajectory
+from verl.config.policy import ActorRolloutRef
+from verl.config.schema import AsyncTraining
+from verl.protocol import DataProto
+from verl.single_controller.base import Dispatch, Worker, register
+from verl.workers.fsdp_workers import device_kind
+from verl.workers.rollout.build import EngineRequest, build_engine
+from verl.workers.rollout.native import NativeEngine
+
+JOIN_SECONDS = 10.0
+MEMBER = "member"  # column: which row of its group
+
+
+class RolloutFailed(RuntimeError):
+    """The loop of a rollout process ended by an error; the message has its traceback."""
+
+
+class RolloutWorker(Worker):
+    """One rank of those that sample.
+
+    config: the `actor_rollout_ref` block. agent_factory: (tokenizer, engine) -> an `EnvironmentAgent`.
+    settings: `trainer.async_training`. device: as of the other workers.
+    """
+
+    def __init__(
+        self,
+        config: ActorRolloutRef,
+        agent_factory: Callable[[Any, Any], EnvironmentAgent],
+        settings: AsyncTraining,
+        device: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.config, self.agent_factory, self.settings = config, agent_factory, settings
+        self.device = self.get_device(device_kind(device))
+        self._lock = threading.Lock()
+        self._orders: list[Callable[[], None]] = []
+        self._bell: Future[None] = Future()  # rings when there is an order
+        self._over = threading.Condition(self._lock)
+        self._ended: list[tuple[dict[str, Any], Trajectory]] = []  # rows for `poll`, with their columns
+        self._columns: dict[int, dict[str, Any]] = {}  # of each row that is not over
+        self._rows, self._failure = count(), ""
+        self._closing = False
+        self._idle_seconds = 0.0
+        self._thread: threading.Thread | None = None
+
+    # ------------------------------------------------------------------------------------ calls of the driver
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_rollout(self, num_rows: int, dtype: str) -> None:
+        """Makes engine and agent for `num_rows` trajectories at once. ValueError: the engine can't run the
+        model, or not within its memory.
+        """
+        if self._thread is not None:
+            return
+        rollout, model = self.config.rollout, self.config.model
+        path = str(Path(model.path).expanduser())
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        request = EngineRequest(
+            self.device, getattr(torch, dtype), rollout.prompt_length, num_rows, self.rank, self.world_size
+        )
+        self.engine = build_engine(rollout, model, request)
+        assert isinstance(self.engine, NativeEngine)
+        self.engine.keeps_kv = not self.settings.recompute_kv
+        self.agent = self.agent_factory(tokenizer, self.engine)
+        agent = self.agent
+        tools = (agent.codec, self.engine, agent.environments, agent.config)
+        self.service = TrajectoryService(*tools, agent.sampling_params({}))
+        self._thread = threading.Thread(target=self._serve, name="rollouts", daemon=True)
+        self._thread.start()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_weights(self, weights: list[Any], version: int) -> None:
+        """Takes the whole model as weights `version`, between two engine steps; returns at once. weights:
+        what `ActorRolloutRefWorker.export_weights` gives: pairs of rank 0, None of others.
+        """
+        pairs: Sequence[tuple[str, Tensor]] = weights[0]
+        load = partial(self.engine.load_weights, pairs, version)
+        self._order(lambda: self.service.load_weights(load, not self.settings.in_flight_updates))
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def submit(self, rows: DataProto | None) -> None:
+        """Begins, or goes on with, rows as `EnvironmentAgent.run_llm_loop` takes them, with a column
+        `member`; the driver gives a list with an entry for each rank.
+        """
+        if rows is not None:
+            self._order(partial(self._begin, rows))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def poll(self, seconds: float) -> DataProto | None:
+        """The rows that have ended since the last call, with `uid` and `member`; waits so long for the first.
+        None: there is none. RolloutFailed.
+        """
+        with self._over:
+            self._over.wait_for(lambda: self._ended or self._failure, seconds)
+            self._check()
+            ended, self._ended = self._ended, []
+        return self._batch(ended)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def cancel(self, uids: set[str]) -> None:
+        """Ends the rows of these groups, wherever they are; they are not given out any more."""
+
+        def end() -> None:
+            rows = {row for row, columns in self._columns.items() if columns["uid"] in uids}
+            self.service.cancel(rows)
+            for row in rows:
+                del self._columns[row]
+            with self._lock:
+                self._ended = [each for each in self._ended if each[0]["uid"] not in uids]
+
+        self._order(end)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def continuations(self) -> DataProto | None:
+        """All rows that were submitted and not polled, as far as they are: as `run_llm_loop` gives them,
+        those under way with finish_reason "kept".
+        """
+
+        def note() -> DataProto | None:
+            running = [(self._columns[each.row], each) for each in self.service.continuations()]
+            with self._lock:
+                return self._batch([*self._ended, *running])
+
+        return self._ask(note)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """As `ActorRolloutRefWorker.generate_sequences`, beside what was submitted, by the newest weights."""
+        done: Future[list[Trajectory]] = Future()
+        self._order(partial(self._begin, prompts, done))
+        return self.agent.batch(self._result(done), prompts.non_tensor_batch, {})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def figures(self) -> dict[str, float]:
+        """`rollout/*` of the engine and `async/rollout_idle_seconds`, since the last call."""
+
+        def take() -> dict[str, float]:
+            metrics = self.service.load.metrics() | {"async/rollout_idle_seconds": self._idle_seconds}
+            self.service.load, self._idle_seconds = EngineLoad(self.engine), 0.0
+            return metrics
+
+        return self._ask(take)
+
+    def close(self) -> None:
+        self._closing = True
+        self._order(lambda: None)
+        if self._thread is not None:
+            self._thread.join(JOIN_SECONDS)
+            self.agent.close()
+        super().close()
+
+    # --------------------------------------------------------------------------------------------- the loop
+
+    def _order(self, order: Callable[[], None]) -> None:
+        with self._lock:
+            self._orders.append(order)
+            if not self._bell.done():
+                self._bell.set_result(None)
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        answer: Future[Any] = Future()
+        self._order(lambda: answer.set_result(question()))
+        return self._result(answer)
+
+    def _result(self, future: Future[Any]) -> Any:
+        """Of a future that the loop sets. RolloutFailed."""
+        while not future.done():
+            with self._over:
+                self._check()
+                self._over.wait_for(lambda: future.done() or self._failure, 0.05)
+        return future.result()
+
+    def _check(self) -> None:
+        if self._failure:
+            raise RolloutFailed(f"rollout process {self.rank}: {self._failure}")
+
+    def _serve(self) -> None:
+        try:
+            with torch.no_grad():
+                while not self._closing:
+                    with self._lock:
+                        orders, self._orders, self._bell = self._orders, [], Future()
+                        bell = self._bell
+                    for order in orders:
+                        order()
+                    if not self.service.is_idle:
+                        self.service.advance(bell)
+                    elif not orders:
+                        started = time.perf_counter()
+                        bell.result()
+                        self._idle_seconds += time.perf_counter() - started
+                    self._give_out(self.service.take_finished())
+        except BaseException:
+            with self._over:
+                self._failure = traceback.format_exc()
+                self._over.notify_all()
+        finally:
+            self.service.end()
+
+    def _begin(self, rows: DataProto, done: Future[list[Trajectory]] | None = None) -> None:
+        trajectories = self.agent.trajectories(rows)
+        params = self.agent.sampling_params(rows.meta_info)
+        job = None if done is None else (done, trajectories)
+        for index, trajectory in enumerate(trajectories):
+            trajectory.row, trajectory.params = next(self._rows), params
+            columns = {name: column[index] for name, column in rows.non_tensor_batch.items()}
+            columns.pop("continuation", None)
+            self._columns[trajectory.row] = columns | ({} if job is None else {"job": job})
+        self.service.add(trajectories)
+
+    def _give_out(self, trajectories: Sequence[Trajectory]) -> None:
+        if not trajectories:
+            return
+        with self._over:
+            for trajectory in trajectories:
+                columns = self._columns.pop(trajectory.row)
+                if (job := columns.get("job")) is None:
+                    self._ended.append((columns, trajectory))
+                elif not job[0].done() and all(each.finish_reason for each in job[1]):
+                    job[0].set_result(job[1])
+            self._over.notify_all()
+
+    def _batch(self, rows: Sequence[tuple[dict[str, Any], Trajectory]]) -> DataProto | None:
+        rows = [row for row in rows if "job" not in row[0]]
+        if not rows:
+            return None
+        names = [name for name in rows[0][0] if name != "episode"]
+        columns = {name: [columns[name] for columns, _ in rows] for name in names}
+        return self.agent.batch([trajectory for _, trajectory in rows], columns, {})
