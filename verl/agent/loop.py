@@ -321,13 +321,18 @@ class TrajectoryLoop:
         if token_ids is not None:
             trajectory.add_observation(token_ids)
         assert trajectory.episode is not None
+        goes_on = trajectory.session_id is not None and token_ids is not None
+        if not goes_on:
+            trajectory.drawn_before = sum(trajectory.response_mask)
         params = replace(
             trajectory.params or self.params,
             max_tokens=min(self.config.max_response_length - trajectory.num_begun, room),
             stop=self.codec.stop(trajectory.episode.stop),
             seed=trajectory.seed,
+            drawn_before=trajectory.drawn_before,
         )
-        if trajectory.session_id is not None and token_ids is not None:
+        if goes_on:
+            assert trajectory.session_id is not None and token_ids is not None
             self.engine.resume(trajectory.session_id, token_ids, params)
             return
         trajectory.session_id = self.engine.open(trajectory.prompt_ids + trajectory.response_ids, params)

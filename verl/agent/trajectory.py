@@ -297,6 +297,7 @@ class Trajectory:
     messages: list[Message] = field(default_factory=list)  # its prompt, for its environment
     max_turns: int = 0  # actions of its episode
     params: SamplingParams | None = None  # of its turns; None: the loop's
+    drawn_before: int = 0  # tokens that it had sampled when its session began
     episode: Episode | None = None  # while it runs, as the next three
     session_id: int | None = None  # None: it has had none yet
     stopped_by: str = "stop"  # why its last generation ended, as in `Completion`

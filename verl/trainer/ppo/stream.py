@@ -116,12 +116,13 @@ class RolloutStream:
         started = time.perf_counter()
         if self.taken:  # the step needs more than its share, as some teach nothing
             self.gate.drop_ready(count)
+        in_order = self.settings.repeatable
         while True:
-            self._begin()
             self._drop_old()
-            live = sorted([*self.ready, *self.running.values()], key=lambda group: group.number)
-            chosen = live if self.settings.repeatable else sorted(self.ready, key=lambda group: group.number)
-            chosen = chosen[:count]
+            if not in_order or len(self.ready) + len(self.running) < count:
+                self._begin()
+            live = [*self.ready, *(self.running.values() if in_order else ())]
+            chosen = sorted(live, key=lambda group: group.number)[:count]
             if len(chosen) == count and all(group.uid not in self.running for group in chosen):
                 break
             self._receive()
@@ -143,8 +144,6 @@ class RolloutStream:
 
     def _begin(self) -> None:
         """Begins what there is room for."""
-        if self.settings.repeatable and self.running:
-            return
         for _ in range(self.gate.room()):
             group = self.again.pop(0) if self.again else self._fresh()
             self.gate.admit()
@@ -164,7 +163,7 @@ class RolloutStream:
         columns = group.prompts.non_tensor_batch
         members = [number for number in range(len(group.prompts)) if number not in group.rows]
         rows = group.prompts.select(non_tensor_batch_keys=[name for name in SHIPPED if name in columns])
-        rows.non_tensor_batch[MEMBER] = object_array(range(len(group.prompts)))
+        rows.non_tensor_batch[MEMBER] = object_array(list(range(len(group.prompts))))
         entries: list[DataProto | None] = [None] * self.workers.world_size
         entries[group.rank] = rows.select_idxs(np.array(members))
         self.workers.submit(entries)

@@ -46,6 +46,7 @@ class SamplingParams:
         top_k: keep the k most probable tokens (-1 or 0 = off).
         min_p: drop tokens less probable than min_p times the most probable one, 0 <= min_p <= 1 (0 = off).
         seed: 64-bit; the k-th token sampled in a session depends on (seed, k) only, not on other sessions.
+        drawn_before: tokens that an earlier session has sampled with this seed: k goes on behind them.
         stop: ends the turn at the token that completes a stop string; that token is kept whole.
         eos_token_ids: end the turn with finish_reason "eos"; the token itself is kept.
         ignore_eos: go on after an end-of-sequence token.
@@ -57,6 +58,7 @@ class SamplingParams:
     top_k: int = -1
     min_p: float = 0.0
     seed: int = 0
+    drawn_before: int = 0
     stop: StopCondition | None = None
     eos_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False

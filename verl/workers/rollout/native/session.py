@@ -72,7 +72,7 @@ class SlotTable:
             session.tokens[-1],
             session.kv_len,
             len(session.blocks) * block_size,
-            session.num_sampled,
+            session.num_sampled + params.drawn_before,
             params.seed & 0xFFFFFFFFFFFFFFFF,
             params.temperature,
             max(params.top_k, 0),

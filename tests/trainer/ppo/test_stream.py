@@ -1,0 +1,200 @@
+"""Rollouts ahead of training, with processes that are played: any order and speed, kills, silence."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from verl.config import load_config
+from verl.protocol import DataProto, object_array
+from verl.trainer.ppo import stream as stream_module
+from verl.trainer.ppo.staleness import StalenessGate
+from verl.trainer.ppo.stream import RolloutStream
+from verl.workers.rollout_worker import MEMBER
+
+
+class Prompts:
+    """Draws prompt 0, 1, 2, .. as the collector does."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self.drawn = rows, 0
+
+    def group(self, number: int, attempt: int, asked: Any = (), index: int | None = None) -> DataProto:
+        if index is None:
+            index, self.drawn = self.drawn, self.drawn + 1
+        uid = f"group{number}.{attempt}"
+        columns = {
+            "uid": [uid] * self.rows,
+            "index": [index] * self.rows,
+            "raw_prompt_ids": [[1]] * self.rows,
+        }
+        return DataProto.from_dict({"sampling_seeds": torch.zeros(self.rows, dtype=torch.int64)}, columns)
+
+
+class Played:
+    """Processes whose rows start and end when chance says so; each poll is a moment."""
+
+    def __init__(self, rng: random.Random, world_size: int, speed: float, lost: float = 0.0) -> None:
+        self.rng, self.world_size, self.speed, self.lost = rng, world_size, speed, lost
+        self.rows: list[dict[str, Any]] = []
+        self.version, self.now = -1, 0.0
+
+    def submit(self, entries: list[DataProto | None]) -> None:
+        assert len(entries) == self.world_size and self.version >= 0
+        for rank, rows in enumerate(entries):
+            for index in range(0 if rows is None else len(rows)):
+                columns = {name: column[index] for name, column in rows.non_tensor_batch.items()}
+                state = columns.get("continuation")
+                row = {"uid": columns["uid"], "member": columns[MEMBER], "rank": rank}
+                row["first"] = None if state is None else state["record"]["version_first"]
+                self.rows.append(row | {"silent": self.rng.random() < self.lost})
+
+    def load_weights(self, weights: Any, version: int) -> None:
+        self.version = version
+
+    def cancel(self, uids: set[str]) -> None:
+        self.rows = [row for row in self.rows if row["uid"] not in uids]
+
+    def poll(self, seconds: float) -> list[DataProto | None]:
+        self.now += seconds
+        ended: list[list[dict[str, Any]]] = [[] for _ in range(self.world_size)]
+        for row in self.rows:
+            if row["first"] is None and self.rng.random() < 0.5:
+                row["first"] = self.version
+            elif row["first"] is not None and not row["silent"] and self.rng.random() < self.speed:
+                ended[row["rank"]].append(row)
+        self.rows = [row for row in self.rows if not any(row in rows for rows in ended)]
+        return [self._batch(rows, "answer") for rows in ended]
+
+    def continuations(self) -> list[DataProto | None]:
+        return [self._batch([r for r in self.rows if r["rank"] == k], "kept") for k in range(self.world_size)]
+
+    def _batch(self, rows: list[dict[str, Any]], reason: str) -> DataProto | None:
+        if not rows:
+            return None
+        records = [{"version_first": row["first"], "finish_reason": reason, "turns": []} for row in rows]
+        width = torch.ones(len(rows), 2, dtype=torch.int64)
+        tensors = dict.fromkeys(("attention_mask", "responses", "response_mask", "rollout_log_probs"), width)
+        columns = {"uid": [row["uid"] for row in rows], MEMBER: [row["member"] for row in rows]}
+        return DataProto.from_dict(tensors, columns | {"trajectory": object_array(records)})
+
+
+def play(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of some steps by chance; asserts what must hold at each."""
+    rng = random.Random(seed)
+    k, per_step, steps, rows = rng.randint(0, 4), rng.randint(1, 5), rng.randint(1, 8), rng.randint(1, 3)
+    repeatable, kills = rng.random() < 0.3, rng.random() < 0.5
+    block = "trainer.async_training"
+    config = load_config(
+        [
+            f"{block}.max_staleness={k}",
+            f"{block}.repeatable={str(repeatable).lower()}",
+            f"{block}.group_deadline=20",
+            f"data.train_batch_size={per_step}",
+            f"actor_rollout_ref.rollout.n_agent={rows}",
+        ]
+    )
+    prompts, trained = Prompts(rows), list[int]()
+    lost = 0.0 if repeatable else rng.choice([0.0, 0.05])
+
+    def new() -> tuple[RolloutStream, Played]:
+        played = Played(rng, rng.randint(1, 3), rng.choice([0.02, 0.2, 0.9]), lost)
+        monkeypatch.setattr(stream_module.time, "monotonic", lambda: 1.0 + played.now)
+        workers: Any = played
+        collector: Any = prompts
+        return RolloutStream(config, collector, workers, steps, lambda line: None), played
+
+    stream, played = new()
+    stream.send_weights(0, None)  # type: ignore[arg-type]
+    saved = 0
+    for step in range(1, steps + 1):
+        extra = rng.choice([0, 0, rng.randint(1, 3)])  # groups that taught nothing and are replaced
+        moments = played.now
+        taken = [stream.take(per_step, step)]
+        if extra:
+            taken.append(stream.take(extra, step))
+        assert played.now - moments < 2000, "it hangs"
+        groups = stream.taken
+        assert len(groups) == per_step + extra
+        for group in groups:
+            version = group.version_first
+            assert version is not None and 0 <= step - 1 - version <= k
+        for batch in taken:
+            indices = batch.non_tensor_batch["index"]
+            assert all(np.bincount(indices.astype(int))[np.unique(indices.astype(int))] == rows)
+        trained += [int(group.prompts.non_tensor_batch["index"][0]) for group in groups]
+        present = len(stream.running) + len(stream.ready)
+        assert present <= min(k + step, steps) * per_step - (step - 1) * per_step - per_step
+        stream.send_weights(step, None)  # type: ignore[arg-type]
+        assert len(stream.running) + len(stream.ready) <= k * per_step + per_step
+        if kills and rng.random() < 0.5:
+            stream.save(folder, step_is_over=True)
+            stream, played = new()
+            stream.load(folder, step)
+            stream.send_weights(step, None)  # type: ignore[arg-type]
+            saved = step
+    live = [*stream.running.values(), *stream.ready, *stream.again]
+    untrained = [int(group.prompts.non_tensor_batch["index"][0]) for group in live]
+    assert sorted(trained + untrained) == list(range(prompts.drawn)), (seed, saved)  # none lost, none twice
+
+
+def test_no_schedule_trains_what_is_too_old_or_loses_a_prompt_or_hangs(tmp_path, monkeypatch):
+    for seed in range(1000):
+        with monkeypatch.context() as patch:
+            play(seed, tmp_path, patch)
+
+
+def test_a_repeatable_run_trains_the_same_at_any_speed():
+    for k in range(4):
+        block = "trainer.async_training"
+        settings = [f"{block}.max_staleness={k}", f"{block}.repeatable=true", "data.train_batch_size=3"]
+        histories = []
+        for seed, speed in enumerate((0.02, 0.3, 0.9)):
+            prompts, played, history = Prompts(1), Played(random.Random(seed), 1 + seed % 2, speed), []
+            tools: Any = load_config(settings), prompts, played, 6
+            stream: Any = RolloutStream(*tools, lambda line: None)
+            stream.send_weights(0, None)
+            for step in range(1, 7):
+                stream.take(3, step)
+                if step in (2, 3):  # some groups taught nothing
+                    stream.take(step, step)
+                history.append([(group.number, group.version_first) for group in stream.taken])
+                stream.send_weights(step, None)
+            histories.append(history)
+        assert histories[0] == histories[1] == histories[2]
+        assert [version for _, version in histories[0][0]] == [0, 0, 0]
+        assert all(0 <= 5 - version <= k for _, version in histories[0][-1])
+
+
+def test_a_step_that_fails_leaves_its_prompts_to_be_asked_again(tmp_path, monkeypatch):
+    config = load_config(["trainer.async_training.max_staleness=1", "data.train_batch_size=2"])
+    prompts: Any = Prompts(1)
+    played: Any = Played(random.Random(0), 1, 0.9)
+    monkeypatch.setattr(stream_module.time, "monotonic", lambda: 1.0 + played.now)
+    stream = RolloutStream(config, prompts, played, 3, lambda line: None)
+    stream.send_weights(0, None)  # type: ignore[arg-type]
+    stream.take(2, 1)
+    stream.save(tmp_path, step_is_over=False)
+    other = RolloutStream(config, prompts, played, 3, lambda line: None)
+    other.load(tmp_path, 0)
+    played.rows = []
+    other.send_weights(0, None)  # type: ignore[arg-type]
+    live = [*other.running.values(), *other.ready, *other.again]
+    indices = sorted(int(group.prompts.non_tensor_batch["index"][0]) for group in live)
+    assert indices == list(range(prompts.drawn)) == [0, 1, 2, 3]
+
+
+def test_the_gate_refuses_what_it_has_no_room_for():
+    gate = StalenessGate(1, 2, 10)
+    assert gate.room() == 4
+    gate.admit(4)
+    with pytest.raises(ValueError, match="room for 0"):
+        gate.admit()
+    gate.finish(2)
+    gate.version = 1
+    assert gate.room() == 2 and gate.is_too_old(-1) and not gate.is_too_old(0)
