@@ -68,6 +68,7 @@ class RolloutWorker(Worker):
         self._rows, self._failure = count(), ""
         self._closing = False
         self._idle_seconds = 0.0
+        self._figured: list[Trajectory] = []  # ended since the last `figures`
         self._thread: threading.Thread | None = None
 
     # ------------------------------------------------------------------------------------ calls of the driver
@@ -159,11 +160,12 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def figures(self) -> dict[str, float]:
-        """`rollout/*` of the engine and `async/rollout_idle_seconds`, since the last call."""
+        """`rollout/*` of the engine, the agent's, and `async/rollout_idle_seconds`, since the last call."""
 
         def take() -> dict[str, float]:
-            metrics = self.service.load.metrics() | {"async/rollout_idle_seconds": self._idle_seconds}
-            self.service.load, self._idle_seconds = EngineLoad(self.engine), 0.0
+            metrics = self.service.load.metrics() | self.agent.figures(self._figured)
+            metrics["async/rollout_idle_seconds"] = self._idle_seconds
+            self.service.load, self._idle_seconds, self._figured = EngineLoad(self.engine), 0.0, []
             return metrics
 
         return self._ask(take)
@@ -238,6 +240,7 @@ class RolloutWorker(Worker):
     def _give_out(self, trajectories: Sequence[Trajectory]) -> None:
         if not trajectories:
             return
+        self._figured += trajectories
         with self._over:
             for trajectory in trajectories:
                 columns = self._columns.pop(trajectory.row)
