@@ -49,7 +49,8 @@ def test_a_good_configuration_passes(good):
         ("trainer.resume_from_path=/somewhere", "expected resume_mode=from_path"),
         ("trainer.resume_mode=from_path", "not a folder"),
         ("reward_model.retrieval_score=0.1", "main_ppo_format"),
-        (f"{ROLLOUT}={{name: native, placement: apart}}", f"expected {ROLLOUT}.name=vllm"),
+        (f"{ROLLOUT}.num_processes=2", "where there are none; expected .*name=native .*placement=apart"),
+        ("trainer.async_training.max_staleness=1", "nothing samples beside training; expected .*name=native"),
         (
             f"{ROLLOUT}={{name: native, tensor_model_parallel_size: 2}}",
             "a whole model in each process; expected 1",
@@ -62,6 +63,32 @@ def test_a_good_configuration_passes(good):
 def test_a_mistake_says_what_was_found_and_what_to_do(override, words, good):
     with pytest.raises(ValueError, match=words):
         check([*good, override])
+
+
+NATIVE_APART = [f"{ROLLOUT}.name=native", f"{ROLLOUT}.placement=apart"]
+BYPASS = "algorithm.rollout_correction.bypass_mode=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["trainer.backend=local"], "processes apart need backend=ray"),
+        (["trainer.async_training.max_staleness=1"], "bypass_mode=true .*or .*rollout_is=token"),
+        (
+            ["trainer.async_training.max_staleness=1", BYPASS, f"{ROLLOUT}.straggler_factor=3"],
+            "group_deadline bounds them",
+        ),
+        (
+            ["trainer.async_training.max_staleness=1", BYPASS, "algorithm.adv_estimator=remax"],
+            "baseline is a greedy rollout",
+        ),
+    ],
+)
+def test_rollouts_ahead_are_refused_where_they_would_go_wrong(overrides, words, good):
+    check([*good, *NATIVE_APART])
+    check([*good, *NATIVE_APART, "trainer.async_training.max_staleness=1", BYPASS])
+    with pytest.raises(ValueError, match=words):
+        check([*good, *NATIVE_APART, *overrides])
 
 
 def test_a_reference_that_nothing_asks_for_is_not_reset(good):

@@ -8,7 +8,7 @@ import pytest
 from verl.config import load_config
 from verl.trainer.config.validation import check_megatron, settings_without_effect
 from verl.trainer.main_ppo import worker_classes
-from verl.trainer.placement import order_of_kernels
+from verl.trainer.placement import process_variables
 from verl.trainer.ppo.passes import Passes
 from verl.workers import fsdp_workers, megatron_workers
 
@@ -103,9 +103,9 @@ def test_the_strategy_chooses_the_workers():
 
 def test_processes_that_share_matrices_on_cuda_have_one_queue_of_kernels():
     shared = [*MEGATRON, f"{TENSOR}=2"]
-    assert order_of_kernels(load_config([*shared, "trainer.device=cuda"])) == {
+    assert process_variables(load_config([*shared, "trainer.device=cuda"])) == {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1"
     }
-    assert order_of_kernels(load_config([*shared, "trainer.device=cpu"])) == {}
-    assert order_of_kernels(load_config([*MEGATRON, "trainer.device=cuda"])) == {}
-    assert order_of_kernels(load_config(["trainer.device=cuda"])) == {}
+    assert process_variables(load_config([*shared, "trainer.device=cpu"])) == {}
+    assert process_variables(load_config([*MEGATRON, "trainer.device=cuda"])) == {}
+    assert process_variables(load_config(["trainer.device=cuda"])) == {}

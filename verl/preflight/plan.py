@@ -19,7 +19,7 @@ import torch
 from verl.config import Config, at
 from verl.preflight.memory import Layout, ModelSize, forward_pass, hold, size_of, update_pass
 from verl.preflight.target import memory_of_machine
-from verl.trainer.placement import processes_on_nodes, roles_of
+from verl.trainer.placement import processes_on_nodes, roles_of, samples_apart
 from verl.trainer.ppo.passes import Passes
 from verl.workers.engine.loading import Precision
 from verl.workers.engine.update_loop import MicroBatchLimits
@@ -271,6 +271,8 @@ class Plan:
         )
         share, reserve = int(rollout.gpu_memory_utilization * load.capacity), build.CUDA_RESERVE_BYTES
         weights = size.num_parameters * dtype.itemsize
+        if samples_apart(config):  # each in a process of its own, with the whole model
+            return
         if rollout.placement == "apart":  # a GPU of a server holds its slice of the weights, and a cache
             here = weights // rollout.tensor_model_parallel_size
             if on_cuda and here + reserve >= share:
@@ -328,7 +330,9 @@ def report(plan: Plan) -> Iterator[str]:
     counts = {use.owner: use.size.num_parameters for use in plan.engines if use.owner != "reference"}
     yield "parameters: " + ", ".join(f"{owner} {count / 1e6:,.1f} M" for owner, count in counts.items())
     yield plan.who_goes_where
-    if rollout.placement == "apart":
+    if samples_apart(config):
+        yield f"rollout processes: {rollout.num_processes}, each with the whole policy and a KV cache"
+    elif rollout.placement == "apart":
         own = f"{rollout.vllm.num_servers}, started by rank 0 on GPUs of its node that it does not train on"
         size = rollout.tensor_model_parallel_size
         yield f"vLLM servers of {size} GPUs each: {rollout.vllm.server_urls or own}"

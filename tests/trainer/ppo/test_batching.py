@@ -9,7 +9,7 @@ from quick_config import config_with
 from selection_batches import batch_of
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.batching import arrange_for_workers, balanced_parts
+from verl.trainer.ppo.batching import arrange_for_workers, balanced_parts, mini_batch_rows
 from verl.trainer.ppo.collection import prompt_batch, sampling_seeds
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -59,9 +59,7 @@ def test_rule_7_a_group_is_one_prompt_of_one_step_whatever_its_dataset_index_say
 def test_rows_that_joined_a_step_of_16_bring_no_optimizer_step_of_their_own(num_rows, size, steps):
     config = config_with("data.train_batch_size=4", "actor_rollout_ref.rollout.n_agent=4")
     config.actor_rollout_ref.actor.ppo_mini_batch_size = size
-    rows = RayPPOTrainer._mini_batch_rows(
-        SimpleNamespace(config=config), num_rows, config.actor_rollout_ref.actor
-    )
+    rows = mini_batch_rows(config, num_rows, config.actor_rollout_ref.actor)
     assert len(mini_batches(num_rows, rows)) == steps
     assert rows == size or num_rows > 16
 
@@ -121,8 +119,11 @@ def test_trajectories_of_a_prompt_stay_together_where_that_saves_more_than_it_un
 
 def test_observations_are_what_was_neither_sampled_nor_padding_also_after_a_rejection():
     batch = batch_of("ab", [4, 2], masks=[[1, 0, 0, 1], [1, 1, 0, 0]])
-    config = config_with("actor_rollout_ref.actor.echo_coeff=0.1", "actor_rollout_ref.actor.shuffle=false")
-    trainer = SimpleNamespace(config=config, passes=Passes(config), _mini_batch_rows=lambda *_: 2)
+    actor = "actor_rollout_ref.actor"
+    config = config_with(
+        f"{actor}.echo_coeff=0.1", f"{actor}.shuffle=false", f"{actor}.ppo_mini_batch_size=2"
+    )
+    trainer = SimpleNamespace(config=config, passes=Passes(config))
     for _ in range(2):
         rows, _ = RayPPOTrainer._arranged(
             trainer, batch, SimpleNamespace(dp_size=1), config.actor_rollout_ref.actor

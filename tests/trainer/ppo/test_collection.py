@@ -64,7 +64,8 @@ class World:
     def collect(self, step: int = 1) -> tuple[DataProto, dict[str, float]]:
         """What the trainer's `fit` does in a step, up to the log-probs."""
         self.asked, collector = [], self.collector
-        for prompts in collector.rounds(step, is_last=False):
+        for count in collector.rounds(step):
+            prompts = collector.prompts(step, count, is_last=False)
             trajectories, collector.unfinished = split_unfinished(self.generate(prompts))
             score(trajectories, self.reward, self.config)  # type: ignore[arg-type]
             collector.add(trajectories)

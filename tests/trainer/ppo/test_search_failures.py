@@ -77,8 +77,9 @@ def make_trainer(world: Path, run_dir: Path, num_failing: int, *settings: str):
 
 def collect(trainer):
     with trainer._ending_well():
-        for prompts in trainer.collector.rounds(trainer.state.step + 1, is_last=False):
-            trajectories = trainer._generate_sequences(prompts)
+        step = trainer.state.step + 1
+        for count in trainer.collector.rounds(step):
+            trajectories = trainer._trajectories(count, step, is_last=False)
             score(trajectories, trainer.reward_fn, trainer.config)
             trainer.collector.add(trajectories)
         return trainer.collector.selected(seconds=1.0)

@@ -8,80 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from played_rollouts import Played, Prompts
 
 from verl.config import load_config
-from verl.protocol import DataProto, object_array
 from verl.trainer.ppo import stream as stream_module
 from verl.trainer.ppo.staleness import StalenessGate
 from verl.trainer.ppo.stream import RolloutStream
-from verl.workers.rollout_worker import MEMBER
-
-
-class Prompts:
-    """Draws prompt 0, 1, 2, .. as the collector does."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows, self.drawn = rows, 0
-
-    def group(self, number: int, attempt: int, asked: Any = (), index: int | None = None) -> DataProto:
-        if index is None:
-            index, self.drawn = self.drawn, self.drawn + 1
-        uid = f"group{number}.{attempt}"
-        columns = {
-            "uid": [uid] * self.rows,
-            "index": [index] * self.rows,
-            "raw_prompt_ids": [[1]] * self.rows,
-        }
-        return DataProto.from_dict({"sampling_seeds": torch.zeros(self.rows, dtype=torch.int64)}, columns)
-
-
-class Played:
-    """Processes whose rows start and end when chance says so; each poll is a moment."""
-
-    def __init__(self, rng: random.Random, world_size: int, speed: float, lost: float = 0.0) -> None:
-        self.rng, self.world_size, self.speed, self.lost = rng, world_size, speed, lost
-        self.rows: list[dict[str, Any]] = []
-        self.version, self.now = -1, 0.0
-
-    def submit(self, entries: list[DataProto | None]) -> None:
-        assert len(entries) == self.world_size and self.version >= 0
-        for rank, rows in enumerate(entries):
-            for index in range(0 if rows is None else len(rows)):
-                columns = {name: column[index] for name, column in rows.non_tensor_batch.items()}
-                state = columns.get("continuation")
-                row = {"uid": columns["uid"], "member": columns[MEMBER], "rank": rank}
-                row["first"] = None if state is None else state["record"]["version_first"]
-                self.rows.append(row | {"silent": self.rng.random() < self.lost})
-
-    def load_weights(self, weights: Any, version: int) -> None:
-        self.version = version
-
-    def cancel(self, uids: set[str]) -> None:
-        self.rows = [row for row in self.rows if row["uid"] not in uids]
-
-    def poll(self, seconds: float) -> list[DataProto | None]:
-        self.now += seconds
-        ended: list[list[dict[str, Any]]] = [[] for _ in range(self.world_size)]
-        for row in self.rows:
-            if row["first"] is None and self.rng.random() < 0.5:
-                row["first"] = self.version
-            elif row["first"] is not None and not row["silent"] and self.rng.random() < self.speed:
-                ended[row["rank"]].append(row)
-        self.rows = [row for row in self.rows if not any(row in rows for rows in ended)]
-        return [self._batch(rows, "answer") for rows in ended]
-
-    def continuations(self) -> list[DataProto | None]:
-        return [self._batch([r for r in self.rows if r["rank"] == k], "kept") for k in range(self.world_size)]
-
-    def _batch(self, rows: list[dict[str, Any]], reason: str) -> DataProto | None:
-        if not rows:
-            return None
-        records = [{"version_first": row["first"], "finish_reason": reason, "turns": []} for row in rows]
-        width = torch.ones(len(rows), 2, dtype=torch.int64)
-        tensors = dict.fromkeys(("attention_mask", "responses", "response_mask", "rollout_log_probs"), width)
-        columns = {"uid": [row["uid"] for row in rows], MEMBER: [row["member"] for row in rows]}
-        return DataProto.from_dict(tensors, columns | {"trajectory": object_array(records)})
 
 
 def play(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,9 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
+from verl.config import Config
+from verl.config.policy import Actor
+from verl.config.schema import Critic
 from verl.protocol import DataProto
 from verl.utils.packing import prefix_order
 
@@ -106,3 +109,15 @@ def balanced_parts(
     plans = [filled([[row] for row in range(len(sequences))]), filled(alike)]
     plan = min(plans, key=lambda parts: max(map(cost_of, parts)))
     return [sorted(part) for part in plan]
+
+
+def mini_batch_rows(config: Config, num_rows: int, block: Actor | Critic) -> int:
+    """Rows of the actor's or the critic's mini-batches, over all processes.
+
+    As configured; more only where the batch holds more rows than planned (groups of the step before have
+    joined it): a few rows too many must not get an optimizer step of their own.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    planned = config.data.train_batch_size * rollout.n_agent * rollout.n
+    size = block.ppo_mini_batch_size * rollout.n
+    return size if num_rows <= planned else -(-num_rows // -(-planned // size))

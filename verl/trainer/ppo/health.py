@@ -13,6 +13,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from verl.trainer.ppo.run_state import RunStopped
+
 EARLY_STEPS = 5  # what "at the start" is the mean of
 QUIET_STEPS = 50  # steps before the same sign is told again
 PATIENCE = {"few_groups_teach": 5, "mismatch": 1}  # steps in a row before a sign is told; 3 for the others
@@ -143,3 +145,14 @@ class HealthMonitor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._early |= {name: list(values) for name, values in state["early"].items()}
         self._in_a_row, self._last_told = dict(state["in_a_row"]), dict(state["last_told"])
+
+
+def check_updates(metrics: Mapping[str, float], updates: Mapping[str, Any], step: int, limit: int) -> None:
+    """RunStopped: the actor's or the critic's updates are skipped again and again. updates: what each said."""
+    for name, update in updates.items():
+        count = metrics.get(f"{name}/num_skipped_in_a_row", 0)
+        if count >= limit:
+            raise RunStopped(
+                f"step {step}: {count:g} updates of the {name} in a row were skipped "
+                f"(trainer.max_skipped_updates={limit}): {update['skipped_update']}"
+            )

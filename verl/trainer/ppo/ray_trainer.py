@@ -28,7 +28,7 @@ from verl.single_controller import build_worker_groups
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
 from verl.trainer.placement import ResourcePoolManager, Role
 from verl.trainer.ppo import metric_utils
-from verl.trainer.ppo.batching import arrange_for_workers, attention_length
+from verl.trainer.ppo.batching import arrange_for_workers, attention_length, mini_batch_rows
 from verl.trainer.ppo.collection import (
     TrajectoryCollector,
     split_unfinished,
@@ -36,7 +36,7 @@ from verl.trainer.ppo.collection import (
     without_padding,
 )
 from verl.trainer.ppo.episodes import FailureWatch
-from verl.trainer.ppo.health import HealthMonitor
+from verl.trainer.ppo.health import HealthMonitor, check_updates
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.resuming import SETTINGS_FILE, ResumableRun
 from verl.trainer.ppo.run_state import RunState, RunStopped, StoppedOnRequest, StopRequest
@@ -240,7 +240,7 @@ class RayPPOTrainer(ResumableRun):
                     metrics["timing_s/save_checkpoint"] = timer.seconds["save_checkpoint"]
                 self.recorder.log_step(step, metrics, self._records(batch, "train"), warnings)
                 self.checkpoint_writing.commit_if_written()  # no checkpoint is ahead of the records
-                self._check_updates(metrics, updates)
+                check_updates(metrics, updates, step, trainer.max_skipped_updates)
                 if stop:
                     raise search_failure or StoppedOnRequest(step)
         return self.recorder.finish(run_summary(self.state, time.perf_counter() - started, trainer.seed))
@@ -310,7 +310,7 @@ class RayPPOTrainer(ResumableRun):
     ) -> None:
         """Adds what the advantages and the update need: nothing is computed that is not used."""
         passes, actor = self.passes, self.config.actor_rollout_ref.actor
-        num_updates = actor.ppo_epochs * -(-len(batch) // self._mini_batch_rows(len(batch), actor))
+        num_updates = actor.ppo_epochs * -(-len(batch) // mini_batch_rows(self.config, len(batch), actor))
         columns = batch.select(list(PASS_COLUMNS), [])
         if passes.old_log_probs(trains_actor, num_updates):
             with timer("old_log_prob"):
@@ -337,7 +337,7 @@ class RayPPOTrainer(ResumableRun):
         rows = batch.select(columns, ["uid"], [])
         if block.shuffle:
             rows = rows.select_idxs(shuffled(len(batch), self.config.trainer.seed, self.state.step, epoch=0))
-        size, tensors = self._mini_batch_rows(len(batch), block), rows.tensors
+        size, tensors = mini_batch_rows(self.config, len(batch), block), rows.tensors
         if block.loss_agg_mode == PROMPT_MEAN:  # is divided by what the uid's rows of a mini-batch sampled
             mask, uids = tensors["response_mask"], rows.non_tensor_batch["uid"]
             starts = range(0, len(batch), size)
@@ -352,17 +352,6 @@ class RayPPOTrainer(ResumableRun):
             rows, tokens_per_rank = arrange_for_workers(rows, group.dp_size, size, self._attention_length)
         rows.meta_info = {"mini_batch_rows": -(-size // group.dp_size), "bypass_mode": self.passes.bypass}
         return rows, tokens_per_rank
-
-    def _mini_batch_rows(self, num_rows: int, block: Actor | Critic) -> int:
-        """Rows of the actor's or the critic's mini-batches, over all processes.
-
-        As configured; more only where the batch holds more rows than planned (groups of the step before have
-        joined it): a few rows too many must not get an optimizer step of their own.
-        """
-        rollout = self.config.actor_rollout_ref.rollout
-        planned = self.config.data.train_batch_size * rollout.n_agent * rollout.n
-        size = block.ppo_mini_batch_size * rollout.n
-        return size if num_rows <= planned else -(-num_rows // -(-planned // size))
 
     @cached_property
     def _attention_length(self) -> float:
@@ -415,17 +404,6 @@ class RayPPOTrainer(ResumableRun):
         if self.passes.values:
             self.critic_wg.load_checkpoint(str(folder / "critic"))
         return self.state.step
-
-    def _check_updates(self, metrics: dict[str, float], updates: dict[str, dict[str, Any]]) -> None:
-        """RunStopped: its updates are skipped again and again."""
-        limit = self.config.trainer.max_skipped_updates
-        for name, update in updates.items():
-            count = metrics.get(f"{name}/num_skipped_in_a_row", 0)
-            if count >= limit:
-                raise RunStopped(
-                    f"step {self.state.step}: {count:g} updates of the {name} in a row were skipped "
-                    f"(trainer.max_skipped_updates={limit}): {update['skipped_update']}"
-                )
 
     # ----------------------------------------------------------------- measuring
 

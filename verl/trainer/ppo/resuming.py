@@ -53,6 +53,8 @@ _DECISIVE = (  # keys, and blocks of keys
     "environment.env_class",
     "environment.env_config",
     "max_turns",
+    "trainer.async_training.max_staleness",
+    "trainer.async_training.repeatable",
 )
 
 

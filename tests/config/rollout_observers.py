@@ -1,0 +1,50 @@
+"""What rollouts in processes of their own do with a configuration; see `key_observers`."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import pytest
+from played_rollouts import Played, Prompts
+
+from search_r1.llm_agent.generation import build_agent
+from verl.config import Config
+from verl.trainer.placement import build_pools, roles_of
+from verl.trainer.ppo.passes import Passes
+from verl.trainer.ppo.stream import RolloutStream
+from verl.workers.rollout_worker import RolloutWorker
+
+
+def stream(config: Config) -> Any:
+    """Which groups three steps train with rollouts ahead of which some never end, and in which pools."""
+    pools = build_pools(config, roles_of(Passes(config))).resource_pool_spec
+    played, prompts = Played(random.Random(0), 1, 0.2, 0.1), Prompts(1)
+    config.data.train_batch_size = 4
+    tools: Any = (config, prompts, played, 3, lambda line: None)
+    ahead: Any = RolloutStream(*tools)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verl.trainer.ppo.stream.time.monotonic", lambda: 1.0 + 100 * played.now)
+        ahead.send_weights(0, None)
+        trained = []
+        for step in (1, 2, 3):
+            ahead.take(4, step)
+            trained.append([(group.number, group.attempt, group.version_first) for group in ahead.taken])
+            ahead.send_weights(step, None)
+    return pools, trained
+
+
+def rollout_process(config: Config) -> Any:
+    """How a process that samples takes new weights."""
+    block = config.actor_rollout_ref
+    worker = RolloutWorker(block, partial(build_agent, config), config.trainer.async_training, "cpu")
+    worker.start_rollout(4, "float32")
+    asked: Future[bool] = Future()
+    worker.service.load_weights = lambda load, turns_end_first: asked.set_result(turns_end_first)  # type: ignore[method-assign]
+    try:
+        worker.load_weights([[]], 1)
+        return worker.engine.keeps_kv, asked.result(30)
+    finally:
+        worker.close()
