@@ -23,7 +23,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
-import pytest
 import torch
 from instant_runs import Critic, Policy, numbers
 from rollout_observers import rollout_process, stream  # noqa: F401
