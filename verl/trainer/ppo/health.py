@@ -148,7 +148,7 @@ class HealthMonitor:
 
 
 def check_updates(metrics: Mapping[str, float], updates: Mapping[str, Any], step: int, limit: int) -> None:
-    """RunStopped: the actor's or the critic's updates are skipped again and again. updates: what each said."""
+    """RunStopped: updates of the actor or the critic are skipped again and again. updates: what each said."""
     for name, update in updates.items():
         count = metrics.get(f"{name}/num_skipped_in_a_row", 0)
         if count >= limit:
