@@ -1,0 +1,137 @@
+"""Rollouts ahead of training beside the synchronous run, on the same cores: trained tokens per second.
+
+    python scripts/bench_async.py [--ahead 1,2] [--seeds 0] [--steps 12]      Markdown
+
+GRPO on the microworld, whose searches each take a lognormal time (mean 0.5 s, sigma 1). Synchronous: two
+processes sample, then train. Ahead by k: one process samples while another trains. Runs alternate; of each
+the first two steps are left out. "Idle": share of the time of those steps in which the trainer waited for
+groups, or the rollout process had nothing to do; "sync": seconds a step until rollouts had the weights'
+address. Exact match is that of the test after as many steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import httpx  # noqa: E402
+import uvicorn  # noqa: E402
+from fastapi import FastAPI, Request  # noqa: E402
+
+from data_prep.microworld import write_world  # noqa: E402
+from scripts.bench.servers import PORT, running  # noqa: E402
+
+MEAN, SIGMA, LEFT_OUT = 0.5, 1.0, 2
+SETTINGS = [
+    "@configs/microworld_grpo.yaml",
+    "actor_rollout_ref.model.path=data_prep/base_model",
+    "actor_rollout_ref.rollout.search_delay_steps=null",
+    "actor_rollout_ref.rollout.name=native",
+    "algorithm.rollout_correction.bypass_mode=true",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
+    "trainer.save_freq=-1",
+    "trainer.backend=ray",
+    "trainer.device=cpu",
+    "trainer.progress=plain",
+]
+TOGETHER = ["trainer.n_gpus_per_node=2"]
+AHEAD = ["trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.placement=apart"]
+
+
+def slow(url: str) -> FastAPI:
+    """Passes searches on to the server at `url`; each answer takes a time by chance."""
+    app, client, rng = FastAPI(), httpx.AsyncClient(trust_env=False, timeout=60), random.Random(0)
+
+    @app.post("/retrieve")
+    async def retrieve(request: Request) -> Any:
+        body = await request.json()
+        seconds = max(rng.lognormvariate(0.0, SIGMA) for _ in body["queries"])
+        await asyncio.sleep(MEAN * seconds / 2.718281828 ** (SIGMA**2 / 2))
+        return (await client.post(url, json=body)).raise_for_status().json()
+
+    app.get("/health")(lambda: {"status": "ready"})
+    return app
+
+
+def train(settings: list[str], steps: int, folder: Path) -> dict[str, float]:
+    """Figures of a run."""
+    more = [f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={folder}"]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *SETTINGS, *settings, *more]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=sys.stderr)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    figures = {"em": rows[-1]["val/sampled/em"]}
+    rows = [row for row in rows if "actor/pg_loss" in row][LEFT_OUT:]
+    seconds = sum(row["timing_s/step"] - row.get("timing_s/testing", 0.0) for row in rows)
+    figures["tokens"] = sum(row["perf/trained_tokens"] for row in rows) / seconds
+    for name in ("trainer_idle", "rollout_idle"):
+        figures[name] = sum(row.get(f"async/{name}_seconds", math.nan) for row in rows) / seconds
+    figures["staleness"] = mean(row["rollout/staleness/mean"] for row in rows)
+    figures["sync"] = mean(row["timing_s/sync_weights"] for row in rows)
+    return figures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ahead", default="1,2", help="values of trainer.async_training.max_staleness (1,2)")
+    parser.add_argument("--seeds", default="0", help="of the runs (0)")
+    parser.add_argument("--steps", type=int, default=12, help="of each run (12)")
+    options = parser.parse_args()
+    kinds = {"synchronous": TOGETHER}
+    for k in options.ahead.split(","):
+        kinds[f"ahead by {k}"] = [*AHEAD, f"trainer.async_training.max_staleness={k}"]
+    found: dict[str, list[dict[str, float]]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as temporary:
+        world = Path(temporary) / "world"
+        write_world(0, world)
+        server = [sys.executable, "-m", "search_r1.search.server", "--retriever_name", "bm25", "--port", PORT]
+        server += ["--corpus_path", str(world / "corpus.jsonl"), "--host", "127.0.0.1"]
+        with running(server, Path(temporary) / "server.log", {"PYTHONPATH": str(ROOT)}) as (port, _):
+            app = slow(f"http://127.0.0.1:{port}/retrieve")
+            proxy = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+            thread = threading.Thread(target=proxy.run)
+            thread.start()
+            try:
+                while not proxy.started:
+                    thread.join(0.05)
+                port = proxy.servers[0].sockets[0].getsockname()[1]
+                data = [f"data.train_files={world}/train.parquet", f"data.val_files={world}/test.parquet"]
+                data.append(f"retriever.url=http://127.0.0.1:{port}/retrieve")
+                for seed in options.seeds.split(","):
+                    for name, settings in kinds.items():
+                        folder = Path(temporary) / f"{name}-{seed}".replace(" ", "-")
+                        run = [*settings, *data, f"trainer.seed={seed}"]
+                        found[name].append(train(run, options.steps, folder))
+            finally:
+                proxy.should_exit = True
+                thread.join()
+    columns = "run", "trained tokens per s", "times", "exact match", "trainer idle", "rollout idle"
+    print("|", " | ".join((*columns, "staleness", "sync, s")), "|\n" + "|---" * 8 + "|")
+    base = median(each["tokens"] for each in found["synchronous"])
+    for name, runs in found.items():
+        tokens = median(each["tokens"] for each in runs)
+        names = ("em", "trainer_idle", "rollout_idle", "staleness", "sync")
+        shown = " | ".join(f"{mean(each[key] for each in runs):.2f}" for key in names)
+        print(f"| {name} | {tokens:.0f} | {tokens / base:.2f} | {shown} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
