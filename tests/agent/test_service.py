@@ -18,6 +18,7 @@ from search_r1.llm_agent.generation import LLMGenerationManager
 from search_r1.search.client import SearchClient
 from verl.agent.service import TrajectoryService
 from verl.agent.trajectory import KEPT, Trajectory
+from verl.protocol import DataProto
 from verl.trainer.ppo.collection import continuations
 from verl.workers.rollout.native import NativeEngine
 
@@ -47,9 +48,17 @@ def what(trajectory: Trajectory) -> tuple[Any, ...]:
     return trajectory.response_ids, trajectory.response_mask, trajectory.finish_reason
 
 
+def rows_of(agent: LLMGenerationManager, batch: DataProto) -> list[Trajectory]:
+    """As a rollout process begins them."""
+    trajectories = agent.trajectories(batch)
+    for trajectory in trajectories:
+        trajectory.params = agent.sampling_params(batch.meta_info)
+    return trajectories
+
+
 def undisturbed(tokenizer, model, url: str) -> list[tuple[Any, ...]]:  # noqa: F811
     with serving(tokenizer, model, url) as (agent, service):
-        service.add(agent.trajectories(prompts(tokenizer, QUESTIONS)))
+        service.add(rows_of(agent, prompts(tokenizer, QUESTIONS)))
         ended: list[Trajectory] = []
         while not service.is_idle:
             service.advance()
@@ -61,7 +70,7 @@ def test_rows_that_come_while_others_run_are_what_a_batch_makes_of_them(tokenize
     rows, rng = prompts(tokenizer, QUESTIONS), random.Random(0)
     with serving(tokenizer, model, url) as (agent, service):
         batch = agent.run_llm_loop(rows)
-        waiting, ended = agent.trajectories(rows), dict[int, Trajectory]()
+        waiting, ended = rows_of(agent, rows), dict[int, Trajectory]()
         while waiting or not service.is_idle:
             while waiting and rng.random() < 0.3:
                 service.add([waiting.pop()])
@@ -78,7 +87,7 @@ def test_what_is_noted_at_any_moment_goes_on_elsewhere_to_the_same_end(tokenizer
     expected = undisturbed(tokenizer, model, url)
     rows = prompts(tokenizer, QUESTIONS)
     with serving(tokenizer, model, url) as (agent, service):
-        service.add(agent.trajectories(rows))
+        service.add(rows_of(agent, rows))
         for _ in range(moment):
             service.advance()
         noted = service.continuations()
@@ -87,7 +96,7 @@ def test_what_is_noted_at_any_moment_goes_on_elsewhere_to_the_same_end(tokenizer
         states = continuations(agent.batch(noted, rows.non_tensor_batch, {}))
     rows.non_tensor_batch["continuation"] = states
     with serving(tokenizer, model, url) as (agent, service):
-        service.add(agent.trajectories(rows))
+        service.add(rows_of(agent, rows))
         ended = list[Trajectory]()
         while not service.is_idle:
             service.advance()
@@ -98,7 +107,7 @@ def test_what_is_noted_at_any_moment_goes_on_elsewhere_to_the_same_end(tokenizer
 @pytest.mark.parametrize("turns_end_first", [False, True])
 def test_new_weights_come_between_steps_or_between_turns(tokenizer, model, url, turns_end_first):  # noqa: F811
     with serving(tokenizer, model, url) as (agent, service):
-        service.add(agent.trajectories(prompts(tokenizer, QUESTIONS)))
+        service.add(rows_of(agent, prompts(tokenizer, QUESTIONS)))
         for _ in range(5):
             service.advance()
 
@@ -122,7 +131,7 @@ def test_rows_that_are_given_up_leave_nothing_behind(tokenizer, model, url):  # 
     expected = undisturbed(tokenizer, model, url)
     for moment in (0, 3, 25):
         with serving(tokenizer, model, url) as (agent, service):
-            service.add(agent.trajectories(prompts(tokenizer, QUESTIONS)))
+            service.add(rows_of(agent, prompts(tokenizer, QUESTIONS)))
             for _ in range(moment):
                 service.advance()
             early = {each.row for each in service.take_finished()}

@@ -30,7 +30,7 @@ def stream(config: Config) -> Any:
         ahead.send_weights(0, None)
         trained = []
         for step in (1, 2, 3):
-            ahead.take(4, step)
+            ahead.take(4)
             trained.append([(group.number, group.attempt, group.version_first) for group in ahead.taken])
             ahead.send_weights(step, None)
     return pools, trained

@@ -74,10 +74,7 @@ BYPASS = "algorithm.rollout_correction.bypass_mode=true"
     [
         (["trainer.backend=local"], "processes apart need backend=ray"),
         (["trainer.async_training.max_staleness=1"], "bypass_mode=true .*or .*rollout_is=token"),
-        (
-            ["trainer.async_training.max_staleness=1", BYPASS, f"{ROLLOUT}.straggler_factor=3"],
-            "group_deadline bounds them",
-        ),
+        ([f"{ROLLOUT}.straggler_factor=3"], "group_deadline bounds them"),
         (
             ["trainer.async_training.max_staleness=1", BYPASS, "algorithm.adv_estimator=remax"],
             "baseline is a greedy rollout",

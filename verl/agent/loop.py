@@ -322,7 +322,7 @@ class TrajectoryLoop:
             trajectory.add_observation(token_ids)
         assert trajectory.episode is not None
         goes_on = trajectory.session_id is not None and token_ids is not None
-        if not goes_on:
+        if not goes_on and trajectory.params is not None:  # else its seed is a new one
             trajectory.drawn_before = sum(trajectory.response_mask)
         params = replace(
             trajectory.params or self.params,

@@ -107,6 +107,10 @@ class TrajectoryService(TrajectoryLoop):
         else:
             self._held.append((trajectory, token_ids))
 
+    def end(self) -> None:
+        self.trajectories = list(self._live.values())
+        super().end()
+
     def _finish(self, trajectory: Trajectory, reason: str) -> None:
         super()._finish(trajectory, reason)
         self._finished.append(trajectory)
@@ -128,7 +132,8 @@ class TrajectoryService(TrajectoryLoop):
             for name in ("response_ids", "response_mask", "log_probs"):
                 setattr(copy, name, list(getattr(trajectory, name)))
             if (observation := held.get(trajectory.row)) is not None:
-                copy.add_observation(observation)
+                if copy.num_tokens + len(observation) < self.max_context:  # else it is asked for again
+                    copy.add_observation(observation)
             elif trajectory.session_id is not None and trajectory.episode is not None:
                 begun = self.engine.partial(trajectory.session_id)
                 stop = self.codec.stop(trajectory.episode.stop)

@@ -174,16 +174,16 @@ def _check_async(config: Config) -> None:
         raise refusal(config, f"{processes} {key} {ROLLOUT}.placement", why)
     if native and trainer.backend == "local":
         raise refusal(config, f"trainer.backend {ROLLOUT}.placement", ": processes apart need backend=ray.")
+    for other, value in ((f"{ROLLOUT}.keep_partial", False), (f"{ROLLOUT}.straggler_factor", None)):
+        if native and rollout[other.rpartition(".")[2]] != value:
+            why = f", where a step waits for no group; {block}.group_deadline bounds them instead."
+            raise refusal(config, f"{other} {ROLLOUT}.placement", why)
     if trainer.async_training.max_staleness == 0:
         return
     staleness = f"{block}.max_staleness"
     if not native:
         why = f", where nothing samples beside training; expected {key}=native {ROLLOUT}.placement=apart."
         raise refusal(config, f"{staleness} {key} {ROLLOUT}.placement", why)
-    for other, value in ((f"{ROLLOUT}.keep_partial", False), (f"{ROLLOUT}.straggler_factor", None)):
-        if rollout[other.rpartition(".")[2]] != value:
-            why = f", with which a step waits for no group; {block}.group_deadline bounds them instead."
-            raise refusal(config, f"{staleness} {other}", why)
     if algorithm.adv_estimator == "remax":
         why = ", whose baseline is a greedy rollout with the weights of the step; expected 0."
         raise refusal(config, f"{staleness} algorithm.adv_estimator", why)

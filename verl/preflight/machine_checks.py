@@ -33,6 +33,7 @@ from verl.preflight.target import (
     read_text,
     warning,
 )
+from verl.trainer.placement import samples_apart
 
 HOME_BYTES = 1e9
 BASE_FILES, RAY_FILES = 256, 4096  # open files of a run in one process, and on Ray
@@ -96,7 +97,8 @@ def find_few_open_files(target: Target) -> Iterator[Finding]:
     config, (soft, hard) = target.config, resource.getrlimit(resource.RLIMIT_NOFILE)
     # Ray raises the soft limit itself
     needed, allowed = (RAY_FILES, hard) if target.needs_ray else (BASE_FILES, soft)
-    if isinstance(config, Config) and config.actor_rollout_ref.rollout.placement == "apart":
+    is_apart = isinstance(config, Config) and config.actor_rollout_ref.rollout.placement == "apart"
+    if isinstance(config, Config) and is_apart and not samples_apart(config):
         needed, allowed = needed + 2 * config.actor_rollout_ref.rollout.max_num_seqs, soft
     if allowed < needed:
         more = f" (more than {hard}: the administrator, in limits.conf or LimitNOFILE=)"

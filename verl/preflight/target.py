@@ -17,7 +17,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from verl.config import Config, SFTConfig, at
-from verl.trainer.placement import needs_ray, num_processes
+from verl.trainer.placement import needs_ray, num_processes, num_sampling
 from verl.trainer.ppo.passes import Passes
 from verl.utils.dataset.row_environments import searches
 
@@ -136,7 +136,8 @@ class Target:
         """GPUs that the run can't do without: with one process `auto` takes what is there."""
         assert self.config is not None
         device, processes = self.config.trainer.device, num_processes(self.config)
-        return 0 if device == "cpu" or (device == "auto" and processes == 1) else processes
+        optional = device == "cpu" or (device == "auto" and processes == 1)
+        return 0 if optional else processes + num_sampling(self.config)
 
     @property
     def models(self) -> dict[str, str]:

@@ -83,6 +83,13 @@ def samples_apart(config: Config | SFTConfig) -> bool:
     return rollout.placement == "apart" and rollout.name == "native"
 
 
+def num_sampling(config: Config | SFTConfig) -> int:
+    """Processes that sample and do not train."""
+    if isinstance(config, SFTConfig) or not samples_apart(config):
+        return 0
+    return config.actor_rollout_ref.rollout.num_processes
+
+
 def roles_of(passes: Passes) -> list[Role]:
     """Who lives in each process that trains."""
     actor = Role.ActorRolloutRef if passes.reference else Role.ActorRollout
@@ -165,19 +172,20 @@ def _dtype_of_run(folder: Path | None, keys: list[str]) -> str | None:
 
 def _device(config: Config | SFTConfig) -> str:
     """ "cuda" or "cpu", where GPUs may be used."""
-    trainer, processes = config.trainer, num_processes(config)
+    trainer, processes = config.trainer, num_processes(config) + num_sampling(config)
     if trainer.backend == "ray":
         import ray  # a local run does without it
 
         num_gpus, where = int(ray.cluster_resources().get("GPU", 0)), "the Ray cluster"
     else:
         num_gpus, where = torch.cuda.device_count(), "this machine"
-    if trainer.device == "auto" and processes == 1:
-        return "cuda" if num_gpus else "cpu"
+    if trainer.device == "auto" and num_processes(config) == 1:
+        return "cuda" if num_gpus >= processes else "cpu"
+    more = f" with rollout.num_processes={num_sampling(config)}" if num_sampling(config) else ""
     if num_gpus < processes:
         raise ValueError(
             f"found {num_gpus} GPUs on {where}, but trainer.nnodes={trainer.nnodes} and "
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} ask for {processes}. Set "
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}{more} ask for {processes}. Set "
             "trainer.n_gpus_per_node, or trainer.device=cpu to train in processes without a GPU."
         )
     return "cpu" if num_gpus == 0 else "cuda"
@@ -195,11 +203,8 @@ def process_variables(config: Config) -> dict[str, str]:
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if shared else {}
     if not samples_apart(config):
         return {}
-    cores, processes = (
-        os.cpu_count() or 1,
-        num_processes(config) + config.actor_rollout_ref.rollout.num_processes,
-    )
-    return {"OMP_NUM_THREADS": str(max(1, cores // processes)), "OMP_WAIT_POLICY": "PASSIVE"}
+    processes = num_processes(config) + num_sampling(config)
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
 
 
 def needs_ray(config: Config | SFTConfig) -> bool:

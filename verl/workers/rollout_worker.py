@@ -31,6 +31,7 @@ from verl.config.schema import AsyncTraining
 from verl.protocol import DataProto
 from verl.single_controller.base import Dispatch, Worker, register
 from verl.workers.fsdp_workers import device_kind
+from verl.workers.rollout.base import EngineUnavailable
 from verl.workers.rollout.build import EngineRequest, build_engine
 from verl.workers.rollout.native import NativeEngine
 
@@ -38,8 +39,8 @@ JOIN_SECONDS = 10.0
 MEMBER = "member"  # column: which row of its group
 
 
-class RolloutFailed(RuntimeError):
-    """The loop of a rollout process ended by an error; the message has its traceback."""
+class RolloutFailed(EngineUnavailable):
+    """The loop of a rollout process ended by an error (the message has its traceback), or says nothing."""
 
 
 class RolloutWorker(Worker):
@@ -192,11 +193,19 @@ class RolloutWorker(Worker):
         return self._result(answer)
 
     def _result(self, future: Future[Any]) -> Any:
-        """Of a future that the loop sets. RolloutFailed."""
+        """Of a future that the loop sets. RolloutFailed: the loop stands still for `group_deadline`."""
+        seen, since = -1, time.monotonic()
         while not future.done():
             with self._over:
                 self._check()
                 self._over.wait_for(lambda: future.done() or self._failure, 0.05)
+            if self.service.num_steps != seen:
+                seen, since = self.service.num_steps, time.monotonic()
+            elif time.monotonic() - since > self.settings.group_deadline:
+                raise RolloutFailed(
+                    f"rollout process {self.rank} has made no step of its engine for "
+                    f"{self.settings.group_deadline:g} s (trainer.async_training.group_deadline)"
+                )
         return future.result()
 
     def _check(self) -> None:

@@ -17,9 +17,14 @@ class Prompts:
     def __init__(self, rows: int) -> None:
         self.rows, self.drawn = rows, 0
 
-    def group(self, number: int, attempt: int, asked: Any = (), index: int | None = None) -> DataProto:
-        if index is None:
-            index, self.drawn = self.drawn, self.drawn + 1
+    def drawn_ahead(self, number: int, count: int, asked: Any) -> list[DataProto]:
+        indices, self.drawn = range(self.drawn, self.drawn + count), self.drawn + count
+        return [self._rows(number + i, 0, index) for i, index in enumerate(indices)]
+
+    def asked_again(self, prompts: DataProto, number: int, attempt: int) -> DataProto:
+        return self._rows(number, attempt, int(prompts.non_tensor_batch["index"][0]))
+
+    def _rows(self, number: int, attempt: int, index: int) -> DataProto:
         uid = f"group{number}.{attempt}"
         columns = {
             "uid": [uid] * self.rows,

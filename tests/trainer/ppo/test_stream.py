@@ -47,9 +47,9 @@ def play(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(1, steps + 1):
         extra = rng.choice([0, 0, rng.randint(1, 3)])  # groups that taught nothing and are replaced
         moments = played.now
-        taken = [stream.take(per_step, step)]
+        taken = [stream.take(per_step)]
         if extra:
-            taken.append(stream.take(extra, step))
+            taken.append(stream.take(extra))
         assert played.now - moments < 2000, "it hangs"
         groups = stream.taken
         assert len(groups) == per_step + extra
@@ -92,9 +92,9 @@ def test_a_repeatable_run_trains_the_same_at_any_speed():
             stream: Any = RolloutStream(*tools, lambda line: None)
             stream.send_weights(0, None)
             for step in range(1, 7):
-                stream.take(3, step)
+                stream.take(3)
                 if step in (2, 3):  # some groups taught nothing
-                    stream.take(step, step)
+                    stream.take(step)
                 history.append([(group.number, group.version_first) for group in stream.taken])
                 stream.send_weights(step, None)
             histories.append(history)
@@ -110,7 +110,7 @@ def test_a_step_that_fails_leaves_its_prompts_to_be_asked_again(tmp_path, monkey
     monkeypatch.setattr(stream_module.time, "monotonic", lambda: 1.0 + played.now)
     stream = RolloutStream(config, prompts, played, 3, lambda line: None)
     stream.send_weights(0, None)  # type: ignore[arg-type]
-    stream.take(2, 1)
+    stream.take(2)
     stream.save(tmp_path, step_is_over=False)
     other = RolloutStream(config, prompts, played, 3, lambda line: None)
     other.load(tmp_path, 0)

@@ -16,6 +16,7 @@ from verl.config import Config, at
 from verl.config.checks import check_config, check_model, check_vllm_is_there
 from verl.config.keys import keys_of, refusal, shown
 from verl.config.policy import ACTOR, REF, ROLLOUT
+from verl.trainer.placement import samples_apart
 from verl.trainer.ppo.passes import Passes
 from verl.workers.megatron import check_installed
 from verl.workers.megatron.settings import ModelShape, ParallelSizes
@@ -87,6 +88,10 @@ def settings_without_effect(config: Config) -> list[str]:
     if config.actor_rollout_ref.rollout.placement == "colocated":
         why = f"each process has an engine with the whole model; {ROLLOUT}.placement=apart splits it."
         unread[f"{ROLLOUT}.tensor_model_parallel_size"] = why
+    if not samples_apart(config):
+        why = f"nothing samples beside training. Set {ROLLOUT}.name=native {ROLLOUT}.placement=apart."
+        names = ("in_flight_updates", "recompute_kv", "group_deadline", "repeatable")
+        unread |= {f"trainer.async_training.{name}": why for name in names}
     if config.data.mixture is not None:
         why = "the rows are those of data.mixture."
         unread |= {"data.train_files": why, "data.train_data_num": why}

@@ -159,22 +159,30 @@ class TrajectoryCollector:
         keeps = rollout.keep_partial and not is_last
         return self._with_sampling(prompts, seeds, rollout.do_sample, validate=False, keep_partial=keeps)
 
-    def group(
-        self, number: int, attempt: int, asked: Sequence[int] = (), index: int | None = None
-    ) -> DataProto:
-        """The rows of one prompt, which is sampled ahead of its step: the next one, or that at `index`.
+    def drawn_ahead(self, number: int, count: int, asked: Sequence[int]) -> list[DataProto]:
+        """The rows of each of the next `count` prompts, which are sampled ahead of their step.
 
-        number, attempt: of the group; its seeds depend on these alone. asked: rows that are under way.
-        RunStopped: there is no next one.
+        number: of the first of these groups; seeds depend on the group's number alone. asked: rows that are
+        under way. RunStopped: there are not so many.
         """
-        rollout, name = self.config.actor_rollout_ref.rollout, f"group{number}"
         try:
-            indices = self.sampler.take(1, asked) if index is None else [index]
-            prompts = self._answered(indices, f"{name}.{attempt}" if attempt else name)
+            self.sampler.check_left(self.config.data.train_batch_size)
+            indices = self.sampler.take(count, asked)
+            rows = [self._answered([index], f"group{number + i}") for i, index in enumerate(indices)]
         except DataFailed as error:
             raise RunStopped(f"group {number}: {error}") from error
+        return [self._ahead(prompts, number + i, 0) for i, prompts in enumerate(rows)]
+
+    def asked_again(self, prompts: DataProto, number: int, attempt: int) -> DataProto:
+        """The rows of group `number` once more, with a name and seeds of their own."""
+        columns = {name: x for name, x in prompts.non_tensor_batch.items() if name != "continuation"}
+        columns["uid"] = object_array([f"group{number}.{attempt}"] * len(prompts))
+        return self._ahead(DataProto(None, columns), number, attempt)
+
+    def _ahead(self, prompts: DataProto, number: int, attempt: int) -> DataProto:
         seeds = sampling_seeds(self.config.trainer.seed, AHEAD_STREAM, number, len(prompts), attempt)
-        return self._with_sampling(prompts, seeds, rollout.do_sample, validate=False, keep_partial=False)
+        do_sample = self.config.actor_rollout_ref.rollout.do_sample
+        return self._with_sampling(prompts, seeds, do_sample, validate=False, keep_partial=False)
 
     def _answered(self, indices: Sequence[int], uid_prefix: str) -> DataProto:
         """Rows of the dataset, each as often as it is answered. DataFailed."""
@@ -208,9 +216,13 @@ class TrajectoryCollector:
 
     # ----------------------------------------------------------------------------------- what is learnt
 
-    def selected(self, seconds: float, version: int | None = None) -> tuple[DataProto, dict[str, float]]:
-        """The rows that the step learns from, and metrics of all that it generated, which took `seconds`.
-        version: that is trained (None: the newest that sampled). RunStopped: there is nothing to learn from.
+    def selected(
+        self, seconds: float | None, version: int | None = None
+    ) -> tuple[DataProto, dict[str, float]]:
+        """The rows that the step learns from, and metrics of all that it generated.
+
+        seconds: that took; None: it was made ahead. version: that is trained (None: the newest that sampled).
+        RunStopped: there is nothing to learn from.
         """
         batch, chosen = self._batch, self._chosen
         metrics = self._metrics(seconds)
@@ -240,7 +252,7 @@ class TrajectoryCollector:
         # "validate": each is alone with its prompt, so none is a straggler
         return self._with_sampling(prompts, seeds, False, validate=True, keep_partial=False)
 
-    def _metrics(self, seconds: float) -> dict[str, float]:
+    def _metrics(self, seconds: float | None) -> dict[str, float]:
         """Metrics of all trajectories that the step has made, those that are not learnt from too."""
         batch, usable, algorithm = self._batch, self._usable, self.config.algorithm
         columns = batch.non_tensor_batch
@@ -266,9 +278,10 @@ class TrajectoryCollector:
                 (batch.tensors["prompt_length"] >= self.config.data.max_start_length).float().mean()
             ),
             "perf/generated_tokens": num_sampled,
-            "perf/generated_tokens_per_second": num_sampled / max(seconds, 1e-9),
         }
-        if num_sampled:
+        if seconds is not None:
+            metrics["perf/generated_tokens_per_second"] = num_sampled / max(seconds, 1e-9)
+        if num_sampled and seconds is not None:
             metrics["timing_per_token_ms/gen"] = seconds * 1000 / num_sampled
         if algorithm.overlong_filter:
             metrics["filter/overlong"] = float(reasons.count("length"))

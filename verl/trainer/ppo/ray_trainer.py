@@ -188,8 +188,7 @@ class RayPPOTrainer(ResumableRun):
                         with timer("reward"):
                             score(trajectories, self.reward_fn, self.config)
                         self.collector.add(trajectories)
-                    version = None if self.stream is None else self.stream.gate.version
-                    batch, metrics = self.collector.selected(timer.seconds["gen"], version)
+                    batch, metrics = self._selected(timer.seconds["gen"])
                     if self.passes.greedy_rollouts:
                         with timer("gen_max"):
                             greedy = self._generate_sequences(self.collector.greedy_prompts(batch, step))
@@ -231,7 +230,6 @@ class RayPPOTrainer(ResumableRun):
                             except RunStopped as failure:  # the step is done all the same
                                 search_failure = failure
                 metrics = metric_utils.step_metrics(batch, timer, self.passes.values) | metrics
-                metrics |= {} if self.stream is None else self.stream.metrics()
                 stop = search_failure is not None or (self.stop_request.asked and not last)
                 warnings = self._take_state(metrics, timer, started)
                 if last or stop or (trainer.save_freq > 0 and step % trainer.save_freq == 0):
@@ -281,16 +279,24 @@ class RayPPOTrainer(ResumableRun):
             generated = self._generate_sequences(self.collector.prompts(step, count, is_last))
             trajectories, self.collector.unfinished = split_unfinished(generated)
             return trajectories
-        trajectories = self.stream.take(count, step)
+        trajectories = self.stream.take(count)
         self.failures.check(trajectories.non_tensor_batch["trajectory"])
         return trajectories
+
+    def _selected(self, seconds: float) -> tuple[DataProto, dict[str, float]]:
+        """The rows that the step learns from, with metrics. seconds: of its generation, if it was now."""
+        if self.stream is None:
+            return self.collector.selected(seconds)
+        batch, metrics = self.collector.selected(None, self.stream.gate.version)
+        return batch, metrics | self.stream.metrics()
 
     def _sync_weights(self) -> None:
         """Gives the rollouts the policy of this step."""
         if self.stream is None:
             self.actor_rollout_wg.sync_weights()
-        else:
-            self.stream.send_weights(self.state.step, self.actor_rollout_wg.export_weights())
+            return
+        begins = not self.config.trainer.val_only
+        self.stream.send_weights(self.state.step, self.actor_rollout_wg.export_weights(), begins)
 
     def _generate_sequences(self, prompts: DataProto) -> DataProto:
         """A trajectory for each row of prompts, with the prompts' columns. SearchesFailed,
@@ -420,6 +426,8 @@ class RayPPOTrainer(ResumableRun):
         report = ask(self.val_dataset)
         if complete and self.extra_val_dataset is not None:
             report.extra = ask(self.extra_val_dataset)
+        if self.stream is not None:
+            self.stream.workers.figures()  # the next step's are not to count these
         return report
 
     def _lacks_validation(self) -> bool:

@@ -46,6 +46,7 @@ _DECISIVE = (  # keys, and blocks of keys
     "actor_rollout_ref.actor.kl_loss_coef",
     "actor_rollout_ref.actor.kl_loss_type",
     "actor_rollout_ref.rollout.n_agent",
+    "actor_rollout_ref.rollout.placement",
     _TRAIN_FILES,
     _MIXTURE,
     "data.train_data_num",

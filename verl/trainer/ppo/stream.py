@@ -7,8 +7,8 @@
 The driver calls it between the phases of a step and nowhere else: rollouts need no thread here, since all
 that may be sampled during an update is begun before it. A group that is too old when a batch is cut, or that
 is not over within `group_deadline`, is asked again; no prompt is lost. With `repeatable` weights change only
-where no group is under way, so that the batch of step b is sampled by version b - 1 - k alone, however fast
-the processes are.
+where no group is under way, and batches are cut in the order in which prompts were drawn, so that the run is
+the same however fast the processes are.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from verl.protocol import DataProto, DataProtoFuture, object_array
 from verl.single_controller.base import WorkerGroup
 from verl.trainer.ppo.collection import TrajectoryCollector, continuations
 from verl.trainer.ppo.staleness import StalenessGate
+from verl.workers.rollout.base import EngineUnavailable
 from verl.workers.rollout_worker import MEMBER
 
 STREAM_FILE = "rollout_stream.pkl"
 POLL_SECONDS = 0.1
+MOST_SILENT = 3  # deadlines that a process may let pass without a row
 SHIPPED = ("raw_prompt_ids", "uid", "continuation", "episode", MEMBER)
 
 
@@ -60,11 +62,21 @@ class Group:
         records = [row.non_tensor_batch["trajectory"][0] for row in self.rows.values()]
         return min((r["version_first"] for r in records if r["version_first"] is not None), default=None)
 
+    @property
+    def has_failed(self) -> bool:
+        return any(map(has_failed, self.rows.values()))
+
     def trajectories(self) -> DataProto:
         """Its rows in order, with their prompts' columns."""
         rows = DataProto.concat([self.rows[member] for member in sorted(self.rows)])
         columns = {name: x for name, x in self.prompts.non_tensor_batch.items() if name != "continuation"}
         return DataProto(rows.batch, columns | {"trajectory": rows.non_tensor_batch["trajectory"]})
+
+
+def has_failed(row: DataProto) -> bool:
+    """Whether a trajectory ended for another reason than the policy's."""
+    reason = row.non_tensor_batch["trajectory"][0]["finish_reason"]
+    return reason in ("search_failed", "env_failed", "unverified")
 
 
 class RolloutStream:
@@ -92,13 +104,13 @@ class RolloutStream:
         self.next_number = 0
         self._counts = dict.fromkeys(("dropped", "expired"), 0)
         self._seconds = dict.fromkeys(("trainer_idle_seconds", "sync_seconds"), 0.0)
-        self._in_queue: list[int] = []  # ages of the groups of the last batch when it was cut
+        self._silent = [0] * workers.world_size  # times in a row that groups of a process were given up
 
     # ------------------------------------------------------------------------------------------- of a step
 
-    def send_weights(self, version: int, weights: DataProtoFuture) -> None:
-        """The policy after `version` steps goes to the processes; what there is room for now is begun. The
-        step before, if there was one, is over.
+    def send_weights(self, version: int, weights: DataProtoFuture, begin: bool = True) -> None:
+        """The policy after `version` steps goes to the processes, and with `begin` what there is room for now
+        is begun. The step before, if there was one, is over.
         """
         started = time.perf_counter()
         while self.settings.repeatable and any(group.begun for group in self.running.values()):
@@ -106,12 +118,13 @@ class RolloutStream:
         self.workers.load_weights(weights, version)
         self._seconds["sync_seconds"] += time.perf_counter() - started
         self.gate.version, self.taken = version, []
-        for group in self.running.values():
-            if not group.begun:  # of a checkpoint
-                self._submit(group)
-        self._begin()
+        if begin:
+            for group in self.running.values():
+                if not group.begun:  # of a checkpoint
+                    self._submit(group)
+            self._begin()
 
-    def take(self, count: int, step: int) -> DataProto:
+    def take(self, count: int) -> DataProto:
         """The trajectories of `count` groups, as soon as there are so many."""
         started = time.perf_counter()
         if self.taken:  # the step needs more than its share, as some teach nothing
@@ -134,7 +147,8 @@ class RolloutStream:
     def metrics(self) -> dict[str, float]:
         """`async/*` and the engines' `rollout/*` since the last call."""
         figures = self.workers.figures()
-        metrics = {name: float(np.mean([each[name] for each in figures])) for name in figures[0]}
+        names = dict.fromkeys(name for each in figures for name in each)
+        metrics = {name: float(np.mean([each[name] for each in figures if name in each])) for name in names}
         metrics |= {f"async/{name}": float(value) for name, value in (self._counts | self._seconds).items()}
         metrics["async/queue_groups"], metrics["async/running_groups"] = len(self.ready), len(self.running)
         self._counts, self._seconds = dict.fromkeys(self._counts, 0), dict.fromkeys(self._seconds, 0.0)
@@ -144,22 +158,24 @@ class RolloutStream:
 
     def _begin(self) -> None:
         """Begins what there is room for."""
-        for _ in range(self.gate.room()):
-            group = self.again.pop(0) if self.again else self._fresh()
-            self.gate.admit()
+        room = self.gate.room()
+        groups, self.again = self.again[:room], self.again[room:]
+        if fresh := room - len(groups):
+            present = [*self.running.values(), *self.ready, *groups, *self.taken]
+            asked = sorted({int(group.prompts.non_tensor_batch["index"][0]) for group in present})
+            drawn = self.collector.drawn_ahead(self.next_number, fresh, asked)
+            groups += [Group(self.next_number + i, 0, prompts) for i, prompts in enumerate(drawn)]
+            self.next_number += fresh
+        self.gate.admit(room)
+        for group in groups:
             self.running[group.uid] = group
             self._submit(group)
 
-    def _fresh(self) -> Group:
-        present = [*self.running.values(), *self.ready, *self.again, *self.taken]
-        asked = sorted({int(group.prompts.non_tensor_batch["index"][0]) for group in present})
-        number, self.next_number = self.next_number, self.next_number + 1
-        return Group(number, 0, self.collector.group(number, 0, asked))
-
     def _submit(self, group: Group) -> None:
-        load = np.bincount([other.rank for other in self.running.values() if other.begun], minlength=1)
-        load = np.pad(load, (0, self.workers.world_size))[: self.workers.world_size]
-        group.rank, group.begun = int(load.argmin()), time.monotonic()
+        load = [silent * (1 + len(self.running)) for silent in self._silent]  # those that are silent last
+        for other in self.running.values():
+            load[other.rank] += other.begun > 0
+        group.rank, group.begun = int(np.argmin(load)), time.monotonic()
         columns = group.prompts.non_tensor_batch
         members = [number for number in range(len(group.prompts)) if number not in group.rows]
         rows = group.prompts.select(non_tensor_batch_keys=[name for name in SHIPPED if name in columns])
@@ -170,7 +186,8 @@ class RolloutStream:
 
     def _receive(self) -> None:
         """Takes what has ended, and gives up what takes too long."""
-        for rows in self.workers.poll(POLL_SECONDS):
+        for rank, rows in enumerate(self.workers.poll(POLL_SECONDS)):
+            self._silent[rank] = 0 if rows is not None else self._silent[rank]
             for index in range(0 if rows is None else len(rows)):
                 row = rows.select_idxs(np.array([index]))
                 group = self.running.get(row.non_tensor_batch["uid"][0])
@@ -193,6 +210,13 @@ class RolloutStream:
                 self.gate.drop_running()
                 self._ask_again(group)
             self._counts["expired"] += len(late)
+            for rank in {group.rank for group in late}:
+                self._silent[rank] += 1
+                if self._silent[rank] == MOST_SILENT:
+                    raise EngineUnavailable(
+                        f"rollout process {rank} has finished nothing for {MOST_SILENT} times "
+                        f"trainer.async_training.group_deadline={self.settings.group_deadline:g} s"
+                    )
 
     def _drop_old(self) -> None:
         old = [
@@ -207,17 +231,18 @@ class RolloutStream:
         self._counts["dropped"] += len(old)
 
     def _ask_again(self, group: Group) -> None:
-        index = int(group.prompts.non_tensor_batch["index"][0])
+        self.again.append(self._anew(group))
+
+    def _anew(self, group: Group) -> Group:
+        """The group from its prompt on, with other seeds."""
         attempt = group.attempt + 1
-        self.again.append(
-            Group(group.number, attempt, self.collector.group(group.number, attempt, index=index))
-        )
+        return Group(group.number, attempt, self.collector.asked_again(group.prompts, group.number, attempt))
 
     # ---------------------------------------------------------------------------------------- checkpoints
 
     def save(self, folder: Path, step_is_over: bool) -> None:
         """Writes all groups that no finished step has trained. step_is_over: else those of the present step
-        are asked again.
+        are asked again, and with them all that failed: what made them fail has stopped the run.
         """
         rows: dict[tuple[str, int], DataProto] = {}
         if not self.settings.repeatable:  # there those under way began with these weights, and begin again
@@ -231,15 +256,19 @@ class RolloutStream:
             states: list[Any] = [None] * len(group.prompts)
             for member in range(len(group.prompts)):
                 row = group.rows.get(member, rows.get((group.uid, member)))
-                if row is not None and not self.settings.repeatable:
+                if row is not None and not self.settings.repeatable and not has_failed(row):
                     states[member] = continuations(row)[0]
             prompts = group.prompts.select()
             prompts.non_tensor_batch["continuation"] = object_array(states)
             running.append((group.number, group.attempt, prompts))
-        again = self.again if step_is_over else [*self.again, *self.taken]
+        again, ready = self.again, self.ready
+        if not step_is_over:
+            failed = [group for group in ready if group.has_failed]
+            again = [*again, *(self._anew(group) for group in (*self.taken, *failed))]
+            ready = [group for group in ready if group not in failed]
         state = {
             "running": running,
-            "ready": [(g.number, g.attempt, g.prompts, g.rows) for g in self.ready],
+            "ready": [(g.number, g.attempt, g.prompts, g.rows) for g in ready],
             "again": [(g.number, g.attempt, g.prompts) for g in again],
             "next_number": self.next_number,
         }

@@ -54,6 +54,11 @@ class BlockPool:
         self._index: dict[tuple[int, bytes], _Entry] = {}
         self._keys: dict[int, list[tuple[int, bytes]]] = {}
 
+    def forget_contents(self) -> None:
+        """Let no block be found any more by what it holds; those in use stay in use."""
+        self._index.clear()
+        self._keys.clear()
+
     @property
     def num_free(self) -> int:
         return len(self._free) + self.num_blocks - self.num_touched

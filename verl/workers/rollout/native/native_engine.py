@@ -37,8 +37,8 @@ class NativeEngine(RolloutEngine[NativeSession]):
     Attributes:
         max_num_seqs: sessions that run at a time.
         num_blocks: of the KV pool.
-        keeps_kv: new weights go on with the KV state of older ones, which is faster, and what is sampled then
-            is of neither policy. False: it is computed again.
+        keeps_kv: with new weights sessions go on with the KV state of older ones, which is faster, and what
+            they sample then is of neither policy. False: it is computed again.
     """
 
     session_class = NativeSession
@@ -146,7 +146,9 @@ class NativeEngine(RolloutEngine[NativeSession]):
     # ---- weights and memory ----
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        if not self.keeps_kv:
+        if self.keeps_kv and self.version >= 0:
+            self._scheduler.pool.forget_contents()  # what begins from now on computes its own
+        else:
             self._scheduler.drop_kv()
         self.version = -1
         self._runner.load_weights(weights)
