@@ -1,0 +1,120 @@
+"""Which programs leave nothing in their process, so that their tests may run there one after the other.
+
+Such a program computes with plain data: it makes no classes, keeps nothing in modules, reaches no attribute but
+the methods of plain data, and nothing that outlives its names can be written to. Where a program is more than
+that, each of its tests gets a process of its own. Verdicts do not rest on this: they are made elsewhere.
+"""
+
+from __future__ import annotations
+
+import _ast
+import builtins
+from typing import Any
+
+ERRORS = [n for n, v in vars(builtins).items() if isinstance(v, type) and issubclass(v, BaseException)]
+SAFE_NAMES = (
+    "abs all any bin bool bytes chr complex dict divmod enumerate filter float frozenset hash hex int "
+    "isinstance issubclass iter len list map max min next oct ord pow print range repr reversed round set "
+    "slice sorted str sum tuple type zip NotImplemented Ellipsis"
+)
+SAFE_BUILTINS = frozenset([*SAFE_NAMES.split(), *ERRORS])
+PLAIN_NAMES = (
+    "Module Assert Expr Assign AugAssign AnnAssign For While If Break Continue Pass Return Try Raise "
+    "ExceptHandler FunctionDef Import ImportFrom alias Name Constant Call keyword Compare BoolOp BinOp "
+    "UnaryOp IfExp List Tuple Dict Set Attribute Subscript Slice Starred JoinedStr FormattedValue "
+    "GeneratorExp ListComp SetComp DictComp comprehension Lambda arguments arg operator cmpop boolop "
+    "unaryop expr_context"
+)
+PLAIN_NODES = frozenset(
+    kind
+    for name in PLAIN_NAMES.split()
+    for kind in [getattr(_ast, name), *getattr(_ast, name).__subclasses__()]
+)
+PROGRAM_NODES = PLAIN_NODES | {_ast.Global, _ast.Nonlocal, _ast.NamedExpr, _ast.Delete}
+ANNOTATION_NODES = frozenset([_ast.Name, _ast.Subscript, _ast.Tuple, _ast.List, _ast.BinOp, _ast.Constant])
+PROGRAM_BUILTINS = SAFE_BUILTINS - {"type", "hash"} | {"input"}  # `type` makes classes
+PLAIN_TYPES = (str, bytes, list, dict, set, tuple, int, float, complex)
+OTHER_METHODS = (
+    "appendleft popleft extendleft rotate most_common elements subtract total move_to_end args read readline "
+    "readlines write flush buffer"
+)
+METHODS = frozenset(n for kind in PLAIN_TYPES for n in dir(kind) if n[0] != "_") | {*OTHER_METHODS.split()}
+METHODS -= {"format", "format_map", "encode", "decode"}  # a format reads attributes, a codec is a module
+MODULES = {
+    "bisect": "bisect bisect_left bisect_right insort insort_left insort_right",
+    "collections": "deque defaultdict Counter OrderedDict",
+    "functools": "reduce cmp_to_key lru_cache cache partial",
+    "heapq": "heappush heappop heapify heappushpop heapreplace merge nlargest nsmallest",
+    "itertools": " ".join(name for name in dir(__import__("itertools")) if name[0] != "_"),
+    "math": " ".join(name for name in dir(__import__("math")) if name[0] != "_"),
+    "string": "ascii_letters ascii_lowercase ascii_uppercase digits",
+    "sys": "stdin stdout stderr maxsize exit setrecursionlimit",
+    "typing": "Any Callable Dict Iterable Iterator List Optional Sequence Set Tuple Union",
+}
+ALLOWED = {module: frozenset(names.split()) for module, names in MODULES.items()}
+
+
+def leaves_nothing(tree: _ast.AST) -> bool:
+    """Whether a program, given by its tree, can leave nothing behind but its own names.
+
+    Annotations are apart: `typing` remembers what it was given, so they may hold fixed names alone.
+    """
+    nodes: list[Any] = [tree]
+    annotations: list[Any] = []
+    modules: dict[str, str] = {}
+    typing: set[str] = set()
+    bound: set[str] = set()
+    for node in nodes:
+        kind = node.__class__
+        if kind not in PROGRAM_NODES:
+            return False
+        for field in node._fields if kind is not _ast.Constant else ():
+            value = getattr(node, field, None)
+            if field in ("annotation", "returns"):
+                annotations.extend([value] if value is not None else [])
+            elif value.__class__ is list:
+                nodes.extend([child for child in value if isinstance(child, _ast.AST)])
+            elif isinstance(value, _ast.AST):
+                nodes.append(value)
+            elif value.__class__ is str and value[:2] == "__" and value != "__name__":
+                return False
+        if kind in (_ast.Import, _ast.ImportFrom):
+            home = getattr(node, "module", None)
+            for alias in node.names:
+                name = alias.asname or alias.name
+                if kind is _ast.Import and alias.name in ALLOWED and alias.name != "typing":
+                    modules[name] = alias.name
+                elif kind is not _ast.ImportFrom or node.level or alias.name not in ALLOWED.get(home, ()):
+                    return False
+                (typing if home == "typing" else bound).add(name)
+        elif kind is _ast.FunctionDef or kind is _ast.ExceptHandler and node.name:
+            bound.add(node.name)
+        elif kind is _ast.arg:
+            bound.add(node.arg)
+        elif kind is _ast.Name and node.ctx.__class__ is not _ast.Load:
+            bound.add(node.id)
+    bases = [n.value for n in nodes if n.__class__ is _ast.Attribute and n.value.__class__ is _ast.Name]
+    aside = {id(base) for base in bases if base.id in modules}
+    for node in nodes:
+        if node.__class__ is _ast.Name and id(node) not in aside:
+            strange = hasattr(builtins, node.id) and node.id not in PROGRAM_BUILTINS
+            if strange or node.id in modules or node.id in typing:
+                return False
+        elif node.__class__ is _ast.Attribute:
+            allowed = ALLOWED[modules[node.value.id]] if id(node.value) in aside else METHODS
+            text = getattr(node.value, "value", None) if node.value.__class__ is _ast.Constant else None
+            formats = node.attr == "format" and text.__class__ is str and "_" not in text
+            if node.ctx.__class__ is not _ast.Load or node.attr not in allowed and not formats:
+                return False
+    for node in annotations:
+        if node.__class__ not in ANNOTATION_NODES:
+            return False
+        if node.__class__ is _ast.Name and (
+            node.id in bound or node.id not in typing and node.id not in PROGRAM_BUILTINS
+        ):
+            return False
+        for parts in ("value slice", "elts", "left right"):
+            for part in parts.split() if node.__class__ is not _ast.Constant else ():
+                inner = getattr(node, part, [])
+                annotations.extend(inner if inner.__class__ is list else [inner])
+    return True
