@@ -320,9 +320,9 @@ def judge_tests(
     """Compiles a program to the file `code` and runs the texts of its tests in order. Each line of the file
     `reports` is an outcome and the time on the monotonic clock: "loaded", then one for each test.
 
-    Tests of a program that leaves nothing behind share its process while all goes well and SHARED_SECONDS are
-    not over; any other test has one of its own. stdio: the texts are inputs, and what the program prints stands
-    in the third column. They are run here while they can share a process, the others are left to the supervisor.
+    Tests of a program that leaves nothing behind share a process for SHARED_SECONDS, while they pass or
+    fail; any other test has one of its own. stdio: the texts are inputs, the third column is what the
+    program prints, and the supervisor sees to the tests that can't share a process.
     """
 
     def report(outcome: str, output: str = "") -> None:

@@ -1,8 +1,8 @@
 """Which programs leave nothing in their process, so that their tests may run there one after the other.
 
-Such a program computes with plain data: it makes no classes, keeps nothing in modules, reaches no attribute but
-the methods of plain data, and nothing that outlives its names can be written to. Where a program is more than
-that, each of its tests gets a process of its own. Verdicts do not rest on this: they are made elsewhere.
+Such a program computes with plain data: it makes no classes, reaches no attribute but the methods of plain
+data and some functions of modules, and can write to nothing that outlives its names. Each test of any other
+program has a process of its own. Verdicts do not rest on this: they are made elsewhere.
 """
 
 from __future__ import annotations

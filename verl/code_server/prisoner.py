@@ -119,9 +119,9 @@ class Servant:
         try:
             problem = load(self.code, "__main__")[1]
             sys.stdout.flush()
+            return [exit_status(problem), taken.getvalue()]
         finally:
             sys.stdin, sys.stdout = kept
-        return [exit_status(problem), taken.getvalue()]
 
     def forget(self) -> None:
         """Ends all that the test before has left of a plain program."""
@@ -147,7 +147,7 @@ def load(code: Any, name: str) -> tuple[dict[str, Any], BaseException | None]:
 
 
 def exit_status(problem: BaseException | None) -> int:
-    """`sys.exit` is no failure, as in Open-Instruct's grading; an exception is: 1, or 3 for want of memory."""
+    """An exception is a failure: 1, or 3 for want of memory. `sys.exit` is none, as in Open-Instruct."""
     if isinstance(problem, MemoryError):
         return 3
     return 0 if problem is None or isinstance(problem, SystemExit) else 1
