@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field, ValidationError, WithJsonSchema
 
@@ -83,11 +82,6 @@ def create_app(settings: Settings) -> FastAPI:
             supervisor.stock.close()
 
     app = FastAPI(title="Code server", lifespan=lifespan)
-
-    @app.exception_handler(RequestValidationError)
-    async def refuse(request: Request, error: RequestValidationError) -> JSONResponse:
-        problems = [{"loc": e["loc"], "msg": e["msg"], "type": e["type"]} for e in error.errors()]
-        return JSONResponse(jsonable(problems), 422)
 
     @app.get("/health")
     async def health() -> dict[str, str | int]:
@@ -157,15 +151,6 @@ def queue_is_full() -> HTTPException:
     return HTTPException(503, "Too many programs wait; ask again.", {"Retry-After": "1"})
 
 
-def jsonable(problems: list[dict[str, Any]]) -> dict[str, Any]:
-    """The body of a 422, without what the request held: it may be no JSON."""
-    return {
-        "detail": [
-            {**p, "loc": [str(part).encode(errors="replace").decode() for part in p["loc"]]} for p in problems
-        ]
-    }
-
-
 async def parse(request: Request, model: type[Body]) -> Body:
     """The body of a request. 413: it is above MAX_BODY_BYTES, by its header or as it arrives. 422: it is not
     of the model's shape. FastAPI would do this at three times the cost."""
@@ -183,11 +168,13 @@ async def parse(request: Request, model: type[Body]) -> Body:
         raise HTTPException(413, f"The body has more than {MAX_BODY_BYTES} bytes")
     try:
         return model.model_validate(json.loads(b"".join(parts)))
-    except ValidationError as error:
-        raise RequestValidationError([{**e, "loc": ("body", *e["loc"])} for e in error.errors()]) from None
+    except ValidationError as error:  # without what the request held: it may be no JSON
+        problems = [{"loc": ("body", *e["loc"]), "msg": e["msg"], "type": e["type"]} for e in error.errors()]
+        raise HTTPException(422, problems) from None
     except (ValueError, RecursionError) as error:
-        problem = {"type": "json_invalid", "loc": ("body",), "msg": f"JSON decode error: {error}"}
-        raise RequestValidationError([problem]) from None
+        raise HTTPException(
+            422, f"the body can't be read as JSON: {error}".encode(errors="replace").decode()
+        ) from None
 
 
 app = create_app(Settings())

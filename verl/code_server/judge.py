@@ -20,7 +20,7 @@ from time import monotonic
 from typing import Any
 
 from verl.code_server.codec import Peer, TooLarge, Torn, escape, send_fds
-from verl.code_server.plain import PLAIN_NODES, SAFE_BUILTINS, leaves_nothing
+from verl.code_server.plain import PLAIN_NODES, SAFE_BUILTINS, leaves_nothing, nodes_of
 from verl.code_server.prisoner import end
 
 GONE = "gone"  # outcome for the supervisor: the prisoner had ended before the test could begin
@@ -275,19 +275,6 @@ class Test:
         return self.modules <= STATELESS
 
 
-def nodes_of(tree: _ast.AST) -> list[Any]:
-    """All nodes of a tree, each before those below it."""
-    found: list[Any] = [tree]
-    for node in found:
-        for field in node._fields if node.__class__ is not _ast.Constant else ():
-            value = getattr(node, field, None)
-            if value.__class__ is list:
-                found.extend([child for child in value if isinstance(child, _ast.AST)])
-            elif isinstance(value, _ast.AST):
-                found.append(value)
-    return found
-
-
 def apply_after_each_statement(nodes: list[Any]) -> None:
     """Puts a call of `__apply__` after each statement but the last one of all."""
     for node in nodes:
@@ -330,12 +317,11 @@ def judge_tests(
 
     try:
         posix.write(code, marshal.dumps(compile(program, "<program>", "exec", 0, True)))
-        several = link is not None and len(texts) > 1
-        shared = several and leaves_nothing(compile(program, "<program>", "exec", 0x400, True))
     except BaseException as error:  # SyntaxError, ValueError, MemoryError, RecursionError
         for _ in texts or [""]:
             report("memory" if isinstance(error, MemoryError) else "program_error")
         return
+    shared = len(texts) > 1 and leaves_nothing(program)
     if link is None or stdio:
         report("loaded")
     if link is None or stdio and not shared:
@@ -357,9 +343,9 @@ def judge_tests(
             try:
                 status, output = test.peer.request("run", text)
             except BaseException:  # torn, too large or strange: the supervisor tries it again
-                return report(GONE)
+                return
             if status not in (0, 1) or type(output) is not bytes or len(output) > left:
-                return report(GONE)
+                return
             held[:] = [mine]
             left -= len(output)
             report("program_error" if status else "passed", escape(output.decode("latin1")))

@@ -31,8 +31,7 @@ PLAIN_NODES = frozenset(
     for kind in [getattr(_ast, name), *getattr(_ast, name).__subclasses__()]
 )
 PROGRAM_NODES = PLAIN_NODES | {_ast.Global, _ast.Nonlocal, _ast.NamedExpr, _ast.Delete}
-ANNOTATION_NODES = frozenset([_ast.Name, _ast.Subscript, _ast.Tuple, _ast.List, _ast.BinOp, _ast.Constant])
-PROGRAM_BUILTINS = SAFE_BUILTINS - {"type", "hash"} | {"input"}  # `type` makes classes
+PROGRAM_BUILTINS = SAFE_BUILTINS - {"type", "hash"} | {"input", "__name__"}  # `type` makes classes
 PLAIN_TYPES = (str, bytes, list, dict, set, tuple, int, float, complex)
 OTHER_METHODS = (
     "appendleft popleft extendleft rotate most_common elements subtract total move_to_end args read readline "
@@ -54,67 +53,48 @@ MODULES = {
 ALLOWED = {module: frozenset(names.split()) for module, names in MODULES.items()}
 
 
-def leaves_nothing(tree: _ast.AST) -> bool:
-    """Whether a program, given by its tree, can leave nothing behind but its own names.
+def nodes_of(tree: _ast.AST) -> list[Any]:
+    """All nodes of a tree, each before those below it."""
+    found: list[Any] = [tree]
+    for node in found:
+        for field in node._fields if node.__class__ is not _ast.Constant else ():
+            value = getattr(node, field, None)
+            if value.__class__ is list:
+                found.extend([child for child in value if isinstance(child, _ast.AST)])
+            elif isinstance(value, _ast.AST):
+                found.append(value)
+    return found
 
-    Annotations are apart: `typing` remembers what it was given, so they may hold fixed names alone.
-    """
-    nodes: list[Any] = [tree]
-    annotations: list[Any] = []
+
+def leaves_nothing(program: str) -> bool:
+    """Whether a program can leave nothing behind but its own names, and what `typing` remembers."""
+    try:
+        nodes = nodes_of(compile(program, "<program>", "exec", 0x400, True))  # of the tree alone
+    except Exception:  # whatever is too deep or too large gets processes of its own
+        return False
     modules: dict[str, str] = {}
-    typing: set[str] = set()
-    bound: set[str] = set()
     for node in nodes:
         kind = node.__class__
-        if kind not in PROGRAM_NODES:
-            return False
-        for field in node._fields if kind is not _ast.Constant else ():
-            value = getattr(node, field, None)
-            if field in ("annotation", "returns"):
-                annotations.extend([value] if value is not None else [])
-            elif value.__class__ is list:
-                nodes.extend([child for child in value if isinstance(child, _ast.AST)])
-            elif isinstance(value, _ast.AST):
-                nodes.append(value)
-            elif value.__class__ is str and value[:2] == "__" and value != "__name__":
-                return False
-        if kind in (_ast.Import, _ast.ImportFrom):
-            home = getattr(node, "module", None)
-            for alias in node.names:
-                name = alias.asname or alias.name
-                if kind is _ast.Import and alias.name in ALLOWED and alias.name != "typing":
-                    modules[name] = alias.name
-                elif kind is not _ast.ImportFrom or node.level or alias.name not in ALLOWED.get(home, ()):
-                    return False
-                (typing if home == "typing" else bound).add(name)
-        elif kind is _ast.FunctionDef or kind is _ast.ExceptHandler and node.name:
-            bound.add(node.name)
-        elif kind is _ast.arg:
-            bound.add(node.arg)
-        elif kind is _ast.Name and node.ctx.__class__ is not _ast.Load:
-            bound.add(node.id)
-    bases = [n.value for n in nodes if n.__class__ is _ast.Attribute and n.value.__class__ is _ast.Name]
-    aside = {id(base) for base in bases if base.id in modules}
-    for node in nodes:
-        if node.__class__ is _ast.Name and id(node) not in aside:
-            strange = hasattr(builtins, node.id) and node.id not in PROGRAM_BUILTINS
-            if strange or node.id in modules or node.id in typing:
-                return False
-        elif node.__class__ is _ast.Attribute:
-            allowed = ALLOWED[modules[node.value.id]] if id(node.value) in aside else METHODS
-            text = getattr(node.value, "value", None) if node.value.__class__ is _ast.Constant else None
-            formats = node.attr == "format" and text.__class__ is str and "_" not in text
-            if node.ctx.__class__ is not _ast.Load or node.attr not in allowed and not formats:
-                return False
-    for node in annotations:
-        if node.__class__ not in ANNOTATION_NODES:
-            return False
-        if node.__class__ is _ast.Name and (
-            node.id in bound or node.id not in typing and node.id not in PROGRAM_BUILTINS
+        words = [getattr(node, field, None) for field in node._fields] if kind is not _ast.Constant else []
+        if kind not in PROGRAM_NODES or any(
+            word.__class__ is str and word[:2] == "__" and word != "__name__" for word in words
         ):
             return False
-        for parts in ("value slice", "elts", "left right"):
-            for part in parts.split() if node.__class__ is not _ast.Constant else ():
-                inner = getattr(node, part, [])
-                annotations.extend(inner if inner.__class__ is list else [inner])
-    return True
+        for alias in node.names if kind in (_ast.Import, _ast.ImportFrom) else ():
+            if kind is _ast.Import and alias.name in ALLOWED:
+                modules[alias.asname or alias.name] = alias.name
+            elif kind is _ast.Import or node.level or alias.name not in ALLOWED.get(node.module, ()):
+                return False
+    attributes = [node for node in nodes if node.__class__ is _ast.Attribute]
+    aside = {id(n.value) for n in attributes if n.value.__class__ is _ast.Name and n.value.id in modules}
+    for node in attributes:
+        allowed = ALLOWED[modules[node.value.id]] if id(node.value) in aside else METHODS
+        text = node.value.value if node.value.__class__ is _ast.Constant else None
+        formats = node.attr == "format" and text.__class__ is str and "_" not in text
+        if node.ctx.__class__ is not _ast.Load or node.attr not in allowed and not formats:
+            return False
+    return not any(
+        node.id in modules or hasattr(builtins, node.id) and node.id not in PROGRAM_BUILTINS
+        for node in nodes
+        if node.__class__ is _ast.Name and id(node) not in aside
+    )

@@ -131,6 +131,8 @@ class Servant:
             self.objects.clear()
             self.numbers.clear()
             sys.setrecursionlimit(1000)
+            for clear in getattr(sys.modules.get("typing"), "_cleanups", ()):
+                clear()
             gc.collect()
         self.used = True
 

@@ -3,7 +3,7 @@
     supervisor --(role, control socket)--> zygote --fork--> walls --> b"ready" on that socket --> a program
                                                                       b"ready" again --> the next program ..
 
-The supervisor sends this file, `codec.py`, `prisoner.py` and `judge.py`, compiled, to a bare Python (-I -S)
+The supervisor sends this file and those it imports of ours, compiled, to a bare Python (-I -S)
 that bubblewrap has locked up, or (Landlock) whose forks lock themselves up. It never runs a program.
 """
 
@@ -20,7 +20,8 @@ from functools import partial
 from typing import Any
 
 from verl.code_server.codec import decode, receive
-from verl.code_server.judge import Test, judge_tests, nodes_of, run_test
+from verl.code_server.judge import Test, judge_tests, run_test
+from verl.code_server.plain import nodes_of
 from verl.code_server.prisoner import Servant, Traces, serve_tests
 
 NEWNS, NEWUSER, NEWPID = 0x20000, 0x10000000, 0x20000000
