@@ -85,7 +85,7 @@ def leaves_nothing(program: str) -> bool:
                 modules[alias.asname or alias.name] = alias.name
             elif kind is _ast.Import or node.level or alias.name not in ALLOWED.get(node.module, ()):
                 return False
-    attributes = [node for node in nodes if node.__class__ is _ast.Attribute]
+    attributes: list[Any] = [node for node in nodes if node.__class__ is _ast.Attribute]
     aside = {id(n.value) for n in attributes if n.value.__class__ is _ast.Name and n.value.id in modules}
     for node in attributes:
         allowed = ALLOWED[modules[node.value.id]] if id(node.value) in aside else METHODS
