@@ -75,6 +75,73 @@ def test_a_test_leaves_nothing_to_the_tests_and_programs_after_it(url):
         assert results == [1, int("2" not in tests[1])], tests
 
 
+REMEMBER = {  # by what a program might keep from one test to the next
+    "a list": "m = []\ndef f(x):\n  m.append(x)\n  return m[0]",
+    "a default": "def f(x, m=[]):\n  m.append(x)\n  return m[0]",
+    "an attribute": "def f(x):\n  f.m = getattr(f, 'm', x)\n  return f.m",
+    "a method": "m = {}\ndef f(x):\n  return m.setdefault(0, x)",
+    "a builtin": "def f(x):\n  return __builtins__.setdefault('m', x)",
+    "a module": "import heapq\ndef f(x):\n  heapq.m = x or heapq.m\n  return heapq.m",
+    "a cache": "from functools import cache\nm = [0]\n@cache\ndef g(n): return m[0]\n"
+    "def f(x):\n  m[0] = x\n  return g(0)",
+    "typing": "from typing import Dict\ndef f(x):\n  if x:\n    Dict[-0.0, x]\n    return x\n"
+    "  return [n for n in range(99) if '-' in str(Dict[0.0, n])][0]",
+    "the recursion limit": "import sys\ndef g(n):\n  try: return g(n + 1)\n"
+    "  except RecursionError: return n\n"
+    "def f(x):\n  n = g(0)\n  sys.setrecursionlimit(2000 + x)\n  return x or n",
+    "a class": "from collections import Counter\ndef f(x):\n  Counter.m = x or Counter.m\n  return Counter.m",
+    "a frame": "m = []\ng = (m for _ in [0])\ndef f(x):\n"
+    "  return g.gi_frame.f_back.f_globals.setdefault('m', x) if g.gi_frame.f_back else x",
+    "a format": "def f(x): return '{0.__globals__}'.format(f) if x else 0",
+    "an end": "m = []\ndef g(x):\n  try: yield m\n  finally: print(x)\ndef f(x):\n"
+    "  i = g(x)\n  m.append(i)\n  next(i)\n  return x",
+}
+
+
+@pytest.mark.parametrize("by", REMEMBER)
+def test_a_test_knows_nothing_of_the_one_before_whether_they_share_a_process_or_not(url, by):
+    for program in (REMEMBER[by], "import os\n" + REMEMBER[by]):
+        tests = ["assert f(77) == 0", "assert f(77) == 77", "assert f(0) == 77"]
+        assert ask(url, "test_program", program=program, tests=tests).json()["results"][2] == 0
+        shown = program + "\nprint(f(int(input())))"
+        tests = [
+            {"input": "77", "output": "0"},
+            {"input": "77", "output": "77"},
+            {"input": "0", "output": "77"},
+        ]
+        assert ask(url, "test_program_stdio", program=shown, tests=tests).json()["results"][2] == 0
+
+
+MIXED = """
+import sys
+def f(x):
+    if x == 1: return 1 // 0
+    if x == 2: sys.exit()
+    if x == 3: return bytes(10**10)
+    if x == 4: return "x" * (9 << 20)
+    if x == 5:
+        while True: pass
+    return sorted(sys.stdin.read().split()) and x if x > 90 else x
+"""
+
+
+def test_a_shared_process_gives_the_outcomes_of_separate_ones(url):
+    order = [7, 1, 8, 2, 9, 3, 6, 4, 8, 5, 7, 7]
+    tests = [f"assert f({x}) == {x}" for x in order]
+    stdio = [{"input": f"{x}\nb a", "output": f"{x}"} for x in order]
+    for path, given, last in (
+        ("", tests, ""),
+        ("_stdio", stdio, "\nprint(f(int(input('')))); print(end='')"),
+    ):
+        outcomes = [
+            ask(url, f"test_program{path}", program=program, tests=given, max_execution_time=0.5).json()[
+                "outcomes"
+            ]
+            for program in (MIXED + last, "import os\n" + MIXED + last)
+        ]
+        assert outcomes[0] == outcomes[1] and outcomes[0].count("passed") >= 6, outcomes
+
+
 def test_numpy_half_made_in_a_deep_recursion_spoils_no_later_program(url):
     bad = "import numpy\nclass P:\n  def __getitem__(s, g):\n    return 1\n"
     bad += "def f(g, n):\n  class Q:\n    def __getitem__(s, i):\n      Q.n += 1\n"

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field, WithJsonSchema
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from pydantic import BaseModel, Field, ValidationError, WithJsonSchema
 
 from verl.code_server.answers import decode_tests
 from verl.code_server.supervisor import QueueFull, Supervisor
@@ -36,6 +35,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 log = logging.getLogger("uvicorn.error")
 
+Body = TypeVar("Body", bound=BaseModel)
 Text = Annotated[Any, WithJsonSchema({"type": "string"})]  # may hold what UTF-8 can't
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
 
@@ -82,12 +82,6 @@ def create_app(settings: Settings) -> FastAPI:
             supervisor.stock.close()
 
     app = FastAPI(title="Code server", lifespan=lifespan)
-    app.add_middleware(BoundedBody)
-
-    @app.exception_handler(RequestValidationError)
-    async def refuse(request: Request, error: RequestValidationError) -> JSONResponse:
-        problems = [{"loc": e["loc"], "msg": e["msg"], "type": e["type"]} for e in error.errors()]
-        return JSONResponse(jsonable(problems), 422)
 
     @app.get("/health")
     async def health() -> dict[str, str | int]:
@@ -95,15 +89,15 @@ def create_app(settings: Settings) -> FastAPI:
         sizes = {"queue": supervisor.queue, "workers": supervisor.workers}
         return {"status": "healthy", "sandbox": supervisor.walls.tier, **sizes}
 
-    @app.post("/test_program", responses=REFUSALS)
-    async def test_program(request: TestRequest) -> dict[str, Any]:
-        return await test(request, stdio=False)
+    @app.post("/test_program", responses=REFUSALS, openapi_extra=body_of(TestRequest))
+    async def test_program(request: Request) -> JSONResponse:
+        return await test(await parse(request, TestRequest), stdio=False)
 
-    @app.post("/test_program_stdio", responses=REFUSALS)
-    async def test_program_stdio(request: TestRequest) -> dict[str, Any]:
-        return await test(request, stdio=True)
+    @app.post("/test_program_stdio", responses=REFUSALS, openapi_extra=body_of(TestRequest))
+    async def test_program_stdio(request: Request) -> JSONResponse:
+        return await test(await parse(request, TestRequest), stdio=True)
 
-    async def test(request: TestRequest, stdio: bool) -> dict[str, Any]:
+    async def test(request: TestRequest, stdio: bool) -> JSONResponse:
         supervisor: Supervisor = app.state.supervisor
         check_text(request.program, "program")
         try:
@@ -124,22 +118,28 @@ def create_app(settings: Settings) -> FastAPI:
         if request.detail:
             more = {"outcomes": report.outcomes, "sandbox": supervisor.walls.tier, "seconds": report.seconds}
             reply.update(more)
-        return reply
+        return JSONResponse(reply)
 
-    @app.post("/run", responses=REFUSALS)
-    async def run(request: RunRequest) -> dict[str, Any]:
+    @app.post("/run", responses=REFUSALS, openapi_extra=body_of(RunRequest))
+    async def run(request: Request) -> JSONResponse:
         supervisor: Supervisor = app.state.supervisor
-        check_text(request.program, "program")
-        check_text(request.stdin, "stdin")
+        given = await parse(request, RunRequest)
+        check_text(given.program, "program")
+        check_text(given.stdin, "stdin")
         try:
             output, outcome, runtime = await supervisor.run(
-                request.program, request.stdin, request.max_execution_time
+                given.program, given.stdin, given.max_execution_time
             )
         except QueueFull:
             raise queue_is_full() from None
-        return {"stdout": output, "outcome": outcome, "runtime": runtime}
+        return JSONResponse({"stdout": output, "outcome": outcome, "runtime": runtime})
 
     return app
+
+
+def body_of(model: type[BaseModel]) -> dict[str, Any]:
+    schema = model.model_json_schema()
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def check_text(value: Any, name: str) -> None:
@@ -151,44 +151,30 @@ def queue_is_full() -> HTTPException:
     return HTTPException(503, "Too many programs wait; ask again.", {"Retry-After": "1"})
 
 
-def jsonable(problems: list[dict[str, Any]]) -> dict[str, Any]:
-    """The body of a 422, without what the request held: it may be no JSON."""
-    return {
-        "detail": [
-            {**p, "loc": [str(part).encode(errors="replace").decode() for part in p["loc"]]} for p in problems
-        ]
-    }
-
-
-class BoundedBody:
-    """Refuses bodies above MAX_BODY_BYTES with 413, by their header or as they arrive."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        length = dict(scope["headers"]).get(b"content-length", b"0")
-        num_bytes, messages = 0, []
-        too_large = not length.isdigit() or int(length) > MAX_BODY_BYTES
-        while not too_large:
-            message = await receive()
-            messages.append(message)
-            num_bytes += len(message.get("body", b""))
-            too_large = num_bytes > MAX_BODY_BYTES
-            if not message.get("more_body"):
-                break
-        if too_large:
-            refusal = JSONResponse({"detail": f"The body has more than {MAX_BODY_BYTES} bytes"}, 413)
-            await refusal(scope, receive, send)
-            return
-
-        async def replay() -> Message:
-            return messages.pop(0) if messages else await receive()
-
-        await self.app(scope, replay, send)
+async def parse(request: Request, model: type[Body]) -> Body:
+    """The body of a request. 413: it is above MAX_BODY_BYTES, by its header or as it arrives. 422: it is not
+    of the model's shape. FastAPI would do this at three times the cost."""
+    parts, num_bytes = [], 0
+    length = request.headers.get("content-length", "0")
+    too_large = not length.isdigit() or int(length) > MAX_BODY_BYTES
+    while not too_large:
+        message = await request.receive()
+        parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
+        too_large = num_bytes > MAX_BODY_BYTES
+        if not message.get("more_body"):
+            break
+    if too_large:
+        raise HTTPException(413, f"The body has more than {MAX_BODY_BYTES} bytes")
+    try:
+        return model.model_validate(json.loads(b"".join(parts)))
+    except ValidationError as error:  # without what the request held: it may be no JSON
+        problems = [{"loc": ("body", *e["loc"]), "msg": e["msg"], "type": e["type"]} for e in error.errors()]
+        raise HTTPException(422, problems) from None
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(
+            422, f"the body can't be read as JSON: {error}".encode(errors="replace").decode()
+        ) from None
 
 
 app = create_app(Settings())

@@ -19,10 +19,13 @@ from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Any
 
-from verl.code_server.codec import Peer, TooLarge, Torn, send_fds
+from verl.code_server.codec import Peer, TooLarge, Torn, escape, send_fds
+from verl.code_server.plain import PLAIN_NODES, SAFE_BUILTINS, leaves_nothing, nodes_of
 from verl.code_server.prisoner import end
 
 GONE = "gone"  # outcome for the supervisor: the prisoner had ended before the test could begin
+SHARED_SECONDS = 0.5  # that one process may run tests: its limit of CPU time is that of one test
+MAX_OUTPUT_BYTES = 1 << 20  # that all the outputs of such a process may have
 MATH = frozenset(dir(__import__("math")))
 ALIASES = {"np": "numpy", "pd": "pandas"}
 PURE_NAMES = (
@@ -35,25 +38,6 @@ modules, and what they call by the same name. With `eval` for a name of a test i
 PACKAGES = frozenset(["numpy", "pandas", "scipy", "sympy"])
 STATELESS_NAMES = "bisect cmath collections fractions heapq itertools math re string typing"
 STATELESS = frozenset(STATELESS_NAMES.split())
-SAFE_NAMES = (
-    "abs all any bin bool bytes chr complex dict divmod enumerate filter float frozenset hash hex int "
-    "isinstance issubclass iter len list map max min next oct ord pow print range repr reversed round set "
-    "slice sorted str sum tuple type zip NotImplemented Ellipsis"
-)
-ERRORS = [n for n, v in vars(builtins).items() if isinstance(v, type) and issubclass(v, BaseException)]
-SAFE_BUILTINS = frozenset([*SAFE_NAMES.split(), *ERRORS])
-PLAIN_NAMES = (
-    "Module Assert Expr Assign AugAssign AnnAssign For While If Break Continue Pass Return Try Raise "
-    "ExceptHandler FunctionDef Import ImportFrom alias Name Constant Call keyword Compare BoolOp BinOp "
-    "UnaryOp IfExp List Tuple Dict Set Attribute Subscript Slice Starred JoinedStr FormattedValue "
-    "GeneratorExp ListComp SetComp DictComp comprehension Lambda arguments arg operator cmpop boolop "
-    "unaryop expr_context"
-)
-PLAIN_NODES = frozenset(
-    kind
-    for name in PLAIN_NAMES.split()
-    for kind in [getattr(_ast, name), *getattr(_ast, name).__subclasses__()]
-)
 
 
 class Remote:
@@ -291,19 +275,6 @@ class Test:
         return self.modules <= STATELESS
 
 
-def nodes_of(tree: _ast.AST) -> list[Any]:
-    """All nodes of a tree, each before those below it."""
-    found: list[Any] = [tree]
-    for node in found:
-        for field in node._fields if node.__class__ is not _ast.Constant else ():
-            value = getattr(node, field, None)
-            if value.__class__ is list:
-                found.extend([child for child in value if isinstance(child, _ast.AST)])
-            elif isinstance(value, _ast.AST):
-                found.append(value)
-    return found
-
-
 def apply_after_each_statement(nodes: list[Any]) -> None:
     """Puts a call of `__apply__` after each statement but the last one of all."""
     for node in nodes:
@@ -326,6 +297,7 @@ def apply_after_each_statement(nodes: list[Any]) -> None:
 def judge_tests(
     texts: list[str],
     program: str,
+    stdio: bool,
     code: int,
     reports: int,
     link: _socket.socket | None,
@@ -333,10 +305,15 @@ def judge_tests(
     lock: Callable[[], None],
 ) -> None:
     """Compiles a program to the file `code` and runs the texts of its tests in order. Each line of the file
-    `reports` is an outcome and the time on the monotonic clock: "loaded", then one for each test."""
+    `reports` is an outcome and the time on the monotonic clock: "loaded", then one for each test.
 
-    def report(outcome: str) -> None:
-        posix.write(reports, f"{outcome} {monotonic()}\n".encode())
+    Tests of a program that leaves nothing behind share a process for SHARED_SECONDS, while they pass or
+    fail; any other test has one of its own. stdio: the texts are inputs, the third column is what the
+    program prints, and the supervisor sees to the tests that can't share a process.
+    """
+
+    def report(outcome: str, output: str = "") -> None:
+        posix.write(reports, f"{outcome} {monotonic()} {output}\n".encode())
 
     try:
         posix.write(code, marshal.dumps(compile(program, "<program>", "exec", 0, True)))
@@ -344,33 +321,64 @@ def judge_tests(
         for _ in texts or [""]:
             report("memory" if isinstance(error, MemoryError) else "program_error")
         return
-    if link is None:
-        return report("loaded")
-    held: list[_socket.socket] = []  # of the test before: as it closes, a process awakes
-    for index, text in enumerate(texts):
-        mine, theirs = _socket.socketpair()
-        try:
-            send_fds(link, b"f", [code, theirs.fileno()])
-        except OSError:
-            return report(GONE)
-        theirs.close()
+    shared = len(texts) > 1 and leaves_nothing(program)
+    if link is None or stdio:
+        report("loaded")
+    if link is None or stdio and not shared:
+        return
+    held: list[_socket.socket] = []  # the channel to the process that runs the program
+    index, until, left = 0, 0.0, MAX_OUTPUT_BYTES
+    while index < len(texts):
+        text, reused = texts[index], monotonic() < until
+        if not reused:
+            mine, theirs = _socket.socketpair()
+            try:
+                send_fds(link, b"f", [code, theirs.fileno()])
+            except OSError:
+                return report(GONE)
+            theirs.close()
+            until = monotonic() + SHARED_SECONDS if shared else 0.0
         test = Test(mine.fileno())
+        if stdio:
+            try:
+                status, output = test.peer.request("run", text)
+            except BaseException:  # torn, too large or strange: the supervisor tries it again
+                return
+            if status not in (0, 1) or type(output) is not bytes or len(output) > left:
+                return
+            held[:] = [mine]
+            left -= len(output)
+            report("program_error" if status else "passed", escape(output.decode("latin1")))
+            index += 1
+            continue
         try:
             nodes = nodes_of(compile(text, "<test>", "exec", 0x400, True))  # of the tree alone
             names, problem = test.namespace(nodes)
         except Torn:
+            if reused:
+                until = 0.0
+                continue
             return report(GONE)
         except BaseException as error:  # of a test that is no Python, or of a strange reply
             report(f"error:{type(error).__name__}")
+            until, index = 0.0, index + 1
             continue
         held[:] = [mine]  # the process of the test before has been killed
         if index == 0:
             report("loaded")
         if problem is not None:
+            until = 0.0
             report("program_error" if problem[0] != "MemoryError" else "memory")
         elif test.is_plain(nodes):
-            report(run_test(test, nodes, names))
+            outcome = run_test(test, nodes, names)
+            if outcome not in ("passed", "failed"):
+                until = 0.0
+            if until or not reused:
+                report(outcome)
+            else:  # once more in a process of its own
+                index -= 1
         else:
+            until = 0.0
             size = posix.fstat(reports).st_size
             child = posix.fork()
             if child == 0:
@@ -389,6 +397,7 @@ def judge_tests(
         names.clear()  # what a test held would last as long as its functions, which hold these names
         test.callbacks.clear()
         test.mutations.clear()
+        index += 1
 
 
 def run_test(test: Test, nodes: list[Any], names: dict[str, Any]) -> str:

@@ -6,8 +6,10 @@ first process of the sandbox -> for each test a fork that loads the program: ser
 
 from __future__ import annotations
 
+import _io
 import _socket
 import _thread
+import gc
 import marshal
 import operator
 import posix
@@ -51,10 +53,11 @@ class Callback:
 
 
 class Servant:
-    """Serves the judge over one channel: the names of the program, and what can be done with its objects."""
+    """Serves the judge over one channel: the names of the program, and what can be done with its objects.
+    Each test begins with `lookup`, or is `run`: they load the program anew."""
 
-    def __init__(self, fd: int, namespace: dict[str, Any], problem: BaseException | None) -> None:
-        self.namespace, self.problem = namespace, problem
+    def __init__(self, fd: int, code: Any) -> None:
+        self.code, self.used = code, False
         self.objects: list[Any] = []  # by the number of their handle
         self.numbers: dict[int, int] = {}  # the number of a handle by id()
         self.peer = Peer(fd, self.serve, self.pack, self.unpack)
@@ -80,6 +83,8 @@ class Servant:
     def serve(self, op: str, *args: Any) -> Any:
         if op == "lookup":
             return self.lookup(args[0])
+        if op == "run":
+            return self.run_text(args[0])
         if op == "call":
             function, positional, named = args
             result = function(*positional, **named)
@@ -89,10 +94,12 @@ class Servant:
     def lookup(self, names: list[str]) -> Any:
         """[what loading the program raised, {name: where the judge gets it}]: ["module", module, name] to be
         imported, or ["value", value]."""
+        self.forget()
+        namespace, problem = load(self.code, "program")
         found: dict[str, Any] = {}
         for name in names:
-            if name in self.namespace:
-                value = self.namespace[name]
+            if name in namespace:
+                value = namespace[name]
                 home = getattr(value, "__module__", None)
                 if isinstance(value, type(sys)):
                     found[name] = ["module", value.__name__, ""]
@@ -100,7 +107,34 @@ class Servant:
                     found[name] = ["module", home, name]
                 else:
                     found[name] = ["value", value]
-        return [None if self.problem is None else parts_of(self.problem), found]
+        return [None if problem is None else parts_of(problem), found]
+
+    def run_text(self, text: str) -> list[Any]:
+        """[exit status, stdout] of the program with a text as stdin. For plain programs alone: what they do
+        to the process beside that is not put right."""
+        self.forget()
+        given, taken = _io.BytesIO(text.encode(errors="surrogatepass")), _io.BytesIO()
+        kept = sys.stdin, sys.stdout
+        sys.stdin, sys.stdout = (_io.TextIOWrapper(f, "utf-8", "surrogateescape") for f in (given, taken))
+        try:
+            problem = load(self.code, "__main__")[1]
+            sys.stdout.flush()
+            return [exit_status(problem), taken.getvalue()]
+        finally:
+            sys.stdin, sys.stdout = kept
+
+    def forget(self) -> None:
+        """Ends all that the test before has left of a plain program."""
+        if self.used:
+            sys.modules.pop("program", None)
+            sys.modules.pop("__main__", None)
+            self.objects.clear()
+            self.numbers.clear()
+            sys.setrecursionlimit(1000)
+            for clear in getattr(sys.modules.get("typing"), "_cleanups", ()):
+                clear()
+            gc.collect()
+        self.used = True
 
 
 def load(code: Any, name: str) -> tuple[dict[str, Any], BaseException | None]:
@@ -112,6 +146,13 @@ def load(code: Any, name: str) -> tuple[dict[str, Any], BaseException | None]:
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the program's too
         return module.__dict__, error
     return module.__dict__, None
+
+
+def exit_status(problem: BaseException | None) -> int:
+    """An exception is a failure: 1, or 3 for want of memory. `sys.exit` is none, as in Open-Instruct."""
+    if isinstance(problem, MemoryError):
+        return 3
+    return 0 if problem is None or isinstance(problem, SystemExit) else 1
 
 
 class Traces:
@@ -178,7 +219,7 @@ def serve_tests(
                 run_script(code, fds[1:], kind == b"e")
             posix.dup2(fds[1], 3)
             posix.closerange(4, 256)
-            Servant(3, *load(code, "program")).run()
+            Servant(3, code).run()
             posix._exit(0)
         for fd in fds:
             posix.close(fd)
@@ -207,18 +248,14 @@ def end(child: int, alone: bool, wait: bool = False) -> int:
 
 def run_script(code: Any, fds: list[int], with_errors: bool) -> None:
     """Runs a program as __main__ with files as stdin and stdout, and ends the process as Python does:
-    threads, atexit, flush. `sys.exit` is no failure, as in Open-Instruct's grading; an exception is: exit
-    code 1, or 3 for want of memory.
-    """
+    threads, atexit, flush."""
     posix.dup2(fds[0], 0)
     posix.dup2(fds[1], 1)
     if with_errors:
         posix.dup2(fds[1], 2)
     posix.closerange(3, 256)
     problem = load(code, "__main__")[1]
-    status = 0 if problem is None or isinstance(problem, SystemExit) else 1
-    if isinstance(problem, MemoryError):
-        status = 3
+    status = exit_status(problem)
     try:
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import os
 import signal
 import socket
@@ -32,6 +33,7 @@ START_SECONDS = 10.0  # a sandbox that is not ready by then never will be
 SHARED_BYTES = 8 << 20  # of each process, with the zygote
 MANY_PROCESSES = 4  # of a sandbox: more than these run at the lowest priority
 MANY_FAILURES = 20  # sandboxes in a row that did not start: none will
+MAX_SHARED_CHARACTERS = 1 << 20  # of the inputs that go to one process, as messages
 SPOILT = {"crashed", "memory", "output_limit"}  # outcomes after which a judge takes no other program
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
@@ -216,6 +218,7 @@ class Supervisor:
         self.walls, self.workers, self.max_queue = walls, workers, max_queue
         self.stock = Stock(walls, min(workers, 4))
         self.free = asyncio.Semaphore(workers)
+        self.max_output = int(walls.limits.output_mb * (1 << 20))
         self.queue = 0
 
     @asynccontextmanager
@@ -244,12 +247,14 @@ class Supervisor:
 
     async def run(self, program: str, stdin: str, limit: float) -> tuple[str, str, float]:
         """(stdout with what stderr says, "passed" or what went wrong, seconds) of a program."""
-        async with self.place(), self.compiled(program, limit) as (code, outcome, left):
-            if outcome:
-                return "", outcome, 0.0
-            async with self.prisoner(limit) as (sandbox, link):
-                outcome, output, runtime, _ = await self.run_once(sandbox, link, code, stdin, left, b"e")
-                return output, outcome, runtime
+        async with self.place():
+            with memory_file() as code:
+                outcome, left, _, _ = await self.compiled([[], program, True], limit, code)
+                if outcome:
+                    return "", outcome, 0.0
+                async with self.prisoner(limit) as (sandbox, link):
+                    run = await self.run_once(sandbox, link, code, stdin, left, b"e")
+                    return run[1][: self.max_output].decode(errors="replace"), run[0], run[2]
 
     async def test_functions(self, program: str, tests: Sequence[Any], limit: float, report: Report) -> None:
         """Goes on with the tests from where the report ends, in one judge and prisoner, while they last."""
@@ -257,9 +262,11 @@ class Supervisor:
         texts = texts[len(report.outcomes) :]
         async with self.prisoner(limit) as (prisoner, link), self.stock.take(b"judge") as judge:
             with memory_file() as code:
-                lines, loaded, timeout = await self.judged(judge, texts, program, limit, code, link.fileno())
+                lines, loaded, timeout = await self.judged(
+                    judge, [texts, program, False], limit, code, link.fileno()
+                )
             over = prisoner.over_memory or judge.over_memory
-            for outcome, seconds in lines:
+            for outcome, seconds, _ in lines:
                 report.add("memory" if over and outcome == "crashed" else outcome, seconds)
             if timeout and len(lines) < len(texts):  # of the load itself: no test can do better
                 for _ in range(1 if loaded or lines else len(texts)):
@@ -268,16 +275,16 @@ class Supervisor:
                 report.add("memory" if over else "crashed", -1.0)
             else:  # what is left is tried again in a new sandbox
                 prisoner.reusable = judge.reusable = len(lines) == len(texts)
-            if {outcome for outcome, _ in lines} & SPOILT:
+            if {outcome for outcome, _, _ in lines} & SPOILT:
                 judge.reusable = False
 
     async def judged(
-        self, judge: Sandbox, texts: list[str], program: str, limit: float, code: int, *link: int
-    ) -> tuple[list[tuple[str, float]], bool, bool]:
-        """(outcome and seconds of each test that a judge has reported, is the program loaded, is the time of
-        the next test over). The judge writes the program's code to the file `code`."""
-        job = encode([texts, program], lambda value: [None]).encode()
-        with memory_file(job) as file, memory_file() as reports:
+        self, judge: Sandbox, job: list[Any], limit: float, code: int, *link: int
+    ) -> tuple[list[tuple[str, float, str]], bool, bool]:
+        """(outcome, seconds and output of each test that a judge has reported, is the program loaded, is the
+        time of the next test over). The judge writes the program's code to the file `code`."""
+        text = encode(job, lambda value: [None]).encode()
+        with memory_file(text) as file, memory_file() as reports:
             began = time.monotonic()
             deadline, timeout = began + limit, True
             judge.send(cpu_seconds(limit), file, code, reports, *link)
@@ -285,50 +292,65 @@ class Supervisor:
                 with suppress(TimeoutError):
                     await judge.receive(deadline)
                     timeout = False
-                whole, _, _ = os.pread(reports, 1 << 22, 0).decode().rpartition("\n")
-                rows = [line.split() for line in whole.splitlines()]
+                whole, _, _ = os.pread(reports, os.fstat(reports).st_size, 0).decode().rpartition("\n")
+                rows = [line.split(" ", 2) for line in whole.split("\n") if line]
                 loaded = bool(rows) and rows[0][0] == "loaded"
-                ends = [began, *(float(end) for _, end in rows[loaded:])]
+                ends = [began, *(float(end) for _, end, _ in rows[loaded:])]
                 deadline = ends[-1] + limit
                 if time.monotonic() >= deadline:
                     break
-        lines = [(outcome, ends[i + 1] - ends[i]) for i, (outcome, _) in enumerate(rows[loaded:])]
+        lines = [(outcome, ends[i + 1] - ends[i], out) for i, (outcome, _, out) in enumerate(rows[loaded:])]
         return [line for line in lines if line[0] != "gone"], loaded, timeout
 
     async def test_stdio(self, program: str, tests: Sequence[Any], limit: float, report: Report) -> None:
         """Goes on with the tests from where the report ends, in one sandbox, as far as it lasts."""
-        compiled = self.compiled(program, limit)
-        async with compiled as (code, problem, left), self.prisoner(limit) as (sandbox, link):
-            for test in tests[len(report.outcomes) :]:
-                given = test if isinstance(test, dict) else {}
-                stdin, expected = given.get("input"), given.get("output")
-                if isinstance(stdin, list) and all(type(part) is str for part in stdin):
-                    stdin = "\n".join(stdin)
-                if not isinstance(stdin, str) or not isinstance(expected, str):
-                    report.add("error:TypeError", -1.0)
-                elif problem:
-                    report.add(problem, -1.0)
-                else:
-                    run = await self.run_once(sandbox, link, code, stdin, left, b"r")
-                    (outcome, output, runtime, lasts), left = run, limit
-                    wrong = outcome == "passed" and not same_output(output, expected)
-                    report.add("failed" if wrong else outcome, runtime)
-                    if not lasts:
-                        return
-            sandbox.reusable = True
+        pairs = [input_and_output(test) for test in tests[len(report.outcomes) :]]
+        inputs = [pair[0] for pair in pairs if pair]
+        several = len(pairs) > 1 and all(pairs) and sum(map(len, inputs)) < MAX_SHARED_CHARACTERS
+        job = [inputs if several else [], program, True]
+        async with self.prisoner(limit) as (sandbox, link):
+            with memory_file() as code:
+                problem, left, lines, timeout = await self.compiled(job, limit, code, link.fileno())
+                for pair, (outcome, seconds, printed) in zip(pairs, lines, strict=False):
+                    self.add_output(report, pair, outcome, json.loads(printed).encode("latin1"), seconds)
+                if timeout:  # of a test that shared a process
+                    return report.add("timeout", -1.0)
+                for pair in pairs[len(lines) :]:
+                    if pair is None:
+                        report.add("error:TypeError", -1.0)
+                    elif problem:
+                        report.add(problem, -1.0)
+                    else:
+                        run = await self.run_once(sandbox, link, code, pair[0], left, b"r")
+                        (outcome, output, runtime, lasts), left = run, limit
+                        self.add_output(report, pair, outcome, output, runtime)
+                        if not lasts:
+                            return
+                sandbox.reusable = True
 
-    @asynccontextmanager
-    async def compiled(self, program: str, limit: float) -> AsyncIterator[tuple[int, str, float]]:
-        """(a file with the program's code, "" or why there is none, seconds that are left of the limit)."""
-        with memory_file() as code:
-            began = time.monotonic()
-            async with self.stock.take(b"judge") as judge:
-                lines, loaded, timeout = await self.judged(judge, [], program, limit, code)
-                judge.reusable = loaded
-            fcntl.fcntl(code, fcntl.F_ADD_SEALS, SEALS)
-            problem = "timeout" if timeout else "memory" if judge.over_memory else "crashed"
-            left = max(0.0, began + limit - time.monotonic())
-            yield code, "" if loaded else lines[0][0] if lines else problem, left
+    def add_output(
+        self, report: Report, pair: tuple[str, str] | None, outcome: str, output: bytes, seconds: float
+    ) -> None:
+        if outcome == "passed" and len(output) > self.max_output:
+            outcome = "output_limit"
+        if outcome == "passed" and not (pair and same_output(output.decode(errors="replace"), pair[1])):
+            outcome = "failed"
+        report.add(outcome, seconds)
+
+    async def compiled(
+        self, job: list[Any], limit: float, code: int, *link: int
+    ) -> tuple[str, float, list[tuple[str, float, str]], bool]:
+        """Writes a program's code to the file `code`: ("" or why there is none, seconds that are left of the
+        limit, what became of the first tests, did the next one take too long). See `judge_tests`."""
+        began = time.monotonic()
+        async with self.stock.take(b"judge") as judge:
+            lines, loaded, timeout = await self.judged(judge, job, limit, code, *link)
+            judge.reusable = loaded and not timeout
+        fcntl.fcntl(code, fcntl.F_ADD_SEALS, SEALS)
+        problem = "timeout" if timeout else "memory" if judge.over_memory else "crashed"
+        problem = "" if loaded else lines[0][0] if lines else problem
+        left = limit if lines else max(0.0, began + limit - time.monotonic())
+        return problem, left, lines if loaded else [], loaded and timeout
 
     @asynccontextmanager
     async def prisoner(self, limit: float) -> AsyncIterator[tuple[Sandbox, socket.socket]]:
@@ -342,9 +364,9 @@ class Supervisor:
 
     async def run_once(
         self, sandbox: Sandbox, link: socket.socket, code: int, stdin: str, limit: float, kind: bytes
-    ) -> tuple[str, str, float, bool]:
+    ) -> tuple[str, bytes, float, bool]:
         """(outcome, output, seconds, may the sandbox be used for the next test) of one run of a program."""
-        cap = int(self.walls.limits.output_mb * (1 << 20))
+        cap = self.max_output
         with memory_file(stdin.encode(errors="surrogatepass")) as given, memory_file() as taken:
             began = time.monotonic()
             try:
@@ -367,12 +389,16 @@ class Supervisor:
             outcome = "crashed"
         else:
             outcome = {0: "passed", 3: "memory"}.get(os.WEXITSTATUS(status), "program_error")
-        return (
-            outcome,
-            output[:cap].decode(errors="replace"),
-            runtime,
-            message[4:] == b"c" and not sandbox.over_memory,
-        )
+        return outcome, output, runtime, message[4:] == b"c" and not sandbox.over_memory
+
+
+def input_and_output(test: Any) -> tuple[str, str] | None:
+    """What a program reads in a test, and what it should print; None: the test is no such test."""
+    given = test if isinstance(test, dict) else {}
+    stdin, expected = given.get("input"), given.get("output")
+    if isinstance(stdin, list) and all(type(part) is str for part in stdin):
+        stdin = "\n".join(stdin)
+    return (stdin, expected) if isinstance(stdin, str) and isinstance(expected, str) else None
 
 
 def cpu_seconds(limit: float) -> bytes:

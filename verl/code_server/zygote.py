@@ -3,7 +3,7 @@
     supervisor --(role, control socket)--> zygote --fork--> walls --> b"ready" on that socket --> a program
                                                                       b"ready" again --> the next program ..
 
-The supervisor sends this file, `codec.py`, `prisoner.py` and `judge.py`, compiled, to a bare Python (-I -S)
+The supervisor sends this file and those it imports of ours, compiled, to a bare Python (-I -S)
 that bubblewrap has locked up, or (Landlock) whose forks lock themselves up. It never runs a program.
 """
 
@@ -20,8 +20,9 @@ from functools import partial
 from typing import Any
 
 from verl.code_server.codec import decode, receive
-from verl.code_server.judge import Test, judge_tests, nodes_of, run_test
-from verl.code_server.prisoner import Servant, Traces, load, serve_tests
+from verl.code_server.judge import Test, judge_tests, run_test
+from verl.code_server.plain import nodes_of
+from verl.code_server.prisoner import Servant, Traces, serve_tests
 
 NEWNS, NEWUSER, NEWPID = 0x20000, 0x10000000, 0x20000000
 NOSUID_NODEV_NOATIME = 0x406
@@ -125,8 +126,8 @@ def keep(role: bytes, control: _socket.socket) -> None:
             serve_tests(link, control, alone, is_touched, lock)
         else:
             job = posix.pread(fds[0], posix.fstat(fds[0]).st_size, 0).decode("ascii")
-            texts, program = decode(job, lambda tag, number: None)
-            judge_tests(texts, program, fds[1], fds[2], link, alone, lock)
+            texts, program, stdio = decode(job, lambda tag, number: None)
+            judge_tests(texts, program, stdio, fds[1], fds[2], link, alone, lock)
             control.send(b"done")
             for fd in fds[:3]:
                 posix.close(fd)
@@ -154,9 +155,7 @@ def warm_up() -> None:
                     posix._exit(70)
             mine.shutdown(_socket.SHUT_RDWR)
         else:
-            for _ in range(20):
-                namespace = load(marshal.loads(marshal.dumps(code)), "program")[0]
-            Servant(theirs.fileno(), namespace, None).run()
+            Servant(theirs.fileno(), marshal.loads(marshal.dumps(code))).run()
         if child == 0:
             posix._exit(0)
         posix.waitpid(child, 0)
