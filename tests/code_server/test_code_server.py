@@ -154,12 +154,8 @@ def test_numpy_half_made_in_a_deep_recursion_spoils_no_later_program(url):
 
 
 def test_standard_output_is_compared_outside(url):
-    tests = [
-        {"input": "1\n", "output": "2"},
-        {"input": "2", "output": "3.0"},
-        {"input": "3", "output": "5"},
-        7,
-    ]
+    pairs = [("1\n", "2"), ("2", "3.0"), ("3", "5")]
+    tests = [*({"input": given, "output": wanted} for given, wanted in pairs), 7]
     reply = ask(url, "test_program_stdio", program="print(int(input()) + 1)", tests=tests).json()
     assert reply["outcomes"] == ["passed", "passed", "failed", "error:TypeError"]
 
