@@ -116,67 +116,21 @@ def test_bad_requests_are_refused_or_fail_and_never_run_anything_in_the_server(s
         return base64.b64encode(zlib.compress(data)).decode()
 
     tests: list[object] = [
-        packed(pickle.dumps(Harm())),
-        packed(pickle.dumps([Harm()])),
-        packed(b"\0" * 2**29),
-    ]
-    tests += [
-        packed(b"cos\nsystem\n(S'touch " + effect.encode() + b"'\ntR."),
-        packed(b"(" * 10**6 + b"."),
-        "!" * 99,
-    ]
-    tests += [
-        packed(b"].q\0" + b"h\0h\0e" * 200 + b"."),
-        packed(pickle.dumps(["assert f(1) == 0"]) * 2)[:-8],
-        "[" * 10**5,
-    ]
-    tests += [
-        packed(b"\x80\x04" + b"\x8d" + b"\xff" * 7 + b"\x7f."),
-        5,
-        {"a": 1},
-        [[]],
-        [None],
-        [{}],
-        "[1e999]",
-        "\ud800",
-    ]
-    tests += [
-        ["assert f(1)\0"],
-        ["\ud800"],
-        ["(" * 10**5],
-        ["-" * 10**6 + "1"],
-        [""],
-        ["assert False"],
-        ["1 / 0"],
-    ]
-    tests += [
-        ["import os; os._exit(0)"],
-        ["raise SystemExit(0)"],
-        ["while True: pass"],
-        ["f = 1; assert f == 2"],
-    ]
-    tests += [
-        ["def test():\n  assert False\ntest()"],
-        ["import sys; sys.exit()"],
-        ["import os; os.kill(os.getpid(), 9)"],
-    ]
+        packed(pickle.dumps(Harm())), packed(pickle.dumps([Harm()])), packed(b"\0" * 2**29),
+        packed(b"cos\nsystem\n(S'touch " + effect.encode() + b"'\ntR."), packed(b"(" * 10**6 + b"."),
+        "!" * 99, packed(b"].q\0" + b"h\0h\0e" * 200 + b"."),
+        packed(pickle.dumps(["assert f(1) == 0"]) * 2)[:-8], "[" * 10**5,
+        packed(b"\x80\x04" + b"\x8d" + b"\xff" * 7 + b"\x7f."), 5, {"a": 1}, [[]], [None], [{}],
+        "[1e999]", "\ud800", ["assert f(1)\0"], ["\ud800"], ["(" * 10**5], ["-" * 10**6 + "1"], [""],
+        ["assert False"], ["1 / 0"], ["import os; os._exit(0)"], ["raise SystemExit(0)"],
+        ["while True: pass"], ["f = 1; assert f == 2"], ["def test():\n  assert False\ntest()"],
+        ["import sys; sys.exit()"], ["import os; os.kill(os.getpid(), 9)"],
+    ]  # fmt: skip
     programs: list[object] = [
-        None,
-        5,
-        "\0",
-        "\ud800",
-        "(" * 10**5,
-        "-" * 10**6 + "1",
-        "x" * 2**26,
-        "1 if 1 else " * 10**5,
-    ]
-    programs += [
-        "x = " + "[" * 90 + "]" * 90 + ".a" * 10**5,
-        "lambda:" * 10**5,
-        "\xff\xfe",
-        "#coding: x\nf=1",
+        None, 5, "\0", "\ud800", "(" * 10**5, "-" * 10**6 + "1", "x" * 2**26, "1 if 1 else " * 10**5,
+        "x = " + "[" * 90 + "]" * 90 + ".a" * 10**5, "lambda:" * 10**5, "\xff\xfe", "#coding: x\nf=1",
         "f = 1" * 10**6,
-    ]
+    ]  # fmt: skip
     bodies = [{"program": HONEST, "tests": each} for each in tests]
     bodies += [{"program": each, "tests": ["assert f(1) == 5"]} for each in programs]
     for limit in (0, -1, "NaN", "1e999", None, [], 1e300, "x", True, -1e-300):
@@ -198,16 +152,8 @@ def test_bad_requests_are_refused_or_fail_and_never_run_anything_in_the_server(s
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(post, bodies))
     assert refused == []
-    for raw in (
-        b"",
-        b"{",
-        b"[]",
-        b"\xff",
-        b"null",
-        b"[" * 10**5,
-        b'{"program": NaN}',
-        b'{"program":"","tests":[],"x":1e999}',
-    ):
+    raws = [b"", b"{", b"[]", b"\xff", b"null", b"[" * 10**5, b'{"program": NaN}']
+    for raw in (*raws, b'{"program":"","tests":[],"x":1e999}'):
         assert server.client.post("/test_program", content=raw).status_code in (200, 413, 422), raw
     assert ask(server.client, HONEST, ["assert f(4) == 14"])["results"] == [1]
     assert [e for e in server.host.effects() if "left behind" not in e] == []

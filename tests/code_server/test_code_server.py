@@ -104,11 +104,7 @@ def test_a_test_knows_nothing_of_the_one_before_whether_they_share_a_process_or_
         tests = ["assert f(77) == 0", "assert f(77) == 77", "assert f(0) == 77"]
         assert ask(url, "test_program", program=program, tests=tests).json()["results"][2] == 0
         shown = program + "\nprint(f(int(input())))"
-        tests = [
-            {"input": "77", "output": "0"},
-            {"input": "77", "output": "77"},
-            {"input": "0", "output": "77"},
-        ]
+        tests = [{"input": f"{x}", "output": f"{wanted}"} for x, wanted in ((77, 0), (77, 77), (0, 77))]
         assert ask(url, "test_program_stdio", program=shown, tests=tests).json()["results"][2] == 0
 
 
@@ -129,16 +125,11 @@ def test_a_shared_process_gives_the_outcomes_of_separate_ones(url):
     order = [7, 1, 8, 2, 9, 3, 6, 4, 8, 5, 7, 7]
     tests = [f"assert f({x}) == {x}" for x in order]
     stdio = [{"input": f"{x}\nb a", "output": f"{x}"} for x in order]
-    for path, given, last in (
-        ("", tests, ""),
-        ("_stdio", stdio, "\nprint(f(int(input('')))); print(end='')"),
-    ):
-        outcomes = [
-            ask(url, f"test_program{path}", program=program, tests=given, max_execution_time=0.5).json()[
-                "outcomes"
-            ]
-            for program in (MIXED + last, "import os\n" + MIXED + last)
-        ]
+    printed = "\nprint(f(int(input('')))); print(end='')"
+    for path, given, last in (("", tests, ""), ("_stdio", stdio, printed)):
+        programs = (MIXED + last, "import os\n" + MIXED + last)
+        bodies = [{"program": program, "tests": given, "max_execution_time": 0.5} for program in programs]
+        outcomes = [ask(url, f"test_program{path}", **body).json()["outcomes"] for body in bodies]
         assert outcomes[0] == outcomes[1] and outcomes[0].count("passed") >= 6, outcomes
 
 
@@ -154,12 +145,8 @@ def test_numpy_half_made_in_a_deep_recursion_spoils_no_later_program(url):
 
 
 def test_standard_output_is_compared_outside(url):
-    tests = [
-        {"input": "1\n", "output": "2"},
-        {"input": "2", "output": "3.0"},
-        {"input": "3", "output": "5"},
-        7,
-    ]
+    pairs = [("1\n", "2"), ("2", "3.0"), ("3", "5")]
+    tests = [*({"input": given, "output": wanted} for given, wanted in pairs), 7]
     reply = ask(url, "test_program_stdio", program="print(int(input()) + 1)", tests=tests).json()
     assert reply["outcomes"] == ["passed", "passed", "failed", "error:TypeError"]
 
