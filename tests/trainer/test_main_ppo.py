@@ -86,10 +86,10 @@ def test_rule_5_local_and_ray_with_one_and_two_processes_take_the_same_step(worl
 
 
 @pytest.mark.slow
-def test_rule_10_killed_at_any_moment_a_run_ends_with_the_same_numbers():
-    done = subprocess.run(
-        [sys.executable, "scripts/check_resume.py"], cwd=ROOT, capture_output=True, text=True
-    )
+@pytest.mark.parametrize("flags", [(), ("--ahead", "1", "--steps", "4")])
+def test_rule_10_killed_at_any_moment_a_run_ends_with_the_same_numbers(flags):
+    command = [sys.executable, "scripts/check_resume.py", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 differ" in done.stdout and "the kills left: global_step_" in done.stdout
 
