@@ -160,10 +160,8 @@ class TrajectoryCollector:
         return self._with_sampling(prompts, seeds, rollout.do_sample, validate=False, keep_partial=keeps)
 
     def drawn_ahead(self, number: int, count: int, asked: Sequence[int]) -> list[DataProto]:
-        """The rows of each of the next `count` prompts, which are sampled ahead of their step.
-
-        number: of the first of these groups; seeds depend on the group's number alone. asked: rows that are
-        under way. RunStopped: there are not so many.
+        """The rows of each of the next `count` prompts, to be sampled ahead of their step. number: of the
+        first of these groups; seeds depend on it. asked: rows under way. RunStopped: there are not so many.
         """
         try:
             self.sampler.check_left(self.config.data.train_batch_size)
@@ -219,10 +217,8 @@ class TrajectoryCollector:
     def selected(
         self, seconds: float | None, version: int | None = None
     ) -> tuple[DataProto, dict[str, float]]:
-        """The rows that the step learns from, and metrics of all that it generated.
-
-        seconds: that took; None: it was made ahead. version: that is trained (None: the newest that sampled).
-        RunStopped: there is nothing to learn from.
+        """The rows that the step learns from, and metrics of all that it generated. seconds: that took; None:
+        it was made ahead. version: that is trained (None: the newest that sampled). RunStopped: nothing is.
         """
         batch, chosen = self._batch, self._chosen
         metrics = self._metrics(seconds)

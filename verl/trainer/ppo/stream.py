@@ -37,7 +37,7 @@ SHIPPED = ("raw_prompt_ids", "uid", "continuation", "episode", MEMBER)
 
 
 @dataclass(eq=False)
-class Group:
+class PromptGroup:
     """All rows of one prompt.
 
     number: in the order in which prompts are drawn. attempt: how often it was asked before. prompts: its
@@ -97,10 +97,10 @@ class RolloutStream:
         self.config, self.collector, self.workers, self.say = config, collector, workers, say
         self.settings = config.trainer.async_training
         self.gate = StalenessGate(self.settings.max_staleness, config.data.train_batch_size, num_steps)
-        self.running: dict[str, Group] = {}  # by uid
-        self.ready: list[Group] = []
-        self.again: list[Group] = []  # to be asked before others
-        self.taken: list[Group] = []  # of the present step
+        self.running: dict[str, PromptGroup] = {}  # by uid
+        self.ready: list[PromptGroup] = []
+        self.again: list[PromptGroup] = []  # to be asked before others
+        self.taken: list[PromptGroup] = []  # of the present step
         self.next_number = 0
         self._counts = dict.fromkeys(("dropped", "expired"), 0)
         self._seconds = dict.fromkeys(("trainer_idle_seconds", "sync_seconds"), 0.0)
@@ -164,14 +164,14 @@ class RolloutStream:
             present = [*self.running.values(), *self.ready, *groups, *self.taken]
             asked = sorted({int(group.prompts.non_tensor_batch["index"][0]) for group in present})
             drawn = self.collector.drawn_ahead(self.next_number, fresh, asked)
-            groups += [Group(self.next_number + i, 0, prompts) for i, prompts in enumerate(drawn)]
+            groups += [PromptGroup(self.next_number + i, 0, prompts) for i, prompts in enumerate(drawn)]
             self.next_number += fresh
         self.gate.admit(room)
         for group in groups:
             self.running[group.uid] = group
             self._submit(group)
 
-    def _submit(self, group: Group) -> None:
+    def _submit(self, group: PromptGroup) -> None:
         load = [silent * (1 + len(self.running)) for silent in self._silent]  # those that are silent last
         for other in self.running.values():
             load[other.rank] += other.begun > 0
@@ -230,13 +230,15 @@ class RolloutStream:
             self._ask_again(group)
         self._counts["dropped"] += len(old)
 
-    def _ask_again(self, group: Group) -> None:
+    def _ask_again(self, group: PromptGroup) -> None:
         self.again.append(self._anew(group))
 
-    def _anew(self, group: Group) -> Group:
+    def _anew(self, group: PromptGroup) -> PromptGroup:
         """The group from its prompt on, with other seeds."""
         attempt = group.attempt + 1
-        return Group(group.number, attempt, self.collector.asked_again(group.prompts, group.number, attempt))
+        return PromptGroup(
+            group.number, attempt, self.collector.asked_again(group.prompts, group.number, attempt)
+        )
 
     # ---------------------------------------------------------------------------------------- checkpoints
 
@@ -283,9 +285,10 @@ class RolloutStream:
             return
         state = pickle.loads(file.read_bytes())
         self.next_number = state["next_number"]
-        self.again = [Group(*each) for each in state["again"]]
+        self.again = [PromptGroup(*each) for each in state["again"]]
         self.ready = [
-            Group(number, attempt, prompts, rows=rows) for number, attempt, prompts, rows in state["ready"]
+            PromptGroup(number, attempt, prompts, rows=rows)
+            for number, attempt, prompts, rows in state["ready"]
         ]
-        self.running = {group.uid: group for group in (Group(*each) for each in state["running"])}
+        self.running = {group.uid: group for group in (PromptGroup(*each) for each in state["running"])}
         self.gate.accepted, self.gate.running = self.gate.accepted + len(self.ready), len(self.running)
