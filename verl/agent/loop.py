@@ -403,13 +403,16 @@ class TrajectoryLoop:
             self._finish(trajectory, "cut")
             return
         if trajectory.session_id is not None:
-            begun, stop = self.engine.partial(trajectory.session_id), self.codec.stop(episode.stop)
-            length = len(begun.token_ids) if stop is None else stop.settled_length(begun.token_ids)
-            begun = Partial(begun.token_ids[:length], begun.log_probs[:length], begun.version_first)
-            trajectory.keep(begun, self.engine.version)
+            trajectory.keep(self._settled(trajectory.session_id, episode), self.engine.version)
         if trajectory.kept_env is not None:
             trajectory.episode = None  # it goes on, and is closed at its end
         self._finish(trajectory, KEPT)
+
+    def _settled(self, session_id: int, episode: Episode) -> Partial:
+        """What a session's running turn has sampled, as far as no stop string may have begun in it."""
+        begun, stop = self.engine.partial(session_id), self.codec.stop(episode.stop)
+        length = len(begun.token_ids) if stop is None else stop.settled_length(begun.token_ids)
+        return Partial(begun.token_ids[:length], begun.log_probs[:length], begun.version_first)
 
     def _emit(self, kind: Any, trajectory: Trajectory, text: str = "", details: Any = None) -> None:
         if self.on_event is not None:

@@ -18,7 +18,7 @@ from typing import Any
 from verl.agent.loop import TrajectoryLoop
 from verl.agent.trajectory import KEPT, AgentConfig, Codec, Trajectory
 from verl.environments.executors import Environments
-from verl.workers.rollout.base import Partial, RolloutEngine, SamplingParams
+from verl.workers.rollout.base import RolloutEngine, SamplingParams
 
 
 class TrajectoryService(TrajectoryLoop):
@@ -135,10 +135,7 @@ class TrajectoryService(TrajectoryLoop):
                 if copy.num_tokens + len(observation) < self.max_context:  # else it is asked for again
                     copy.add_observation(observation)
             elif trajectory.session_id is not None and trajectory.episode is not None:
-                begun = self.engine.partial(trajectory.session_id)
-                stop = self.codec.stop(trajectory.episode.stop)
-                length = len(begun.token_ids) if stop is None else stop.settled_length(begun.token_ids)
-                begun = Partial(begun.token_ids[:length], begun.log_probs[:length], begun.version_first)
+                begun = self._settled(trajectory.session_id, trajectory.episode)
                 copy.keep(begun, self.engine.version)
             copy.finish_reason = KEPT
             copies.append(copy)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,15 @@ class PromptGroup:
         rows = DataProto.concat([self.rows[member] for member in sorted(self.rows)])
         columns = {name: x for name, x in self.prompts.non_tensor_batch.items() if name != "continuation"}
         return DataProto(rows.batch, columns | {"trajectory": rows.non_tensor_batch["trajectory"]})
+
+
+def single_rows(batch: DataProto | None) -> Iterator[tuple[str, int, DataProto]]:
+    """Group, place in it, and row, of each row that a process gave."""
+    if batch is None:
+        return
+    for index in range(len(batch)):
+        row = batch.select_idxs(np.array([index]))
+        yield row.non_tensor_batch["uid"][0], int(row.non_tensor_batch[MEMBER][0]), row
 
 
 def has_failed(row: DataProto) -> bool:
@@ -188,11 +197,10 @@ class RolloutStream:
         """Takes what has ended, and gives up what takes too long."""
         for rank, rows in enumerate(self.workers.poll(POLL_SECONDS)):
             self._silent[rank] = 0 if rows is not None else self._silent[rank]
-            for index in range(0 if rows is None else len(rows)):
-                row = rows.select_idxs(np.array([index]))
-                group = self.running.get(row.non_tensor_batch["uid"][0])
+            for uid, member, row in single_rows(rows):
+                group = self.running.get(uid)
                 if group is not None:  # else it was given up
-                    group.rows[int(row.non_tensor_batch[MEMBER][0])] = row
+                    group.rows[member] = row
                     if len(group.rows) == len(group.prompts):
                         self.ready.append(self.running.pop(group.uid))
                         self.gate.finish()
@@ -208,7 +216,7 @@ class RolloutStream:
             for group in late:
                 del self.running[group.uid]
                 self.gate.drop_running()
-                self._ask_again(group)
+                self.again.append(self._anew(group))
             self._counts["expired"] += len(late)
             for rank in {group.rank for group in late}:
                 self._silent[rank] += 1
@@ -227,11 +235,8 @@ class RolloutStream:
         for group in old:
             self.ready.remove(group)
             self.gate.drop_ready()
-            self._ask_again(group)
+            self.again.append(self._anew(group))
         self._counts["dropped"] += len(old)
-
-    def _ask_again(self, group: PromptGroup) -> None:
-        self.again.append(self._anew(group))
 
     def _anew(self, group: PromptGroup) -> PromptGroup:
         """The group from its prompt on, with other seeds."""
@@ -249,10 +254,7 @@ class RolloutStream:
         rows: dict[tuple[str, int], DataProto] = {}
         if not self.settings.repeatable:  # there those under way began with these weights, and begin again
             for part in self.workers.continuations():
-                for index in range(0 if part is None else len(part)):
-                    row = part.select_idxs(np.array([index]))
-                    columns = row.non_tensor_batch
-                    rows[columns["uid"][0], int(columns[MEMBER][0])] = row
+                rows |= {(uid, member): row for uid, member, row in single_rows(part)}
         running = []
         for group in self.running.values():
             states: list[Any] = [None] * len(group.prompts)
