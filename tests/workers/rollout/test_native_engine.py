@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -190,3 +192,21 @@ def test_user_mistakes_are_explained() -> None:
 def test_sampling_params_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SamplingParams(**{"max_tokens": 1, **wrong})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pools_take_memory_as_they_are_used_and_give_it_back(dtype: torch.dtype) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    budget = 1 << 30
+    engine = make_engine(
+        make_model(), kv_budget_bytes=budget, max_model_len=1024, max_num_seqs=8, dtype=dtype
+    )
+    before, turns = resident(), set()
+    for _ in range(3):  # it sleeps and wakes in each step of training
+        turns.add(tuple(generate(engine, [[1, 2, 3]], SamplingParams(12, seed=7))[0].token_ids))
+        assert resident() - before < budget / 8
+        engine.sleep()
+        engine.wake()
+    assert len(turns) == 1

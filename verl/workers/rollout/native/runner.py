@@ -9,6 +9,7 @@ On CPU in float32 and bfloat16 the model is `CpuModel` (packed matrices, compile
 from __future__ import annotations
 
 import logging
+import mmap
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -64,12 +65,18 @@ class PagedRunner:
         self._values: list[Tensor] = []
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the pools (what was in them is gone). On CPU memory is touched when it is used."""
+        """Make the pools, all zeros (what was in them is gone). On CPU memory is touched when it is used."""
         shape = (num_blocks, *self._pool_shape)
-        self._keys, self._values = (
-            [torch.zeros(shape, dtype=self._dtype, device=self.device) for _ in range(self.spec.num_layers)]
-            for _ in range(2)
-        )
+
+        def pool() -> Tensor:
+            if self.device.type != "cpu":
+                return torch.zeros(shape, dtype=self._dtype, device=self.device)
+            # the kernel gives such memory page by page, full of zeros; torch would write all of them here
+            num_bytes = int(np.prod(shape)) * self._dtype.itemsize
+            memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return torch.frombuffer(memory, dtype=self._dtype).view(shape)
+
+        self._keys, self._values = ([pool() for _ in range(self.spec.num_layers)] for _ in range(2))
         self._model.attach(self._keys, self._values)
 
     def release_cache(self) -> None:
