@@ -158,10 +158,12 @@ sft_overrides() {    # the rows, one setting a line
     fi
 }
 
-rl_overrides() {    # the questions, one setting a line
+rl_overrides() {    # the arguments -> the questions, one setting a line
     [ ! -f "$DATA_DIR/settings.yaml" ] || { echo "@$DATA_DIR/settings.yaml" && return; }
     quoted data.train_files "$DATA_DIR/train.parquet" && echo
     quoted data.val_files "$DATA_DIR/test.parquet" && echo
+    # rows of one's own are of another task
+    [[ " $*" != *" data.train_files="* && " $*" != *" data.val_files="* ]] || return 0
     [ ! -f "$DATA_DIR/test_3hop.parquet" ] || { quoted data.extra_val_files "$DATA_DIR/test_3hop.parquet" && echo; }
 }
 
@@ -277,7 +279,7 @@ run_training() {
     fi
     while IFS= read -r argument; do
         overrides+=("$argument")
-    done < <(if [ "$kind" = sft ]; then sft_overrides; else rl_overrides; fi)
+    done < <(if [ "$kind" = sft ]; then sft_overrides; else rl_overrides "$@"; fi)
 
     ! $needs_server || start_search "$run_dir"
     [ "$kind" = sft ] || [ -z "${RETRIEVER_URL:-}" ] || overrides+=("$(quoted retriever.url "$RETRIEVER_URL")")

@@ -28,6 +28,7 @@ ON_GPUS = ("trainer.nnodes=2", "trainer.n_gpus_per_node=8", "trainer.device=cuda
     [
         ("settings", ["data.max_start_length=2000"], "error: [settings] Found data.max_start_length=2000"),
         ("settings", ["data.train_files=/no/such.parquet"], "data.train_files=/no/such.parquet"),
+        ("settings", ["environment.env_class=serch"], "Did you mean 'search'?"),
         ("batches", ["data.train_batch_size=300"], "a step has 300 trajectories, no multiple"),
         ("batches", ["data.train_batch_size=300"], f"Do: {ACTOR}.ppo_mini_batch_size=150"),
         ("batches", ["trainer.n_gpus_per_node=3", *TWO_NODES], "updates of 256 trajectories for 6 replicas"),

@@ -158,6 +158,12 @@ def test_an_override_on_the_command_line_comes_last(repository):
     assert (config.max_turns, config.trainer.seed, config.algorithm.adv_estimator) == (7, 9, "gae")
 
 
+def test_rows_of_ones_own_are_not_validated_on_the_worlds_extra_questions(repository):
+    assert run(repository, "data.train_files=my.parquet", "data.val_files=my_test.parquet")[0] == 0
+    data = settings(repository).data
+    assert (data.train_files, data.val_files, data.extra_val_files) == ("my.parquet", "my_test.parquet", None)
+
+
 def test_folders_may_have_any_name_and_are_relative_to_the_caller(repository, tmp_path):
     data, model = tmp_path / "it's (mine), a=b", tmp_path / "my model"
     for folder in (data, model):

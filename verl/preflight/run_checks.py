@@ -29,7 +29,7 @@ from verl.preflight.target import (
 from verl.trainer.config.validation import settings_without_effect, validate
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.run_state import CheckpointStore
-from verl.utils.dataset.row_environments import searches
+from verl.utils.dataset.row_environments import check_environments, searches
 from verl.utils.tracking import has_wandb_key
 from verl.workers.engine.loading import load_hf_config
 
@@ -45,6 +45,7 @@ def mistake_of(target: Target) -> str | None:
             check_sft_config(config)
         elif config is not None:
             validate(config, format_reward=any(config.reward_model[name] for name in FORMAT_SCORES))
+            check_environments(config)
     except ValueError as problem:
         return str(problem)
     return None

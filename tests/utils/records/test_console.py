@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from verl.utils.records.console import LiveDisplay, make_display, validation_lines
+from verl.utils.records.console import LiveDisplay, make_display, step_values, validation_lines
 
 METRICS = {
     "critic/score/mean": 0.4125,
@@ -29,6 +29,16 @@ def test_a_validation_is_a_line_for_each_mode_and_for_several_sources():
         "extra questions, greedy EM 0.100, searches 3.00",
         "score by data source: nq 0.250, popqa 0.750",
     ]
+    of_searches = validation_lines({"greedy": figures}, {"val/test_score/nq": 0.5})
+    of_another = validation_lines({"greedy": figures}, {"val/test_score/maze.Maze": 0.625})
+    assert of_another == [*of_searches, "score by data source: maze.Maze 0.625"]
+
+
+def test_a_batch_without_searches_shows_no_searches():
+    names = [name for name, _ in step_values(METRICS | {"env/maze.Maze/turns": 2.0})]
+    assert names == ["reward", "tokens/s"]
+    both = METRICS | {"env/maze.Maze/turns": 2.0, "env/search/turns": 2.0}
+    assert step_values(both) == step_values(METRICS)
 
 
 def test_the_live_display_shows_the_figures_and_ends_cleanly():

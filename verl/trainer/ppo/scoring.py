@@ -143,7 +143,7 @@ class RewardManager:
             if reward is not None:  # its environment has scored it
                 rows[i]["score"] = float(reward)
                 continue
-            truth, extra = columns["reward_model"]["ground_truth"], columns["extra_info"]
+            truth, extra = columns["reward_model"].get("ground_truth"), columns["extra_info"]
             if answer is not None:
                 golden = known_answers(truth)
                 rows[i] |= {"em": float(em_check(answer, golden)), "f1": f1_check(answer, golden)}

@@ -96,7 +96,11 @@ class LiveDisplay(Display):
 
 
 def step_values(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """(name, value) of what a line shows, for the metrics that are there."""
+    """(name, value) of what a line shows. A batch without searches shows neither EM nor searches."""
+    environments = {
+        name.split("/")[1] for name in metrics if name.startswith("env/") and name.endswith("/turns")
+    }
+    hidden = ("EM", "searches") if environments and "search" not in environments else ()
     known = (
         ("loss", "train/loss", ".4f"),
         ("reward", "critic/score/mean", ".3f"),
@@ -105,16 +109,24 @@ def step_values(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         ("tokens/s", "perf/generated_tokens_per_second", ",.0f"),
         ("tokens/s", "perf/tokens_per_second", ",.0f"),
     )
-    return [(name, format(metrics[key], form)) for name, key, form in known if key in metrics]
+    return [
+        (name, format(metrics[key], form))
+        for name, key, form in known
+        if key in metrics and name not in hidden
+    ]
 
 
 def validation_lines(summary: Mapping[str, Any], metrics: Mapping[str, float]) -> list[str]:
-    """A line for each mode of a `ValidationReport`, one for the extra questions, one for several sources."""
+    """A line for each mode of a `ValidationReport`, one for the extra questions, one for the scores of several
+    sources or of one whose score is no exact match.
+    """
     lines = [_mode_line(mode, figures) for mode, figures in summary.items() if mode != "extra"]
     lines += [f"extra questions, {_mode_line(*item)}" for item in summary.get("extra", {}).items()]
     head = "val/test_score/"
-    sources = [f"{name[len(head) :]} {value:.3f}" for name, value in metrics.items() if name.startswith(head)]
-    return lines + (["score by data source: " + ", ".join(sources)] if len(sources) > 1 else [])
+    scores = {name.removeprefix(head): value for name, value in metrics.items() if name.startswith(head)}
+    is_exact_match = {*scores.values()} <= {figures.get("em") for figures in summary.values()}
+    shown = ", ".join(f"{name} {value:.3f}" for name, value in scores.items())
+    return lines + ([f"score by data source: {shown}"] if len(scores) > 1 or not is_exact_match else [])
 
 
 def _mode_line(mode: str, figures: Mapping[str, Any]) -> str:
