@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import search_r1.llm_agent  # noqa: F401  (registers its environment)
 from search_r1.search.probe import RetrievalProbe, ServerState
 from verl.preflight.preflight import CHECKS
 from verl.preflight.target import Finding, Target

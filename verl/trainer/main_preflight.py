@@ -16,6 +16,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+import search_r1.llm_agent  # noqa: F401  (registers its environment)
 from search_r1.search.probe import RetrievalProbe
 from verl.config import PROGRAMS, Loaded, load
 from verl.preflight.preflight import CHECKS, choose, look

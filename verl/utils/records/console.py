@@ -117,8 +117,8 @@ def step_values(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def validation_lines(summary: Mapping[str, Any], metrics: Mapping[str, float]) -> list[str]:
-    """A line for each mode of a `ValidationReport`, one for the extra questions, one for the scores of several
-    sources or of one whose score is no exact match.
+    """A line for each mode of a `ValidationReport`, one for the extra questions, one for the scores of
+    several sources, or of one whose score is no exact match.
     """
     lines = [_mode_line(mode, figures) for mode, figures in summary.items() if mode != "extra"]
     lines += [f"extra questions, {_mode_line(*item)}" for item in summary.get("extra", {}).items()]
