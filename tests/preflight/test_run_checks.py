@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import torch
 from known_models import write_config
@@ -28,7 +29,6 @@ ON_GPUS = ("trainer.nnodes=2", "trainer.n_gpus_per_node=8", "trainer.device=cuda
     [
         ("settings", ["data.max_start_length=2000"], "error: [settings] Found data.max_start_length=2000"),
         ("settings", ["data.train_files=/no/such.parquet"], "data.train_files=/no/such.parquet"),
-        ("settings", ["environment.env_class=serch"], "Did you mean 'search'?"),
         ("batches", ["data.train_batch_size=300"], "a step has 300 trajectories, no multiple"),
         ("batches", ["data.train_batch_size=300"], f"Do: {ACTOR}.ppo_mini_batch_size=150"),
         ("batches", ["trainer.n_gpus_per_node=3", *TWO_NODES], "updates of 256 trajectories for 6 replicas"),
@@ -52,6 +52,15 @@ def test_what_a_check_finds_in_the_settings(check, settings, words, monkeypatch)
 )
 def test_a_sound_run_has_no_findings(check, tmp_path):
     assert find(check, target_of(f"trainer.default_local_dir={tmp_path}")) == []
+
+
+def test_an_environment_that_is_not_there_is_named_from_the_settings_and_from_the_rows(tmp_path):
+    for row, env_class, name in ({"env_class": "gsm9k"}, "search", "gsm8k"), ({}, "serch", "search"):
+        path = tmp_path / f"{name}.parquet"
+        pd.DataFrame([{"prompt": "a", **row}]).to_parquet(path)
+        files = [f"data.{kind}_files={path}" for kind in ("train", "val")]
+        (finding,) = find("settings", target_of(*files, f"environment.env_class={env_class}"))
+        assert f"Did you mean {name!r}?" in finding.what
 
 
 def test_models_that_are_not_whole(tmp_path):
