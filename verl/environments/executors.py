@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import math
 import pickle
 import threading
 import time
@@ -149,9 +148,9 @@ class EnvironmentRunner:
     """The episodes of one environment in this process."""
 
     def __init__(
-        self, env_class: str, env_config: Mapping[str, Any], block: EnvironmentConfig, calls: Calls
+        self, env_class: str, env_config: Mapping[str, Any], block: EnvironmentConfig, calls: dict[str, Calls]
     ) -> None:
-        """ValueError: there is no environment of this name, or it can't run so."""
+        """calls: by where they run. ValueError: there is no environment of this name, or it can't run so."""
         cls, always = load_class(env_class)
         self.env_class, self.timeout, self.calls = env_class, block.step_timeout, calls
         self._cls, self._kwargs = cls, {**always, "env_config": dict(env_config)}
@@ -176,7 +175,6 @@ class EnvironmentRunner:
         self._make: Callable[..., Any] = make_environment
         self.workers = None
         if self.how == "process":
-            self.calls = Calls(min(block.max_workers, MOST_COMPUTING))
             self.workers = KillableWorkers(f"{__name__}:act", 0.0, ["import", cls.__module__])
             self._make = partial(ProcessEnvironment, self.workers)
         self._has_complained = False
@@ -291,10 +289,7 @@ class EnvironmentRunner:
             future: Future[Any] = Future()
             attempt(future, call)
             return future
-        if self.how == "async":
-            episode.under_way = self.calls.in_loop(call, self.timeout, episode.turn)
-        else:
-            episode.under_way = self.calls.in_thread(call, self.timeout)
+        episode.under_way = self.calls[self.how].submit(call, self.timeout, episode.turn)
         return episode.under_way
 
     async def _end(self, episode: Episode) -> None:
@@ -313,7 +308,9 @@ class Environments:
     ) -> None:
         """block: the run's. env_config: environment -> more of what its instances are made with."""
         self.block, self.env_config = block or EnvironmentConfig(), env_config or {}
-        self.calls = Calls(self.block.max_workers)
+        threads = self.block.max_workers
+        most = {"thread": threads, "process": min(threads, MOST_COMPUTING), "async": None}
+        self.calls = {how: Calls(number) for how, number in most.items()}
         self._runners: dict[str, EnvironmentRunner] = {}
 
     def __getitem__(self, env_class: str) -> EnvironmentRunner:
@@ -324,8 +321,8 @@ class Environments:
 
     def give_up(self) -> None:
         """Ends every call that is under way; to be said before episodes are closed in haste."""
-        for runner in self._runners.values():
-            runner.calls.expire(math.inf)
+        for calls in self.calls.values():
+            calls.give_up()
 
     def wait_for_ends(self, seconds: float | None = None) -> None:
         """Until the episodes are closed that are over."""
@@ -335,7 +332,8 @@ class Environments:
         """Ends threads and processes."""
         self.give_up()
         self.wait_for_ends(CLOSE_SECONDS)
+        for calls in self.calls.values():
+            calls.close()
         for runner in self._runners.values():
-            runner.calls.close()
             if runner.workers is not None:
                 runner.workers.close()
