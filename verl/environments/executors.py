@@ -104,11 +104,10 @@ def act(method: str, *arguments: Any) -> Any:
 class ProcessEnvironment:
     """Stands for an environment that lives in a process, from its first call on."""
 
-    def __init__(self, workers: KillableWorkers, *arguments: Any) -> None:
-        """arguments: of `make_environment`."""
-        self.workers, self.arguments = workers, arguments
+    def __init__(self, workers: KillableWorkers, cls: Callable[..., Any], /, **kwargs: Any) -> None:
+        self.workers, self.arguments = workers, (cls, kwargs)
         self.is_busy = self.is_over = False
-        stop = getattr(arguments[0], "stop", ())
+        stop = getattr(cls, "stop", ())
         self.stop = stop if isinstance(stop, tuple | list) else ()
         self.process: KillableProcess | None = None
 
@@ -117,9 +116,8 @@ class ProcessEnvironment:
         try:
             if self.process is None:
                 self.process = self.workers.take()
-                if self.is_over:
+                if self.is_over:  # it has started too late
                     self.process.kill()
-                    raise EpisodeFailed("its process started too late")
                 self.process.call("make", *self.arguments)
             return self.process.call(method, *arguments)
         except (CheckFailed, ProcessEnded, OSError) as error:
@@ -172,11 +170,10 @@ class EnvironmentRunner:
         self._just_ends = self.how != "process" and all(
             getattr(cls, name, None) is getattr(BaseTextEnv, name) for name in ("close", "get_metrics")
         )
-        self._make: Callable[..., Any] = make_environment
         self.workers = None
         if self.how == "process":
             self.workers = KillableWorkers(f"{__name__}:act", 0.0, ["import", cls.__module__])
-            self._make = partial(ProcessEnvironment, self.workers)
+            self._cls = partial(ProcessEnvironment, self.workers, cls)
         self._has_complained = False
         self._lock = threading.Lock()
         self.ends: set[Future[None]] = set()  # of episodes that are being closed
@@ -201,7 +198,7 @@ class EnvironmentRunner:
             started = time.perf_counter()
             if state is None:
                 kwargs = {**self._kwargs, "extras": {**row, "max_turns": max_turns}}
-                env = self._make(self._cls, kwargs)
+                env = make_environment(self._cls, kwargs)
                 if num_turns:
                     env.turns = num_turns
             else:

@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from typing import Any, ClassVar
 
 from verl.verifiers.base import CouldNotVerify, Sample, Verdict, Verifier, VerifierSettings
@@ -176,6 +177,15 @@ class KillableWorkers:
         if self._program is not None:
             self._program.kill()
             self._program.wait()
+
+
+@cache
+def shared_workers(function: str, cpu_seconds: float, first: tuple[Any, ...]) -> KillableWorkers:
+    """This process's, for all that ask for the same."""
+    return KillableWorkers(function, cpu_seconds, first)
+
+
+os.register_at_fork(after_in_child=shared_workers.cache_clear)  # its parent's processes are not its own
 
 
 class CheckedVerifier(Verifier):
