@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -86,11 +85,11 @@ class Calls:
                 self._is_held_up = False
                 self._loops.append(asyncio.new_event_loop())
                 start(self._loops[-1].run_forever)
-                if len(self._loops) == 1:
+                if self._places is None and len(self._loops) == 1:
                     start(self._watch)
         future: Future[Any] = Future()
         latest = time.monotonic() + 2 * timeout + 1  # it may wait for its turn
-        self._under_way[future] = (math.inf if self._places else latest, timeout)
+        self._under_way[future] = (latest, timeout)
         future.add_done_callback(lambda _: self._under_way.pop(future, None))
         loop = self._loops[-1]
 
@@ -116,7 +115,7 @@ class Calls:
         return future
 
     def _watch(self) -> None:
-        """Gives up what the loop can't end."""
+        """Gives up coroutines that the loop can't end."""
         while not self._is_over:
             time.sleep(_WATCH_SECONDS)
             for future, (latest, timeout) in list(self._under_way.items()):
