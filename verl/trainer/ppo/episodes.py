@@ -59,12 +59,8 @@ def _error_of(record: Mapping[str, Any]) -> str:
 
 
 def environment_metrics(records: Records, scores: Sequence[float | None]) -> dict[str, float]:
-    """`env/<environment>/..` of a batch in which other environments than searches are. scores: of each
-    record; None: it failed or could not be verified.
-
-    reward (mean, of those with a score), turns (mean), failed and unverified (counts), steps_failed (those
-    that a step has ended), seconds_init, seconds_step (means of a call), and what the environment's class
-    makes of its own figures. A ":" in a name is a "." here.
+    """`env/<environment>/..` (docs/metrics.md) of a batch in which other environments than searches are.
+    scores: of each record; None: it failed or could not be verified. A ":" in a name is a "." here.
     """
     metrics: dict[str, float] = {}
     names = dict.fromkeys(map(environment_of, records))
