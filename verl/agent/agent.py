@@ -54,11 +54,10 @@ class EnvironmentAgent:
         """
         columns, meta_info = gen_batch.non_tensor_batch, gen_batch.meta_info
         trajectories = self.trajectories(gen_batch)
-        groups = None if meta_info.get("validate", False) else columns.get("uid")
-        tools = (self.codec, self.engine, self.environments, self.config)
-        groups = None if groups is None else groups.tolist()
-        keeps, params = meta_info.get("keep_partial", False), self.sampling_params(meta_info)
-        loop = TrajectoryLoop(*tools, params, trajectories, self.on_event, groups=groups, keep_partial=keeps)
+        tools = (self.codec, self.engine, self.environments, self.config, self.sampling_params(meta_info))
+        groups = columns["uid"].tolist() if "uid" in columns and not meta_info.get("validate") else None
+        keeps = meta_info.get("keep_partial", False)
+        loop = TrajectoryLoop(*tools, trajectories, self.on_event, groups=groups, keep_partial=keeps)
         loop.run()
         return self.batch(trajectories, columns, self.figures(trajectories) | loop.load.metrics())
 
@@ -76,9 +75,8 @@ class EnvironmentAgent:
             if state is not None:
                 made = Trajectory.continued(row, ids, seed, state)
             if (episode := episodes[row]) is not None:
-                made.env_class, made.messages, made.extras = (
-                    episode[name] for name in ("env_class", "prompt", "extras")
-                )
+                made.env_class, made.messages = episode["env_class"], episode["prompt"]
+                made.extras = episode["extras"]
             made.max_turns = row_max_turns(made.extras) or config.max_turns
             trajectories.append(made)
         return trajectories
@@ -90,12 +88,7 @@ class EnvironmentAgent:
         if meta_info.get("do_sample", True):
             names = ("temperature", "top_p", "top_k", "min_p")
             sampling = {name: meta_info.get(name, getattr(config, name)) for name in names}
-        return SamplingParams(
-            max_tokens=config.max_response_length,
-            eos_token_ids=self.codec.eos_token_ids,
-            ignore_eos=config.ignore_eos,
-            **sampling,
-        )
+        return SamplingParams(config.max_response_length, eos_token_ids=self.codec.eos_token_ids, **sampling)
 
     def batch(
         self, trajectories: Sequence[Trajectory], columns: Mapping[str, Any], metrics: dict[str, float]
@@ -106,9 +99,7 @@ class EnvironmentAgent:
         records = [each.record(self.codec.decode_prompt(tuple(each.prompt_ids))) for each in trajectories]
         non_tensors = {**columns, "trajectory": records}
         non_tensors.pop("continuation", None)
-        return DataProto.from_dict(
-            tensors=tensors, non_tensors=non_tensors, meta_info={"metrics": metrics} if metrics else {}
-        )
+        return DataProto.from_dict(tensors, non_tensors, {"metrics": metrics} if metrics else {})
 
     def figures(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """More metrics of a batch; for subclasses."""

@@ -2,21 +2,8 @@
 
     engine.stats() before, during and after the batch -> EngineLoad -> {"rollout/...": float}
 
-Names (an engine that does not know a figure leaves its names out). Over several processes each is their mean,
-as all metrics of workers are.
-
-    rollout/running/mean, /max           sessions that decode or prefill, seen every SAMPLE_STEPS steps
-    rollout/queued/mean, /max            sessions without KV state: not started yet, or preempted
-    rollout/parked/mean, /max            sessions between two turns: their search is under way
-    rollout/kv_used_share/mean, /max     of the KV budget
-    rollout/kv_bytes/max                 held
-    rollout/steps, rollout/seconds       engine steps and the seconds in them
-    rollout/generated_tokens             sampled
-    rollout/prefilled_tokens             computed: prompts, observations, and what was computed again
-    rollout/prefix_hit_tokens            not computed, as their KV state was there: a group's prompt
-    rollout/prefix_hit_share             of prefilled and hit tokens together
-    rollout/preemptions                  sessions that lost their KV state to others
-    rollout/tokens_per_second            generated tokens per second in the engine's steps
+docs/metrics.md has the names; an engine that does not know a figure leaves its names out. Gauges are read
+every SAMPLE_STEPS steps. Over several processes each figure is their mean, as all metrics of workers are.
 """
 
 from __future__ import annotations

@@ -13,9 +13,10 @@ encoded again. A trajectory that is kept for the next step travels as its row of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from verl.workers.rollout.base import Partial, SamplingParams
 from verl.workers.rollout.stop import StopCondition
 
 KEPT = "kept"  # finish_reason of a trajectory that goes on in the next step
+_MARK = re.compile(r"content-\d+-of-a-message")
 # Search-R1's; a tokenizer may have them as special tokens, which observations may hold as such.
 PROTOCOL_TAGS = tuple(
     f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/")
@@ -68,7 +70,6 @@ class AgentConfig:
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
-    ignore_eos: bool = False
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -120,13 +121,11 @@ class Codec:
         self._encode_cached = lru_cache(maxsize=4096)(self.encode)  # a group asks the same thing often
         self.decode_prompt = lru_cache(maxsize=4096)(self.decode)  # and has one prompt
         self._is_fast = isinstance(tokenizer, PreTrainedTokenizerFast)
-        self._stops: dict[tuple[str, ...], StopCondition | None] = {(): None}
+        self.stop = cache(self._stop)
 
-    def stop(self, strings: tuple[str, ...]) -> StopCondition | None:
+    def _stop(self, strings: tuple[str, ...]) -> StopCondition | None:
         """What ends a turn at one of these strings; None without strings."""
-        if strings not in self._stops:
-            self._stops[strings] = StopCondition(self.tokenizer, strings)
-        return self._stops[strings]
+        return StopCondition(self.tokenizer, strings) if strings else None
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a text that continues a context: nothing is added around it.
@@ -207,15 +206,10 @@ class Codec:
         history = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": marks[0]}]
         appended = [{**each, "content": mark} for each, mark in zip(messages, marks[1:], strict=True)]
         render = self.tokenizer.apply_chat_template
-        before = render(history, tokenize=False)
+        end_of_turn = render(history, tokenize=False).partition(marks[0])[2]
         text = render([*history, *appended], tokenize=False, add_generation_prompt=True)
-        end_of_turn, pieces, has_all = before.partition(marks[0])[2], [], True
-        for mark in marks:
-            piece, found, text = text.partition(mark)
-            pieces.append(piece)
-            has_all = has_all and bool(found)
-        pieces = [*pieces[1:], text]
-        if not has_all or not pieces[0].startswith(end_of_turn):
+        pieces = _MARK.split(text)[1:]
+        if _MARK.findall(text) != marks or not pieces[0].startswith(end_of_turn):
             raise ValueError(
                 "the tokenizer's chat template does not just append messages; set "
                 "environment.observation_format=raw"

@@ -17,8 +17,6 @@ from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
-import httpx
-
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
@@ -156,11 +154,11 @@ class VerifiersEnv(BaseTextEnv):
         request = await self.events.get()
         if isinstance(request, asyncio.Task):
             raise ValueError(f"The rollout ended before its first turn: {request.result().get('error')}")
-        self.messages = request["messages"]
+        self.messages, tools = request
         shown = [{"role": message["role"], "content": _plain(message)} for message in self.messages]
-        if request.get("tools"):
-            tools = "\n".join(json.dumps(tool) for tool in request["tools"])
-            text = f"These tools can be called:\n<tools>\n{tools}\n</tools>\n{_HOW_TO_CALL}"
+        if tools:
+            shown_tools = "\n".join(map(json.dumps, tools))
+            text = f"These tools can be called:\n<tools>\n{shown_tools}\n</tools>\n{_HOW_TO_CALL}"
             if shown[0]["role"] == "system":
                 text = f"{shown.pop(0)['content']}\n\n{text}"
             shown.insert(0, {"role": "system", "content": text})
@@ -176,7 +174,7 @@ class VerifiersEnv(BaseTextEnv):
                 raise RuntimeError(f"The environment of verifiers failed: {output['error']}")
             self.metrics = dict(output.get("metrics") or {})
             return {"observations": [], "reward": float(output["reward"]), "done": True, "metadata": {}}
-        old, new = self.messages, event["messages"]
+        old, new = self.messages, event[0]
         if new[: len(old)] != old or new[len(old)]["role"] != "assistant":
             raise ValueError("The environment rewrites what the policy has read; ours can only be added to.")
         self.messages = new
@@ -194,31 +192,23 @@ class VerifiersEnv(BaseTextEnv):
     def _prepare(self) -> tuple[Any, Any]:
         """The environment, and its model. It takes seconds at first, for imports and data."""
         environment = load_verifiers_environment(self.source["id"], self.source["args"])
-        from openai import AsyncOpenAI
+        from openai.types.chat import ChatCompletion
         from verifiers.clients import OpenAIChatCompletionsClient
 
-        http = httpx.AsyncClient(transport=httpx.MockTransport(self._answer), timeout=None)
-        policy = AsyncOpenAI(base_url="http://policy", api_key="none", http_client=http, max_retries=0)
-        return environment, OpenAIChatCompletionsClient(policy)
+        async def answer(messages: Any, model: str, sampling: Any, tools: Any = None, **_: Any) -> Any:
+            """A request of the rollout to its model; the next turn is the reply."""
+            self.turn = asyncio.get_running_loop().create_future()
+            self.events.put_nowait((messages, tools))
+            text = await self.turn
+            message = {"role": "assistant", "content": text} | (_with_tool_calls(text) if tools else {})
+            reason = "tool_calls" if message.get("tool_calls") else "stop"
+            choices = [{"index": 0, "message": message, "finish_reason": reason}]
+            reply = {"id": self.source["id"], "object": "chat.completion", "created": 0, "model": model}
+            return ChatCompletion.model_validate({**reply, "choices": choices})
 
-    async def _answer(self, request: httpx.Request) -> httpx.Response:
-        """A request of the rollout to its model; the next turn is the reply."""
-        body = json.loads(request.content)
-        self.turn = asyncio.get_running_loop().create_future()
-        self.events.put_nowait(body)
-        message: dict[str, Any] = {"role": "assistant", "content": await self.turn}
-        if body.get("tools"):
-            message |= _with_tool_calls(message["content"])
-        reason = "tool_calls" if message.get("tool_calls") else "stop"
-        reply = {
-            "id": self.source["id"],
-            "object": "chat.completion",
-            "created": 0,
-            "model": body["model"],
-            "choices": [{"index": 0, "message": message, "finish_reason": reason}],
-            "usage": dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 0),
-        }
-        return httpx.Response(200, json=reply, request=request)
+        policy: Any = OpenAIChatCompletionsClient(None)
+        policy.get_native_response = answer
+        return environment, policy
 
 
 def _plain(message: Mapping[str, Any]) -> str:

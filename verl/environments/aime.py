@@ -8,12 +8,11 @@ refuses math-verify may still find equal, such as 1/2 and 0.5, in a process that
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
 from typing import Any
 
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, gold_answer
 from verl.verifiers.math import last_boxed, minerva_form
-from verl.verifiers.workers import CheckFailed, KillableWorkers
+from verl.verifiers.workers import CheckFailed, shared_workers
 
 LAST_CHARACTERS = 300
 CPU_SECONDS = 5.0  # that math-verify may take for one answer
@@ -30,20 +29,16 @@ class AIMEEnv(BaseTextEnv):
         super().__init__()
         self.gold = minerva_form(str(gold_answer(extras))).strip()
         self.is_right = False
+        self.workers = shared_workers("verl.verifiers.math:same_value", CPU_SECONDS, ("0.50", "1/2"))
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         answer = (_ANSWER.findall(action[-LAST_CHARACTERS:]) or [last_boxed(action)])[-1]
         prediction = None if answer is None else minerva_form(answer).strip()
         if prediction is not None:
             with suppress(CheckFailed):  # what is too much for math-verify is not equal
-                self.is_right = prediction == self.gold or bool(_workers().ask(prediction, self.gold))
+                self.is_right = prediction == self.gold or bool(self.workers.ask(prediction, self.gold))
         metadata, reward = {"acc": self.is_right, "pred": prediction}, 1.0 if self.is_right else -1.0
         return {"observations": [], "reward": reward, "done": True, "metadata": metadata}
 
     def get_metrics(self) -> dict[str, Any]:
         return {"acc": float(self.is_right)}
-
-
-@cache
-def _workers() -> KillableWorkers:
-    return KillableWorkers("verl.verifiers.math:same_value", CPU_SECONDS, ["0.50", "1/2"])

@@ -1,13 +1,11 @@
-"""Calls of environments: in threads, in an event loop, or here, each until its deadline."""
+"""Calls of environments: here, in threads, or in an event loop, each until its deadline."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -58,49 +56,56 @@ def attempt(future: Future[Any], call: Call) -> None:
         settle(future, error=error)
 
 
+def start(function: Callable[..., None], *arguments: Any) -> None:
+    """Calls a function in a thread that nobody waits for when the program ends."""
+    threading.Thread(target=function, args=arguments, name="environments", daemon=True).start()
+
+
 class Calls:
-    """Calls of environments, each until its deadline, which counts from its start. A thread whose call takes
-    longer can't be ended, nor can a loop that is held up: the call fails, and another one takes its place.
+    """Calls in an event loop of a thread: coroutines, or plain ones, for each of which it has a thread.
+
+    A deadline counts from the start. What can't be ended there (a plain call, a coroutine that does not let
+    itself be cancelled) fails all the same and holds up no other: a thread takes no place from then on, and a
+    loop that is held up is left for a new one.
     """
 
-    def __init__(self, max_threads: int) -> None:
-        self.max_threads, self._num_threads, self._num_idle = max_threads, 0, 0
-        self._changed = threading.Condition()
-        self._queue: deque[tuple[Future[Any], Call, float]] = deque()
-        self._running: dict[Future[Any], tuple[float, float, bool]] = {}  # -> deadline, timeout, in a thread
+    def __init__(self, max_threads: int | None) -> None:
+        """max_threads: of plain calls; None: they are coroutines."""
+        self._places = None if max_threads is None else asyncio.Semaphore(max_threads)
+        self._under_way: dict[Future[Any], tuple[float, float]] = {}  # -> when it is given up, its timeout
         self._loops: list[asyncio.AbstractEventLoop] = []  # the last is used, if it is not held up
-        self._is_held_up, self._is_watched, self._is_over = True, False, False
+        self._is_held_up, self._is_over, self._lock = True, False, threading.Lock()
 
-    def in_thread(self, call: Call, timeout: float) -> Future[Any]:
-        """Runs a call when a thread is free for it."""
-        future: Future[Any] = Future()
-        self._queue.append((future, call, timeout))
-        self._staff()
-        return future
-
-    def in_loop(self, call: Call, timeout: float, turn: asyncio.Lock) -> Future[Any]:
-        """Runs a call when it is its turn, and cancels it at its deadline. Where it can't be cancelled, it
-        fails a little later.
+    def submit(self, call: Call, timeout: float, turn: asyncio.Lock) -> Future[Any]:
+        """Runs a call when it is its turn and there is a place for it. Where a coroutine can't be cancelled,
+        it fails a little later.
         """
-        with self._changed:
+        with self._lock:
             if self._is_held_up:
                 self._is_held_up = False
                 self._loops.append(asyncio.new_event_loop())
-                self._start(self._loops[-1].run_forever)
+                start(self._loops[-1].run_forever)
+                if self._places is None and len(self._loops) == 1:
+                    start(self._watch)
         future: Future[Any] = Future()
         latest = time.monotonic() + 2 * timeout + 1  # it may wait for its turn
-        self._running[future] = (latest, timeout, False)
-        future.add_done_callback(lambda _: self._running.pop(future, None))
+        self._under_way[future] = (latest, timeout)
+        future.add_done_callback(lambda _: self._under_way.pop(future, None))
         loop = self._loops[-1]
 
         async def run() -> None:
             limit = None
             try:
-                async with turn, asyncio.timeout(timeout) as limit:
-                    result = await call()
-                settle(future, result)
+                async with self._places or turn, asyncio.timeout(timeout) as limit:
+                    if self._places is None:
+                        settle(future, await call())
+                    elif future.set_running_or_notify_cancel():
+                        done: Future[Any] = Future()
+                        start(attempt, done, call)
+                        settle(future, await asyncio.wrap_future(done))
             except BaseException as error:  # it is a user's environment; SystemExit would end the loop
-                settle(future, error=late(timeout) if limit and limit.expired() else error)
+                is_late = limit is not None and limit.expired()
+                settle(future, error=late(timeout) if is_late else error)
 
         def begin() -> None:
             task = loop.create_task(run())
@@ -109,62 +114,22 @@ class Calls:
         loop.call_soon_threadsafe(begin)
         return future
 
-    def expire(self, now: float) -> None:
-        """Fails the calls that are late; now=inf: as the run ends, all that run or wait for a thread."""
-        is_end, ended = now == math.inf, []
-        with self._changed:
-            for future, (deadline, timeout, in_thread) in list(self._running.items()):
-                if deadline < now and self._running.pop(future, None) is not None:
-                    self._num_threads -= in_thread
-                    self._is_held_up |= not in_thread and not is_end
-                    ended.append((future, timeout))
-            while is_end and self._queue:
-                ended.append((self._queue.popleft()[0], 0.0))
-        for future, timeout in ended:
-            settle(future, error=EpisodeFailed("the run ends") if is_end else late(timeout))
-            self._staff()
+    def _watch(self) -> None:
+        """Gives up coroutines that the loop can't end."""
+        while not self._is_over:
+            time.sleep(_WATCH_SECONDS)
+            for future, (latest, timeout) in list(self._under_way.items()):
+                if latest < time.monotonic():
+                    self._is_held_up = True
+                    settle(future, error=late(timeout))
+
+    def give_up(self) -> None:
+        """Fails all that run or wait, as the run ends."""
+        for future in list(self._under_way):
+            settle(future, error=EpisodeFailed("the run ends"))
 
     def close(self) -> None:
-        """Its threads end with what is still to do."""
-        with self._changed:
-            self._is_over = True
-            self._changed.notify_all()
+        """Its threads end with what they are at."""
+        self._is_over = True
         for loop in self._loops:
-            loop.call_soon_threadsafe(loop.stop)
-
-    def _start(self, target: Callable[[], None]) -> None:
-        """Starts a thread; with the first one, the one that watches the deadlines."""
-
-        def watch() -> None:
-            while not self._is_over:
-                time.sleep(_WATCH_SECONDS)
-                self.expire(time.monotonic())
-
-        for each in [target] if self._is_watched else [target, watch]:
-            threading.Thread(target=each, name="environments", daemon=True).start()
-        self._is_watched = True
-
-    def _staff(self) -> None:
-        """Has a thread do what waits: one that is idle, or another one."""
-
-        def work() -> None:
-            while True:
-                with self._changed:
-                    self._num_idle += 1
-                    self._changed.wait_for(lambda: self._queue or self._is_over)
-                    self._num_idle -= 1
-                    if not self._queue:
-                        return
-                    future, call, timeout = self._queue.popleft()
-                    if not future.set_running_or_notify_cancel():
-                        continue
-                    self._running[future] = (time.monotonic() + timeout, timeout, True)
-                attempt(future, call)
-                if self._running.pop(future, None) is None:
-                    return  # another thread has its place
-
-        with self._changed:
-            if self._num_idle < len(self._queue) and self._num_threads < self.max_threads:
-                self._num_threads += 1
-                self._start(work)
-            self._changed.notify()
+            loop.call_soon_threadsafe(loop.call_later, _WATCH_SECONDS, loop.stop)

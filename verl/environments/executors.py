@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import math
 import pickle
 import threading
 import time
@@ -105,11 +104,10 @@ def act(method: str, *arguments: Any) -> Any:
 class ProcessEnvironment:
     """Stands for an environment that lives in a process, from its first call on."""
 
-    def __init__(self, workers: KillableWorkers, *arguments: Any) -> None:
-        """arguments: of `make_environment`."""
-        self.workers, self.arguments = workers, arguments
+    def __init__(self, workers: KillableWorkers, cls: Callable[..., Any], /, **kwargs: Any) -> None:
+        self.workers, self.arguments = workers, (cls, kwargs)
         self.is_busy = self.is_over = False
-        stop = getattr(arguments[0], "stop", ())
+        stop = getattr(cls, "stop", ())
         self.stop = stop if isinstance(stop, tuple | list) else ()
         self.process: KillableProcess | None = None
 
@@ -118,9 +116,8 @@ class ProcessEnvironment:
         try:
             if self.process is None:
                 self.process = self.workers.take()
-                if self.is_over:
+                if self.is_over:  # it has started too late
                     self.process.kill()
-                    raise EpisodeFailed("its process started too late")
                 self.process.call("make", *self.arguments)
             return self.process.call(method, *arguments)
         except (CheckFailed, ProcessEnded, OSError) as error:
@@ -149,9 +146,9 @@ class EnvironmentRunner:
     """The episodes of one environment in this process."""
 
     def __init__(
-        self, env_class: str, env_config: Mapping[str, Any], block: EnvironmentConfig, calls: Calls
+        self, env_class: str, env_config: Mapping[str, Any], block: EnvironmentConfig, calls: dict[str, Calls]
     ) -> None:
-        """ValueError: there is no environment of this name, or it can't run so."""
+        """calls: by where they run. ValueError: there is no environment of this name, or it can't run so."""
         cls, always = load_class(env_class)
         self.env_class, self.timeout, self.calls = env_class, block.step_timeout, calls
         self._cls, self._kwargs = cls, {**always, "env_config": dict(env_config)}
@@ -173,12 +170,10 @@ class EnvironmentRunner:
         self._just_ends = self.how != "process" and all(
             getattr(cls, name, None) is getattr(BaseTextEnv, name) for name in ("close", "get_metrics")
         )
-        self._make: Callable[..., Any] = make_environment
         self.workers = None
         if self.how == "process":
-            self.calls = Calls(min(block.max_workers, MOST_COMPUTING))
             self.workers = KillableWorkers(f"{__name__}:act", 0.0, ["import", cls.__module__])
-            self._make = partial(ProcessEnvironment, self.workers)
+            self._cls = partial(ProcessEnvironment, self.workers, cls)
         self._has_complained = False
         self._lock = threading.Lock()
         self.ends: set[Future[None]] = set()  # of episodes that are being closed
@@ -203,7 +198,7 @@ class EnvironmentRunner:
             started = time.perf_counter()
             if state is None:
                 kwargs = {**self._kwargs, "extras": {**row, "max_turns": max_turns}}
-                env = self._make(self._cls, kwargs)
+                env = make_environment(self._cls, kwargs)
                 if num_turns:
                     env.turns = num_turns
             else:
@@ -291,10 +286,7 @@ class EnvironmentRunner:
             future: Future[Any] = Future()
             attempt(future, call)
             return future
-        if self.how == "async":
-            episode.under_way = self.calls.in_loop(call, self.timeout, episode.turn)
-        else:
-            episode.under_way = self.calls.in_thread(call, self.timeout)
+        episode.under_way = self.calls[self.how].submit(call, self.timeout, episode.turn)
         return episode.under_way
 
     async def _end(self, episode: Episode) -> None:
@@ -313,7 +305,9 @@ class Environments:
     ) -> None:
         """block: the run's. env_config: environment -> more of what its instances are made with."""
         self.block, self.env_config = block or EnvironmentConfig(), env_config or {}
-        self.calls = Calls(self.block.max_workers)
+        threads = self.block.max_workers
+        most = {"thread": threads, "process": min(threads, MOST_COMPUTING), "async": None}
+        self.calls = {how: Calls(number) for how, number in most.items()}
         self._runners: dict[str, EnvironmentRunner] = {}
 
     def __getitem__(self, env_class: str) -> EnvironmentRunner:
@@ -324,8 +318,8 @@ class Environments:
 
     def give_up(self) -> None:
         """Ends every call that is under way; to be said before episodes are closed in haste."""
-        for runner in self._runners.values():
-            runner.calls.expire(math.inf)
+        for calls in self.calls.values():
+            calls.give_up()
 
     def wait_for_ends(self, seconds: float | None = None) -> None:
         """Until the episodes are closed that are over."""
@@ -335,7 +329,8 @@ class Environments:
         """Ends threads and processes."""
         self.give_up()
         self.wait_for_ends(CLOSE_SECONDS)
+        for calls in self.calls.values():
+            calls.close()
         for runner in self._runners.values():
-            runner.calls.close()
             if runner.workers is not None:
                 runner.workers.close()

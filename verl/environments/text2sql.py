@@ -25,14 +25,14 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, gold_answer, row_max_turns
 from verl.verifiers.base import CouldNotVerify
-from verl.verifiers.workers import CheckFailed, KillableWorkers
+from verl.verifiers.workers import CheckFailed, shared_workers
 
 FOLDERS = {
     "synsql": "SynSQL-2.5M/databases",
@@ -64,7 +64,9 @@ class SQLEnv(BaseTextEnv):
         self.gold, self.actions = str(gold_answer(row)), list[str]()
         self.max_turns = row_max_turns(row) or type(self).max_turns
         self.seconds = float(config.get("seconds") or 5)
-        self.workers = query_workers(self.seconds)
+        first = ("look", ":memory:", "SELECT 1", self.seconds)
+        most = 2 * self.seconds + 1  # a call may be of two queries
+        self.workers = shared_workers("verl.environments.text2sql:answer", most, first)
         if not config.get("db_path") or not row.get("db_id"):
             raise ValueError(
                 f"Found db_path={config.get('db_path')!r} and a row with db_id={row.get('db_id')!r}; set "
@@ -103,16 +105,6 @@ class SQLEnv(BaseTextEnv):
             except CheckFailed as error:
                 problem = error
         raise CouldNotVerify(f"text2sql: the right query {self.gold!r} on {self.file}: {problem}")
-
-
-@cache
-def query_workers(seconds: float) -> KillableWorkers:
-    """This process's; a call may be of two queries."""
-    first = ["look", ":memory:", "SELECT 1", seconds]
-    return KillableWorkers("verl.environments.text2sql:answer", 2 * seconds + 1, first)
-
-
-os.register_at_fork(after_in_child=query_workers.cache_clear)  # its parent's processes are not its own
 
 
 def read_solution(actions: Sequence[str]) -> str | None:

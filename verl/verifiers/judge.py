@@ -73,7 +73,6 @@ class Judge:
 
     def ask(self, prompts: Sequence[tuple[str, float]]) -> list[Verdict]:
         """The verdict of each (prompt, highest score), scaled to 0..1. VerifierLimit: too much was spent."""
-        unique = dict.fromkeys(prompts)
         with self._lock:  # not in the constructor: a new run first puts the folder of an old one aside
             if not self._is_read and self.path is not None and self.path.exists():
                 for line in self.path.read_text(encoding="utf-8").splitlines():
@@ -86,25 +85,23 @@ class Judge:
                         self.known[entry["key"]] = Verdict(entry["score"], entry["answer"])
             self._is_read = True
 
-        async def ask_all() -> list[Verdict | BaseException]:
+        async def ask_all() -> dict[tuple[str, float], Any]:
             places = asyncio.Semaphore(self.config.concurrency)
             secret = os.environ.get(API_KEY_VARIABLE)
             headers = {"Content-Type": "application/json"}
             headers |= {"Authorization": f"Bearer {secret}"} if secret else {}
             limits = httpx.Limits(max_connections=None)
             async with httpx.AsyncClient(headers=headers, timeout=None, limits=limits) as client:
-                asked = (self._verdict(client, places, *each) for each in unique)
-                return await asyncio.gather(*asked, return_exceptions=True)
+                unique = {each: self._verdict(client, places, *each) for each in dict.fromkeys(prompts)}
+                found = await asyncio.gather(*unique.values(), return_exceptions=True)
+                return dict(zip(unique, found, strict=True))
 
-        verdicts: dict[tuple[str, float], Verdict] = {}
-        for each, verdict in zip(unique, asyncio.run(ask_all()), strict=True):
-            if isinstance(verdict, BaseException):  # now that all requests under way are paid and kept
-                raise verdict
-            verdicts[each] = verdict
-        answers = []
-        for each in prompts:  # the first one of equal prompts bears what it has cost
+        verdicts, answers = asyncio.run(ask_all()), list[Verdict]()
+        for each in prompts:
+            if isinstance(verdicts[each], BaseException):  # now that all requests are paid and kept
+                raise verdicts[each]
             answers.append(verdicts[each])
-            verdicts[each] = replace(verdicts[each], cost=0.0)
+            verdicts[each] = replace(verdicts[each], cost=0.0)  # the first of equal prompts bears the cost
         return answers
 
     async def _verdict(

@@ -20,7 +20,7 @@ import difflib
 import importlib
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -162,29 +162,27 @@ class Verifiers:
         Verifiers of different names work at the same time, in threads: a judge that waits holds up no math.
         ValueError: an unknown name, or a score that is no number. VerifierLimit: the run may not go on.
         """
-        work: dict[str, list[tuple[int, int]]] = defaultdict(list)  # name -> row, place among the row's
-        for row, (_, assigned) in enumerate(rows):
-            for place, each in enumerate(assigned):
-                work[each.name].append((row, place))
-        made = {name: self[name] for name in work}
+        samples: dict[str, list[Sample]] = defaultdict(list)
+        for sample, assigned in rows:
+            for each in assigned:
+                samples[each.name].append(replace(sample, label=each.label))
+        made = {name: self[name] for name in samples}
 
-        def verify(name: str) -> list[Verdict]:
-            samples = [replace(rows[r][0], label=rows[r][1][p].label) for r, p in work[name]]
+        def verify(name: str) -> Iterator[Verdict]:
             try:
-                return made[name].verify_many(samples)
+                verdicts = made[name].verify_many(samples[name])
             except CouldNotVerify as error:
-                return [Verdict(None, str(error))] * len(samples)
+                verdicts = [Verdict(None, str(error))] * len(samples[name])
+            return iter([verdict for _, verdict in zip(samples[name], verdicts, strict=True)])
 
-        verdicts: dict[tuple[int, int], Verdict] = {}
-        with ThreadPoolExecutor(max(len(work), 1), "verifier") as pool:
-            for places, found in zip(work.values(), pool.map(verify, work), strict=True):
-                verdicts |= zip(places, found, strict=True)
+        with ThreadPoolExecutor(max(len(samples), 1), "verifier") as pool:
+            found = dict(zip(samples, pool.map(verify, samples), strict=True))
         results = []
-        for row, (_, assigned) in enumerate(rows):
+        for _, assigned in rows:
             total: float | None = 0.0
             report = []
-            for place, each in enumerate(assigned):
-                verifier, verdict = made[each.name], verdicts[row, place]
+            for each in assigned:
+                verifier, verdict = made[each.name], next(found[each.name])
                 if not isinstance(verdict, Verdict):
                     raise ValueError(
                         f"verifier {verifier.name!r} returned {verdict!r:.100}; expected a Verdict"

@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from typing import Any, ClassVar
 
 from verl.verifiers.base import CouldNotVerify, Sample, Verdict, Verifier, VerifierSettings
@@ -45,14 +46,14 @@ class TooMuch(CheckFailed):
 
 
 class ProcessEnded(CouldNotVerify):
-    """A process has ended in a call. Its last words: "" if it was killed, "Stack.." as its clock ran out."""
+    """Someone else has ended a process in a call, or it gave no answer."""
 
 
 class KillableProcess:
     """A process that calls the workers' function, for one thread at a time. OSError: it can't be started."""
 
     def __init__(self, workers: KillableWorkers) -> None:
-        self.is_alive = True
+        self.is_alive, self._cpu_seconds = True, workers.cpu_seconds
         self._socket, theirs = socket.socketpair()
         self._replies = self._socket.makefile("rb")
         self._socket.settimeout(_START_SECONDS)
@@ -68,8 +69,8 @@ class KillableProcess:
         """What the function returns.
 
         Raises:
-            CheckFailed: it raised. CouldNotVerify: it raised this. ProcessEnded: its process has ended, or
-                was killed as it took longer than `seconds`.
+            CheckFailed: it raised. CouldNotVerify: it raised this. TooMuch: its process has ended, with last
+                words. ProcessEnded: it was killed, perhaps as it took longer than `seconds`.
         """
         request, last_words = pickle.dumps(arguments), b""
         with suppress(OSError, EOFError, pickle.UnpicklingError):
@@ -82,7 +83,9 @@ class KillableProcess:
                 return result
             last_words = self._replies.readline()
         self.kill()
-        raise ProcessEnded(last_words.decode())
+        if last_words.startswith(b"Stack"):  # as its clock ran out
+            raise TooMuch(f"more than {self._cpu_seconds:g} seconds")
+        raise TooMuch(last_words.decode()) if last_words else ProcessEnded
 
     def kill(self) -> None:
         """Ends it, with what it has started; a thread that is in `call` raises."""
@@ -159,12 +162,8 @@ class KillableWorkers:
                     raise CouldNotVerify(f"the checking process can't start ({error})") from error
                 try:
                     return process.call(*call, seconds=seconds)
-                except ProcessEnded as error:
-                    last_words = str(error)
-                    if last_words.startswith("Stack"):
-                        last_words = f"more than {self.cpu_seconds:g} seconds"
-                    if last_words:
-                        raise TooMuch(last_words) from None
+                except ProcessEnded:
+                    continue
                 finally:
                     self.give_back(process)
         raise ProcessEnded("the checking process was killed twice, or gave no answer")
@@ -176,6 +175,15 @@ class KillableWorkers:
         if self._program is not None:
             self._program.kill()
             self._program.wait()
+
+
+@cache
+def shared_workers(function: str, cpu_seconds: float, first: tuple[Any, ...]) -> KillableWorkers:
+    """This process's, for all that ask for the same."""
+    return KillableWorkers(function, cpu_seconds, first)
+
+
+os.register_at_fork(after_in_child=shared_workers.cache_clear)  # its parent's processes are not its own
 
 
 class CheckedVerifier(Verifier):

@@ -34,24 +34,22 @@ class FailureWatch:
         """SearchesFailed, EnvironmentsFailed: so many failed that the rest says little about the policy. It
         leans to trajectories that did not search, or ended before a server went away.
         """
-        stops = {"retriever": SearchesFailed, "environment": EnvironmentsFailed}
-        failures: dict[str, list[tuple[str, Any]]] = {block: [] for block in stops}
-        for record in records:
-            if record["finish_reason"] == "search_failed":
-                failures["retriever"].append(("a search", record))
-            elif record["finish_reason"] in ("env_failed", "unverified"):
-                failures["environment"].append((environment_of(record), record))
-        for block, failed in failures.items():
-            for name, record in failed:
-                if block == "environment" and name not in self._told:
-                    self._told.add(name)
-                    self.say(f"environment {name}: an episode failed and is left out: {_error_of(record)}")
+        searches = [record for record in records if record["finish_reason"] == "search_failed"]
+        others = [record for record in records if record["finish_reason"] in ("env_failed", "unverified")]
+        for record in others:
+            if (name := environment_of(record)) not in self._told:
+                self._told.add(name)
+                self.say(f"environment {name}: an episode failed and is left out: {_error_of(record)}")
+        names = ", ".join(sorted(set(map(environment_of, others))))
+        for block, failed, who, stop in (
+            ("retriever", searches, "a search", SearchesFailed),
+            ("environment", others, names, EnvironmentsFailed),
+        ):
             limit = self.config[block].max_failed_share
             if failed and (len(failed) > limit * len(records) or len(failed) == len(records)):
-                raise stops[block](
-                    f"{len(failed)} of {len(records)} trajectories ended because "
-                    f"{', '.join(sorted({name for name, _ in failed}))} failed "
-                    f"({block}.max_failed_share={limit:g}): {_error_of(failed[-1][1])}"
+                raise stop(
+                    f"{len(failed)} of {len(records)} trajectories ended because {who} failed "
+                    f"({block}.max_failed_share={limit:g}): {_error_of(failed[-1])}"
                 )
 
 
@@ -61,12 +59,8 @@ def _error_of(record: Mapping[str, Any]) -> str:
 
 
 def environment_metrics(records: Records, scores: Sequence[float | None]) -> dict[str, float]:
-    """`env/<environment>/..` of a batch in which other environments than searches are. scores: of each
-    record; None: it failed or could not be verified.
-
-    reward (mean, of those with a score), turns (mean), failed and unverified (counts), steps_failed (those
-    that a step has ended), seconds_init, seconds_step (means of a call), and what the environment's class
-    makes of its own figures. A ":" in a name is a "." here.
+    """`env/<environment>/..` (docs/metrics.md) of a batch in which other environments than searches are.
+    scores: of each record; None: it failed or could not be verified. A ":" in a name is a "." here.
     """
     metrics: dict[str, float] = {}
     names = dict.fromkeys(map(environment_of, records))
