@@ -30,6 +30,7 @@ from verl.environments.base import ActionUnderWay, BaseTextEnvStepOutput, Episod
 from verl.environments.executors import CLOSE_SECONDS, Environments, Episode, StepResult
 from verl.environments.registry import SEARCH
 from verl.utils.dataset.rl_dataset import cut_prompt
+from verl.utils.importing import describe
 from verl.verifiers.base import CouldNotVerify
 from verl.workers.rollout.base import Completion, Partial, RolloutEngine, SamplingParams
 
@@ -303,7 +304,7 @@ class TrajectoryLoop:
 
     def _fail(self, trajectory: Trajectory, error: Exception) -> None:
         """Ends a trajectory that its environment could not take: nothing is learnt from it."""
-        reason, trajectory.error = "env_failed", f"{type(error).__name__}: {error}"
+        reason, trajectory.error = "env_failed", describe(error)
         if isinstance(error, EpisodeFailed | CouldNotVerify):
             reason = error.reason if isinstance(error, EpisodeFailed) else "unverified"
             trajectory.error = str(error)

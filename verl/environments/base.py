@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
 import numpy as np
 
+HOW = ("inline", "thread", "process")  # where an environment may run
 Message = dict[str, str]  # {"role": "user", "content": "..."}
 
 
@@ -102,7 +103,7 @@ class BaseTextEnv:
     counts_turns: ClassVar[bool] = False  # it ends its episodes itself, not the loop after `max_turns`
     stateless: ClassVar[bool] = False  # to go on with an unfinished episode its number of turns is enough
 
-    def __init__(self) -> None:
+    def __init__(self, env_config: Any = None, extras: Any = None) -> None:
         self.turns = 0  # actions so far, for the subclass to count
         self.tool_groups: list[ToolGroup] = []
         self.tool_to_toolgroup: dict[str, str] = {}
@@ -168,8 +169,16 @@ def row_max_turns(row: Mapping[str, Any]) -> int | None:
     for columns in (row, row.get("extra_info")):
         value = columns.get("max_turns") if isinstance(columns, Mapping) else None
         if value is not None and value == value:  # not the NaN of an empty cell
+            if not isinstance(value, int | float | np.integer | np.floating) or value < 0 or value % 1:
+                raise ValueError(f"Found max_turns={value!r} in a row; expected a whole number.")
             return int(value)
     return None
+
+
+def check_stop(stop: Any) -> None:
+    """ValueError: strings that end a turn are given as one string, or are no strings."""
+    if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
+        raise ValueError(f"Found stop={stop!r}; expected a tuple of texts, such as ('</answer>',).")
 
 
 def make_environment(cls: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:

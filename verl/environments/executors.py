@@ -35,6 +35,7 @@ from verl.environments.base import (
     BaseTextEnvStepOutput,
     EpisodeFailed,
     Message,
+    check_stop,
     make_environment,
 )
 from verl.environments.calls import Call, Calls, at_once, attempt, settled
@@ -42,7 +43,6 @@ from verl.environments.registry import load_class
 from verl.verifiers.workers import CheckFailed, KillableProcess, KillableWorkers, ProcessEnded
 
 StepResult = BaseTextEnvStepOutput | Future[BaseTextEnvStepOutput] | ActionUnderWay | Exception
-HOW = ("inline", "thread", "process")
 MOST_COMPUTING = 32
 CLOSE_SECONDS = 10.0  # for all episodes of a run that ends in haste
 
@@ -153,8 +153,6 @@ class EnvironmentRunner:
         self.env_class, self.timeout, self.calls = env_class, block.step_timeout, calls
         self._cls, self._kwargs = cls, {**always, "env_config": dict(env_config)}
         self.how = getattr(cls, "runs", "thread") if block.executor == "auto" else block.executor
-        if self.how not in HOW:
-            raise ValueError(f"{env_class}: found runs={self.how!r}; expected one of {', '.join(HOW)}.")
         if inspect.iscoroutinefunction(getattr(cls, "step", None)) and block.executor != "process":
             if block.executor == "inline":
                 raise ValueError(
@@ -203,11 +201,17 @@ class EnvironmentRunner:
                     env.turns = num_turns
             else:
                 env = pickle.loads(state)
-            episode.env, episode.stop = env, tuple(getattr(env, "stop", ()))
+            stop = getattr(env, "stop", ())
+            check_stop(stop)
+            episode.env, episode.stop = env, tuple(stop)
             if episode.is_over:  # it took too long
                 await self._end(episode)
             elif self._starts and state is None:
-                episode.messages = list((await settled(env.init(prompt)))[0])
+                shown = await settled(env.init(prompt))
+                is_pair = isinstance(shown, tuple | list) and len(shown) == 2
+                if not is_pair or not isinstance(shown[0], tuple | list):
+                    raise EpisodeFailed(f"init returned {shown!r:.200}; expected (messages, information)")
+                episode.messages = list(shown[0])
             episode.seconds_init = time.perf_counter() - started
             return episode
 

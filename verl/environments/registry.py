@@ -1,11 +1,10 @@
 """Environments by name: an `env_class` of a row or of the configuration."""
 
-import difflib
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl.environments.base import make_environment
+from verl.environments.base import HOW, check_stop, make_environment
+from verl.utils.importing import import_named
 
 SEARCH = "search"  # the default; `search_r1` registers it
 EntryPoint = str | Callable[..., Any]  # "package.module:Class", or what makes an instance
@@ -39,25 +38,18 @@ def load_class(env_class: str) -> tuple[Callable[..., Any], Mapping[str, Any]]:
     """The class (or callable) of a name or of package.module:Class, and the arguments it is always given.
 
     Raises:
-        ValueError: there is no such name, with the nearest one; or its module or class can't be had.
+        ValueError: there is no such name, with the nearest one; its module or class can't be had; or its
+            `runs` or `stop` are of a wrong kind.
     """
     entry_point, kwargs = registry.get(env_class, (env_class, {}))
-    if callable(entry_point):
-        return entry_point, kwargs
-    module_name, colon, name = entry_point.partition(":")
-    if not colon:
-        near = difflib.get_close_matches(env_class, registry, 1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"Found env_class={env_class!r}; expected one of {', '.join(sorted(registry))}, or your own as "
-            f"package.module:Class.{hint}"
-        )
-    try:
-        found = getattr(importlib.import_module(module_name), name, None)
-    except ImportError as error:
-        raise ValueError(f"env_class={env_class!r}: {module_name} can't be imported ({error})") from error
+    found: Any = entry_point
+    if isinstance(entry_point, str):
+        found = import_named(entry_point, f"env_class={env_class!r}", registry)
     if not callable(found):
-        raise ValueError(f"env_class={env_class!r}: found no class {name!r} in {module_name}")
+        raise ValueError(f"Found env_class={env_class!r}, a {type(found).__name__}; expected a class.")
+    if getattr(found, "runs", "thread") not in HOW:
+        raise ValueError(f"{env_class}: found runs={found.runs!r}; expected one of {', '.join(HOW)}.")
+    check_stop(getattr(found, "stop", ()))
     return found, kwargs
 
 

@@ -16,18 +16,19 @@ A label is text, or JSON text where a verifier wants more. The row's score is th
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from verl.verifiers.base import CouldNotVerify, Sample, Verdict, Verifier, VerifierSettings
+from verl.config.environments import VerifiersConfig
+from verl.utils.importing import describe, import_named
+from verl.verifiers.base import CouldNotVerify, Sample, Verdict, Verifier, VerifierLimit, VerifierSettings
 
 UNVERIFIED = "unverified"  # finish reason of a trajectory without a verdict
 _NAMES = {
@@ -56,14 +57,9 @@ class Assigned:
 
 def check_name(name: str) -> str:
     """The name, in lower case if it is one of ours. ValueError, with the nearest name: there is none."""
-    if ":" in name or name.lower() in VERIFIERS:
-        return name if ":" in name else name.lower()
-    near = difflib.get_close_matches(name.lower(), VERIFIERS, 1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(
-        f"Found verifier {name!r}; expected one of {', '.join(sorted(VERIFIERS))}, or your own as "
-        f"package.module:Class.{hint}"
-    )
+    if ":" not in name and name.lower() not in VERIFIERS:
+        import_named(name, f"verifier {name!r}", VERIFIERS)
+    return name if ":" in name else name.lower()
 
 
 def assigned_verifiers(reward_model: Any, columns: Mapping[str, Any] | None = None) -> list[Assigned]:
@@ -91,25 +87,22 @@ def assigned_verifiers(reward_model: Any, columns: Mapping[str, Any] | None = No
     for entry in [entries] if isinstance(entries, str | Mapping) else entries:
         if not isinstance(entry, Mapping) or "name" not in entry or set(entry) - {"name", "label", "weight"}:
             form = '[{"name": "math", "label": "72", "weight": 1.0}, ...]'
-            raise ValueError(f"Found verifier {entry!r:.200}; expected {form}.")
-        weight = 1.0 if entry.get("weight") is None else float(entry["weight"])
-        if not math.isfinite(weight):
-            raise ValueError(f"Found weight {weight} of verifier {entry['name']!r}; expected a number.")
-        assigned.append(Assigned(check_name(str(entry["name"])), entry.get("label"), weight))
+            unknown = sorted(set(entry) - {"name", "label", "weight"}) if isinstance(entry, Mapping) else ()
+            which = f" with the unknown {', '.join(map(repr, unknown))}" if unknown else ""
+            raise ValueError(f"Found verifier {entry!r:.200}{which}; expected {form}.")
+        weight = 1.0 if entry.get("weight") is None else entry["weight"]
+        if not isinstance(weight, Real) or not math.isfinite(weight):
+            raise ValueError(f"Found weight {weight!r} of verifier {entry['name']!r}; expected a number.")
+        assigned.append(Assigned(check_name(str(entry["name"])), entry.get("label"), float(weight)))
     return assigned
 
 
 def make_verifier(name: str, settings: VerifierSettings) -> Verifier:
     """The verifier of a name, ready to work. ValueError: there is none, or it is no verifier."""
-    module_name, _, class_name = VERIFIERS.get(check_name(name), name).partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), class_name, None)
-    except ImportError as error:
-        raise ValueError(f"Verifier {name!r}: {module_name} can't be imported ({error})") from error
+    found = import_named(VERIFIERS.get(check_name(name), name), f"verifier {name!r}", VERIFIERS)
     if not isinstance(found, type) or not issubclass(found, Verifier):
         raise ValueError(
-            f"Verifier {name!r}: found no class {class_name!r} in {module_name} that derives from "
-            "verl.verifiers.Verifier."
+            f"Found verifier {name!r}; expected a class that derives from verl.verifiers.Verifier."
         )
     if found.verify is Verifier.verify and found.verify_many is Verifier.verify_many:
         raise ValueError(f"Verifier {name!r}: found neither verify nor verify_many; expected one of them.")
@@ -173,6 +166,10 @@ class Verifiers:
                 verdicts = made[name].verify_many(samples[name])
             except CouldNotVerify as error:
                 verdicts = [Verdict(None, str(error))] * len(samples[name])
+            except VerifierLimit:
+                raise
+            except Exception as error:  # a mistake in its code, or in a label
+                raise ValueError(f"verifier {name!r} failed: {describe(error)}") from error
             return iter([verdict for _, verdict in zip(samples[name], verdicts, strict=True)])
 
         with ThreadPoolExecutor(max(len(samples), 1), "verifier") as pool:
@@ -203,6 +200,19 @@ class Verifiers:
         """Ends what the verifiers have started."""
         while self._made:
             self._made.popitem()[1].close()
+
+
+def try_row(row: Mapping[str, Any], text: str, config: VerifiersConfig | None = None) -> Result:
+    """What the verifiers of a row make of a response, to try them by hand. config: `verifiers` of a run.
+    ValueError as `Verifiers.verify`.
+    """
+    verifiers = Verifiers(VerifierSettings(config or VerifiersConfig()))
+    verifiers.check_rows([row])
+    assigned = assigned_verifiers(row.get("reward_model", row.get("reward_spec")), row)
+    try:
+        return verifiers.verify([(Sample(text, None), assigned)])[0]
+    finally:
+        verifiers.close()
 
 
 def verifier_metrics(verdicts: Sequence[Sequence[Mapping[str, Any]] | None]) -> dict[str, float]:

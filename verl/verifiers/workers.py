@@ -27,6 +27,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, ClassVar
 
+from verl.utils.importing import describe
 from verl.verifiers.base import CouldNotVerify, Sample, Verdict, Verifier, VerifierSettings
 
 _MEMORY_BYTES = 4 << 30  # of a checking process's address space
@@ -249,7 +250,7 @@ def serve(control_fd: int, name: str, cpu_seconds: float, first: Sequence[Any]) 
         except MemoryError:
             reply = pickle.dumps((TooMuch("memory"), None))
         except (Exception, SystemExit) as error:  # libraries and environments raise anything
-            reply = pickle.dumps((CheckFailed(f"{type(error).__name__}: {error}"[:500]), None))
+            reply = pickle.dumps((CheckFailed(describe(error)[:500]), None))
         signal.setitimer(signal.ITIMER_PROF, 0)
         connection.sendall(reply)
     os._exit(0)

@@ -2,6 +2,7 @@
 for searches and for nearing a limit of length.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,9 @@ class FailureWatch:
     """Looks at each generation for episodes that ended for another reason than the policy's."""
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
-        """say: takes one line for the user; the first failure of each environment is told."""
+        """say: takes one line for the user: the first failure of each environment, and one of a generation in
+        which all its episodes have failed.
+        """
         self.config, self.say = config, say
         self._told = set[str]()
 
@@ -36,11 +39,15 @@ class FailureWatch:
         """
         searches = [record for record in records if record["finish_reason"] == "search_failed"]
         others = [record for record in records if record["finish_reason"] in ("env_failed", "unverified")]
-        for record in others:
-            if (name := environment_of(record)) not in self._told:
+        failed_in = Counter(map(environment_of, others))
+        in_all = Counter(map(environment_of, records)) if others else {}
+        for name, number in failed_in.items():
+            if name not in self._told or number == in_all[name]:
                 self._told.add(name)
-                self.say(f"environment {name}: an episode failed and is left out: {_error_of(record)}")
-        names = ", ".join(sorted(set(map(environment_of, others))))
+                error = _error_of(next(record for record in others if environment_of(record) == name))
+                how_many = f"an episode failed and is left out ({number} of {in_all[name]})"
+                self.say(f"environment {name}: {how_many}: {error}")
+        names = ", ".join(sorted(failed_in))
         for block, failed, who, stop in (
             ("retriever", searches, "a search", SearchesFailed),
             ("environment", others, names, EnvironmentsFailed),

@@ -1,0 +1,44 @@
+"""What users name by package.module:name, and what an exception says of its place."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import traceback
+from collections.abc import Collection
+from typing import Any
+
+
+def import_named(path: str, what: str, known: Collection[str]) -> Any:
+    """What `path`, package.module:name, names.
+
+    Args:
+        what: the setting in messages, `env_class='maze'`. known: names that could have been meant instead.
+
+    Raises:
+        ValueError: it is no such path, or names nothing that can be imported; with the nearest name.
+    """
+    module_name, colon, name = path.partition(":")
+    if not colon:
+        folder, dot, last = path.rpartition(".")
+        near = [f"{folder}:{last}"] if dot else difflib.get_close_matches(path.lower(), known, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        expected = f"one of {', '.join(sorted(known))}, or your own as package.module:Class"
+        raise ValueError(f"Found {what}; expected {expected}.{hint}")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(f"{what}: {module_name} can't be imported from {os.getcwd()} ({error})") from error
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, vars(module), 1)
+        hint = f" Did you mean {module_name}:{near[0]}?" if near else ""
+        raise ValueError(f"{what}: found no class {name!r} in {module_name}.{hint}")
+    return getattr(module, name)
+
+
+def describe(error: BaseException) -> str:
+    """An exception of a user's code in one line, with the line of code that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
