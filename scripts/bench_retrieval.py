@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
 import numpy as np  # noqa: E402
 
-from scripts.bench.servers import PORT, running  # noqa: E402
+from scripts.bench.servers import PORT, bm25_server, running  # noqa: E402
 
 THEIRS, OURS = "Search-R1-like", "ours"
 NUM_QUERIES = 200_000
@@ -153,9 +153,7 @@ def server_commands(files: dict[str, Path], work: Path, comparison_python: Path)
     script = ROOT / "scripts" / "bench" / "searchr1_like_server.py"
     theirs = [str(comparison_python), str(script), "--port", PORT, "--corpus", str(files["corpus"])]
     theirs += ["--index", str(files["lucene"]), "--cache", str(work / "arrow")]
-    ours = [sys.executable, "-m", "search_r1.search.server", "--host", "127.0.0.1", "--port", PORT]
-    ours += ["--retriever_name", "bm25", "--corpus_path", str(files["corpus"])]
-    return {THEIRS: theirs, OURS: [*ours, "--index_path", str(files["bm25"])]}
+    return {THEIRS: theirs, OURS: bm25_server(files["corpus"], "--index_path", str(files["bm25"]))}
 
 
 def compare(
@@ -226,12 +224,11 @@ def main() -> int:
     if not python.is_file():
         commands = INSTALL.format(folder=python.parent.parent)
         parser.error(f"there is no {python}: the comparison server has its own Python\n{commands}")
-    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     for num_passages in options.num_passages:
         files = make_files(work, num_passages, python)
         with contextlib.ExitStack() as stack:
             servers = {
-                name: stack.enter_context(running(command, work / f"server_{name}.log", environment))
+                name: stack.enter_context(running(command, work / f"server_{name}.log"))
                 for name, command in server_commands(files, work, python).items()
             }
             results = compare(servers, files["queries"], options)

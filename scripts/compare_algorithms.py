@@ -112,9 +112,7 @@ def run(name: str, seed: int, options: argparse.Namespace, seconds: float) -> tu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of all runs with RL")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])

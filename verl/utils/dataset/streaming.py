@@ -207,9 +207,6 @@ class StreamSampler(PromptSampler):
         self._ahead = deque[Future[tuple[int, dict[str, Any], Cursor]]]()
         super().__init__(len(stream), batch_size, *sampling)
 
-    def order_of(self, epoch: int) -> np.ndarray:
-        return np.arange(0)  # is never held: see `_prompts`
-
     def take(self, count: int, skip: Sequence[int] = ()) -> list[int]:
         """The next `count` rows. DataFailed: a row can't be read or is too long, or too many are retired."""
         if self.retired:
