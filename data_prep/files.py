@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+PARQUET_ROWS = 5_000  # that are held at once
+
 
 def run_command(
     parser: argparse.ArgumentParser,
@@ -73,7 +75,19 @@ def read_json(path: Path) -> Any:
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Any]]:
-    """(place, record) of each record in JSON lines (.jsonl) or in a JSON list. Raises ValueError."""
+    """(place, record) of each record in a parquet file, in JSON lines (.jsonl) or in a JSON list; of parquet
+    only a few are held at a time. Raises ValueError.
+    """
+    if path.suffix == ".parquet":
+        from pyarrow import ArrowException, parquet
+
+        try:
+            with parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
+                rows = (record for batch in file.iter_batches(PARQUET_ROWS) for record in batch.to_pylist())
+                yield from ((f"{path}, row {number}", record) for number, record in enumerate(rows))
+        except (OSError, ArrowException) as error:
+            raise ValueError(f"{path}: can't be read ({error})") from None
+        return
     text = read_text(path)
     if path.suffix == ".jsonl":
         for number, line in enumerate(text.split("\n"), 1):  # splitlines would cut at U+2028

@@ -60,16 +60,8 @@ def read_texts(paths: Iterable[Path]) -> Iterator[str]:
             yield files.read_text(path)
         elif path.suffix == ".json":
             yield from strings(files.read_json(path))
-        elif path.suffix == ".jsonl":
-            yield from chain.from_iterable(strings(record) for _, record in files.read_records(path))
         else:
-            try:
-                from pyarrow import parquet
-
-                for batch in parquet.ParquetFile(path).iter_batches():
-                    yield from strings(batch.to_pylist())
-            except (ImportError, OSError, ValueError) as error:
-                raise ValueError(f"--texts: {path} can't be read ({error})") from None
+            yield from chain.from_iterable(strings(record) for _, record in files.read_records(path))
 
 
 def encoded(tokenizer: Any, texts: Iterable[str]) -> Iterator[tuple[str, list[int]]]:

@@ -62,9 +62,9 @@ def serve_slowly(url: str, port: int) -> None:
     uvicorn.run(app, port=port, log_level="warning")
 
 
-def train(settings: str, steps: int, folder: Path) -> dict[str, float]:
+def train(settings: list[str], steps: int, folder: Path) -> dict[str, float]:
     """Figures of a run."""
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *SETTINGS.split(), *settings.split()]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *SETTINGS.split(), *settings]
     command += [f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={folder}"]
     subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, check=True, stdout=sys.stderr)
     rows = read_lines(folder / "metrics.jsonl")
@@ -100,11 +100,11 @@ def main() -> int:
         port, _ = servers.enter_context(running(search, folder / "server.log"))
         slow = [sys.executable, __file__, "--serve-slowly", f"http://127.0.0.1:{port}/retrieve", PORT]
         port, _ = servers.enter_context(running(slow, folder / "slow_server.log"))
-        data = f"""data.train_files={folder}/train.parquet data.val_files={folder}/test.parquet
-            retriever.url=http://127.0.0.1:{port}/retrieve"""
+        data = [f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/test.parquet"]
+        data.append(f"retriever.url=http://127.0.0.1:{port}/retrieve")
         for seed in options.seeds.split(","):
             for name, settings in kinds.items():
-                run = f"{settings} {data} trainer.seed={seed}"
+                run = [*settings.split(), *data, f"trainer.seed={seed}"]
                 out = folder / f"{name}-{seed}".replace(" ", "-")
                 found[name].append(train(run, options.steps, out))
     names = ("em", "trainer_idle", "rollout_idle", "staleness", "sync")

@@ -54,34 +54,21 @@ OURS, WAYS = "ours", ["float32", "mixed", "bfloat16", "vllm"]
 MORE_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 MORE_ENVIRONMENT |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 MORE_ENVIRONMENT |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+# search cost, thrift, entropy bonus, schedule of the learning rate, weight decay, validation, checkpoints
+WITHOUT = """data.shuffle_train_dataloader=false actor_rollout_ref.rollout.temperature=1
+    reward_model.search_cost=0 algorithm.thrift=0 actor_rollout_ref.actor.entropy_coeff=0
+    algorithm.kl_ctrl.kl_coef=0 actor_rollout_ref.actor.optim.warmup_style=constant
+    actor_rollout_ref.actor.optim.weight_decay=0 trainer.val_before_train=false trainer.test_freq=-1
+    trainer.save_freq=-1 trainer.device=cpu trainer.backend=local trainer.nnodes=1
+    trainer.n_gpus_per_node=1 data.val_data_num=1"""
 
 
 def our_settings(options: argparse.Namespace, data: Path) -> list[str]:
-    """--config's settings and the command line's, without what TRL does not do (search cost, thrift, entropy
-    bonus, lr schedule, validation, checkpoints), and at its temperature."""
-    settings = {
-        "data.train_files": data / "train.parquet",
-        "data.val_files": data / "test.parquet",
-        "data.shuffle_train_dataloader": "false",
-        "data.val_data_num": 1,
-        "actor_rollout_ref.model.path": options.model,
-        "actor_rollout_ref.actor.entropy_coeff": 0,
-        "actor_rollout_ref.actor.optim.weight_decay": 0,
-        "actor_rollout_ref.actor.optim.warmup_style": "constant",
-        "actor_rollout_ref.rollout.temperature": 1,
-        "reward_model.search_cost": 0,
-        "algorithm.thrift": 0,
-        "algorithm.kl_ctrl.kl_coef": 0,
-        "trainer.total_training_steps": options.steps + 1,  # the last one validates and saves: not waited for
-        "trainer.val_before_train": "false",
-        "trainer.test_freq": -1,
-        "trainer.save_freq": -1,
-        "trainer.device": "cpu",
-        "trainer.backend": "local",  # one process, whose CPU time is read
-        "trainer.nnodes": 1,
-        "trainer.n_gpus_per_node": 1,
-    }
-    return [f"@{options.config}", *(f"{key}={value}" for key, value in settings.items()), *options.overrides]
+    """--config's settings and the command line's, at TRL's temperature and without what it does not do."""
+    settings = [f"@{options.config}", f"actor_rollout_ref.model.path={options.model}", *WITHOUT.split()]
+    settings += [f"data.train_files={data}/train.parquet", f"data.val_files={data}/test.parquet"]
+    # one more: the last step validates and saves, and is not waited for
+    return [*settings, f"trainer.total_training_steps={options.steps + 1}", *options.overrides]
 
 
 def trl_task(config: Config, options: argparse.Namespace, data: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Draws runs that have ended in one picture, a line for each.
 
-    python scripts/plot_runs.py seeds --out docs/seeds.png verl_checkpoints/microworld-seed2?-base_model-grpo-*
+    python scripts/plot_runs.py seeds --out docs/seeds.png verl_checkpoints/microworld-seed2?-*
     python scripts/plot_runs.py hops --out docs/hops.png verl_checkpoints/hops-seed0-...
 
 seeds: right answers and searches over the training steps, and those of the test at the end
