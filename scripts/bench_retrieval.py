@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
@@ -33,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
 import numpy as np  # noqa: E402
 
+from scripts.bench.load import run_load  # noqa: E402
 from scripts.bench.servers import PORT, bm25_server, running  # noqa: E402
 
 THEIRS, OURS = "Search-R1-like", "ours"
@@ -161,22 +163,17 @@ def compare(
 ) -> dict[tuple[int, int], dict[str, list[dict[str, float]]]]:
     """(clients, queries per request) -> server -> what run_load gives, a round each.
 
-    servers: name -> (port, process id).
-
-    Both get the same queries, and never one that was asked before.
+    servers: name -> (port, process id). Both get the same queries, and never one that was asked before.
     """
     asked = 0
 
-    def run(name: str, clients: int, each: int, seconds: float) -> dict[str, float]:
-        port, pid = servers[name]
-        load = {"port": port, "pid": pid, "clients": clients, "each": each, "topk": options.topk}
-        load |= {"queries_path": str(queries), "first_query": asked, "seconds": seconds}
-        command = [sys.executable, str(ROOT / "scripts/bench/load.py"), json.dumps(load)]
-        return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-
     def in_turns(clients: int, each: int, seconds: float) -> dict[str, dict[str, float]]:
         nonlocal asked
-        results = {name: run(name, clients, each, seconds) for name in servers}
+        results = {}
+        for name, server in servers.items():
+            with ProcessPoolExecutor(1, get_context("spawn")) as process:  # of its own
+                load = (server, clients, each, options.topk, queries, asked, seconds)
+                results[name] = process.submit(run_load, *load).result()
         asked += int(max(result["queries"] for result in results.values()))
         return results
 
