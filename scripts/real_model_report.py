@@ -22,11 +22,7 @@ import numpy as np
 from verl.utils.records.files import read_lines, to_json, write_text_atomically
 from verl.utils.records.trajectories import TrajectoryFolder, write_page
 
-MODELS = {
-    "few_shot_test": "untrained, 2 examples",
-    "sft_test": "supervised start",
-    "grpo_test": "GRPO",
-}
+MODELS = {"few_shot_test": "untrained, 2 examples", "sft_test": "supervised start", "grpo_test": "GRPO"}
 CONTROLS = {
     "other_passages": "GRPO, passages of other questions",
     "nothing_found": "GRPO, nothing is ever found",
@@ -110,11 +106,9 @@ def report(folder: Path) -> None:
             for run, lines in runs.items():
                 each = compare(lines, runs.get(BEFORE.get(run, "")))
                 numbers["results"].setdefault(questions, {}).setdefault(mode, {})[run] = each
-                rows.append(
-                    [LABELS[run], bounded(each["em"]), bounded(each["f1"]), f"{each['searches']:.2f}"]
-                )
-                rows[-1] += [f"{each['documents_hold_answer']:.3f}", bounded(each.get("em_change"), "+")]
-                rows[-1] += [bounded(each.get("f1_change"), "+"), str(each["questions"])]
+                row = [LABELS[run], bounded(each["em"]), bounded(each["f1"]), f"{each['searches']:.2f}"]
+                row += [f"{each['documents_hold_answer']:.3f}", bounded(each.get("em_change"), "+")]
+                rows.append([*row, bounded(each.get("f1_change"), "+"), str(each["questions"])])
             tables.append(table(f"{SETS[questions]}, {mode}", COLUMNS, rows))
     for line in (folder / "seconds.txt").read_text(encoding="utf-8").splitlines():
         stage, seconds = line.rsplit(" ", 1)  # a stage that was killed and taken up again has several
