@@ -72,10 +72,11 @@ def train(settings: list[str], steps: int, folder: Path) -> dict[str, float]:
     rows = [row for row in rows if "actor/pg_loss" in row][LEFT_OUT:]
     seconds = sum(row["timing_s/step"] - row.get("timing_s/testing", 0.0) for row in rows)
     figures["tokens"] = sum(row["perf/trained_tokens"] for row in rows) / seconds
-    for name in ("trainer_idle", "rollout_idle"):
-        figures[name] = sum(row.get(f"async/{name}_seconds", math.nan) for row in rows) / seconds
+    for name in ("trainer", "rollout"):
+        idle = sum(row.get(f"async/{name}_idle_seconds", math.nan) for row in rows)
+        figures[f"{name} idle"] = idle / seconds
     figures["staleness"] = mean(row["rollout/staleness/mean"] for row in rows)
-    figures["sync"] = mean(row["timing_s/sync_weights"] for row in rows)
+    figures["sync, s"] = mean(row["timing_s/sync_weights"] for row in rows)
     return figures
 
 
@@ -107,11 +108,9 @@ def main() -> int:
                 run = [*settings.split(), *data, f"trainer.seed={seed}"]
                 out = folder / f"{name}-{seed}".replace(" ", "-")
                 found[name].append(train(run, options.steps, out))
-    names = ("em", "trainer_idle", "rollout_idle", "staleness", "sync")
-    print(
-        "| run | trained tokens per s | times | exact match | trainer idle | rollout idle | staleness", end=""
-    )
-    print(" | sync, s |\n" + "|---" * 8 + "|")
+    names = ("em", "trainer idle", "rollout idle", "staleness", "sync, s")
+    print("| run | trained tokens per s | times | exact match", *names[1:], sep=" | ", end=" |\n")
+    print("|---" * 8 + "|")
     base = median(each["tokens"] for each in found["synchronous"])
     for name, runs in found.items():
         tokens = median(each["tokens"] for each in runs)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from data_prep.files import run_command
 from verl.utils.records.files import read_lines, to_json, write_text_atomically
 from verl.utils.records.trajectories import TrajectoryFolder, write_page
 
@@ -133,12 +134,7 @@ def report(folder: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Tables, page and JSON of a run of scripts/real_model.sh.")
     parser.add_argument("folder", type=Path, help="the run's folder below verl_checkpoints/")
-    try:
-        report(parser.parse_args().folder)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(parser, lambda options: report(options.folder))
 
 
 if __name__ == "__main__":
