@@ -19,11 +19,11 @@ PARQUET_ROWS = 5_000  # that are held at once
 
 def run_command(
     parser: argparse.ArgumentParser,
-    program: Callable[[argparse.Namespace], dict[str, int] | None],
+    program: Callable[[argparse.Namespace], dict[str, int] | int | None],
     argv: list[str] | None = None,
 ) -> int:
-    """Gives a program its options and prints what it wrote: {file in --out: rows}. Exit status: 0; 2 for a
-    mistake of the user.
+    """Gives a program its options and prints what it wrote: {file in --out: rows}. Exit status: 0, or what
+    the program gives; 2 for a mistake of the user.
     """
     options = parser.parse_args(argv)
     try:
@@ -31,6 +31,8 @@ def run_command(
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if isinstance(counts, int):
+        return counts
     for name, count in (counts or {}).items():
         print(f"{options.out / name}: {count:,} rows")
     return 0
@@ -127,6 +129,11 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> int:
         raise ValueError(f"there are no rows to write to {path}")
     _write(path, lambda temporary: parquet.write_table(Table.from_pylist(rows), temporary))
     return len(rows)
+
+
+def write_settings(out: Path, settings: dict[str, Any]) -> None:
+    """settings.yaml, the keys of a run; written last, as a sign that all files are there. JSON is YAML."""
+    write_jsonl(out / "settings.yaml", [settings])
 
 
 def make_row(

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from data_prep import microworld
-from data_prep.files import run_command, write_jsonl, write_parquet
+from data_prep.files import run_command, write_parquet, write_settings
 
 
 def write_hops(seed: int, out: Path, num_train: int, num_test: int) -> dict[str, int]:
@@ -41,7 +41,7 @@ def write_hops(seed: int, out: Path, num_train: int, num_test: int) -> dict[str,
         "data.val_files": [files["test"], files["test_3hop"]],
         "data.extra_val_files": [files["test_4hop"], files["test_5hop"]],
     }
-    write_jsonl(out / "settings.yaml", [settings])  # last, as a sign that all files are there; JSON is YAML
+    write_settings(out, settings)
     return counts
 
 

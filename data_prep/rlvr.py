@@ -29,7 +29,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.files import PARQUET_ROWS, describe, read_records
+from data_prep.files import PARQUET_ROWS, describe, read_records, run_command
 from verl.config import load_config
 from verl.utils.dataset.mixture import verifier
 from verl.verifiers.base import Sample, VerifierSettings, parsed
@@ -70,20 +70,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--verifier", default="math", help="of rows of verifiers and trl (math)")
     parser.add_argument("--name", help="data_source of the rows; default: the input's name")
     parser.add_argument("--check", action="store_true", help="verify each gold answer")
-    options = parser.parse_args(argv)
-    try:
-        if options.out is None and not options.check:
-            raise ValueError("found neither --out nor --check; expected --out FILE.parquet, or --check")
-        return convert(options)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_command(parser, convert, argv)
 
 
 def convert(options: argparse.Namespace) -> int:
     """Writes the rows and checks their gold answers, some thousand at a time. Returns the exit status.
-    ValueError: a bad row.
+    ValueError: a bad row, or nothing to do.
     """
+    if options.out is None and not options.check:
+        raise ValueError("found neither --out nor --check; expected --out FILE.parquet, or --check")
     rows, num_rows, writer = read_rows(options), 0, None
     tally = {"refused": 0, "could not be verified": 0, "without answer": 0}
     with ExitStack() as stack:

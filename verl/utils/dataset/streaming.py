@@ -83,9 +83,8 @@ class RowStream(RLHFDataset):
                 place += size
                 for start in range(first, place, PIECE_BYTES):
                     stop = min(start + PIECE_BYTES, place)
-                    self.groups.append(
-                        RowBlock(number, -1, first, start, stop, (stop - start) / WINDOW_BYTES)
-                    )
+                    share = (stop - start) / WINDOW_BYTES
+                    self.groups.append(RowBlock(number, -1, first, start, stop, share))
                 with path.open("rb") as file:
                     piece = file.read(PIECE_BYTES)
                 lines = piece.split(b"\n")[: None if len(piece) == size else -1]
