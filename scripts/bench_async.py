@@ -23,18 +23,16 @@ from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
-import httpx  # noqa: E402
 import uvicorn  # noqa: E402
-from fastapi import FastAPI, Request  # noqa: E402
 
 from data_prep.microworld import write_world  # noqa: E402
 from scripts.bench.servers import ENVIRONMENT, PORT, bm25_server, running  # noqa: E402
+from scripts.other_passages import passing_on  # noqa: E402
 from verl.utils.records.files import read_lines  # noqa: E402
 
 MEAN, SIGMA, LEFT_OUT = 0.5, 1.0, 2
@@ -49,17 +47,13 @@ AHEAD = """trainer.n_gpus_per_node=1 actor_rollout_ref.rollout.placement=apart
 
 def serve_slowly(url: str, port: int) -> None:
     """Passes searches on to the server at `url`; each answer takes a time by chance."""
-    app, client, rng = FastAPI(), httpx.AsyncClient(trust_env=False, timeout=60), random.Random(0)
+    rng = random.Random(0)
 
-    @app.post("/retrieve")
-    async def retrieve(request: Request) -> Any:
-        body = await request.json()
-        seconds = max(rng.lognormvariate(math.log(MEAN) - SIGMA**2 / 2, SIGMA) for _ in body["queries"])
-        await asyncio.sleep(seconds)
-        return (await client.post(url, json=body)).raise_for_status().json()
+    async def wait(queries: list[str]) -> list[str]:
+        await asyncio.sleep(max(rng.lognormvariate(math.log(MEAN) - SIGMA**2 / 2, SIGMA) for _ in queries))
+        return queries
 
-    app.get("/health")(lambda: {"status": "ready"})
-    uvicorn.run(app, port=port, log_level="warning")
+    uvicorn.run(passing_on(url, wait), port=port, log_level="warning")
 
 
 def train(settings: list[str], steps: int, folder: Path) -> dict[str, float]:

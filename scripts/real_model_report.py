@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from data_prep.files import run_command
 from verl.utils.records.files import read_lines, to_json, write_text_atomically
@@ -85,11 +86,7 @@ def compare(lines: dict[str, Any], before: dict[str, Any] | None) -> dict[str, A
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> dict[str, Any]:
     """A table of the page, which is printed as well."""
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    print(f"\n{title}")
-    for row in (columns, *rows):
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
+    print(f"\n{title}\n{pd.DataFrame(rows, columns=columns).to_string(index=False)}")
     return {"title": title, "columns": columns, "rows": rows}
 
 
