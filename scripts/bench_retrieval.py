@@ -22,7 +22,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -159,11 +159,12 @@ def server_commands(files: dict[str, Path], work: Path, comparison_python: Path)
 
 
 def compare(
-    servers: dict[str, tuple[int, int]], queries: Path, options: argparse.Namespace
+    servers: dict[str, tuple[int, int]], queries: Path, process: Executor, options: argparse.Namespace
 ) -> dict[tuple[int, int], dict[str, list[dict[str, float]]]]:
     """(clients, queries per request) -> server -> what run_load gives, a round each.
 
     servers: name -> (port, process id). Both get the same queries, and never one that was asked before.
+    process: of the clients, one and not this one.
     """
     asked = 0
 
@@ -171,9 +172,8 @@ def compare(
         nonlocal asked
         results = {}
         for name, server in servers.items():
-            with ProcessPoolExecutor(1, get_context("spawn")) as process:  # of its own
-                load = (server, clients, each, options.topk, queries, asked, seconds)
-                results[name] = process.submit(run_load, *load).result()
+            load = (server, clients, each, options.topk, queries, asked, seconds)
+            results[name] = process.submit(run_load, *load).result()
         asked += int(max(result["queries"] for result in results.values()))
         return results
 
@@ -228,7 +228,8 @@ def main() -> int:
                 name: stack.enter_context(running(command, work / f"server_{name}.log"))
                 for name, command in server_commands(files, work, python).items()
             }
-            results = compare(servers, files["queries"], options)
+            process = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
+            results = compare(servers, files["queries"], process, options)
         print(
             f"\n### BM25, {num_passages:,} passages, {os.cpu_count()} cores\n\n{table(results)}", flush=True
         )
