@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+PARQUET_ROWS = 5_000  # that are held at once
+
 
 def run_command(
     parser: argparse.ArgumentParser,
-    program: Callable[[argparse.Namespace], dict[str, int] | None],
+    program: Callable[[argparse.Namespace], dict[str, int] | int | None],
     argv: list[str] | None = None,
 ) -> int:
-    """Gives a program its options and prints what it wrote: {file in --out: rows}. Exit status: 0; 2 for a
-    mistake of the user.
+    """Gives a program its options and prints what it wrote: {file in --out: rows}. Exit status: 0, or what
+    the program gives; 2 for a mistake of the user.
     """
     options = parser.parse_args(argv)
     try:
@@ -29,6 +31,8 @@ def run_command(
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if isinstance(counts, int):
+        return counts
     for name, count in (counts or {}).items():
         print(f"{options.out / name}: {count:,} rows")
     return 0
@@ -73,7 +77,19 @@ def read_json(path: Path) -> Any:
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Any]]:
-    """(place, record) of each record in JSON lines (.jsonl) or in a JSON list. Raises ValueError."""
+    """(place, record) of each record in a parquet file, in JSON lines (.jsonl) or in a JSON list; of parquet
+    only a few are held at a time. Raises ValueError.
+    """
+    if path.suffix == ".parquet":
+        from pyarrow import ArrowException, parquet
+
+        try:
+            with parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
+                rows = (record for batch in file.iter_batches(PARQUET_ROWS) for record in batch.to_pylist())
+                yield from ((f"{path}, row {number}", record) for number, record in enumerate(rows))
+        except (OSError, ArrowException) as error:
+            raise ValueError(f"{path}: can't be read ({error})") from None
+        return
     text = read_text(path)
     if path.suffix == ".jsonl":
         for number, line in enumerate(text.split("\n"), 1):  # splitlines would cut at U+2028
@@ -113,6 +129,11 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> int:
         raise ValueError(f"there are no rows to write to {path}")
     _write(path, lambda temporary: parquet.write_table(Table.from_pylist(rows), temporary))
     return len(rows)
+
+
+def write_settings(out: Path, settings: dict[str, Any]) -> None:
+    """settings.yaml, the keys of a run; written last, as a sign that all files are there. JSON is YAML."""
+    write_jsonl(out / "settings.yaml", [settings])
 
 
 def make_row(

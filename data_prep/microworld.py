@@ -184,9 +184,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Make a microworld: a corpus and questions about it.")
     parser.add_argument("--seed", type=int, default=0, help="which world, 0 to 999 (0)")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument(
-        "--num-train", type=int, default=4096, help="training questions, two thirds 2-hop (4096)"
-    )
+    parser.add_argument("--num-train", type=int, default=4096, help="to train on, two thirds 2-hop (4096)")
     parser.add_argument("--num-test", type=int, default=400, help="test questions, half of them 2-hop (400)")
     parser.add_argument("--num-3hop", type=int, default=200, help="3-hop test questions (200)")
     what = "only corpus.jsonl, for a retrieval server (no pyarrow needed)"

@@ -26,7 +26,7 @@ from typing import Any
 
 from data_prep import arithmetic, microworld, microworld_sql
 from data_prep.demonstrations import Demonstrator, Sample
-from data_prep.files import run_command, write_jsonl, write_parquet
+from data_prep.files import run_command, write_parquet, write_settings
 from data_prep.sft_rows import FIRST_SEED
 from data_prep.tiny_tokenizer import END_TOKEN
 from verl.environments import make
@@ -104,8 +104,7 @@ def write_mixture(
         "data.val_files": [str(folder / "test.parquet") for folder in folders.values()],
         "environment.env_config": {"text2sql": {"db_path": str(top / "sql" / "databases")}},
     }
-    # last, as a sign that all files are there; JSON is YAML
-    write_jsonl(out / "settings.yaml", [settings])
+    write_settings(out, settings)
     return counts
 
 

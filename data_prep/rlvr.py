@@ -29,7 +29,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.files import describe, read_records
+from data_prep.files import PARQUET_ROWS, describe, read_records, run_command
 from verl.config import load_config
 from verl.utils.dataset.mixture import verifier
 from verl.verifiers.base import Sample, VerifierSettings, parsed
@@ -42,7 +42,6 @@ FORMATS = {  # where the prompt stands, and the answer of rows that get --verifi
     "verifiers": (("prompt", "question"), ("answer",)),
     "trl": (("prompt",), ("solution", "answer", "ground_truth")),
 }
-_BATCH = 5_000  # rows that are held at once
 _GOLD = {  # how an answer is written for a verifier; not here: a label that is no answer
     "gsm8k": "The answer is {}",
     "flan": "The answer is: {}",
@@ -71,20 +70,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--verifier", default="math", help="of rows of verifiers and trl (math)")
     parser.add_argument("--name", help="data_source of the rows; default: the input's name")
     parser.add_argument("--check", action="store_true", help="verify each gold answer")
-    options = parser.parse_args(argv)
-    try:
-        if options.out is None and not options.check:
-            raise ValueError("found neither --out nor --check; expected --out FILE.parquet, or --check")
-        return convert(options)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_command(parser, convert, argv)
 
 
 def convert(options: argparse.Namespace) -> int:
     """Writes the rows and checks their gold answers, some thousand at a time. Returns the exit status.
-    ValueError: a bad row.
+    ValueError: a bad row, or nothing to do.
     """
+    if options.out is None and not options.check:
+        raise ValueError("found neither --out nor --check; expected --out FILE.parquet, or --check")
     rows, num_rows, writer = read_rows(options), 0, None
     tally = {"refused": 0, "could not be verified": 0, "without answer": 0}
     with ExitStack() as stack:
@@ -94,7 +88,7 @@ def convert(options: argparse.Namespace) -> int:
             partial = options.out.with_name(f".{options.out.name}.partial")
             stack.callback(partial.unlink, missing_ok=True)
             writer = stack.enter_context(pq.ParquetWriter(partial, _SCHEMA))
-        while batch := list(islice(rows, _BATCH)):
+        while batch := list(islice(rows, PARQUET_ROWS)):
             num_rows += len(batch)
             if writer:
                 writer.write_table(pa.Table.from_pylist([row for _, row, _ in batch], _SCHEMA))
@@ -130,7 +124,7 @@ def convert(options: argparse.Namespace) -> int:
 def read_rows(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], str | None]]:
     """Place, row of ours and the solution that it brings, of each row of the input. ValueError: a bad one."""
     check_name(options.verifier)
-    for index, (where, record) in enumerate(_records(options.input)):
+    for index, (where, record) in enumerate(read_records(options.input)):
         try:
             messages, solution, entries, info = _read(record, options)
         except ValueError as error:
@@ -146,15 +140,6 @@ def read_rows(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]
             },
         }
         yield where, row, solution or None
-
-
-def _records(path: Path) -> Iterator[tuple[str, Any]]:
-    if path.suffix != ".parquet":
-        yield from read_records(path)
-        return
-    with pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
-        rows = (record for batch in file.iter_batches(_BATCH) for record in batch.to_pylist())
-        yield from ((f"{path}, row {number}", record) for number, record in enumerate(rows))
 
 
 def _read(record: Any, options: argparse.Namespace) -> tuple[list[Any], str | None, list[Any], Any]:

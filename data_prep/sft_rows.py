@@ -68,9 +68,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--num-train", type=int, default=3000, help="rows to train on (default 3000)")
     parser.add_argument("--num-val", type=int, default=200, help="rows for the validation loss (default 200)")
-    parser.add_argument(
-        "--right-share", type=float, default=0.8, help="of those right throughout (default 0.8)"
-    )
+    parser.add_argument("--right-share", type=float, default=0.8, help="of those right throughout (0.8)")
     return run_command(parser, lambda options: write_rows(**vars(options)))
 
 

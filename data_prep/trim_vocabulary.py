@@ -60,16 +60,8 @@ def read_texts(paths: Iterable[Path]) -> Iterator[str]:
             yield files.read_text(path)
         elif path.suffix == ".json":
             yield from strings(files.read_json(path))
-        elif path.suffix == ".jsonl":
-            yield from chain.from_iterable(strings(record) for _, record in files.read_records(path))
         else:
-            try:
-                from pyarrow import parquet
-
-                for batch in parquet.ParquetFile(path).iter_batches():
-                    yield from strings(batch.to_pylist())
-            except (ImportError, OSError, ValueError) as error:
-                raise ValueError(f"--texts: {path} can't be read ({error})") from None
+            yield from chain.from_iterable(strings(record) for _, record in files.read_records(path))
 
 
 def encoded(tokenizer: Any, texts: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
@@ -240,15 +232,12 @@ def trim(source: Path, paths: list[Path], keep: int | None, out: Path) -> None:
             same = given == text or given == join_before(before, skip_special_tokens=False)
             num_differing += not same or found != [ids[i] for i in before]
             num_texts += 1
-        if (
-            num_differing
-            or len(small) != len(ids)
-            or small("").input_ids != [ids[i] for i in whole("").input_ids]
-        ):
-            reason = (
-                f"{num_differing} of {num_texts} texts come out otherwise, {len(small)} words of {len(ids)}"
+        begins_alike = small("").input_ids == [ids[i] for i in whole("").input_ids]
+        if num_differing or len(small) != len(ids) or not begins_alike:
+            raise ValueError(
+                f"--model: its tokenizer can't be trimmed: {num_differing} of {num_texts} texts come out "
+                f"otherwise, {len(small)} words of {len(ids)}"
             )
-            raise ValueError(f"--model: its tokenizer can't be trimmed: {reason}")
     partial.rename(out)
     print(f"{out}: {len(ids):,} of {len(whole):,} words; the texts use {len(counts):,}")
     print(f"{num_texts:,} texts are cut as before; log-probs differ by {difference:.1e} at most")
@@ -261,9 +250,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--texts", type=Path, nargs="+", required=True, help=".txt, .json, .jsonl and .parquet files")
     add("--keep", type=int, help="number of words that stay (those needed, up to a multiple of 64)")
     add("--out", type=Path, required=True, help="folder to write")
-    return files.run_command(
-        parser, lambda given: trim(given.model, given.texts, given.keep, given.out), argv
-    )
+    return files.run_command(parser, lambda to: trim(to.model, to.texts, to.keep, to.out), argv)
 
 
 if __name__ == "__main__":

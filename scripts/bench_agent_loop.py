@@ -95,11 +95,8 @@ def main() -> int:
         other = Path(folder) / "reference"
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--detach", "-q", str(other), arguments.reference], check=True)
-        for checkout in (
-            ROOT,
-            other,
-        ):  # a kernel compiled just now rounds otherwise than one of numba's cache
-            process = start(checkout)
+        for checkout in (ROOT, other):
+            process = start(checkout)  # a kernel compiled just now rounds otherwise than one of numba's cache
             ask(process, 0)
             process.terminate()
             process.wait()

@@ -13,121 +13,101 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import os
 import random
 import subprocess
 import sys
 import tempfile
-import threading
 from collections import defaultdict
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
-import httpx  # noqa: E402
 import uvicorn  # noqa: E402
-from fastapi import FastAPI, Request  # noqa: E402
 
 from data_prep.microworld import write_world  # noqa: E402
-from scripts.bench.servers import PORT, running  # noqa: E402
+from scripts.bench.servers import ENVIRONMENT, PORT, bm25_server, running  # noqa: E402
+from scripts.other_passages import passing_on  # noqa: E402
+from verl.utils.records.files import read_lines  # noqa: E402
 
 MEAN, SIGMA, LEFT_OUT = 0.5, 1.0, 2
-SETTINGS = [
-    "@configs/microworld_grpo.yaml",
-    "actor_rollout_ref.model.path=data_prep/base_model",
-    "actor_rollout_ref.rollout.search_delay_steps=null",
-    "actor_rollout_ref.rollout.name=native",
-    "algorithm.rollout_correction.bypass_mode=true",
-    "trainer.val_before_train=false",
-    "trainer.test_freq=-1",
-    "trainer.save_freq=-1",
-    "trainer.backend=ray",
-    "trainer.device=cpu",
-    "trainer.progress=plain",
-]
-TOGETHER = ["trainer.n_gpus_per_node=2"]
-AHEAD = ["trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.placement=apart"]
+SETTINGS = """@configs/microworld_grpo.yaml actor_rollout_ref.model.path=data_prep/base_model
+    actor_rollout_ref.rollout.search_delay_steps=null actor_rollout_ref.rollout.name=native
+    algorithm.rollout_correction.bypass_mode=true trainer.val_before_train=false trainer.test_freq=-1
+    trainer.save_freq=-1 trainer.backend=ray trainer.device=cpu trainer.progress=plain"""
+TOGETHER = "trainer.n_gpus_per_node=2"
+AHEAD = """trainer.n_gpus_per_node=1 actor_rollout_ref.rollout.placement=apart
+    trainer.async_training.max_staleness="""
 
 
-def slow(url: str) -> FastAPI:
+def serve_slowly(url: str, port: int) -> None:
     """Passes searches on to the server at `url`; each answer takes a time by chance."""
-    app, client, rng = FastAPI(), httpx.AsyncClient(trust_env=False, timeout=60), random.Random(0)
+    rng = random.Random(0)
 
-    @app.post("/retrieve")
-    async def retrieve(request: Request) -> Any:
-        body = await request.json()
-        seconds = max(rng.lognormvariate(0.0, SIGMA) for _ in body["queries"])
-        await asyncio.sleep(MEAN * seconds / 2.718281828 ** (SIGMA**2 / 2))
-        return (await client.post(url, json=body)).raise_for_status().json()
+    async def wait(queries: list[str]) -> list[str]:
+        await asyncio.sleep(max(rng.lognormvariate(math.log(MEAN) - SIGMA**2 / 2, SIGMA) for _ in queries))
+        return queries
 
-    app.get("/health")(lambda: {"status": "ready"})
-    return app
+    uvicorn.run(passing_on(url, wait), port=port, log_level="warning")
 
 
 def train(settings: list[str], steps: int, folder: Path) -> dict[str, float]:
     """Figures of a run."""
-    more = [f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={folder}"]
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *SETTINGS, *settings, *more]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=sys.stderr)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *SETTINGS.split(), *settings]
+    command += [f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={folder}"]
+    subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, check=True, stdout=sys.stderr)
+    rows = read_lines(folder / "metrics.jsonl")
     figures = {"em": rows[-1]["val/sampled/em"]}
     rows = [row for row in rows if "actor/pg_loss" in row][LEFT_OUT:]
     seconds = sum(row["timing_s/step"] - row.get("timing_s/testing", 0.0) for row in rows)
     figures["tokens"] = sum(row["perf/trained_tokens"] for row in rows) / seconds
-    for name in ("trainer_idle", "rollout_idle"):
-        figures[name] = sum(row.get(f"async/{name}_seconds", math.nan) for row in rows) / seconds
+    for name in ("trainer", "rollout"):
+        idle = sum(row.get(f"async/{name}_idle_seconds", math.nan) for row in rows)
+        figures[f"{name} idle"] = idle / seconds
     figures["staleness"] = mean(row["rollout/staleness/mean"] for row in rows)
-    figures["sync"] = mean(row["timing_s/sync_weights"] for row in rows)
+    figures["sync, s"] = mean(row["timing_s/sync_weights"] for row in rows)
     return figures
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ahead", default="1,2", help="values of trainer.async_training.max_staleness (1,2)")
     parser.add_argument("--seeds", default="0", help="of the runs (0)")
     parser.add_argument("--steps", type=int, default=12, help="of each run (12)")
+    parser.add_argument("--serve-slowly", nargs=2, help=argparse.SUPPRESS)  # url and port, in a process
     options = parser.parse_args()
-    kinds = {"synchronous": TOGETHER}
-    for k in options.ahead.split(","):
-        kinds[f"ahead by {k}"] = [*AHEAD, f"trainer.async_training.max_staleness={k}"]
+    if options.serve_slowly:
+        serve_slowly(options.serve_slowly[0], int(options.serve_slowly[1]))
+        return 0
+    if options.steps <= LEFT_OUT:
+        parser.error(f"--steps: found {options.steps}, expected more than the {LEFT_OUT} that are left out")
+    kinds = {"synchronous": TOGETHER} | {f"ahead by {k}": AHEAD + k for k in options.ahead.split(",")}
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
-    with tempfile.TemporaryDirectory() as temporary:
-        world = Path(temporary) / "world"
-        write_world(0, world)
-        server = [sys.executable, "-m", "search_r1.search.server", "--retriever_name", "bm25", "--port", PORT]
-        server += ["--corpus_path", str(world / "corpus.jsonl"), "--host", "127.0.0.1"]
-        with running(server, Path(temporary) / "server.log", {"PYTHONPATH": str(ROOT)}) as (port, _):
-            app = slow(f"http://127.0.0.1:{port}/retrieve")
-            proxy = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
-            thread = threading.Thread(target=proxy.run)
-            thread.start()
-            try:
-                while not proxy.started:
-                    thread.join(0.05)
-                port = proxy.servers[0].sockets[0].getsockname()[1]
-                data = [f"data.train_files={world}/train.parquet", f"data.val_files={world}/test.parquet"]
-                data.append(f"retriever.url=http://127.0.0.1:{port}/retrieve")
-                for seed in options.seeds.split(","):
-                    for name, settings in kinds.items():
-                        folder = Path(temporary) / f"{name}-{seed}".replace(" ", "-")
-                        run = [*settings, *data, f"trainer.seed={seed}"]
-                        found[name].append(train(run, options.steps, folder))
-            finally:
-                proxy.should_exit = True
-                thread.join()
-    columns = "run", "trained tokens per s", "times", "exact match", "trainer idle", "rollout idle"
-    print("|", " | ".join((*columns, "staleness", "sync, s")), "|\n" + "|---" * 8 + "|")
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as servers:
+        folder = Path(temporary)
+        write_world(0, folder, num_train=4096, num_test=400, num_3hop=2)
+        search = bm25_server(folder / "corpus.jsonl")
+        port, _ = servers.enter_context(running(search, folder / "server.log"))
+        slow = [sys.executable, __file__, "--serve-slowly", f"http://127.0.0.1:{port}/retrieve", PORT]
+        port, _ = servers.enter_context(running(slow, folder / "slow_server.log"))
+        data = [f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/test.parquet"]
+        data.append(f"retriever.url=http://127.0.0.1:{port}/retrieve")
+        for seed in options.seeds.split(","):
+            for name, settings in kinds.items():
+                run = [*settings.split(), *data, f"trainer.seed={seed}"]
+                out = folder / f"{name}-{seed}".replace(" ", "-")
+                found[name].append(train(run, options.steps, out))
+    names = ("em", "trainer idle", "rollout idle", "staleness", "sync, s")
+    print("| run | trained tokens per s | times | exact match", *names[1:], sep=" | ", end=" |\n")
+    print("|---" * 8 + "|")
     base = median(each["tokens"] for each in found["synchronous"])
     for name, runs in found.items():
         tokens = median(each["tokens"] for each in runs)
-        names = ("em", "trainer_idle", "rollout_idle", "staleness", "sync")
         shown = " | ".join(f"{mean(each[key] for each in runs):.2f}" for key in names)
         print(f"| {name} | {tokens:.0f} | {tokens / base:.2f} | {shown} |")
     return 0

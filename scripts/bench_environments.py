@@ -16,8 +16,8 @@ import asyncio
 import sys
 import time
 from concurrent.futures import Future, wait
+from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +35,7 @@ from verl.environments.registry import register  # noqa: E402
 from verl.protocol import object_array  # noqa: E402
 from verl.workers.rollout.base import Completion, SamplingParams  # noqa: E402
 
-ENVIRONMENTS, TURNS, ROUNDS = 256, 8, 1
+ENVIRONMENTS, TURNS = 256, 8
 MEAN, SIGMA, TEXT, STEP_SECONDS, MAX_TOKENS = 0.5, 1.0, "I take a step...", 0.005, 64
 
 
@@ -107,29 +107,25 @@ def barrier(agent: EnvironmentAgent, rows: list[dict[str, Any]]) -> int:
 
 
 def main() -> None:
-    kinds = {"threads": Waiting, "async": AsyncWaiting}
     tokenizer = byte_tokenizer()
     config = AgentConfig(TURNS, 64, 4096, MAX_TOKENS, 64, max_in_flight=ENVIRONMENTS)
-    seconds: dict[tuple[int, str, str], list[float]] = {}
-    for kind, env_class in kinds.items():
-        register(kind, env_class)
-    for run in [(rows, kind) for rows in (ENVIRONMENTS, 4 * ENVIRONMENTS) for kind in kinds] * ROUNDS:
-        for loop in (barrier, ours):
-            values = seconds.setdefault((*run, loop.__name__), [])
-            generator, mu = np.random.default_rng(len(values)), np.log(MEAN) - SIGMA**2 / 2
-            delays = generator.lognormal(mu, SIGMA, (run[0], TURNS)).tolist()
-            rows = [{"env_class": run[1], "prompt": [], "extras": {"delays": row}} for row in delays]
-            agent = EnvironmentAgent(
-                tokenizer, PacedEngine(tokenizer, lambda *_: TEXT), config, Environments()
-            )
-            started = time.perf_counter()
-            assert loop(agent, rows) == run[0]
-            values.append(time.perf_counter() - started)
-            agent.close()
+    register("threads", Waiting)
+    register("async", AsyncWaiting)
     print("| rows | environments | loop | trajectories per s | times the barrier |\n|---|---|---|---|---|")
-    for (count, kind, name), values in seconds.items():
-        ratio = median(seconds[count, kind, "barrier"]) / median(values)
-        print(f"| {count} | {kind} | {name} | {count / median(values):.1f} | {ratio:.2f} |")
+    for count, kind in product((ENVIRONMENTS, 4 * ENVIRONMENTS), ("threads", "async")):
+        seconds: list[float] = []
+        for loop in (barrier, ours):
+            generator, mu = np.random.default_rng(0), np.log(MEAN) - SIGMA**2 / 2
+            delays = generator.lognormal(mu, SIGMA, (count, TURNS)).tolist()
+            rows = [{"env_class": kind, "prompt": [], "extras": {"delays": row}} for row in delays]
+            engine = PacedEngine(tokenizer, lambda *_: TEXT)
+            agent = EnvironmentAgent(tokenizer, engine, config, Environments())
+            started = time.perf_counter()
+            assert loop(agent, rows) == count
+            seconds.append(time.perf_counter() - started)
+            agent.close()
+            ratio = seconds[0] / seconds[-1]
+            print(f"| {count} | {kind} | {loop.__name__} | {count / seconds[-1]:.1f} | {ratio:.2f} |")
 
 
 if __name__ == "__main__":

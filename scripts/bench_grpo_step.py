@@ -45,42 +45,30 @@ import pandas as pd  # noqa: E402
 import psutil  # noqa: E402
 
 from data_prep.microworld import write_world  # noqa: E402
-from scripts.bench.servers import PORT, running  # noqa: E402
+from scripts.bench.servers import ENVIRONMENT, bm25_server, running  # noqa: E402
 from verl.config import Config  # noqa: E402
 from verl.config.loading import load_config  # noqa: E402
+from verl.utils.records.files import read_lines  # noqa: E402
 
 OURS, WAYS = "ours", ["float32", "mixed", "bfloat16", "vllm"]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
-ENVIRONMENT |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-ENVIRONMENT |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+MORE_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+MORE_ENVIRONMENT |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+MORE_ENVIRONMENT |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+# search cost, thrift, entropy bonus, schedule of the learning rate, weight decay, validation, checkpoints
+WITHOUT = """data.shuffle_train_dataloader=false actor_rollout_ref.rollout.temperature=1
+    reward_model.search_cost=0 algorithm.thrift=0 actor_rollout_ref.actor.entropy_coeff=0
+    algorithm.kl_ctrl.kl_coef=0 actor_rollout_ref.actor.optim.warmup_style=constant
+    actor_rollout_ref.actor.optim.weight_decay=0 trainer.val_before_train=false trainer.test_freq=-1
+    trainer.save_freq=-1 trainer.device=cpu trainer.backend=local trainer.nnodes=1
+    trainer.n_gpus_per_node=1 data.val_data_num=1"""
 
 
 def our_settings(options: argparse.Namespace, data: Path) -> list[str]:
-    """--config's settings and the command line's, without what TRL does not do (search cost, thrift, entropy
-    bonus, lr schedule, validation, checkpoints), and at its temperature."""
-    settings = {
-        "data.train_files": data / "train.parquet",
-        "data.val_files": data / "test.parquet",
-        "data.shuffle_train_dataloader": "false",
-        "data.val_data_num": 1,
-        "actor_rollout_ref.model.path": options.model,
-        "actor_rollout_ref.actor.entropy_coeff": 0,
-        "actor_rollout_ref.actor.optim.weight_decay": 0,
-        "actor_rollout_ref.actor.optim.warmup_style": "constant",
-        "actor_rollout_ref.rollout.temperature": 1,
-        "reward_model.search_cost": 0,
-        "algorithm.thrift": 0,
-        "algorithm.kl_ctrl.kl_coef": 0,
-        "trainer.total_training_steps": options.steps + 1,  # the last one validates and saves: not waited for
-        "trainer.val_before_train": "false",
-        "trainer.test_freq": -1,
-        "trainer.save_freq": -1,
-        "trainer.device": "cpu",
-        "trainer.backend": "local",  # one process, whose CPU time is read
-        "trainer.nnodes": 1,
-        "trainer.n_gpus_per_node": 1,
-    }
-    return [f"@{options.config}", *(f"{key}={value}" for key, value in settings.items()), *options.overrides]
+    """--config's settings and the command line's, at TRL's temperature and without what it does not do."""
+    settings = [f"@{options.config}", f"actor_rollout_ref.model.path={options.model}", *WITHOUT.split()]
+    settings += [f"data.train_files={data}/train.parquet", f"data.val_files={data}/test.parquet"]
+    # one more: the last step validates and saves, and is not waited for
+    return [*settings, f"trainer.total_training_steps={options.steps + 1}", *options.overrides]
 
 
 def trl_task(config: Config, options: argparse.Namespace, data: Path) -> dict[str, Any]:
@@ -115,9 +103,11 @@ def run(command: list[str], records: Path, steps: int) -> tuple[list[float], lis
         RuntimeError: the process failed; with the end of its log.
     """
     log = records.with_suffix(".log")
-    with log.open("wb") as output:
-        options: dict[str, Any] = {"env": os.environ | ENVIRONMENT, "stdout": output, "stderr": output}
-        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **options)
+    environment = os.environ | ENVIRONMENT | MORE_ENVIRONMENT
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True
+        )
     cpu_seconds: list[float] = []
     try:
         while process.poll() is None and len(cpu_seconds) < steps:
@@ -132,8 +122,7 @@ def run(command: list[str], records: Path, steps: int) -> tuple[list[float], lis
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    lines = records.read_text(encoding="utf-8").splitlines()[:steps]
-    return cpu_seconds, [json.loads(line) for line in lines]
+    return cpu_seconds, read_lines(records)[:steps]
 
 
 def table(runs: dict[str, list[tuple[list[float], list[dict[str, float]]]]], warm_up: int, each: int) -> str:
@@ -165,9 +154,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of both")
     parser.add_argument("--trl-python", help="interpreter with TRL (default: ours alone)")
-    parser.add_argument(
-        "--trl", nargs="+", default=["float32"], choices=["float32", "mixed", "bfloat16", "vllm"]
-    )
+    parser.add_argument("--trl", nargs="+", default=["float32"], choices=WAYS)
     parser.add_argument("--micro-batch", type=int, default=32, help="trajectories of a backward pass of TRL")
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "microworld_grpo.yaml")
     parser.add_argument("--model", type=Path, default=ROOT / "data_prep" / "base_model")
@@ -186,9 +173,7 @@ def main() -> int:
         settings = our_settings(options, data)
         config = load_config([*settings, "retriever.url=http://127.0.0.1:1/retrieve"])
         task = trl_task(config, options, data)
-        server = [sys.executable, "-m", "search_r1.search.server", "--host", "127.0.0.1", "--port", PORT]
-        server += ["--retriever_name", "bm25", "--corpus_path", str(data / "corpus.jsonl")]
-        with running(server, folder / "server.log", ENVIRONMENT) as (port, _):
+        with running(bm25_server(data / "corpus.jsonl"), folder / "server.log") as (port, _):
             url = f"http://127.0.0.1:{port}/retrieve"
             for seed in range(options.rounds):
                 for contender in list(runs)[:: 1 if seed % 2 == 0 else -1]:
@@ -196,12 +181,9 @@ def main() -> int:
                     run_dir.mkdir()
                     records = run_dir / "metrics.jsonl"
                     if contender == OURS:
-                        last = [
-                            f"retriever.url={url}",
-                            f"trainer.seed={seed}",
-                            f"trainer.default_local_dir={run_dir}",
-                        ]
-                        command = [sys.executable, "-m", "verl.trainer.main_ppo", *settings, *last]
+                        command = [sys.executable, "-m", "verl.trainer.main_ppo", *settings]
+                        command += [f"retriever.url={url}", f"trainer.seed={seed}"]
+                        command.append(f"trainer.default_local_dir={run_dir}")
                     else:
                         told = {
                             "url": url,
@@ -214,11 +196,8 @@ def main() -> int:
                         command = [options.trl_python, program, str(run_dir / "task.json")]
                     runs[contender].append(run(command, records, options.steps))
                     steps = " ".join(f"{second:.1f}" for second in runs[contender][-1][0])
-                    print(
-                        f"round {seed + 1}, {contender}: CPU s after each step {steps}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    said = f"round {seed + 1}, {contender}: CPU s after each step {steps}"
+                    print(said, file=sys.stderr, flush=True)
             each = task["prompts_per_step"] * task["group"]
             print(table(runs, options.warm_up, each))
     return 0

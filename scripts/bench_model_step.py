@@ -110,10 +110,8 @@ class Contender:
                 seconds[f"rollout: {'prefill' if is_prefill else 'decode'}"] += time.process_time() - start
                 for ended in completions:
                     cells = sessions[ended.session_id], slice(end, end + SAMPLED)
-                    rows[cells], log_probs[cells] = (
-                        torch.tensor(ended.token_ids),
-                        torch.tensor(ended.log_probs),
-                    )
+                    rows[cells] = torch.tensor(ended.token_ids)
+                    log_probs[cells] = torch.tensor(ended.log_probs)
             mask[:, end : end + SAMPLED] = 1
         for session in sessions:
             engine.close(session)
@@ -122,11 +120,11 @@ class Contender:
         columns = {
             "input_ids": rows,
             "attention_mask": torch.ones_like(rows),
+            "position_ids": torch.arange(rows.shape[1]).expand(rows.shape),
             "response_mask": mask[:, PROMPT:],
+            "rollout_log_probs": log_probs[:, PROMPT:],
+            "advantages": mask[:, PROMPT:] * torch.randn(num_rows, 1, generator=generator),
         }
-        columns |= {"position_ids": torch.arange(rows.shape[1]).expand(rows.shape)}
-        columns |= {"rollout_log_probs": log_probs[:, PROMPT:], "advantages": mask[:, PROMPT:] * 1.0}
-        columns["advantages"] *= torch.randn(num_rows, 1, generator=generator)
         return DataProto.from_dict(columns, {}, {"mini_batch_rows": num_rows})
 
     def round(self, seed: int, num_rows: int) -> None:
@@ -155,9 +153,7 @@ class Contender:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"], choices=["bf16", "fp32"])
     parser.add_argument("--trajectories", type=int, default=64)

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import Executor, ProcessPoolExecutor
 from functools import lru_cache
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
@@ -33,7 +34,8 @@ sys.path.insert(0, str(ROOT))
 import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
 import numpy as np  # noqa: E402
 
-from scripts.bench.servers import PORT, running  # noqa: E402
+from scripts.bench.load import run_load  # noqa: E402
+from scripts.bench.servers import PORT, bm25_server, running  # noqa: E402
 
 THEIRS, OURS = "Search-R1-like", "ours"
 NUM_QUERIES = 200_000
@@ -153,32 +155,25 @@ def server_commands(files: dict[str, Path], work: Path, comparison_python: Path)
     script = ROOT / "scripts" / "bench" / "searchr1_like_server.py"
     theirs = [str(comparison_python), str(script), "--port", PORT, "--corpus", str(files["corpus"])]
     theirs += ["--index", str(files["lucene"]), "--cache", str(work / "arrow")]
-    ours = [sys.executable, "-m", "search_r1.search.server", "--host", "127.0.0.1", "--port", PORT]
-    ours += ["--retriever_name", "bm25", "--corpus_path", str(files["corpus"])]
-    return {THEIRS: theirs, OURS: [*ours, "--index_path", str(files["bm25"])]}
+    return {THEIRS: theirs, OURS: bm25_server(files["corpus"], "--index_path", str(files["bm25"]))}
 
 
 def compare(
-    servers: dict[str, tuple[int, int]], queries: Path, options: argparse.Namespace
+    servers: dict[str, tuple[int, int]], queries: Path, process: Executor, options: argparse.Namespace
 ) -> dict[tuple[int, int], dict[str, list[dict[str, float]]]]:
     """(clients, queries per request) -> server -> what run_load gives, a round each.
 
-    servers: name -> (port, process id).
-
-    Both get the same queries, and never one that was asked before.
+    servers: name -> (port, process id). Both get the same queries, and never one that was asked before.
+    process: of the clients, one and not this one.
     """
     asked = 0
 
-    def run(name: str, clients: int, each: int, seconds: float) -> dict[str, float]:
-        port, pid = servers[name]
-        load = {"port": port, "pid": pid, "clients": clients, "each": each, "topk": options.topk}
-        load |= {"queries_path": str(queries), "first_query": asked, "seconds": seconds}
-        command = [sys.executable, str(ROOT / "scripts/bench/load.py"), json.dumps(load)]
-        return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-
     def in_turns(clients: int, each: int, seconds: float) -> dict[str, dict[str, float]]:
         nonlocal asked
-        results = {name: run(name, clients, each, seconds) for name in servers}
+        results = {}
+        for name, server in servers.items():
+            load = (server, clients, each, options.topk, queries, asked, seconds)
+            results[name] = process.submit(run_load, *load).result()
         asked += int(max(result["queries"] for result in results.values()))
         return results
 
@@ -226,15 +221,15 @@ def main() -> int:
     if not python.is_file():
         commands = INSTALL.format(folder=python.parent.parent)
         parser.error(f"there is no {python}: the comparison server has its own Python\n{commands}")
-    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     for num_passages in options.num_passages:
         files = make_files(work, num_passages, python)
         with contextlib.ExitStack() as stack:
             servers = {
-                name: stack.enter_context(running(command, work / f"server_{name}.log", environment))
+                name: stack.enter_context(running(command, work / f"server_{name}.log"))
                 for name, command in server_commands(files, work, python).items()
             }
-            results = compare(servers, files["queries"], options)
+            process = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
+            results = compare(servers, files["queries"], process, options)
         print(
             f"\n### BM25, {num_passages:,} passages, {os.cpu_count()} cores\n\n{table(results)}", flush=True
         )

@@ -22,17 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
 import torch
 
-from verl.config import load_config
+from scripts.bench_model_step import Contender
 from verl.protocol import DataProto, object_array
 from verl.utils import packing
-from verl.workers.actor.dp_actor import DataParallelPPOActor
-from verl.workers.engine.fsdp_engine import TrainEngine
-from verl.workers.engine.loading import Precision, load_policy
-from verl.workers.engine.update_loop import MicroBatchLimits
 
 MODEL = Path(__file__).resolve().parents[1] / "data_prep" / "base_model"
 GROUP, PROMPT, SAMPLED, OBSERVED = 8, 60, 24, 100
-CPU = torch.device("cpu")
 
 
 def batch_of(num_trajectories: int, num_turns: int) -> DataProto:
@@ -55,20 +50,8 @@ def batch_of(num_trajectories: int, num_turns: int) -> DataProto:
     return DataProto.from_dict(columns, {"uid": uids}, {"mini_batch_rows": num_trajectories})
 
 
-def actor_of() -> DataParallelPPOActor:
-    config = load_config([f"actor_rollout_ref.model.path={MODEL}", "actor_rollout_ref.actor.optim.lr=1e-6"])
-    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
-    precision = Precision.from_config(actor.fsdp_config, CPU)
-    module = load_policy(model, precision.model)
-    engine = TrainEngine(module, precision, actor.fsdp_config, CPU, 1, actor.optim, actor.grad_clip)
-    limits = MicroBatchLimits.from_config(actor, "ppo", CPU, packed=True)
-    return DataParallelPPOActor(actor, engine, limits, temperature=1.0)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--trajectories", type=int, default=32)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
@@ -77,12 +60,9 @@ def main() -> None:
     turns = batch_of(options.trajectories, options.turns)
     whole = turns.select()
     del whole.tensors["turn_ids"]
-    actor, sharing = actor_of(), packing.WORTH_SHARING
-    ways = {
-        "whole trajectories": (whole, sharing),
-        "turns as rows": (turns, sharing),
-        "no sharing": (turns, 0),
-    }
+    actor, sharing = Contender(str(MODEL), "fp32").actor, packing.WORTH_SHARING
+    ways = {"whole trajectories": (whole, sharing), "turns as rows": (turns, sharing)}
+    ways["no sharing"] = (turns, 0)
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for round_ in range(options.rounds + 1):
         for way, (batch, packing.WORTH_SHARING) in ways.items():

@@ -22,7 +22,6 @@ replacement, 10,000 times; `change` is the difference from the first algorithm o
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -37,6 +36,7 @@ import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has
 import numpy as np  # noqa: E402
 
 from scripts.real_model_report import add_line, bounded, interval  # noqa: E402
+from verl.utils.records.files import read_lines  # noqa: E402
 
 ADVANTAGE = "algorithm.adv_estimator="
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode="
@@ -99,34 +99,25 @@ def run(name: str, seed: int, options: argparse.Namespace, seconds: float) -> tu
     if start is not None:
         environment["BASE_MODEL"] = str(start)
     subprocess.run(["bash", f"train_{kind}.sh", *settings.split()], env=environment, cwd=ROOT, check=True)
-    path = ROOT / "verl_checkpoints" / environment["EXPERIMENT_NAME"] / "validation.jsonl"
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = read_lines(ROOT / "verl_checkpoints" / environment["EXPERIMENT_NAME"] / "validation.jsonl")
     by_mode: dict[str, dict[str, dict]] = {}
     for line in lines:
         if line["questions"] == "val" and line["step"] == lines[-1]["step"]:
             add_line(by_mode.setdefault(line["mode"], {}), line)
-    ems = {
-        (mode, question): line["em"] for mode, known in by_mode.items() for question, line in known.items()
-    }
+    ems = {(mode, question): by_mode[mode][question]["em"] for mode in by_mode for question in by_mode[mode]}
     return ems, time.monotonic() - began
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of all runs with RL")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--real", action="store_true", help="a real model; needs the folders below")
     parser.add_argument("--start", type=Path, help="model after its supervised start")
     parser.add_argument("--untaught", type=Path, help="model before it")
-    parser.add_argument(
-        "--data", type=Path, help="folder with train.parquet, test.parquet, sft_train.parquet"
-    )
-    parser.add_argument(
-        "--only", nargs="+", choices=[*ALGORITHMS, *(name for name in REAL if name not in ALGORITHMS)]
-    )
+    parser.add_argument("--data", type=Path, help="folder of train.parquet, test.parquet, sft_train.parquet")
+    parser.add_argument("--only", nargs="+", choices=list(ALGORITHMS | REAL))
     options = parser.parse_intermixed_args()
     for name in ("start", "untaught", "data") if options.real else ():
         if getattr(options, name) is None:
@@ -142,19 +133,15 @@ def main() -> None:
             first, seconds[name] = first or wall, seconds[name] + wall
             for question, em in one.items():
                 means[name].setdefault(question, []).append(em)
-    print(
-        "| algorithm | seeds | EM sampled | EM greedy | change | wall s a seed |\n|---|---|---|---|---|---|"
-    )
+    print("| algorithm | seeds | EM sampled | EM greedy | change | wall s a seed |\n" + "|---" * 6 + "|")
     for name in names:
-        em = {question: float(np.mean(values)) for question, values in means[name].items()}
-        before = {question: float(np.mean(values)) for question, values in means[names[0]].items()}
-        by_mode = [
-            bounded(interval(np.array([em[q] for q in em if q[0] == mode]))) for mode in ("sampled", "greedy")
-        ]
+        em, before = ({q: float(np.mean(ems)) for q, ems in means[n].items()} for n in (name, names[0]))
+        sampled, greedy = ([em[q] for q in em if q[0] == mode] for mode in ("sampled", "greedy"))
         changes = [em[q] - before[q] for q in em if q[0] == "sampled" and q in before]
-        change = bounded(interval(np.array(changes)), "+")
+        signs = ((sampled, ""), (greedy, ""), (changes, "+"))
+        cells = [bounded(interval(np.array(values)), sign) for values, sign in signs]
         wall = seconds[name] / len(options.seeds)
-        print(f"| {name} | {len(options.seeds)} | {by_mode[0]} | {by_mode[1]} | {change} | {wall:.0f} |")
+        print(f"| {name} | {len(options.seeds)} | {' | '.join(cells)} | {wall:.0f} |")
 
 
 if __name__ == "__main__":

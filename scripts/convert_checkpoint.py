@@ -31,6 +31,7 @@ import torch  # noqa: E402
 import yaml  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
+from data_prep.files import run_command  # noqa: E402
 from verl.trainer.ppo.run_state import STATE_FILE, RunState  # noqa: E402
 from verl.utils.durable import link_or_copy  # noqa: E402
 from verl.workers.engine.checkpoint import (  # noqa: E402
@@ -197,9 +198,7 @@ def show(folder: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("to-hf", "from-hf", "show"):
         command = commands.add_parser(name)
@@ -208,8 +207,8 @@ def main(arguments: list[str] | None = None) -> int:
             command.add_argument("out", type=Path)
         if name == "to-hf":
             command.add_argument("--like", type=Path, help="Hugging Face folder with config and tokenizer")
-    options = parser.parse_args(arguments)
-    try:
+
+    def program(options: argparse.Namespace) -> None:
         if options.command == "to-hf":
             to_hf(options.source, options.out, options.like)
             print(f"{options.out}: a Hugging Face folder")
@@ -219,10 +218,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"start from it: trainer.resume_mode=from_path trainer.resume_from_path={step}")
         else:
             show(options.source)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return run_command(parser, program, arguments)
 
 
 if __name__ == "__main__":

@@ -99,9 +99,7 @@ def measure(retriever: Any, questions: list[tuple[str, set[str]]]) -> list[float
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path, help="corpus.jsonl and parquet rows")
     parser.add_argument("--run", action="append", metavar="'NAME [FLAGS]'", help="default: bm25")
     options = parser.parse_args(argv)

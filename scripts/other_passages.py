@@ -14,6 +14,7 @@ from __future__ import annotations
 import socket
 import sys
 import zlib
+from collections.abc import Awaitable, Callable
 
 import httpx
 import pandas as pd
@@ -21,8 +22,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 
 
-def build_app(url: str, questions: list[str]) -> FastAPI:
-    """url: of the server that is asked; "none": nothing is ever found."""
+def passing_on(url: str, change: Callable[[list[str]], Awaitable[list[str]]]) -> FastAPI:
+    """A server that asks the one at `url` for what `change` makes of queries; "none": nothing is found."""
     app, client = FastAPI(), httpx.AsyncClient(trust_env=False, timeout=60)
 
     @app.post("/retrieve")
@@ -30,15 +31,19 @@ def build_app(url: str, questions: list[str]) -> FastAPI:
         body = await request.json()
         if url == "none":
             return {"result": [[] for _ in body["queries"]]}
-        others = [questions[zlib.crc32(query.encode()) % len(questions)] for query in body["queries"]]
-        return (await client.post(url, json=body | {"queries": others})).raise_for_status().json()
+        body["queries"] = await change(body["queries"])
+        return (await client.post(url, json=body)).raise_for_status().json()
 
     app.get("/health")(lambda: {"status": "ready"})
     return app
 
 
 if __name__ == "__main__":
-    asked = list(pd.read_parquet(sys.argv[2])["question"]) if len(sys.argv) > 2 else []
+    questions = list(pd.read_parquet(sys.argv[2])["question"]) if len(sys.argv) > 2 else []
+
+    async def others(queries: list[str]) -> list[str]:
+        return [questions[zlib.crc32(query.encode()) % len(questions)] for query in queries]
+
     listener = socket.create_server(("127.0.0.1", 0))
     print(f"retrieval server on http://127.0.0.1:{listener.getsockname()[1]}/retrieve", flush=True)
-    uvicorn.Server(uvicorn.Config(build_app(sys.argv[1], asked), log_level="warning")).run([listener])
+    uvicorn.Server(uvicorn.Config(passing_on(sys.argv[1], others), log_level="warning")).run([listener])

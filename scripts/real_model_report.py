@@ -18,15 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
+from data_prep.files import run_command
 from verl.utils.records.files import read_lines, to_json, write_text_atomically
 from verl.utils.records.trajectories import TrajectoryFolder, write_page
 
-MODELS = {
-    "few_shot_test": "untrained, 2 examples",
-    "sft_test": "supervised start",
-    "grpo_test": "GRPO",
-}
+MODELS = {"few_shot_test": "untrained, 2 examples", "sft_test": "supervised start", "grpo_test": "GRPO"}
 CONTROLS = {
     "other_passages": "GRPO, passages of other questions",
     "nothing_found": "GRPO, nothing is ever found",
@@ -88,11 +86,7 @@ def compare(lines: dict[str, Any], before: dict[str, Any] | None) -> dict[str, A
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> dict[str, Any]:
     """A table of the page, which is printed as well."""
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    print(f"\n{title}")
-    for row in (columns, *rows):
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
+    print(f"\n{title}\n{pd.DataFrame(rows, columns=columns).to_string(index=False)}")
     return {"title": title, "columns": columns, "rows": rows}
 
 
@@ -110,11 +104,9 @@ def report(folder: Path) -> None:
             for run, lines in runs.items():
                 each = compare(lines, runs.get(BEFORE.get(run, "")))
                 numbers["results"].setdefault(questions, {}).setdefault(mode, {})[run] = each
-                rows.append(
-                    [LABELS[run], bounded(each["em"]), bounded(each["f1"]), f"{each['searches']:.2f}"]
-                )
-                rows[-1] += [f"{each['documents_hold_answer']:.3f}", bounded(each.get("em_change"), "+")]
-                rows[-1] += [bounded(each.get("f1_change"), "+"), str(each["questions"])]
+                row = [LABELS[run], bounded(each["em"]), bounded(each["f1"]), f"{each['searches']:.2f}"]
+                row += [f"{each['documents_hold_answer']:.3f}", bounded(each.get("em_change"), "+")]
+                rows.append([*row, bounded(each.get("f1_change"), "+"), str(each["questions"])])
             tables.append(table(f"{SETS[questions]}, {mode}", COLUMNS, rows))
     for line in (folder / "seconds.txt").read_text(encoding="utf-8").splitlines():
         stage, seconds = line.rsplit(" ", 1)  # a stage that was killed and taken up again has several
@@ -139,12 +131,7 @@ def report(folder: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Tables, page and JSON of a run of scripts/real_model.sh.")
     parser.add_argument("folder", type=Path, help="the run's folder below verl_checkpoints/")
-    try:
-        report(parser.parse_args().folder)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(parser, lambda options: report(options.folder))
 
 
 if __name__ == "__main__":

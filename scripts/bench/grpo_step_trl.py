@@ -117,9 +117,8 @@ def main(task: dict[str, Any]) -> None:
     begins = tokenizer.bos_token_id is not None and tokenizer("").input_ids == [tokenizer.bos_token_id]
     bos = tokenizer.bos_token if begins else ""
     stops = ["</search>", "</answer>"]
-    closing = [
-        id_ for id_ in tokenizer.convert_tokens_to_ids(stops) if id_ not in (None, tokenizer.unk_token_id)
-    ]
+    no_word = (None, tokenizer.unk_token_id)
+    closing = [id_ for id_ in tokenizer.convert_tokens_to_ids(stops) if id_ not in no_word]
     padding = [] if closing else [tokenizer.pad_token_id]
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, *closing, *padding]
     if way == "vllm":
@@ -133,19 +132,14 @@ def main(task: dict[str, Any]) -> None:
 
     def reward(prompts: list[Any], completion_ids: list[list[int]], answers: list[Any], **_: Any) -> Any:
         for ids, prompt in zip(completion_ids, prompts, strict=True):
-            writer.contexts.append(
-                len(ids) + len(tokenizer.encode(prompt[0]["content"], add_special_tokens=False))
-            )
+            asked = tokenizer.encode(prompt[0]["content"], add_special_tokens=False)
+            writer.contexts.append(len(asked) + len(ids))
         texts = tokenizer.batch_decode(completion_ids)
         return [exact_match(text, golden) for text, golden in zip(texts, answers, strict=True)]
 
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": bos + row["prompt"].removeprefix(bos)}],
-            "answers": row["answers"],
-        }
-        for row in task["rows"]
-    ]
+    rows = task["rows"]
+    for row in rows:
+        row["prompt"] = [{"role": "user", "content": bos + row["prompt"].removeprefix(bos)}]
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,

@@ -5,8 +5,6 @@
 Hand-written HTTP/1.1 over sockets and one selector, so that the clients cost little beside the server. A run
 starts no request after `seconds`, waits for the last reply and counts everything: each CPU second of the
 server belongs to a counted reply, however long a reply takes.
-
-scripts/bench_retrieval.py starts it: python scripts/bench/load.py '{"port": 8000, ...}'
 """
 
 from __future__ import annotations
@@ -14,10 +12,8 @@ from __future__ import annotations
 import json
 import selectors
 import socket
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -38,34 +34,33 @@ def cpu_seconds(pid: int) -> float:
 
 
 def run_load(
-    port: int,
-    pid: int,
+    server: tuple[int, int],
     clients: int,
     each: int,
     topk: int,
-    queries_path: str,
-    first_query: int,
+    queries: Path,
+    first: int,
     seconds: float,
-) -> dict[str, Any]:
-    """One run against the server at `port`, the process `pid`: `clients` that ask `each` queries a request.
+) -> dict[str, float]:
+    """One run against a server (port, process id): `clients` that ask `each` queries a request.
 
-    first_query: how many lines of the file were asked before; no text is asked twice: after the last line
+    first: how many lines of the file were asked before; no text is asked twice: after the last line
     come the same lines with their words rotated. Raises RuntimeError for a reply that is not a 200.
     """
-    lines = Path(queries_path).read_text(encoding="utf-8").splitlines()
-    asked = first_query
+    (port, pid), lines = server, queries.read_text(encoding="utf-8").splitlines()
+    asked = first
 
     def new_request() -> bytes:
         nonlocal asked
-        queries = []
+        texts = []
         for number in range(asked, asked + each):
             turn, place = divmod(number, len(lines))
             words = lines[place].split()
             if turn >= len(words):
                 raise RuntimeError(f"no unasked query is left after {number}: make a longer queries file")
-            queries.append(" ".join(words[turn:] + words[:turn]))
+            texts.append(" ".join(words[turn:] + words[:turn]))
         asked += each
-        body = json.dumps({"queries": queries, "topk": topk, "return_scores": True})
+        body = json.dumps({"queries": texts, "topk": topk, "return_scores": True})
         return f"{HEAD}{len(body)}\r\n\r\n{body}".encode("ascii")
 
     latencies: list[float] = []
@@ -100,14 +95,10 @@ def run_load(
                     connection.close()  # type: ignore[union-attr]
     wall, server_cpu = time.perf_counter() - start, cpu_seconds(pid) - cpu_before
     return {
-        "queries": asked - first_query,
-        "queries_per_s": (asked - first_query) / wall,
-        "queries_per_cpu_s": (asked - first_query) / max(server_cpu, 0.01),  # CPU time ticks every 10 ms
+        "queries": asked - first,
+        "queries_per_s": (asked - first) / wall,
+        "queries_per_cpu_s": (asked - first) / max(server_cpu, 0.01),  # CPU time ticks every 10 ms
         "p50_ms": float(np.percentile(latencies, 50)) * 1e3,
         "p99_ms": float(np.percentile(latencies, 99)) * 1e3,
         "rss_mb": sum(process.memory_info().rss for process in processes_of(pid)) / 1e6,
     }
-
-
-if __name__ == "__main__":
-    json.dump(run_load(**json.loads(sys.argv[1])), sys.stdout)

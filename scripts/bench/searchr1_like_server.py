@@ -30,9 +30,7 @@ class LuceneRequest(BaseModel):
 def main() -> None:
     parser = argparse.ArgumentParser(description="A retrieval server that works as Search-R1's does")
     parser.add_argument("--index", required=True, help="Lucene's folder")
-    parser.add_argument(
-        "--corpus", required=True, help="jsonl file; a document's id is the number of its row"
-    )
+    parser.add_argument("--corpus", required=True, help="jsonl file; ids are the numbers of the rows")
     parser.add_argument("--cache", required=True, help="folder for the Arrow copy of the corpus")
     parser.add_argument("--port", type=int, required=True)
     options = parser.parse_args()

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,14 @@ import httpx
 
 READY_TIMEOUT = 1800.0  # seconds; a comparison server first writes its Arrow copy of the corpus
 PORT = "{port}"  # stands in a command for the port
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+
+
+def bm25_server(corpus: Path, *more: str) -> list[str]:
+    """The command of this project's server over a corpus. more: of its flags."""
+    command = [sys.executable, "-m", "search_r1.search.server", "--host", "127.0.0.1", "--port", PORT]
+    return [*command, "--retriever_name", "bm25", "--corpus_path", str(corpus), *more]
 
 
 def _answers(port: int) -> bool:
@@ -26,7 +35,7 @@ def _answers(port: int) -> bool:
 
 
 @contextlib.contextmanager
-def running(command: list[str], log_path: Path, environment: dict[str, str]) -> Iterator[tuple[int, int]]:
+def running(command: list[str], log_path: Path) -> Iterator[tuple[int, int]]:
     """(port, process id) of the server of `command` while the block runs; PORT in it becomes a free port.
 
     Raises RuntimeError with the end of its log when it ends before it answers.
@@ -37,7 +46,7 @@ def running(command: list[str], log_path: Path, environment: dict[str, str]) -> 
     command = [part.replace(PORT, str(port)) for part in command]
     deadline = time.monotonic() + READY_TIMEOUT
     with log_path.open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment})
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | ENVIRONMENT)
     try:
         while not _answers(port):
             if process.poll() is not None or time.monotonic() > deadline:

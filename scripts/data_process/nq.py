@@ -1,5 +1,3 @@
 """Search-R1's nq.py: NQ without a search engine."""
 
-from script_start import start
-
-start(__file__)
+import script_start  # noqa: F401

@@ -1,5 +1,3 @@
 """Search-R1's nq_rag.py: NQ with the passages of a retrieval cache in the prompt."""
 
-from script_start import start
-
-start(__file__)
+import script_start  # noqa: F401

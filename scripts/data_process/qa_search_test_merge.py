@@ -1,5 +1,3 @@
 """Search-R1's qa_search_test_merge.py: several test sets in one test.parquet."""
 
-from script_start import start
-
-start(__file__)
+import script_start  # noqa: F401

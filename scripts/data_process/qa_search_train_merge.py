@@ -1,5 +1,3 @@
 """Search-R1's qa_search_train_merge.py: several training sets in one train.parquet."""
 
-from script_start import start
-
-start(__file__)
+import script_start  # noqa: F401

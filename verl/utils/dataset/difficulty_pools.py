@@ -11,6 +11,7 @@ one pool the order is that of `PromptSampler`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,8 @@ class DifficultyPools(PromptSampler):
         super().__init__(*sampling)
         self.config = config
         self.draws, self.solve_rates = np.zeros(self.num_rows, np.int64), np.full(self.num_rows, np.nan)
-        self._places: dict[int, np.ndarray] = {}  # draw number -> place of each row in that epoch's order
+        # draw number -> place of each row in that epoch's order
+        self._places = lru_cache(8)(lambda level: np.argsort(self.order_of(level)))
 
     def history(self) -> dict[str, np.ndarray]:
         return super().history() | {"draws": self.draws.copy(), "solve_rates": self.solve_rates.copy()}
@@ -84,11 +86,8 @@ class DifficultyPools(PromptSampler):
         """`count` of `rows`: those drawn least often, in the order of their next draw's epoch."""
         taken: list[np.ndarray] = [rows[:0]]
         for level in np.unique(self.draws[rows]).tolist() if count else []:
-            if level not in self._places:
-                self._places = dict([*self._places.items()][-8:])
-                self._places[level] = np.argsort(self.order_of(level))
             same = rows[self.draws[rows] == level]
-            taken.append(same[np.argsort(self._places[level][same])])
+            taken.append(same[np.argsort(self._places(level)[same])])
             if sum(map(len, taken)) >= count:
                 break
         return np.concatenate(taken)[:count]

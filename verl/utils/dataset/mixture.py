@@ -120,23 +120,21 @@ class MixtureSampler(PromptSampler):
     def __init__(
         self, mixture: Mixture, samplers: Sequence[PromptSampler], batch_size: int, shuffle: bool, seed: int
     ) -> None:
+        super().__init__(len(mixture), batch_size, shuffle, seed, samplers[0].retire_solved)
         self.mixture = mixture
         self.samplers = dict(zip((source.name for source in mixture.sources), samplers, strict=True))
-        self.num_rows, self.batch_size, self.shuffle, self.seed = len(mixture), batch_size, shuffle, seed
-        self.retire_solved = samplers[0].retire_solved  # that of all
         self.num_draws = 0
         self.drawn = np.zeros(len(samplers), dtype=np.int64)  # prompts of each source so far
 
     def take(self, count: int, skip: Sequence[int] = ()) -> list[int]:
         """The next `count` rows of all sources, in an order of chance."""
         rng = np.random.default_rng([self.seed, self.num_draws])
-        counts, starts = self._counts(count, rng), self.mixture.starts
-        asked = np.array(skip, dtype=np.int64)
+        counts, starts = self._counts(count, rng), self.mixture.starts.tolist()
         rows: list[int] = []
-        for number, sampler in enumerate(self.samplers.values()):
-            own = asked[(asked >= starts[number]) & (asked < starts[number + 1])] - starts[number]
+        for number, (sampler, start) in enumerate(zip(self.samplers.values(), starts, strict=False)):
+            asked = [row - start for row in skip if self.mixture.source_of(row) == number]
             if counts[number]:
-                rows += (starts[number] + sampler.take(int(counts[number]), own.tolist())).tolist()
+                rows += [start + row for row in sampler.take(int(counts[number]), asked)]
         self.num_draws += 1
         self.drawn += counts
         return [rows[i] for i in rng.permutation(count)] if self.shuffle else rows

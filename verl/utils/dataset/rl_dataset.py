@@ -11,6 +11,8 @@ SkyRL's, and data_source and the reward's column may be missing.
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +200,7 @@ class PromptSampler:
         self.num_rows, self.batch_size, self.shuffle, self.seed = num_rows, batch_size, shuffle, seed
         self.retire_solved, self.retired = retire_solved, set[int]()
         self.epoch, self.position = 0, 0
-        self._order = self.order_of(0)
+        self._order = lru_cache(1)(self.order_of)
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -212,19 +214,14 @@ class PromptSampler:
         self.check_left(count)
         taken: list[int] = []
         while len(taken) < count:
-            rows: list[int] = []
-            wanted, place = min(count - len(taken), self.batch_size), self.position
-            while len(rows) < wanted and place < self.num_rows:
-                row = int(self._order[place])
-                place += 1
-                if row not in self.retired:
-                    rows.append(row)
-            if len(rows) == wanted:
-                self.position = place
-                taken += rows
+            order, places = self._order(self.epoch), range(self.position, self.num_rows)
+            left = (place for place in places if int(order[place]) not in self.retired)
+            found = list(islice(left, wanted := min(count - len(taken), self.batch_size)))
+            if len(found) == wanted:
+                self.position = found[-1] + 1
+                taken += order[found].tolist()
             else:
                 self.epoch, self.position = self.epoch + 1, 0
-                self._order = self.order_of(self.epoch)
         return taken
 
     @property
@@ -235,11 +232,6 @@ class PromptSampler:
     def check_left(self, count: int, left: int | None = None) -> None:
         """DataFailed: too many rows are retired to ask `count`, or a batch where that is less."""
         left = self.num_left if left is None else left
-        if left < min(count, self.batch_size) and self.retire_solved is None:
-            raise DataFailed(
-                f"Found {left} training rows and a step that asks {count}; expected as many. Set "
-                f"data.train_batch_size={left} or less, or take more rows."
-            )
         if left < min(count, self.batch_size):
             raise DataFailed(
                 f"{left} prompts are left that algorithm.filter_groups.retire_solved has not retired, and a "
@@ -301,7 +293,6 @@ class PromptSampler:
                     "the data order it began with. Use the old value, or trainer.resume_mode=none."
                 )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
-        self._order = self.order_of(self.epoch)
 
 
 def read_rows(

@@ -140,9 +140,8 @@ class SFTDataset:
         """The text up to the last trained message; trained is what the assistant writes with its end token,
         but no header of the template, and no message with `trained: false`.
         """
-        key, tools, thinking = (
-            self.config["multiturn"][name] for name in ("messages_key", "tools_key", "enable_thinking_key")
-        )
+        keys = self.config["multiturn"]
+        key, tools, thinking = keys["messages_key"], keys["tools_key"], keys["enable_thinking_key"]
         messages = chat_messages(row[key], key)
         extra: dict[str, Any] = {}
         if row.get(tools) is not None:

@@ -83,9 +83,8 @@ class RowStream(RLHFDataset):
                 place += size
                 for start in range(first, place, PIECE_BYTES):
                     stop = min(start + PIECE_BYTES, place)
-                    self.groups.append(
-                        RowBlock(number, -1, first, start, stop, (stop - start) / WINDOW_BYTES)
-                    )
+                    share = (stop - start) / WINDOW_BYTES
+                    self.groups.append(RowBlock(number, -1, first, start, stop, share))
                 with path.open("rb") as file:
                     piece = file.read(PIECE_BYTES)
                 lines = piece.split(b"\n")[: None if len(piece) == size else -1]
@@ -206,9 +205,6 @@ class StreamSampler(PromptSampler):
         self._thread: ThreadPoolExecutor | None = None
         self._ahead = deque[Future[tuple[int, dict[str, Any], Cursor]]]()
         super().__init__(len(stream), batch_size, *sampling)
-
-    def order_of(self, epoch: int) -> np.ndarray:
-        return np.arange(0)  # is never held: see `_prompts`
 
     def take(self, count: int, skip: Sequence[int] = ()) -> list[int]:
         """The next `count` rows. DataFailed: a row can't be read or is too long, or too many are retired."""

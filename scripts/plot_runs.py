@@ -1,0 +1,80 @@
+"""Draws runs that have ended in one picture, a line for each.
+
+    python scripts/plot_runs.py seeds --out docs/seeds.png verl_checkpoints/microworld-seed2?-*
+    python scripts/plot_runs.py hops --out docs/hops.png verl_checkpoints/hops-seed0-...
+
+seeds: right answers and searches over the training steps, and those of the test at the end
+hops:  exact match by hops, before and after runs of configs/hops.yaml, and its course over their steps
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
+
+from verl.utils.records.files import last_steps, read_lines  # noqa: E402
+
+SMOOTHED = 9  # steps that a point of a curve is the mean of
+
+
+def draw_seeds(panels: Any, rows: list[dict[str, Any]], summary: dict[str, Any], is_first: bool) -> None:
+    """Exact match on the left, searches on the right; labels for one run alone."""
+    by_panel = summary["em_after_by_hops"], summary["searches_by_hops"]
+    for axes, key, by_hops in zip(panels, ("train/em", "train/searches"), by_panel, strict=True):
+        steps, values = zip(*last_steps(rows, key), strict=True)
+        means = np.convolve(values, np.ones(SMOOTHED) / SMOOTHED, "valid")
+        axes.plot(steps[SMOOTHED // 2 :][: len(means)], means, color="tab:blue", alpha=0.5)
+        for (hops, value), colour in zip(by_hops.items(), ("tab:green", "tab:orange"), strict=False):
+            name = f"test, {hops} hop{'s' * (hops != '1')}" if is_first else None
+            axes.plot(steps[-1] + 4, value, "o", color=colour, alpha=0.6, label=name)
+    panels[0].set(xlabel="step", ylabel="exact match, sampled", ylim=(0, 1.02))
+    panels[1].set(xlabel="step", ylabel="searches", ylim=(0.9, 2.3))
+
+
+def draw_hops(panels: Any, rows: list[dict[str, Any]], summary: dict[str, Any], is_first: bool) -> None:
+    """Before and after by hops on the left, the course of 1 to 3 hops on the right."""
+    for when, trained, colour in (("before", "1 and 2", "tab:gray"), ("after", "1 to 3", "tab:blue")):
+        by_hops = summary[f"em_{when}_by_hops"] | summary[f"extra_em_{when}_by_hops"]
+        name = f"after training on {trained} hops" if is_first else None
+        panels[0].plot(list(by_hops), list(by_hops.values()), "o-", color=colour, alpha=0.6, label=name)
+    for hops, colour in (("1", "tab:green"), ("2", "tab:orange"), ("3", "tab:red")):
+        points = last_steps(rows, f"val/sampled/em/hops_{hops}")
+        name = f"{hops} hop{'s' * (hops != '1')}" if is_first else None
+        panels[1].plot(*zip(*points, strict=True), "o-", color=colour, alpha=0.6, label=name)
+    panels[0].set(xlabel="hops of the question", ylabel="exact match, sampled", ylim=(0, 1.02))
+    panels[1].set(xlabel="step")
+
+
+PICTURES = {
+    "seeds": (draw_seeds, "lower right", "upper left"),
+    "hops": (draw_hops, "center left", "lower right"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("picture", choices=PICTURES)
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of runs that have ended")
+    parser.add_argument("--out", type=Path, required=True, help="the picture's file")
+    options = parser.parse_args()
+    draw, *places = PICTURES[options.picture]
+    figure, panels = plt.subplots(1, 2, figsize=(10, 3.6), sharey=draw is draw_hops)
+    for run in options.runs:
+        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        draw(panels, read_lines(run / "metrics.jsonl"), summary, is_first=run == options.runs[0])
+    for axes, place in zip(panels, places, strict=True):
+        axes.legend(frameon=False, loc=place)
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(options.out, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
