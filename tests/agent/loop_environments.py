@@ -94,6 +94,10 @@ class Odd(Counting):
     """Returns what the loop can't take (`mood`), alone or with its neighbours."""
 
     def init(self, prompt):
+        if self.mood == "stop":
+            self.stop = "</a>"
+        if self.mood == "alone":
+            return prompt
         return (["hello"] if self.mood == "prompt" else prompt), {}
 
     def step(self, action):
@@ -109,6 +113,14 @@ class Odd(Counting):
         if any(env.mood == "together" for env in envs):
             raise RuntimeError("no batch today")
         return None
+
+
+class Lettered(Counting):
+    stop = "</answer>"
+
+
+class Elsewhere(Counting):
+    runs = "threads"
 
 
 class Later(Counting):

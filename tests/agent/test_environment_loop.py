@@ -12,6 +12,7 @@ from verl.agent.agent import EnvironmentAgent
 from verl.agent.trajectory import AgentConfig, Trajectory
 from verl.config.environments import EnvironmentConfig
 from verl.environments.executors import Environments
+from verl.environments.registry import load_class
 from verl.protocol import object_array
 
 CONFIG = AgentConfig(3, 40, 600, 80, 60)
@@ -158,6 +159,7 @@ def test_a_chat_message_is_cut_and_can_not_forge_the_templates_tokens():
     "mood, reason, error, turns",
     [
         ("unmade", "env_failed", "RuntimeError: no such maze", None),
+        ("breaks", "env_failed", "loop_environments.py:35, in step)", 2),
         ("breaks", "env_failed", "KeyError: 'gone'", 2),
         ("unsure", "unverified", "the judge is away", 1),
         ("rewrites", "env_failed", "postprocessed_action", 1),
@@ -183,6 +185,31 @@ def test_a_step_that_hangs_is_given_up_in_time_and_holds_up_no_other(name):
     assert [record["finish_reason"] for record in made] == ["env_failed"] * 3 + ["done"] * 4
     assert "took longer than 2 s (environment.step_timeout)" in made[0]["env_error"]
     assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize(
+    "name, extras, words",
+    [
+        ("Odd", {"mood": "alone"}, "; expected (messages, information)"),
+        ("Lettered", {}, "Found stop='</answer>'; expected a tuple of texts"),
+        ("Counting", {"max_turns": "two"}, "Found max_turns='two' in a row; expected a whole number"),
+        ("Nobody", {}, "found no class 'Nobody' in loop_environments"),
+        ("Elsewere", {}, "Did you mean loop_environments:Elsewhere?"),
+        ("Elsewhere", {}, "found runs='threads'; expected one of inline, thread, process"),
+    ],
+)
+def test_a_mistake_in_a_class_or_a_row_says_what_was_expected(name, extras, words):
+    try:
+        output, _ = run([(name, extras)])
+    except ValueError as error:
+        assert words in str(error)
+    else:
+        assert words in records(output)[0]["env_error"]
+
+
+def test_a_dot_in_place_of_the_colon_is_named():
+    with pytest.raises(ValueError, match=r"Did you mean 'loop_environments:Counting'\?"):
+        load_class("loop_environments.Counting")
 
 
 @pytest.mark.parametrize("reward", [float("nan"), "much"])

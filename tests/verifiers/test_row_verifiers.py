@@ -7,7 +7,14 @@ import pytest
 from verl.config.environments import VerifiersConfig
 from verl.verifiers import CouldNotVerify, Sample, Verdict, Verifier
 from verl.verifiers.base import VerifierSettings
-from verl.verifiers.registry import VERIFIERS, Assigned, Verifiers, assigned_verifiers, verifier_metrics
+from verl.verifiers.registry import (
+    VERIFIERS,
+    Assigned,
+    Verifiers,
+    assigned_verifiers,
+    try_row,
+    verifier_metrics,
+)
 
 SETTINGS = VerifierSettings(VerifiersConfig())
 VERIFY = Verifiers(SETTINGS)
@@ -51,6 +58,11 @@ class NoNumber(Verifier):
 class NoVerdict(Verifier):
     def verify(self, sample: Sample) -> Verdict:
         return 1.0  # type: ignore[return-value]
+
+
+class Mistaken(Verifier):
+    def verify(self, sample: Sample) -> Verdict:
+        return Verdict(float(sample.label))
 
 
 class Nothing(Verifier):
@@ -149,3 +161,16 @@ def test_a_score_that_is_no_number_is_an_error_and_no_score():
         Verifiers(SETTINGS).verify([(Sample("", None), [Assigned(OWN + "NoVerdict", None)])])
     with pytest.raises(ValueError, match="NoNumber' returned the score nan"):
         Verifiers(SETTINGS).verify([(Sample("", None), [Assigned(OWN + "NoNumber", None)])])
+    with pytest.raises(ValueError, match=r"Mistaken' failed: ValueError: could not .*py:\d+, in verify\)"):
+        Verifiers(SETTINGS).verify([(Sample("", None), [Assigned(OWN + "Mistaken", "a")])])
+
+
+def test_a_row_is_tried_by_hand():
+    row = {"reward_model": {"verifier": ["gsm8k", OWN + "Shouts"], "ground_truth": ["72", "x"]}}
+    assert try_row(row, "IT IS 72").score == 2.0
+    assert [each["score"] for each in try_row(row, "it is 72").verdicts] == [1.0, 0.0]
+    with pytest.raises(ValueError, match="row 0: .*expected a number of tokens"):
+        try_row({"dataset": "max_length", "ground_truth": "long"}, "a")
+    half = [{"name": "math", "label": "1", "weight": "half"}]
+    with pytest.raises(ValueError, match="Found weight 'half' of verifier 'math'; expected a number"):
+        try_row({"reward_model": {"ground_truth": {"verifiers": half}}}, "a")

@@ -11,6 +11,7 @@ from verl.config import load_config
 from verl.protocol import DataProto
 from verl.trainer.config import validate
 from verl.trainer.main_ppo import build_trainer
+from verl.trainer.ppo.episodes import FailureWatch
 from verl.trainer.ppo.run_state import RunStopped
 from verl.trainer.ppo.scoring import score
 
@@ -113,3 +114,19 @@ def test_a_validation_without_a_retriever_is_no_result(world, tmp_path):
         make_trainer(world, tmp_path, 10)._validate(complete=False)
     report = make_trainer(world, tmp_path, 2)._validate(complete=False)
     assert report.metrics()["val/greedy/search_failed"] == 2.0
+
+
+def test_an_environment_is_named_at_its_first_failure_and_whenever_all_its_episodes_fail():
+    said: list[str] = []
+    watch = FailureWatch(load_config([]), said.append)
+
+    def records(env_class: str, count: int, num_failed: int):
+        return [
+            {"env_class": env_class, "finish_reason": reason, "env_error": "gone", "turns": []}
+            for reason in ["env_failed"] * num_failed + ["done"] * (count - num_failed)
+        ]
+
+    for num_failed in (0, 1, 2, 4, 3, 4):
+        watch.check(records("maze:Maze", 4, num_failed) + records("gsm8k", 8, 0))
+    head = "environment maze:Maze: an episode failed and is left out"
+    assert said == [f"{head} ({number} of 4): gone" for number in (1, 4, 4)]
