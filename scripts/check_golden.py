@@ -8,7 +8,8 @@ Each scenario is a documented command line on CPU, with the shipped tiny model i
 and in the reference, and every number of the two metrics.jsonl is compared: bit by bit, and the last weights
 too, where a run is repeatable (native engine, one process), elsewhere within a tolerance. Rounding depends on
 the CPU, therefore both sides run on this machine; `--cache` keeps what a reference commit has given. Runs
-that are killed and resumed are compared with an undisturbed reference. The default reference also needs
+that are killed and resumed are compared with an undisturbed reference. Code is compared, not what the shipped
+settings have become: this checkout runs with the reference's. The default reference also needs
 `pip install hydra-core==1.3.2`, in the environment with vLLM too.
 
 Exit status 0: equal; 1: something differs or a run failed; 2: a mistake in the arguments.
@@ -43,6 +44,9 @@ INTENDED = {
     "prompt_length/clip_ratio": "the same",
     "trainer/num_restarts": "a run that was killed counts its restarts",
 }
+FIRST_SETTINGS = (
+    "448ebf0"  # the first commit with configs/, whose settings are those of the commits before it
+)
 USERS = ("VERL__", "BASE_MODEL", "RETRIEVER_URL", "RAY_ADDRESS", "CONDA_PREFIX")  # not for these runs
 
 
@@ -112,8 +116,9 @@ SCENARIOS = {
 class Checkout:
     """A folder with the project, which runs scenarios in worlds that its own code makes."""
 
-    def __init__(self, root: Path, work: Path, vllm_python: str) -> None:
-        self.root, self.work, self.vllm_python = root, work, vllm_python
+    def __init__(self, root: Path, work: Path, vllm_python: str, configs: Path | None = None) -> None:
+        """configs: folder with the settings of its runs; None: its own."""
+        self.root, self.work, self.vllm_python, self.configs = root, work, vllm_python, configs
         self.work.mkdir()
 
     def cached_result(self, name: str, cache: Path) -> dict:
@@ -135,7 +140,10 @@ class Checkout:
         if not (world := self._world(name)).exists():
             self._run(["python", "-m", f"data_prep.{world.name}", "--seed", "7", "--out", str(world)], name)
         run_dir = self.root / "verl_checkpoints" / RUN_NAME
-        command = ["bash", SCENARIOS[name].script, *SCENARIOS[name].settings.split()]
+        script = SCENARIOS[name].script
+        command = ["bash", script, *SCENARIOS[name].settings.split()]
+        if self.configs is not None:
+            command += ["--config", str(self.configs / config_of(script))]
         for _ in range(2):  # a kernel that was compiled just now rounds otherwise than from numba's cache
             kernels = self._kernels()
             try:
@@ -216,6 +224,10 @@ def compare(scenario: Scenario, expected: dict, found: dict) -> tuple[int, list[
     return num_compared, lines
 
 
+def config_of(script: str) -> str:
+    return f"microworld_{script.removeprefix('train_').removesuffix('.sh')}.yaml"
+
+
 def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
@@ -240,7 +252,13 @@ def main() -> int:
             git("worktree", "add", "--detach", str(folder), commit)
         try:
             there = Checkout(folder, work / "there", options.vllm_python)
-            here = Checkout(ROOT, work / "here", options.vllm_python)
+            configs = work / "configs"
+            configs.mkdir()
+            for file in {config_of(scenario.script) for scenario in SCENARIOS.values()}:
+                own = folder / "configs" / file
+                text = own.read_text() if own.exists() else git("show", f"{FIRST_SETTINGS}:configs/{file}")
+                (configs / file).write_text(text)
+            here = Checkout(ROOT, work / "here", options.vllm_python, configs)
             for name in names:
                 if name.startswith("vllm") and not options.vllm_python:
                     print(f"{name:11} skipped: it needs --vllm-python")
