@@ -36,6 +36,18 @@ def late(timeout: float) -> EpisodeFailed:
     return EpisodeFailed(f"took longer than {timeout:g} s (environment.step_timeout)")
 
 
+def here(call: Call) -> Any:
+    """The result of a call that runs here. What it raises is an Exception, or a KeyboardInterrupt: a user's
+    environment may raise anything, SystemExit too.
+    """
+    try:
+        return at_once(call())
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise EpisodeFailed(f"it raised {error!r}") from error
+
+
 def settle(future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
     """Gives a future its end, unless it has one."""
     with suppress(InvalidStateError):
@@ -47,12 +59,10 @@ def settle(future: Future[Any], result: Any = None, error: BaseException | None 
 
 
 def attempt(future: Future[Any], call: Call) -> None:
-    """Runs a call here."""
+    """Runs a call here, for a future."""
     try:
-        settle(future, at_once(call()))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # it is a user's environment: anything may come, SystemExit too
+        settle(future, here(call))
+    except Exception as error:
         settle(future, error=error)
 
 

@@ -38,7 +38,7 @@ from verl.environments.base import (
     check_stop,
     make_environment,
 )
-from verl.environments.calls import Call, Calls, at_once, attempt, settled
+from verl.environments.calls import Call, Calls, at_once, attempt, here, settled
 from verl.environments.registry import load_class
 from verl.verifiers.workers import CheckFailed, KillableProcess, KillableWorkers, ProcessEnded
 
@@ -221,9 +221,15 @@ class EnvironmentRunner:
 
         if self.workers is not None and not self._starts:
             return at_once(begin())
+        if self.how == "inline":
+            try:
+                return here(begin)
+            except Exception:
+                self.close(episode)
+                raise
         opened = self._submit(episode, begin)
         opened.add_done_callback(check)
-        return opened.result() if self.how == "inline" else opened
+        return opened
 
     def step_many(self, episodes: Sequence[Episode], actions: Sequence[str]) -> list[StepResult]:
         """Takes an action in each episode."""
@@ -247,9 +253,8 @@ class EnvironmentRunner:
             finally:
                 episode.seconds_step += time.perf_counter() - started
 
-        taken = self._submit(episode, take)
         try:
-            return taken.result() if self.how == "inline" else taken
+            return here(take) if self.how == "inline" else self._submit(episode, take)
         except Exception as error:  # it is a user's environment: anything may come
             return error
 
