@@ -55,22 +55,85 @@ for index, number in enumerate(numbers):
     total += number * (index + 1)
 print(total % (n + 1000))
 """
+ASSERTS_OF_A_CLASS = """# {unique}
+import heapq
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import List, Optional
+
+@dataclass
+class Node:
+    value: int
+    next: Optional["Node"] = None
+
+    def __lt__(self, other: "Node") -> bool:
+        return self.value < other.value
+
+class Solution:
+    def __init__(self):
+        self.count = 0
+
+    def merge(self, a: List[int], b: List[int]) -> List[int]:
+        @lru_cache(None)
+        def half(n: int) -> int:
+            return n // 2
+        heap = [Node(value) for value in a + b]
+        heapq.heapify(heap)
+        result = []
+        while heap:
+            self.count += half(2)
+            result.append(heapq.heappop(heap).value)
+        return result
+"""
+STDIO_OF_A_CLASS = """# {unique}
+import sys
+from collections import Counter
+input = sys.stdin.readline
+
+class Total:
+    def __init__(self, n):
+        self.n = n
+        self.seen = Counter()
+
+    def add(self, index, number):
+        self.seen[index] += number * (index + 1)
+
+    def __str__(self):
+        return str(sum(self.seen.values()) % (self.n + 1000))
+
+def main():
+    total = Total(int(input()))
+    for index, number in enumerate(map(int, sys.stdin.readline().split())):
+        total.add(index, number)
+    sys.stdout.write(str(total) + "\\n")
+
+if __name__ == "__main__":
+    main()
+"""
+KINDS = {  # (tests, the program, how an assert names its function)
+    "1 assert": (1, ASSERTS, "merge"),
+    "10 asserts": (10, ASSERTS, "merge"),
+    "10 asserts of a class": (10, ASSERTS_OF_A_CLASS, "Solution().merge"),
+    "1 stdio": (1, STDIO, ""),
+    "20 stdio": (20, STDIO, ""),
+    "20 stdio of a class": (20, STDIO_OF_A_CLASS, ""),
+}
 
 
 def make_request(kind: str) -> tuple[str, dict]:
     """(path, body) of a new program that solves its task, with its tests."""
     unique = next(UNIQUE)
-    count, what = int(kind.split()[0]), kind.split()[1]
-    if what.startswith("assert"):
-        lists = [(list(range(k, 30 + k, 3)), list(range(unique % 7, 20 + k, 2))) for k in range(count)]
-        tests: list = [f"assert merge({a}, {b}) == {sorted(a + b)}" for a, b in lists]
-        return "/test_program", {"program": ASSERTS.format(unique=unique), "tests": tests}
-    tests = []
+    count, text, function = KINDS[kind]
+    program, tests = text.format(unique=unique), list[object]()
     for k in range(count):
-        numbers = [(unique + 3 * i * k) % 101 for i in range(40)]
-        total = sum(number * (index + 1) for index, number in enumerate(numbers))
-        tests.append({"input": f"40\n{' '.join(map(str, numbers))}\n", "output": f"{total % 1040}\n"})
-    return "/test_program_stdio", {"program": STDIO.format(unique=unique), "tests": tests}
+        if function:
+            a, b = list(range(k, 30 + k, 3)), list(range(unique % 7, 20 + k, 2))
+            tests.append(f"assert {function}({a}, {b}) == {sorted(a + b)}")
+        else:
+            numbers = [(unique + 3 * i * k) % 101 for i in range(40)]
+            total = sum(number * (index + 1) for index, number in enumerate(numbers))
+            tests.append({"input": f"40\n{' '.join(map(str, numbers))}\n", "output": f"{total % 1040}\n"})
+    return f"/test_program{'' if function else '_stdio'}", {"program": program, "tests": tests}
 
 
 class CpuMeter:
@@ -189,9 +252,7 @@ def main() -> None:
             servers[name] = client, meter
         print("| tests | clients | server | programs/s | programs per CPU s | p99 ms | ratio per CPU s |")
         print("|---|--:|---|--:|--:|--:|--:|")
-        for kind, clients in itertools.product(
-            ("1 assert", "10 asserts", "1 stdio", "20 stdio"), options.clients
-        ):
+        for kind, clients in itertools.product(KINDS, options.clients):
             runs: dict[str, list] = {name: [] for name in servers}
             for _ in range(options.rounds):
                 for name, (client, meter) in servers.items():

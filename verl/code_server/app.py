@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -74,6 +75,7 @@ def create_app(settings: Settings) -> FastAPI:
         walls = choose_walls(settings.sandbox, settings.limits, settings.allow_packages)
         app.state.supervisor = supervisor = Supervisor(walls, settings.workers)
         log.info("code server: %s, %d programs at once", walls.description, settings.workers)
+        gc.freeze()  # what lives as long as the server is not looked at again and again
         watch = asyncio.create_task(supervisor.stock.watch(settings.limits.memory_mb << 20))
         try:
             yield

@@ -209,6 +209,7 @@ class Walls:
             "LD_LIBRARY_PATH": f"{prefix}/lib",
             "OPENBLAS_NUM_THREADS": "1",
             "OMP_NUM_THREADS": "1",
+            "LD_BIND_NOW": "1",  # once, and not in each fork
         }
         if self.tier == "namespaces":
             command = [*self.bubblewrap(prefix, environment), *command]

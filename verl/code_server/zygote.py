@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from verl.code_server.codec import decode, receive
-from verl.code_server.judge import Test, judge_tests, run_test
+from verl.code_server.judge import Judge, Test, run_test
 from verl.code_server.plain import nodes_of
 from verl.code_server.prisoner import Servant, Traces, serve_tests
 
@@ -127,7 +127,7 @@ def keep(role: bytes, control: _socket.socket) -> None:
         else:
             job = posix.pread(fds[0], posix.fstat(fds[0]).st_size, 0).decode("ascii")
             texts, program, stdio = decode(job, lambda tag, number: None)
-            judge_tests(texts, program, stdio, fds[1], fds[2], link, alone, lock)
+            Judge(fds[2], alone, lock).judge(texts, program, stdio, fds[1], link)
             control.send(b"done")
             for fd in fds[:3]:
                 posix.close(fd)
