@@ -55,68 +55,37 @@ for index, number in enumerate(numbers):
     total += number * (index + 1)
 print(total % (n + 1000))
 """
-ASSERTS_OF_A_CLASS = """# {unique}
-import heapq
+WITH_CLASSES = """# {unique}
+import heapq, sys
+from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import List, Optional
-
+from typing import List
 @dataclass
 class Node:
     value: int
-    next: Optional["Node"] = None
-
     def __lt__(self, other: "Node") -> bool:
         return self.value < other.value
-
 class Solution:
     def __init__(self):
-        self.count = 0
-
+        self.seen = Counter()
     def merge(self, a: List[int], b: List[int]) -> List[int]:
-        @lru_cache(None)
-        def half(n: int) -> int:
-            return n // 2
         heap = [Node(value) for value in a + b]
         heapq.heapify(heap)
-        result = []
-        while heap:
-            self.count += half(2)
-            result.append(heapq.heappop(heap).value)
-        return result
-"""
-STDIO_OF_A_CLASS = """# {unique}
-import sys
-from collections import Counter
-input = sys.stdin.readline
-
-class Total:
-    def __init__(self, n):
-        self.n = n
-        self.seen = Counter()
-
-    def add(self, index, number):
-        self.seen[index] += number * (index + 1)
-
-    def __str__(self):
-        return str(sum(self.seen.values()) % (self.n + 1000))
-
-def main():
-    total = Total(int(input()))
-    for index, number in enumerate(map(int, sys.stdin.readline().split())):
-        total.add(index, number)
-    sys.stdout.write(str(total) + "\\n")
-
+        return [heapq.heappop(heap).value for _ in a + b]
+    def total(self, n: int, numbers: List[int]) -> int:
+        for index, number in enumerate(numbers):
+            self.seen[index] += number * (index + 1)
+        return sum(self.seen.values()) % (n + 1000)
 if __name__ == "__main__":
-    main()
+    print(Solution().total(int(input()), list(map(int, sys.stdin.readline().split()))))
 """
 KINDS = {  # (tests, the program, how an assert names its function)
     "1 assert": (1, ASSERTS, "merge"),
     "10 asserts": (10, ASSERTS, "merge"),
-    "10 asserts of a class": (10, ASSERTS_OF_A_CLASS, "Solution().merge"),
+    "10 asserts of a class": (10, WITH_CLASSES, "Solution().merge"),
     "1 stdio": (1, STDIO, ""),
     "20 stdio": (20, STDIO, ""),
-    "20 stdio of a class": (20, STDIO_OF_A_CLASS, ""),
+    "20 stdio of a class": (20, WITH_CLASSES, ""),
 }
 
 

@@ -96,48 +96,26 @@ REMEMBER = {  # by what a program might keep from one test to the next
     "a format": "def f(x): return '{0.__globals__}'.format(f) if x else 0",
     "a random number": "import random\ndef f(x):\n  random.seed(x) if x else 0\n"
     "  same = random.random() == random.Random(77).random()\n  return x or 77 * same",
-    "where random numbers are": "import random\nrandom.seed(7)\nfirst = random.random()\ndef f(x):\n"
-    "  return x if x else 77 * (random.getrandbits(9) != random.Random(7).getrandbits(9) and first > 1)",
     "a precision": "from decimal import getcontext\ndef f(x):\n"
     "  if x: getcontext().prec = x\n  return getcontext().prec",
     "the digits of a number": "import sys\ndef f(x):\n  if x: sys.set_int_max_str_digits(0)\n"
     "  try: return x or 77 * (len(str(10 ** 5000)) > 1)\n  except ValueError: return 0",
-    "an attribute of a class": "class A: m = 0\ndef f(x):\n  A.m = x or A.m\n  return A.m",
     "an attribute of a file": "import sys\nclass A: pass\ndef f(x):\n  if x: sys.stdout.m = A\n"
     "  else:\n    try: sys.stdout.m\n    except AttributeError: return 0\n  return 77",
-    "what was not printed": "import sys\ndef f(x):\n"
-    "  if x: sys.stdin.close(); sys.stdout.write('77'); sys.stdout.detach(); return x\n  return 0",
     "a compiled pattern": "import re\nm = []\nclass S(str):\n  def __hash__(s): return 7\n"
     "  def __eq__(s, o):\n    m.append(s[0])\n    return str(s) == str(o)\ndef f(x):\n"
     "  re.compile(S('b' if x else 'a'))\n  return x or 77 * ('b' in m)",
-    "a cached type": "from typing import List\nclass S(str):\n  def __hash__(s): return 7\n"
-    "  def __eq__(s, o): return m.append(1) or True\nm = []\ndef f(x):\n"
-    "  List[S('a')]\n  return x or 77 * len(m)",
     "a generator's end that prints": "import sys\nm = []\ndef g(x):\n  try: yield m\n"
     "  finally:\n    print(77)\n    sys.stdout.m = x\ndef f(x):\n  i = g(x)\n  m.append(i)\n  next(i)\n"
     "  try: return x or sys.stdout.m\n  except AttributeError: return x",
     "an end that goes on": "m = []\ndef g(x):\n  try: yield m\n  finally: h(x)\ndef h(x):\n"
     "  i = g(x)\n  next(i)\n  i = [i]\n  i.append(i)\ndef f(x):\n  h(x)\n  return x",
-    "a class that is equal to all": "class A:\n  m = []\n  def __eq__(s, o): return A.m.append(o) or True\n"
-    "  def __hash__(s): return 0\ndef f(x):\n  x in {A()}\n  return x or (A.m and A.m[0])",
-    "a subclass": "from collections import Counter\nclass A(Counter): pass\ndef f(x):\n"
-    "  A.most_common.m = x or A.most_common.m\n  return A.most_common.m",
-    "a subclass of a type": "from abc import ABC\nclass A(ABC): pass\ndef f(x):\n"
-    "  for c in A.mro():\n    if c is not A and c is not object: c.m = x or c.m\n  return c and ABC.m",
-    "what a cache counts": "from functools import lru_cache\n@lru_cache(None)\ndef g(n): return n\n"
-    "def f(x):\n  d = g.cache_info()._field_defaults\n  return d.setdefault('m', x)",
-    "a frame of an error": "class A:\n  def __enter__(s): return s\n  def __exit__(s, t, e, tb):\n"
-    "    while tb.tb_next: tb = tb.tb_next\n    s.f = tb.tb_frame.f_back.f_globals\n    return True\n"
-    "def f(x):\n  with A() as a: 1 / 0\n  return a.f.setdefault('m', x)",
     "an end": "m = []\ndef g(x):\n  try: yield m\n  finally: print(x)\ndef f(x):\n"
     "  i = g(x)\n  m.append(i)\n  next(i)\n  return x",
 }
 
 
-OUT_OF_HAND = {  # by what such a program gets no process for all its tests
-    "an attribute", "a builtin", "a module", "a class", "a frame", "a format", "a subclass",
-    "a subclass of a type", "what a cache counts", "a frame of an error",
-}  # fmt: skip
+ALONE = {"an attribute", "a builtin", "a module", "a class", "a frame", "a format"}  # a process for each
 
 
 @pytest.mark.parametrize("by", REMEMBER)
@@ -149,7 +127,7 @@ def test_a_test_knows_nothing_of_the_one_before_whether_they_share_a_process_or_
         tests = [{"input": f"{x}", "output": f"{wanted}"} for x, wanted in ((77, 0), (77, 77), (0, 77))]
         assert ask(url, "test_program_stdio", program=shown, tests=tests).json()["results"][2] == 0
     plain = modules_if_plain(REMEMBER[by]) is not None
-    assert plain == (by not in OUT_OF_HAND), "what is tested here is the shared process"
+    assert plain == (by not in ALONE), "what is tested here is the shared process"
 
 
 MIXED = """

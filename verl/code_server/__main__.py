@@ -35,9 +35,8 @@ def main(arguments: list[str] | None = None) -> None:
         allow_packages=tuple(name for name in args.allow_packages.split(",") if name),
     )
     config = uvicorn.Config(
-        create_app(settings), args.host, args.port, log_level="info", access_log=False, timeout_keep_alive=75,
-        proxy_headers=False,
-    )  # fmt: skip
+        create_app(settings), args.host, args.port, log_level="info", access_log=False, timeout_keep_alive=75
+    )
     server = uvicorn.Server(config)
 
     def end_with_stdin() -> None:

@@ -16,6 +16,7 @@ import marshal
 import posix
 import sys
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from time import monotonic
 from typing import Any
 
@@ -86,9 +87,7 @@ class Remote:
 
     def __iter__(self) -> Iterator[Any]:
         iterator = self._ask("iter")
-        if not isinstance(iterator, Remote):
-            return iter(iterator)
-        return RemoteIterator(iterator)
+        return iterator if isinstance(iterator, Remote) else iter(iterator)
 
     def __next__(self) -> Any:
         return self._ask("next")
@@ -99,18 +98,6 @@ class Remote:
     def __setitem__(self, key: Any, value: Any) -> None:
         self._ask("set_item", key, value)
 
-    def __len__(self) -> int:
-        return self._ask_plain("len", int)
-
-    def __bool__(self) -> bool:
-        return self._ask_plain("bool", bool)
-
-    def __str__(self) -> str:
-        return self._ask_plain("str", str)
-
-    def __repr__(self) -> str:
-        return self._ask_plain("repr", str)
-
     def __hash__(self) -> int:
         return object.__getattribute__(self, "_number")
 
@@ -120,37 +107,11 @@ class Remote:
     def __eq__(self, other: Any) -> Any:
         return self._compare("eq", other) if isinstance(other, Remote) else False
 
-    def __lt__(self, other: Any) -> Any:
-        return self._compare("lt", other)
 
-    def __le__(self, other: Any) -> Any:
-        return self._compare("le", other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._compare("gt", other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._compare("ge", other)
-
-    def __add__(self, other: Any) -> Any:
-        return self._compare("add", other)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._compare("sub", other)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._compare("mul", other)
-
-
-class RemoteIterator:
-    def __init__(self, remote: Remote) -> None:
-        self.remote = remote
-
-    def __iter__(self) -> RemoteIterator:
-        return self
-
-    def __next__(self) -> Any:
-        return self.remote._ask("next")
+for _name, _kind in {"len": int, "bool": bool, "str": str, "repr": str}.items():
+    setattr(Remote, f"__{_name}__", partialmethod(Remote._ask_plain, _name, _kind))
+for _name in ("lt", "le", "gt", "ge", "add", "sub", "mul"):
+    setattr(Remote, f"__{_name}__", partialmethod(Remote._compare, _name))
 
 
 class Test:
@@ -287,12 +248,8 @@ def apply_after_each_statement(nodes: list[Any]) -> None:
                 continue
             for i in range(len(statements) - (node is nodes[0]), 0, -1):
                 last = statements[i - 1]
-                line = {
-                    "lineno": last.lineno,
-                    "col_offset": 0,
-                    "end_lineno": last.lineno,
-                    "end_col_offset": 0,
-                }
+                line = dict.fromkeys(("lineno", "end_lineno"), last.lineno)
+                line |= dict.fromkeys(("col_offset", "end_col_offset"), 0)
                 call = _ast.Call(_ast.Name("__apply__", _ast.Load(), **line), [], [], **line)
                 statements.insert(i, _ast.Expr(call, **line))
 
@@ -317,7 +274,7 @@ class Processes:
         return Test(self.channels[-1].fileno()), reused
 
 
-class Judge:
+class TestRunner:
     """Judges the tests of one program. Each line of the file `reports` is an outcome, the time on the
     monotonic clock and for stdio what the program printed: "loaded", then one for each test, in order."""
 

@@ -32,9 +32,7 @@ PLAIN_NAMES = (
     "GeneratorExp ListComp SetComp DictComp comprehension Lambda arguments arg operator cmpop boolop "
     "unaryop expr_context"
 )
-MORE_NODES = (
-    "ClassDef Global Nonlocal NamedExpr Delete With withitem Yield YieldFrom Match match_case pattern"
-)
+MORE = "ClassDef Global Nonlocal NamedExpr Delete With withitem Yield YieldFrom Match match_case pattern"
 
 
 def kinds(names: str) -> frozenset[type]:
@@ -47,60 +45,49 @@ def public(module: str, but: str = "") -> str:
 
 
 PLAIN_NODES = kinds(PLAIN_NAMES)
-PROGRAM_NODES = PLAIN_NODES | kinds(MORE_NODES)
-FREE = {  # what nobody can change
-    "__future__": "annotations",
-    "array": "array",
-    "bisect": "bisect bisect_left bisect_right insort insort_left insort_right",
-    "cmath": public("cmath"),
-    "collections": "OrderedDict defaultdict deque",
-    "datetime": "date datetime time timedelta timezone",
-    "decimal": "Context Decimal ROUND_CEILING ROUND_DOWN ROUND_FLOOR ROUND_HALF_DOWN ROUND_HALF_EVEN "
-    "ROUND_HALF_UP ROUND_UP getcontext localcontext setcontext",
-    "functools": "cmp_to_key partial reduce",
-    "heapq": "heapify heappop heappush heappushpop heapreplace",
-    "io": "BytesIO StringIO",
-    "itertools": public("itertools"),
-    "math": public("math"),
-    "operator": public("_operator", "attrgetter methodcaller"),
-    "random": "choice choices gauss getrandbits randint random randrange sample seed shuffle uniform",
-    "re": "Match Pattern",
-    "string": public("string", "Formatter Template capwords"),
-    "sys": "exit getrecursionlimit maxsize set_int_max_str_digits setrecursionlimit stderr stdin stdout",
-    "time": "monotonic monotonic_ns perf_counter perf_counter_ns sleep time time_ns",
+PROGRAM_NODES = PLAIN_NODES | kinds(MORE)
+NAMES = {  # what nobody can change, then what takes attributes
+    "__future__": ("annotations", ""),
+    "abc": ("", "ABC abstractmethod"),
+    "bisect": ("bisect bisect_left bisect_right insort insort_left insort_right", ""),
+    "collections": ("OrderedDict defaultdict deque", "Counter namedtuple"),
+    "collections.abc": (
+        "",
+        "Callable Generator Hashable Iterable Iterator Mapping MutableMapping Sequence Set",
+    ),
+    "contextlib": ("", "contextmanager suppress"),
+    "copy": ("", "copy deepcopy"),
+    "dataclasses": ("", "asdict astuple dataclass field replace"),
+    "datetime": ("date datetime time timedelta timezone", ""),
+    "decimal": (
+        "Decimal ROUND_DOWN ROUND_HALF_EVEN ROUND_HALF_UP getcontext localcontext",
+        "InvalidOperation",
+    ),
+    "enum": ("", "Enum IntEnum unique"),
+    "fractions": ("", "Fraction"),
+    "functools": ("cmp_to_key partial reduce", "cache cached_property lru_cache total_ordering"),
+    "heapq": ("heapify heappop heappush heappushpop heapreplace", "merge nlargest nsmallest"),
+    "itertools": (public("itertools"), ""),
+    "json": ("", "JSONDecodeError dump dumps load loads"),
+    "math": (public("math"), ""),
+    "operator": (public("_operator", "attrgetter methodcaller"), ""),
+    "random": ("choice choices gauss randint random randrange sample seed shuffle uniform", "Random"),
+    "re": ("Match Pattern", "compile escape findall finditer fullmatch match search split sub"),
+    "statistics": ("", "fmean mean median mode pstdev pvariance stdev variance"),
+    "string": (public("string", "Formatter Template capwords"), "capwords"),
+    "sys": ("exit maxsize set_int_max_str_digits setrecursionlimit stderr stdin stdout", ""),
+    "time": ("monotonic perf_counter sleep time time_ns", ""),
+    "typing": (
+        "",
+        "Any Callable ClassVar Counter DefaultDict Deque Dict Final FrozenSet Generator Hashable "
+        "Iterable Iterator List Literal Mapping MutableMapping NamedTuple NewType NoReturn Optional "
+        "OrderedDict Sequence Set Tuple Type TypeVar Union cast",
+    ),
 }
-OWNED = {  # objects that take attributes
-    "abc": "ABC abstractmethod",
-    "collections": "Counter namedtuple",
-    "collections.abc": "Callable Collection Generator Hashable Iterable Iterator Mapping MutableMapping "
-    "MutableSequence Sequence Set",
-    "contextlib": "contextmanager suppress",
-    "copy": "copy deepcopy",
-    "dataclasses": "asdict astuple dataclass field replace",
-    "decimal": "DivisionByZero InvalidOperation",
-    "enum": "Enum IntEnum unique",
-    "fractions": "Fraction",
-    "functools": "cache cached_property lru_cache total_ordering",
-    "heapq": "merge nlargest nsmallest",
-    "json": "JSONDecodeError dump dumps load loads",
-    "numbers": "Integral Number Real",
-    "random": "Random",
-    "re": "DOTALL I IGNORECASE M MULTILINE S VERBOSE X compile error escape findall finditer fullmatch match "
-    "search split sub subn",
-    "statistics": "fmean mean median median_high median_low mode pstdev pvariance stdev variance",
-    "string": "capwords",
-    "typing": "Any Callable ClassVar Collection Counter DefaultDict Deque Dict Final FrozenSet Generator "
-    "Generic Hashable Iterable Iterator List Literal Mapping MutableMapping MutableSequence NamedTuple "
-    "NewType NoReturn Optional OrderedDict Sequence Set Tuple Type TypeVar Union cast final",
-}
-FREE_NAMES = {(module, name) for module, names in FREE.items() for name in names.split()}
-OWNED_NAMES = {(module, name) for module, names in OWNED.items() for name in names.split()}
-ALL_NAMES = FREE_NAMES | OWNED_NAMES
-MODULES = FREE.keys() | OWNED.keys()
+FREE, OWNED = ({(m, name) for m, names in NAMES.items() for name in names[i].split()} for i in (0, 1))
 BASES = {("abc", "ABC"), ("enum", "Enum"), ("enum", "IntEnum"), ("typing", "NamedTuple")}
-CALLED = OWNED_NAMES - BASES
 ALIASES = {("typing", name) for name in ("Dict", "FrozenSet", "List", "Optional", "Set", "Tuple")}
-EXACT = BASES | ALIASES | {("re", name) for name in OWNED["re"].split()} | {(name, "") for name in MODULES}
+EXACT = BASES | ALIASES | {(name, "") for name in NAMES}
 OPERATIONS = (
     "abs add and bool bytes call ceil complex contains copy deepcopy delitem divmod enter eq exit float "
     "floor floordiv format ge getitem gt hash iadd iand ifloordiv ilshift imod imul index init int invert "
@@ -112,24 +99,10 @@ SPECIAL_NAMES = frozenset(["__name__", *(f"__{name}__" for name in OPERATIONS.sp
 HIDDEN_NAMES = (  # attributes by which an object leads to a frame, code, or what Python itself goes on to use
     "gi_frame gi_code gi_yieldfrom cr_frame ag_frame tb_frame tb_next f_back f_builtins f_code f_globals "
     "f_locals f_trace mro obj type register strptime format_map default default_factory kw_only "
-    "_field_defaults _getitem"
+    "_field_defaults _getitem encode decode"
 )
 HIDDEN = frozenset(HIDDEN_NAMES.split())
-CODECS = {"utf-8", "utf8", "UTF-8", "ascii", "latin-1"}
-WORDS = {  # of the nodes that name something: the field, and whether it binds what it names
-    _ast.FunctionDef: ("name", True),
-    _ast.ClassDef: ("name", True),
-    _ast.arg: ("arg", True),
-    _ast.ExceptHandler: ("name", True),
-    _ast.MatchAs: ("name", True),
-    _ast.MatchStar: ("name", True),
-    _ast.MatchMapping: ("rest", True),
-    _ast.MatchClass: ("kwd_attrs", False),
-    _ast.Global: ("names", False),
-    _ast.Nonlocal: ("names", False),
-    _ast.keyword: ("arg", False),
-    _ast.Name: ("id", False),
-}
+NAMING = (_ast.keyword, _ast.MatchClass, _ast.Global, _ast.Nonlocal, _ast.Name)  # the others bind their names
 
 
 def nodes_of(tree: _ast.AST) -> list[Any]:
@@ -176,11 +149,11 @@ class Reader:
         for node in self.nodes:
             kind = node.__class__
             refuse_unless(kind in PROGRAM_NODES)
-            if kind in WORDS:
-                self.read_words(node, *WORDS[kind])
-            elif kind is _ast.Import or kind is _ast.ImportFrom:
+            if kind is _ast.Import or kind is _ast.ImportFrom:
                 self.read_import(node)
-        owned = {name for name, target in self.imports.items() if target not in FREE_NAMES}
+            elif kind is not _ast.Constant and kind is not _ast.Attribute and kind is not _ast.alias:
+                self.read_words(node)
+        owned = {name for name, target in self.imports.items() if target not in FREE}
         refuse_unless(not owned & self.bound)
         for node in self.nodes:
             self.find_places(node)
@@ -193,16 +166,20 @@ class Reader:
                 refuse_unless(id(node) in (modules if self.is_module(node) else self.places))
         return sorted({module for module, _ in self.imports.values()} - {"__future__"})
 
-    def read_words(self, node: Any, field: str, binds: bool) -> None:
-        value = getattr(node, field)
-        words = value if value.__class__ is list else [value] if value else []
+    def read_words(self, node: Any) -> None:
+        values = [getattr(node, field, None) for field in node._fields]
+        found = [word for value in values for word in (value if value.__class__ is list else [value])]
+        words: list[str] = [word for word in found if word.__class__ is str]
         for word in words:
             refuse_unless(word[0] != "_" or word[-1] != "_" or len(word) < 3 or word in SPECIAL_NAMES)
             refuse_unless(node.__class__ is not _ast.MatchClass or word not in HIDDEN)
         if node.__class__ is _ast.Name:
-            binds = node.ctx.__class__ is not _ast.Load
             refuse_unless(node.id in PROGRAM_BUILTINS or not hasattr(builtins, node.id))
-        if binds:
+        if (
+            node.__class__ not in NAMING
+            or node.__class__ is _ast.Name
+            and node.ctx.__class__ is not _ast.Load
+        ):
             self.bound.update(words)
 
     def read_import(self, node: Any) -> None:
@@ -210,18 +187,18 @@ class Reader:
         for alias in node.names:
             name = alias.asname or alias.name
             if node.__class__ is _ast.Import:
-                refuse_unless(alias.name in MODULES and alias.name != "collections.abc")
+                refuse_unless(alias.name in NAMES and alias.name != "collections.abc")
                 found = {name: (alias.name, "")}
-            elif name == "*" and node.module in MODULES:  # what else it brings is refused where it is used
+            elif name == "*" and node.module in NAMES:  # what else it brings is refused where it is used
                 names = getattr(sys.modules[node.module], "__all__", public(node.module).split())
                 found = {name: (node.module, name) for name in names}
             else:
-                refuse_unless((node.module, alias.name) in ALL_NAMES)
+                refuse_unless((node.module, alias.name) in FREE | OWNED)
                 found = {name: (node.module, alias.name)}
             for name, target in found.items():
                 old = self.imports.setdefault(name, target)
                 refuse_unless(name[:2] != "__" and (old == target or not {old, target} & EXACT))
-                if old in FREE_NAMES:
+                if old in FREE:
                     self.imports[name] = target
 
     def is_module(self, node: Any) -> bool:
@@ -237,7 +214,7 @@ class Reader:
         name: str = node.id
         return self.imports.get(name, ("", name) if hasattr(builtins, name) else None)
 
-    def allow(self, node: Any, among: Any = OWNED_NAMES) -> None:
+    def allow(self, node: Any, among: Any = OWNED) -> None:
         """An object of OWNED may stand here, or several in a tuple."""
         for one in node.elts if node.__class__ is _ast.Tuple else [node]:
             if self.target(one) in among:
@@ -246,7 +223,7 @@ class Reader:
     def allow_type(self, node: Any) -> None:
         """The same for all parts of a type: only Python's own methods get hold of them."""
         kind, target = node.__class__, self.target(node)
-        if target in OWNED_NAMES or target == ("", "type"):
+        if target in OWNED or target == ("", "type"):
             self.places.add(id(node))
         elif kind is _ast.Subscript and self.target(node.value) is not None:
             self.allow_type(node.value)
@@ -265,15 +242,18 @@ class Reader:
     def find_places(self, node: Any) -> None:
         kind = node.__class__
         if kind is _ast.Call:
-            self.find_places_of_call(node)
+            called = self.target(node.func)
+            self.allow(node.func, OWNED - BASES)
+            if called == ("", "super") or getattr(node.func, "attr", "")[:2] == "__":
+                self.places.add(id(node.func))
+            elif called in (("", "isinstance"), ("", "issubclass")):
+                self.allow(node.args[1], OWNED | {("", "type")})
         elif kind is _ast.FunctionDef or kind is _ast.ClassDef:
             refuse_unless(not getattr(node, "keywords", ()))
             for decorator in node.decorator_list:
                 self.allow(decorator)
             for base in getattr(node, "bases", ()):
                 self.allow(base, BASES)
-                if base.__class__ is _ast.Subscript and self.target(base.value) == ("typing", "Generic"):
-                    self.allow_type(base)
             self.allow_type(getattr(node, "returns", None))
         elif kind is _ast.arg or kind is _ast.AnnAssign:
             self.allow_type(node.annotation)
@@ -285,20 +265,6 @@ class Reader:
             self.places.add(id(self.type_of(node.value)))
         elif kind is _ast.Compare:
             self.find_places_of_comparison(node)
-
-    def find_places_of_call(self, node: Any) -> None:
-        called, attribute = self.target(node.func), getattr(node.func, "attr", "")
-        self.allow(node.func, CALLED)
-        if called == ("", "super") or attribute[:2] == "__":
-            self.places.add(id(node.func))
-        elif called in (("", "isinstance"), ("", "issubclass")):
-            self.allow(node.args[1], OWNED_NAMES | {("", "type")})
-        elif called and called[0] == "re":
-            for argument in [*node.args, *(named.value for named in node.keywords)]:
-                self.allow(argument)
-        elif attribute in ("encode", "decode") and not node.keywords:
-            codecs = [getattr(argument, "value", None) for argument in node.args]
-            self.places.update([id(node.func)] if CODECS.issuperset(codecs) else [])
 
     def find_places_of_comparison(self, node: Any) -> None:
         """`type(x) is int`; and `==` or `in` where all sides are types of Python's, so that no method of the
@@ -315,14 +281,12 @@ class Reader:
     def check_attribute(self, node: Any) -> None:
         name, loads, placed = node.attr, node.ctx.__class__ is _ast.Load, id(node) in self.places
         if self.is_module(node.value):
-            refuse_unless(loads and self.target(node) in (ALL_NAMES if placed else FREE_NAMES))
+            refuse_unless(loads and self.target(node) in (FREE | OWNED if placed else FREE))
         elif name[0] == "_" and name[-1] == "_" and len(name) > 2:
             refuse_unless(name in SPECIAL_NAMES or name == "__class__")
             refuse_unless(loads and (placed or name == "__name__"))
         elif name == "format":  # it reads attributes
             text = node.value.value if node.value.__class__ is _ast.Constant else None
             refuse_unless(text.__class__ is str and "_" not in text)
-        elif name in ("encode", "decode"):  # a codec may be a module
-            refuse_unless(placed)
         else:
             refuse_unless(name not in HIDDEN)

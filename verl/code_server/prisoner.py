@@ -22,25 +22,11 @@ from verl.code_server.codec import Peer, Torn, parts_of, receive
 OPERATORS: dict[str, Callable[..., Any]] = {
     "get": getattr,
     "set": setattr,
-    "iter": iter,
-    "next": next,
     "item": operator.getitem,
     "set_item": operator.setitem,
-    "len": len,
-    "str": str,
-    "repr": repr,
-    "bool": bool,
-    "isinstance": isinstance,
-    "eq": operator.eq,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
+    **{kind.__name__: kind for kind in (bool, isinstance, iter, len, next, repr, str)},
+    **{name: getattr(operator, name) for name in ("eq", "lt", "le", "gt", "ge", "add", "sub", "mul")},
 }
-
 MANY_COLLECTIONS = 9  # after which there is garbage still: a program makes it
 
 
@@ -83,10 +69,8 @@ class Servant:
         return callback
 
     def serve(self, op: str, *args: Any) -> Any:
-        if op == "lookup":
-            return self.lookup(*args)
-        if op == "run":
-            return self.run_text(*args)
+        if op in ("lookup", "run"):
+            return (self.lookup if op == "lookup" else self.run_text)(*args)
         if op == "call":
             function, positional, named = args
             result = function(*positional, **named)
@@ -139,10 +123,7 @@ class Servant:
         sys.stdin = sys.stdout = sys.stderr = None
         for clear in [*getattr(sys.modules.get("typing"), "_cleanups", ()), sys.modules["re"].purge]:
             clear()
-        for _ in range(MANY_COLLECTIONS):
-            if not gc.collect():
-                break
-        else:
+        if all(gc.collect() for _ in range(MANY_COLLECTIONS)):
             posix._exit(1)
         sys.setrecursionlimit(1000)
         sys.set_int_max_str_digits(sys.int_info.default_max_str_digits)
