@@ -58,11 +58,10 @@ print(total % (n + 1000))
 WITH_CLASSES = """# {unique}
 import heapq, sys
 from collections import Counter
-from dataclasses import dataclass
 from typing import List
-@dataclass
 class Node:
-    value: int
+    def __init__(self, value: int):
+        self.value = value
     def __lt__(self, other: "Node") -> bool:
         return self.value < other.value
 class Solution:
@@ -77,7 +76,7 @@ class Solution:
             self.seen[index] += number * (index + 1)
         return sum(self.seen.values()) % (n + 1000)
 if __name__ == "__main__":
-    print(Solution().total(int(input()), list(map(int, sys.stdin.readline().split()))))
+    print(Solution().total(int(sys.stdin.readline()), list(map(int, sys.stdin.readline().split()))))
 """
 KINDS = {  # (tests, the program, how an assert names its function)
     "1 assert": (1, ASSERTS, "merge"),
@@ -85,7 +84,8 @@ KINDS = {  # (tests, the program, how an assert names its function)
     "10 asserts of a class": (10, WITH_CLASSES, "Solution().merge"),
     "1 stdio": (1, STDIO, ""),
     "20 stdio": (20, STDIO, ""),
-    "20 stdio of a class": (20, WITH_CLASSES, ""),
+    # theirs takes a class of that name for one to be called with the input
+    "20 stdio of a class": (20, WITH_CLASSES.replace("Solution", "Task"), ""),
 }
 
 
