@@ -55,22 +55,54 @@ for index, number in enumerate(numbers):
     total += number * (index + 1)
 print(total % (n + 1000))
 """
+WITH_CLASSES = """# {unique}
+import heapq, sys
+from collections import Counter
+from typing import List
+class Node:
+    def __init__(self, value: int):
+        self.value = value
+    def __lt__(self, other: "Node") -> bool:
+        return self.value < other.value
+class Solution:
+    def __init__(self):
+        self.seen = Counter()
+    def merge(self, a: List[int], b: List[int]) -> List[int]:
+        heap = [Node(value) for value in a + b]
+        heapq.heapify(heap)
+        return [heapq.heappop(heap).value for _ in a + b]
+    def total(self, n: int, numbers: List[int]) -> int:
+        for index, number in enumerate(numbers):
+            self.seen[index] += number * (index + 1)
+        return sum(self.seen.values()) % (n + 1000)
+if __name__ == "__main__":
+    print(Solution().total(int(sys.stdin.readline()), list(map(int, sys.stdin.readline().split()))))
+"""
+KINDS = {  # (tests, the program, how an assert names its function)
+    "1 assert": (1, ASSERTS, "merge"),
+    "10 asserts": (10, ASSERTS, "merge"),
+    "10 asserts of a class": (10, WITH_CLASSES, "Solution().merge"),
+    "1 stdio": (1, STDIO, ""),
+    "20 stdio": (20, STDIO, ""),
+    # theirs takes a class of that name for one to be called with the input
+    "20 stdio of a class": (20, WITH_CLASSES.replace("Solution", "Task"), ""),
+}
 
 
 def make_request(kind: str) -> tuple[str, dict]:
     """(path, body) of a new program that solves its task, with its tests."""
     unique = next(UNIQUE)
-    count, what = int(kind.split()[0]), kind.split()[1]
-    if what.startswith("assert"):
-        lists = [(list(range(k, 30 + k, 3)), list(range(unique % 7, 20 + k, 2))) for k in range(count)]
-        tests: list = [f"assert merge({a}, {b}) == {sorted(a + b)}" for a, b in lists]
-        return "/test_program", {"program": ASSERTS.format(unique=unique), "tests": tests}
-    tests = []
+    count, text, function = KINDS[kind]
+    program, tests = text.format(unique=unique), list[object]()
     for k in range(count):
-        numbers = [(unique + 3 * i * k) % 101 for i in range(40)]
-        total = sum(number * (index + 1) for index, number in enumerate(numbers))
-        tests.append({"input": f"40\n{' '.join(map(str, numbers))}\n", "output": f"{total % 1040}\n"})
-    return "/test_program_stdio", {"program": STDIO.format(unique=unique), "tests": tests}
+        if function:
+            a, b = list(range(k, 30 + k, 3)), list(range(unique % 7, 20 + k, 2))
+            tests.append(f"assert {function}({a}, {b}) == {sorted(a + b)}")
+        else:
+            numbers = [(unique + 3 * i * k) % 101 for i in range(40)]
+            total = sum(number * (index + 1) for index, number in enumerate(numbers))
+            tests.append({"input": f"40\n{' '.join(map(str, numbers))}\n", "output": f"{total % 1040}\n"})
+    return f"/test_program{'' if function else '_stdio'}", {"program": program, "tests": tests}
 
 
 class CpuMeter:
@@ -189,9 +221,7 @@ def main() -> None:
             servers[name] = client, meter
         print("| tests | clients | server | programs/s | programs per CPU s | p99 ms | ratio per CPU s |")
         print("|---|--:|---|--:|--:|--:|--:|")
-        for kind, clients in itertools.product(
-            ("1 assert", "10 asserts", "1 stdio", "20 stdio"), options.clients
-        ):
+        for kind, clients in itertools.product(KINDS, options.clients):
             runs: dict[str, list] = {name: [] for name in servers}
             for _ in range(options.rounds):
                 for name, (client, meter) in servers.items():

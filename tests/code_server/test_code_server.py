@@ -11,6 +11,7 @@ import pytest
 from verl.code_server import client as client_module
 from verl.code_server import walls
 from verl.code_server.client import TORN, CodeClient, own_server, read_results
+from verl.code_server.plain import modules_if_plain
 from verl.verifiers.base import CouldNotVerify
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -93,9 +94,28 @@ REMEMBER = {  # by what a program might keep from one test to the next
     "a frame": "m = []\ng = (m for _ in [0])\ndef f(x):\n"
     "  return g.gi_frame.f_back.f_globals.setdefault('m', x) if g.gi_frame.f_back else x",
     "a format": "def f(x): return '{0.__globals__}'.format(f) if x else 0",
+    "a random number": "import random\ndef f(x):\n  random.seed(x) if x else 0\n"
+    "  same = random.random() == random.Random(77).random()\n  return x or 77 * same",
+    "a precision": "from decimal import getcontext\ndef f(x):\n"
+    "  if x: getcontext().prec = x\n  return getcontext().prec",
+    "the digits of a number": "import sys\ndef f(x):\n  if x: sys.set_int_max_str_digits(0)\n"
+    "  try: return x or 77 * (len(str(10 ** 5000)) > 1)\n  except ValueError: return 0",
+    "an attribute of a file": "import sys\nclass A: pass\ndef f(x):\n  if x: sys.stdout.m = A\n"
+    "  else:\n    try: sys.stdout.m\n    except AttributeError: return 0\n  return 77",
+    "a compiled pattern": "import re\nm = []\nclass S(str):\n  def __hash__(s): return 7\n"
+    "  def __eq__(s, o):\n    m.append(s[0])\n    return str(s) == str(o)\ndef f(x):\n"
+    "  re.compile(S('b' if x else 'a'))\n  return x or 77 * ('b' in m)",
+    "a generator's end that prints": "import sys\nm = []\ndef g(x):\n  try: yield m\n"
+    "  finally:\n    print(77)\n    sys.stdout.m = x\ndef f(x):\n  i = g(x)\n  m.append(i)\n  next(i)\n"
+    "  try: return x or sys.stdout.m\n  except AttributeError: return x",
+    "an end that goes on": "m = []\ndef g(x):\n  try: yield m\n  finally: h(x)\ndef h(x):\n"
+    "  i = g(x)\n  next(i)\n  i = [i]\n  i.append(i)\ndef f(x):\n  h(x)\n  return x",
     "an end": "m = []\ndef g(x):\n  try: yield m\n  finally: print(x)\ndef f(x):\n"
     "  i = g(x)\n  m.append(i)\n  next(i)\n  return x",
 }
+
+
+ALONE = {"an attribute", "a builtin", "a module", "a class", "a frame", "a format"}  # a process for each
 
 
 @pytest.mark.parametrize("by", REMEMBER)
@@ -106,6 +126,8 @@ def test_a_test_knows_nothing_of_the_one_before_whether_they_share_a_process_or_
         shown = program + "\nprint(f(int(input())))"
         tests = [{"input": f"{x}", "output": f"{wanted}"} for x, wanted in ((77, 0), (77, 77), (0, 77))]
         assert ask(url, "test_program_stdio", program=shown, tests=tests).json()["results"][2] == 0
+    plain = modules_if_plain(REMEMBER[by]) is not None
+    assert plain == (by not in ALONE), "what is tested here is the shared process"
 
 
 MIXED = """

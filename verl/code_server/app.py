@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field, ValidationError, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, WithJsonSchema
 
 from verl.code_server.answers import decode_tests
 from verl.code_server.supervisor import QueueFull, Supervisor
@@ -36,8 +37,16 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 log = logging.getLogger("uvicorn.error")
 
 Body = TypeVar("Body", bound=BaseModel)
-Text = Annotated[Any, WithJsonSchema({"type": "string"})]  # may hold what UTF-8 can't
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
+
+
+def check_text(value: Any) -> str:  # it may hold what UTF-8 can't
+    if isinstance(value, str):
+        return value
+    raise ValueError(f"found a {type(value).__name__}, expected text")
+
+
+Text = Annotated[Any, AfterValidator(check_text), WithJsonSchema({"type": "string"})]
 
 
 class TestRequest(BaseModel):
@@ -74,6 +83,7 @@ def create_app(settings: Settings) -> FastAPI:
         walls = choose_walls(settings.sandbox, settings.limits, settings.allow_packages)
         app.state.supervisor = supervisor = Supervisor(walls, settings.workers)
         log.info("code server: %s, %d programs at once", walls.description, settings.workers)
+        gc.freeze()  # what lives as long as the server is not looked at again and again
         watch = asyncio.create_task(supervisor.stock.watch(settings.limits.memory_mb << 20))
         try:
             yield
@@ -99,40 +109,33 @@ def create_app(settings: Settings) -> FastAPI:
 
     async def test(request: TestRequest, stdio: bool) -> JSONResponse:
         supervisor: Supervisor = app.state.supervisor
-        check_text(request.program, "program")
         try:
-            decode = (
-                asyncio.to_thread if isinstance(request.tests, str) and len(request.tests) > 1 << 16 else None
-            )
-            tests = await decode(decode_tests, request.tests) if decode else decode_tests(request.tests)
+            large = isinstance(request.tests, str) and len(request.tests) > 1 << 16
+            decoded = asyncio.to_thread(decode_tests, request.tests) if large else None
+            tests = await decoded if decoded else decode_tests(request.tests)
         except ValueError as error:
             raise HTTPException(422, str(error).encode(errors="replace").decode()) from None
-        try:
-            report = await supervisor.test(request.program, tests, request.max_execution_time, stdio)
-        except QueueFull:
-            raise queue_is_full() from None
+        report = await supervisor.test(request.program, tests, request.max_execution_time, stdio)
         reply: dict[str, Any] = {
             "results": [int(outcome == "passed") for outcome in report.outcomes],
             "runtimes": report.runtimes,
         }
         if request.detail:
-            more = {"outcomes": report.outcomes, "sandbox": supervisor.walls.tier, "seconds": report.seconds}
-            reply.update(more)
+            reply |= {"outcomes": report.outcomes, "sandbox": supervisor.walls.tier}
+            reply["seconds"] = report.seconds
         return JSONResponse(reply)
 
     @app.post("/run", responses=REFUSALS, openapi_extra=body_of(RunRequest))
     async def run(request: Request) -> JSONResponse:
         supervisor: Supervisor = app.state.supervisor
         given = await parse(request, RunRequest)
-        check_text(given.program, "program")
-        check_text(given.stdin, "stdin")
-        try:
-            output, outcome, runtime = await supervisor.run(
-                given.program, given.stdin, given.max_execution_time
-            )
-        except QueueFull:
-            raise queue_is_full() from None
-        return JSONResponse({"stdout": output, "outcome": outcome, "runtime": runtime})
+        run = await supervisor.run(given.program, given.stdin, given.max_execution_time)
+        return JSONResponse(dict(zip(("stdout", "outcome", "runtime"), run, strict=True)))
+
+    @app.exception_handler(QueueFull)
+    async def refuse(request: Request, error: Exception) -> JSONResponse:
+        detail = {"detail": "Too many programs wait; ask again."}
+        return JSONResponse(detail, 503, {"Retry-After": "1"})
 
     return app
 
@@ -140,15 +143,6 @@ def create_app(settings: Settings) -> FastAPI:
 def body_of(model: type[BaseModel]) -> dict[str, Any]:
     schema = model.model_json_schema()
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def check_text(value: Any, name: str) -> None:
-    if not isinstance(value, str):
-        raise HTTPException(422, f"{name}: found a {type(value).__name__}, expected text")
-
-
-def queue_is_full() -> HTTPException:
-    return HTTPException(503, "Too many programs wait; ask again.", {"Retry-After": "1"})
 
 
 async def parse(request: Request, model: type[Body]) -> Body:

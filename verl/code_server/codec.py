@@ -19,13 +19,13 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_BYTES = 8 << 20  # of one message
-MAKERS = {
-    "complex": "builtins",
-    "range": "builtins",
-    "bytearray": "builtins",
-    "deque": "collections",
-    "Decimal": "decimal",
-    "Fraction": "fractions",
+MAKERS: dict[str, tuple[str, Callable[[Any], list[Any]]]] = {  # the module of a type, and a value's arguments
+    "complex": ("builtins", lambda value: [value.real, value.imag]),
+    "range": ("builtins", lambda value: [value.start, value.stop, value.step]),
+    "bytearray": ("builtins", lambda value: [bytes(value)]),
+    "deque": ("collections", lambda value: [list(value), value.maxlen]),
+    "Decimal": ("decimal", lambda value: [str(value)]),
+    "Fraction": ("fractions", lambda value: [value.numerator, value.denominator]),
 }
 escape: Callable[[str], str] = _json.encode_basestring_ascii
 
@@ -68,19 +68,9 @@ def encode(value: Any, other: Callable[[Any], list[Any]]) -> str:
         return encode(float.__pos__(value), other)
     if isinstance(value, str):
         return escape(str.__str__(value))
-    if kind is complex:
-        return encode_parts("complex", [value.real, value.imag], other)
-    if kind is range:
-        return encode_parts("range", [value.start, value.stop, value.step], other)
-    if kind is bytearray:
-        return encode_parts("bytearray", [bytes(value)], other)
-    home = getattr(kind, "__module__", None)
-    if home == "collections" and kind.__name__ == "deque":
-        return encode_parts("deque", [list(value), value.maxlen], other)
-    if home == "decimal" and kind.__name__ == "Decimal":
-        return encode_parts("Decimal", [str(value)], other)
-    if home == "fractions" and kind.__name__ == "Fraction":
-        return encode_parts("Fraction", [value.numerator, value.denominator], other)
+    home, name = getattr(kind, "__module__", None), kind.__name__
+    if name in MAKERS and MAKERS[name][0] == home:
+        return encode_parts(name, MAKERS[name][1](value), other)
     if home == "numpy":
         if kind.__name__ == "ndarray" and value.dtype.kind in "biufcSU":
             return encode_parts("ndarray", [value.tolist(), value.dtype.str], other)
@@ -162,7 +152,7 @@ def build(tree: Any, other: Callable[[str, int], Any]) -> Any:
             refuse()
         return __import__("numpy").array(build(rows, other), dtype=dtype)
     if tag == "m":
-        home = __import__(MAKERS[parts[0]])
+        home = __import__(MAKERS[parts[0]][0])
         return getattr(home, parts[0])(*[build(part, other) for part in parts[1:]])
     if tag in ("h", "c") and type(parts[0]) is int and len(parts) == 1:
         return other(tag, parts[0])

@@ -16,14 +16,16 @@ import marshal
 import posix
 import sys
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from time import monotonic
 from typing import Any
 
 from verl.code_server.codec import Peer, TooLarge, Torn, escape, send_fds
-from verl.code_server.plain import PLAIN_NODES, SAFE_BUILTINS, leaves_nothing, nodes_of
+from verl.code_server.plain import PLAIN_NODES, SAFE_BUILTINS, modules_if_plain, nodes_of
 from verl.code_server.prisoner import end
 
 GONE = "gone"  # outcome for the supervisor: the prisoner had ended before the test could begin
+REPORTED = "reported"
 SHARED_SECONDS = 0.5  # that one process may run tests: its limit of CPU time is that of one test
 MAX_OUTPUT_BYTES = 1 << 20  # that all the outputs of such a process may have
 MATH = frozenset(dir(__import__("math")))
@@ -85,9 +87,7 @@ class Remote:
 
     def __iter__(self) -> Iterator[Any]:
         iterator = self._ask("iter")
-        if not isinstance(iterator, Remote):
-            return iter(iterator)
-        return RemoteIterator(iterator)
+        return iterator if isinstance(iterator, Remote) else iter(iterator)
 
     def __next__(self) -> Any:
         return self._ask("next")
@@ -98,18 +98,6 @@ class Remote:
     def __setitem__(self, key: Any, value: Any) -> None:
         self._ask("set_item", key, value)
 
-    def __len__(self) -> int:
-        return self._ask_plain("len", int)
-
-    def __bool__(self) -> bool:
-        return self._ask_plain("bool", bool)
-
-    def __str__(self) -> str:
-        return self._ask_plain("str", str)
-
-    def __repr__(self) -> str:
-        return self._ask_plain("repr", str)
-
     def __hash__(self) -> int:
         return object.__getattribute__(self, "_number")
 
@@ -119,37 +107,11 @@ class Remote:
     def __eq__(self, other: Any) -> Any:
         return self._compare("eq", other) if isinstance(other, Remote) else False
 
-    def __lt__(self, other: Any) -> Any:
-        return self._compare("lt", other)
 
-    def __le__(self, other: Any) -> Any:
-        return self._compare("le", other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._compare("gt", other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._compare("ge", other)
-
-    def __add__(self, other: Any) -> Any:
-        return self._compare("add", other)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._compare("sub", other)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._compare("mul", other)
-
-
-class RemoteIterator:
-    def __init__(self, remote: Remote) -> None:
-        self.remote = remote
-
-    def __iter__(self) -> RemoteIterator:
-        return self
-
-    def __next__(self) -> Any:
-        return self.remote._ask("next")
+for _name, _kind in {"len": int, "bool": bool, "str": str, "repr": str}.items():
+    setattr(Remote, f"__{_name}__", partialmethod(Remote._ask_plain, _name, _kind))
+for _name in ("lt", "le", "gt", "ge", "add", "sub", "mul"):
+    setattr(Remote, f"__{_name}__", partialmethod(Remote._compare, _name))
 
 
 class Test:
@@ -205,7 +167,9 @@ class Test:
             before.extend(now) if isinstance(before, list) else before.update(now)
         self.mutations.clear()
 
-    def namespace(self, nodes: list[Any]) -> tuple[dict[str, Any], list[Any] | None]:
+    def namespace(
+        self, nodes: list[Any], modules: list[str] | None = None
+    ) -> tuple[dict[str, Any], list[Any] | None]:
         """The names of the program that the test uses, and what loading the program raised.
 
         A builtin, a name of `math` or a module is the judge's own, whatever the program calls by its name;
@@ -216,7 +180,7 @@ class Test:
             n.value.id for n in nodes if isinstance(n, _ast.Attribute) and isinstance(n.value, _ast.Name)
         }
         used = {name for name in used if not (name.startswith("__") and name.endswith("__"))}
-        problem, found = self.peer.request("lookup", sorted(used))
+        problem, found = self.peer.request("lookup", sorted(used), modules)
         names: dict[str, Any] = {"__builtins__": dict(vars(builtins)), "__name__": "__test__"}
         doubtful: dict[str, Any] = {}
         for name, (kind, *where) in found.items():
@@ -284,120 +248,130 @@ def apply_after_each_statement(nodes: list[Any]) -> None:
                 continue
             for i in range(len(statements) - (node is nodes[0]), 0, -1):
                 last = statements[i - 1]
-                line = {
-                    "lineno": last.lineno,
-                    "col_offset": 0,
-                    "end_lineno": last.lineno,
-                    "end_col_offset": 0,
-                }
+                line = dict.fromkeys(("lineno", "end_lineno"), last.lineno)
+                line |= dict.fromkeys(("col_offset", "end_col_offset"), 0)
                 call = _ast.Call(_ast.Name("__apply__", _ast.Load(), **line), [], [], **line)
                 statements.insert(i, _ast.Expr(call, **line))
 
 
-def judge_tests(
-    texts: list[str],
-    program: str,
-    stdio: bool,
-    code: int,
-    reports: int,
-    link: _socket.socket | None,
-    alone: bool,
-    lock: Callable[[], None],
-) -> None:
-    """Compiles a program to the file `code` and runs the texts of its tests in order. Each line of the file
-    `reports` is an outcome and the time on the monotonic clock: "loaded", then one for each test.
+class Processes:
+    """Where the program runs: behind `link`, in a process for each test. modules: those of a program that
+    leaves nothing behind (else None): its tests share a process for SHARED_SECONDS or until `until` is 0."""
 
-    Tests of a program that leaves nothing behind share a process for SHARED_SECONDS, while they pass or
-    fail; any other test has one of its own. stdio: the texts are inputs, the third column is what the
-    program prints, and the supervisor sees to the tests that can't share a process.
-    """
+    def __init__(self, link: _socket.socket, code: int, modules: list[str] | None) -> None:
+        self.link, self.code, self.modules, self.until = link, code, modules, 0.0
+        self.channels: list[_socket.socket] = []  # of the last process, and of the one that may have to end
 
-    def report(outcome: str, output: str = "") -> None:
-        posix.write(reports, f"{outcome} {monotonic()} {output}\n".encode())
-
-    try:
-        posix.write(code, marshal.dumps(compile(program, "<program>", "exec", 0, True)))
-    except BaseException as error:  # SyntaxError, ValueError, MemoryError, RecursionError
-        for _ in texts or [""]:
-            report("memory" if isinstance(error, MemoryError) else "program_error")
-        return
-    shared = len(texts) > 1 and leaves_nothing(program)
-    if link is None or stdio:
-        report("loaded")
-    if link is None or stdio and not shared:
-        return
-    held: list[_socket.socket] = []  # the channel to the process that runs the program
-    index, until, left = 0, 0.0, MAX_OUTPUT_BYTES
-    while index < len(texts):
-        text, reused = texts[index], monotonic() < until
+    def next_test(self) -> tuple[Test, bool]:
+        """A test with its channel, and has its process run others before. OSError: there are no more."""
+        reused = monotonic() < self.until
         if not reused:
             mine, theirs = _socket.socketpair()
-            try:
-                send_fds(link, b"f", [code, theirs.fileno()])
-            except OSError:
-                return report(GONE)
+            send_fds(self.link, b"f", [self.code, theirs.fileno()])
             theirs.close()
-            until = monotonic() + SHARED_SECONDS if shared else 0.0
-        test = Test(mine.fileno())
+            self.channels = [*self.channels[-1:], mine]
+            self.until = monotonic() + SHARED_SECONDS if self.modules is not None else 0.0
+        return Test(self.channels[-1].fileno()), reused
+
+
+class TestRunner:
+    """Judges the tests of one program. Each line of the file `reports` is an outcome, the time on the
+    monotonic clock and for stdio what the program printed: "loaded", then one for each test, in order."""
+
+    def __init__(self, reports: int, alone: bool, lock: Callable[[], None]) -> None:
+        self.reports, self.alone, self.lock = reports, alone, lock
+
+    def report(self, outcome: str, output: str = "") -> None:
+        posix.write(self.reports, f"{outcome} {monotonic()} {output}\n".encode())
+
+    def judge(
+        self, texts: list[str], program: str, stdio: bool, code: int, link: _socket.socket | None
+    ) -> None:
+        """Compiles the program to the file `code` and judges its tests. stdio: the texts are inputs, and the
+        supervisor compares what the program prints, and sees to the tests that can't share a process."""
+        try:
+            posix.write(code, marshal.dumps(compile(program, "<program>", "exec", 0, True)))
+        except BaseException as error:  # SyntaxError, ValueError, MemoryError, RecursionError
+            for _ in texts or [""]:
+                self.report("memory" if isinstance(error, MemoryError) else "program_error")
+            return
+        modules = modules_if_plain(program) if len(texts) > 1 else None
         if stdio:
+            self.report("loaded")
+        if link is not None and not stdio:
+            self.run_tests(texts, Processes(link, code, modules))
+        elif link is not None and modules is not None:
+            self.run_inputs(texts, Processes(link, code, modules))
+
+    def run_inputs(self, texts: list[str], processes: Processes) -> None:
+        """Ends where the program's process is gone, or its answer too large or strange."""
+        left = MAX_OUTPUT_BYTES
+        for text in texts:
             try:
-                status, output = test.peer.request("run", text)
-            except BaseException:  # torn, too large or strange: the supervisor tries it again
+                status, output = processes.next_test()[0].peer.request("run", text, processes.modules)
+            except BaseException:
                 return
             if status not in (0, 1) or type(output) is not bytes or len(output) > left:
                 return
-            held[:] = [mine]
             left -= len(output)
-            report("program_error" if status else "passed", escape(output.decode("latin1")))
-            index += 1
-            continue
+            self.report("program_error" if status else "passed", escape(output.decode("latin1")))
+
+    def run_tests(self, texts: list[str], processes: Processes) -> None:
+        """A test that went wrong in a process with others before is run once more in one of its own."""
+        for index, text in enumerate(texts):
+            outcome, reused = "", True
+            while reused and outcome not in ("passed", "failed", REPORTED):
+                try:
+                    test, reused = processes.next_test()
+                    outcome = self.run_test_text(test, text, processes.modules, first=index == 0)
+                except (OSError, Torn):
+                    outcome = GONE
+                if outcome not in ("passed", "failed"):
+                    processes.until = 0.0
+            if outcome != REPORTED:
+                self.report(outcome)
+            if outcome == GONE:
+                return
+
+    def run_test_text(self, test: Test, text: str, modules: list[str] | None, first: bool) -> str:
+        """The outcome of a test; REPORTED: its fork has reported it. Torn: the prisoner had ended before."""
         try:
             nodes = nodes_of(compile(text, "<test>", "exec", 0x400, True))  # of the tree alone
-            names, problem = test.namespace(nodes)
+            names, problem = test.namespace(nodes, modules)
         except Torn:
-            if reused:
-                until = 0.0
-                continue
-            return report(GONE)
+            raise
         except BaseException as error:  # of a test that is no Python, or of a strange reply
-            report(f"error:{type(error).__name__}")
-            until, index = 0.0, index + 1
-            continue
-        held[:] = [mine]  # the process of the test before has been killed
-        if index == 0:
-            report("loaded")
+            return f"error:{type(error).__name__}"
+        if first:
+            self.report("loaded")
         if problem is not None:
-            until = 0.0
-            report("program_error" if problem[0] != "MemoryError" else "memory")
-        elif test.is_plain(nodes):
-            outcome = run_test(test, nodes, names)
-            if outcome not in ("passed", "failed"):
-                until = 0.0
-            if until or not reused:
-                report(outcome)
-            else:  # once more in a process of its own
-                index -= 1
-        else:
-            until = 0.0
-            size = posix.fstat(reports).st_size
-            child = posix.fork()
-            if child == 0:
-                lock()
-                own = posix.getpid()
-                # a fork of the test's own would mix its messages with the test's
-                posix.register_at_fork(after_in_child=mine.close)
-                outcome = run_test(test, nodes, names)
-                if posix.getpid() == own:  # no fork of the test's
-                    report(outcome)
-                posix._exit(0)
-            if end(child, alone, wait=True) and posix.fstat(reports).st_size == size:
-                report("crashed")
-            if alone and posix.listdir("/tmp"):  # the next test gets a new judge
-                posix._exit(0)
+            return "program_error" if problem[0] != "MemoryError" else "memory"
+        if not test.is_plain(nodes):
+            self.run_in_fork(test, nodes, names)
+            return REPORTED
+        outcome = run_test(test, nodes, names)
         names.clear()  # what a test held would last as long as its functions, which hold these names
         test.callbacks.clear()
         test.mutations.clear()
-        index += 1
+        return outcome
+
+    def run_in_fork(self, test: Test, nodes: list[Any], names: dict[str, Any]) -> None:
+        size = posix.fstat(self.reports).st_size
+        child = posix.fork()
+        if child == 0:
+            self.lock()
+            own, fd = posix.getpid(), test.peer.fd
+            # a fork of the test's own would mix its messages with the test's
+            posix.register_at_fork(after_in_child=lambda: posix.dup2(0, fd))
+            outcome = run_test(test, nodes, names)
+            if posix.getpid() == own:  # no fork of the test's
+                self.report(outcome)
+            posix._exit(0)
+        end(child, self.alone, wait=True)
+        if posix.fstat(self.reports).st_size == size:
+            self.report("crashed")
+        if self.alone and posix.listdir("/tmp"):  # the next test gets a new judge
+            posix._exit(0)
 
 
 def run_test(test: Test, nodes: list[Any], names: dict[str, Any]) -> str:

@@ -22,44 +22,24 @@ from verl.code_server.codec import Peer, Torn, parts_of, receive
 OPERATORS: dict[str, Callable[..., Any]] = {
     "get": getattr,
     "set": setattr,
-    "iter": iter,
-    "next": next,
     "item": operator.getitem,
     "set_item": operator.setitem,
-    "len": len,
-    "str": str,
-    "repr": repr,
-    "bool": bool,
-    "isinstance": isinstance,
-    "eq": operator.eq,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
+    **{kind.__name__: kind for kind in (bool, isinstance, iter, len, next, repr, str)},
+    **{name: getattr(operator, name) for name in ("eq", "lt", "le", "gt", "ge", "add", "sub", "mul")},
 }
-
-
-class Callback:
-    """A callable of the test, as the program sees it."""
-
-    def __init__(self, peer: Peer, number: int) -> None:
-        self._peer, self._number = peer, number
-
-    def __call__(self, *args: Any) -> Any:
-        return self._peer.request("callback", self._number, list(args))
+MANY_COLLECTIONS = 9  # after which there is garbage still: a program makes it
 
 
 class Servant:
     """Serves the judge over one channel: the names of the program, and what can be done with its objects.
-    Each test begins with `lookup`, or is `run`: they load the program anew."""
+    Each test begins with `lookup`, or is `run`: they load the program anew. With the list of its modules the
+    program is one that leaves nothing but its own names and what these remember: more tests may follow."""
 
     def __init__(self, fd: int, code: Any) -> None:
         self.code, self.used = code, False
         self.objects: list[Any] = []  # by the number of their handle
         self.numbers: dict[int, int] = {}  # the number of a handle by id()
+        self.callbacks: dict[int, tuple[Any, int]] = {}  # the test's callables and their numbers by id()
         self.peer = Peer(fd, self.serve, self.pack, self.unpack)
 
     def run(self) -> None:
@@ -70,31 +50,40 @@ class Servant:
             pass
 
     def pack(self, value: Any) -> list[Any]:
-        if isinstance(value, Callback):
-            return ["c", value._number]
+        if id(value) in self.callbacks:
+            return ["c", self.callbacks[id(value)][1]]
         if id(value) not in self.numbers:
             self.numbers[id(value)] = len(self.objects)
             self.objects.append(value)
         return ["h", self.numbers[id(value)]]
 
     def unpack(self, tag: str, number: int) -> Any:
-        return self.objects[number] if tag == "h" else Callback(self.peer, number)
+        if tag == "h":
+            return self.objects[number]
+        request = self.peer.request
+
+        def callback(*args: Any) -> Any:  # all that a program gets hold of beside plain data
+            return request("callback", number, list(args))
+
+        self.callbacks[id(callback)] = callback, number
+        return callback
 
     def serve(self, op: str, *args: Any) -> Any:
-        if op == "lookup":
-            return self.lookup(args[0])
-        if op == "run":
-            return self.run_text(args[0])
+        if op in ("lookup", "run"):
+            return (self.lookup if op == "lookup" else self.run_text)(*args)
         if op == "call":
             function, positional, named = args
             result = function(*positional, **named)
             return [result, [item if isinstance(item, list | dict | set) else None for item in positional]]
         return OPERATORS[op](*args)
 
-    def lookup(self, names: list[str]) -> Any:
+    def lookup(self, names: list[str], modules: list[str] | None = None) -> Any:
         """[what loading the program raised, {name: where the judge gets it}]: ["module", module, name] to be
         imported, or ["value", value]."""
-        self.forget()
+        if modules is not None:
+            self.forget(modules)
+            sys.stdin = _io.open(0, closefd=False)
+            sys.stdout, sys.stderr = _io.open(1, "w", closefd=False), _io.open(2, "w", closefd=False)
         namespace, problem = load(self.code, "program")
         found: dict[str, Any] = {}
         for name in names:
@@ -109,32 +98,39 @@ class Servant:
                     found[name] = ["value", value]
         return [None if problem is None else parts_of(problem), found]
 
-    def run_text(self, text: str) -> list[Any]:
-        """[exit status, stdout] of the program with a text as stdin. For plain programs alone: what they do
-        to the process beside that is not put right."""
-        self.forget()
-        given, taken = _io.BytesIO(text.encode(errors="surrogatepass")), _io.BytesIO()
-        kept = sys.stdin, sys.stdout
-        sys.stdin, sys.stdout = (_io.TextIOWrapper(f, "utf-8", "surrogateescape") for f in (given, taken))
-        try:
-            problem = load(self.code, "__main__")[1]
-            sys.stdout.flush()
-            return [exit_status(problem), taken.getvalue()]
-        finally:
-            sys.stdin, sys.stdout = kept
+    def run_text(self, text: str, modules: list[str]) -> list[Any]:
+        """[exit status, stdout] of the program with a text as stdin."""
+        self.forget(modules)
+        files = [_io.BytesIO(text.encode(errors="surrogatepass")), _io.BytesIO(), _io.BytesIO()]
+        sys.stdin, sys.stdout, sys.stderr = [_io.TextIOWrapper(f, "utf-8", "surrogateescape") for f in files]
+        problem = load(self.code, "__main__")[1]
+        sys.stdout.flush()
+        return [exit_status(problem), files[1].getvalue()]
 
-    def forget(self) -> None:
-        """Ends all that the test before has left of a plain program."""
-        if self.used:
-            sys.modules.pop("program", None)
-            sys.modules.pop("__main__", None)
-            self.objects.clear()
-            self.numbers.clear()
-            sys.setrecursionlimit(1000)
-            for clear in getattr(sys.modules.get("typing"), "_cleanups", ()):
-                clear()
+    def forget(self, modules: list[str]) -> None:
+        """Ends all that the test before has left. The program's objects end first, and what their ends run
+        (generators have a `finally`) finds no file; then what modules remember is put back."""
+        if not self.used:
+            self.used = True
+            for name in modules:
+                __import__(name)
             gc.collect()
-        self.used = True
+            return gc.freeze()  # what is older than the program is not looked at between two tests
+        for module in ("program", "__main__"):
+            sys.modules.pop(module, None)
+        for each in (self.objects, self.numbers, self.callbacks):
+            each.clear()
+        sys.stdin = sys.stdout = sys.stderr = None
+        for clear in [*getattr(sys.modules.get("typing"), "_cleanups", ()), sys.modules["re"].purge]:
+            clear()
+        if all(gc.collect() for _ in range(MANY_COLLECTIONS)):
+            posix._exit(1)
+        sys.setrecursionlimit(1000)
+        sys.set_int_max_str_digits(sys.int_info.default_max_str_digits)
+        if "random" in modules:
+            sys.modules["random"].seed()
+        if "decimal" in modules:
+            sys.modules["decimal"].setcontext(sys.modules["decimal"].Context())
 
 
 def load(code: Any, name: str) -> tuple[dict[str, Any], BaseException | None]:

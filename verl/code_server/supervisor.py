@@ -94,11 +94,11 @@ class Sandbox:
         left = end - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        awake: asyncio.Future[None] = loop.create_future()
-        loop.add_reader(self.control.fileno(), wake, awake)
-        timer = loop.call_later(left, wake, awake)
+        awake = asyncio.Event()
+        loop.add_reader(self.control.fileno(), awake.set)
+        timer = loop.call_later(left, awake.set)
         try:
-            await awake
+            await awake.wait()
         finally:
             timer.cancel()
             loop.remove_reader(self.control.fileno())
@@ -141,11 +141,6 @@ class Sandbox:
             os.close(self.pidfd)
         self.pidfd = -1
         self.control.close()
-
-
-def wake(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 class Stock:

@@ -46,6 +46,10 @@ REACHING_OUT = (
     "chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes utimensat futimesat setxattr "
     "lsetxattr fsetxattr removexattr lremovexattr fremovexattr"
 )
+BUBBLEWRAP = (
+    "--unshare-user --unshare-pid --as-pid-1 --unshare-ipc --unshare-uts --unshare-net --unshare-cgroup-try "
+    "--cap-add CAP_SYS_ADMIN --new-session --die-with-parent --clearenv --tmpfs /tmp --chdir /tmp"
+)
 NAMESPACE_FLAGS = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000, 0x80)
 ADVICE = (
     "Allow user namespaces (sysctl -w user.max_user_namespaces=10000; on Ubuntu 24.04 also sysctl -w "
@@ -256,16 +260,7 @@ class Walls:
         self.socket = self.process = None
 
     def bubblewrap(self, prefix: str, environment: dict[str, str]) -> list[str]:
-        command = [
-            find_bubblewrap(),
-            "--unshare-user",
-            "--unshare-pid",
-            "--as-pid-1",
-            "--unshare-ipc",
-            "--unshare-uts",
-        ]
-        command += ["--unshare-net", "--unshare-cgroup-try", "--cap-add", "CAP_SYS_ADMIN", "--new-session"]
-        command += ["--die-with-parent", "--clearenv", "--tmpfs", "/tmp", "--chdir", "/tmp"]
+        command = [find_bubblewrap(), *BUBBLEWRAP.split()]
         for name, value in environment.items():
             command += ["--setenv", name, value]
         for path in ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"):

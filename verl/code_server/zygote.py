@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from verl.code_server.codec import decode, receive
-from verl.code_server.judge import Test, judge_tests, run_test
+from verl.code_server.judge import Test, TestRunner, run_test
 from verl.code_server.plain import nodes_of
 from verl.code_server.prisoner import Servant, Traces, serve_tests
 
@@ -30,7 +30,7 @@ MAX_JUDGE_KB = 200 << 10  # of memory; a judge that has held more takes no furth
 SET_PDEATHSIG, SET_DUMPABLE, SET_NO_NEW_PRIVS, SET_SECCOMP = 1, 4, 38, 22
 CAP_HEADER = (0x20080522).to_bytes(4, sys.byteorder) + bytes(4)  # version 3
 libc = ctypes.CDLL(None, use_errno=True)
-PRELOADED = "typing collections math re functools itertools heapq bisect"
+PRELOADED = "dataclasses typing collections math re functools itertools heapq bisect"
 settings: dict[str, Any] = {}  # see walls.py, which fills them in
 
 
@@ -127,7 +127,7 @@ def keep(role: bytes, control: _socket.socket) -> None:
         else:
             job = posix.pread(fds[0], posix.fstat(fds[0]).st_size, 0).decode("ascii")
             texts, program, stdio = decode(job, lambda tag, number: None)
-            judge_tests(texts, program, stdio, fds[1], fds[2], link, alone, lock)
+            TestRunner(fds[2], alone, lock).judge(texts, program, stdio, fds[1], link)
             control.send(b"done")
             for fd in fds[:3]:
                 posix.close(fd)
@@ -171,16 +171,9 @@ def main(given: dict[str, Any]) -> None:
     requests, namespaces = _socket.socket(fileno=given["socket"]), given["namespaces"]
     import signal
 
-    def reap(*_: Any) -> None:
-        try:
-            while posix.waitpid(-1, posix.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            pass
-
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     warm_up()
-    signal.signal(signal.SIGCHLD, reap)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     own = posix.pidfd_open(posix.getpid()) if namespaces else -1
     gc.collect()
     libc.malloc_trim(0)  # each page of memory makes a fork slower
