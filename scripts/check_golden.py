@@ -254,7 +254,7 @@ def main() -> int:
             there = Checkout(folder, work / "there", options.vllm_python)
             configs = work / "configs"
             configs.mkdir()
-            for file in {config_of(scenario.script) for scenario in SCENARIOS.values()}:
+            for file in {config_of(SCENARIOS[name].script) for name in names}:
                 own = folder / "configs" / file
                 text = own.read_text() if own.exists() else git("show", f"{FIRST_SETTINGS}:configs/{file}")
                 (configs / file).write_text(text)

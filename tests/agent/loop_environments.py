@@ -22,6 +22,8 @@ class Counting(BaseTextEnv):
     def __init__(self, env_config=None, extras=None):
         super().__init__()
         self.row, self.env_config = extras or {}, env_config or {}
+        if "stop" in self.row:
+            self.stop = self.row["stop"]
         if self.mood == "unmade":
             raise RuntimeError("no such maze")
 
@@ -94,8 +96,6 @@ class Odd(Counting):
     """Returns what the loop can't take (`mood`), alone or with its neighbours."""
 
     def init(self, prompt):
-        if self.mood == "stop":
-            self.stop = "</a>"
         if self.mood == "alone":
             return prompt
         return (["hello"] if self.mood == "prompt" else prompt), {}
@@ -117,6 +117,16 @@ class Odd(Counting):
 
 class Lettered(Counting):
     stop = "</answer>"
+
+
+class Unstopped(Counting):
+    stop = None
+
+
+class Chosen(Counting):
+    @property
+    def stop(self):
+        return ("</a>",)
 
 
 class Elsewhere(Counting):

@@ -73,6 +73,18 @@ def test_a_control_token_that_a_document_spells_out_stays_text():
     assert codec.decode(ids) == format_observation(documents)
 
 
+def test_what_was_encoded_before_changes_no_ids():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<information>"]})
+    codec = Codec(tokenizer, AgentConfig(2, 100, 1000, 100, 500))
+    first = codec.encode("<information>a</information>")
+    assert tokenizer.convert_tokens_to_ids("<information>") == first[0]
+    codec.encode(f"a text that spells {EOS}")
+    tokenizer.pad_token = EOS
+    tokenizer(["a", "a longer one"], padding=True, truncation=True, max_length=5)
+    assert codec.encode("<information>a</information>") == first
+
+
 def test_a_long_document_shows_no_warning_of_indexing_errors(monkeypatch):
     """It is cut to max_obs_length afterwards: what transformers would say means nothing."""
     shown = []

@@ -159,7 +159,7 @@ def test_a_chat_message_is_cut_and_can_not_forge_the_templates_tokens():
     "mood, reason, error, turns",
     [
         ("unmade", "env_failed", "RuntimeError: no such maze", None),
-        ("breaks", "env_failed", "loop_environments.py:35, in step)", 2),
+        ("breaks", "env_failed", ", in step)", 2),
         ("breaks", "env_failed", "KeyError: 'gone'", 2),
         ("unsure", "unverified", "the judge is away", 1),
         ("rewrites", "env_failed", "postprocessed_action", 1),
@@ -191,20 +191,36 @@ def test_a_step_that_hangs_is_given_up_in_time_and_holds_up_no_other(name):
     "name, extras, words",
     [
         ("Odd", {"mood": "alone"}, "; expected (messages, information)"),
-        ("Lettered", {}, "Found stop='</answer>'; expected a tuple of texts"),
+        ("Odd", {"stop": "</a>"}, "Found stop='</a>'; expected a tuple of texts"),
         ("Counting", {"max_turns": "two"}, "Found max_turns='two' in a row; expected a whole number"),
-        ("Nobody", {}, "found no class 'Nobody' in loop_environments"),
-        ("Elsewere", {}, "Did you mean loop_environments:Elsewhere?"),
-        ("Elsewhere", {}, "found runs='threads'; expected one of inline, thread, process"),
     ],
 )
-def test_a_mistake_in_a_class_or_a_row_says_what_was_expected(name, extras, words):
+def test_a_mistake_in_an_episode_says_what_was_expected(name, extras, words):
     try:
         output, _ = run([(name, extras)])
-    except ValueError as error:
-        assert words in str(error)
+    except ValueError as error:  # of a row, which is read before any episode
+        assert "max_turns" in extras and words in str(error)
     else:
-        assert words in records(output)[0]["env_error"]
+        assert "max_turns" not in extras and words in records(output)[0]["env_error"]
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("Lettered", "Found stop='</answer>'; expected a tuple of texts"),
+        ("Unstopped", "Found stop=None; expected a tuple of texts"),
+        ("Nobody", "found no class 'Nobody' in loop_environments"),
+        ("Elsewere", "Did you mean loop_environments:Elsewhere?"),
+        ("Elsewhere", "found runs='threads'; expected one of inline, thread, process"),
+    ],
+)
+def test_a_mistake_in_a_class_is_refused(name, words):
+    with pytest.raises(ValueError) as raised:
+        load_class(f"loop_environments:{name}")
+    assert words in str(raised.value)
+    with pytest.raises(ValueError, match="broken_module can't be imported from .*NameError: .*undefined"):
+        load_class("broken_module:Any")
+    load_class("loop_environments:Chosen")
 
 
 def test_a_dot_in_place_of_the_colon_is_named():

@@ -76,6 +76,14 @@ def test_a_test_leaves_nothing_to_the_tests_and_programs_after_it(url):
         assert results == [1, int("2" not in tests[1])], tests
 
 
+def test_after_a_test_whose_sandbox_is_ended_for_its_memory_the_next_one_runs(url):
+    program = "import os, time\ndef f(n):\n  for _ in range(6 if n else 0):\n    if os.fork() == 0:\n"
+    program += "      x = b'x' * (n << 20)\n      time.sleep(9)\n  time.sleep(9 if n else 0)\n  return 1"
+    tests = ["assert f(150) == 1", "assert f(0) == 1"]
+    reply = ask(url, "test_program", program=program, tests=tests, max_execution_time=6.0).json()
+    assert reply["outcomes"] == ["memory", "passed"] and reply["seconds"] < 5
+
+
 REMEMBER = {  # by what a program might keep from one test to the next
     "a list": "m = []\ndef f(x):\n  m.append(x)\n  return m[0]",
     "a default": "def f(x, m=[]):\n  m.append(x)\n  return m[0]",

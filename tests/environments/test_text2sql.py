@@ -135,6 +135,10 @@ def test_queries_only_read(world, folder, tmp_path, sql):
     assert (folder / "shop" / "shop.sqlite").read_bytes() == before
 
 
+def test_an_error_of_a_query_is_shown_without_places_in_this_project(world):
+    assert "<observation>Error: OperationalError: no such column: b\n" in look(world(), "SELECT b FROM item")
+
+
 def test_a_query_without_end_is_stopped_and_its_process_goes_on(world):
     env = world(seconds=0.2)
     look(env, "SELECT 1")

@@ -169,6 +169,11 @@ def test_a_row_is_tried_by_hand():
     row = {"reward_model": {"verifier": ["gsm8k", OWN + "Shouts"], "ground_truth": ["72", "x"]}}
     assert try_row(row, "IT IS 72").score == 2.0
     assert [each["score"] for each in try_row(row, "it is 72").verdicts] == [1.0, 0.0]
+    with pytest.raises(ValueError, match="expected a row that names verifiers"):
+        try_row({"reward_model": {"ground_truth": {"target": ["a"]}}}, "a")
+    with pytest.raises(ValueError, match="row 0: Found max_turns='two' in a row"):
+        VERIFY.check_rows([row | {"max_turns": "two"}])
+    assert VERIFY.check_rows([row | {"max_turns": "2"}]) == 1
     with pytest.raises(ValueError, match="row 0: .*expected a number of tokens"):
         try_row({"dataset": "max_length", "ground_truth": "long"}, "a")
     half = [{"name": "math", "label": "1", "weight": "half"}]

@@ -121,9 +121,6 @@ class Codec:
         self._encode_cached = lru_cache(maxsize=4096)(self.encode)  # a group asks the same thing often
         self.decode_prompt = lru_cache(maxsize=4096)(self.decode)  # and has one prompt
         self._is_fast = isinstance(tokenizer, PreTrainedTokenizerFast)
-        if self._is_fast:  # what somebody has asked of it before
-            tokenizer.backend_tokenizer.no_padding()
-            tokenizer.backend_tokenizer.no_truncation()
         self.stop = cache(self._stop)
 
     def _stop(self, strings: tuple[str, ...]) -> StopCondition | None:
@@ -136,7 +133,11 @@ class Codec:
         A control token's name in the text (an end of sequence, a role marker) is split like any other words.
         """
         if self._is_fast:  # without the conversions around it, which cost as much
-            ids = self.tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            backend = self.tokenizer.backend_tokenizer
+            backend.no_padding()  # what an earlier call has set
+            backend.no_truncation()
+            backend.encode_special_tokens = False
+            ids = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         else:  # not verbose: no warning of a text that is too long for the model, which is cut afterwards
             ids = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
         if not self._control_ids.isdisjoint(ids):

@@ -321,6 +321,7 @@ class TestRunner:
         for index, text in enumerate(texts):
             outcome, reused = "", True
             while reused and outcome not in ("passed", "failed", REPORTED):
+                reused = False
                 try:
                     test, reused = processes.next_test()
                     outcome = self.run_test_text(test, text, processes.modules, first=index == 0)

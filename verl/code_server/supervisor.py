@@ -336,7 +336,7 @@ class Supervisor:
         self, job: list[Any], limit: float, code: int, *link: int
     ) -> tuple[str, float, list[tuple[str, float, str]], bool]:
         """Writes a program's code to the file `code`: ("" or why there is none, seconds that are left of the
-        limit, what became of the first tests, did the next one take too long). See `judge_tests`."""
+        limit, what became of the first tests, did the next one take too long): see judge.py."""
         began = time.monotonic()
         async with self.stock.take(b"judge") as judge:
             lines, loaded, timeout = await self.judged(judge, job, limit, code, *link)

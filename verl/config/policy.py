@@ -267,7 +267,6 @@ class Rollout(Block):
     response_length: int = must_follow("data.max_response_length", "Set that key.")
     vllm: Vllm = group(Vllm)
     block_size: ClassVar[int] = 32  # positions per block of the KV cache
-    ignore_eos: ClassVar[bool] = False  # a trajectory ends at the end-of-sequence token
 
 
 @dataclass(slots=True)

@@ -169,15 +169,19 @@ def row_max_turns(row: Mapping[str, Any]) -> int | None:
     for columns in (row, row.get("extra_info")):
         value = columns.get("max_turns") if isinstance(columns, Mapping) else None
         if value is not None and value == value:  # not the NaN of an empty cell
-            if not isinstance(value, int | float | np.integer | np.floating) or value < 0 or value % 1:
+            try:
+                number = int(value)
+            except (TypeError, ValueError):
+                number = -1
+            if number < 0 or (isinstance(value, float) and number != value):
                 raise ValueError(f"Found max_turns={value!r} in a row; expected a whole number.")
-            return int(value)
+            return number
     return None
 
 
 def check_stop(stop: Any) -> None:
     """ValueError: strings that end a turn are given as one string, or are no strings."""
-    if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
+    if not isinstance(stop, tuple | list) or not all(isinstance(text, str) for text in stop):
         raise ValueError(f"Found stop={stop!r}; expected a tuple of texts, such as ('</answer>',).")
 
 

@@ -75,8 +75,8 @@ class Calls:
     """Calls in an event loop of a thread: coroutines, or plain ones, for each of which it has a thread.
 
     A deadline counts from the start. What can't be ended there (a plain call, a coroutine that does not let
-    itself be cancelled) fails all the same and holds up no other: a thread takes no place from then on, and a
-    loop that is held up is left for a new one.
+    itself be cancelled) fails all the same: a thread takes no place from then on, and a loop that is held up
+    is left for a new one after twice the time.
     """
 
     def __init__(self, max_threads: int | None) -> None:
@@ -98,6 +98,9 @@ class Calls:
                 if self._places is None and len(self._loops) == 1:
                     start(self._watch)
         future: Future[Any] = Future()
+        if self._is_over:
+            settle(future, error=EpisodeFailed("the run ends"))
+            return future
         latest = time.monotonic() + 2 * timeout + 1  # it may wait for its turn
         self._under_way[future] = (latest, timeout)
         future.add_done_callback(lambda _: self._under_way.pop(future, None))
@@ -109,7 +112,7 @@ class Calls:
                 async with self._places or turn, asyncio.timeout(timeout) as limit:
                     if self._places is None:
                         settle(future, await call())
-                    elif future.set_running_or_notify_cancel():
+                    elif not future.done():
                         done: Future[Any] = Future()
                         start(attempt, done, call)
                         settle(future, await asyncio.wrap_future(done))

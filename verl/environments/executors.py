@@ -9,8 +9,8 @@
 
 `environment.executor`: auto follows the class's `runs`. At most `max_workers` threads wait for others (so
 many cost little, and fewer would hold up a batch), and coroutines in any number; of processes, which compute,
-MOST_COMPUTING do at a time. An exception of an environment, or a call that takes longer than
-`environment.step_timeout`, is its own episode's end and nobody else's.
+MOST_COMPUTING of all environments together do at a time. An exception of an environment, or a call that takes
+longer than `environment.step_timeout`, is its own episode's end and nobody else's.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ class ProcessEnvironment:
                 self.process.call("make", *self.arguments)
             return self.process.call(method, *arguments)
         except (CheckFailed, ProcessEnded, OSError) as error:
-            raise EpisodeFailed(str(error) or "its process was killed") from error
+            said = f"{error}{getattr(error, 'place', '')}"
+            raise EpisodeFailed(said or "its process was killed") from error
         finally:
             self.is_busy = False
 

@@ -49,7 +49,8 @@ def load_class(env_class: str) -> tuple[Callable[..., Any], Mapping[str, Any]]:
         raise ValueError(f"Found env_class={env_class!r}, a {type(found).__name__}; expected a class.")
     if getattr(found, "runs", "thread") not in HOW:
         raise ValueError(f"{env_class}: found runs={found.runs!r}; expected one of {', '.join(HOW)}.")
-    check_stop(getattr(found, "stop", ()))
+    if not isinstance(stop := getattr(found, "stop", ()), property):
+        check_stop(stop)
     return found, kwargs
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import sys
 import traceback
 from collections.abc import Collection
 from typing import Any
@@ -28,8 +29,10 @@ def import_named(path: str, what: str, known: Collection[str]) -> Any:
         raise ValueError(f"Found {what}; expected {expected}.{hint}")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"{what}: {module_name} can't be imported from {os.getcwd()} ({error})") from error
+    except Exception as error:  # it is a user's module: anything may come
+        raise ValueError(
+            f"{what}: {module_name} can't be imported from {os.getcwd()} ({describe(error)})"
+        ) from error
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, vars(module), 1)
         hint = f" Did you mean {module_name}:{near[0]}?" if near else ""
@@ -37,8 +40,15 @@ def import_named(path: str, what: str, known: Collection[str]) -> Any:
     return getattr(module, name)
 
 
-def describe(error: BaseException) -> str:
-    """An exception of a user's code in one line, with the line of code that raised it."""
+def place_of(error: BaseException) -> str:
+    """The line that raised an exception, the last one outside of libraries: " (file:line, in function)"."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
+    own = [frame for frame in frames if not frame.filename.startswith((sys.prefix, sys.base_prefix, "<"))]
+    last = own[-1] if own else frames[-1] if frames else None
+    return f" ({last.filename}:{last.lineno}, in {last.name})" if last else ""
+
+
+def describe(error: BaseException) -> str:
+    """An exception of a user's code in one line, with its place."""
+    message = str(error).replace("\n", " ")
+    return f"{type(error).__name__}: {message[:500]}{place_of(error)}"

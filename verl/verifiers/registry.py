@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from verl.config.environments import VerifiersConfig
+from verl.environments.base import row_max_turns
 from verl.utils.importing import describe, import_named
 from verl.verifiers.base import CouldNotVerify, Sample, Verdict, Verifier, VerifierLimit, VerifierSettings
 
@@ -97,6 +98,12 @@ def assigned_verifiers(reward_model: Any, columns: Mapping[str, Any] | None = No
     return assigned
 
 
+def verifiers_of(row: Mapping[str, Any]) -> list[Assigned]:
+    """Those of a row as it stands in a file."""
+    specs = (row.get(name) for name in ("reward_model", "reward_spec"))
+    return assigned_verifiers(next((spec for spec in specs if spec is not None), None), row)
+
+
 def make_verifier(name: str, settings: VerifierSettings) -> Verifier:
     """The verifier of a name, ready to work. ValueError: there is none, or it is no verifier."""
     found = import_named(VERIFIERS.get(check_name(name), name), f"verifier {name!r}", VERIFIERS)
@@ -135,13 +142,14 @@ class Verifiers:
         return self._made[name]
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> int:
-        """How many rows name verifiers. ValueError for the first one with an unknown name or a label that its
-        verifier can't work with. For before the run starts.
+        """How many rows name verifiers. ValueError for the first one with an unknown name, a label that its
+        verifier can't work with, or a max_turns that is no number. For before the run starts.
         """
         count = 0
         for index, row in enumerate(rows):
             try:
-                assigned = assigned_verifiers(row.get("reward_model", row.get("reward_spec")), row)
+                row_max_turns(row)
+                assigned = verifiers_of(row)
                 for each in assigned:
                     self[each.name].check_label(each.label)
             except ValueError as error:
@@ -163,14 +171,17 @@ class Verifiers:
 
         def verify(name: str) -> Iterator[Verdict]:
             try:
-                verdicts = made[name].verify_many(samples[name])
+                verdicts = list(made[name].verify_many(samples[name]))
             except CouldNotVerify as error:
                 verdicts = [Verdict(None, str(error))] * len(samples[name])
             except VerifierLimit:
                 raise
             except Exception as error:  # a mistake in its code, or in a label
                 raise ValueError(f"verifier {name!r} failed: {describe(error)}") from error
-            return iter([verdict for _, verdict in zip(samples[name], verdicts, strict=True)])
+            if len(verdicts) != len(samples[name]):
+                found, wanted = len(verdicts), len(samples[name])
+                raise ValueError(f"verifier {name!r} returned {found} verdicts of {wanted} responses")
+            return iter(verdicts)
 
         with ThreadPoolExecutor(max(len(samples), 1), "verifier") as pool:
             found = dict(zip(samples, pool.map(verify, samples), strict=True))
@@ -187,8 +198,10 @@ class Verifiers:
                 score = verdict.score
                 if score is None:
                     total = None if each.weight else total
-                elif math.isnan(score):
-                    raise ValueError(f"verifier {verifier.name!r} returned the score nan; expected a number")
+                elif not isinstance(score, Real) or math.isnan(score):
+                    raise ValueError(
+                        f"verifier {verifier.name!r} returned the score {score!r}; expected a number"
+                    )
                 else:
                     score = min(max(float(score), verifier.low), verifier.high)
                     total = None if total is None else total + each.weight * score
@@ -207,10 +220,10 @@ def try_row(row: Mapping[str, Any], text: str, config: VerifiersConfig | None = 
     ValueError as `Verifiers.verify`.
     """
     verifiers = Verifiers(VerifierSettings(config or VerifiersConfig()))
-    verifiers.check_rows([row])
-    assigned = assigned_verifiers(row.get("reward_model", row.get("reward_spec")), row)
     try:
-        return verifiers.verify([(Sample(text, None), assigned)])[0]
+        if not verifiers.check_rows([row]):
+            raise ValueError(f"Found the columns {sorted(row)}; expected a row that names verifiers.")
+        return verifiers.verify([(Sample(text, None), verifiers_of(row))])[0]
     finally:
         verifiers.close()
 

@@ -27,7 +27,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, ClassVar
 
-from verl.utils.importing import describe
+from verl.utils.importing import place_of
 from verl.verifiers.base import CouldNotVerify, Sample, Verdict, Verifier, VerifierSettings
 
 _MEMORY_BYTES = 4 << 30  # of a checking process's address space
@@ -39,7 +39,9 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class CheckFailed(Exception):
-    """The function raised."""
+    """The function raised. place: where, for people."""
+
+    place = ""
 
 
 class TooMuch(CheckFailed):
@@ -250,7 +252,9 @@ def serve(control_fd: int, name: str, cpu_seconds: float, first: Sequence[Any]) 
         except MemoryError:
             reply = pickle.dumps((TooMuch("memory"), None))
         except (Exception, SystemExit) as error:  # libraries and environments raise anything
-            reply = pickle.dumps((CheckFailed(describe(error)[:500]), None))
+            failed = CheckFailed(f"{type(error).__name__}: {error}"[:500])
+            failed.place = place_of(error)
+            reply = pickle.dumps((failed, None))
         signal.setitimer(signal.ITIMER_PROF, 0)
         connection.sendall(reply)
     os._exit(0)
