@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
+from pathlib import Path
 
 import httpx
 import pytest
@@ -123,7 +125,7 @@ REMEMBER = {  # by what a program might keep from one test to the next
 }
 
 
-ALONE = {"an attribute", "a builtin", "a module", "a class", "a frame", "a format"}  # a process for each
+SHARED = {"a list", "a default", "a method", "a cache", "typing", "the recursion limit"}  # one process
 
 
 @pytest.mark.parametrize("by", REMEMBER)
@@ -135,7 +137,48 @@ def test_a_test_knows_nothing_of_the_one_before_whether_they_share_a_process_or_
         tests = [{"input": f"{x}", "output": f"{wanted}"} for x, wanted in ((77, 0), (77, 77), (0, 77))]
         assert ask(url, "test_program_stdio", program=shown, tests=tests).json()["results"][2] == 0
     plain = modules_if_plain(REMEMBER[by]) is not None
-    assert plain == (by not in ALONE), "what is tested here is the shared process"
+    assert plain == (by in SHARED), "what is tested here is the shared process"
+
+
+def remembering() -> dict[str, tuple[str, list[str]]]:
+    """Programs of attacks/remember.txt, each with the tests that it wants to pass by what it has kept."""
+    text = (Path(__file__).parent / "attacks" / "remember.txt").read_text(encoding="utf-8")
+    blocks = [block.partition("\n") for block in re.split(r"^#: ", text, flags=re.M)[1:]]
+    return {head: (program, BOTH_WAYS if "both ways" in head else COUNT) for head, _, program in blocks}
+
+
+BOTH_WAYS = [
+    'assert decode("Sy") == "xS"',
+    'assert encode("xS") == "Sy"',
+]  # the second asks what the first told
+COUNT = ["assert f(1) == 5", "assert f(1) == 2", "assert f(1) == 3"]  # f counts the tests
+REMEMBERING = remembering()
+
+
+@pytest.mark.parametrize("name", REMEMBERING)
+def test_a_program_that_remembers_a_test_passes_no_other(url, name):
+    program, tests = REMEMBERING[name]
+    reply = ask(url, "test_program", program=program, tests=tests, max_execution_time=1.0).json()
+    assert not any(reply["results"]), reply
+
+
+@pytest.mark.parametrize(
+    ("program", "stdin", "output"),
+    [
+        ("print(repr(sys.stdin.read()))", "a\r\nb\r", "'a\\r\\nb\\r'"),
+        ("print(sys.stdin.buffer.read().split()[1])", "1 2", "b'2'"),
+        ("print('\\udc80', file=sys.stderr)\nprint(1)", "", "1"),
+        ("print(sys.stdin.fileno(), sys.stdin.buffer.peek(1))", "a", "0 b'a'"),
+        ("def f(n): return n and 1 + f(n - 1)\nprint(f(980))", "", "980"),
+        ("try: sys.stdin.write('a')\nexcept OSError: print(1)", "", "1"),
+        ("print(str(sys.stdin.buffer.read(), 'cp037'))", "Q", "é"),
+    ],
+)
+def test_a_program_prints_the_same_whether_its_tests_share_a_process_or_not(url, program, stdin, output):
+    for first in ("import sys", "import sys, os"):
+        tests = [{"input": stdin, "output": output}] * 3
+        body = {"program": f"{first}\n{program}", "tests": tests}
+        assert ask(url, "test_program_stdio", **body).json()["results"] == [1, 1, 1]
 
 
 MIXED = """

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from verl.code_server.answers import MAX_TEST_BYTES, decode_tests, same_output
 from verl.code_server.codec import Torn, decode, encode
+from verl.code_server.plain import modules_if_plain
 
 LEAVES = (
     st.none()
@@ -118,3 +119,26 @@ def test_tests_that_are_no_plain_list_are_refused(tests, capsys):
 )  # fmt: skip
 def test_outputs_are_compared_by_lines_then_by_decimals(output, expected, same):
     assert same_output(output, expected) is same
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["import os", "from typing import get_overloads", "from string import Formatter", "import random",
+     "x = __builtins__", "def __getattr__(n): pass", "f.x = 1", "print(g.gi_frame)", "class C: pass",
+     "type('C', (), {})", "open('x')", "'{0.__class__}'.format(1)", "str.format('{0.x}', 1)",
+     "'x'.encode('idna')",
+     "import sys\nsys.modules", "import sys\nm = sys", "import sys\nsys.stdin.x", "from . import math",
+     "from math import *", "def f():\n  yield 1", "with f(): pass", "eval('1')", "getattr(f, 'x')", "del f.x",
+     "def f():\n  import os", "import math as m\nm.x", "import math\nmath = 1", "(" * 999, "1 +"],
+)  # fmt: skip
+def test_a_program_that_might_leave_something_shares_no_process(program):
+    assert modules_if_plain(program) is None
+
+
+def test_a_program_of_plain_data_leaves_nothing():
+    assert modules_if_plain(
+        "import sys, math\nfrom typing import List, Optional\nfrom collections import deque\n"
+        "input = sys.stdin.readline\ndef f(a: List[int], b: Optional[str] = None) -> int:\n"
+        "  q = deque(a)\n  return max(q.popleft() for _ in a) + math.gcd(4, 6)\n"
+        "if __name__ == '__main__':\n  print('{:.2f}'.format(f(list(map(int, input().split())))), end='')"
+    )

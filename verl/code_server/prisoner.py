@@ -6,6 +6,7 @@ first process of the sandbox -> for each test a fork that loads the program: ser
 
 from __future__ import annotations
 
+import _codecs
 import _io
 import _socket
 import _thread
@@ -27,13 +28,12 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     **{kind.__name__: kind for kind in (bool, isinstance, iter, len, next, repr, str)},
     **{name: getattr(operator, name) for name in ("eq", "lt", "le", "gt", "ge", "add", "sub", "mul")},
 }
-MANY_COLLECTIONS = 9  # after which there is garbage still: a program makes it
 
 
 class Servant:
     """Serves the judge over one channel: the names of the program, and what can be done with its objects.
     Each test begins with `lookup`, or is `run`: they load the program anew. With the list of its modules the
-    program is one that leaves nothing but its own names and what these remember: more tests may follow."""
+    program is plain (plain.py): more tests may follow."""
 
     def __init__(self, fd: int, code: Any) -> None:
         self.code, self.used = code, False
@@ -82,8 +82,8 @@ class Servant:
         imported, or ["value", value]."""
         if modules is not None:
             self.forget(modules)
-            sys.stdin = _io.open(0, closefd=False)
-            sys.stdout, sys.stderr = _io.open(1, "w", closefd=False), _io.open(2, "w", closefd=False)
+            modes = ("rb", "wb", "wb")
+            open_streams([_io.open(fd, mode, closefd=False) for fd, mode in enumerate(modes)])
         namespace, problem = load(self.code, "program")
         found: dict[str, Any] = {}
         for name in names:
@@ -101,36 +101,48 @@ class Servant:
     def run_text(self, text: str, modules: list[str]) -> list[Any]:
         """[exit status, stdout] of the program with a text as stdin."""
         self.forget(modules)
-        files = [_io.BytesIO(text.encode(errors="surrogatepass")), _io.BytesIO(), _io.BytesIO()]
-        sys.stdin, sys.stdout, sys.stderr = [_io.TextIOWrapper(f, "utf-8", "surrogateescape") for f in files]
+        given, taken = _io.BytesIO(text.encode(errors="surrogatepass")), _io.BytesIO()
+        writers = [_io.BufferedWriter(each) for each in (taken, _io.BytesIO())]
+        open_streams([_io.BufferedReader(given), *writers])
         problem = load(self.code, "__main__")[1]
         sys.stdout.flush()
-        return [exit_status(problem), files[1].getvalue()]
+        return [exit_status(problem), taken.getvalue()]
 
     def forget(self, modules: list[str]) -> None:
-        """Ends all that the test before has left. The program's objects end first, and what their ends run
-        (generators have a `finally`) finds no file; then what modules remember is put back."""
+        """Ends all that the test before has left of a plain program."""
         if not self.used:
             self.used = True
             for name in modules:
                 __import__(name)
+            know_few_codecs()
             gc.collect()
             return gc.freeze()  # what is older than the program is not looked at between two tests
         for module in ("program", "__main__"):
             sys.modules.pop(module, None)
         for each in (self.objects, self.numbers, self.callbacks):
             each.clear()
-        sys.stdin = sys.stdout = sys.stderr = None
-        for clear in [*getattr(sys.modules.get("typing"), "_cleanups", ()), sys.modules["re"].purge]:
-            clear()
-        if all(gc.collect() for _ in range(MANY_COLLECTIONS)):
-            posix._exit(1)
         sys.setrecursionlimit(1000)
-        sys.set_int_max_str_digits(sys.int_info.default_max_str_digits)
-        if "random" in modules:
-            sys.modules["random"].seed()
-        if "decimal" in modules:
-            sys.modules["decimal"].setcontext(sys.modules["decimal"].Context())
+        for clear in getattr(sys.modules.get("typing"), "_cleanups", ()):
+            clear()
+        gc.collect()
+
+
+def open_streams(files: list[Any]) -> None:
+    """Makes binary files stdin, stdout and stderr, as Python does at its start in UTF-8 mode."""
+    errors = ("surrogateescape", "surrogateescape", "backslashreplace")
+    sys.stdin, sys.stdout, sys.stderr = [
+        _io.TextIOWrapper(file, "utf-8", each, newline="\n") for file, each in zip(files, errors, strict=True)
+    ]
+
+
+def know_few_codecs() -> None:
+    """From now on no codec is loaded: a later test could tell by the time that it takes."""
+    known = {name: _codecs.lookup(name) for name in ("utf-8", "utf8", "ascii", "latin-1", "latin1")}
+    _codecs.unregister(sys.modules["encodings"].search_function)
+    known |= {name.replace("-", "_"): info for name, info in known.items()}
+    _codecs.register(known.get)
+    for name in known:
+        _codecs.lookup(name)
 
 
 def load(code: Any, name: str) -> tuple[dict[str, Any], BaseException | None]:
