@@ -42,7 +42,7 @@ def test_each_variant_of_a_real_model_is_a_configuration(name):
 
 @pytest.mark.slow
 def test_two_algorithms_become_a_table(capsys, monkeypatch, request):
-    told = "compare --only grpo lora --seeds 987 --steps 1 data.val_data_num=8 data.train_batch_size=2"
+    told = "compare --only grpo lora --seeds 987 --steps 1 data.val_data_num=8 data.train_batch_size=4"
     told += " actor_rollout_ref.actor.ppo_mini_batch_size=16 trainer.val_before_train=false"
     monkeypatch.setattr(sys, "argv", told.split())
     folder = compare_algorithms.ROOT / "verl_checkpoints"
