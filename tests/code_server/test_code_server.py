@@ -162,6 +162,13 @@ def test_a_program_that_remembers_a_test_passes_no_other(url, name):
     assert not any(reply["results"]), reply
 
 
+def test_a_codec_is_there_in_each_test_of_a_program_that_shares_a_process(url):
+    program = "def f(b): return str(b, 'cp037')"
+    assert modules_if_plain(program) == []
+    tests = ["assert f(bytes([0x51])) == 'é'"] * 3
+    assert ask(url, "test_program", program=program, tests=tests).json()["results"] == [1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("program", "stdin", "output"),
     [

@@ -36,7 +36,7 @@ class Servant:
     program is plain (plain.py): more tests may follow."""
 
     def __init__(self, fd: int, code: Any) -> None:
-        self.code, self.used = code, False
+        self.code, self.used, self.knows_few_codecs = code, False, False
         self.objects: list[Any] = []  # by the number of their handle
         self.numbers: dict[int, int] = {}  # the number of a handle by id()
         self.callbacks: dict[int, tuple[Any, int]] = {}  # the test's callables and their numbers by id()
@@ -114,9 +114,11 @@ class Servant:
             self.used = True
             for name in modules:
                 __import__(name)
-            know_few_codecs()
             gc.collect()
             return gc.freeze()  # what is older than the program is not looked at between two tests
+        if not self.knows_few_codecs:
+            self.knows_few_codecs = True
+            know_few_codecs()
         for module in ("program", "__main__"):
             sys.modules.pop(module, None)
         for each in (self.objects, self.numbers, self.callbacks):
@@ -136,7 +138,8 @@ def open_streams(files: list[Any]) -> None:
 
 
 def know_few_codecs() -> None:
-    """From now on no codec is loaded: a later test could tell by the time that it takes."""
+    """From now on all codecs but a few are unknown: a test could tell by those that are loaded what the one
+    before it did. A test that asks for another fails, and runs once more in a process of its own."""
     known = {name: _codecs.lookup(name) for name in ("utf-8", "utf8", "ascii", "latin-1", "latin1")}
     _codecs.unregister(sys.modules["encodings"].search_function)
     known |= {name.replace("-", "_"): info for name, info in known.items()}
