@@ -8,6 +8,7 @@ import json
 import os
 import sys
 
+import search_r1.llm_agent  # noqa: F401  (registers its environment)
 from search_r1.search.probe import RetrievalProbe
 from verl.preflight.preflight import look
 from verl.preflight.target import Target
