@@ -36,7 +36,7 @@ class Servant:
     program is plain (plain.py): more tests may follow."""
 
     def __init__(self, fd: int, code: Any) -> None:
-        self.code, self.used, self.knows_few_codecs = code, False, False
+        self.code, self.num_tests = code, 0  # so far, of a plain program
         self.objects: list[Any] = []  # by the number of their handle
         self.numbers: dict[int, int] = {}  # the number of a handle by id()
         self.callbacks: dict[int, tuple[Any, int]] = {}  # the test's callables and their numbers by id()
@@ -110,14 +110,13 @@ class Servant:
 
     def forget(self, modules: list[str]) -> None:
         """Ends all that the test before has left of a plain program."""
-        if not self.used:
-            self.used = True
+        self.num_tests += 1
+        if self.num_tests == 1:
             for name in modules:
                 __import__(name)
             gc.collect()
             return gc.freeze()  # what is older than the program is not looked at between two tests
-        if not self.knows_few_codecs:
-            self.knows_few_codecs = True
+        if self.num_tests == 2:
             know_few_codecs()
         for module in ("program", "__main__"):
             sys.modules.pop(module, None)
