@@ -21,7 +21,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -91,11 +90,20 @@ def assigned_verifiers(reward_model: Any, columns: Mapping[str, Any] | None = No
             unknown = sorted(set(entry) - {"name", "label", "weight"}) if isinstance(entry, Mapping) else ()
             which = f" with the unknown {', '.join(map(repr, unknown))}" if unknown else ""
             raise ValueError(f"Found verifier {entry!r:.200}{which}; expected {form}.")
-        weight = 1.0 if entry.get("weight") is None else entry["weight"]
-        if not isinstance(weight, Real) or not math.isfinite(weight):
-            raise ValueError(f"Found weight {weight!r} of verifier {entry['name']!r}; expected a number.")
-        assigned.append(Assigned(check_name(str(entry["name"])), entry.get("label"), float(weight)))
+        weight = 1.0 if entry.get("weight") is None else as_number(entry["weight"])
+        if not math.isfinite(weight):
+            found = entry["weight"]
+            raise ValueError(f"Found weight {found!r} of verifier {entry['name']!r}; expected a number.")
+        assigned.append(Assigned(check_name(str(entry["name"])), entry.get("label"), weight))
     return assigned
+
+
+def as_number(value: Any) -> float:
+    """nan: it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def verifiers_of(row: Mapping[str, Any]) -> list[Assigned]:
@@ -198,7 +206,7 @@ class Verifiers:
                 score = verdict.score
                 if score is None:
                     total = None if each.weight else total
-                elif not isinstance(score, Real) or math.isnan(score):
+                elif math.isnan(as_number(score)):
                     raise ValueError(
                         f"verifier {verifier.name!r} returned the score {score!r}; expected a number"
                     )
