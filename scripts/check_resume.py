@@ -56,7 +56,7 @@ def main() -> int:
         skip += ENGINE
     scenario = SCENARIOS[name] = replace(scenario, settings=settings, skip=skip)
     with tempfile.TemporaryDirectory() as folder:
-        here = Checkout(ROOT, Path(folder) / "work", "")
+        here = Checkout(ROOT, Path(folder) / "work")
         try:
             undisturbed = here.result(name)
             print(f"undisturbed run: done; kills (--seed {seed}): {kills}", flush=True)
