@@ -79,29 +79,6 @@ class VerlBatchMethods:
             raise BatchError(f"repeat_times has {len(times)} entries for {len(self)} rows")
         return self[torch.arange(len(times)).repeat_interleave(times)]
 
-    def unfold_column_chunks(self: Any, n_split: int, split_keys: Sequence[str] | None = None) -> Any:
-        """Each row becomes `n_split` rows: named columns [N, W, ...] are cut along W, others repeated.
-
-        Args:
-            split_keys: of tensors and arrays; None: none is cut. W must be a multiple of `n_split`.
-        """
-
-        def unfolded(key: str, value: Any) -> Any:
-            if key not in (split_keys or ()):
-                return value[np.arange(len(value)).repeat(n_split)]
-            if not torch.is_tensor(value):
-                value = np.array(value.tolist(), dtype=object)
-            if value.shape[1] % n_split:
-                raise BatchError(f"column {key!r} has width {value.shape[1]}, no multiple of {n_split}")
-            return value.reshape(len(value) * n_split, value.shape[1] // n_split, *value.shape[2:])
-
-        num_rows = len(self) * n_split
-        columns = {} if self.batch is None else self.batch
-        tensors = {key: unfolded(key, value) for key, value in columns.items()}
-        objects = {key: unfolded(key, value) for key, value in self.non_tensor_batch.items()}
-        batch = TensorDict(tensors, batch_size=[num_rows]) if tensors else None
-        return type(self)(batch, objects, dict(self.meta_info))
-
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
     """Adds the second's columns to the first, in place. BatchError if a common name holds other values."""

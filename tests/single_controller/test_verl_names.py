@@ -202,15 +202,6 @@ def test_rows_fold_unfold_repeat_and_pad():
     assert DataProtoConfig.auto_padding is False
 
 
-def test_columns_unfold_into_rows():
-    data = DataProto.from_dict(
-        {"a": torch.arange(4).reshape(2, 2), "b": torch.tensor([5, 6])}, {"c": ["x", "y"]}
-    )
-    rows = data.unfold_column_chunks(2, split_keys=["a"])
-    assert rows.batch["a"].tolist() == [[0], [1], [2], [3]] and rows.batch["b"].tolist() == [5, 5, 6, 6]
-    assert rows.non_tensor_batch["c"].tolist() == ["x", "x", "y", "y"]
-
-
 def test_a_subclass_makes_batches_of_its_own_kind():
     class Custom(DataProto):
         pass
