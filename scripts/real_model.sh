@@ -23,7 +23,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/run_training.sh"
 
 cd "$REPO_ROOT"
 SEED="${SEED:-0}" NUM_VAL="${NUM_VAL:-64}" SOURCES="$(absolute "${SOURCES:-../shared/data}")" short=
-model="$(absolute "${MODEL:-data/gemma-3-270m}")"
+model="$(absolute "${MODEL:-$REPO_ROOT/data/gemma-3-270m}")"    # the same before it is there and after
 sft=() grpo=() asked=()
 for argument in "$@"; do
     case "$argument" in

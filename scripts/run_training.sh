@@ -150,9 +150,9 @@ start_search() {    # run folder -> RETRIEVER_URL of a server on DATA_DIR's corp
     start_server "$DATA_DIR/corpus.jsonl" "$1/retrieval_server.log"
 }
 
-sft_overrides() {    # the rows, one setting a line
+sft_overrides() {    # the arguments -> the rows, one setting a line
     quoted data.train_files "$DATA_DIR/sft_train.parquet" && echo
-    if [ -f "$DATA_DIR/sft_val.parquet" ]; then
+    if [ -f "$DATA_DIR/sft_val.parquet" ] && [[ " $*" != *" data.val_files="* ]]; then
         quoted data.val_files "$DATA_DIR/sft_val.parquet" && echo
         echo trainer.test_freq=100
     fi
@@ -279,7 +279,7 @@ run_training() {
     fi
     while IFS= read -r argument; do
         overrides+=("$argument")
-    done < <(if [ "$kind" = sft ]; then sft_overrides; else rl_overrides "$@"; fi)
+    done < <(if [ "$kind" = sft ]; then sft_overrides "$@"; else rl_overrides "$@"; fi)
 
     ! $needs_server || start_search "$run_dir"
     [ "$kind" = sft ] || [ -z "${RETRIEVER_URL:-}" ] || overrides+=("$(quoted retriever.url "$RETRIEVER_URL")")

@@ -26,7 +26,12 @@ from scripts.real_model_report import LABELS, MODELS, compare, interval  # noqa:
 
 TOWNS = ["Arlen", "Bora", "Cale", "Doria", "Elm", "Fenna", "Gorm", "Hale", "Ilse", "Jorn", "Kade", "Lira"]
 # two steps of two questions; a start that is long enough for the form of a search
-SETTINGS = ["sft.trainer.total_training_steps=60", "sft.trainer.total_epochs=60", "sft.optim.lr=1e-2"]
+SETTINGS = [
+    "sft.data.val_files=null",
+    "sft.trainer.total_training_steps=60",
+    "sft.trainer.total_epochs=60",
+    "sft.optim.lr=1e-2",
+]
 SETTINGS += ["grpo.data.train_batch_size=2", "grpo.actor_rollout_ref.rollout.n_agent=2"]
 SETTINGS += ["grpo.actor_rollout_ref.actor.ppo_mini_batch_size=4", "grpo.trainer.total_training_steps=2"]
 SETTINGS += ["sft.data.train_batch_size=8", "grpo.trainer.save_freq=1", "test.data.val_data_num=5"]
