@@ -13,7 +13,7 @@ Table of batch keys (N rows, P prompt width, R response width)
       responses           [N, R]   int64    right padded; all that follows the prompt, observations too
       input_ids           [N, P+R] int64    prompts and responses side by side
       attention_mask      [N, P+R] int64    1 = real token; the only way padding is known
-      position_ids        [N, P+R] int64    counts real tokens from 0; 0 on left padding
+      position_ids        [N, P+R] int64    counts real tokens from 0, anew in each context; 0 on left padding
       response_mask       [N, R]   int64    1 = the policy sampled this token; 0 = observation or padding
       rollout_log_probs   [N, R]   float32  under the distribution sampled from; 0 where response_mask is 0
     made in training; entry t belongs to responses[:, t]

@@ -26,7 +26,7 @@ from typing import Any, Literal
 from verl.agent.engine_load import EngineLoad
 from verl.agent.stragglers import StragglerWatch
 from verl.agent.trajectory import KEPT, AgentConfig, Codec, Trajectory, Turn
-from verl.environments.base import ActionUnderWay, BaseTextEnvStepOutput, EpisodeFailed
+from verl.environments.base import ActionUnderWay, BaseTextEnvStepOutput, EpisodeFailed, Message
 from verl.environments.executors import CLOSE_SECONDS, Environments, Episode, StepResult
 from verl.environments.registry import SEARCH
 from verl.utils.dataset.rl_dataset import cut_prompt
@@ -189,11 +189,10 @@ class TrajectoryLoop:
             return
         if episode.messages is not None:  # what its `init` shows instead of the row's prompt
             try:
-                ids = self.codec.prompt_ids(episode.messages)
+                trajectory.prompt_ids = self._prompt_ids(episode.messages)
             except Exception as error:  # templates raise all kinds for what is no message
                 self._fail(trajectory, error)
                 return
-            trajectory.prompt_ids = cut_prompt(self.codec.tokenizer, ids, self.config.max_start_length)
         self._go_on(trajectory)
 
     def _handle(self, completions: list[Completion]) -> None:
@@ -292,6 +291,9 @@ class TrajectoryLoop:
             return
         text = "".join(str(message["content"]) for message in output["observations"])
         self._emit("observation", trajectory, text, turn.details)
+        if output.get("is_new_context"):
+            self._begin_context(trajectory, output["observations"])
+            return
         if self.codec.is_chat(trajectory.env_class):
             try:
                 ids = self.codec.chat_ids(output["observations"], trajectory.response_ids[-1])
@@ -301,6 +303,27 @@ class TrajectoryLoop:
         else:
             ids = self.codec.observation_ids(text, environment.observation_end)
         self._go_on(trajectory, ids)
+
+    def _begin_context(self, trajectory: Trajectory, messages: Sequence[Message]) -> None:
+        """Goes on with another conversation, in another session."""
+        try:
+            ids = self._prompt_ids(messages)
+        except Exception as error:  # templates raise all kinds for what is no message
+            self._fail(trajectory, error)
+            return
+        if trajectory.num_tokens + len(ids) >= self.max_context:
+            self._finish(trajectory, "length")
+            return
+        if trajectory.session_id is not None:
+            del self.sessions[trajectory.session_id]
+            self.engine.close(trajectory.session_id)
+            trajectory.session_id = None
+        trajectory.begin_context(ids)
+        self._go_on(trajectory)
+
+    def _prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        ids = self.codec.prompt_ids(list(messages))
+        return cut_prompt(self.codec.tokenizer, ids, self.config.max_start_length)
 
     def _fail(self, trajectory: Trajectory, error: Exception) -> None:
         """Ends a trajectory that its environment could not take: nothing is learnt from it."""
@@ -323,7 +346,7 @@ class TrajectoryLoop:
             trajectory.add_observation(token_ids)
         assert trajectory.episode is not None
         goes_on = trajectory.session_id is not None and token_ids is not None
-        if not goes_on and trajectory.params is not None:  # else its seed is a new one
+        if not goes_on and (trajectory.params is not None or trajectory.contexts):  # else its seed is new
             trajectory.drawn_before = sum(trajectory.response_mask)
         params = replace(
             trajectory.params or self.params,
@@ -336,7 +359,7 @@ class TrajectoryLoop:
             assert trajectory.session_id is not None and token_ids is not None
             self.engine.resume(trajectory.session_id, token_ids, params)
             return
-        trajectory.session_id = self.engine.open(trajectory.prompt_ids + trajectory.response_ids, params)
+        trajectory.session_id = self.engine.open(trajectory.context, params)
         self.sessions[trajectory.session_id] = trajectory
         if self.watch is not None:
             self.unstarted.append(trajectory.session_id)

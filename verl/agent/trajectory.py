@@ -292,6 +292,7 @@ class Trajectory:
     version_last: int | None = None
     num_begun: int = 0  # of the last response tokens: of a turn that has not ended
     num_old_turns: int | None = None  # turns of an earlier step; None: begun in this one
+    contexts: list[int] = field(default_factory=list)  # where in the response another context begins
     env_class: str = SEARCH
     extras: Mapping[str, Any] = field(default_factory=dict)  # columns of its row, for its environment
     messages: list[Message] = field(default_factory=list)  # its prompt, for its environment
@@ -331,6 +332,7 @@ class Trajectory:
             record["version_last"],
             record["num_begun"],
             len(turns),
+            contexts=list(record.get("contexts", ())),
             seconds=(record.get("env_seconds_init", 0.0), record.get("env_seconds_step", 0.0)),
             env_metrics=record.get("env_metrics", {}),
             error=record.get("env_error"),
@@ -341,6 +343,13 @@ class Trajectory:
     def num_tokens(self) -> int:
         """Length of the whole context, prompt included."""
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def context(self) -> list[int]:
+        """The tokens that its next turn reads."""
+        if self.contexts:
+            return self.response_ids[self.contexts[-1] :]
+        return self.prompt_ids + self.response_ids
 
     @property
     def is_asking(self) -> bool:
@@ -364,6 +373,11 @@ class Trajectory:
         self.response_mask += [0] * len(token_ids)
         self.log_probs += [0.0] * len(token_ids)
         turn.obs_end = len(self.response_ids)
+
+    def begin_context(self, token_ids: Sequence[int]) -> None:
+        """Appends another prompt, which the next turn reads in place of all before, in a new session."""
+        self.contexts.append(len(self.response_ids))
+        self.add_observation(token_ids)
 
     def mask(self) -> None:
         """None of its tokens may be learnt from."""
@@ -393,6 +407,8 @@ class Trajectory:
             "prompt_text": prompt_text,
             "policy_text": join_turns(turn.text for turn in self.turns),
         }
+        if self.contexts:
+            record["contexts"] = self.contexts
         if not is_search:
             rewards = [turn.reward for turn in self.turns if turn.reward is not None]
             record |= {
@@ -413,7 +429,8 @@ def to_tensors(
 ) -> dict[str, torch.Tensor]:
     """The batch's tensors, by the table in `verl/protocol.py`: P = prompt_width, R = response_width.
 
-    The masks are made from lengths: the pad token may be any id, the end-of-sequence token too.
+    The masks are made from lengths: the pad token may be any id, the end-of-sequence token too. Positions
+    begin at 0 again where another context begins.
     """
     num_rows = len(trajectories)
     input_ids = np.full((num_rows, prompt_width + response_width), pad_token_id, dtype=np.int64)
@@ -428,6 +445,10 @@ def to_tensors(
         response_mask[row, :length] = trajectory.response_mask
         log_probs[row, :length] = trajectory.log_probs
     position_ids = np.maximum(attention_mask.cumsum(axis=1) - 1, 0) * attention_mask
+    for row, trajectory in enumerate(trajectories):
+        for start in trajectory.contexts:
+            later = slice(prompt_width + start, prompt_width + len(trajectory.response_ids))
+            position_ids[row, later] -= position_ids[row, prompt_width + start]
     return {
         "prompts": torch.from_numpy(input_ids[:, :prompt_width].copy()),
         "responses": torch.from_numpy(input_ids[:, prompt_width:].copy()),

@@ -155,14 +155,7 @@ class VerifiersEnv(BaseTextEnv):
         if isinstance(request, asyncio.Task):
             raise ValueError(f"The rollout ended before its first turn: {request.result().get('error')}")
         self.messages, tools = request
-        shown = [{"role": message["role"], "content": _plain(message)} for message in self.messages]
-        if tools:
-            shown_tools = "\n".join(map(json.dumps, tools))
-            text = f"These tools can be called:\n<tools>\n{shown_tools}\n</tools>\n{_HOW_TO_CALL}"
-            if shown[0]["role"] == "system":
-                text = f"{shown.pop(0)['content']}\n\n{text}"
-            shown.insert(0, {"role": "system", "content": text})
-        return shown, {}
+        return _conversation(self.messages, tools), {}
 
     async def step(self, action: str) -> BaseTextEnvStepOutput:  # type: ignore[override]
         self.turns += 1
@@ -174,12 +167,19 @@ class VerifiersEnv(BaseTextEnv):
                 raise RuntimeError(f"The environment of verifiers failed: {output['error']}")
             self.metrics = dict(output.get("metrics") or {})
             return {"observations": [], "reward": float(output["reward"]), "done": True, "metadata": {}}
-        old, new = self.messages, event[0]
-        if new[: len(old)] != old or new[len(old)]["role"] != "assistant":
-            raise ValueError("The environment rewrites what the policy has read; ours can only be added to.")
+        old, (new, tools) = self.messages, event
+        is_new = new[: len(old)] != old or len(new) == len(old) or new[len(old)]["role"] != "assistant"
         self.messages = new
         observations = [{"role": "user", "content": _plain(message)} for message in new[len(old) + 1 :]]
-        return {"observations": observations, "reward": 0.0, "done": False, "metadata": {}}
+        output: BaseTextEnvStepOutput = {
+            "observations": observations,
+            "reward": 0.0,
+            "done": False,
+            "metadata": {},
+        }
+        if is_new:  # what the policy has read was rewritten
+            output |= {"observations": _conversation(new, tools), "is_new_context": True}
+        return output
 
     def get_metrics(self) -> dict[str, Any]:
         return self.metrics
@@ -209,6 +209,18 @@ class VerifiersEnv(BaseTextEnv):
         policy: Any = OpenAIChatCompletionsClient(None)
         policy.get_native_response = answer
         return environment, policy
+
+
+def _conversation(messages: list[dict[str, Any]], tools: Any) -> list[Message]:
+    """Messages as the policy is shown them, with how tools are called in the first one."""
+    shown = [{"role": message["role"], "content": _plain(message)} for message in messages]
+    if tools:
+        shown_tools = "\n".join(map(json.dumps, tools))
+        text = f"These tools can be called:\n<tools>\n{shown_tools}\n</tools>\n{_HOW_TO_CALL}"
+        if shown[0]["role"] == "system":
+            text = f"{shown.pop(0)['content']}\n\n{text}"
+        shown.insert(0, {"role": "system", "content": text})
+    return shown
 
 
 def _plain(message: Mapping[str, Any]) -> str:

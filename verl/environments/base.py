@@ -23,6 +23,7 @@ class BaseTextEnvStepOutput(TypedDict):
     done: the episode is over. metadata: plain data, kept in the trajectory's record. postprocessed_action:
     SkyRL's; refused unless it is None or the action itself, as the ids that were sampled are trained.
     action: what the record calls it ("step"). finish_reason: as what a done episode has ended ("done").
+    is_new_context: the observations are a whole conversation, which the policy reads in place of all before.
     """
 
     observations: list[Message]
@@ -32,6 +33,7 @@ class BaseTextEnvStepOutput(TypedDict):
     postprocessed_action: NotRequired[str | None]
     action: NotRequired[str]
     finish_reason: NotRequired[str]
+    is_new_context: NotRequired[bool]
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,7 @@ def pack_rows(
     """Packs some rows of a batch with input_ids, attention_mask, position_ids [N, P+R], response_mask [N, R]
     and, if there is one, extra_loss_mask [N, R]: tokens (observations) that become loss tokens as well.
 
+    A row may hold several contexts: one begins where position_ids are 0, and attends to itself alone.
     Padding for `pad_to_longest` repeats a sequence's last token on the right, where causal attention lets
     no real token see it; such a pack shares nothing. Raises ValueError if a loss token has no token before
     it.
@@ -108,19 +109,22 @@ def pack_rows(
     loss_mask = response_mask if extra is None else response_mask | extra[index].bool()
     in_loss = torch.zeros_like(attention)
     in_loss[:, -response_mask.shape[1] :] = loss_mask
-    place = attention.cumsum(dim=1) - 1  # of each token in its own sequence
-    if bool((in_loss & (~attention | (place == 0))).any()):
+    place = attention.cumsum(dim=1) - 1  # of each token in its row
+    begins = attention & ((batch["position_ids"][index] == 0) | (place == 0))
+    if bool((in_loss & (~attention | begins)).any()):
         raise ValueError(
             "response_mask or extra_loss_mask marks a token that attention_mask calls padding or that has no "
-            "token before it; every trajectory needs a prompt of at least one token."
+            "token before it; every context needs a prompt of at least one token."
         )
     ids, positions = (batch[key][index][attention] for key in ("input_ids", "position_ids"))
     lengths = attention.sum(dim=1)
     starts = lengths.cumsum(0) - lengths
+    bounds = begins[attention].nonzero().squeeze(1)
+    contexts = torch.diff(bounds, append=torch.tensor([len(ids)]))
     if pad_to_longest:
-        layout = _padded(lengths)
+        layout = _padded(contexts)
     else:
-        layout = _shared(torch.stack([ids, positions], dim=1), lengths.tolist())
+        layout = _shared(torch.stack([ids, positions], dim=1), contexts.tolist())
     at = (place + starts[:, None])[in_loss]  # of each loss token among the rows' own, end to end
     predicted_from, labels, distinct = layout.where[at - 1], ids[at], None
     if layout.key_index is not None:
