@@ -222,6 +222,12 @@ class TrajectoryLoop:
         results: dict[int, StepResult] = {}
         for env_class, members in by_class.items():
             texts = [trajectory.turns[-1].text for trajectory in members]
+            if self.environments[env_class].reads_usage:
+                for trajectory in members:
+                    turn, episode = trajectory.turns[-1], trajectory.episode
+                    assert episode is not None
+                    written = turn.end - turn.start
+                    episode.env.usage = (len(trajectory.context) - written, written)
             outputs = self.environments[env_class].step_many([t.episode for t in members if t.episode], texts)
             results.update(zip((trajectory.row for trajectory in members), outputs, strict=True))
         due = self.num_steps + (self.config.search_delay_steps or 0)

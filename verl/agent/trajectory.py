@@ -166,7 +166,9 @@ class Codec:
         return self._format == "chat"
 
     def prompt_ids(self, messages: list[Message]) -> list[int]:
-        """A prompt's tokens, as in a row of the data."""
+        """A prompt's tokens, as in a row of the data; without a chat template all messages, end to end."""
+        if not self.tokenizer.chat_template:
+            messages = [{"role": "user", "content": "".join(each["content"] for each in messages)}]
         return encode_prompt(self.tokenizer, prompt_text(self.tokenizer, messages))
 
     def chat_ids(self, messages: Sequence[Message], last_id: int | None) -> tuple[int, ...]:

@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
+from verl.environments.agent_function import FORMATS, assistant_message, conversation, shown_text
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
-_HOW_TO_CALL = 'To call one, write <tool_call>{"name": NAME, "arguments": {...}}</tool_call>.'
-_TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_TOOLS = FORMATS["hermes"]
 
 
 class GymnasiumEnv(BaseTextEnv):
@@ -88,7 +88,9 @@ def verifiers_rows(id: str, args: Mapping[str, Any] | None = None) -> list[dict[
     environment = load_verifiers_environment(id, args)
     return [
         {
-            "prompt": [{"role": message["role"], "content": _plain(message)} for message in row["prompt"]],
+            "prompt": [
+                {"role": message["role"], "content": shown_text(message, _TOOLS)} for message in row["prompt"]
+            ],
             "data_source": id,
             "env_class": "verifiers",
             "verifiers": json.dumps({"id": id, "args": args, "row": row}, default=str),
@@ -155,7 +157,7 @@ class VerifiersEnv(BaseTextEnv):
         if isinstance(request, asyncio.Task):
             raise ValueError(f"The rollout ended before its first turn: {request.result().get('error')}")
         self.messages, tools = request
-        return _conversation(self.messages, tools), {}
+        return conversation(self.messages, tools, _TOOLS), {}
 
     async def step(self, action: str) -> BaseTextEnvStepOutput:  # type: ignore[override]
         self.turns += 1
@@ -170,7 +172,7 @@ class VerifiersEnv(BaseTextEnv):
         old, (new, tools) = self.messages, event
         is_new = new[: len(old)] != old or len(new) == len(old) or new[len(old)]["role"] != "assistant"
         self.messages = new
-        observations = [{"role": "user", "content": _plain(message)} for message in new[len(old) + 1 :]]
+        observations = [{"role": "user", "content": shown_text(each, _TOOLS)} for each in new[len(old) + 1 :]]
         output: BaseTextEnvStepOutput = {
             "observations": observations,
             "reward": 0.0,
@@ -178,7 +180,7 @@ class VerifiersEnv(BaseTextEnv):
             "metadata": {},
         }
         if is_new:  # what the policy has read was rewritten
-            output |= {"observations": _conversation(new, tools), "is_new_context": True}
+            output |= {"observations": conversation(new, tools, _TOOLS), "is_new_context": True}
         return output
 
     def get_metrics(self) -> dict[str, Any]:
@@ -200,7 +202,7 @@ class VerifiersEnv(BaseTextEnv):
             self.turn = asyncio.get_running_loop().create_future()
             self.events.put_nowait((messages, tools))
             text = await self.turn
-            message = {"role": "assistant", "content": text} | (_with_tool_calls(text) if tools else {})
+            message = assistant_message(text, _TOOLS, bool(tools))
             reason = "tool_calls" if message.get("tool_calls") else "stop"
             choices = [{"index": 0, "message": message, "finish_reason": reason}]
             reply = {"id": self.source["id"], "object": "chat.completion", "created": 0, "model": model}
@@ -209,36 +211,3 @@ class VerifiersEnv(BaseTextEnv):
         policy: Any = OpenAIChatCompletionsClient(None)
         policy.get_native_response = answer
         return environment, policy
-
-
-def _conversation(messages: list[dict[str, Any]], tools: Any) -> list[Message]:
-    """Messages as the policy is shown them, with how tools are called in the first one."""
-    shown = [{"role": message["role"], "content": _plain(message)} for message in messages]
-    if tools:
-        shown_tools = "\n".join(map(json.dumps, tools))
-        text = f"These tools can be called:\n<tools>\n{shown_tools}\n</tools>\n{_HOW_TO_CALL}"
-        if shown[0]["role"] == "system":
-            text = f"{shown.pop(0)['content']}\n\n{text}"
-        shown.insert(0, {"role": "system", "content": text})
-    return shown
-
-
-def _plain(message: Mapping[str, Any]) -> str:
-    """A message's text; of a tool's in the tags that models know."""
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        content = "".join(part.get("text", "") for part in content)
-    return f"<tool_response>\n{content}\n</tool_response>" if message["role"] == "tool" else content
-
-
-def _with_tool_calls(text: str) -> dict[str, Any]:
-    """The turn as OpenAI writes it: `content` without the calls, and `tool_calls`."""
-    calls: list[dict[str, Any]] = []
-    for found in _TOOL_CALL.findall(text):
-        try:
-            call = json.loads(found)
-            function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments") or {})}
-        except (ValueError, LookupError, TypeError):
-            function = {"name": "invalid", "arguments": found}  # the environment says what is wrong with it
-        calls.append({"id": f"call_{len(calls)}", "type": "function", "function": function})
-    return {"content": _TOOL_CALL.sub("", text), "tool_calls": calls} if calls else {}

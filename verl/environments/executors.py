@@ -163,6 +163,7 @@ class EnvironmentRunner:
             self.how = "async"
         self.observation_end: str = getattr(cls, "observation_end", "")
         self.counts_turns: bool = getattr(cls, "counts_turns", False)
+        self.reads_usage: bool = getattr(cls, "reads_usage", False)
         self.stateless: bool = getattr(cls, "stateless", False)
         self._steps_many = getattr(cls, "step_many", None) if self.how != "process" else None
         self._starts = getattr(cls, "init", None) not in (None, BaseTextEnv.init)
@@ -202,9 +203,8 @@ class EnvironmentRunner:
                     env.turns = num_turns
             else:
                 env = pickle.loads(state)
-            stop = getattr(env, "stop", ())
-            check_stop(stop)
-            episode.env, episode.stop = env, tuple(stop)
+            check_stop(getattr(env, "stop", ()))
+            episode.env = env
             if episode.is_over:  # it took too long
                 await self._end(episode)
             elif self._starts and state is None:
@@ -213,6 +213,7 @@ class EnvironmentRunner:
                 if not is_pair or not isinstance(shown[0], tuple | list):
                     raise EpisodeFailed(f"init returned {shown!r:.200}; expected (messages, information)")
                 episode.messages = list(shown[0])
+            episode.stop = tuple(getattr(env, "stop", ()))
             episode.seconds_init = time.perf_counter() - started
             return episode
 
@@ -252,6 +253,7 @@ class EnvironmentRunner:
             try:
                 return await settled(episode.env.step(action))
             finally:
+                episode.stop = tuple(getattr(episode.env, "stop", ()))  # it may change from turn to turn
                 episode.seconds_step += time.perf_counter() - started
 
         try:

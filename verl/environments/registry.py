@@ -16,6 +16,7 @@ registry: dict[str, tuple[EntryPoint, Mapping[str, Any]]] = {  # with arguments 
     "text2sql": ("verl.environments.text2sql:SQLEnv", {}),
     "lcb": ("verl.environments.lcb:LCBEnv", {}),
     "searchcode": ("verl.environments.searchcode:SearchCodeEnv", {}),
+    "agent": ("verl.environments.agent_function:AgentFunctionEnv", {}),
     "gymnasium": ("verl.environments.adapters:GymnasiumEnv", {}),
     "verifiers": ("verl.environments.adapters:VerifiersEnv", {}),
 }
