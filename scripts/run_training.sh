@@ -71,6 +71,7 @@ start_server() {    # corpus, log -> RETRIEVER_URL
         tail -n 5 "$log" >&2
         return 1
     fi
+    export RETRIEVER_URL    # agents of one's own ask there, too
 }
 
 absolute() {    # a folder's absolute path; anything else (a name on the hub) as it is
