@@ -173,15 +173,13 @@ class VerifiersEnv(BaseTextEnv):
         is_new = new[: len(old)] != old or len(new) == len(old) or new[len(old)]["role"] != "assistant"
         self.messages = new
         observations = [{"role": "user", "content": shown_text(each, _TOOLS)} for each in new[len(old) + 1 :]]
-        output: BaseTextEnvStepOutput = {
-            "observations": observations,
+        return {
+            "observations": conversation(new, tools, _TOOLS) if is_new else observations,
             "reward": 0.0,
             "done": False,
             "metadata": {},
+            "is_new_context": is_new,  # what the policy has read was rewritten
         }
-        if is_new:  # what the policy has read was rewritten
-            output |= {"observations": conversation(new, tools, _TOOLS), "is_new_context": True}
-        return output
 
     def get_metrics(self) -> dict[str, Any]:
         return self.metrics
