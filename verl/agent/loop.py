@@ -200,6 +200,7 @@ class TrajectoryLoop:
         for completion in sorted(completions, key=lambda c: self.sessions[c.session_id].row):
             trajectory = self.sessions[completion.session_id]
             self._note_start(trajectory)
+            version = trajectory.version_last if trajectory.num_begun else completion.version_first
             start, end = trajectory.add_sampled(completion.token_ids, completion.log_probs)
             if trajectory.version_first is None:
                 trajectory.version_first = completion.version_first
@@ -207,7 +208,7 @@ class TrajectoryLoop:
             text = self.codec.decode_turn(trajectory.response_ids[start:end])
             self._show(trajectory, text)
             trajectory.num_shown, trajectory.stopped_by = 0, completion.finish_reason
-            trajectory.turns.append(Turn("step", text, start, end))
+            trajectory.turns.append(Turn("step", text, start, end, version_first=version))
             self.asking.append(trajectory)
         self._take_turns()
 

@@ -254,6 +254,7 @@ class Turn:
     obs_start: int | None = None
     obs_end: int | None = None
     reward: float | None = None
+    version_first: int | None = None  # of the weights that sampled its first token
     details: dict[str, Any] = field(default_factory=dict)
 
     @classmethod

@@ -75,8 +75,15 @@ class Played:
     def _batch(self, rows: list[dict[str, Any]], reason: str) -> DataProto | None:
         if not rows:
             return None
-        records = [{"version_first": row["first"], "finish_reason": reason, "turns": []} for row in rows]
-        width = torch.ones(len(rows), 2, dtype=torch.int64)
-        tensors = dict.fromkeys(("attention_mask", "responses", "response_mask", "rollout_log_probs"), width)
+        records = []
+        for row in rows:
+            turns = [
+                {"version_first": version, "start": place, "end": place + 1}
+                for place, version in enumerate((row["first"], self.version))
+                if row["first"] is not None
+            ]
+            records.append({"version_first": row["first"], "finish_reason": reason, "turns": turns})
+        names = ("attention_mask", "responses", "response_mask", "rollout_log_probs")
+        tensors = {name: torch.ones(len(rows), 2, dtype=torch.int64) for name in names}
         columns = {"uid": [row["uid"] for row in rows], MEMBER: [row["member"] for row in rows]}
         return DataProto.from_dict(tensors, columns | {"trajectory": object_array(records)})

@@ -21,12 +21,14 @@ def play(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     k, per_step, steps, rows = rng.randint(0, 4), rng.randint(1, 5), rng.randint(1, 8), rng.randint(1, 3)
     repeatable, kills = rng.random() < 0.3, rng.random() < 0.5
+    masks = seed % 3 == 0
     block = "trainer.async_training"
     config = load_config(
         [
             f"{block}.max_staleness={k}",
             f"{block}.repeatable={str(repeatable).lower()}",
             f"{block}.group_deadline=20",
+            f"{block}.too_old={'mask' if masks else 'drop'}",
             f"data.train_batch_size={per_step}",
             f"actor_rollout_ref.rollout.n_agent={rows}",
         ]
@@ -55,8 +57,14 @@ def play(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(groups) == per_step + extra
         for group in groups:
             version = group.version_first
-            assert version is not None and 0 <= step - 1 - version <= k
+            assert version is not None and version < step and (masks or step - 1 - version <= k)
         for batch in taken:
+            records = batch.non_tensor_batch["trajectory"]
+            turns = [[turn["version_first"] for turn in record["turns"]] for record in records]
+            is_young = np.array(turns) >= step - 1 - k
+            assert (batch.tensors["response_mask"].numpy() == is_young).all()
+            uids = batch.non_tensor_batch["uid"]
+            assert all(is_young[uids == uid].any() for uid in set(uids))
             indices = batch.non_tensor_batch["index"]
             assert all(np.bincount(indices.astype(int))[np.unique(indices.astype(int))] == rows)
         trained += [int(group.prompts.non_tensor_batch["index"][0]) for group in groups]

@@ -90,7 +90,7 @@ def settings_without_effect(config: Config) -> list[str]:
         unread[f"{ROLLOUT}.tensor_model_parallel_size"] = why
     if not samples_apart(config):
         why = f"nothing samples beside training. Set {ROLLOUT}.name=native {ROLLOUT}.placement=apart."
-        names = ("in_flight_updates", "recompute_kv", "group_deadline", "repeatable")
+        names = ("in_flight_updates", "recompute_kv", "too_old", "group_deadline", "repeatable")
         unread |= {f"trainer.async_training.{name}": why for name in names}
     if config.data.mixture is not None:
         why = "the rows are those of data.mixture."

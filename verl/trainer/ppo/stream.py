@@ -5,8 +5,9 @@
          +------------------- step: log-probs, update <-----------------+
 
 The driver calls it between the phases of a step and nowhere else: rollouts need no thread here, since all
-that may be sampled during an update is begun before it. A group that is too old when a batch is cut, or that
-is not over within `group_deadline`, is asked again; no prompt is lost. With `repeatable` weights change only
+that may be sampled during an update is begun before it. A group that is too old when a batch is cut (with
+`too_old=mask` one all of whose turns are), or that is not over within `group_deadline`, is asked again; no
+prompt is lost. With `repeatable` weights change only
 where no group is under way, and batches are cut in the order in which prompts were drawn, so that the run is
 the same however fast the processes are.
 """
@@ -63,12 +64,23 @@ class PromptGroup:
         return min((r["version_first"] for r in records if r["version_first"] is not None), default=None)
 
     @property
+    def version_newest(self) -> int:
+        """Of the first token of its newest turn; -1: it has none."""
+        records = [row.non_tensor_batch["trajectory"][0] for row in self.rows.values()]
+        return max((t["version_first"] for r in records for t in r["turns"]), default=-1)
+
+    @property
     def has_failed(self) -> bool:
         return any(map(has_failed, self.rows.values()))
 
-    def trajectories(self) -> DataProto:
-        """Its rows in order, with their prompts' columns."""
+    def trajectories(self, oldest: int) -> DataProto:
+        """Its rows in order, with their prompts' columns; turns of weights before `oldest` are masked."""
         rows = DataProto.concat([self.rows[member] for member in sorted(self.rows)])
+        for row, record in enumerate(rows.non_tensor_batch["trajectory"]):
+            for turn in record["turns"]:
+                if turn["version_first"] < oldest:
+                    rows.tensors["response_mask"][row, turn["start"] : turn["end"]] = 0
+                    rows.tensors["rollout_log_probs"][row, turn["start"] : turn["end"]] = 0.0
         columns = {name: x for name, x in self.prompts.non_tensor_batch.items() if name != "continuation"}
         return DataProto(rows.batch, columns | {"trajectory": rows.non_tensor_batch["trajectory"]})
 
@@ -151,7 +163,8 @@ class RolloutStream:
         self._seconds["trainer_idle_seconds"] += time.perf_counter() - started
         self.taken += chosen
         self.ready = [group for group in self.ready if group not in chosen]
-        return DataProto.concat([group.trajectories() for group in chosen])
+        oldest = self.gate.version - self.settings.max_staleness
+        return DataProto.concat([group.trajectories(oldest) for group in chosen])
 
     def metrics(self) -> dict[str, float]:
         """`async/*` and the engines' `rollout/*` since the last call."""
@@ -227,10 +240,12 @@ class RolloutStream:
                     )
 
     def _drop_old(self) -> None:
+        masks = self.settings.too_old == "mask"
         old = [
             group
             for group in self.ready
-            if (version := group.version_first) is not None and self.gate.is_too_old(version)
+            if (version := group.version_first) is not None
+            and self.gate.is_too_old(group.version_newest if masks else version)
         ]
         for group in old:
             self.ready.remove(group)
