@@ -21,7 +21,7 @@ from verl.workers.rollout_worker import RolloutWorker
 def stream(config: Config) -> Any:
     """Which groups three steps train with rollouts ahead of which some never end, and in which pools."""
     pools = build_pools(config, roles_of(Passes(config))).resource_pool_spec
-    played, prompts = Played(random.Random(0), 1, 0.2, 0.3), Prompts(1)
+    played, prompts = Played(random.Random(0), 1, 0.1, 0.3), Prompts(1)
     config.data.train_batch_size = 4
     tools: Any = (config, prompts, played, 3, lambda line: None)
     ahead: Any = RolloutStream(*tools)

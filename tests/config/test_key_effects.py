@@ -249,6 +249,7 @@ EFFECTS: dict[str, tuple] = {
     f"{T}.async_training.max_staleness": (2, "stream"),
     f"{T}.async_training.repeatable": ("true", "stream", f"{T}.async_training.max_staleness=2"),
     f"{T}.async_training.group_deadline": (200, "stream"),
+    f"{T}.async_training.too_old": ("mask", "stream", f"{T}.async_training.max_staleness=1"),
     f"{T}.async_training.in_flight_updates": ("false", "rollout_process"),
     f"{T}.async_training.recompute_kv": ("false", "rollout_process"),
     "max_turns": (1, "agent"),
