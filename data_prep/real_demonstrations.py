@@ -32,7 +32,8 @@ from data_prep import files
 from search_r1.llm_agent.generation import INFORMATION_END, format_observation
 from search_r1.search.bm25 import BM25Retriever
 from search_r1.search.corpus import Corpus
-from verl.agent.trajectory import AgentConfig, Codec
+from verl.agent.codec import Codec
+from verl.agent.trajectory import AgentConfig
 from verl.utils.dataset.rl_dataset import read_rows, require_columns
 
 # Kinds of queries. The first passage is the right one for .92, .94, .70 and .57 of XQuAD's questions.

@@ -1,12 +1,13 @@
 """An agent of the OpenAI Agents SDK that searches, trained through the endpoint of its episodes.
 
-bash train_grpo.sh --config configs/agent.yaml       needs `pip install openai-agents`; docs/environments.md tells more
+bash train_grpo.sh --config configs/agent.yaml     needs `pip install openai-agents`; see docs/environments.md
 
-The agent knows nothing of training: a model, a tool, and `Runner.run`. The shipped tiny model writes its calls
+The agent knows nothing of training: a model, a tool, and `Runner.run`. The shipped tiny model writes calls
 with Search-R1's tags, which `tool_format: search_r1` says.
 """
 
 import os
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -33,7 +34,5 @@ async def run(task: dict[str, Any], base_url: str) -> None:
     client = AsyncOpenAI(base_url=base_url, api_key="none", http_client=_http, max_retries=0)
     model = OpenAIChatCompletionsModel(model="policy", openai_client=client)
     agent = Agent(name="searcher", model=model, tools=[search])
-    try:
+    with suppress(MaxTurnsExceeded):
         await Runner.run(agent, task["prompt"], max_turns=4)
-    except MaxTurnsExceeded:
-        pass

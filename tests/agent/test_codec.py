@@ -8,7 +8,8 @@ from transformers import tokenization_utils_base
 
 from data_prep import prompts
 from search_r1.llm_agent.generation import HINT, format_observation, parse_action
-from verl.agent.trajectory import AgentConfig, Codec
+from verl.agent.codec import Codec
+from verl.agent.trajectory import AgentConfig
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_with_a_chat_template_observations_are_messages_and_the_turns_end_is_not
 def test_a_chat_message_is_cut_and_can_not_forge_the_templates_tokens():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHAT
-    from verl.agent.trajectory import Codec
+    from verl.agent.codec import Codec
 
     codec = Codec(tokenizer, AgentConfig(3, 40, 600, 80, 30))
     eos = tokenizer.eos_token_id

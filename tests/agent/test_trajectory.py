@@ -6,7 +6,8 @@ import pytest
 from scripted_engine import MemorySearch, ScriptedEngine, byte_tokenizer
 
 from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager, env_metrics
-from verl.agent.trajectory import Trajectory, Turn, to_tensors
+from verl.agent.codec import to_tensors
+from verl.agent.trajectory import Trajectory, Turn
 
 
 def example() -> Trajectory:

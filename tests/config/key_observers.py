@@ -33,7 +33,8 @@ from verifier_observers import judged, patience, verdicts  # noqa: F401
 
 from search_r1.llm_agent.generation import build_agent
 from search_r1.search.probe import RetrievalProbe
-from verl.agent.trajectory import AgentConfig, Codec
+from verl.agent.codec import Codec
+from verl.agent.trajectory import AgentConfig
 from verl.config import Config
 from verl.environments.base import BaseTextEnv, EpisodeFailed
 from verl.environments.executors import Environments

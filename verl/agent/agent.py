@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from verl.agent.codec import Codec, to_tensors
 from verl.agent.loop import LoopEvent, TrajectoryLoop
-from verl.agent.trajectory import AgentConfig, Codec, Trajectory, to_tensors
+from verl.agent.trajectory import AgentConfig, Trajectory
 from verl.environments.base import row_max_turns
 from verl.environments.executors import Environments
 from verl.protocol import DataProto

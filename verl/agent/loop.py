@@ -20,13 +20,19 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from numbers import Real
 from typing import Any, Literal
 
+from verl.agent.codec import Codec
 from verl.agent.engine_load import EngineLoad
 from verl.agent.stragglers import StragglerWatch
-from verl.agent.trajectory import KEPT, AgentConfig, Codec, Trajectory, Turn
-from verl.environments.base import ActionUnderWay, BaseTextEnvStepOutput, EpisodeFailed, Message
+from verl.agent.trajectory import KEPT, AgentConfig, PendingStep, Trajectory, Turn
+from verl.environments.base import (
+    ActionUnderWay,
+    BaseTextEnvStepOutput,
+    EpisodeFailed,
+    Message,
+    mistake_of,
+)
 from verl.environments.executors import CLOSE_SECONDS, Environments, Episode, StepResult
 from verl.environments.registry import SEARCH
 from verl.utils.dataset.rl_dataset import cut_prompt
@@ -50,19 +56,6 @@ class LoopEvent:
     row: int
     text: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class PendingStep:
-    """A turn that its environment is at work on, or an environment that is being made.
-
-    outcome: what comes of the future. due: the engine step at which that joins, with a fixed delay.
-    """
-
-    trajectory: Trajectory
-    future: Future[Any]
-    due: int
-    outcome: Callable[[Future[Any]], BaseTextEnvStepOutput | Episode] = Future.result
 
 
 class TrajectoryLoop:
@@ -454,23 +447,3 @@ class TrajectoryLoop:
         if self.on_event is not None and (new := text[trajectory.num_shown :]):
             trajectory.num_shown = len(text)
             self._emit("text", trajectory, new)
-
-
-def mistake_of(output: Any, action: str) -> str | None:
-    """Why what a `step` returned can't be gone on with; None: it can."""
-    if not isinstance(output, Mapping) or not {"observations", "reward", "done"} <= output.keys():
-        return f"step returned {output!r:.200}; expected a dictionary with observations, reward and done"
-    if output.get("postprocessed_action") not in (None, action):
-        return (
-            "step returned another postprocessed_action than the action; only what was sampled is trained: "
-            "let a wrong form cost reward instead"
-        )
-    reward, said = output["reward"], output["observations"]
-    is_said = isinstance(said, list | tuple) and all(
-        isinstance(message, Mapping) and "content" in message for message in said
-    )
-    if not output["done"] and not is_said:
-        return f"step returned observations={said!r:.200}; expected a list of messages with role and content"
-    if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
-        return f"step returned reward={reward!r}; expected a finite number, or None"
-    return None

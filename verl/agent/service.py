@@ -15,8 +15,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from verl.agent.codec import Codec
 from verl.agent.loop import TrajectoryLoop
-from verl.agent.trajectory import KEPT, AgentConfig, Codec, Trajectory
+from verl.agent.trajectory import KEPT, AgentConfig, Trajectory
 from verl.environments.executors import Environments
 from verl.workers.rollout.base import RolloutEngine, SamplingParams
 

@@ -1,43 +1,27 @@
-"""Texts and token ids of a trajectory: the codec, the trajectory while it grows, the tensors made from many.
-
-    sampled ids -> Codec.decode_turn -> the environment
-    its observation -> Codec.observation_ids -> appended once to the context
+"""A trajectory while it grows: its tokens, turns and contexts.
 
     prompt | policy's tokens | observation | policy's tokens | ...      response = all after the prompt
              mask 1 ... 1      0 ... 0       1 ... 1
 
-Sampled ids become text only to be read for an action; ids are only ever appended, and nothing is decoded and
-encoded again. A trajectory that is kept for the next step travels as its row of the batch and its record (see
-`continuations` of verl/trainer/ppo/collection.py); `Trajectory.continued` makes it again.
+Ids are only ever appended. A trajectory that is kept for the next step travels as its row of the batch and
+its record (see `continuations` of verl/trainer/ppo/collection.py); `Trajectory.continued` makes it again.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from transformers import PreTrainedTokenizerFast
-
-from verl.environments.base import Message
+from verl.environments.base import BaseTextEnvStepOutput, Message
 from verl.environments.executors import Episode
 from verl.environments.registry import SEARCH
-from verl.utils.dataset.rl_dataset import encode_prompt, prompt_text
 from verl.utils.reward_score.qa_em import join_turns
 from verl.workers.rollout.base import Partial, SamplingParams
-from verl.workers.rollout.stop import StopCondition
 
 KEPT = "kept"  # finish_reason of a trajectory that goes on in the next step
-_MARK = re.compile(r"content-\d+-of-a-message")
-# Search-R1's; a tokenizer may have them as special tokens, which observations may hold as such.
-PROTOCOL_TAGS = tuple(
-    f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/")
-)
 
 
 @dataclass(frozen=True)
@@ -99,140 +83,6 @@ def generation_eos_ids(model: str | None) -> tuple[int, ...]:
     except OSError:
         return ()
     return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-
-
-class Codec:
-    """Tokenizer, stop strings and lengths of one run.
-
-    Attributes:
-        eos_token_ids: the tokenizer's end of sequence, if it has one, and the model's.
-    """
-
-    def __init__(self, tokenizer: Any, config: AgentConfig, observation_format: str | None = None) -> None:
-        """observation_format: see `environment.observation_format`."""
-        self.tokenizer, self.max_obs_length = tokenizer, config.max_obs_length
-        self._format = observation_format
-        eos = tokenizer.eos_token_id
-        self.eos_token_ids = frozenset(config.eos_token_ids) | (set() if eos is None else {eos})
-        # Ids that no document may become: an end of sequence that it spells out is plain text.
-        added = tokenizer.added_tokens_decoder.items()
-        self._control_ids = {*tokenizer.all_special_ids, *(id_ for id_, token in added if token.special)}
-        self._control_ids -= set(tokenizer.convert_tokens_to_ids(list(PROTOCOL_TAGS)))
-        self._encode_cached = lru_cache(maxsize=4096)(self.encode)  # a group asks the same thing often
-        self.decode_prompt = lru_cache(maxsize=4096)(self.decode)  # and has one prompt
-        self._is_fast = isinstance(tokenizer, PreTrainedTokenizerFast)
-        self.stop = cache(self._stop)
-
-    def _stop(self, strings: tuple[str, ...]) -> StopCondition | None:
-        """What ends a turn at one of these strings; None without strings."""
-        return StopCondition(self.tokenizer, strings) if strings else None
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text that continues a context: nothing is added around it.
-
-        A control token's name in the text (an end of sequence, a role marker) is split like any other words.
-        """
-        if self._is_fast:  # without the conversions around it, which cost as much
-            backend = self.tokenizer.backend_tokenizer
-            backend.no_padding()  # what an earlier call has set
-            backend.no_truncation()
-            backend.encode_special_tokens = False
-            ids = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        else:  # not verbose: no warning of a text that is too long for the model, which is cut afterwards
-            ids = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        if not self._control_ids.isdisjoint(ids):
-            ids = self.tokenizer.encode(
-                text, add_special_tokens=False, split_special_tokens=True, verbose=False
-            )
-        return tuple(ids)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens included."""
-        if self._is_fast:
-            return self.tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
-        return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    def decode_turn(self, token_ids: Sequence[int]) -> str:
-        """Text of a turn; end-of-sequence tokens at its end are not text."""
-        end = len(token_ids)
-        while end and token_ids[end - 1] in self.eos_token_ids:
-            end -= 1
-        return self.decode(token_ids[:end])
-
-    def is_chat(self, env_class: str) -> bool:
-        """Whether an environment's observations are messages of the chat template."""
-        if self._format is None:
-            return bool(self.tokenizer.chat_template) and env_class != SEARCH
-        return self._format == "chat"
-
-    def prompt_ids(self, messages: list[Message]) -> list[int]:
-        """A prompt's tokens, as in a row of the data; without a chat template all messages, end to end."""
-        if not self.tokenizer.chat_template:
-            messages = [{"role": "user", "content": "".join(each["content"] for each in messages)}]
-        return encode_prompt(self.tokenizer, prompt_text(self.tokenizer, messages))
-
-    def chat_ids(self, messages: Sequence[Message], last_id: int | None) -> tuple[int, ...]:
-        """What follows an assistant's turn: its end, the messages, and the beginning of the next turn, as the
-        tokenizer's chat template has it. At most `max_obs_length` tokens; contents are cut, the template not.
-
-        Args:
-            last_id: of the turn. If it is the end of sequence with which the template ends a turn, that is
-                not said again.
-
-        Raises:
-            ValueError: the template is not one to which messages can be appended.
-        """
-        pieces = self._bridge(messages)
-        if last_id is not None and last_id in self.eos_token_ids:
-            pieces[0] = pieces[0].removeprefix(self.decode([last_id]))
-        contents = [str(message["content"]) for message in messages]
-        encode = self.tokenizer.encode
-        whole = pieces[0] + "".join(
-            content + piece for content, piece in zip(contents, pieces[1:], strict=True)
-        )
-        ids = encode(whole, add_special_tokens=False, verbose=False)
-        spelled = encode("\n".join(contents), add_special_tokens=False, verbose=False)
-        if len(ids) <= self.max_obs_length and self._control_ids.isdisjoint(spelled):
-            return tuple(ids)
-        frame = [encode(piece, add_special_tokens=False, verbose=False) for piece in pieces]
-        room = self.max_obs_length - sum(map(len, frame))
-        if room < 0:
-            raise ValueError(
-                f"data.max_obs_length: found {self.max_obs_length}, but the chat template alone takes "
-                f"{self.max_obs_length - room} tokens; raise it, or set environment.observation_format=raw"
-            )
-        parts = list(frame[0])
-        for content, after in zip(contents, frame[1:], strict=True):
-            cut = self.encode(content)[:room]
-            room -= len(cut)
-            parts += [*cut, *after]
-        return tuple(parts)
-
-    def _bridge(self, messages: Sequence[Message]) -> list[str]:
-        """The chat template's text around the contents of messages that follow an assistant's turn."""
-        marks = [f"content-{number}-of-a-message" for number in range(len(messages) + 1)]
-        history = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": marks[0]}]
-        appended = [{**each, "content": mark} for each, mark in zip(messages, marks[1:], strict=True)]
-        render = self.tokenizer.apply_chat_template
-        end_of_turn = render(history, tokenize=False).partition(marks[0])[2]
-        text = render([*history, *appended], tokenize=False, add_generation_prompt=True)
-        pieces = _MARK.split(text)[1:]
-        if _MARK.findall(text) != marks or not pieces[0].startswith(end_of_turn):
-            raise ValueError(
-                "the tokenizer's chat template does not just append messages; set "
-                "environment.observation_format=raw"
-            )
-        return pieces
-
-    def observation_ids(self, text: str, closing: str = "") -> tuple[int, ...]:
-        """An observation's tokens, at most `max_obs_length`; where it ends in `closing`, one that is too long
-        loses text before that, never the closing text.
-        """
-        ids = self._encode_cached(text)
-        if len(ids) <= self.max_obs_length:
-            return ids
-        end = self._encode_cached(closing) if closing and text.endswith(closing) else ()
-        return ids[: self.max_obs_length - len(end)] + end
 
 
 @dataclass
@@ -427,37 +277,14 @@ class Trajectory:
         return record
 
 
-def to_tensors(
-    trajectories: Sequence[Trajectory], prompt_width: int, response_width: int, pad_token_id: int
-) -> dict[str, torch.Tensor]:
-    """The batch's tensors, by the table in `verl/protocol.py`: P = prompt_width, R = response_width.
+@dataclass(eq=False)
+class PendingStep:
+    """A turn that its environment is at work on, or an environment that is being made.
 
-    The masks are made from lengths: the pad token may be any id, the end-of-sequence token too. Positions
-    begin at 0 again where another context begins.
+    outcome: what comes of the future. due: the engine step at which that joins, with a fixed delay.
     """
-    num_rows = len(trajectories)
-    input_ids = np.full((num_rows, prompt_width + response_width), pad_token_id, dtype=np.int64)
-    attention_mask = np.zeros_like(input_ids)
-    response_mask = np.zeros((num_rows, response_width), dtype=np.int64)
-    log_probs = np.zeros((num_rows, response_width), dtype=np.float32)
-    for row, trajectory in enumerate(trajectories):
-        start, length = prompt_width - len(trajectory.prompt_ids), len(trajectory.response_ids)
-        input_ids[row, start:prompt_width] = trajectory.prompt_ids
-        input_ids[row, prompt_width : prompt_width + length] = trajectory.response_ids
-        attention_mask[row, start : prompt_width + length] = 1
-        response_mask[row, :length] = trajectory.response_mask
-        log_probs[row, :length] = trajectory.log_probs
-    position_ids = np.maximum(attention_mask.cumsum(axis=1) - 1, 0) * attention_mask
-    for row, trajectory in enumerate(trajectories):
-        for start in trajectory.contexts:
-            later = slice(prompt_width + start, prompt_width + len(trajectory.response_ids))
-            position_ids[row, later] -= position_ids[row, prompt_width + start]
-    return {
-        "prompts": torch.from_numpy(input_ids[:, :prompt_width].copy()),
-        "responses": torch.from_numpy(input_ids[:, prompt_width:].copy()),
-        "input_ids": torch.from_numpy(input_ids),
-        "attention_mask": torch.from_numpy(attention_mask),
-        "position_ids": torch.from_numpy(position_ids),
-        "response_mask": torch.from_numpy(response_mask),
-        "rollout_log_probs": torch.from_numpy(log_probs),
-    }
+
+    trajectory: Trajectory
+    future: Future[Any]
+    due: int
+    outcome: Callable[[Future[Any]], BaseTextEnvStepOutput | Episode] = Future.result

@@ -4,9 +4,11 @@ docs/environments.md shows how it is used. The loop (`verl/agent/loop.py`) calls
 decides.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
 import numpy as np
@@ -193,3 +195,23 @@ def make_environment(cls: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
     if isinstance(env, BaseTextEnv) and "max_turns" not in vars(env) and max_turns is not None:
         env.max_turns = max_turns
     return env
+
+
+def mistake_of(output: Any, action: str) -> str | None:
+    """Why what a `step` returned can't be gone on with; None: it can."""
+    if not isinstance(output, Mapping) or not {"observations", "reward", "done"} <= output.keys():
+        return f"step returned {output!r:.200}; expected a dictionary with observations, reward and done"
+    if output.get("postprocessed_action") not in (None, action):
+        return (
+            "step returned another postprocessed_action than the action; only what was sampled is trained: "
+            "let a wrong form cost reward instead"
+        )
+    reward, said = output["reward"], output["observations"]
+    is_said = isinstance(said, list | tuple) and all(
+        isinstance(message, Mapping) and "content" in message for message in said
+    )
+    if not output["done"] and not is_said:
+        return f"step returned observations={said!r:.200}; expected a list of messages with role and content"
+    if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
+        return f"step returned reward={reward!r}; expected a finite number, or None"
+    return None

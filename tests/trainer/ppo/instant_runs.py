@@ -10,7 +10,8 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from search_r1.llm_agent.generation import env_metrics
-from verl.agent.trajectory import Trajectory, Turn, to_tensors
+from verl.agent.codec import to_tensors
+from verl.agent.trajectory import Trajectory, Turn
 from verl.config import load_config
 from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs, Dispatch, Worker, register
