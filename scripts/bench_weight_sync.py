@@ -26,15 +26,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from data_prep.sft_rows import demonstrations  # noqa: E402
 from verl.utils.weight_files import WeightReader, WeightWriter, bits_of  # noqa: E402
 
-BATCH = 8
-
 
 def measure(path: Path, dtype: torch.dtype, lr: float, steps: int, folder: Path) -> str:
     """A line of the table."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
-    rows = demonstrations(0, BATCH * (steps + 1), right_share=1)
+    rows = demonstrations(0, 8 * (steps + 1), right_share=1)
     texts = ["".join(part["text"] for part in row["segments"]) for row in rows]
     writer, reader = WeightWriter(folder, 50, ["it"]), WeightReader(folder, "it")
     deltas: list[tuple[float, ...]] = []
@@ -52,7 +50,7 @@ def measure(path: Path, dtype: torch.dtype, lr: float, steps: int, folder: Path)
             of_full = sum(manifest["files"].values()) / sum(x.nbytes for x in now.values())
             deltas.append((changed / sum(x.numel() for x in now.values()), of_full, *seconds))
         before = now
-        batch = tokenizer(texts[BATCH * step : BATCH * (step + 1)], return_tensors="pt", padding=True)
+        batch = tokenizer(texts[8 * step : 8 * step + 8], return_tensors="pt", padding=True)
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         model(**batch, labels=labels).loss.backward()
         optimizer.step()

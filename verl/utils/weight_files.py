@@ -84,8 +84,9 @@ class WeightWriter:
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
         self._bits: Bits = {}  # of the newest version
-        self._sizes: dict[int, int] = {}  # bytes of the versions from the last anchor on
-        self._manifest: dict[str, Any] = {}  # of the newest version
+        self._layout: list[tuple[str, list[int], str]] = []
+        self._version = -1
+        self._sizes: list[int] = []  # bytes of the last anchor's file, and of the deltas since
         self._anchors: list[int] = []
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._written: Future[Any] | None = None
@@ -102,13 +103,15 @@ class WeightWriter:
         """
         try:
             manifest = self._write(dict(pairs), version)
-            self._delete_old(version)
-            return manifest
         except BaseException as error:
             logger.exception("weights %d could not be written", version)
             shutil.rmtree(self.folder / str(version), ignore_errors=True)  # room for the reason
-            (self.folder / FAILED).write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+            aside = self.folder / f"{FAILED}.partial"
+            aside.write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+            os.replace(aside, self.folder / FAILED)
             raise
+        self._delete_old(version)
+        return manifest
 
     def close(self) -> None:
         """Lets what is being written end, and deletes all versions."""
@@ -117,62 +120,54 @@ class WeightWriter:
 
     def _write(self, weights: Mapping[str, Tensor], version: int) -> dict[str, Any]:
         bits = {name: bits_of(tensor) for name, tensor in weights.items()}
-        tensors: list[dict[str, Any]] = [
-            {"name": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
-            for name, tensor in weights.items()
-        ]
-        names = ("name", "shape", "dtype")
-        same = tensors == [{key: each[key] for key in names} for each in self._manifest.get("tensors", ())]
-        num_bytes = sum(each.nbytes for each in bits.values())
-        first, *others = self._sizes.values() or [0]
-        changed = 1.0
-        if same and len(self._sizes) < self.anchor_every and sum(others) <= first:
-            differing = sum(np.count_nonzero(bits[name] ^ self._bits[name]) for name in bits)
-            changed = float(differing / max(num_bytes, 1))
-        is_delta = changed <= MOST_CHANGED
+        layout = [(name, list(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in weights.items()]
+        anchor, *deltas = self._sizes or [0]
+        is_delta = layout == self._layout and len(deltas) + 1 < self.anchor_every and sum(deltas) <= anchor
+        if is_delta:
+            changed = sum(int(np.count_nonzero(new ^ self._bits[name])) for name, new in bits.items())
+            is_delta = changed <= MOST_CHANGED * sum(new.nbytes for new in bits.values())
         folder = self.folder / str(version)
         folder.mkdir()
-        offset = 0
+        tensors, offset = [], 0
         with (folder / f"{PAYLOAD}.partial").open("wb") as file:
-            for each, (name, new) in zip(tensors, bits.items(), strict=True):
+            for name, shape, dtype in layout:
+                new = bits[name]
                 data = packed(new ^ self._bits[name] if is_delta else new, weights[name].element_size())
                 file.write(data)
-                each |= {"offset": offset, "nbytes": len(data), "checksum": zlib.crc32(new.data)}
+                tensors.append({"name": name, "shape": shape, "dtype": dtype, "offset": offset})
+                tensors[-1] |= {"nbytes": len(data), "checksum": zlib.crc32(new.data)}
                 offset += len(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(folder / f"{PAYLOAD}.partial", folder / PAYLOAD)
         manifest = {
             "version": version,
-            "base_version": self._manifest["version"] if is_delta else None,
+            "base_version": self._version if is_delta else None,
             "kind": "delta" if is_delta else "full",
             "files": {PAYLOAD: offset},
             "tensors": tensors,
         }
-        aside = folder / f"{MANIFEST}.partial"
-        aside.write_text(json.dumps(manifest), encoding="utf-8")
-        sync(aside)
-        os.replace(aside, folder / MANIFEST)
+        (folder / f"{MANIFEST}.partial").write_text(json.dumps(manifest), encoding="utf-8")
+        sync(folder / f"{MANIFEST}.partial")
+        os.replace(folder / f"{MANIFEST}.partial", folder / MANIFEST)
         sync(folder)
         if not is_delta:
-            self._sizes = {}
+            self._sizes = []
             self._anchors.append(version)
-        self._sizes[version] = offset
-        self._bits, self._manifest = bits, manifest
+        self._sizes.append(offset)
+        self._bits, self._layout, self._version = bits, layout, version
         return manifest
 
     def _delete_old(self, newest: int) -> None:
         """All before the last anchor that no reader is behind of."""
-        read = {
-            name: max((int(mark.parent.name) for mark in self.folder.glob(f"*/{MARK}{name}")), default=-1)
-            for name in self.readers
-        }
-        slowest = min(read.values(), default=newest)
+        marks = [self.folder.glob(f"*/{MARK}{name}") for name in self.readers]
+        read = [max((int(mark.parent.name) for mark in those), default=-1) for those in marks]
+        slowest = min(read, default=newest)
         needed = max((anchor for anchor in self._anchors if anchor <= slowest), default=self._anchors[0])
         self._anchors = [anchor for anchor in self._anchors if anchor >= needed]
         for version in versions_in(self.folder):
             if version < needed:
-                shutil.rmtree(self.folder / str(version))
+                shutil.rmtree(self.folder / str(version), ignore_errors=True)
 
 
 class WeightReader:
@@ -199,10 +194,8 @@ class WeightReader:
             bits, tensors = self._restored(version, None)
         self.version, self._bits = version, bits
         (self.folder / str(version) / f"{MARK}{self.name}").touch()
-        return [
-            (each["name"], torch.from_numpy(bits[each["name"]]).view(dtype_of(each)).reshape(each["shape"]))
-            for each in tensors
-        ]
+        types = {each["name"]: (getattr(torch, each["dtype"]), each["shape"]) for each in tensors}
+        return [(n, torch.from_numpy(bits[n]).view(dtype).reshape(s)) for n, (dtype, s) in types.items()]
 
     def close(self) -> None:
         """Whoever waits in `read` ends."""
@@ -225,8 +218,7 @@ class WeightReader:
         needed: int | None = version
         while needed is not None and (not chain or needed != held):
             try:
-                text = (self.folder / str(needed) / MANIFEST).read_text(encoding="utf-8")
-                chain.append(json.loads(text))
+                chain.append(json.loads((self.folder / str(needed) / MANIFEST).read_text(encoding="utf-8")))
             except (OSError, ValueError) as error:
                 raise WeightsUnreadable(
                     f"weights {version} in {self.folder} need version {needed}, which is not there "
@@ -246,7 +238,7 @@ class WeightReader:
         bits: Bits = {}
         with path.open("rb") as file:
             for each in manifest["tensors"]:
-                name, size = each["name"], dtype_of(each).itemsize
+                name, size = each["name"], getattr(torch, each["dtype"]).itemsize
                 data = file.read(each["nbytes"])
                 self.num_bytes += len(data)
                 try:
@@ -257,16 +249,7 @@ class WeightReader:
                 except (zstandard.ZstdError, KeyError, ValueError):
                     is_right = False
                 if not is_right:
-                    raise WeightsUnreadable(
-                        f"{name} of weights {manifest['version']} ({manifest['kind']}) in {path} is not what "
-                        "was written: its checksum is another"
-                    )
+                    what = f"{name} of weights {manifest['version']} ({manifest['kind']}) in {path}"
+                    raise WeightsUnreadable(f"{what} is not what was written: its checksum is another")
                 bits[name] = new
         return bits
-
-
-def dtype_of(tensor: Mapping[str, Any]) -> torch.dtype:
-    """Of a manifest's entry."""
-    dtype = getattr(torch, tensor["dtype"])
-    assert isinstance(dtype, torch.dtype)
-    return dtype

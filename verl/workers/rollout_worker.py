@@ -48,9 +48,7 @@ class RolloutFailed(EngineUnavailable):
 
 @dataclass(frozen=True)
 class Order:
-    """What the loop is to do. needs: is to be over before it, and before what was ordered after it, but for
-    orders that overtake.
-    """
+    """What the loop is to do; it waits, and later ones that don't overtake too, until `needs` is over."""
 
     run: Callable[[], None]
     needs: Future[Any] | None = None
@@ -84,7 +82,8 @@ class RolloutWorker(Worker):
         self._closing = False
         self._idle_seconds = 0.0
         self._figured: list[Trajectory] = []  # ended since the last `figures`
-        self._sync_bytes, self._sync_delays = 0, list[float]()  # since then
+        self._sync_delays: list[float] = []  # of weights that came since then
+        self._sync_bytes = self._noted_bytes = 0  # of all that came over Ray; of all that `figures` gave
         self._reader: Any = None  # of weights in files
         self._reading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._thread: threading.Thread | None = None
@@ -121,16 +120,19 @@ class RolloutWorker(Worker):
         to; None of others.
         """
         started = time.perf_counter()
-        arrival: Future[tuple[Sequence[tuple[str, Tensor]], int]] = Future()
+        arrival: Future[Sequence[tuple[str, Tensor]]] = Future()
         if isinstance(weights[0], Path):
-            arrival = self._reading.submit(self._read, weights[0], version)
+            from verl.utils.weight_files import WeightReader
+
+            self._reader = self._reader or WeightReader(weights[0], f"rollout-{self.rank}")
+            arrival = self._reading.submit(self._reader.read, version, self.settings.group_deadline)
             arrival.add_done_callback(lambda _: self._ring())
         else:
-            arrival.set_result((weights[0], sum(tensor.nbytes for _, tensor in weights[0])))
+            arrival.set_result(weights[0])
+            self._sync_bytes += sum(tensor.nbytes for _, tensor in weights[0])
 
         def take() -> None:
-            pairs, num_bytes = arrival.result()
-            self._sync_bytes += num_bytes
+            pairs = arrival.result()
 
             def load() -> None:
                 self.engine.load_weights(pairs, version)
@@ -139,16 +141,6 @@ class RolloutWorker(Worker):
             self.service.load_weights(load, not self.settings.in_flight_updates)
 
         self._order(take, needs=arrival)
-
-    def _read(self, folder: Path, version: int) -> tuple[Sequence[tuple[str, Tensor]], int]:
-        """Pairs, and the bytes that were read for them."""
-        from verl.utils.weight_files import WeightReader
-
-        if self._reader is None:
-            self._reader = WeightReader(folder, f"rollout-{self.rank}")
-        before = self._reader.num_bytes
-        pairs = self._reader.read(version, self.settings.group_deadline)
-        return pairs, self._reader.num_bytes - before
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def submit(self, rows: DataProto | None) -> None:
@@ -212,11 +204,12 @@ class RolloutWorker(Worker):
         def take() -> dict[str, float]:
             metrics = self.service.load.metrics() | self.agent.figures(self._figured)
             metrics["async/rollout_idle_seconds"] = self._idle_seconds
-            metrics["async/sync_bytes"] = float(self._sync_bytes)
+            num_bytes = self._sync_bytes + (self._reader.num_bytes if self._reader else 0)
+            metrics["async/sync_bytes"] = float(num_bytes - self._noted_bytes)
             if self._sync_delays:
                 metrics["async/sync_delay_seconds"] = mean(self._sync_delays)
             self.service.load, self._idle_seconds, self._figured = EngineLoad(self.engine), 0.0, []
-            self._sync_bytes, self._sync_delays = 0, []
+            self._noted_bytes, self._sync_delays = num_bytes, []
             return metrics
 
         return self._ask(take, overtakes=True)
@@ -248,11 +241,12 @@ class RolloutWorker(Worker):
 
     def _due_orders(self) -> list[Order]:
         """Those that need nothing any more, in order; the others stay."""
-        open_needs = (i for i, each in enumerate(self._orders) if each.needs and not each.needs.done())
-        first = next(open_needs, len(self._orders))
-        later = self._orders[first:]
-        due = self._orders[:first] + [each for each in later if each.overtakes]
-        self._orders = [each for each in later if not each.overtakes]
+        due: list[Order] = []
+        later: list[Order] = []
+        for each in self._orders:
+            waits = later or (each.needs is not None and not each.needs.done())
+            (later if waits and not each.overtakes else due).append(each)
+        self._orders = later
         return due
 
     def _ask(self, question: Callable[[], Any], overtakes: bool = False) -> Any:

@@ -295,9 +295,8 @@ class RayPPOTrainer(ResumableRun):
         if self.stream is None:
             self.actor_rollout_wg.sync_weights()
             return
-        begins = not self.config.trainer.val_only
         weights = self.actor_rollout_wg.export_weights(self.state.step, weight_folder(self.config))
-        self.stream.send_weights(self.state.step, weights, begins)
+        self.stream.send_weights(self.state.step, weights, begin=not self.config.trainer.val_only)
 
     def _generate_sequences(self, prompts: DataProto) -> DataProto:
         """A trajectory for each row of prompts, with the prompts' columns. SearchesFailed,
