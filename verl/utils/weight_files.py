@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 PAYLOAD, MANIFEST, MARK, FAILED = "weights.zst", "manifest.json", "LOADED.", "FAILED"
 MOST_CHANGED = 0.6  # share of the bytes; a delta with more of them is hardly smaller than an anchor
-LEVEL = 1  # of zstd: higher ones take up to eight times as long and save nothing
+LEVEL = 1  # of zstd: level 3 took up to three times as long and saved nothing
 POLL_SECONDS = 0.02
 
 Bits = dict[str, np.ndarray]

@@ -285,11 +285,9 @@ class ActorRolloutRefWorker(TrainingWorker):
                 (name, tensor.detach().to("cpu", dtype, copy=True)) if self.rank == 0 else None
                 for name, tensor in self.engine.weights()
             ]
-        if self.rank != 0:
-            return None
         weights = [pair for pair in pairs if pair is not None]
-        if folder is None:
-            return weights
+        if folder is None or self.rank != 0:
+            return weights if self.rank == 0 else None
         if self._weight_writer is None:
             from verl.utils.weight_files import WeightWriter
 
