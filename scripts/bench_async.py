@@ -1,12 +1,12 @@
 """Rollouts ahead of training beside the synchronous run, on the same cores: trained tokens per second.
 
-    python scripts/bench_async.py [--ahead 1,2] [--seeds 0] [--steps 12]      Markdown
+    python scripts/bench_async.py [--ahead 1,2] [--seeds 0] [--steps 12] [--transfer ray]   Markdown
 
 GRPO on the microworld, whose searches each take a lognormal time (mean 0.5 s, sigma 1). Synchronous: two
 processes sample, then train. Ahead by k: one process samples while another trains. Runs alternate; of each
 the first two steps are left out. "Idle": share of the time of those steps in which the trainer waited for
-groups, or the rollout process had nothing to do; "sync": seconds a step until rollouts had the weights'
-address. Exact match is that of the test after as many steps.
+groups, or the rollout process had nothing to do; "sync": time that a step stood still for the weights to go
+out, as seconds and as its share. Exact match is that of the test after as many steps.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ def train(settings: list[str], steps: int, folder: Path) -> dict[str, float]:
         figures[f"{name} idle"] = idle / seconds
     figures["staleness"] = mean(row["rollout/staleness/mean"] for row in rows)
     figures["sync, s"] = mean(row["timing_s/sync_weights"] for row in rows)
+    figures["sync share"] = sum(row["timing_s/sync_weights"] for row in rows) / seconds
     return figures
 
 
@@ -79,6 +80,7 @@ def main() -> int:
     parser.add_argument("--ahead", default="1,2", help="values of trainer.async_training.max_staleness (1,2)")
     parser.add_argument("--seeds", default="0", help="of the runs (0)")
     parser.add_argument("--steps", type=int, default=12, help="of each run (12)")
+    parser.add_argument("--transfer", default="ray", help="values of rollout.weight_transfer (ray)")
     parser.add_argument("--serve-slowly", nargs=2, help=argparse.SUPPRESS)  # url and port, in a process
     options = parser.parse_args()
     if options.serve_slowly:
@@ -86,7 +88,11 @@ def main() -> int:
         return 0
     if options.steps <= LEFT_OUT:
         parser.error(f"--steps: found {options.steps}, expected more than the {LEFT_OUT} that are left out")
-    kinds = {"synchronous": TOGETHER} | {f"ahead by {k}": AHEAD + k for k in options.ahead.split(",")}
+    kinds = {"synchronous": TOGETHER}
+    for k in options.ahead.split(","):
+        for transfer in options.transfer.split(","):
+            way = f"actor_rollout_ref.rollout.weight_transfer={transfer}"
+            kinds[f"ahead by {k} over {transfer}"] = f"{AHEAD}{k} {way}"
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as servers:
         folder = Path(temporary)
@@ -102,13 +108,13 @@ def main() -> int:
                 run = [*settings.split(), *data, f"trainer.seed={seed}"]
                 out = folder / f"{name}-{seed}".replace(" ", "-")
                 found[name].append(train(run, options.steps, out))
-    names = ("em", "trainer idle", "rollout idle", "staleness", "sync, s")
+    names = ("em", "trainer idle", "rollout idle", "staleness", "sync, s", "sync share")
     print("| run | trained tokens per s | times | exact match", *names[1:], sep=" | ", end=" |\n")
-    print("|---" * 8 + "|")
+    print("|---" * 9 + "|")
     base = median(each["tokens"] for each in found["synchronous"])
     for name, runs in found.items():
         tokens = median(each["tokens"] for each in runs)
-        shown = " | ".join(f"{mean(each[key] for each in runs):.2f}" for key in names)
+        shown = " | ".join(f"{mean(each[key] for each in runs):.3f}" for key in names)
         print(f"| {name} | {tokens:.0f} | {tokens / base:.2f} | {shown} |")
     return 0
 

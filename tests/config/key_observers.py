@@ -25,7 +25,7 @@ from typing import Any
 import pandas as pd
 import torch
 from instant_runs import Critic, Policy, numbers
-from rollout_observers import rollout_process, stream  # noqa: F401
+from rollout_observers import rollout_process, stream, weights_sent  # noqa: F401
 from safetensors.torch import load_file, save_file
 from tiny_training import make_actor, make_batch, make_critic
 from transformers import AutoTokenizer

@@ -12,9 +12,13 @@ from played_rollouts import Played, Prompts
 
 from search_r1.llm_agent.generation import build_agent
 from verl.config import Config
+from verl.single_controller.base import ClassWithInitArgs
+from verl.single_controller.local import LocalWorkerGroup
 from verl.trainer.placement import build_pools, roles_of
 from verl.trainer.ppo.passes import Passes
-from verl.trainer.ppo.stream import RolloutStream
+from verl.trainer.ppo.stream import RolloutStream, weight_folder
+from verl.utils.weight_files import WeightReader, versions_in
+from verl.workers.fsdp_workers import ActorRolloutRefWorker
 from verl.workers.rollout_worker import RolloutWorker
 
 
@@ -48,3 +52,20 @@ def rollout_process(config: Config) -> Any:
         return worker.engine.keeps_kv, asked.result(30)
     finally:
         worker.close()
+
+
+def weights_sent(config: Config) -> Any:
+    """Where three versions of the weights go to for rollouts, and which of them are whole."""
+    folder, block = weight_folder(config), config.actor_rollout_ref
+    policy: Any = LocalWorkerGroup(ClassWithInitArgs(ActorRolloutRefWorker, block, "actor", device="cpu"))
+    try:
+        policy.init_model()
+        for version in range(3):
+            given = policy.export_weights(version, folder).get()[0]
+        if folder is None:
+            return len(given)
+        WeightReader(folder, "rollout-0").read(2, 30)
+        manifests = [(folder / str(version) / "manifest.json").read_text() for version in versions_in(folder)]
+        return given, ["full" in manifest for manifest in manifests]
+    finally:
+        policy.shutdown()

@@ -50,6 +50,7 @@ def test_a_good_configuration_passes(good):
         ("trainer.resume_mode=from_path", "not a folder"),
         ("reward_model.retrieval_score=0.1", "main_ppo_format"),
         (f"{ROLLOUT}.num_processes=2", "where there are none; expected .*name=native .*placement=apart"),
+        (f"{ROLLOUT}.weight_transfer=delta", "nothing takes them; expected ray, or .*placement=apart"),
         ("trainer.async_training.max_staleness=1", "nothing samples beside training; expected .*name=native"),
         (
             f"{ROLLOUT}={{name: native, tensor_model_parallel_size: 2}}",
@@ -83,6 +84,7 @@ BYPASS = "algorithm.rollout_correction.bypass_mode=true"
 )
 def test_rollouts_ahead_are_refused_where_they_would_go_wrong(overrides, words, good):
     check([*good, *NATIVE_APART])
+    check([*good, *NATIVE_APART, f"{ROLLOUT}.weight_transfer=delta"])
     check([*good, *NATIVE_APART, "trainer.async_training.max_staleness=1", BYPASS])
     with pytest.raises(ValueError, match=words):
         check([*good, *NATIVE_APART, *overrides])
@@ -97,7 +99,11 @@ def test_a_reference_that_nothing_asks_for_is_not_reset(good):
 
 @pytest.mark.parametrize(
     ("override", "package"),
-    [("actor_rollout_ref.model.lora_rank=8", "peft"), ("trainer.logger=[wandb]", "wandb")],
+    [
+        ("actor_rollout_ref.model.lora_rank=8", "peft"),
+        ("trainer.logger=[wandb]", "wandb"),
+        (f"{ROLLOUT}={{name: native, placement: apart, weight_transfer: delta}}", "zstandard"),
+    ],
 )
 def test_a_missing_package_is_named_with_the_command_and_the_versions(override, package, good, monkeypatch):
     find_spec = importlib.util.find_spec

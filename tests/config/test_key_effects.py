@@ -110,6 +110,9 @@ EFFECTS: dict[str, tuple] = {
     f"{R}.name": ("vllm", "engine"),
     f"{R}.placement": ("apart", "plan", VLLM),
     f"{R}.num_processes": (2, "stream", f"{R}.name=native", APART),
+    f"{R}.weight_transfer": ("ray", "weights_sent"),
+    f"{R}.weight_dir": ("{out}/elsewhere", "weights_sent"),
+    f"{R}.anchor_every": (2, "weights_sent"),
     f"{R}.temperature": (0.5, "driver"),
     f"{R}.top_k": (5, "driver"),
     f"{R}.top_p": (0.5, "driver"),
@@ -280,6 +283,11 @@ BASES = {
     "environments": ["environment.env_class=key_observers:Observed"],
     "agent": [f"{R}.straggler_factor=null"],
     "engine": [f"{M}.path={{files}}/model"],
+    "weights_sent": [
+        f"{M}.path={{files}}/model",
+        f"{R}.weight_transfer=delta",
+        f"{T}.default_local_dir={{out}}/run",
+    ],
     "vllm": [f"{M}.path={{files}}/model", f"{R}.max_num_seqs=100"],
 }
 ON_MODEL = [f"{M}.path={key_observers.BASE_MODEL}", "algorithm.kl_ctrl.kl_coef=0"]

@@ -172,6 +172,14 @@ def _check_async(config: Config) -> None:
     if rollout.num_processes != 1 and not native:
         why = f", where there are none; expected {key}=native {ROLLOUT}.placement=apart."
         raise refusal(config, f"{processes} {key} {ROLLOUT}.placement", why)
+    if rollout.weight_transfer != "ray":
+        transfer = f"{ROLLOUT}.weight_transfer"
+        if not native:
+            why = f", where nothing takes them; expected ray, or {key}=native {ROLLOUT}.placement=apart."
+            raise refusal(config, f"{transfer} {key} {ROLLOUT}.placement", why)
+        if importlib.util.find_spec("zstandard") is None:
+            why = ", but zstandard is not there; run `pip install -c constraints.txt zstandard`."
+            raise refusal(config, transfer, why)
     if native and trainer.backend == "local":
         raise refusal(config, f"trainer.backend {ROLLOUT}.placement", ": processes apart need backend=ray.")
     for other, value in ((f"{ROLLOUT}.keep_partial", False), (f"{ROLLOUT}.straggler_factor", None)):

@@ -203,7 +203,8 @@ RL = Table(
         f"{ROLLOUT}.block_size": "It is 32; of vLLM it is rollout.vllm.engine_args.block_size.",
         f"{ACTOR}.entropy_ctrl.type": "The weight is adaptive when entropy_ctrl.target_entropy is set.",
         f"{ROLLOUT}.vllm.sleep_level": "It is 1, and 2 where the trainer's weights are offloaded.",
-        f"{ROLLOUT}.vllm.weight_transfer": "It is NCCL on CUDA and gloo on CPU.",
+        f"{ROLLOUT}.vllm.weight_transfer": "It is NCCL on CUDA and gloo on CPU; rollouts of the native "
+        f"engine have {ROLLOUT}.weight_transfer.",
         "generator.merge_stepwise_output": "What turns have in common is computed once, always.",
         "algorithm.filter_groups.refill": "No refill is algorithm.filter_groups.max_num_gen_batches=1.",
         "trainer.rollout_pool.nnodes": f"For rollouts apart set {ROLLOUT}.placement=apart.",

@@ -237,6 +237,11 @@ class Rollout(Block):
     name: str = key("auto", "native is ours; auto: vllm on CUDA if there is one", "auto native vllm")
     placement: str = key("colocated", "in each process; apart: processes or vLLM servers", "colocated apart")
     num_processes: Count = key(1, "apart: processes that sample, with the native engine")
+    weight_transfer: str = key(
+        "ray", "native apart: by Ray's store, or files: all of them or what changed", "ray filesystem delta"
+    )
+    weight_dir: FilePath | None = key(None, "folder of those files, seen by all nodes (null: the run's)")
+    anchor_every: Count = key(50, "delta: every so many versions all weights are written")
     temperature: Annotated[float, Range(0.001)] = key(1.0, "sampling temperature in training")
     top_k: OrMinusOne = key(-1, "sample among the k most likely tokens (-1: all)")
     top_p: PositiveShare = key(1.0, "sample within this much probability mass")

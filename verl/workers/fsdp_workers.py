@@ -176,6 +176,7 @@ class ActorRolloutRefWorker(TrainingWorker):
         self.agent: Agent | None = None
         self.rollout_engine: RolloutEngine | None = None
         self._rollout_weights_stale = False
+        self._weight_writer: Any = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -271,9 +272,12 @@ class ActorRolloutRefWorker(TrainingWorker):
         return str(rollout_dtype(self.config.rollout, self.engine.precision.compute)).removeprefix("torch.")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def export_weights(self) -> list[tuple[str, torch.Tensor]] | None:
+    def export_weights(
+        self, version: int = 0, folder: Path | None = None
+    ) -> list[tuple[str, torch.Tensor]] | Path | None:
         """The policy's present weights for rollout processes: from rank 0 copies in CPU memory under Hugging
-        Face names, in the rollouts' dtype; None from others.
+        Face names, in the rollouts' dtype; None from others. With a folder a thread writes them there as
+        `version` (`WeightWriter`), once those of the call before are written, and rank 0 gives the folder.
         """
         dtype = getattr(torch, self.rollout_dtype())
         with self.engine.loaded(), torch.no_grad():
@@ -281,7 +285,18 @@ class ActorRolloutRefWorker(TrainingWorker):
                 (name, tensor.detach().to("cpu", dtype, copy=True)) if self.rank == 0 else None
                 for name, tensor in self.engine.weights()
             ]
-        return [pair for pair in pairs if pair is not None] if self.rank == 0 else None
+        weights = [pair for pair in pairs if pair is not None]
+        if folder is None or self.rank != 0:
+            return weights if self.rank == 0 else None
+        if self._weight_writer is None:
+            from verl.utils.weight_files import WeightWriter
+
+            rollout = self.config.rollout
+            readers = [f"rollout-{rank}" for rank in range(rollout.num_processes)]
+            anchor_every = rollout.anchor_every if rollout.weight_transfer == "delta" else 1
+            self._weight_writer = WeightWriter(folder, anchor_every, readers)
+        self._weight_writer.begin(weights, version)
+        return folder
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -314,6 +329,8 @@ class ActorRolloutRefWorker(TrainingWorker):
                 ends.callback(self.rollout_engine.shutdown)
             if self.agent is not None:
                 ends.callback(self.agent.close)
+            if self._weight_writer is not None:
+                ends.callback(self._weight_writer.close)
             ends.callback(self.checkpoint_writer.close)  # while there are the groups that it writes with
 
     # ------------------------------------------------------------------------------- log-probs and the update

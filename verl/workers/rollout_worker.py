@@ -1,9 +1,10 @@
 """A process that samples while others train: rollouts apart, on the native engine.
 
     submit(rows of groups) -> thread: TrajectoryService over an engine of its own -> poll: rows that are over
-    load_weights(version) --between two engine steps-->
+    load_weights(version) -> files are read in a thread --between two engine steps-->
 
 Calls come in one thread and leave orders; the loop runs in another and takes them between two engine steps.
+What is asked for after new weights waits for these; what is under way goes on until they are there.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -43,6 +46,15 @@ class RolloutFailed(EngineUnavailable):
     """The loop of a rollout process ended by an error (the message has its traceback), or says nothing."""
 
 
+@dataclass(frozen=True)
+class Order:
+    """What the loop is to do; it waits, and later ones that don't overtake too, until `needs` is over."""
+
+    run: Callable[[], None]
+    needs: Future[Any] | None = None
+    overtakes: bool = False
+
+
 class RolloutWorker(Worker):
     """One rank of those that sample.
 
@@ -61,7 +73,7 @@ class RolloutWorker(Worker):
         self.config, self.agent_factory, self.settings = config, agent_factory, settings
         self.device = self.get_device(device_kind(device))
         self._lock = threading.Lock()
-        self._orders: list[Callable[[], None]] = []
+        self._orders: list[Order] = []
         self._bell: Future[None] = Future()  # rings when there is an order
         self._over = threading.Condition(self._lock)
         self._ended: list[tuple[dict[str, Any], Trajectory]] = []  # rows for `poll`, with their columns
@@ -70,6 +82,10 @@ class RolloutWorker(Worker):
         self._closing = False
         self._idle_seconds = 0.0
         self._figured: list[Trajectory] = []  # ended since the last `figures`
+        self._sync_delays: list[float] = []  # of weights that came since then
+        self._sync_bytes = self._noted_bytes = 0  # of all that came over Ray; of all that `figures` gave
+        self._reader: Any = None  # of weights in files
+        self._reading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._thread: threading.Thread | None = None
 
     # ------------------------------------------------------------------------------------ calls of the driver
@@ -100,11 +116,31 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_weights(self, weights: list[Any], version: int) -> None:
         """Takes the whole model as weights `version`, between two engine steps; returns at once. weights:
-        what `ActorRolloutRefWorker.export_weights` gives: pairs of rank 0, None of others.
+        what `ActorRolloutRefWorker.export_weights` gives: pairs of rank 0, or the folder that it writes them
+        to; None of others.
         """
-        pairs: Sequence[tuple[str, Tensor]] = weights[0]
-        load = partial(self.engine.load_weights, pairs, version)
-        self._order(lambda: self.service.load_weights(load, not self.settings.in_flight_updates))
+        started = time.perf_counter()
+        arrival: Future[Sequence[tuple[str, Tensor]]] = Future()
+        if isinstance(weights[0], Path):
+            from verl.utils.weight_files import WeightReader
+
+            self._reader = self._reader or WeightReader(weights[0], f"rollout-{self.rank}")
+            arrival = self._reading.submit(self._reader.read, version, self.settings.group_deadline)
+            arrival.add_done_callback(lambda _: self._ring())
+        else:
+            arrival.set_result(weights[0])
+            self._sync_bytes += sum(tensor.nbytes for _, tensor in weights[0])
+
+        def take() -> None:
+            pairs = arrival.result()
+
+            def load() -> None:
+                self.engine.load_weights(pairs, version)
+                self._sync_delays.append(time.perf_counter() - started)
+
+            self.service.load_weights(load, not self.settings.in_flight_updates)
+
+        self._order(take, needs=arrival)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def submit(self, rows: DataProto | None) -> None:
@@ -161,18 +197,28 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def figures(self) -> dict[str, float]:
-        """`rollout/*` of the engine, the agent's, and `async/rollout_idle_seconds`, since the last call."""
+        """`rollout/*` of the engine, the agent's, `async/rollout_idle_seconds`, and of weights that came
+        `async/sync_bytes` and the mean `async/sync_delay_seconds`, since the last call.
+        """
 
         def take() -> dict[str, float]:
             metrics = self.service.load.metrics() | self.agent.figures(self._figured)
             metrics["async/rollout_idle_seconds"] = self._idle_seconds
+            num_bytes = self._sync_bytes + (self._reader.num_bytes if self._reader else 0)
+            metrics["async/sync_bytes"] = float(num_bytes - self._noted_bytes)
+            if self._sync_delays:
+                metrics["async/sync_delay_seconds"] = mean(self._sync_delays)
             self.service.load, self._idle_seconds, self._figured = EngineLoad(self.engine), 0.0, []
+            self._noted_bytes, self._sync_delays = num_bytes, []
             return metrics
 
-        return self._ask(take)
+        return self._ask(take, overtakes=True)
 
     def close(self) -> None:
         self._closing = True
+        if self._reader is not None:
+            self._reader.close()
+        self._reading.shutdown(wait=False, cancel_futures=True)
         self._order(lambda: None)
         if self._thread is not None:
             self._thread.join(JOIN_SECONDS)
@@ -181,15 +227,31 @@ class RolloutWorker(Worker):
 
     # --------------------------------------------------------------------------------------------- the loop
 
-    def _order(self, order: Callable[[], None]) -> None:
+    def _order(
+        self, run: Callable[[], None], needs: Future[Any] | None = None, overtakes: bool = False
+    ) -> None:
         with self._lock:
-            self._orders.append(order)
+            self._orders.append(Order(run, needs, overtakes))
+        self._ring()
+
+    def _ring(self) -> None:
+        with self._lock:
             if not self._bell.done():
                 self._bell.set_result(None)
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
+    def _due_orders(self) -> list[Order]:
+        """Those that need nothing any more, in order; the others stay."""
+        due: list[Order] = []
+        later: list[Order] = []
+        for each in self._orders:
+            waits = later or (each.needs is not None and not each.needs.done())
+            (later if waits and not each.overtakes else due).append(each)
+        self._orders = later
+        return due
+
+    def _ask(self, question: Callable[[], Any], overtakes: bool = False) -> Any:
         answer: Future[Any] = Future()
-        self._order(lambda: answer.set_result(question()))
+        self._order(lambda: answer.set_result(question()), overtakes=overtakes)
         return self._result(answer)
 
     def _result(self, future: Future[Any]) -> Any:
@@ -217,10 +279,10 @@ class RolloutWorker(Worker):
             with torch.no_grad():
                 while not self._closing:
                     with self._lock:
-                        orders, self._orders, self._bell = self._orders, [], Future()
-                        bell = self._bell
+                        orders, bell = self._due_orders(), Future[None]()
+                        self._bell = bell
                     for order in orders:
-                        order()
+                        order.run()
                     if not self.service.is_idle:
                         self.service.advance(bell)
                     elif not orders:

@@ -88,6 +88,11 @@ def settings_without_effect(config: Config) -> list[str]:
     if config.actor_rollout_ref.rollout.placement == "colocated":
         why = f"each process has an engine with the whole model; {ROLLOUT}.placement=apart splits it."
         unread[f"{ROLLOUT}.tensor_model_parallel_size"] = why
+    transfer = config.actor_rollout_ref.rollout.weight_transfer
+    if transfer != "delta":
+        unread[f"{ROLLOUT}.anchor_every"] = f"it is for {ROLLOUT}.weight_transfer=delta."
+    if transfer == "ray":
+        unread[f"{ROLLOUT}.weight_dir"] = f"no files are written with {ROLLOUT}.weight_transfer=ray."
     if not samples_apart(config):
         why = f"nothing samples beside training. Set {ROLLOUT}.name=native {ROLLOUT}.placement=apart."
         names = ("in_flight_updates", "recompute_kv", "too_old", "group_deadline", "repeatable")

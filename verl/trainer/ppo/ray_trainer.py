@@ -42,7 +42,7 @@ from verl.trainer.ppo.resuming import SETTINGS_FILE, ResumableRun
 from verl.trainer.ppo.run_state import RunState, RunStopped, StoppedOnRequest, StopRequest
 from verl.trainer.ppo.scoring import RewardManager, add_advantages, score
 from verl.trainer.ppo.scoring import compute_advantage as compute_advantage  # where verl has it
-from verl.trainer.ppo.stream import RolloutStream
+from verl.trainer.ppo.stream import RolloutStream, weight_folder
 from verl.trainer.ppo.validation import ValidationReport, run_summary, validate
 from verl.utils.dataset.mixture import Mixture, prompt_sampler
 from verl.utils.dataset.rl_dataset import RLHFDataset
@@ -295,8 +295,8 @@ class RayPPOTrainer(ResumableRun):
         if self.stream is None:
             self.actor_rollout_wg.sync_weights()
             return
-        begins = not self.config.trainer.val_only
-        self.stream.send_weights(self.state.step, self.actor_rollout_wg.export_weights(), begins)
+        weights = self.actor_rollout_wg.export_weights(self.state.step, weight_folder(self.config))
+        self.stream.send_weights(self.state.step, weights, begin=not self.config.trainer.val_only)
 
     def _generate_sequences(self, prompts: DataProto) -> DataProto:
         """A trajectory for each row of prompts, with the prompts' columns. SearchesFailed,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import pickle
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,6 +84,17 @@ class PromptGroup:
                     rows.tensors["rollout_log_probs"][row, turn["start"] : turn["end"]] = 0.0
         columns = {name: x for name, x in self.prompts.non_tensor_batch.items() if name != "continuation"}
         return DataProto(rows.batch, columns | {"trajectory": rows.non_tensor_batch["trajectory"]})
+
+
+def weight_folder(config: Config) -> Path | None:
+    """Where the weights for the rollouts are written to, by no other run; None: they come over Ray."""
+    rollout, run = config.actor_rollout_ref.rollout, Path(config.trainer.default_local_dir).absolute()
+    if rollout.weight_transfer == "ray":
+        return None
+    if rollout.weight_dir is None:
+        return run / "rollout_weights"
+    name = f"{run.name}-{zlib.crc32(str(run).encode()):08x}"
+    return Path(rollout.weight_dir).expanduser().absolute() / name
 
 
 def single_rows(batch: DataProto | None) -> Iterator[tuple[str, int, DataProto]]:

@@ -1,0 +1,255 @@
+"""Versions of a model's weights in a folder: from one writer to readers elsewhere, bit for bit.
+
+    writer: bits XOR bits of the version before -> bytes by their place -> zstd -> VERSION/weights.zst
+    reader: the same backwards, onto the version that it has                    VERSION/manifest.json (last)
+
+A version is a delta to the one before it or, from time to time, an anchor, which needs no other. A reader
+that lacks what a delta is to, or finds a wrong checksum, goes on from the newest anchor. It leaves a mark,
+LOADED.name, beside what it has read; a version is deleted once nobody can need it any more.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import zstandard
+from torch import Tensor
+
+from verl.utils.durable import sync
+
+logger = logging.getLogger(__name__)
+
+PAYLOAD, MANIFEST, MARK, FAILED = "weights.zst", "manifest.json", "LOADED.", "FAILED"
+MOST_CHANGED = 0.6  # share of the bytes; a delta with more of them is hardly smaller than an anchor
+LEVEL = 1  # of zstd: level 3 took up to three times as long and saved nothing
+POLL_SECONDS = 0.02
+
+Bits = dict[str, np.ndarray]
+
+
+class WeightsUnreadable(RuntimeError):
+    """A version can't be read, and there is no anchor from which it could be; says what is missing."""
+
+
+def bits_of(tensor: Tensor) -> np.ndarray:
+    """The bytes of a tensor in CPU memory, uint8 [number of bytes]; its own, where it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def packed(bits: np.ndarray, size: int) -> bytes:
+    """Compressed, for elements of `size` bytes. All first bytes of elements come first, then all second ones:
+    small updates change the low bytes, and those that stay lie together.
+    """
+    return zstandard.ZstdCompressor(level=LEVEL).compress(np.ascontiguousarray(bits.reshape(-1, size).T).data)
+
+
+def unpacked(data: bytes, size: int, num_bytes: int) -> np.ndarray:
+    """What `packed` got. ZstdError: it is damaged."""
+    found = zstandard.frame_content_size(data)
+    if found != num_bytes:
+        raise zstandard.ZstdError(f"{found} bytes in place of {num_bytes}")
+    planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(data), np.uint8).reshape(size, -1)
+    return planes.T.copy().reshape(-1)
+
+
+def versions_in(folder: Path) -> list[int]:
+    """All that are complete, in order."""
+    return sorted(int(path.parent.name) for path in folder.glob(f"*/{MANIFEST}"))
+
+
+class WeightWriter:
+    """The one writer into a folder, which it empties first.
+
+    Args:
+        anchor_every: every so many versions one is an anchor (1: all are); sooner where the deltas since the
+            last one take more room than it.
+        readers: names of all that read; what one of them has not read stays.
+    """
+
+    def __init__(self, folder: Path, anchor_every: int, readers: Sequence[str]) -> None:
+        self.folder, self.anchor_every, self.readers = folder, anchor_every, readers
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        self._bits: Bits = {}  # of the newest version
+        self._layout: list[tuple[str, list[int], str]] = []
+        self._version = -1
+        self._sizes: list[int] = []  # bytes of the last anchor's file, and of the deltas since
+        self._anchors: list[int] = []
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
+        self._written: Future[Any] | None = None
+
+    def begin(self, pairs: Sequence[tuple[str, Tensor]], version: int) -> None:
+        """As `write`, in a thread of its own, once what was begun before is written; raises its error."""
+        if self._written is not None:
+            self._written.result()
+        self._written = self._thread.submit(self.write, pairs, version)
+
+    def write(self, pairs: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Any]:
+        """Writes the model (names, and tensors in CPU memory that nobody changes any more) as `version`,
+        higher than those before; returns the manifest. OSError: it can't be written; readers hear of it.
+        """
+        try:
+            manifest = self._write(dict(pairs), version)
+        except BaseException as error:
+            logger.exception("weights %d could not be written", version)
+            shutil.rmtree(self.folder / str(version), ignore_errors=True)  # room for the reason
+            aside = self.folder / f"{FAILED}.partial"
+            aside.write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+            os.replace(aside, self.folder / FAILED)
+            raise
+        self._delete_old(version)
+        return manifest
+
+    def close(self) -> None:
+        """Lets what is being written end, and deletes all versions."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _write(self, weights: Mapping[str, Tensor], version: int) -> dict[str, Any]:
+        bits = {name: bits_of(tensor) for name, tensor in weights.items()}
+        layout = [(name, list(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in weights.items()]
+        anchor, *deltas = self._sizes or [0]
+        is_delta = layout == self._layout and len(deltas) + 1 < self.anchor_every and sum(deltas) <= anchor
+        if is_delta:
+            changed = sum(int(np.count_nonzero(new ^ self._bits[name])) for name, new in bits.items())
+            is_delta = changed <= MOST_CHANGED * sum(new.nbytes for new in bits.values())
+        folder = self.folder / str(version)
+        folder.mkdir()
+        tensors, offset = [], 0
+        with (folder / f"{PAYLOAD}.partial").open("wb") as file:
+            for name, shape, dtype in layout:
+                new = bits[name]
+                data = packed(new ^ self._bits[name] if is_delta else new, weights[name].element_size())
+                file.write(data)
+                tensors.append({"name": name, "shape": shape, "dtype": dtype, "offset": offset})
+                tensors[-1] |= {"nbytes": len(data), "checksum": zlib.crc32(new.data)}
+                offset += len(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(folder / f"{PAYLOAD}.partial", folder / PAYLOAD)
+        manifest = {
+            "version": version,
+            "base_version": self._version if is_delta else None,
+            "kind": "delta" if is_delta else "full",
+            "files": {PAYLOAD: offset},
+            "tensors": tensors,
+        }
+        (folder / f"{MANIFEST}.partial").write_text(json.dumps(manifest), encoding="utf-8")
+        sync(folder / f"{MANIFEST}.partial")
+        os.replace(folder / f"{MANIFEST}.partial", folder / MANIFEST)
+        sync(folder)
+        if not is_delta:
+            self._sizes = []
+            self._anchors.append(version)
+        self._sizes.append(offset)
+        self._bits, self._layout, self._version = bits, layout, version
+        return manifest
+
+    def _delete_old(self, newest: int) -> None:
+        """All before the last anchor that no reader is behind of."""
+        marks = [self.folder.glob(f"*/{MARK}{name}") for name in self.readers]
+        read = [max((int(mark.parent.name) for mark in those), default=-1) for those in marks]
+        slowest = min(read, default=newest)
+        needed = max((anchor for anchor in self._anchors if anchor <= slowest), default=self._anchors[0])
+        self._anchors = [anchor for anchor in self._anchors if anchor >= needed]
+        for version in versions_in(self.folder):
+            if version < needed:
+                shutil.rmtree(self.folder / str(version), ignore_errors=True)
+
+
+class WeightReader:
+    """One that reads what a `WeightWriter` writes. name: among the writer's `readers`."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self.version: int | None = None  # that it has
+        self.num_bytes = 0  # that it read from files
+        self._bits: Bits = {}
+        self._closing = threading.Event()
+
+    def read(self, version: int, seconds: float = 0.0) -> list[tuple[str, Tensor]]:
+        """That version, bit for bit: tensors that are not changed later; waits so long until it is there.
+        WeightsUnreadable.
+        """
+        self._wait(version, seconds)
+        try:
+            bits, tensors = self._restored(version, self.version)
+        except WeightsUnreadable as error:
+            if self.version is None:
+                raise
+            logger.warning("%s; going on from the newest anchor", error)
+            bits, tensors = self._restored(version, None)
+        self.version, self._bits = version, bits
+        (self.folder / str(version) / f"{MARK}{self.name}").touch()
+        types = {each["name"]: (getattr(torch, each["dtype"]), each["shape"]) for each in tensors}
+        return [(n, torch.from_numpy(bits[n]).view(dtype).reshape(s)) for n, (dtype, s) in types.items()]
+
+    def close(self) -> None:
+        """Whoever waits in `read` ends."""
+        self._closing.set()
+
+    def _wait(self, version: int, seconds: float) -> None:
+        due = time.monotonic() + seconds
+        while version not in (there := versions_in(self.folder)):
+            if (failure := self.folder / FAILED).is_file():
+                raise WeightsUnreadable(f"weights {version} were not written: {failure.read_text()}")
+            if self._closing.wait(POLL_SECONDS) or time.monotonic() >= due:
+                raise WeightsUnreadable(
+                    f"weights {version} did not come into {self.folder} within {seconds:g} s; found versions "
+                    f"{there}. Is it a folder that all nodes see (actor_rollout_ref.rollout.weight_dir)?"
+                )
+
+    def _restored(self, version: int, held: int | None) -> tuple[Bits, list[dict[str, Any]]]:
+        """A version from the one that is held (None: from an anchor), with the tensors of its manifest."""
+        chain: list[dict[str, Any]] = []
+        needed: int | None = version
+        while needed is not None and (not chain or needed != held):
+            try:
+                chain.append(json.loads((self.folder / str(needed) / MANIFEST).read_text(encoding="utf-8")))
+            except (OSError, ValueError) as error:
+                raise WeightsUnreadable(
+                    f"weights {version} in {self.folder} need version {needed}, which is not there "
+                    f"({type(error).__name__}); found {versions_in(self.folder)}, and {self.name} has {held}"
+                ) from error
+            needed = chain[-1]["base_version"]
+        bits = self._bits
+        try:
+            for manifest in reversed(chain):
+                bits = self._applied(manifest, bits)
+        except OSError as error:
+            raise WeightsUnreadable(f"weights {version} in {self.folder}: {error}") from error
+        return bits, chain[0]["tensors"]
+
+    def _applied(self, manifest: Mapping[str, Any], base: Bits) -> Bits:
+        path = self.folder / str(manifest["version"]) / PAYLOAD
+        bits: Bits = {}
+        with path.open("rb") as file:
+            for each in manifest["tensors"]:
+                name, size = each["name"], getattr(torch, each["dtype"]).itemsize
+                data = file.read(each["nbytes"])
+                self.num_bytes += len(data)
+                try:
+                    new = unpacked(data, size, int(np.prod(each["shape"], dtype=np.int64)) * size)
+                    if manifest["kind"] == "delta":
+                        new ^= base[name]
+                    is_right = zlib.crc32(new.data) == each["checksum"]
+                except (zstandard.ZstdError, KeyError, ValueError):
+                    is_right = False
+                if not is_right:
+                    what = f"{name} of weights {manifest['version']} ({manifest['kind']}) in {path}"
+                    raise WeightsUnreadable(f"{what} is not what was written: its checksum is another")
+                bits[name] = new
+        return bits
