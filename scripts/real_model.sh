@@ -39,9 +39,9 @@ for argument in "$@"; do
 done
 if [ -n "$short" ]; then
     sft=(trainer.total_training_steps=8 data.val_files=null ${sft[@]+"${sft[@]}"})
-    grpo=(trainer.total_training_steps=6 data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=64
-        trainer.val_before_train=false trainer.test_freq=-1 data.val_data_num=16 ${grpo[@]+"${grpo[@]}"})
-    asked=(data.val_data_num=32 data.extra_val_files=null ${asked[@]+"${asked[@]}"})
+    grpo=(trainer.total_training_steps=8 data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=64
+        actor_rollout_ref.actor.optim.lr=1e-5 trainer.val_before_train=false trainer.test_freq=-1 data.val_data_num=16 ${grpo[@]+"${grpo[@]}"})
+    asked=(data.val_data_num=48 data.extra_val_files=null ${asked[@]+"${asked[@]}"})
 fi
 MINUTES="${MINUTES:-$([ -n "$short" ] && echo 15 || echo 150)}" NAME="${NAME:-real_model$short-seed$SEED}"
 data="data/$NAME" root="verl_checkpoints/$NAME"
