@@ -165,9 +165,9 @@ class Codec:
             return bool(self.tokenizer.chat_template) and env_class != SEARCH
         return self._format == "chat"
 
-    def prompt_ids(self, messages: list[Message]) -> list[int]:
+    def prompt_ids(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
         """A prompt's tokens, as in a row of the data."""
-        return encode_prompt(self.tokenizer, prompt_text(self.tokenizer, messages))
+        return encode_prompt(self.tokenizer, prompt_text(self.tokenizer, messages, tools))
 
     def chat_ids(self, messages: Sequence[Message], last_id: int | None) -> tuple[int, ...]:
         """What follows an assistant's turn: its end, the messages, and the beginning of the next turn, as the

@@ -18,10 +18,9 @@ from typing import Any
 from unittest import mock
 
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, Message
+from verl.environments.messages import plain, with_tool_calls, with_tools_told
 
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
-_HOW_TO_CALL = 'To call one, write <tool_call>{"name": NAME, "arguments": {...}}</tool_call>.'
-_TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class GymnasiumEnv(BaseTextEnv):
@@ -88,7 +87,7 @@ def verifiers_rows(id: str, args: Mapping[str, Any] | None = None) -> list[dict[
     environment = load_verifiers_environment(id, args)
     return [
         {
-            "prompt": [{"role": message["role"], "content": _plain(message)} for message in row["prompt"]],
+            "prompt": [{"role": message["role"], "content": plain(message)} for message in row["prompt"]],
             "data_source": id,
             "env_class": "verifiers",
             "verifiers": json.dumps({"id": id, "args": args, "row": row}, default=str),
@@ -155,14 +154,7 @@ class VerifiersEnv(BaseTextEnv):
         if isinstance(request, asyncio.Task):
             raise ValueError(f"The rollout ended before its first turn: {request.result().get('error')}")
         self.messages, tools = request
-        shown = [{"role": message["role"], "content": _plain(message)} for message in self.messages]
-        if tools:
-            shown_tools = "\n".join(map(json.dumps, tools))
-            text = f"These tools can be called:\n<tools>\n{shown_tools}\n</tools>\n{_HOW_TO_CALL}"
-            if shown[0]["role"] == "system":
-                text = f"{shown.pop(0)['content']}\n\n{text}"
-            shown.insert(0, {"role": "system", "content": text})
-        return shown, {}
+        return with_tools_told(self.messages, tools), {}
 
     async def step(self, action: str) -> BaseTextEnvStepOutput:  # type: ignore[override]
         self.turns += 1
@@ -178,7 +170,7 @@ class VerifiersEnv(BaseTextEnv):
         if new[: len(old)] != old or new[len(old)]["role"] != "assistant":
             raise ValueError("The environment rewrites what the policy has read; ours can only be added to.")
         self.messages = new
-        observations = [{"role": "user", "content": _plain(message)} for message in new[len(old) + 1 :]]
+        observations = [{"role": "user", "content": plain(message)} for message in new[len(old) + 1 :]]
         return {"observations": observations, "reward": 0.0, "done": False, "metadata": {}}
 
     def get_metrics(self) -> dict[str, Any]:
@@ -200,7 +192,7 @@ class VerifiersEnv(BaseTextEnv):
             self.turn = asyncio.get_running_loop().create_future()
             self.events.put_nowait((messages, tools))
             text = await self.turn
-            message = {"role": "assistant", "content": text} | (_with_tool_calls(text) if tools else {})
+            message = {"role": "assistant", "content": text} | (with_tool_calls(text) if tools else {})
             reason = "tool_calls" if message.get("tool_calls") else "stop"
             choices = [{"index": 0, "message": message, "finish_reason": reason}]
             reply = {"id": self.source["id"], "object": "chat.completion", "created": 0, "model": model}
@@ -209,24 +201,3 @@ class VerifiersEnv(BaseTextEnv):
         policy: Any = OpenAIChatCompletionsClient(None)
         policy.get_native_response = answer
         return environment, policy
-
-
-def _plain(message: Mapping[str, Any]) -> str:
-    """A message's text; of a tool's in the tags that models know."""
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        content = "".join(part.get("text", "") for part in content)
-    return f"<tool_response>\n{content}\n</tool_response>" if message["role"] == "tool" else content
-
-
-def _with_tool_calls(text: str) -> dict[str, Any]:
-    """The turn as OpenAI writes it: `content` without the calls, and `tool_calls`."""
-    calls: list[dict[str, Any]] = []
-    for found in _TOOL_CALL.findall(text):
-        try:
-            call = json.loads(found)
-            function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments") or {})}
-        except (ValueError, LookupError, TypeError):
-            function = {"name": "invalid", "arguments": found}  # the environment says what is wrong with it
-        calls.append({"id": f"call_{len(calls)}", "type": "function", "function": function})
-    return {"content": _TOOL_CALL.sub("", text), "tool_calls": calls} if calls else {}
