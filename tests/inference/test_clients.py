@@ -81,7 +81,6 @@ def draw_a_call(server, monkeypatch):
 
 def test_smolagents(server, monkeypatch):
     smolagents = pytest.importorskip("smolagents")
-    monkeypatch.setattr(smolagents.MultiStepAgent, "initialize_system_prompt", lambda self: "Call tools.")
     call = draw_a_call(server, monkeypatch)
     asked = []
 
@@ -96,10 +95,11 @@ def test_smolagents(server, monkeypatch):
     session, path = server.open()
     model = smolagents.OpenAIModel(NAME, f"{server.url}/sessions/{session}/v1", KEY, max_tokens=100)
     agent = smolagents.ToolCallingAgent([Lookup()], model, max_steps=2, verbosity_level=0)
+    agent.prompt_templates["system_prompt"] = "Call tools."  # its own is longer than the tiny model's context
     agent.run("Who directed Amber Harbor?")
     assert asked[0] == "Amber Harbor"
-    segment = server.segments(session)[0]
-    assert segment["response_ids"][: len(call)] == call and len(segment["turns"]) > 1
+    segments = server.segments(session)  # it tells the call in words of its own: a rewritten history
+    assert segments[0]["response_ids"] == call and len(segments) > 1
 
 
 def test_openai_agents(server, monkeypatch):

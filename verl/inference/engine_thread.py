@@ -3,8 +3,8 @@
     run(turn) -> order --between two steps--> open | resume -> engine.step -> Completion -> TurnResult
                  pause, resume, load_weights, close: orders too
 
-A step waits for no handler: what ended is handed over once for each step, and a stream gets its next tokens
-when it has taken the last ones.
+A step waits for no handler: what ended is handed over once a step, and a stream gets its next tokens when it
+has taken the last ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +24,6 @@ from verl.workers.rollout.base import RolloutEngine, SamplingParams
 
 JOIN_SECONDS = 10.0
 ABORTED = "abort"  # finish_reason of a turn that a pause has ended
-PAUSES = ("keep", "wait", "abort")
-Answer = TypeVar("Answer")
 
 
 class EngineFailed(RuntimeError):
@@ -41,8 +39,7 @@ class TurnResult:
     """A turn that ended; the lists have an entry for each sampled token.
 
     log_probs: of the distribution that was sampled from. versions: of the weights that sampled it.
-    finish_reason: as in `Completion`, or ABORTED. session_id: the engine's, to be resumed; None: it is
-    closed.
+    finish_reason: as in `Completion`, or ABORTED. session_id: the engine's, to be resumed; None: it is gone.
     """
 
     token_ids: list[int]
@@ -58,8 +55,7 @@ class EngineTurn:
     """A turn to be run.
 
     token_ids: a prompt, or what follows in the engine's session `session_id`. keeps: that session stays when
-    the turn has ended. on_tokens: is called in the event loop with all tokens of the turn so far, again and
-    again.
+    the turn has ended. on_tokens: is called in the event loop, again and again, with all its tokens so far.
     """
 
     token_ids: list[int]
@@ -72,13 +68,23 @@ class EngineTurn:
     num_shown: int = 0
     is_showing: bool = False  # the event loop has not taken its last tokens yet
 
+    def settle(self, result: TurnResult | Exception) -> None:
+        if not self.ended.done():
+            is_error = isinstance(result, Exception)
+            self.ended.set_exception(result) if is_error else self.ended.set_result(result)  # type: ignore
+
+    def show(self, token_ids: list[int]) -> None:
+        self.is_showing = False
+        if self.on_tokens is not None and not self.ended.done():
+            self.on_tokens(token_ids)
+
 
 class EngineThread:
-    """The engine for as many handlers as there are. All methods are called in one event loop.
+    """The engine for as many handlers as there are. Methods without _ are called in one event loop.
 
     Attributes:
-        num_turns: waiting or under way. failure: why the thread has ended, or "". ended_well: it was not by
-        an error. paused: the mode of the pause that holds, or None.
+        num_turns: waiting or under way. paused: the mode of the pause that holds, or None.
+        failure: why the thread has ended, or "". ended_well: it was not by an error.
     """
 
     def __init__(
@@ -94,10 +100,7 @@ class EngineThread:
         self._held: list[EngineTurn] = []  # until the pause ends
         self._live: dict[int, EngineTurn] = {}  # by the engine's session
         self._kept: set[int] = set()  # the engine's sessions that wait to be resumed
-        self._drained: list[Callable[[], None]] = []  # who waits until no turn is under way
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
-
-    # ------------------------------------------------------------------------------------ in the event loop
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -112,14 +115,12 @@ class EngineThread:
     def check_room(self, num_turns: int = 1) -> None:
         """EngineFailed, or TooManyTurns if so many more are too many."""
         if self.failure:
-            raise EngineFailed("the engine has failed; the server's log says why")
+            raise EngineFailed(self.failure)
         if self.num_turns + num_turns > self.max_turns:
-            raise TooManyTurns
+            raise TooManyTurns(f"{self.num_turns} turns are waiting or under way; ask again")
 
     async def run(self, turn: EngineTurn) -> TurnResult:
-        """Runs a turn to its end; a cancelled one leaves nothing in the engine. ValueError: the engine
-        refuses it.
-        """
+        """Runs a turn to its end; a cancelled one leaves nothing in the engine. ValueError: it is refused."""
         self.check_room()
         turn.ended = self._loop.create_future()
         self.num_turns += 1
@@ -140,29 +141,28 @@ class EngineThread:
         """Returns when it holds. Turns that have not begun wait until `resume`. mode: "keep" (those under way
         stand still), "wait" (they end first), "abort" (they end as they are, with the reason ABORTED).
         """
-        assert mode in PAUSES
 
-        def take(done: Callable[[Any], None]) -> None:
-            self._tell_drained()  # an earlier pause has another mode now
+        def take() -> list[asyncio.Future[TurnResult]]:
             self.paused = mode
-            if mode == "abort":
-                for session_id in list(self._live):
-                    self._abort(session_id)
-            if mode == "wait" and self.engine.has_runnable and self.engine.version >= 0:
-                self._drained.append(partial(done, None))
-            else:
-                done(None)
+            under_way = [turn.ended for turn in self._live.values()]
+            for session_id in list(self._live) if mode == "abort" else ():
+                begun, version = self.engine.partial(session_id), self.engine.version
+                turn = self._live.pop(session_id)
+                turn.keeps = False
+                result = self._result(turn, begun.token_ids, begun.log_probs, ABORTED, None, version)
+                self._tell(turn.settle, result)
+            return under_way
 
-        await self._ask(take)
+        under_way = await self._ask(take)
+        if mode == "wait" and under_way:
+            await asyncio.wait(under_way)
 
     async def resume(self) -> None:
-        def take(done: Callable[[Any], None]) -> None:
-            self._tell_drained()
+        def take() -> None:
             self.paused = None
             held, self._held = self._held, []
             for turn in held:
                 self._begin(turn)
-            done(None)
 
         await self._ask(take)
 
@@ -171,32 +171,30 @@ class EngineThread:
         the iteration raises is raised here; then turns wait until weights come.
         """
 
-        def take(done: Callable[[Any], None]) -> None:
-            old = self.engine.version
+        def take() -> None:
             for session_id, turn in self._live.items():
-                turn.updates.append((len(self.engine.partial(session_id).token_ids), old))
+                turn.updates.append((len(self.engine.partial(session_id).token_ids), self.engine.version))
             self.engine.load_weights(weights, version)
-            done(None)
 
         await self._ask(take)
 
     async def stats(self) -> dict[str, float]:
         """The engine's."""
-        return await self._ask(lambda done: done(self.engine.stats()))
+        return await self._ask(self.engine.stats)
 
-    def _ask(self, order: Callable[[Callable[[Any], None]], None]) -> Awaitable[Any]:
-        """The answer that an order gives to the function it gets; what the order raises is raised."""
+    def _ask(self, question: Callable[[], Any]) -> Awaitable[Any]:
+        """What an order returns or raises."""
         answer: asyncio.Future[Any] = self._loop.create_future()
 
-        def settle(result: Any, error: Exception | None = None) -> None:
+        def settle(result: Any, error: Exception | None) -> None:
             if not answer.done():
                 answer.set_result(result) if error is None else answer.set_exception(error)
 
         def run() -> None:
             try:
                 if self.failure:
-                    raise EngineFailed("the engine has failed; the server's log says why")
-                order(partial(self._tell, settle))
+                    raise EngineFailed(self.failure)
+                self._tell(settle, question(), None)
             except Exception as error:  # whoever asked hears of it; the engine goes on
                 self._tell(settle, None, error)
 
@@ -205,7 +203,7 @@ class EngineThread:
 
     def _order(self, order: Callable[[], None]) -> None:
         with self._lock:
-            if self._thread.is_alive() or not self.failure:
+            if not self.failure:
                 self._orders.append(order)
                 self._bell.set()
                 return
@@ -226,88 +224,61 @@ class EngineThread:
                         self._step()
                     elif not orders:
                         self._bell.wait()
-                    if not self.engine.has_runnable:
-                        self._tell_drained()
         except BaseException:
             traceback.print_exc()
             self.ended_well = False
-            self._fail(traceback.format_exc())
-        else:
-            self._fail("the server ends")
-        finally:
-            self.engine.shutdown()
-
-    def _fail(self, failure: str) -> None:
+            self._tell(self.on_failure)
         with self._lock:
-            self.failure = failure
+            self.failure = (
+                "the server ends" if self.ended_well else "the engine has failed; see the server's log"
+            )
             orders, self._orders = self._orders, []
         for order in orders:
             order()
-        turns = [*self._live.values(), *self._held]
-        self._live, self._held = {}, []
-        error = EngineFailed("the engine has failed; the server's log says why")
-        self._tell(self._settle, [(turn, error) for turn in turns], [])
-        self._tell_drained()
-        if not self._is_closing:
-            self._tell(self.on_failure)
-
-    def _tell_drained(self) -> None:
-        drained, self._drained = self._drained, []
-        for told in drained:
-            told()
+        for turn in [*self._live.values(), *self._held]:
+            self._tell(turn.settle, EngineFailed(self.failure))
+        self.engine.shutdown()
 
     def _step(self) -> None:
-        ended: list[tuple[EngineTurn, TurnResult | Exception]] = []
-        for completion in self.engine.step():
-            turn = self._live.pop(completion.session_id)
-            tokens, log_probs = completion.token_ids, completion.log_probs
-            reason, last = completion.finish_reason, completion.version_last
-            ended.append((turn, self._result(turn, tokens, log_probs, reason, completion.stop_string, last)))
-        shown = []
+        news: list[Callable[[], None]] = []
+        for ended in self.engine.step():
+            turn = self._live.pop(ended.session_id)
+            more = (ended.finish_reason, ended.stop_string, ended.version_last)
+            news.append(partial(turn.settle, self._result(turn, ended.token_ids, ended.log_probs, *more)))
         for session_id, turn in self._live.items():
             if turn.on_tokens is not None and not turn.is_showing:
-                tokens = self.engine.partial(session_id).token_ids
-                if len(tokens) > turn.num_shown:
-                    turn.is_showing, turn.num_shown = True, len(tokens)
-                    shown.append((turn, tokens))
-        if ended or shown:
-            self._tell(self._settle, ended, shown)
+                token_ids = self.engine.partial(session_id).token_ids
+                if len(token_ids) > turn.num_shown:
+                    turn.is_showing, turn.num_shown = True, len(token_ids)
+                    news.append(partial(turn.show, token_ids))
+        if news:
+            self._tell(lambda: [each() for each in news])
 
     def _result(
         self,
         turn: EngineTurn,
-        tokens: list[int],
+        token_ids: list[int],
         log_probs: list[float],
         reason: str,
         stop_string: str | None,
         version: int,
-        keeps: bool = True,
     ) -> TurnResult:
         versions: list[int] = []
-        for length, old in turn.updates:
+        for length, old in [*turn.updates, (len(token_ids), version)]:
             versions += [old] * (length - len(versions))
-        versions += [version] * (len(tokens) - len(versions))
         assert turn.session_id is not None
-        if keeps := keeps and turn.keeps:
+        if turn.keeps:
             self._kept.add(turn.session_id)
         else:
             self.engine.close(turn.session_id)
-        return TurnResult(
-            tokens, log_probs, versions, reason, stop_string, turn.session_id if keeps else None
-        )
-
-    def _abort(self, session_id: int) -> None:
-        turn, begun = self._live.pop(session_id), self.engine.partial(session_id)
-        result = self._result(
-            turn, begun.token_ids, begun.log_probs, ABORTED, None, self.engine.version, keeps=False
-        )
-        self._tell(self._settle, [(turn, result)], [])
+        left = turn.session_id if turn.keeps else None
+        return TurnResult(token_ids, log_probs, versions, reason, stop_string, left)
 
     def _begin(self, turn: EngineTurn) -> None:
         if self.failure:
-            self._tell(self._settle, [(turn, EngineFailed("the server ends"))], [])
-        elif turn.ended.cancelled():
-            self._cancel(turn)
+            self._tell(turn.settle, EngineFailed(self.failure))
+        elif turn.ended.done():  # cancelled
+            pass
         elif self.paused is not None:
             self._held.append(turn)
         else:
@@ -317,45 +288,25 @@ class EngineThread:
                 else:
                     self.engine.resume(turn.session_id, turn.token_ids, turn.params)
                     self._kept.discard(turn.session_id)
-            except ValueError as error:
-                self._tell(self._settle, [(turn, error)], [])
-            else:
                 self._live[turn.session_id] = turn
+            except ValueError as error:
+                self._tell(turn.settle, error)
 
     def _cancel(self, turn: EngineTurn) -> None:
         if turn in self._held:
             self._held.remove(turn)
-        session_id = turn.session_id
-        if session_id is not None and self._live.get(session_id) is turn:
-            del self._live[session_id]
-            self.engine.close(session_id)
-        elif session_id is not None:
-            self._close_kept([session_id])
+        if turn.session_id is not None and self._live.get(turn.session_id) is turn:
+            del self._live[turn.session_id]
+            self._kept.add(turn.session_id)
+        self._close_kept([turn.session_id])
 
-    def _close_kept(self, session_ids: Iterable[int]) -> None:
+    def _close_kept(self, session_ids: Iterable[int | None]) -> None:
         for session_id in self._kept.intersection(session_ids):
             self._kept.remove(session_id)
             if not self.failure:
                 self.engine.close(session_id)
 
-    def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
+    def _tell(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Has the event loop call it."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *arguments)
-
-    @staticmethod
-    def _settle(
-        ended: Iterable[tuple[EngineTurn, TurnResult | Exception]],
-        shown: Iterable[tuple[EngineTurn, list[int]]],
-    ) -> None:
-        for turn, tokens in shown:
-            turn.is_showing = False
-            if turn.on_tokens is not None and not turn.ended.done():
-                turn.on_tokens(tokens)
-        for turn, result in ended:
-            if turn.ended.done():
-                continue
-            if isinstance(result, TurnResult):
-                turn.ended.set_result(result)
-            else:
-                turn.ended.set_exception(result)
