@@ -100,7 +100,7 @@ def create_app(engine: EngineThread, codec: ChatCodec, settings: ServerSettings,
         lines = []
         for name, value in (await engine.stats() | own).items():
             lines += [f"# TYPE verl_inference_{name} gauge", f"verl_inference_{name} {value}"]
-        lines.append("# TYPE verl_inference_answers counter")
+        lines.append("# TYPE verl_inference_answers_total counter")
         for (route, status), number in counts.items():
             lines.append(f'verl_inference_answers_total{{route="{route}",status="{status}"}} {number}')
         return PlainTextResponse("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4")
