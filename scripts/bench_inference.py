@@ -2,8 +2,8 @@
 
     python scripts/bench_inference.py URL [--sessions 64] [--tokens 256] [--rounds 5]
 
-URL: of a server of data_prep/base_model on this machine, started with --max_num_seqs 64. Both sides play sessions of
-two turns, the second on what the first has left; they go by turns, and the ratio is that of medians.
+URL: of a server of data_prep/base_model on this machine, started with --max_num_seqs 64. Both sides play
+sessions of two turns, the second on what the first has left; they go by turns; the ratio is that of medians.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ MODEL = ROOT / "data_prep" / "base_model"
 
 
 def alone(engine: NativeEngine, sessions: int, tokens: int) -> None:
-    ids = [engine.open([359, 25, 546, 2199, n], SamplingParams(tokens, seed=n, ignore_eos=True)) for n in range(sessions)]
-    turns = dict.fromkeys(ids, 1)
+    def params(seed: int = 0) -> SamplingParams:
+        return SamplingParams(tokens, seed=seed, ignore_eos=True)
+
+    turns = {engine.open([359, 25, 546, 2199, number], params(number)): 1 for number in range(sessions)}
     while turns:
         for ended in engine.step():
             if turns[ended.session_id] == 1:
                 turns[ended.session_id] = 2
-                engine.resume(ended.session_id, [25] * 20, SamplingParams(tokens, ignore_eos=True))
+                engine.resume(ended.session_id, [25] * 20, params())
             else:
                 del turns[ended.session_id]
                 engine.close(ended.session_id)
@@ -52,14 +54,16 @@ async def through(url: str, sessions: int, tokens: int, stream: bool) -> None:
                 body = {"messages": messages, "max_tokens": tokens, "ignore_eos": True, "stream": stream}
                 reply = await client.post(f"{base}/chat/completions", json=body)
                 if not stream:
-                    messages += [reply.json()["choices"][0]["message"], {"role": "user", "content": "\nand so on" * 5}]
+                    messages.append(reply.json()["choices"][0]["message"])
+                    messages.append({"role": "user", "content": "\nand so on" * 5})
             await client.delete(base.removesuffix("/v1"))
 
         await asyncio.gather(*map(play, range(sessions)))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("url")
     for name, default in (("sessions", 64), ("tokens", 256), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -78,8 +82,9 @@ def main() -> None:
             start = time.perf_counter()
             play()
             speeds[name] += [2 * args.sessions * args.tokens / (time.perf_counter() - start)] * (number > 0)
-    for name, each in speeds.items():
-        print(f"{name}: {median(each):,.0f} tokens/s, {median(each) / median(speeds['the engine alone']):.2f}")
+    medians = {name: median(each) for name, each in speeds.items()}
+    for name, speed in medians.items():
+        print(f"{name}: {speed:,.0f} tokens/s, {speed / medians['the engine alone']:.2f}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import httpx
 import uvicorn
 
-from verl.inference.app import ServerSettings, create_app
+from verl.inference.app import create_app
 from verl.inference.chat import ChatCodec
 from verl.inference.engine_thread import EngineThread
 from verl.inference.weights import read_weights, shapes_in
@@ -71,7 +71,7 @@ def serving(token=None, max_turns=1000, max_model_len=1024, **settings):
     engine.load_weights(read_weights(MODEL), 0)
     thread = EngineThread(engine, max_turns)
     codec = ChatCodec(tokenizer(False), max_model_len)
-    app = create_app(thread, codec, ServerSettings(NAME, token, **settings), shapes_in(MODEL))
+    app = create_app(thread, codec, NAME, shapes_in(MODEL), token, **settings)
     config = uvicorn.Config(app, "127.0.0.1", 0, log_level="warning", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     running = threading.Thread(target=server.run, daemon=True)

@@ -13,14 +13,14 @@ import uvicorn
 
 from verl.agent.trajectory import generation_eos_ids
 from verl.config.policy import Policy, Rollout
-from verl.inference.app import ServerSettings, create_app
+from verl.inference.app import create_app
 from verl.inference.chat import ChatCodec
 from verl.inference.engine_thread import EngineThread
 from verl.inference.weights import read_weights, shapes_in
 from verl.utils import hf_tokenizer
 from verl.utils.device import get_device_name
 from verl.workers.engine.loading import DTYPES, load_hf_config
-from verl.workers.rollout.base import EngineUnavailable
+from verl.workers.rollout.base import TIED_HEAD, EngineUnavailable
 from verl.workers.rollout.build import EngineRequest, build_engine
 
 GRACE_SECONDS = 5
@@ -59,15 +59,14 @@ def main(arguments: list[str] | None = None) -> None:
     folder, device = Path(args.model).expanduser(), torch.device(get_device_name())
     try:
         shapes, model = shapes_in(folder), Policy(path=str(folder))
-        length = (
-            args.max_model_len
-            or load_hf_config({"path": str(folder)}).get_text_config().max_position_embeddings
-        )
+        text_config = load_hf_config({"path": str(folder)}).get_text_config()
+        if text_config.tie_word_embeddings:
+            shapes.pop(TIED_HEAD, None)
+        length = args.max_model_len or text_config.max_position_embeddings
         codec = ChatCodec(hf_tokenizer(str(folder)), length, generation_eos_ids(str(folder)))
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        request = EngineRequest(device, DTYPES.get(args.dtype, dtype), length, args.max_num_seqs)
+        dtype = DTYPES.get(args.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
         rollout = Rollout(name=args.engine, max_num_seqs=args.max_num_seqs, kv_cache_gb=args.kv_cache_gb)
-        engine = build_engine(rollout, model, request)
+        engine = build_engine(rollout, model, EngineRequest(device, dtype, length, args.max_num_seqs))
         engine.load_weights(read_weights(folder), 0)
     except (ValueError, EngineUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -78,8 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     thread = EngineThread(engine, args.max_queue, on_failure=end)
     name = args.model_name or folder.resolve().name
-    settings = ServerSettings(name, token, args.max_sessions, args.session_seconds)
-    app = create_app(thread, codec, settings, shapes)
+    app = create_app(thread, codec, name, shapes, token, args.max_sessions, args.session_seconds)
     config = uvicorn.Config(app, args.host, args.port, log_level="info", access_log=False)
     config.timeout_graceful_shutdown, config.timeout_keep_alive = GRACE_SECONDS, 75
     server = uvicorn.Server(config)

@@ -15,7 +15,6 @@ import contextlib
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +23,7 @@ import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
-from verl.inference.border import MEANINGS, Guard, Refusal, answer_errors, as_json, event, unless_gone
+from verl.inference.border import ApiError, Guard, answer_errors, as_json, unless_gone
 from verl.inference.chat import ChatCodec
 from verl.inference.engine_thread import EngineThread, EngineTurn, TurnResult
 from verl.inference.replies import Chat, Completions, choice_of
@@ -46,28 +45,28 @@ SEGMENT = ("prompt_ids", "response_ids", "response_mask", "log_probs", "versions
 Run = Callable[[EngineTurn], Coroutine[Any, Any, TurnResult]]
 
 
-@dataclass(frozen=True)
-class ServerSettings:
-    """model: the name that clients use. token: the bearer token; None: none is asked for, and there are no
-    control routes. max_sessions, session_seconds: see `Sessions`.
+def create_app(
+    engine: EngineThread,
+    codec: ChatCodec,
+    model: str,
+    shapes: Shapes,
+    token: str | None = None,
+    max_sessions: int = 4096,
+    session_seconds: float = 3600.0,
+) -> FastAPI:
+    """The server of an engine whose thread starts and ends with it.
+
+    model: the name that clients use. shapes: of its weights. token: the bearer token; None: none is asked
+    for, and there are no control routes. max_sessions, session_seconds: see `Sessions`.
     """
-
-    model: str
-    token: str | None = None
-    max_sessions: int = 4096
-    session_seconds: float = 3600.0
-
-
-def create_app(engine: EngineThread, codec: ChatCodec, settings: ServerSettings, shapes: Shapes) -> FastAPI:
-    """The server of an engine whose thread starts and ends with it. shapes: of the model's weights."""
-    sessions = Sessions(engine, codec, settings.max_sessions, settings.session_seconds)
+    sessions = Sessions(engine, codec, max_sessions, session_seconds)
     counts: Counter[tuple[str, int]] = Counter()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async def watch() -> None:
             while True:
-                await asyncio.sleep(min(10.0, settings.session_seconds))
+                await asyncio.sleep(min(10.0, session_seconds))
                 sessions.drop_old()
 
         engine.start()
@@ -78,11 +77,8 @@ def create_app(engine: EngineThread, codec: ChatCodec, settings: ServerSettings,
             watching.cancel()
             await engine.close()
 
-    refusals: dict[int | str, dict[str, Any]] = {
-        status: {"description": text} for status, text in MEANINGS.items()
-    }
-    app = FastAPI(title="Inference", lifespan=lifespan, responses=refusals)
-    app.add_middleware(Guard, token=settings.token, counts=counts)
+    app = FastAPI(title="Inference", lifespan=lifespan)
+    app.add_middleware(Guard, token=token, counts=counts)
     answer_errors(app)
 
     # ---------------------------------------------------------------------------------------- what there is
@@ -91,7 +87,7 @@ def create_app(engine: EngineThread, codec: ChatCodec, settings: ServerSettings,
     async def health() -> Response:
         works = not engine.failure and engine.engine.version >= 0
         status = "healthy" if works else engine.failure or "the engine has no weights"
-        about = {"model": settings.model, "version": engine.engine.version, "paused": engine.paused}
+        about = {"model": model, "version": engine.engine.version, "paused": engine.paused}
         return as_json({"status": status, **about}, 200 if works else 503)
 
     @app.get("/metrics")
@@ -108,14 +104,14 @@ def create_app(engine: EngineThread, codec: ChatCodec, settings: ServerSettings,
     @app.get("/v1/models")
     @app.get("/sessions/{session_id}/v1/models", include_in_schema=False)
     async def models() -> Response:
-        about = {"id": settings.model, "object": "model", "created": 0, "owned_by": "verl"}
+        about = {"id": model, "object": "model", "created": 0, "owned_by": "verl"}
         return as_json({"object": "list", "data": [about | {"max_model_len": codec.max_model_len}]})
 
     # --------------------------------------------------------------------------------------------- requests
 
     def check_model(name: str | None) -> None:
-        if name not in (None, settings.model):
-            raise Refusal(404, "model_not_found", f"the model here is {settings.model!r}, not {name!r}")
+        if name not in (None, model):
+            raise ApiError(404, "model_not_found", f"the model here is {model!r}, not {name!r}")
 
     def turns_of(prompts: list[list[int]], given: Sampling, max_tokens: int) -> list[EngineTurn]:
         """`n` turns of each prompt."""
@@ -162,7 +158,7 @@ def create_app(engine: EngineThread, codec: ChatCodec, settings: ServerSettings,
     async def completions(request: Request, given: CompletionRequest) -> Response:
         check_model(given.model)
         turns = turns_of(given.prompts(codec.encode), given, COMPLETION_TOKENS)
-        form = Completions(codec, settings.model, given, [turn.token_ids for turn in turns])
+        form = Completions(codec, model, given, [turn.token_ids for turn in turns])
         return await answer(request, turns, form, engine.run, given.stream)
 
     @app.post("/v1/chat/completions")
@@ -170,7 +166,7 @@ def create_app(engine: EngineThread, codec: ChatCodec, settings: ServerSettings,
         check_model(given.model)
         ids = codec.prompt_ids(given.history(), given.told_tools())
         turns = turns_of([ids], given, codec.max_model_len)
-        form = Chat(codec, settings.model, given, ids)
+        form = Chat(codec, model, given, ids)
         return await answer(request, turns, form, engine.run, given.stream)
 
     # --------------------------------------------------------------------------------------------- sessions
@@ -184,7 +180,7 @@ def create_app(engine: EngineThread, codec: ChatCodec, settings: ServerSettings,
     @app.post("/sessions/{session_id}/v1/chat/completions")
     async def session_chat(request: Request, session_id: str, given: ChatRequest) -> Response:
         check_model(given.model)
-        placed = sessions.place(sessions.find(session_id, unfinished=True), given, settings.model)
+        placed = sessions.place(sessions.find(session_id, unfinished=True), given, model)
         return await answer(request, [placed.turn], placed.form, placed.run, given.stream)
 
     @app.get("/sessions/{session_id}")
@@ -212,7 +208,7 @@ def create_app(engine: EngineThread, codec: ChatCodec, settings: ServerSettings,
 
     # ---------------------------------------------------------------------------------------------- control
 
-    if settings.token is not None:
+    if token is not None:
 
         @app.post("/pause")
         async def pause(mode: Literal["keep", "wait", "abort"] = "keep") -> Response:
@@ -239,6 +235,9 @@ async def streamed(turns: list[EngineTurn], form: Completions, run: Run) -> Asyn
     news: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
     tasks: list[asyncio.Task[TurnResult]] = []
 
+    def event(data: Any) -> bytes:
+        return b"data: " + (data.encode() if isinstance(data, str) else orjson.dumps(data)) + b"\n\n"
+
     def tell(index: int, what: Any) -> None:
         news.put_nowait((index, what))
 
@@ -249,19 +248,19 @@ async def streamed(turns: list[EngineTurn], form: Completions, run: Run) -> Asyn
             tasks[-1].add_done_callback(partial(tell, index))
         results: list[TurnResult] = []
         for chunk in form.opening():
-            yield event(orjson.dumps(chunk))
+            yield event(chunk)
         while len(results) < len(turns):
             index, what = await news.get()
             is_over = isinstance(what, asyncio.Task)
             if is_over:
                 results.append(what.result())
             for chunk in form.ending(index, results[-1]) if is_over else form.news(index, what):
-                yield event(orjson.dumps(chunk))
+                yield event(chunk)
         for chunk in form.closing(results):
-            yield event(orjson.dumps(chunk))
-        yield event(b"[DONE]")
+            yield event(chunk)
+        yield event("[DONE]")
     except Exception as error:  # the status is sent already: the error is an event
-        yield event(Refusal.of(error).body())
+        yield event(ApiError.of(error).body)
     finally:
         for task in tasks:
             task.cancel()

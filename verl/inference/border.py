@@ -18,15 +18,6 @@ from verl.inference.chat import ContextTooLong
 from verl.inference.engine_thread import EngineFailed, TooManyTurns
 
 MAX_BODY_BYTES = 64 << 20
-MEANINGS = {
-    400: "What the request asks for can't be done",
-    401: "The bearer token is missing or wrong",
-    404: "There is no such session or model",
-    409: "The session is finished",
-    413: "The body is too large",
-    429: "The server is full: see Retry-After",
-    503: "The engine has failed",
-}
 _ERRORS: list[tuple[type[Exception], int, str]] = [
     (ContextTooLong, 400, "context_length_exceeded"),
     (TooManyTurns, 429, "server_full"),
@@ -35,16 +26,16 @@ _ERRORS: list[tuple[type[Exception], int, str]] = [
 ]
 
 
-class Refusal(Exception):
+class ApiError(Exception):
     """An answer in OpenAI's form of an error."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         self.status, self.code, self.message = status, code, message
 
     @classmethod
-    def of(cls, error: Exception) -> Refusal:
+    def of(cls, error: Exception) -> ApiError:
         """What is answered where this was raised."""
-        if isinstance(error, Refusal):
+        if isinstance(error, ApiError):
             return error
         if isinstance(error, StarletteHTTPException):
             return cls(error.status_code, "invalid_request", str(error.detail))
@@ -56,24 +47,24 @@ class Refusal(Exception):
                 return cls(status, code, str(error))
         return cls(500, "server_error", "the server has met an error of its own; its log says which")
 
-    def body(self) -> bytes:
+    @property
+    def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        about = {"message": self.message, "type": kind, "code": self.code, "param": None}
-        return orjson.dumps({"error": about})
+        return {"error": {"message": self.message, "type": kind, "code": self.code, "param": None}}
 
     def response(self) -> Response:
         headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(self.status)
-        return Response(self.body(), self.status, headers, "application/json")
+        return as_json(self.body, self.status, headers)
 
 
 def answer_errors(app: FastAPI) -> None:
     """Has everything that handlers raise answered in OpenAI's form."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        return Refusal.of(error).response()
+        return ApiError.of(error).response()
 
     for kind in (
-        Refusal,
+        ApiError,
         StarletteHTTPException,
         RequestValidationError,
         *(each[0] for each in _ERRORS),
@@ -100,7 +91,7 @@ class Guard:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self.expected):
                 message = "expected the header Authorization: Bearer <token>"
-                await Refusal(401, "invalid_api_key", message).response()(scope, receive, send)
+                await ApiError(401, "invalid_api_key", message).response()(scope, receive, send)
                 return
         num_bytes = 0
 
@@ -138,10 +129,5 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Respo
             task.cancel()
 
 
-def as_json(value: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")
-
-
-def event(data: bytes) -> bytes:
-    """One of a stream."""
-    return b"data: " + data + b"\n\n"
+def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(value), status, headers, "application/json")

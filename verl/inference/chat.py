@@ -173,7 +173,7 @@ def _loaded(arguments: str) -> Any:
 
 
 @dataclass(eq=False)
-class Segment:
+class ContextSegment:
     """A context that was only ever appended to. The four response lists have an entry for each token after
     the prompt.
 
@@ -213,7 +213,7 @@ class Place:
     is new. keys: of its history, as `Transcript.add` needs them.
     """
 
-    segment: Segment
+    segment: ContextSegment
     new_ids: list[int]
     is_new: bool
     key: bytes
@@ -226,8 +226,8 @@ class Transcript:
     """
 
     def __init__(self) -> None:
-        self.segments: list[Segment] = []
-        self._ends: dict[bytes, Segment] = {}  # by the digest of tools, messages and the last reply
+        self.segments: list[ContextSegment] = []
+        self._ends: dict[bytes, ContextSegment] = {}  # by the digest of tools, messages and the last reply
 
     @property
     def num_turns(self) -> int:
@@ -258,7 +258,7 @@ class Transcript:
                 f"the session has {MAX_SEGMENTS} segments; expected a client that appends to its history"
             )
         ids = codec.prompt_ids(messages, tools)
-        return Place(Segment(ids), ids, True, keys[-1])
+        return Place(ContextSegment(ids), ids, True, keys[-1])
 
     def put_back(self, place: Place) -> None:
         """The turn did not come about."""

@@ -12,26 +12,21 @@ from verl.workers.rollout.base import SamplingParams
 
 MAX_CHOICES = 128  # of a request
 _MOST = 2**62
-_REFUSED: dict[str, tuple[Any, ...]] = {  # what this engine does not do -> values that ask for nothing
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (0,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "audio": ({},),
-    "structured_outputs": ({},),
-    "guided_json": ({},),
-    "guided_regex": ("",),
-    "stop_token_ids": ([],),
-    "min_tokens": (0,),
-    "chat_template_kwargs": ({},),
+_REFUSED = {  # what this engine does not do
+    *(
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "min_tokens",
+        "stop_token_ids",
+    ),
+    *("top_logprobs", "prompt_logprobs", "best_of", "echo", "suffix", "functions", "audio", "modalities"),
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "chat_template_kwargs"),
+}
+_NEUTRAL = {
+    **{"best_of": 1, "repetition_penalty": 1, "modalities": ["text"]},
+    "response_format": {"type": "text"},
 }
 Text = Annotated[str, Field(max_length=1 << 26)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
@@ -63,7 +58,7 @@ class Sampling(BaseModel):
         if self.temperature is not None and 0 < self.temperature < 0.01:
             raise ValueError(f"temperature is {self.temperature}; expected 0 (greedy), or 0.01 and more")
         for name, value in (self.model_extra or {}).items():
-            if name in _REFUSED and value is not None and value not in _REFUSED[name]:
+            if name in _REFUSED and value and value != _NEUTRAL.get(name):
                 raise ValueError(f"{name} is not supported by this server; leave it out")
         return self
 

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.inference.border import Refusal
+from verl.inference.border import ApiError
 from verl.inference.chat import ChatCodec, Transcript
 from verl.inference.engine_thread import EngineThread, EngineTurn, TurnResult
 from verl.inference.replies import Chat
@@ -38,22 +38,22 @@ class Sessions:
         self.drop_old()
         if len(self.held) >= self.max_sessions:
             message = f"{len(self.held)} sessions are held; delete some, or wait"
-            raise Refusal(429, "too_many_sessions", message)
+            raise ApiError(429, "too_many_sessions", message)
         session = AgentSession(secrets.token_hex(16), uid)
         self.held[session.session_id] = session
         return session
 
     def find(self, session_id: str, unfinished: bool = False) -> AgentSession:
-        """Refusal 404; 409: it is finished, and must not be."""
+        """ApiError 404; 409: it is finished, and must not be."""
         self.drop_old()
         session = self.held.pop(session_id, None)
         if session is None:
             message = f"no session {session_id!r}: it was dropped, or never opened"
-            raise Refusal(404, "session_not_found", message)
+            raise ApiError(404, "session_not_found", message)
         session.last_used = time.monotonic()
         self.held[session_id] = session
         if unfinished and session.outcome is not None:
-            raise Refusal(409, "session_finished", f"session {session_id} is finished")
+            raise ApiError(409, "session_finished", f"session {session_id} is finished")
         return session
 
     def finish(self, session: AgentSession, outcome: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ class SessionTurn:
             place.segment.engine_session = None  # it holds a turn that nobody has seen, or is gone
             session.transcript.put_back(place)
             if isinstance(error, asyncio.CancelledError) and session.outcome is not None:
-                raise Refusal(409, "session_finished", "the session was finished meanwhile") from None
+                raise ApiError(409, "session_finished", "the session was finished meanwhile") from None
             raise
         finally:
             session.under_way.discard(task)
