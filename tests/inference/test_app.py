@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +16,9 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 from served import MODEL, NAME, serving, tokenizer
+
+from verl.inference import border
+from verl.inference.__main__ import main
 
 QUESTION = {"role": "user", "content": "Question: Who directed Amber Harbor?"}
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
@@ -319,3 +327,57 @@ def test_metrics_are_prometheus_text(server):
     assert families["verl_inference_generated_tokens"].samples[0].value > 0
     answers = families["verl_inference_answers"].samples
     assert {"route": "/v1/chat/completions", "status": "200"} in [each.labels for each in answers], reply.text
+
+
+def test_a_body_has_a_limit(server, monkeypatch):
+    monkeypatch.setattr(border, "MAX_BODY_BYTES", 1000)
+    for content in (b"x" * 2000, iter([b"x" * 600] * 3)):
+        reply = server.client.post(
+            "/v1/completions", content=content, headers={"content-type": "application/json"}
+        )
+        assert reply.status_code == 413 and reply.json()["error"]
+
+
+@pytest.mark.slow
+def test_the_command_serves_behind_a_token_and_ends_when_it_is_told():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = ["--model", str(MODEL), "--port", str(port), "--api_key_var", "A_KEY", "--max_num_seqs", "4"]
+    command = [sys.executable, "-m", "verl.inference", *arguments]
+    process = subprocess.Popen(command, env=os.environ | {"A_KEY": "k"}, stderr=subprocess.PIPE, text=True)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: answers(f"{url}/health"), 120)
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        (model,) = httpx.get(f"{url}/v1/models", headers={"Authorization": "Bearer k"}).json()["data"]
+        assert (model["id"], model["max_model_len"]) == ("base_model", 2048)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+        assert process.returncode in (0, -signal.SIGTERM)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def answers(url):
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "nowhere"], "no folder with *.safetensors"),
+        (["--model", str(MODEL), "--host", "0.0.0.0"], "set --api_key_var"),
+        (["--model", str(MODEL), "--api_key_var", "NOT_SET"], "the environment has no NOT_SET"),
+        (["--model", str(MODEL), "--max_num_seqs", "0"], "expected 1 or more"),
+        (["--model", str(MODEL), "--max_model_len", "1"], "expected 2 or more"),
+    ],
+)
+def test_a_command_that_can_not_be_run_ends_with_2(arguments, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2 and said in capsys.readouterr().err

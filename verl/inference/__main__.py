@@ -47,9 +47,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: bf16 on CUDA")
     parser.add_argument("--kv_cache_gb", type=float, help="on CPU: GiB of KV cache (at most 4)")
     args = parser.parse_args(arguments)
-    for name in ("max_num_seqs", "max_queue", "max_sessions", "session_seconds"):
-        if getattr(args, name) <= 0:
-            parser.error(f"--{name} is {getattr(args, name)}; expected a positive number")
+    least = {"max_num_seqs": 1, "max_queue": 1, "max_sessions": 1, "session_seconds": 1, "max_model_len": 2}
+    for name, bound in least.items():
+        value = getattr(args, name)
+        if value is not None and value < bound:
+            parser.error(f"--{name} is {value}; expected {bound} or more")
     token = os.environ.get(args.api_key_var) if args.api_key_var else None
     if args.api_key_var and not token:
         parser.error(f"the environment has no {args.api_key_var}; expected the token that clients need")
