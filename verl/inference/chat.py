@@ -74,7 +74,9 @@ class ChatCodec:
     def encode(self, text: str) -> list[int]:
         """A prompt that is plain text. ContextTooLong."""
         self._check_length(text)
-        return self._checked(encode_prompt(self.tokenizer, text))
+        ids = encode_prompt(self.tokenizer, text)
+        self.check_room(len(ids))
+        return ids
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> list[int]:
         """All messages, up to where the assistant goes on. ContextTooLong. ValueError: the template refuses
@@ -115,10 +117,9 @@ class ChatCodec:
         if stop_string is not None and (at := text.find(stop_string)) >= 0:
             whole = text[: at + len(stop_string)]
             text = whole if keeps_stop else text[:at]
-        call_ids = f"call_{hashlib.sha1(repr(token_ids).encode()).hexdigest()[:12]}_"
-        message = {"role": "assistant", "content": text} | (
-            with_tool_calls(text, call_ids) if has_tools else {}
-        )
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if has_tools:
+            message |= with_tool_calls(text, f"call_{secrets.token_hex(6)}_")
         if message.get("tool_calls"):
             content, message["content"] = message["content"], message["content"] or None
             return Reply(message, (content.strip(),))
@@ -127,8 +128,7 @@ class ChatCodec:
     def _shown(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> list[dict[str, Any]]:
         """Messages as the template takes them."""
         if not self._knows_tools:
-            shown: list[dict[str, Any]] = [*with_tools_told(messages, tools)]
-            return shown
+            return [*with_tools_told(messages, tools)]
         return [_for_template(message) for message in messages]
 
     def _check_length(self, text: str) -> None:
@@ -137,10 +137,6 @@ class ChatCodec:
             raise ContextTooLong(
                 f"a text of {len(text)} characters; the model has {self.max_model_len} tokens"
             )
-
-    def _checked(self, ids: list[int]) -> list[int]:
-        self.check_room(len(ids))
-        return ids
 
     def check_room(self, num_tokens: int) -> None:
         """ContextTooLong: no token fits behind so many."""
