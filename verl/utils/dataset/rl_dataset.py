@@ -359,10 +359,14 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def prompt_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    """What the policy goes on with: the chat template up to its turn, or without one the first message."""
+def prompt_text(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
+    """What the policy goes on with: the chat template up to its turn, or without one the first message.
+    tools: OpenAI's descriptions, for templates that know tools.
+    """
     if tokenizer.chat_template:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, tokenize=False
+        )
     return messages[0]["content"]
 
 

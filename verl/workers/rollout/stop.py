@@ -21,15 +21,17 @@ _BYTE_LEVEL_SPACE = "\u0120"
 class StopCondition:
     """A set of stop strings for one tokenizer. candidate_ids: the tokens that can complete one."""
 
-    def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
-        """Build from a Hugging Face tokenizer. ValueError if there is no string, or an empty one."""
+    def __init__(self, tokenizer: Any, strings: Sequence[str], pieces: list[bytes] | None = None) -> None:
+        """Build from a Hugging Face tokenizer. pieces: its `token_bytes`, where they are known already.
+        ValueError if there is no string, or an empty one.
+        """
         if isinstance(strings, str) or not strings or not all(strings):
             raise ValueError(
                 f"stop strings are {strings!r}; expected a list of one or more non-empty strings"
             )
         self.strings = tuple(dict.fromkeys(strings))
         self._targets = [(string, string.encode("utf-8")) for string in self.strings]
-        self._pieces = token_bytes(tokenizer)
+        self._pieces = token_bytes(tokenizer) if pieces is None else pieces
         heads = tuple({target[start:] for _, target in self._targets for start in range(len(target))})
         whole = tuple(target for _, target in self._targets)
         self.candidate_ids = frozenset(

@@ -1,0 +1,1 @@
+"""An engine behind HTTP: OpenAI's API for any client, sessions that keep what was sampled for training."""

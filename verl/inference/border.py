@@ -1,0 +1,133 @@
+"""Where requests come in and answers go out: errors in OpenAI's form, the token, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from verl.inference.chat import ContextTooLong
+from verl.inference.engine_thread import EngineFailed, TooManyTurns
+
+MAX_BODY_BYTES = 64 << 20
+_ERRORS: list[tuple[type[Exception], int, str]] = [
+    (ContextTooLong, 400, "context_length_exceeded"),
+    (TooManyTurns, 429, "server_full"),
+    (EngineFailed, 503, "engine_failed"),
+    (ValueError, 400, "invalid_request"),
+]
+
+
+class ApiError(Exception):
+    """An answer in OpenAI's form of an error."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        self.status, self.code, self.message = status, code, message
+
+    @classmethod
+    def of(cls, error: Exception) -> ApiError:
+        """What is answered where this was raised."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, StarletteHTTPException):
+            return cls(error.status_code, "invalid_request", str(error.detail))
+        if isinstance(error, RequestValidationError):
+            problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:5]]
+            return cls(400, "invalid_request", "; ".join(problems))
+        for kind, status, code in _ERRORS:
+            if isinstance(error, kind):
+                return cls(status, code, str(error))
+        return cls(500, "server_error", "the server has met an error of its own; its log says which")
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "code": self.code, "param": None}}
+
+    def response(self) -> Response:
+        headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(self.status)
+        return as_json(self.body, self.status, headers)
+
+
+def answer_errors(app: FastAPI) -> None:
+    """Has everything that handlers raise answered in OpenAI's form."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        return ApiError.of(error).response()
+
+    for kind in (
+        ApiError,
+        StarletteHTTPException,
+        RequestValidationError,
+        *(each[0] for each in _ERRORS),
+        Exception,
+    ):
+        app.add_exception_handler(kind, answer)
+
+
+class Guard:
+    """ASGI: with a token all but /health need it; bodies have a limit; answers are counted.
+
+    counts: gets the number of answers by (route, status).
+    """
+
+    def __init__(self, app: Any, token: str | None, counts: Counter[tuple[str, int]]) -> None:
+        self.app, self.counts = app, counts
+        self.expected = None if token is None else f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        if self.expected is not None and scope["path"] != "/health":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self.expected):
+                message = "expected the header Authorization: Bearer <token>"
+                await ApiError(401, "invalid_api_key", message).response()(scope, receive, send)
+                return
+        num_bytes = 0
+
+        async def limited() -> Any:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+            return message
+
+        async def counted(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self.counts[getattr(scope.get("route"), "path", "other"), message["status"]] += 1
+            await send(message)
+
+        await self.app(scope, limited, counted)
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Response:
+    """The work's result as JSON; it is cancelled if the client goes away."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return as_json(tasks[0].result())
+        return Response(status_code=499)  # nobody reads it
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(value), status, headers, "application/json")

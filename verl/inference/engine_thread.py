@@ -1,0 +1,312 @@
+"""One thread owns a rollout engine and steps it; asyncio's handlers leave orders and await the ends of turns.
+
+    run(turn) -> order --between two steps--> open | resume -> engine.step -> Completion -> TurnResult
+                 pause, resume, load_weights, close: orders too
+
+A step waits for no handler: what ended is handed over once a step, and a stream gets its next tokens when it
+has taken the last ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.workers.rollout.base import RolloutEngine, SamplingParams
+
+JOIN_SECONDS = 10.0
+ABORTED = "abort"  # finish_reason of a turn that a pause has ended
+
+
+class EngineFailed(RuntimeError):
+    """The engine raised, or the server ends: no turn can be run any more."""
+
+
+class TooManyTurns(Exception):
+    """As many turns as the server takes are waiting or under way."""
+
+
+@dataclass(frozen=True)
+class TurnResult:
+    """A turn that ended; the lists have an entry for each sampled token.
+
+    log_probs: of the distribution that was sampled from. versions: of the weights that sampled it.
+    finish_reason: as in `Completion`, or ABORTED. session_id: the engine's, to be resumed; None: it is gone.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
+    finish_reason: str
+    stop_string: str | None
+    session_id: int | None
+
+
+@dataclass(eq=False)
+class EngineTurn:
+    """A turn to be run.
+
+    token_ids: a prompt, or what follows in the engine's session `session_id`. keeps: that session stays when
+    the turn has ended. on_tokens: is called in the event loop, again and again, with all its tokens so far.
+    """
+
+    token_ids: list[int]
+    params: SamplingParams
+    session_id: int | None = None
+    keeps: bool = False
+    on_tokens: Callable[[list[int]], None] | None = None
+    ended: asyncio.Future[TurnResult] = field(init=False)
+    updates: list[tuple[int, int]] = field(default_factory=list)  # (tokens then, version until then)
+    num_shown: int = 0
+    is_showing: bool = False  # the event loop has not taken its last tokens yet
+
+    def settle(self, result: TurnResult | Exception) -> None:
+        if not self.ended.done():
+            is_error = isinstance(result, Exception)
+            self.ended.set_exception(result) if is_error else self.ended.set_result(result)  # type: ignore
+
+    def show(self, token_ids: list[int]) -> None:
+        self.is_showing = False
+        if self.on_tokens is not None and not self.ended.done():
+            self.on_tokens(token_ids)
+
+
+class EngineThread:
+    """The engine for as many handlers as there are. Methods without _ are called in one event loop.
+
+    Attributes:
+        num_turns: waiting or under way. paused: the mode of the pause that holds, or None.
+        failure: why the thread has ended, or "". ended_well: it was not by an error.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, max_turns: int, on_failure: Callable[[], None] = lambda: None
+    ) -> None:
+        """engine: with weights. on_failure: is called in the event loop when the engine has failed."""
+        self.engine, self.max_turns, self.on_failure = engine, max_turns, on_failure
+        self.num_turns, self.failure, self.ended_well = 0, "", True
+        self.paused: str | None = None
+        self._lock, self._bell = threading.Lock(), threading.Event()
+        self._orders: list[Callable[[], None]] = []
+        self._is_closing = False
+        self._held: list[EngineTurn] = []  # until the pause ends
+        self._live: dict[int, EngineTurn] = {}  # by the engine's session
+        self._kept: set[int] = set()  # the engine's sessions that wait to be resumed
+        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Ends the thread and the engine; turns that are left raise EngineFailed."""
+        self._is_closing = True
+        self._order(lambda: None)
+        await asyncio.to_thread(self._thread.join, JOIN_SECONDS)
+
+    def check_room(self, num_turns: int = 1) -> None:
+        """EngineFailed, or TooManyTurns if so many more are too many."""
+        if self.failure:
+            raise EngineFailed(self.failure)
+        if self.num_turns + num_turns > self.max_turns:
+            raise TooManyTurns(f"{self.num_turns} turns are waiting or under way; ask again")
+
+    async def run(self, turn: EngineTurn) -> TurnResult:
+        """Runs a turn to its end; a cancelled one leaves nothing in the engine. ValueError: it is refused."""
+        self.check_room()
+        turn.ended = self._loop.create_future()
+        self.num_turns += 1
+        try:
+            self._order(partial(self._begin, turn))
+            return await turn.ended
+        except asyncio.CancelledError:
+            self._order(partial(self._cancel, turn))
+            raise
+        finally:
+            self.num_turns -= 1
+
+    def close_sessions(self, session_ids: Iterable[int]) -> None:
+        """Closes sessions of the engine that were kept."""
+        self._order(partial(self._close_kept, list(session_ids)))
+
+    async def pause(self, mode: str) -> None:
+        """Returns when it holds. Turns that have not begun wait until `resume`. mode: "keep" (those under way
+        stand still), "wait" (they end first), "abort" (they end as they are, with the reason ABORTED).
+        """
+
+        def take() -> list[asyncio.Future[TurnResult]]:
+            self.paused = mode
+            under_way = [turn.ended for turn in self._live.values()]
+            for session_id in list(self._live) if mode == "abort" else ():
+                begun, version = self.engine.partial(session_id), self.engine.version
+                turn = self._live.pop(session_id)
+                turn.keeps = False
+                result = self._result(turn, begun.token_ids, begun.log_probs, ABORTED, None, version)
+                self._tell(turn.settle, result)
+            return under_way
+
+        under_way = await self._ask(take)
+        if mode == "wait" and under_way:
+            await asyncio.wait(under_way)
+
+    async def resume(self) -> None:
+        def take() -> None:
+            self.paused = None
+            held, self._held = self._held, []
+            for turn in held:
+                self._begin(turn)
+
+        await self._ask(take)
+
+    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Between two steps; turns under way go on with the new weights. What `RolloutEngine.load_weights` or
+        the iteration raises is raised here; then turns wait until weights come.
+        """
+
+        def take() -> None:
+            for session_id, turn in self._live.items():
+                turn.updates.append((len(self.engine.partial(session_id).token_ids), self.engine.version))
+            self.engine.load_weights(weights, version)
+
+        await self._ask(take)
+
+    async def stats(self) -> dict[str, float]:
+        """The engine's."""
+        return await self._ask(self.engine.stats)
+
+    def _ask(self, question: Callable[[], Any]) -> Awaitable[Any]:
+        """What an order returns or raises."""
+        answer: asyncio.Future[Any] = self._loop.create_future()
+
+        def settle(result: Any, error: Exception | None) -> None:
+            if not answer.done():
+                answer.set_result(result) if error is None else answer.set_exception(error)
+
+        def run() -> None:
+            try:
+                if self.failure:
+                    raise EngineFailed(self.failure)
+                self._tell(settle, question(), None)
+            except Exception as error:  # whoever asked hears of it; the engine goes on
+                self._tell(settle, None, error)
+
+        self._order(run)
+        return answer
+
+    def _order(self, order: Callable[[], None]) -> None:
+        with self._lock:
+            if not self.failure:
+                self._orders.append(order)
+                self._bell.set()
+                return
+        order()  # nobody else touches anything any more
+
+    # -------------------------------------------------------------------------------------- in the thread
+
+    def _serve(self) -> None:
+        try:
+            with torch.no_grad():
+                while not self._is_closing:
+                    with self._lock:
+                        orders, self._orders = self._orders, []
+                        self._bell.clear()
+                    for order in orders:
+                        order()
+                    if self.paused != "keep" and self.engine.version >= 0 and self.engine.has_runnable:
+                        self._step()
+                    elif not orders:
+                        self._bell.wait()
+        except BaseException:
+            traceback.print_exc()
+            self.ended_well = False
+            self._tell(self.on_failure)
+        with self._lock:
+            self.failure = (
+                "the server ends" if self.ended_well else "the engine has failed; see the server's log"
+            )
+            orders, self._orders = self._orders, []
+        for order in orders:
+            order()
+        for turn in [*self._live.values(), *self._held]:
+            self._tell(turn.settle, EngineFailed(self.failure))
+        self.engine.shutdown()
+
+    def _step(self) -> None:
+        news: list[Callable[[], None]] = []
+        for ended in self.engine.step():
+            turn = self._live.pop(ended.session_id)
+            more = (ended.finish_reason, ended.stop_string, ended.version_last)
+            news.append(partial(turn.settle, self._result(turn, ended.token_ids, ended.log_probs, *more)))
+        for session_id, turn in self._live.items():
+            if turn.on_tokens is not None and not turn.is_showing:
+                token_ids = self.engine.partial(session_id).token_ids
+                if len(token_ids) > turn.num_shown:
+                    turn.is_showing, turn.num_shown = True, len(token_ids)
+                    news.append(partial(turn.show, token_ids))
+        if news:
+            self._tell(lambda: [each() for each in news])
+
+    def _result(
+        self,
+        turn: EngineTurn,
+        token_ids: list[int],
+        log_probs: list[float],
+        reason: str,
+        stop_string: str | None,
+        version: int,
+    ) -> TurnResult:
+        versions: list[int] = []
+        for length, old in [*turn.updates, (len(token_ids), version)]:
+            versions += [old] * (length - len(versions))
+        assert turn.session_id is not None
+        if turn.keeps:
+            self._kept.add(turn.session_id)
+        else:
+            self.engine.close(turn.session_id)
+        left = turn.session_id if turn.keeps else None
+        return TurnResult(token_ids, log_probs, versions, reason, stop_string, left)
+
+    def _begin(self, turn: EngineTurn) -> None:
+        if self.failure:
+            self._tell(turn.settle, EngineFailed(self.failure))
+        elif turn.ended.done():  # cancelled
+            pass
+        elif self.paused is not None:
+            self._held.append(turn)
+        else:
+            try:
+                if turn.session_id is None:
+                    turn.session_id = self.engine.open(turn.token_ids, turn.params)
+                else:
+                    self.engine.resume(turn.session_id, turn.token_ids, turn.params)
+                    self._kept.discard(turn.session_id)
+                self._live[turn.session_id] = turn
+            except ValueError as error:
+                self._tell(turn.settle, error)
+
+    def _cancel(self, turn: EngineTurn) -> None:
+        if turn in self._held:
+            self._held.remove(turn)
+        if turn.session_id is not None and self._live.get(turn.session_id) is turn:
+            del self._live[turn.session_id]
+            self._kept.add(turn.session_id)
+        self._close_kept([turn.session_id])
+
+    def _close_kept(self, session_ids: Iterable[int | None]) -> None:
+        for session_id in self._kept.intersection(session_ids):
+            self._kept.remove(session_id)
+            if not self.failure:
+                self.engine.close(session_id)
+
+    def _tell(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Has the event loop call it."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)

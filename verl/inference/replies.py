@@ -1,0 +1,170 @@
+"""Turns in the forms of OpenAI's API: whole, or in pieces while they go on."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from verl.inference.chat import ChatCodec, Reply, stream_limit
+from verl.inference.engine_thread import TurnResult
+from verl.inference.requests import ChatRequest, CompletionRequest
+
+Chunk = dict[str, Any]
+
+
+def choice_of(index: int, result: TurnResult) -> dict[str, Any]:
+    """What every form has of a turn. weight_version: of its last token; None: it has none."""
+    reason = "stop" if result.finish_reason == "eos" else result.finish_reason
+    version = result.versions[-1] if result.versions else None
+    return {"index": index, "finish_reason": reason, "token_ids": result.token_ids, "weight_version": version}
+
+
+class GrowingText:
+    """The text of a turn under way, decoded once: characters whose last bytes are still to come wait."""
+
+    def __init__(self, codec: ChatCodec) -> None:
+        self.codec, self.text = codec.codec, ""
+        self.num_shown = self._start = self._end = 0
+
+    def grow(self, token_ids: list[int]) -> str:
+        """token_ids: all of the turn so far."""
+        before = self.codec.decode(token_ids[self._start : self._end])
+        after = self.codec.decode(token_ids[self._start :])
+        if not after.endswith("\ufffd"):
+            self.text += after[len(before) :]
+            self._start, self._end = self._end, len(token_ids)
+        return self.text
+
+
+class Completions:
+    """POST /v1/completions. Pieces come in this order: `opening`, then `news` and `ending` of each turn,
+    `closing`.
+    """
+
+    name = chunk_name = "text_completion"
+    has_tools = False
+
+    def __init__(
+        self, codec: ChatCodec, model: str, given: CompletionRequest | ChatRequest, prompts: list[list[int]]
+    ) -> None:
+        """prompts: of each choice."""
+        self.codec, self.given, self.prompts = codec, given, prompts
+        self.head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self.texts = [GrowingText(codec) for _ in prompts]
+
+    def reply(self, result: TurnResult) -> Reply:
+        keeps_stop = bool(self.given.include_stop_str_in_output)
+        return self.codec.reply(result.token_ids, result.stop_string, self.has_tools, keeps_stop)
+
+    def whole(self, results: Sequence[TurnResult]) -> dict[str, Any]:
+        choices = [choice_of(i, result) | self._content(i, result) for i, result in enumerate(results)]
+        return {**self.head, "object": self.name, "choices": choices, "usage": self._usage(results)}
+
+    def _content(self, index: int, result: TurnResult) -> dict[str, Any]:
+        text = self.reply(result).message["content"]
+        return {"text": text, "prompt_token_ids": self.prompts[index], "logprobs": self._log_probs(result)}
+
+    def _log_probs(self, result: TurnResult) -> dict[str, Any] | None:
+        if self.given.logprobs is None:
+            return None
+        tokens = [self._piece(token_id).decode(errors="replace") for token_id in result.token_ids]
+        offsets = [0]
+        for token in tokens:
+            offsets.append(offsets[-1] + len(token))
+        empty = {"top_logprobs": None, "text_offset": offsets[:-1]}
+        return {"tokens": tokens, "token_logprobs": result.log_probs, **empty}
+
+    def _piece(self, token_id: int) -> bytes:
+        pieces = self.codec.pieces
+        return pieces[token_id] if token_id < len(pieces) else b""
+
+    def _usage(self, results: Sequence[TurnResult]) -> dict[str, int]:
+        read = sum(map(len, {id(prompt): prompt for prompt in self.prompts}.values()))
+        written = sum(len(result.token_ids) for result in results)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+    # ---- in pieces ----
+
+    def _chunk(self, *choices: dict[str, Any], **more: Any) -> Chunk:
+        return {**self.head, "object": self.chunk_name, "choices": list(choices), **more}
+
+    def opening(self) -> Iterator[Chunk]:
+        yield from ()
+
+    def news(self, index: int, token_ids: list[int]) -> Iterator[Chunk]:
+        """What can be shown of a turn under way. token_ids: all so far."""
+        growing = self.texts[index]
+        text = growing.grow(token_ids)
+        limit = stream_limit(text, self.given.stops, self.has_tools)
+        if limit > growing.num_shown:
+            shown, growing.num_shown = text[growing.num_shown : limit], limit
+            yield self._chunk(self._piece_of_turn(index, shown))
+
+    def _piece_of_turn(self, index: int, text: str) -> dict[str, Any]:
+        return {"index": index, "text": text, "finish_reason": None, "logprobs": None}
+
+    def ending(self, index: int, result: TurnResult) -> Iterator[Chunk]:
+        """The rest of its text, and the last piece with all that is not text."""
+        text = self.reply(result).message["content"] or ""
+        if rest := text[self.texts[index].num_shown :]:
+            yield self._chunk(self._piece_of_turn(index, rest))
+        more = {"text": "", "prompt_token_ids": self.prompts[index], "logprobs": self._log_probs(result)}
+        yield self._chunk(choice_of(index, result) | more)
+
+    def closing(self, results: Sequence[TurnResult]) -> Iterator[Chunk]:
+        options = self.given.stream_options
+        if options is not None and options.include_usage:
+            yield self._chunk(usage=self._usage(results))
+
+
+class Chat(Completions):
+    """POST chat/completions."""
+
+    name, chunk_name = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, codec: ChatCodec, model: str, given: ChatRequest, prompt: list[int]) -> None:
+        super().__init__(codec, model, given, [prompt] * (given.n or 1))
+        self.head["id"] = f"chatcmpl-{uuid.uuid4().hex}"
+        self.has_tools = given.told_tools() is not None
+
+    def whole(self, results: Sequence[TurnResult]) -> dict[str, Any]:
+        return super().whole(results) | {"prompt_token_ids": self.prompts[0]}
+
+    def _content(self, index: int, result: TurnResult) -> dict[str, Any]:
+        message = self.reply(result).message
+        reason = {"finish_reason": "tool_calls"} if message.get("tool_calls") else {}
+        return {"message": message, "logprobs": self._log_probs(result), **reason}
+
+    def _log_probs(self, result: TurnResult) -> dict[str, Any] | None:
+        if not self.given.logprobs:
+            return None
+        content = []
+        for token_id, log_prob in zip(result.token_ids, result.log_probs, strict=True):
+            piece = self._piece(token_id)
+            text = {"token": piece.decode(errors="replace"), "bytes": list(piece)}
+            content.append({**text, "logprob": log_prob, "top_logprobs": []})
+        return {"content": content}
+
+    def opening(self) -> Iterator[Chunk]:
+        for index in range(len(self.prompts)):
+            delta = {"role": "assistant", "content": ""}
+            yield self._chunk(
+                {"index": index, "delta": delta, "finish_reason": None}, prompt_token_ids=self.prompts[0]
+            )
+
+    def _piece_of_turn(self, index: int, text: str) -> dict[str, Any]:
+        return {"index": index, "delta": {"content": text}, "finish_reason": None}
+
+    def ending(self, index: int, result: TurnResult) -> Iterator[Chunk]:
+        message = self.reply(result).message
+        if rest := (message["content"] or "")[self.texts[index].num_shown :]:
+            yield self._chunk(self._piece_of_turn(index, rest))
+        calls = message.get("tool_calls")
+        if calls:
+            delta = {"tool_calls": [{"index": number, **call} for number, call in enumerate(calls)]}
+            yield self._chunk({"index": index, "delta": delta, "finish_reason": None})
+        reason = {"finish_reason": "tool_calls"} if calls else {}
+        more = {"delta": {}, "logprobs": self._log_probs(result), **reason}
+        yield self._chunk(choice_of(index, result) | more)

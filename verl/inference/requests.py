@@ -1,0 +1,206 @@
+"""What clients may send, checked at the border: no number that passes here breaks the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from verl.inference.chat import ChatCodec
+from verl.workers.rollout.base import SamplingParams
+
+MAX_CHOICES = 128  # of a request
+_MOST = 2**62
+_REFUSED = {  # what this engine does not do
+    *(
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "min_tokens",
+        "stop_token_ids",
+    ),
+    *("top_logprobs", "prompt_logprobs", "best_of", "echo", "suffix", "functions", "audio", "modalities"),
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "chat_template_kwargs"),
+}
+_NEUTRAL = {
+    **{"best_of": 1, "repetition_penalty": 1, "modalities": ["text"]},
+    "response_format": {"type": "text"},
+}
+Text = Annotated[str, Field(max_length=1 << 26)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool | None = None
+
+
+class Sampling(BaseModel):
+    """What all routes take. temperature: 0 is greedy. top_k: -1 or 0 is off. seed: None draws one."""
+
+    model_config = ConfigDict(extra="allow")
+
+    max_tokens: Annotated[int, Field(ge=1, le=_MOST)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-_MOST, le=_MOST)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Sampling:
+        if self.temperature is not None and 0 < self.temperature < 0.01:
+            raise ValueError(f"temperature is {self.temperature}; expected 0 (greedy), or 0.01 and more")
+        for name, value in (self.model_extra or {}).items():
+            if name in _REFUSED and value and value != _NEUTRAL.get(name):
+                raise ValueError(f"{name} is not supported by this server; leave it out")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    def params(self, codec: ChatCodec, seed: int, max_tokens: int, drawn_before: int = 0) -> SamplingParams:
+        """For the engine. max_tokens: where the client says nothing."""
+
+        def given(value: Any, default: Any) -> Any:
+            return default if value is None else value
+
+        return SamplingParams(
+            max_tokens=given(self.max_tokens, max_tokens),
+            temperature=given(self.temperature, 1.0),
+            top_p=given(self.top_p, 1.0),
+            top_k=given(self.top_k, -1),
+            min_p=given(self.min_p, 0.0),
+            seed=given(self.seed, seed) & (2**63 - 1),
+            drawn_before=drawn_before,
+            stop=codec.stop(self.stops),
+            eos_token_ids=codec.eos_token_ids,
+            ignore_eos=bool(self.ignore_eos),
+        )
+
+
+class ContentPart(BaseModel):
+    type: Literal["text", "input_text", "output_text"]
+    text: Text
+
+
+class CalledFunction(BaseModel):
+    name: Text
+    arguments: Text
+
+
+class ToolCall(BaseModel):
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[ContentPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Text | None = None
+    name: Text | None = None
+
+
+class ToolFunction(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: Text
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ToolDescription(BaseModel):
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class ChatRequest(Sampling):
+    """POST /v1/chat/completions. logprobs: of the sampled tokens. tool_choice: "none" hides the tools;
+    nothing forces the policy to call one.
+    """
+
+    model: Text | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: list[ToolDescription] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=_MOST)] | None = None
+    logprobs: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> ChatRequest:
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
+        return self
+
+    def history(self) -> list[dict[str, Any]]:
+        """The messages, as plain data without what is not set."""
+        history = [message.model_dump(exclude_none=True) for message in self.messages]
+        for message in history:
+            if message["role"] == "developer":
+                message["role"] = "system"
+        return history
+
+    def told_tools(self) -> list[dict[str, Any]] | None:
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions. prompt: text or token ids, or a list of them."""
+
+    model: Text | None = None
+    prompt: (
+        Text
+        | TokenIds
+        | Annotated[list[Text], Field(min_length=1)]
+        | Annotated[list[TokenIds], Field(min_length=1)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    def prompts(self, encode: Callable[[str], list[int]]) -> list[list[int]]:
+        several: Any = (
+            self.prompt
+            if isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+            else [self.prompt]
+        )
+        return [encode(each) if isinstance(each, str) else each for each in several]
+
+
+class GenerateRequest(BaseModel):
+    """POST /inference/v1/generate."""
+
+    token_ids: TokenIds
+    sampling_params: Sampling = Field(default_factory=Sampling)
+
+
+class SessionRequest(BaseModel):
+    uid: Annotated[str, Field(max_length=1000)] | None = None
+
+
+class FinishRequest(BaseModel):
+    """turn_rewards: one for each turn, in the order of the segments."""
+
+    reward: Annotated[float, Field(allow_inf_nan=False)]
+    turn_rewards: list[Annotated[float, Field(allow_inf_nan=False)]] | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class UpdateRequest(BaseModel):
+    """weight_dir: a folder with *.safetensors of the whole model."""
+
+    weight_dir: str
+    version: Annotated[int, Field(ge=0, le=_MOST)]

@@ -1,0 +1,122 @@
+"""The sessions that a server holds: episodes that clients play, until they are deleted or too old."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.inference.border import ApiError
+from verl.inference.chat import ChatCodec, Transcript
+from verl.inference.engine_thread import EngineThread, EngineTurn, TurnResult
+from verl.inference.replies import Chat
+from verl.inference.requests import ChatRequest
+
+
+@dataclass(eq=False)
+class AgentSession:
+    """An episode. outcome: reward, turn_rewards and metadata; None: it is not finished."""
+
+    session_id: str
+    uid: str | None
+    transcript: Transcript = field(default_factory=Transcript)
+    outcome: dict[str, Any] | None = None
+    last_used: float = field(default_factory=time.monotonic)
+    under_way: set[asyncio.Task[TurnResult]] = field(default_factory=set)
+
+
+class Sessions:
+    """max_sessions: that are held at once, finished ones too. max_idle: seconds until one is dropped."""
+
+    def __init__(self, engine: EngineThread, codec: ChatCodec, max_sessions: int, max_idle: float) -> None:
+        self.engine, self.codec, self.max_sessions, self.max_idle = engine, codec, max_sessions, max_idle
+        self.held: dict[str, AgentSession] = {}  # the one used longest ago first
+
+    def open(self, uid: str | None) -> AgentSession:
+        self.drop_old()
+        if len(self.held) >= self.max_sessions:
+            message = f"{len(self.held)} sessions are held; delete some, or wait"
+            raise ApiError(429, "too_many_sessions", message)
+        session = AgentSession(secrets.token_hex(16), uid)
+        self.held[session.session_id] = session
+        return session
+
+    def find(self, session_id: str, unfinished: bool = False) -> AgentSession:
+        """ApiError 404; 409: it is finished, and must not be."""
+        self.drop_old()
+        session = self.held.pop(session_id, None)
+        if session is None:
+            message = f"no session {session_id!r}: it was dropped, or never opened"
+            raise ApiError(404, "session_not_found", message)
+        session.last_used = time.monotonic()
+        self.held[session_id] = session
+        if unfinished and session.outcome is not None:
+            raise ApiError(409, "session_finished", f"session {session_id} is finished")
+        return session
+
+    def finish(self, session: AgentSession, outcome: dict[str, Any]) -> None:
+        """Nothing of it stays in the engine; its turns under way end without a result."""
+        session.outcome = outcome
+        for task in session.under_way:
+            task.cancel()
+        segments = session.transcript.segments
+        self.engine.close_sessions([s.engine_session for s in segments if s.engine_session is not None])
+        for segment in segments:
+            segment.engine_session = None
+
+    def drop_old(self) -> None:
+        limit = time.monotonic() - self.max_idle
+        for session in list(self.held.values()):
+            if session.last_used > limit:
+                break
+            if not session.under_way:
+                self.finish(self.held.pop(session.session_id), session.outcome or {})
+
+    def place(self, session: AgentSession, given: ChatRequest, model: str) -> SessionTurn:
+        """Where a request goes on. ValueError, ContextTooLong, TooManyTurns, EngineFailed."""
+        if given.n not in (None, 1):
+            raise ValueError(f"n is {given.n}; a session is one line of play: expected 1")
+        self.engine.check_room()
+        return SessionTurn(self, session, given, model)
+
+
+class SessionTurn:
+    """A request in a session: `turn` is to be run by `run`, and answered in `form`.
+
+    It goes on with the engine's session of its segment, or opens one with all the segment's tokens.
+    """
+
+    def __init__(self, sessions: Sessions, session: AgentSession, given: ChatRequest, model: str) -> None:
+        codec, self.engine, self.session = sessions.codec, sessions.engine, session
+        self.place = place = session.transcript.place(codec, given.history(), given.told_tools())
+        segment = place.segment
+        before = [] if place.is_new else [*segment.prompt_ids, *segment.response_ids]
+        whole = [*before, *place.new_ids]
+        resumed = segment.engine_session is not None
+        drawn = 0 if resumed else sum(segment.response_mask)
+        params = given.params(codec, segment.seed, codec.max_model_len, drawn)
+        token_ids = place.new_ids if resumed else whole
+        self.turn = EngineTurn(token_ids, params, segment.engine_session, keeps=True)
+        self.form = Chat(codec, model, given, whole)
+
+    async def run(self, turn: EngineTurn) -> TurnResult:
+        session, place = self.session, self.place
+        task = asyncio.ensure_future(self.engine.run(turn))
+        session.under_way.add(task)
+        try:
+            result = await task
+        except BaseException as error:
+            place.segment.engine_session = None  # it holds a turn that nobody has seen, or is gone
+            session.transcript.put_back(place)
+            if isinstance(error, asyncio.CancelledError) and session.outcome is not None:
+                raise ApiError(409, "session_finished", "the session was finished meanwhile") from None
+            raise
+        finally:
+            session.under_way.discard(task)
+            session.last_used = time.monotonic()
+        place.segment.engine_session = result.session_id
+        reply = self.form.reply(result)
+        session.transcript.add(place, result.token_ids, result.log_probs, result.versions, reply)
+        return result

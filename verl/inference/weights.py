@@ -1,0 +1,48 @@
+"""The weights of a Hugging Face folder: what is there, by its headers, and the tensors one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from verl.workers.rollout.base import TIED_HEAD
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def shapes_in(folder: Path) -> Shapes:
+    """Name -> shape. ValueError: there is no folder, no *.safetensors in it, or one that can't be read."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} is no folder with *.safetensors")
+    shapes: Shapes = {}
+    for path in files:
+        try:
+            with safe_open(path, "pt") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} can't be read: {error}") from error
+    return shapes
+
+
+def check_same(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """ValueError: they are not the weights of the same model. A head that is not expected may be there."""
+    for name in sorted(shapes.keys() | expected.keys()):
+        if name == TIED_HEAD and name not in expected:
+            continue
+        if shapes.get(name) != expected.get(name):
+            raise ValueError(
+                f"weight {name} has shape {shapes.get(name)}; the model that is served has "
+                f"{expected.get(name)} (None: there is no such weight)"
+            )
+
+
+def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of all files."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in sorted(file.keys()):
+                yield name, file.get_tensor(name)
