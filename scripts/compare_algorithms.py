@@ -54,17 +54,25 @@ ALGORITHMS = {  # what is added to the command line
         actor_rollout_ref.model.lora_rank=16 actor_rollout_ref.model.lora_alpha=32""",
 }
 
-CRITIC = "actor_rollout_ref.rollout.n_agent=1 algorithm.adv_estimator=gae trainer.critic_warmup=5"
+CRITIC = "actor_rollout_ref.rollout.n_agent=1 algorithm.adv_estimator=gae trainer.critic_warmup=2"
+ANSWERS = 8  # to each question of a real run, but with PPO
 REAL = {  # of a real model, on configs/real_model_grpo.yaml
     "grpo": "",
     "sft_only": "",
     "no_supervised_start": "",
     "kl_to_reference": "actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.kl_loss_coef=0.001",
-    "ppo": f"{CRITIC} data.train_batch_size=128 critic.optim.lr=1e-5 critic.ppo_max_token_len_per_gpu=8192",
+    "ppo": f"{CRITIC} critic.optim.lr=1e-5 critic.ppo_max_token_len_per_gpu=8192",  # one answer each
     "lora": """actor_rollout_ref.actor.optim.lr=2e-5 actor_rollout_ref.model.lora_rank=16
         actor_rollout_ref.model.lora_alpha=32""",
 }
 Run = dict[tuple[str, str], float]  # (mode, question) -> exact match
+
+
+def real_settings(name: str, questions: int) -> str:
+    """What is added to the command line of a real model's run with so many questions a step."""
+    rows = ANSWERS * questions
+    batch = f"data.train_batch_size={rows if name == 'ppo' else questions}"
+    return f"{batch} actor_rollout_ref.actor.ppo_mini_batch_size={rows} {REAL[name]}"
 
 
 def run(name: str, seed: int, options: argparse.Namespace, seconds: float) -> tuple[Run, float]:
@@ -75,8 +83,8 @@ def run(name: str, seed: int, options: argparse.Namespace, seconds: float) -> tu
     experiment = f"compare-{'real-' if options.real else ''}{name}-seed{seed}"
     environment = os.environ | {"SEED": str(seed), "EXPERIMENT_NAME": experiment, "OMP_NUM_THREADS": "1"}
     settings = f"""trainer.total_training_steps={options.steps} trainer.test_freq=-1 trainer.save_freq=-1
-        trainer.resume_mode=none trainer.progress=plain {(REAL if options.real else ALGORITHMS)[name]}
-        {" ".join(options.overrides)}"""
+        trainer.resume_mode=none trainer.progress=plain {" ".join(options.overrides)}
+        {real_settings(name, options.questions) if options.real else ALGORITHMS[name]}"""
     kind, start = "ppo" if name in ("gae", "ppo") else "grpo", options.start
     if options.real:
         environment["DATA_DIR"] = str(options.data)
@@ -110,10 +118,11 @@ def run(name: str, seed: int, options: argparse.Namespace, seconds: float) -> tu
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of all runs with RL")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of all RL; an algorithm's own win")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--real", action="store_true", help="a real model; needs the folders below")
+    parser.add_argument("--questions", type=int, default=16, help="a step with --real (PPO: 8 times so many)")
     parser.add_argument("--start", type=Path, help="model after its supervised start")
     parser.add_argument("--untaught", type=Path, help="model before it")
     parser.add_argument("--data", type=Path, help="folder of train.parquet, test.parquet, sft_train.parquet")

@@ -31,7 +31,7 @@ def test_an_interval_holds_95_percent_of_the_resampled_means():
 @pytest.mark.parametrize("name", [name for name in compare_algorithms.REAL if name != "sft_only"])
 def test_each_variant_of_a_real_model_is_a_configuration(name):
     recipe = compare_algorithms.ROOT / "configs" / "real_model_grpo.yaml"
-    settings = compare_algorithms.REAL[name].split()
+    settings = compare_algorithms.real_settings(name, 16).split()
     told = [f"@{recipe}", "retriever.url=http://127.0.0.1:1/retrieve"]
     trajectories = [
         config.data.train_batch_size * config.actor_rollout_ref.rollout.n_agent
