@@ -364,9 +364,8 @@ def prompt_text(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any]
     tools: OpenAI's descriptions, for templates that know tools.
     """
     if tokenizer.chat_template:
-        return tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=True, tokenize=False
-        )
+        told = {} if tools is None else {"tools": tools}
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **told)
     return messages[0]["content"]
 
 
