@@ -33,6 +33,7 @@ Table of batch keys (N rows, P prompt width, R response width)
       rollout_is_weights  [N, R]   float32  weights of the policy loss (rollout correction)
       rejected_mask       [N, R]   bool     what leaves response_mask after the advantages; then
       sampled_mask        [N, R]   int64    is what response_mask was
+      stale_mask          [N, R]   bool     older than max_staleness, not trained (too_old=mask)
       observation_mask    [N, R]   int64    1 = a token of the response that the policy read (echo)
       turn_ids            [N, R]   int64    the turn that sampled the token, else -1 (rollout.step_wise)
       prompt_tokens       [N]      int64    sampled tokens, and rows with one, of the row's uid in its

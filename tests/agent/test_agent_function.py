@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import time
 
 import httpx
 import pytest
@@ -46,7 +47,9 @@ def plain_function(task, base_url):
 
 async def breaks(task, base_url):
     async with httpx.AsyncClient() as client:
-        for body in (b"no json", b'{"messages": []}', b'{"messages": [1]}'):
+        said = b'{"messages": [{"role": "user", "content": '
+        bad = (b"no json", b'{"messages": []}', b'{"messages": [1]}', said + b'"\\ud800"}]}')
+        for body in (*bad, said + b'"x"}], "stop": [""]}', said + b'"x"}], "stop": [5]}'):
             reply = await client.post(f"{base_url}/chat/completions", content=body)
             heard.append((reply.status_code, reply.json()["error"]["code"]))
         reply = await client.post(
@@ -73,11 +76,11 @@ async def with_tools(task, base_url):
     heard.append(result.final_output)
 
 
-def play(script, function: str, rows: list[dict], tool_format: str = "search_r1"):
+def play(script, function: str, rows: list[dict], tool_format: str = "search_r1", rewards: bool = True):
     heard.clear()
     tokenizer = byte_tokenizer()
     engine = ScriptedEngine(tokenizer, script)
-    settings = {"agent": {"function": f"{HERE}:{function}", "tool_format": tool_format}}
+    settings = {"agent": {"function": f"{HERE}:{function}", "tool_format": tool_format, "rewards": rewards}}
     agent = EnvironmentAgent(tokenizer, engine, CONFIG, Environments(None, settings))
     batch = prompts(tokenizer, ["unread"] * len(rows))
     episodes = [
@@ -110,7 +113,7 @@ def test_another_history_begins_another_context():
 
 def test_mistakes_are_said_and_cost_the_episode_alone():
     _, _, (record,) = play(lambda *_: "x", "breaks", [{}])
-    assert heard == [(400, "invalid_messages")] * 3 + [(404, "session_not_found")]
+    assert heard == [(400, "invalid_messages")] * 6 + [(404, "session_not_found")]
     assert record["finish_reason"] == "env_failed" and "the agent's own mistake" in record["env_error"]
 
 
@@ -126,12 +129,80 @@ def test_an_agent_of_the_openai_sdk_calls_its_tools(tool_format):
         return "<answer> a town </answer>" if turn else calls[tool_format]
 
     prompt = [{"role": "user", "content": "What is Bora?\n"}]
-    engine, tokenizer, (record,) = play(script, "with_tools", [{"prompt": prompt}], tool_format)
+    engine, tokenizer, (record,) = play(
+        script, "with_tools", [{"prompt": prompt}], tool_format, rewards=False
+    )
     assert heard == ["<answer> a town </answer>"] and record["finish_reason"] == "done"
     assert len(record["turns"]) == 2 and "contexts" not in record and record["env_reward"] is None
     read = engine.calls[0][2]
     assert ("Looks something up." in read) == (tool_format == "hermes")
     assert read.endswith("What is Bora?\n")
+
+
+async def keeps_history(task, base_url):
+    """Rewrites the arguments of calls, then asks with other tools."""
+    client = AsyncOpenAI(base_url=base_url, api_key="none")
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    messages = [{"role": "user", "content": "Go."}]
+    reply = (await client.chat.completions.create(model="x", messages=messages, tools=tools)).choices[0]
+    call = reply.message.tool_calls[0]
+    same = json.dumps(json.loads(call.function.arguments), ensure_ascii=False, indent=1)
+    function = {"name": call.function.name, "arguments": same}
+    messages += [
+        {"role": "assistant", "tool_calls": [{"id": call.id, "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": call.id, "content": "seen"},
+    ]
+    for told in (tools, None):
+        given = {} if told is None else {"tools": told}
+        heard.append((await client.chat.completions.create(model="x", messages=messages, **given)).choices[0])
+        messages += [heard[-1].message, {"role": "user", "content": "On."}]
+    return 1.0
+
+
+def test_calls_may_be_spelled_otherwise_and_other_tools_are_another_context():
+    def script(prompt: str, turn: int) -> str:
+        if turn or "seen" in prompt:
+            return "w" * 200
+        return f"<tool_call>{json.dumps({'name': 'look', 'arguments': {'at': 'café'}})}</tool_call>"
+
+    _, _, (record,) = play(script, "keeps_history", [{}], "hermes")
+    assert len(record["turns"]) == 3 and record["env_reward"] == 1.0
+    assert record["contexts"] == [record["turns"][1]["obs_start"]]
+    assert [each.finish_reason for each in heard] == ["length", "length"]
+
+
+async def many_turns(task, base_url):
+    client = AsyncOpenAI(base_url=base_url, api_key="none")
+    messages = [{"role": "user", "content": task["question"]}]
+    for _ in range(50):
+        reply = await client.chat.completions.create(model="any", messages=messages)
+        messages += [reply.choices[0].message, {"role": "user", "content": "On.\n"}]
+
+
+def returns_nothing(task, base_url):
+    OpenAI(base_url=base_url, api_key="none").chat.completions.create(
+        model="any", messages=[{"role": "user", "content": "?"}]
+    )
+
+
+def test_an_episode_that_a_limit_ends_has_no_reward_and_an_agent_must_return_one():
+    _, _, (record,) = play(lambda *_: "z" * 90 + ".", "many_turns", [{"question": "long " * 90}])
+    assert record["finish_reason"] == "length" and record["env_reward"] == 0.0
+    _, _, (record,) = play(lambda *_: "z", "returns_nothing", [{}])
+    assert record["finish_reason"] == "env_failed" and "expected a reward" in record["env_error"]
+
+
+def waits_long(task, base_url):
+    time.sleep(1.0)
+    returns_nothing(task, base_url)
+    return 1.0
+
+
+def test_plain_functions_wait_side_by_side():
+    began = time.monotonic()
+    _, _, records = play(lambda *_: "x", "waits_long", [{} for _ in range(24)])
+    assert [record["env_reward"] for record in records] == [1.0] * 24
+    assert time.monotonic() - began < 20  # one after the other: 24
 
 
 def test_settings_are_checked():

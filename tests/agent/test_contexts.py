@@ -96,6 +96,16 @@ def test_contexts_of_a_row_are_packed_as_rows_of_their_own(generated, padded):
     assert pack.unpack(pack.labels.float())[sampled].equal(rows.tensors["responses"][sampled].float())
 
 
+def test_observations_can_be_learnt_but_for_what_nothing_predicts(generated):
+    _, rows = generated
+    mask, width = rows.tensors["response_mask"].bool(), rows.tensors["responses"].shape[1]
+    others = rows.tensors["attention_mask"][:, -width:].bool() & ~mask
+    pack = pack_rows({**dict(rows.tensors.items()), "extra_loss_mask": others}, [0, 1, 2], "cpu")
+    for row in range(3):
+        others[row, rows.non_tensor_batch["trajectory"][row]["contexts"]] = False
+    assert pack.mask.equal(mask) and pack.extra_mask.equal(others)
+
+
 def test_a_context_that_is_kept_goes_on_where_it_was(generated):
     _, rows = generated
     record = rows.non_tensor_batch["trajectory"][0]

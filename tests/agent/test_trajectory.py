@@ -8,6 +8,7 @@ from scripted_engine import MemorySearch, ScriptedEngine, byte_tokenizer
 from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager, env_metrics
 from verl.agent.codec import to_tensors
 from verl.agent.trajectory import Trajectory, Turn
+from verl.workers.rollout.base import Partial
 
 
 def example() -> Trajectory:
@@ -111,3 +112,18 @@ def test_the_search_clients_figures_are_those_of_one_batch():
     assert manager.figures([])["retrieval/request_seconds/mean"] == 0.0
     manager = LLMGenerationManager(tokenizer, engine, MemorySearch(), config)
     assert manager.figures([example()]) == {}
+
+
+def test_a_turn_that_is_kept_twice_keeps_the_version_that_began_it():
+    made = Trajectory(0, [1], 0)
+    made.keep(Partial([5, 6], [-0.1, -0.2], 3), version=5)
+    state = {
+        "response_ids": made.response_ids,
+        "response_mask": made.response_mask,
+        "log_probs": made.log_probs,
+    }
+    made.finish_reason = "kept"
+    other = Trajectory.continued(0, [1], 0, {**state, "record": made.record("")})
+    other.keep(Partial([7], [-0.3], 6), version=7)
+    assert (other.version_begun, other.version_first, other.version_last) == (3, 3, 7)
+    assert other.num_begun == 3

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from verl.agent.trajectory import AgentConfig, Trajectory
 from verl.environments.base import Message
 from verl.environments.registry import SEARCH
 from verl.utils.dataset.rl_dataset import encode_prompt, prompt_text
-from verl.workers.rollout.stop import StopCondition
+from verl.workers.rollout.stop import StopCondition, token_bytes
 
 _MARK = re.compile(r"content-\d+-of-a-message")
 # Search-R1's; a tokenizer may have them as special tokens, which observations may hold as such.
@@ -51,11 +51,12 @@ class Codec:
         self._encode_cached = lru_cache(maxsize=4096)(self.encode)  # a group asks the same thing often
         self.decode_prompt = lru_cache(maxsize=4096)(self.decode)  # and has one prompt
         self._is_fast = isinstance(tokenizer, PreTrainedTokenizerFast)
-        self.stop = cache(self._stop)
+        self.stop = lru_cache(maxsize=64)(self._stop)
+        self._pieces = cache(partial(token_bytes, tokenizer))
 
     def _stop(self, strings: tuple[str, ...]) -> StopCondition | None:
         """What ends a turn at one of these strings; None without strings."""
-        return StopCondition(self.tokenizer, strings) if strings else None
+        return StopCondition(self.tokenizer, strings, self._pieces()) if strings else None
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a text that continues a context: nothing is added around it.

@@ -182,10 +182,11 @@ class TrajectoryLoop:
             return
         if episode.messages is not None:  # what its `init` shows instead of the row's prompt
             try:
-                trajectory.prompt_ids = self._prompt_ids(episode.messages)
+                ids = self._prompt_ids(episode.messages)
             except Exception as error:  # templates raise all kinds for what is no message
                 self._fail(trajectory, error)
                 return
+            trajectory.prompt_ids = cut_prompt(self.codec.tokenizer, ids, self.config.max_start_length)
         self._go_on(trajectory)
 
     def _handle(self, completions: list[Completion]) -> None:
@@ -193,7 +194,7 @@ class TrajectoryLoop:
         for completion in sorted(completions, key=lambda c: self.sessions[c.session_id].row):
             trajectory = self.sessions[completion.session_id]
             self._note_start(trajectory)
-            version = trajectory.version_last if trajectory.num_begun else completion.version_first
+            version = trajectory.version_begun if trajectory.num_begun else completion.version_first
             start, end = trajectory.add_sampled(completion.token_ids, completion.log_probs)
             if trajectory.version_first is None:
                 trajectory.version_first = completion.version_first
@@ -218,10 +219,9 @@ class TrajectoryLoop:
             texts = [trajectory.turns[-1].text for trajectory in members]
             if self.environments[env_class].reads_usage:
                 for trajectory in members:
-                    turn, episode = trajectory.turns[-1], trajectory.episode
-                    assert episode is not None
-                    written = turn.end - turn.start
-                    episode.env.usage = (len(trajectory.context) - written, written)
+                    written = trajectory.turns[-1].end - trajectory.turns[-1].start
+                    read, is_cut = len(trajectory.context) - written, trajectory.stopped_by == "length"
+                    trajectory.episode.env.usage = (read, written, is_cut)  # type: ignore[union-attr]
             outputs = self.environments[env_class].step_many([t.episode for t in members if t.episode], texts)
             results.update(zip((trajectory.row for trajectory in members), outputs, strict=True))
         due = self.num_steps + (self.config.search_delay_steps or 0)
@@ -294,14 +294,14 @@ class TrajectoryLoop:
         if output.get("is_new_context"):
             self._begin_context(trajectory, output["observations"])
             return
-        if self.codec.is_chat(trajectory.env_class):
-            try:
+        try:
+            if self.codec.is_chat(trajectory.env_class):
                 ids = self.codec.chat_ids(output["observations"], trajectory.response_ids[-1])
-            except Exception as error:  # templates raise all kinds for roles that they don't know
-                self._fail(trajectory, error)
-                return
-        else:
-            ids = self.codec.observation_ids(text, environment.observation_end)
+            else:
+                ids = self.codec.observation_ids(text, environment.observation_end)
+        except Exception as error:  # of a template for roles that it doesn't know, of a text that is no text
+            self._fail(trajectory, error)
+            return
         self._go_on(trajectory, ids)
 
     def _begin_context(self, trajectory: Trajectory, messages: Sequence[Message]) -> None:
@@ -322,8 +322,9 @@ class TrajectoryLoop:
         self._go_on(trajectory)
 
     def _prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        ids = self.codec.prompt_ids(list(messages))
-        return cut_prompt(self.codec.tokenizer, ids, self.config.max_start_length)
+        if not (ids := self.codec.prompt_ids(list(messages))):
+            raise EpisodeFailed(f"found {messages!r:.200}, which has no token; expected a text")
+        return ids
 
     def _fail(self, trajectory: Trajectory, error: Exception) -> None:
         """Ends a trajectory that its environment could not take: nothing is learnt from it."""

@@ -130,7 +130,7 @@ class TrajectoryService(TrajectoryLoop):
                 copies.append(self._anew(trajectory))
                 continue
             copy = replace(trajectory, turns=[replace(turn) for turn in trajectory.turns])
-            for name in ("response_ids", "response_mask", "log_probs"):
+            for name in ("response_ids", "response_mask", "log_probs", "contexts"):
                 setattr(copy, name, list(getattr(trajectory, name)))
             if (observation := held.get(trajectory.row)) is not None:
                 if copy.num_tokens + len(observation) < self.max_context:  # else it is asked for again

@@ -144,6 +144,7 @@ class Trajectory:
     version_first: int | None = None  # policy version of the first and of the last sampled token
     version_last: int | None = None
     num_begun: int = 0  # of the last response tokens: of a turn that has not ended
+    version_begun: int | None = None  # of the first of these
     num_old_turns: int | None = None  # turns of an earlier step; None: begun in this one
     contexts: list[int] = field(default_factory=list)  # where in the response another context begins
     env_class: str = SEARCH
@@ -184,6 +185,7 @@ class Trajectory:
             record["version_first"],
             record["version_last"],
             record["num_begun"],
+            record.get("version_begun"),
             len(turns),
             contexts=list(record.get("contexts", ())),
             seconds=(record.get("env_seconds_init", 0.0), record.get("env_seconds_step", 0.0)),
@@ -240,6 +242,8 @@ class Trajectory:
     def keep(self, begun: Partial, version: int) -> None:
         """Takes what the running turn has sampled, for a later step to go on from. `version`: the present."""
         if begun.token_ids:
+            if not self.num_begun:
+                self.version_begun = begun.version_first
             start, end = self.add_sampled(begun.token_ids, begun.log_probs)
             self.num_begun = end - start
             self.version_first = begun.version_first if self.version_first is None else self.version_first
@@ -257,6 +261,7 @@ class Trajectory:
             "version_first": self.version_first,
             "version_last": self.version_last,
             "num_begun": self.num_begun,
+            "version_begun": self.version_begun,
             "prompt_text": prompt_text,
             "policy_text": join_turns(turn.text for turn in self.turns),
         }

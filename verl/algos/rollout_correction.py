@@ -130,12 +130,13 @@ def take_out_rejected(batch: DataProto) -> None:
     group's baseline, and into the returns of its own kept tokens. (verl rejects before.) From then on a
     rejected token takes part in nothing: policy loss, entropy bonus, KL, critic, or what they are divided by.
     The batch keeps what was sampled as `sampled_mask` [N, R], for metrics of lengths. Without a
-    `rejected_mask` nothing changes.
+    `rejected_mask`, and a `stale_mask` of rollouts ahead of training, nothing changes.
     """
     tensors = batch.tensors
-    if "rejected_mask" not in tensors:
+    masks: list[Any] = [tensors.pop(name) for name in ("rejected_mask", "stale_mask") if name in tensors]
+    if not masks:
         return
-    rejected = tensors.pop("rejected_mask")
+    rejected = torch.stack([mask.bool() for mask in masks]).any(dim=0)
     tensors["sampled_mask"] = tensors["response_mask"]
     tensors["response_mask"] = tensors["response_mask"].masked_fill(rejected, 0)
 

@@ -1,19 +1,21 @@
 """Episodes that an agent of one's own plays, through OpenAI's chat API: `env_class: agent`.
 
-    async def run(task, base_url) -> reward | None        or a plain function, which gets a thread
+    async def run(task, base_url) -> reward        or a plain function, which gets a thread
 
     run -> client -> POST {base_url}/chat/completions -> the policy writes a turn -> the reply -> run -> ...
 
-`environment.env_config.agent`: {"function": "package.module:run", "tool_format": "hermes" | "search_r1"}.
+`environment.env_config.agent`: {"function": "package.module:run", "tool_format": "hermes" | "search_r1",
+"rewards": true}.
 
 task: the row's columns and its `prompt` (messages). base_url: of this episode alone; any client of OpenAI's
 API takes it, any model name and any key will do. Each request is a turn: its messages are what the policy
 reads. Those that follow the ones before are appended to them, tokens that were sampled stay as they are;
-a request whose history is another one begins a context of its own in the same row. `stop` counts; how else
-is sampled the run decides: temperature, max_tokens and seed of a request are not read. Two requests at a time
-are answered one after the other. What `run` returns is the episode's reward, for all of its turns; None: the
-run's reward function or the row's verifiers score it. What it raises leaves the batch, and so does a wait of
-more than `environment.step_timeout` for its next request.
+a request whose history or tools are others begins a context of its own in the same row. `stop` counts; how
+else is sampled the run decides: temperature, max_tokens and seed of a request are not read. Two requests at a
+time are answered one after the other. What `run` returns is the episode's reward; an episode that a limit
+ends before has 0. With `rewards: false` nothing is returned, and the run's reward function or the row's
+verifiers score the turns. What `run` raises leaves the batch, and so does a wait of more than
+`environment.step_timeout` for its next request.
 """
 
 from __future__ import annotations
@@ -25,28 +27,47 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from functools import cache
 from typing import Any
 
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, EpisodeFailed, Message
-from verl.environments.messages import FORMATS, plain, text_of, with_tool_calls, with_tools_told
+from verl.environments.calls import settle, start
+from verl.environments.messages import FORMATS, text_of, with_tool_calls, with_tools_told
 from verl.utils.importing import import_named
 
 HOST = "127.0.0.1"
+_numbers = itertools.count()
+_sessions: dict[str, AgentFunctionEnv] = {}
+_endpoint: list[str] = []  # this process's address, once there is one
+_endpoint_lock = threading.Lock()
 
 
 def essence(message: Mapping[str, Any]) -> tuple[Any, ...]:
     """What two messages that say the same have in common, however a client has written them."""
-    calls = [
-        (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()
-    ]
-    return message["role"], text_of(message).strip(), calls
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    return message["role"], text_of(message).strip(), [(c["name"], _loaded(c["arguments"])) for c in calls]
 
 
-_numbers = itertools.count()
-_sessions: dict[str, AgentFunctionEnv] = {}
+def _loaded(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments)
+    except (ValueError, TypeError, RecursionError):
+        return arguments
+
+
+def in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """What a plain function returns, of a thread of its own that nobody waits for when the program ends."""
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            settle(future, function(*arguments))
+        except BaseException as error:  # it is a user's function
+            settle(future, error=error)
+
+    start(work)
+    return future
 
 
 class AgentFunctionEnv(BaseTextEnv):
@@ -57,72 +78,86 @@ class AgentFunctionEnv(BaseTextEnv):
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__()
         config = env_config or {}
-        name = config.get("function")
+        name, form = config.get("function"), config.get("tool_format", "hermes")
         if not isinstance(name, str):
             raise ValueError(
                 f"Found environment.env_config.agent.function={name!r}; expected package.module:run."
             )
-        if config.get("tool_format", "hermes") not in FORMATS:
-            found = config["tool_format"]
-            raise ValueError(f"Found tool_format={found!r} of agent; expected one of {', '.join(FORMATS)}.")
+        if form not in FORMATS:
+            raise ValueError(f"Found tool_format={form!r} of agent; expected one of {', '.join(FORMATS)}.")
         self.function = import_named(name, f"function={name!r} of environment agent", ())
-        self.form = FORMATS[config.get("tool_format", "hermes")]
+        self.form, self.rewards = FORMATS[form], bool(config.get("rewards", True))
         self.stop, self.row = self.form.stop, dict(extras or {})
-        self.usage = (0, 0)  # tokens that the last turn has read and written
+        self.usage = (0, 0, False)  # tokens that the last turn has read and written; whether a limit cut it
         self.events: asyncio.Queue[Any] = asyncio.Queue()  # requests (body, reply), and the run at its end
         self.body: dict[str, Any] = {}
         self.reply: Future[Any] | None = None
         self.running: asyncio.Task[Any] | None = None
+        self.is_over = False
 
     async def init(self, prompt: list[Message]) -> Any:  # type: ignore[override]
-        self.loop, self.id = asyncio.get_running_loop(), f"s{next(_numbers)}"
-        _sessions[self.id] = self
-        base_url = f"{await asyncio.to_thread(endpoint)}/sessions/{self.id}/v1"
+        self.loop, session_id = asyncio.get_running_loop(), f"s{next(_numbers)}"
+        self.session_id = session_id
+        _sessions[session_id] = self
+        base_url = f"{await asyncio.wrap_future(in_thread(endpoint))}/sessions/{session_id}/v1"
         task = {**self.row, "prompt": prompt}
-        if inspect.iscoroutinefunction(self.function):
-            self.running = asyncio.create_task(self.function(task, base_url))
-        else:
-            self.running = asyncio.create_task(asyncio.to_thread(self.function, task, base_url))
+
+        async def play() -> Any:
+            if inspect.iscoroutinefunction(self.function):
+                return await self.function(task, base_url)
+            return await asyncio.wrap_future(in_thread(self.function, task, base_url))
+
+        self.running = asyncio.create_task(play())
         self.running.add_done_callback(self.events.put_nowait)
-        if await self._next() is not None:
+        if await self._next():
             raise EpisodeFailed("the agent ended before its first request")
         return with_tools_told(self.body["messages"], self.body.get("tools"), self.form), {}
 
-    async def _next(self) -> asyncio.Task[Any] | None:
-        """Waits for the next request; the run, if it has ended instead."""
+    def put(self, body: dict[str, Any], reply: Future[Any]) -> None:
+        """A request, in the event loop of the episode."""
+        if self.is_over:
+            reply.cancel()
+        else:
+            self.events.put_nowait((body, reply))
+
+    async def _next(self) -> bool:
+        """Waits for the next request; True: the run has ended instead. Raises what it raised."""
         event = await self.events.get()
         if isinstance(event, asyncio.Task):
-            event.result()  # raises what it raised
-            return event
+            reward = event.result()
+            if self.rewards == (reward is None):
+                expected = "a reward" if self.rewards else "nothing, as rewards is false"
+                raise EpisodeFailed(f"the agent returned {reward!r:.100}; expected {expected}")
+            return True
         self.body, self.reply = event
         asked = self.body.get("stop") or ()
         self.stop = (*self.form.stop, *([asked] if isinstance(asked, str) else asked))
-        return None
+        return False
 
     async def step(self, action: str) -> BaseTextEnvStepOutput:  # type: ignore[override]
         self.turns += 1
-        text = action
-        for stop in set(self.stop) - set(self.form.stop):
-            text = text.removesuffix(stop)
+        ends = [action.find(stop) for stop in self.stop[len(self.form.stop) :]]
+        text = action[: min((end for end in ends if end >= 0), default=len(action))]  # as OpenAI cuts it off
         said: dict[str, Any] = {"role": "assistant", "content": text}
-        if self.body.get("tools"):
+        tools = self.body.get("tools")
+        if tools:
             said |= with_tool_calls(text, f"call_{next(_numbers)}_", self.form)
         reply, before = self.reply, [*self.body["messages"], said]
         assert reply is not None
         self.reply = None
-        reply.set_result((said, self.usage))
-        if (ended := await self._next()) is not None:
-            reward = ended.result()
-            return {"observations": [], "reward": reward, "done": True, "metadata": {}}
+        if reply.set_running_or_notify_cancel():  # else the client is gone
+            reply.set_result((said, self.usage))
+        if await self._next():
+            assert self.running is not None
+            return {"observations": [], "reward": self.running.result(), "done": True, "metadata": {}}
         messages = self.body["messages"]
         new = messages[len(before) :]
-        is_new = not new or list(map(essence, before)) != list(map(essence, messages[: len(before)]))
-        shown = [{"role": "user", "content": plain(each, self.form)} for each in new]
-        if is_new:
-            shown = with_tools_told(messages, self.body.get("tools"), self.form)
+        is_new = not new or tools != self.body.get("tools") or any(m["role"] == "assistant" for m in new)
+        is_new = is_new or list(map(essence, before)) != list(map(essence, messages[: len(before)]))
+        shown = messages if is_new else new
         return {
-            "observations": shown,
-            "reward": None,
+            "observations": with_tools_told(shown, self.body.get("tools") if is_new else None, self.form),
+            "reward": 0.0 if self.rewards else None,
             "done": False,
             "metadata": {},
             "is_new_context": is_new,
@@ -132,7 +167,8 @@ class AgentFunctionEnv(BaseTextEnv):
         return {"turns": self.turns}
 
     async def close(self) -> None:  # type: ignore[override]
-        _sessions.pop(self.__dict__.get("id", ""), None)
+        self.is_over = True
+        _sessions.pop(vars(self).get("session_id", ""), None)
         if self.running is not None:
             self.running.cancel()
         while not self.events.empty():
@@ -144,9 +180,38 @@ class AgentFunctionEnv(BaseTextEnv):
 
 
 # ---------------------------------------------------------------------------------------------- the endpoint
-@cache
 def endpoint() -> str:
     """The address of this process's endpoint, which lives as long as the process."""
+    with _endpoint_lock:
+        if not _endpoint:
+            _endpoint.append(_serve())
+    return _endpoint[0]
+
+
+def mistake_of_request(body: Any) -> str | None:
+    """Why a request can't be answered; None: it can."""
+    messages = body.get("messages") if isinstance(body, dict) else None
+    if not isinstance(messages, list) or not messages:
+        return "expected JSON with a list of messages"
+    for each in messages:
+        content = each.get("content") if isinstance(each, dict) else 0
+        parts = content if isinstance(content, list) else []
+        is_text = (
+            content is None or isinstance(content, str | list) and all(isinstance(p, dict) for p in parts)
+        )
+        if not is_text or not isinstance(each.get("role"), str):
+            return f"found the message {each!r:.200}; expected a role, and a text or parts of text"
+    stop = body.get("stop") or []
+    if not all(isinstance(text, str) and text for text in ([stop] if isinstance(stop, str) else stop)):
+        return f"found stop={stop!r:.200}; expected texts that are not empty"
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return "found half a surrogate pair, which is no text"
+    return None
+
+
+def _serve() -> str:
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
@@ -158,24 +223,22 @@ def endpoint() -> str:
         return JSONResponse({"error": said}, status)
 
     async def complete(request: Request) -> Response:
-        env = _sessions.get(request.path_params["id"])
         try:
             body = await request.json()
-            messages = body["messages"]
-            is_read = bool(messages) and all(isinstance(each["role"], str) for each in messages)
-        except (ValueError, LookupError, TypeError):
-            is_read = False
-        if not is_read:
-            return refused(400, "invalid_messages", "expected JSON with a list of messages, each with a role")
+        except ValueError:
+            body = None
+        if (mistake := mistake_of_request(body)) is not None:
+            return refused(400, "invalid_messages", mistake)
+        env = _sessions.get(request.path_params["id"])
         reply: Future[Any] = Future()
         if env is None or env.loop.is_closed():
             return refused(404, "session_not_found", "there is no such episode, or it is over")
-        env.loop.call_soon_threadsafe(env.events.put_nowait, (body, reply))
+        env.loop.call_soon_threadsafe(env.put, body, reply)
         try:
-            said, (read, written) = await asyncio.wrap_future(reply)
+            said, (read, written, is_cut) = await asyncio.wrap_future(reply)
         except asyncio.CancelledError:
             return refused(404, "session_not_found", "the episode is over")
-        reason = "tool_calls" if said.get("tool_calls") else "stop"
+        reason = "tool_calls" if said.get("tool_calls") else "length" if is_cut else "stop"
         usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
         head = {"id": f"chatcmpl-{next(_numbers)}", "created": int(time.time())}
         head |= {"model": str(body.get("model", "policy"))}
@@ -185,7 +248,8 @@ def endpoint() -> str:
         delta = {**said, "tool_calls": [{"index": i, **c} for i, c in enumerate(said.get("tool_calls", ()))]}
         parts: list[dict[str, Any]] = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}]
         parts.append({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
-        parts.append({"choices": [], "usage": usage})
+        if (body.get("stream_options") or {}).get("include_usage"):
+            parts.append({"choices": [], "usage": usage})
         lines = [json.dumps({**head, "object": "chat.completion.chunk", **part}) for part in parts]
         text = "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"])
         return StreamingResponse(iter([text]), media_type="text/event-stream")

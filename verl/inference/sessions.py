@@ -69,9 +69,7 @@ class Sessions:
     def drop_old(self) -> None:
         limit = time.monotonic() - self.max_idle
         for session in list(self.held.values()):
-            if session.last_used > limit:
-                break
-            if not session.under_way:
+            if session.last_used <= limit and not session.under_way:
                 self.finish(self.held.pop(session.session_id), session.outcome or {})
 
     def place(self, session: AgentSession, given: ChatRequest, model: str) -> SessionTurn:
@@ -108,7 +106,9 @@ class SessionTurn:
         try:
             result = await task
         except BaseException as error:
-            place.segment.engine_session = None  # it holds a turn that nobody has seen, or is gone
+            if place.segment.engine_session is not None:  # it holds a turn that nobody has seen, or is gone
+                self.engine.close_sessions([place.segment.engine_session])
+            place.segment.engine_session = None
             session.transcript.put_back(place)
             if isinstance(error, asyncio.CancelledError) and session.outcome is not None:
                 raise ApiError(409, "session_finished", "the session was finished meanwhile") from None

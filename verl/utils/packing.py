@@ -106,11 +106,15 @@ def pack_rows(
     attention = batch["attention_mask"][index].bool()
     response_mask = batch["response_mask"][index].bool()
     extra = batch.get("extra_loss_mask")
-    loss_mask = response_mask if extra is None else response_mask | extra[index].bool()
-    in_loss = torch.zeros_like(attention)
-    in_loss[:, -response_mask.shape[1] :] = loss_mask
     place = attention.cumsum(dim=1) - 1  # of each token in its row
     begins = attention & ((batch["position_ids"][index] == 0) | (place == 0))
+    loss_mask = response_mask
+    if extra is not None:  # nothing predicts the first token of another context
+        loss_mask = response_mask | (
+            extra[index].bool() & ~(begins & (place > 0))[:, -response_mask.shape[1] :]
+        )
+    in_loss = torch.zeros_like(attention)
+    in_loss[:, -response_mask.shape[1] :] = loss_mask
     if bool((in_loss & (~attention | begins)).any()):
         raise ValueError(
             "response_mask or extra_loss_mask marks a token that attention_mask calls padding or that has no "

@@ -7,8 +7,8 @@ saw, the response are the tokens that it sampled.
     row 2        prompt   turn 0   observation   turn 1   observation | turn 2
 
 Everything up to the advantages is computed on whole trajectories, and mini-batches are sets of trajectories;
-the rows are made just before the loss. Contexts are append-only, so each row is the beginning of the next,
-and a pack (`verl/utils/packing.py`) computes every token once: the cost is that of the trajectory.
+the rows are made just before the loss. A row is the beginning of the next, and a pack
+(`verl/utils/packing.py`) computes every token once: the cost is that of the trajectory.
 
 Legend: N trajectories, M rows, P prompt and R response width of the trajectories, W context and S response
 width of the rows.

@@ -99,8 +99,11 @@ class WeightWriter:
 
     def write(self, pairs: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Any]:
         """Writes the model (names, and tensors in CPU memory that nobody changes any more) as `version`,
-        higher than those before; returns the manifest. OSError: it can't be written; readers hear of it.
+        higher than those before; returns the manifest. One that is there already stays as it is. OSError: it
+        can't be written; readers hear of it.
         """
+        if version == self._version:
+            return json.loads((self.folder / str(version) / MANIFEST).read_text(encoding="utf-8"))
         try:
             manifest = self._write(dict(pairs), version)
         except BaseException as error:

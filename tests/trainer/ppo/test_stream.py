@@ -62,7 +62,7 @@ def play(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             records = batch.non_tensor_batch["trajectory"]
             turns = [[turn["version_first"] for turn in record["turns"]] for record in records]
             is_young = np.array(turns) >= step - 1 - k
-            assert (batch.tensors["response_mask"].numpy() == is_young).all()
+            assert is_young.all() if not masks else (batch.tensors["stale_mask"].numpy() == ~is_young).all()
             uids = batch.non_tensor_batch["uid"]
             assert all(is_young[uids == uid].any() for uid in set(uids))
             indices = batch.non_tensor_batch["index"]

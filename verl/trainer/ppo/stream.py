@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from verl.config import Config
 from verl.protocol import DataProto, DataProtoFuture, object_array
@@ -68,20 +69,25 @@ class PromptGroup:
     def version_newest(self) -> int:
         """Of the first token of its newest turn; -1: it has none."""
         records = [row.non_tensor_batch["trajectory"][0] for row in self.rows.values()]
-        return max((t["version_first"] for r in records for t in r["turns"]), default=-1)
+        versions = (turn.get("version_first") for record in records for turn in record["turns"])
+        return max((version for version in versions if version is not None), default=-1)
 
     @property
     def has_failed(self) -> bool:
         return any(map(has_failed, self.rows.values()))
 
-    def trajectories(self, oldest: int) -> DataProto:
-        """Its rows in order, with their prompts' columns; turns of weights before `oldest` are masked."""
+    def trajectories(self, oldest: int | None) -> DataProto:
+        """Its rows in order, with their prompts' columns; unless `oldest` is None, `stale_mask` [N, R] bool:
+        tokens of turns that older weights have begun, which are scored and not trained.
+        """
         rows = DataProto.concat([self.rows[member] for member in sorted(self.rows)])
-        for row, record in enumerate(rows.non_tensor_batch["trajectory"]):
-            for turn in record["turns"]:
-                if turn["version_first"] < oldest:
-                    rows.tensors["response_mask"][row, turn["start"] : turn["end"]] = 0
-                    rows.tensors["rollout_log_probs"][row, turn["start"] : turn["end"]] = 0.0
+        if oldest is not None:
+            stale = torch.zeros_like(rows.tensors["response_mask"], dtype=torch.bool)
+            for row, record in enumerate(rows.non_tensor_batch["trajectory"]):
+                for turn in record["turns"]:
+                    if (version := turn.get("version_first")) is not None and version < oldest:
+                        stale[row, turn["start"] : turn["end"]] = True
+            rows.tensors["stale_mask"] = stale
         columns = {name: x for name, x in self.prompts.non_tensor_batch.items() if name != "continuation"}
         return DataProto(rows.batch, columns | {"trajectory": rows.non_tensor_batch["trajectory"]})
 
@@ -175,7 +181,8 @@ class RolloutStream:
         self._seconds["trainer_idle_seconds"] += time.perf_counter() - started
         self.taken += chosen
         self.ready = [group for group in self.ready if group not in chosen]
-        oldest = self.gate.version - self.settings.max_staleness
+        masks = self.settings.too_old == "mask"
+        oldest = self.gate.version - self.settings.max_staleness if masks else None
         return DataProto.concat([group.trajectories(oldest) for group in chosen])
 
     def metrics(self) -> dict[str, float]:

@@ -95,8 +95,10 @@ def pack_micro_batches(
     units, last = index.split(counts.tolist()), index[counts.cumsum(0) - 1]
     attention = tensors["attention_mask"][last].bool()
     lengths = attention.sum(dim=1).tolist()
-    if limits.padded:
-        plan = plan_padded(lengths, limits.max_rows, limits.max_tokens)
+    if limits.padded:  # each context is padded to the longest
+        longest = (tensors["position_ids"][last] * attention).amax(dim=1) + 1
+        contexts = (attention & (tensors["position_ids"][last] == 0)).sum(dim=1).clamp(min=1)
+        plan = plan_padded((longest * contexts).tolist(), limits.max_rows, limits.max_tokens)
     else:
         sequences = [x.numpy() for x in tensors["input_ids"][last][attention].split(lengths)]
         plan = plan_by_prefix(sequences, limits.max_rows, limits.max_tokens)
