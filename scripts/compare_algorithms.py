@@ -83,8 +83,9 @@ def run(name: str, seed: int, options: argparse.Namespace, seconds: float) -> tu
     experiment = f"compare-{'real-' if options.real else ''}{name}-seed{seed}"
     environment = os.environ | {"SEED": str(seed), "EXPERIMENT_NAME": experiment, "OMP_NUM_THREADS": "1"}
     settings = f"""trainer.total_training_steps={options.steps} trainer.test_freq=-1 trainer.save_freq=-1
-        trainer.resume_mode=none trainer.progress=plain {" ".join(options.overrides)}
-        {real_settings(name, options.questions) if options.real else ALGORITHMS[name]}"""
+        trainer.resume_mode=none trainer.progress=plain
+        {real_settings(name, options.questions) if options.real else ALGORITHMS[name]}
+        {" ".join(options.overrides)}"""
     kind, start = "ppo" if name in ("gae", "ppo") else "grpo", options.start
     if options.real:
         environment["DATA_DIR"] = str(options.data)
@@ -118,7 +119,7 @@ def run(name: str, seed: int, options: argparse.Namespace, seconds: float) -> tu
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of all RL; an algorithm's own win")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of all runs with RL")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--real", action="store_true", help="a real model; needs the folders below")

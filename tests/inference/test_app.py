@@ -199,6 +199,14 @@ def test_a_lone_surrogate_and_a_broken_body_are_refused(server):
         assert reply.status_code == 400 and reply.json()["error"]
 
 
+def test_a_request_that_is_refused_for_one_prompt_ends_the_others(server):
+    before = server.engine.stats()["generated_tokens"]
+    bad = {"prompt": [[5], [5, 10**6]], "max_tokens": 900, "ignore_eos": True, "n": 8}
+    assert code_of(server.post("/v1/completions", **bad)) == (400, "invalid_request")
+    wait_until(lambda: server.thread.num_turns == 0 and server.engine.stats()["running"] == 0)
+    assert server.engine.stats()["generated_tokens"] - before < 8 * 800
+
+
 def test_a_full_server_says_when_to_come_again():
     with serving(max_turns=2, max_sessions=1) as server, ThreadPoolExecutor(2) as pool:
         slow = [

@@ -137,7 +137,7 @@ def create_app(
             return StreamingResponse(streamed(turns, form, run), media_type="text/event-stream")
 
         async def whole() -> dict[str, Any]:
-            return form.whole(await asyncio.gather(*map(run, turns)))
+            return form.whole(await all_of(run, turns))
 
         return await unless_gone(request, whole())
 
@@ -147,7 +147,7 @@ def create_app(
 
         async def whole() -> dict[str, Any]:
             choices = []
-            for index, result in enumerate(await asyncio.gather(*map(engine.run, turns))):
+            for index, result in enumerate(await all_of(engine.run, turns)):
                 log_probs = {"content": [{"logprob": each} for each in result.log_probs]}
                 choices.append(choice_of(index, result) | {"logprobs": log_probs})
             return {"choices": choices}
@@ -228,6 +228,16 @@ def create_app(
             return as_json({"version": given.version})
 
     return app
+
+
+async def all_of(run: Run, turns: list[EngineTurn]) -> list[TurnResult]:
+    """The ends of all turns. If one is refused, the others end too."""
+    tasks = [asyncio.ensure_future(run(turn)) for turn in turns]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def streamed(turns: list[EngineTurn], form: Completions, run: Run) -> AsyncIterator[bytes]:
