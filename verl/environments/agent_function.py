@@ -32,8 +32,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, EpisodeFailed, Message
-from verl.environments.calls import settle, start
-from verl.environments.messages import FORMATS, text_of, with_tool_calls, with_tools_told
+from verl.environments.calls import attempt, start
+from verl.environments.messages import FORMATS, calls_of, text_of, with_tool_calls, with_tools_told
 from verl.utils.importing import import_named
 
 HOST = "127.0.0.1"
@@ -45,28 +45,17 @@ _endpoint_lock = threading.Lock()
 
 def essence(message: Mapping[str, Any]) -> tuple[Any, ...]:
     """What two messages that say the same have in common, however a client has written them."""
-    calls = [call["function"] for call in message.get("tool_calls") or ()]
-    return message["role"], text_of(message).strip(), [(c["name"], _loaded(c["arguments"])) for c in calls]
-
-
-def _loaded(arguments: Any) -> Any:
-    try:
-        return json.loads(arguments)
-    except (ValueError, TypeError, RecursionError):
-        return arguments
+    return message["role"], text_of(message).strip(), calls_of(message)
 
 
 def in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
     """What a plain function returns, of a thread of its own that nobody waits for when the program ends."""
     future: Future[Any] = Future()
 
-    def work() -> None:
-        try:
-            settle(future, function(*arguments))
-        except BaseException as error:  # it is a user's function
-            settle(future, error=error)
+    async def call() -> Any:
+        return function(*arguments)
 
-    start(work)
+    start(attempt, future, call)
     return future
 
 

@@ -77,6 +77,20 @@ def text_of(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
 
 
+def loaded(arguments: Any) -> Any:
+    """The arguments of a call; a text that is no JSON as it is."""
+    try:
+        return json.loads(arguments)
+    except (ValueError, TypeError, RecursionError):
+        return arguments
+
+
+def calls_of(message: Mapping[str, Any]) -> list[list[Any]]:
+    """[name, arguments] of each call of a message, however a client has spelled the arguments."""
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    return [[function["name"], loaded(function["arguments"])] for function in functions]
+
+
 def plain(message: Mapping[str, Any], form: ToolFormat = HERMES) -> str:
     """A message's text with its calls, or what a tool gave, in the tags that models know."""
     if message["role"] == "tool":

@@ -24,7 +24,7 @@ from typing import Any
 
 from verl.agent.codec import Codec
 from verl.agent.trajectory import AgentConfig
-from verl.environments.messages import CALL_BEGINS, text_of, with_tool_calls, with_tools_told
+from verl.environments.messages import CALL_BEGINS, calls_of, text_of, with_tool_calls, with_tools_told
 from verl.utils.dataset.rl_dataset import encode_prompt, prompt_text
 from verl.workers.rollout.stop import StopCondition, token_bytes
 
@@ -150,20 +150,10 @@ class ChatCodec:
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message whose content is text and whose calls have their arguments as objects."""
     shown = {**message, "content": text_of(message)}
-    if calls := message.get("tool_calls"):
-        functions = [
-            {"name": call["function"]["name"], "arguments": _loaded(call["function"]["arguments"])}
-            for call in calls
-        ]
+    if calls := calls_of(message):
+        functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
         shown["tool_calls"] = [{"type": "function", "function": function} for function in functions]
     return shown
-
-
-def _loaded(arguments: str) -> Any:
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
 
 
 # ------------------------------------------------------------------------------------------------ sessions
@@ -286,9 +276,13 @@ class Transcript:
 
 def _compared(message: Mapping[str, Any]) -> list[Any]:
     """What two messages must have in common to be the same one."""
-    functions = [call["function"] for call in message.get("tool_calls") or ()]
-    calls = [[function["name"], _loaded(function["arguments"])] for function in functions]
-    return [message["role"], text_of(message), calls, message.get("tool_call_id"), message.get("name")]
+    return [
+        message["role"],
+        text_of(message),
+        calls_of(message),
+        message.get("tool_call_id"),
+        message.get("name"),
+    ]
 
 
 def _digest(before: bytes, value: Any) -> bytes:
