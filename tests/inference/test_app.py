@@ -301,7 +301,8 @@ def test_weights_of_another_model_are_refused_before_anything_is_touched(guarded
     version = guarded.engine.version
     weights = load_file(MODEL / "model.safetensors")
     save_file(dict(list(weights.items())[1:]), tmp_path / "model.safetensors")
-    for folder in (tmp_path, tmp_path / "nothing"):
+    strange = ["~0", "", "\0", "a" * 300, "a/" * 5000, "/proc/1/root/x"]
+    for folder in (tmp_path, tmp_path / "nothing", *strange):
         reply = guarded.post("/update_weights", weight_dir=str(folder), version=version + 1)
         assert code_of(reply) == (400, "invalid_request")
     (tmp_path / "model.safetensors").write_bytes(b"no weights at all")

@@ -222,7 +222,7 @@ def create_app(
 
         @app.post("/update_weights")
         async def update_weights(given: UpdateRequest) -> Response:
-            folder = Path(given.weight_dir).expanduser()
+            folder = Path(given.weight_dir)
             check_same(await asyncio.to_thread(shapes_in, folder), shapes)
             await engine.load_weights(read_weights(folder), given.version)
             return as_json({"version": given.version})

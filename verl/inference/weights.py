@@ -15,7 +15,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 def shapes_in(folder: Path) -> Shapes:
     """Name -> shape. ValueError: there is no folder, no *.safetensors in it, or one that can't be read."""
-    files = sorted(folder.glob("*.safetensors"))
+    try:
+        files = sorted(folder.glob("*.safetensors"))
+    except OSError as error:  # a name that is too long, a folder that can't be looked into
+        raise ValueError(f"{folder} can't be read: {error}") from error
     if not files:
         raise ValueError(f"{folder} is no folder with *.safetensors")
     shapes: Shapes = {}
