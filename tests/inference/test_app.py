@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from served import MODEL, NAME, serving, tokenizer
 
 from verl.inference import border
-from verl.inference.__main__ import main
+from verl.inference.server import main
 
 QUESTION = {"role": "user", "content": "Question: Who directed Amber Harbor?"}
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}

@@ -111,6 +111,10 @@ def _check_run(config: Config | SFTConfig, trained: list[str], models: list[str]
     if trainer.backend == "local" and trainer.nnodes * trainer.n_gpus_per_node > 1:
         keys = "trainer.backend trainer.nnodes trainer.n_gpus_per_node"
         raise refusal(config, keys, "; expected trainer.backend=ray, or one process.")
+    if trainer.backend == "folder" and isinstance(config, SFTConfig):
+        raise refusal(
+            config, "trainer.backend", ", which supervised training lacks; expected auto, local or ray."
+        )
 
 
 def _check_files(key: str, files: str | list[str] | None) -> None:
@@ -182,6 +186,11 @@ def _check_async(config: Config) -> None:
             raise refusal(config, transfer, why)
     if native and trainer.backend == "local":
         raise refusal(config, f"trainer.backend {ROLLOUT}.placement", ": processes apart need backend=ray.")
+    if native and trainer.backend == "folder" and rollout.weight_transfer == "ray":
+        keys = f"trainer.backend {ROLLOUT}.weight_transfer"
+        raise refusal(config, keys, ": there is no Ray; expected weight_transfer=filesystem or delta.")
+    if trainer.backend == "folder" and rollout.name == "vllm":
+        raise refusal(config, f"trainer.backend {key}", ", which was never tried; expected name=native.")
     for other, value in ((f"{ROLLOUT}.keep_partial", False), (f"{ROLLOUT}.straggler_factor", None)):
         if native and rollout[other.rpartition(".")[2]] != value:
             why = f", where a step waits for no group; {block}.group_deadline bounds them instead."

@@ -244,7 +244,11 @@ class RunSettings(Block):
     logger: list[str] = key(["console"], "any of console, wandb, tensorboard, mlflow")
     nnodes: Count = key(1, "machines")
     n_gpus_per_node: Count = key(1, "training processes per machine; it may have more GPUs, for other runs")
-    backend: str = key("auto", "local: in this process; auto: local for one process", "auto local ray")
+    backend: str = key(
+        "auto",
+        "local: in this process; auto: local for one process, else ray; folder: processes of verl.rl",
+        "auto local ray folder",
+    )
     device: str = key("auto", "auto: cuda if there is one, a GPU for each process", "auto cpu cuda")
     seed: Whole = key(0, "of everything random in the run")
     save_freq: OrMinusOne = key(-1, "checkpoint every this many steps (-1: only the last)")
@@ -285,7 +289,7 @@ class Trainer(RunSettings):
     val_only: bool = key(False, "validate the model, or the checkpoint that resume_mode finds, and stop")
     val_modes: list[str] = key(["greedy"], "greedy, sampled or both; the first gives val/test_score")
     critic_warmup: Whole = key(0, "steps in which only the critic is trained")
-    max_restarts: Whole = key(0, "with Ray: how often the run goes on from a checkpoint after a death")
+    max_restarts: Whole = key(0, "ray, folder: how often the run goes on from a checkpoint after a death")
     restart_timeout: NotNegative = key(600, "seconds that a restart waits for the cluster to have room again")
     dry_run: bool = key(False, "print who goes where and the memory of it, and end")
     dry_run_gpu_memory_gb: Positive | None = key(None, "dry run: GiB of each GPU (null: this machine's)")

@@ -23,8 +23,9 @@ def build_worker_groups(
 ) -> dict[str, WorkerGroup]:
     """One group per role; all roles share the pool's processes, one worker of each per process.
 
-    `backend` is "local" (this process; the pool must have one process) or "ray" (ray must be initialised;
-    see verl.single_controller.ray.init_ray). Roles on separate processes are separate calls.
+    `backend` is "local" (this process; the pool must have one process), "ray" (ray must be initialised;
+    see verl.single_controller.ray.init_ray) or "folder" (processes that somebody else starts; the pool is a
+    FolderResourcePool). Roles on separate processes are separate calls.
     """
     colocated = create_colocated_worker_cls(roles)
     owner: WorkerGroup
@@ -36,6 +37,11 @@ def build_worker_groups(
         from verl.single_controller.ray import RayWorkerGroup  # imports ray, which a local run does without
 
         owner = RayWorkerGroup(resource_pool, colocated)
+    elif backend == "folder":
+        from verl.single_controller.folder import FolderResourcePool, FolderWorkerGroup
+
+        assert isinstance(resource_pool, FolderResourcePool)
+        owner = FolderWorkerGroup(resource_pool, colocated)
     else:
-        raise ValueError(f"backend is {backend!r}; it must be 'local' or 'ray'")
+        raise ValueError(f"backend is {backend!r}; it must be 'local', 'ray' or 'folder'")
     return owner.spawn(list(roles))

@@ -26,6 +26,7 @@ from verl.utils.announcing import announced
 
 if TYPE_CHECKING:
     from verl.single_controller.base import ClassWithInitArgs, Worker
+    from verl.single_controller.folder import FolderSession
     from verl.trainer.placement import Role
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.run_state import StopRequest
@@ -61,12 +62,16 @@ def _worker(role: Role, config: Config) -> ClassWithInitArgs:
 
 
 def build_trainer(
-    config: Config, train_score: RewardFunction | None = None, stop_request: StopRequest | None = None
+    config: Config,
+    train_score: RewardFunction | None = None,
+    stop_request: StopRequest | None = None,
+    session: FolderSession | None = None,
 ) -> RayPPOTrainer:
     """Put a `RayPPOTrainer` together; no process is started and no model loaded yet: call `init_workers()`,
     `fit()`, and `shutdown()` whatever happens.
 
-    train_score: scores training rows (`main_ppo_format`); validation is always exact match.
+    train_score: scores training rows (`main_ppo_format`); validation is always exact match. session: with
+    trainer.backend=folder, of the run's processes.
     """
     from search_r1.llm_agent.generation import env_metrics
     from verl.trainer.placement import Role, build_pools, roles_of, samples_apart
@@ -99,7 +104,7 @@ def build_trainer(
         role_worker_mapping={
             role: _worker(role, config) for role in (*roles, *[Role.Rollout] * samples_apart(config))
         },
-        resource_pool_manager=build_pools(config, roles),
+        resource_pool_manager=build_pools(config, roles, session),
         reward_fn=RewardManager(tokenizer, 0, user_score or train_score, verifiers),
         val_reward_fn=RewardManager(tokenizer, 0, user_score, verifiers),
         trajectory_metrics=env_metrics,
@@ -110,15 +115,29 @@ def build_trainer(
     )
 
 
-def run(argv: list[str], train_score_factory: Callable[[Config], RewardFunction] | None = None) -> int:
+def run(
+    argv: list[str],
+    train_score_factory: Callable[[Config], RewardFunction] | None = None,
+    starts_processes: bool = True,
+) -> int:
     """The program: parse, check, train. Returns the exit status.
 
+    starts_processes: with trainer.backend=folder those of the run, the driver too; else this is the driver.
     A user's mistake (2) and a run that ends before its time (3) are one line on stderr.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         loaded = read_arguments(argv)
         check_config(loaded.config, format_reward=train_score_factory is not None)
+        trainer = loaded.config.trainer
+        if trainer.backend == "folder" and starts_processes and not trainer.dry_run:
+            if train_score_factory is not None:
+                raise ValueError(
+                    "Found trainer.backend=folder with main_ppo_format; expected auto, local or ray."
+                )
+            from verl.rl import run_processes
+
+            return run_processes(argv, loaded.config)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -131,7 +150,7 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
         from search_r1.search.probe import RetrievalProbe
         from verl.preflight.preflight import dry_run, start_is_sound
         from verl.trainer.config import settings_without_effect, validate
-        from verl.trainer.placement import place, process_variables, start_ray
+        from verl.trainer.placement import folder_session, place, process_variables, start_ray
         from verl.trainer.restarts import RestartingRun, run_to_an_end
         from verl.utils.dataset.row_environments import check_environments
 
@@ -150,11 +169,14 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
             return 2
         with announced("starting Ray"):
             closing.enter_context(start_ray(config))
+        session = closing.enter_context(folder_session(config))
         place(config)
         for variable, value in process_variables(config).items():  # workers get them from here
             os.environ.setdefault(variable, value)
         score = train_score_factory(config) if train_score_factory else None
-        build = functools.partial(build_trainer, train_score=score, stop_request=stop_request)
+        build = functools.partial(
+            build_trainer, train_score=score, stop_request=stop_request, session=session
+        )
         training = RestartingRun(config, build)
         closing.callback(training.shutdown)
         with announced("starting the processes and loading the models"):

@@ -27,9 +27,11 @@ from verl.utils.device import bf16_speedup
 from verl.workers.engine.loading import FASTEST, load_hf_config
 
 if TYPE_CHECKING:
+    from verl.single_controller.folder import FolderSession
     from verl.single_controller.ray import RaySession
 
 _DTYPE_KEY = "mixed_precision.param_dtype"
+PROGRAMS_OF_POOLS = {"global_pool": "train_worker", "rollout_pool": "inference"}  # python -m verl.NAME
 WORTH_BF16 = 1.3  # times as fast: with less, rounding is not worth it, and chance might decide
 
 
@@ -52,14 +54,16 @@ class ResourcePoolManager:
 
     resource_pool_spec: dict[str, list[int]]  # pool -> processes on each node, e.g. {"global_pool": [8, 8]}
     mapping: dict[Role, str]  # role -> pool. Roles of one pool share its processes.
-    backend: str = "ray"  # or "local": one in-process worker
+    backend: str = "ray"  # or "local": one in-process worker; "folder": processes of `session`
     use_gpu: bool | None = None  # whether a process of a pool takes a GPU; None: if this machine has one
     num_cpus_per_process: float = 0.25  # of Ray's CPUs, reserved by each process
+    session: FolderSession | None = None
     resource_pool_dict: dict[str, ResourcePool] = field(default_factory=dict)
 
     def create_resource_pool(self) -> None:
         """Make the pools; the Ray ones reserve nothing before the first worker group is built in them."""
         use_gpu = torch.cuda.is_available() if self.use_gpu is None else self.use_gpu
+        session = self.session.renew() if self.session is not None else None
         for name, process_on_nodes in self.resource_pool_spec.items():
             if self.backend == "ray":
                 from verl.single_controller.ray import RayResourcePool
@@ -67,6 +71,11 @@ class ResourcePoolManager:
                 self.resource_pool_dict[name] = RayResourcePool(
                     process_on_nodes, use_gpu, self.num_cpus_per_process
                 )
+            elif session is not None:
+                from verl.single_controller.folder import FolderResourcePool
+
+                program = PROGRAMS_OF_POOLS[name]
+                self.resource_pool_dict[name] = FolderResourcePool(process_on_nodes, program, session)
             else:
                 self.resource_pool_dict[name] = ResourcePool(process_on_nodes)
 
@@ -101,9 +110,11 @@ def processes_on_nodes(config: Config | SFTConfig) -> list[int]:
     return [config.trainer.n_gpus_per_node] * config.trainer.nnodes
 
 
-def build_pools(config: Config, roles: list[Role]) -> ResourcePoolManager:
+def build_pools(
+    config: Config, roles: list[Role], session: FolderSession | None = None
+) -> ResourcePoolManager:
     """The pool that all roles share that train, and that of the processes that sample, if there are any.
-    Reserves nothing.
+    Reserves nothing. session: with trainer.backend=folder, of their processes.
     """
     spec, mapping = {"global_pool": processes_on_nodes(config)}, dict.fromkeys(roles, "global_pool")
     if samples_apart(config):
@@ -117,6 +128,7 @@ def build_pools(config: Config, roles: list[Role]) -> ResourcePoolManager:
         backend=config.trainer.backend,
         use_gpu=config.trainer.device == "cuda",
         num_cpus_per_process=config.trainer.cpus_per_process,
+        session=session,
     )
     pools.create_resource_pool()
     return pools
@@ -178,7 +190,8 @@ def _device(config: Config | SFTConfig) -> str:
 
         num_gpus, where = int(ray.cluster_resources().get("GPU", 0)), "the Ray cluster"
     else:
-        num_gpus, where = torch.cuda.device_count(), "this machine"
+        machines = trainer.nnodes if trainer.backend == "folder" else 1
+        num_gpus, where = machines * torch.cuda.device_count(), "this machine"
     if trainer.device == "auto" and num_processes(config) == 1:
         return "cuda" if num_gpus >= processes else "cpu"
     more = f" with rollout.num_processes={num_sampling(config)}" if num_sampling(config) else ""
@@ -211,6 +224,22 @@ def needs_ray(config: Config | SFTConfig) -> bool:
     """Whether this run is on Ray: it has more than one process, or `trainer.backend=ray`."""
     backend = config.trainer.backend
     return backend == "ray" or (backend == "auto" and (num_processes(config) > 1 or samples_apart(config)))
+
+
+def process_folder(config: Config) -> Path:
+    """With trainer.backend=folder: through which the driver calls the processes of the run."""
+    return Path(config.trainer.default_local_dir).absolute() / "processes"
+
+
+def folder_session(config: Config) -> AbstractContextManager[FolderSession | None]:
+    """With trainer.backend=folder the driver's part of the run's folder, to be ended with the run; else None.
+    ValueError: another run is in it.
+    """
+    if config.trainer.backend != "folder":
+        return nullcontext()
+    from verl.single_controller.folder import FolderSession
+
+    return FolderSession(process_folder(config))
 
 
 def start_ray(config: Config | SFTConfig) -> AbstractContextManager[RaySession | None]:

@@ -72,7 +72,7 @@ class RestartingRun:
     def __init__(self, config: Config, build: Callable[[Config], RayPPOTrainer]) -> None:
         self.config, self._build = config, build
         trainer = config.trainer
-        self.max_restarts = trainer.max_restarts if trainer.backend == "ray" else 0
+        self.max_restarts = trainer.max_restarts if trainer.backend != "local" else 0
         self.num_restarts = 0
         self.trainer: RayPPOTrainer | None = None
         self._last = 0  # step of the checkpoint that a restart goes on from
@@ -131,7 +131,9 @@ class RestartingRun:
         if trainer.checkpoints.last_written is not None:
             self._last, self._has_own, self._failures_in_a_row = trainer.checkpoints.last_written, True, 1
         if self.max_restarts == 0:
-            raise RunStopped(f"{self._by_hand()} With trainer.max_restarts=3 (and Ray) it does so by itself.")
+            raise RunStopped(
+                f"{self._by_hand()} With trainer.max_restarts=3 (and Ray, or verl.rl) it does so by itself."
+            )
         if self.num_restarts >= self.max_restarts:
             used_up = f"trainer.max_restarts={self.max_restarts} restarts are used up."
             raise RunStopped(f"{used_up} {self._by_hand()}")

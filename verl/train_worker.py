@@ -1,0 +1,40 @@
+"""python -m verl.train_worker @ run.yaml [--rank 0]: a process that trains.
+
+docs/async.md tells of the roles of a run with trainer.backend=folder: beside this one, which others start,
+`python -m verl.inference @ run.yaml`, which samples, and `python -m verl.orchestrator @ run.yaml`, the driver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+
+def play(program: str, argv: Sequence[str]) -> int:
+    """The life of a process of a run: `program` is what users call it. Returns the exit status."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # several share a machine's cores; before torch
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from verl.config import Config
+    from verl.config.command_line import read_arguments
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--address", default="127.0.0.1")
+    options, rest = parser.parse_known_args(argv)
+    try:
+        config: Config = read_arguments(rest).config
+        from verl.single_controller.folder import serve
+        from verl.trainer.placement import process_folder
+
+        name, patience = f"{program}-{options.rank}", config.trainer.async_training.group_deadline
+        return serve(process_folder(config), name, options.address, patience)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(play("train_worker", sys.argv[1:]))
