@@ -95,11 +95,12 @@ class Checkout:
         self.root, self.work, self.configs = root, work, configs
         self.work.mkdir()
 
-    def result(self, name: str, kills: Sequence[tuple[str, float]] = ()) -> dict:
+    def result(self, name: str, kills: Sequence[tuple[str, float]] = (), tries: int = 1) -> dict:
         """The rows of metrics.jsonl, and a digest of each file of weights in the last checkpoint.
 
         kills: SIGKILL so many seconds after something new of that name (a glob pattern) is in the run's
-        folder. `half_written` says what they left of checkpoints that were not whole.
+        folder. `half_written` says what they left of checkpoints that were not whole. tries: a run that ends
+        before its time (3) is begun so often.
         """
         if not (world := self._world(name)).exists():
             self._run(["python", "-m", f"data_prep.{world.name}", "--seed", "7", "--out", str(world)], name)
@@ -116,7 +117,7 @@ class Checkout:
                 for pattern, seconds in kills:
                     self._run(command, name, (run_dir, pattern, seconds))
                     half_written += sorted(path.name for path in run_dir.glob("*.incomplete"))
-                self._run(command, name)
+                self._run(command, name, tries=tries)
                 rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
                 weights = {
                     str(file.relative_to(run_dir)): hashlib.sha256(file.read_bytes()).hexdigest()
@@ -134,7 +135,9 @@ class Checkout:
     def _kernels(self) -> set[tuple[Path, int]]:
         return {(file, file.stat().st_mtime_ns) for file in (self.root / "verl").rglob("*.nbc")}
 
-    def _run(self, command: list[str], name: str, kill: tuple[Path, str, float] | None = None) -> None:
+    def _run(
+        self, command: list[str], name: str, kill: tuple[Path, str, float] | None = None, tries: int = 1
+    ) -> None:
         """Runs the command to its end; with `kill`, to SIGKILL: folder, pattern, and seconds after it."""
         python = Path(sys.executable).absolute()
         environment = {key: value for key, value in os.environ.items() if not key.startswith(USERS)} | {
@@ -166,6 +169,8 @@ class Checkout:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        if status == 3 and tries > 1:
+            return self._run(command, name, kill, tries - 1)
         if status != (None if kill else 0):
             end = log.read_text(errors="replace")[-3000:]
             raise ChildProcessError(f"{' '.join(command)}\nended too early, with status {status}:\n{end}")

@@ -1,36 +1,86 @@
 """Shows that a run that is killed and started again ends as an undisturbed one.
 
-    python scripts/check_resume.py [--steps N] [--seed N] [--ahead K]
+    python scripts/check_resume.py [--steps N] [--seed N] [--ahead K] [--kills N]
 
 PPO in the microworld, with an adaptive KL weight; with --ahead rollouts go on in a process of their own while
 the policy is trained, up to K updates ahead, repeatably. One run goes through undisturbed. Another one is
 killed with SIGKILL three times and started again each time: twice at a random moment, once while it writes a
-checkpoint. Then every number of the two `metrics.jsonl` is compared bit by bit, times and speeds left out,
-and so are the weights in the end. Exit status 0 means that all were equal.
+checkpoint. With --kills rollouts are ahead and the run is one of verl.rl: so many times one of its processes
+(driver, trainer, sampler) is killed, at random moments, and the longest time between two checkpoints is told.
+Then every number of the two `metrics.jsonl` is compared bit by bit, times and speeds left out, and so are the
+weights in the end. Exit status 0 means that all were equal.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.check_golden import SCENARIOS, Checkout, compare  # noqa: E402
+import psutil  # noqa: E402
+
+from scripts.check_golden import RUN_NAME, SCENARIOS, Checkout, compare  # noqa: E402
 
 AHEAD = (
-    "actor_rollout_ref.rollout.placement=apart actor_rollout_ref.rollout.name=native trainer.backend=ray "
+    "actor_rollout_ref.rollout.placement=apart actor_rollout_ref.rollout.name=native "
     "trainer.async_training.repeatable=true algorithm.rollout_correction.bypass_mode=true"
 )
+TRANSFER = "actor_rollout_ref.rollout.weight_transfer=delta actor_rollout_ref.rollout.anchor_every=4"
 # What the engine did since the last step: when that was, is chance.
 ENGINE = ("async/", "retrieval/", "rollout/generated", "rollout/kv", "rollout/parked", "rollout/pre")
 ENGINE += ("rollout/queued", "rollout/running", "rollout/steps", "rollout/seconds", "rollout/tokens")
 MIN_STEPS = 4  # a checkpoint after each one, and three kills, each after another checkpoint
+
+
+class Killer(threading.Thread):
+    """Kills processes of the run in a folder, one at a time, until it has killed so many or the run ends."""
+
+    def __init__(self, folder: Path, kills: int, moments: random.Random) -> None:
+        super().__init__(daemon=True)
+        self.folder, self.kills, self.moments = folder, kills, moments
+        self.killed: Counter[str] = Counter()
+        self.longest = 0.0  # seconds between two checkpoints
+        self.run_is_over = threading.Event()
+
+    def run(self) -> None:
+        tracker, last, since = self.folder / "latest_checkpointed_iteration.txt", "", time.monotonic()
+        due = since + self.moments.uniform(0, 30)
+        while not self.run_is_over.wait(0.01):
+            with suppress(OSError):
+                if (step := tracker.read_text()) != last:
+                    self.longest = max(self.longest, time.monotonic() - since) if last else 0.0
+                    last, since = step, time.monotonic()
+            if time.monotonic() < due or sum(self.killed.values()) == self.kills:
+                continue
+            place = self.moments.choice(["driver", "train_worker-0", "inference-0"])
+            with suppress(OSError, ValueError, KeyError, psutil.Error):
+                about = json.loads((self.folder / "processes" / f"{place}.json").read_text())
+                process = psutil.Process(about["pid"])
+                if any("verl." in word for word in process.cmdline()):
+                    process.kill()
+                    self.killed[place] += 1
+            # Most of a life is its start: half of the kills come later.
+            due = time.monotonic() + self.moments.choice(
+                [self.moments.uniform(0, 12), 12.0 + self.moments.uniform(0, 10)]
+            )
+
+    def told(self) -> list[str]:
+        """Lines on what happened."""
+        return [
+            f"killed: {', '.join(f'{count} x {place}' for place, count in sorted(self.killed.items()))}",
+            f"longest time between two checkpoints: {self.longest:.0f} s",
+        ]
 
 
 def main() -> int:
@@ -38,7 +88,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6, help="training steps of each run (6)")
     parser.add_argument("--seed", type=int, help="of the moments of the kills; default: random")
     parser.add_argument("--ahead", type=int, help="trainer.async_training.max_staleness; default: no overlap")
+    parser.add_argument("--kills", type=int, help="of single processes of verl.rl, with --ahead (default 1)")
     options = parser.parse_args()
+    if options.kills and options.ahead is None:
+        options.ahead = 1
     if options.steps < MIN_STEPS:
         parser.error(
             f"--steps: found {options.steps}, expected {MIN_STEPS} or more: the run is killed three times, "
@@ -54,13 +107,24 @@ def main() -> int:
     if options.ahead is not None:
         settings += f" {AHEAD} trainer.async_training.max_staleness={options.ahead}"
         skip += ENGINE
+        settings += " trainer.backend=folder" if options.kills else " trainer.backend=ray"
+        if options.kills:
+            settings += f" {TRANSFER} trainer.max_restarts=1000"
     scenario = SCENARIOS[name] = replace(scenario, settings=settings, skip=skip)
     with tempfile.TemporaryDirectory() as folder:
         here = Checkout(ROOT, Path(folder) / "work")
         try:
             undisturbed = here.result(name)
-            print(f"undisturbed run: done; kills (--seed {seed}): {kills}", flush=True)
-            killed = here.result(name, kills)
+            if options.kills:
+                print(f"undisturbed run: done; {options.kills} kills (--seed {seed})", flush=True)
+                killer = Killer(ROOT / "verl_checkpoints" / RUN_NAME, options.kills, moments)
+                killer.start()
+                killed = here.result(name, tries=options.kills)
+                killer.run_is_over.set()
+                print(*killer.told(), sep="\n")
+            else:
+                print(f"undisturbed run: done; kills (--seed {seed}): {kills}", flush=True)
+                killed = here.result(name, kills)
         except ChildProcessError as error:
             print(error, file=sys.stderr)
             return 1

@@ -142,7 +142,7 @@ class FolderSession:
         root.chmod(0o700)  # calls hold the run's settings, keys of servers too
         self._place = ExitStack()
         self._place.enter_context(_the_only(root / f"{DRIVER}.lock"))
-        self._beat = Beat(root / f"{DRIVER}.json", {"session": None, "over": None})
+        self._beat = Beat(root / f"{DRIVER}.json", {"session": None, "over": None, "pid": os.getpid()})
 
     def renew(self) -> FolderSession:
         """A new session: processes that serve an earlier one begin anew."""
