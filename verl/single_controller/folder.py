@@ -174,7 +174,7 @@ class FolderResourcePool(ResourcePool):
 
 
 @dataclass(eq=False)
-class Reply:
+class RankReply:
     """The answer to call `number` of a rank, as soon as it is there."""
 
     rank: int
@@ -238,13 +238,13 @@ class FolderWorkerGroup(WorkerGroup):
                 print(f"waiting up to {seconds:g} s for {names} at {self._session.root}", flush=True)
             time.sleep(0.05)
 
-    def _call(self, rank: int, method: str, call: Call) -> Reply:
+    def _call(self, rank: int, method: str, call: Call) -> RankReply:
         box = self._folder / f"{self.name}-{rank}"
         with self._lock:  # a checkpoint is written from a thread of its own
             number, self._numbers[rank] = self._numbers[rank], self._numbers[rank] + 1
         box.mkdir(exist_ok=True)
         put(box / f"call-{number}", (method, materialize(call)))
-        return Reply(rank, box / f"reply-{number}")
+        return RankReply(rank, box / f"reply-{number}")
 
     def _start(self, method: str, calls: list[Call]) -> list[Any]:
         if self._is_over:
@@ -254,7 +254,7 @@ class FolderWorkerGroup(WorkerGroup):
     def _resolver(self, method: str) -> Callable[[list[Any]], list[Any]]:
         return partial(self._values, method=method)
 
-    def _values(self, replies: list[Reply], method: str) -> list[Any]:
+    def _values(self, replies: list[RankReply], method: str) -> list[Any]:
         """What the ranks have answered. A death is raised before an error that it may have caused."""
         until, checked = float("inf"), time.monotonic()
         while sum(reply.look() for reply in replies) < len(replies):

@@ -135,7 +135,7 @@ def run(
                 raise ValueError(
                     "Found trainer.backend=folder with main_ppo_format; expected auto, local or ray."
                 )
-            from verl.rl import run_processes
+            from verl.trainer.processes import run_processes
 
             return run_processes(argv, loaded.config)
     except ValueError as error:
