@@ -1,4 +1,4 @@
-"""python -m verl.rl @ run.yaml [key=value ...]: starts all processes of a run, without Ray; names whoever dies.
+"""python -m verl.rl @ run.yaml [key=value ...]: a run whose processes need no Ray; whoever dies is named.
 
 It is what `train_grpo.sh` does with trainer.backend=folder, see verl/trainer/processes.py.
 """
