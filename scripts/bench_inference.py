@@ -1,14 +1,15 @@
 """Tokens per second through `python -m verl.inference`, over those of the engine alone.
 
     python -m verl.inference --model data_prep/base_model --max_num_seqs 64
-    python scripts/bench_inference.py http://127.0.0.1:8001
+    python scripts/bench_inference.py http://127.0.0.1:8001 [--model FOLDER] [--tokens 448]
 
-64 players, each with three sessions of two turns of 64 to 448 tokens; both sides by turns, 3 times after a
-warm-up; the ratio of medians.
+64 players, each with three sessions of two turns, each of a seventh of `tokens` to `tokens`; both sides by
+turns, 3 times after a warm-up; the ratio of medians. model: the one that is served (the shipped one).
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import random
 import sys
@@ -27,14 +28,13 @@ from verl.workers.engine.loading import load_hf_config  # noqa: E402
 from verl.workers.rollout.base import SamplingParams  # noqa: E402
 from verl.workers.rollout.native import NativeEngine  # noqa: E402
 
-MODEL, PLAYERS, TURNS, ROUNDS = ROOT / "data_prep" / "base_model", 64, 6, 3
-LENGTHS = [[random.Random(n).randrange(64, 448) for n in range(m, m + TURNS)] for m in range(0, 9999, 100)]
-NUM_TOKENS = sum(map(sum, LENGTHS[:PLAYERS]))
+PLAYERS, TURNS, ROUNDS = 64, 6, 3
+Lengths = list[list[int]]
 
 
-def alone(engine: NativeEngine) -> None:
+def alone(engine: NativeEngine, lengths: Lengths) -> None:
     def play(number: int, turn: int, session: int | None) -> None:
-        params = SamplingParams(LENGTHS[number][turn], seed=number, ignore_eos=True)
+        params = SamplingParams(lengths[number][turn], seed=number, ignore_eos=True)
         if session is None:
             session = engine.open([359, 25, 546, 2199, number], params)
         else:
@@ -55,9 +55,9 @@ def alone(engine: NativeEngine) -> None:
                 play(number, turn, session)
 
 
-async def through(url: str) -> None:
+async def through(url: str, lengths: Lengths) -> None:
     async def play(client: httpx.AsyncClient, number: int) -> None:
-        for turn, length in enumerate(LENGTHS[number]):
+        for turn, length in enumerate(lengths[number]):
             if turn % 2 == 0:
                 base = (await client.post(f"{url}/sessions")).json()["base_url"]
                 messages = [{"role": "user", "content": f"Question: {number}"}]
@@ -73,13 +73,25 @@ async def through(url: str) -> None:
 
 
 if __name__ == "__main__":
-    engine = NativeEngine(load_hf_config({"path": str(MODEL)}), PLAYERS, 2048)
-    engine.load_weights(read_weights(MODEL), 0)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("url")
+    parser.add_argument("--model", type=Path, default=ROOT / "data_prep" / "base_model")
+    parser.add_argument("--tokens", type=int, default=448)
+    options = parser.parse_args()
+    engine = NativeEngine(load_hf_config({"path": str(options.model)}), PLAYERS, 2048)
+    engine.load_weights(read_weights(options.model), 0)
+    bounds = options.tokens // 7, options.tokens
+    lengths = [
+        [random.Random(100 * player + turn).randrange(*bounds) for turn in range(TURNS)]
+        for player in range(PLAYERS)
+    ]
     speeds: list[list[float]] = [[], []]
     for _ in range(ROUNDS + 1):
-        for side, play in enumerate((lambda: alone(engine), lambda: asyncio.run(through(sys.argv[1])))):
+        for side, play in enumerate(
+            (lambda: alone(engine, lengths), lambda: asyncio.run(through(options.url, lengths)))
+        ):
             start = time.perf_counter()
             play()
-            speeds[side].append(NUM_TOKENS / (time.perf_counter() - start))
+            speeds[side].append(sum(map(sum, lengths)) / (time.perf_counter() - start))
     own, served = (median(each[1:]) for each in speeds)
     print(f"engine alone {own:,.0f} tokens/s, through HTTP {served:,.0f}, ratio {served / own:.2f}")

@@ -62,7 +62,7 @@ REAL = {  # of a real model, on configs/real_model_grpo.yaml
     "no_supervised_start": "",
     "kl_to_reference": "actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.kl_loss_coef=0.001",
     "ppo": f"{CRITIC} critic.optim.lr=1e-5 critic.ppo_max_token_len_per_gpu=8192",  # one answer each
-    "lora": """actor_rollout_ref.actor.optim.lr=2e-5 actor_rollout_ref.model.lora_rank=16
+    "lora": """actor_rollout_ref.actor.optim.lr=1e-4 actor_rollout_ref.model.lora_rank=16
         actor_rollout_ref.model.lora_alpha=32""",
 }
 Run = dict[tuple[str, str], float]  # (mode, question) -> exact match
@@ -93,7 +93,7 @@ def run(name: str, seed: int, options: argparse.Namespace, seconds: float) -> tu
         settings = f"--config configs/real_model_grpo.yaml {settings}"
     if name == "sft_only":
         experiment += "-training"
-        training = """train_sft.sh --config configs/real_model_sft.yaml trainer.total_epochs=10000
+        training = """train_sft.sh --config configs/real_model_sft.yaml trainer.total_training_steps=100000
             trainer.save_freq=-1 trainer.resume_mode=none trainer.progress=plain"""
         told = environment | {"EXPERIMENT_NAME": experiment, "BASE_MODEL": str(start)}
         process = subprocess.Popen(["bash", *training.split()], env=told, cwd=ROOT)
