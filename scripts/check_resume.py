@@ -65,7 +65,7 @@ class Killer(threading.Thread):
                 continue
             place = self.moments.choice(["driver", "train_worker-0", "inference-0"])
             with suppress(OSError, ValueError, KeyError, psutil.Error):
-                about = json.loads((self.folder / "processes" / f"{place}.json").read_text())
+                about = json.loads((Path(f"{self.folder}.processes") / f"{place}.json").read_text())
                 process = psutil.Process(about["pid"])
                 if any("verl." in word for word in process.cmdline()):
                     process.kill()
@@ -78,7 +78,8 @@ class Killer(threading.Thread):
     def told(self) -> list[str]:
         """Lines on what happened."""
         return [
-            f"killed: {', '.join(f'{count} x {place}' for place, count in sorted(self.killed.items()))}",
+            f"killed: {', '.join(f'{count} x {place}' for place, count in sorted(self.killed.items()))}"
+            f" (the run was over before {self.kills} kills)" * (sum(self.killed.values()) < self.kills),
             f"longest time between two checkpoints: {self.longest:.0f} s",
         ]
 
@@ -88,7 +89,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6, help="training steps of each run (6)")
     parser.add_argument("--seed", type=int, help="of the moments of the kills; default: random")
     parser.add_argument("--ahead", type=int, help="trainer.async_training.max_staleness; default: no overlap")
-    parser.add_argument("--kills", type=int, help="of single processes of verl.rl, with --ahead (default 1)")
+    parser.add_argument(
+        "--kills", type=int, help="number of kills of single processes of verl.rl; --ahead is 1 then"
+    )
     options = parser.parse_args()
     if options.kills and options.ahead is None:
         options.ahead = 1

@@ -385,7 +385,8 @@ class DataProtoFuture:
 
     `futures` holds one handle per rank, `resolve` turns the handles into their values (raising what the
     call raised), `collect` joins the ranks' values; `part` is (chunk, of how many) of the whole. A future
-    that is passed to another group's method is resolved in the process that needs it, not on the driver.
+    that is passed to another group's method is resolved in the process that needs it, not on the driver
+    (with processes over a folder: on the driver).
     """
 
     futures: list[Any]

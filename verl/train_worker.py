@@ -17,20 +17,19 @@ def play(program: str, argv: Sequence[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # several share a machine's cores; before torch
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from verl.config import Config
     from verl.config.command_line import read_arguments
+    from verl.trainer.processes import process_folder
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--address", default="127.0.0.1")
+    parser.add_argument("--parent", type=int, default=0)
     options, rest = parser.parse_known_args(argv)
     try:
-        config: Config = read_arguments(rest).config
-        from verl.single_controller.folder import serve
-        from verl.trainer.placement import process_folder
+        folder = process_folder(read_arguments(rest).config)
+        from verl.single_controller.folder import serve  # after a mistake was said: it imports torch
 
-        name, patience = f"{program}-{options.rank}", config.trainer.async_training.group_deadline
-        return serve(process_folder(config), name, options.address, patience)
+        return serve(folder, f"{program}-{options.rank}", options.address, options.parent)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

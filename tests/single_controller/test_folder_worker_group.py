@@ -22,14 +22,14 @@ SERVE = """
 import sys
 from pathlib import Path
 from verl.single_controller.folder import serve
-sys.exit(serve(Path(sys.argv[1]), sys.argv[2], "127.0.0.1", float(sys.argv[3])))
+sys.exit(serve(Path(sys.argv[1]), sys.argv[2], "127.0.0.1", int(sys.argv[4]), float(sys.argv[3])))
 """
 ROLES = {"scale": ClassWithInitArgs(ScaleWorker, factor=3), "sum": ClassWithInitArgs(SumWorker)}
 
 
-def start(root, name, patience=60):
+def start(root, name, patience=60, parent=0):
     paths = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
-    command = [sys.executable, "-c", SERVE, str(root), name, str(patience)]
+    command = [sys.executable, "-c", SERVE, str(root), name, str(patience), str(parent)]
     return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": paths}, stderr=subprocess.PIPE)
 
 

@@ -73,7 +73,9 @@ def test_whoever_is_killed_the_run_ends_as_the_undisturbed_one_of_ray(world, url
             while not (folder / f"global_step_{step}").exists():
                 assert process.poll() is None, log.read_text()
                 time.sleep(0.01)
-            os.kill(json.loads((folder / f"processes/{place}.json").read_text())["pid"], signal.SIGKILL)
+            os.kill(
+                json.loads((tmp_path / f"killed.processes/{place}.json").read_text())["pid"], signal.SIGKILL
+            )
         assert process.wait(240) == 0, log.read_text()
     finally:
         process.kill()
@@ -87,4 +89,4 @@ def test_whoever_is_killed_the_run_ends_as_the_undisturbed_one_of_ray(world, url
     assert all((others[name] == tensor).all() for name, tensor in weights.items())
     assert min(filter(None, sent_as_changes)) < 0.7 * min(filter(None, sent))
     assert list(elsewhere.iterdir()) == []  # versions go with the run
-    assert not list((folder / "processes").glob("session-*"))
+    assert not list((tmp_path / "killed.processes").glob("session-*"))

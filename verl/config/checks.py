@@ -110,7 +110,7 @@ def _check_run(config: Config | SFTConfig, trained: list[str], models: list[str]
         raise refusal(config, "trainer.resume_from_path", expected)
     if trainer.backend == "local" and trainer.nnodes * trainer.n_gpus_per_node > 1:
         keys = "trainer.backend trainer.nnodes trainer.n_gpus_per_node"
-        raise refusal(config, keys, "; expected trainer.backend=ray, or one process.")
+        raise refusal(config, keys, "; expected trainer.backend=ray or folder, or one process.")
     if trainer.backend == "folder" and isinstance(config, SFTConfig):
         raise refusal(
             config, "trainer.backend", ", which supervised training lacks; expected auto, local or ray."
@@ -185,7 +185,9 @@ def _check_async(config: Config) -> None:
             why = ", but zstandard is not there; run `pip install -c constraints.txt zstandard`."
             raise refusal(config, transfer, why)
     if native and trainer.backend == "local":
-        raise refusal(config, f"trainer.backend {ROLLOUT}.placement", ": processes apart need backend=ray.")
+        raise refusal(
+            config, f"trainer.backend {ROLLOUT}.placement", ": processes apart need backend=ray or folder."
+        )
     if native and trainer.backend == "folder" and rollout.weight_transfer == "ray":
         keys = f"trainer.backend {ROLLOUT}.weight_transfer"
         raise refusal(config, keys, ": there is no Ray; expected weight_transfer=filesystem or delta.")

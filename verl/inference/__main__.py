@@ -11,8 +11,7 @@ from verl.train_worker import play
 
 if __name__ == "__main__":
     given = sys.argv[1:]
-    names_model = any(each.startswith("--model") for each in given)
-    if not names_model and any(each.startswith("@") or "=" in each for each in given):
+    if any(each.startswith("@") or ("=" in each and not each.startswith("-")) for each in given):
         sys.exit(play("inference", given))
     from verl.inference.server import main  # the above sets what is read when torch is imported
 

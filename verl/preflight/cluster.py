@@ -181,7 +181,8 @@ def find_missing_resources(target: Target) -> Iterator[Finding]:
                 f"{_JOIN} worker --head {ray.address} on the missing ones, or trainer.nnodes={len(able)}",
             )
     else:
-        num_cpus, num_gpus = float(os.cpu_count() or 1), torch.cuda.device_count()
+        machines = config.trainer.nnodes if config.trainer.backend == "folder" else 1
+        num_cpus, num_gpus = float(os.cpu_count() or 1), machines * torch.cuda.device_count()
         where = "the Ray that it would start on this machine has" if target.needs_ray else "this machine has"
     each = config.trainer.cpus_per_process if isinstance(config, Config) else 0
     if target.needs_ray and processes * each > num_cpus:

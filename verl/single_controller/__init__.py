@@ -1,7 +1,7 @@
 """One driver, many processes: workers, worker groups and how calls travel between them.
 
 groups = build_worker_groups(backend, pool, {"actor_rollout": ClassWithInitArgs(..), "critic": ..})
-groups["critic"].compute_values(batch)          # the same lines for both backends
+groups["critic"].compute_values(batch)          # the same lines for all backends
 for group in groups.values(): group.shutdown()  # the first one ends them all
 """
 

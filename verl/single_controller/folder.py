@@ -4,11 +4,11 @@
     train_worker-0.json          as does the process of each rank, with the session that it serves
     SESSION/train_worker-0/      call-7: method and arguments; reply-7: the result, or the error
 
-Each file is written aside with a checksum and then renamed; who reads a call or a reply deletes it. A session
-is the life of one set of worker groups. A driver that begins, or begins again, opens a new one, and processes
-that find another session than theirs begin anew: they execute their own program again, so that nothing of the
-old session is left in them. A process that is gone, has begun anew or does not beat for `SILENT_SECONDS`
-raises WorkerDiedError, as in the Ray backend. All of it needs no network but what torch.distributed needs.
+Calls and replies are written aside with a checksum and then renamed; who reads one deletes it. A session is
+the life of one set of worker groups. A driver that begins, or begins again, opens a new one, and processes
+that find another session than theirs begin anew: they execute their own program again, so that nothing of
+the old session is left in them. A process of any group that is gone, has begun anew or does not beat for
+`SILENT_SECONDS` raises WorkerDiedError, as in the Ray backend.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -38,7 +39,9 @@ from torch.distributed import TCPStore
 
 from verl.single_controller.base.decorator import Call
 from verl.single_controller.base.worker_group import (
+    PEER_GONE,
     ClassWithInitArgs,
+    ConnectionLostError,
     ResourcePool,
     WorkerDiedError,
     WorkerFailedError,
@@ -50,13 +53,14 @@ from verl.single_controller.base.worker_group import (
 from verl.utils.records.files import write_text_atomically
 
 BEAT_SECONDS = 1.0
-SILENT_SECONDS = 60.0  # without a beat: longer than a process holds Python's lock
+SILENT_SECONDS = 60.0  # without a beat: longer than a process is expected to hold Python's lock
 SECONDS_FOR_OTHER_RANKS = 3.0  # after a first error: the death of a rank explains the errors of the others
 SECONDS_TO_WAIT_SILENTLY = 20.0  # for processes that begin
 SECONDS_TO_CLOSE = 10.0
-POLL_SECONDS = 0.002
+PATIENCE_SECONDS = 1800.0  # of a process that hears of no driver
 DRIVER = "driver"
 CARRIED = ("OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS")  # from the driver's environment
+ENVIRONMENT = dict(os.environ)  # before a driver has told anything
 
 
 def this_machine() -> list[str]:
@@ -64,21 +68,28 @@ def this_machine() -> list[str]:
     return [socket.gethostname(), os.readlink("/proc/self/ns/pid") if sys.platform == "linux" else ""]
 
 
-def put(path: Path, content: Any) -> None:
-    """Writes any picklable content, whole or not at all."""
-    payload = pickle.dumps(content, protocol=5)
+def put(path: Path, payload: bytes) -> None:
+    """Writes a message, whole or not at all."""
     aside = path.with_name(f".{path.name}.part")
-    aside.write_bytes(zlib.crc32(payload).to_bytes(4, "big") + payload)
+    with aside.open("wb") as file:
+        file.write(zlib.crc32(payload).to_bytes(4, "big"))
+        file.write(payload)
     os.replace(aside, path)
 
 
 def take(path: Path) -> Any:
-    """Reads what `put` has written, and deletes it. FileNotFoundError: it is not there. OSError: damaged."""
+    """Reads and deletes what was pickled and `put`. OSError: it is damaged; FileNotFoundError: not there."""
     data = memoryview(path.read_bytes())
     if zlib.crc32(data[4:]) != int.from_bytes(data[:4], "big"):
         raise OSError(f"{path} is damaged: its checksum is another one")
+    content = pickle.loads(data[4:])
     path.unlink()
-    return pickle.loads(data[4:])
+    return content
+
+
+def pause(waited: float) -> None:
+    """Between two looks for a file: the longer nothing came, the longer."""
+    time.sleep(min(0.05, 0.002 + waited / 50))
 
 
 class Beat:
@@ -130,6 +141,17 @@ class Pulse:
         return time.monotonic() - self._since
 
 
+@contextmanager
+def _the_only(path: Path) -> Iterator[None]:
+    """ValueError: another process has the place."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"Found another process that holds {path}; expected one alone.") from None
+        yield
+
+
 # ------------------------------------------------------------------------------------------------ the driver
 
 
@@ -137,7 +159,8 @@ class FolderSession:
     """The driver's part of a folder, from the run's start to its end. ValueError: another driver has it."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.number = root, ""
+        self.root, self.number, self.groups = root, "", list[FolderWorkerGroup]()
+        self.checked = time.monotonic()
         root.mkdir(parents=True, exist_ok=True)
         root.chmod(0o700)  # calls hold the run's settings, keys of servers too
         self._place = ExitStack()
@@ -148,19 +171,28 @@ class FolderSession:
         """A new session: processes that serve an earlier one begin anew."""
         for old in self.root.glob("session-*"):
             shutil.rmtree(old, ignore_errors=True)
-        self.number = f"session-{uuid.uuid4().hex[:12]}"
+        self.number, self.groups = f"session-{uuid.uuid4().hex[:12]}", []
         (self.root / self.number).mkdir()
         self._beat.write(session=self.number)
         return self
+
+    def check_alive(self, method: str) -> None:
+        """WorkerDiedError: a process of any group is gone. It looks a few times a second."""
+        if time.monotonic() - self.checked > 0.2:
+            self.checked = time.monotonic()
+            for group in self.groups:
+                group.check_alive(method)
 
     def __enter__(self) -> FolderSession:
         return self
 
     def __exit__(self, *_: object) -> None:
         """All processes may end."""
-        self._beat.write(session=None, over=True)
+        with suppress(OSError):  # an error of the run says more
+            self._beat.write(session=None, over=True)
         self._beat.end()
-        shutil.rmtree(self.root / self.number, ignore_errors=True)
+        if self.number:
+            shutil.rmtree(self.root / self.number, ignore_errors=True)
         self._place.close()
 
 
@@ -175,7 +207,7 @@ class FolderResourcePool(ResourcePool):
 
 @dataclass(eq=False)
 class RankReply:
-    """The answer to call `number` of a rank, as soon as it is there."""
+    """The answer to a call of a rank, as soon as it is there."""
 
     rank: int
     path: Path
@@ -185,15 +217,22 @@ class RankReply:
     trace: str = ""
 
     def look(self) -> bool:
+        """WorkerDiedError: it can't be read."""
         if not self.is_there:
-            with suppress(FileNotFoundError):
+            try:
                 self.value, self.error, self.trace = take(self.path)
                 self.is_there = True
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                raise WorkerDiedError(f"the reply of rank {self.rank} is lost: {error}") from error
         return self.is_there
 
 
 class FolderWorkerGroup(WorkerGroup):
-    """The processes of a pool. ValueError: one of them did not come within the pool's timeout."""
+    """The processes of a pool. ValueError: one of them did not come within the pool's timeout, or ranks on
+    several machines can't meet.
+    """
 
     def __init__(self, pool: FolderResourcePool, cls_with_init: ClassWithInitArgs) -> None:
         super().__init__(pool.world_size, cls_with_init.cls, pool.name)
@@ -204,20 +243,28 @@ class FolderWorkerGroup(WorkerGroup):
         self._numbers = [0] * pool.world_size
         self._lock = threading.Lock()
         self._wait_for_all(pool.timeout_seconds)
-        (port,) = self._values([self._call(0, "start_store", ((), {}))], "its start")
-        replies = []
+        self._session.groups.append(self)
+        address = str(self._pulses[0].about["address"])
+        machines = {pulse.about["machine"][0] for pulse in self._pulses}
+        if len(machines) > 1 and address.startswith("127."):
+            raise ValueError(
+                f"Found ranks of {self.name} on {', '.join(sorted(machines))}, and rank 0 at {address}; "
+                "expected --address ADDRESS of it, at which the others reach its machine"
+            )
+        (port,) = self._values(self._start("start_store", [((), {})]), "its start")
+        told: list[Call] = []
         for rank, (node, local_rank) in enumerate(pool.places):
             variables = {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(pool.world_size),
                 "LOCAL_RANK": str(local_rank),
                 "LOCAL_WORLD_SIZE": str(pool.process_on_nodes[node]),
-                "MASTER_ADDR": str(self._pulses[0].about["address"]),
+                "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
             } | {name: os.environ[name] for name in CARRIED if name in os.environ}
             roles = cls_with_init.args[0]  # the class that is made of them has no name to be found by
-            replies.append(self._call(rank, "make_worker", ((roles, variables), {})))
-        self._values(replies, "__init__")
+            told.append(((roles, variables), {}))
+        self._values(self._start("make_worker", told), "__init__")
 
     def _wait_for_all(self, seconds: float) -> None:
         began, missing, is_told = time.monotonic(), list(range(self.world_size)), False
@@ -230,63 +277,71 @@ class FolderWorkerGroup(WorkerGroup):
             waited, names = time.monotonic() - began, ", ".join(f"{self.name}-{rank}" for rank in missing)
             if missing and waited > seconds:
                 raise ValueError(
-                    f"Found no process {names} after {seconds:g} s at {self._session.root}; expected it to "
-                    f"run: python -m verl.{self.name} @ run.yaml --rank {missing[0]}"
+                    f"Found no process {names} after {seconds:g} s at {self._session.root}; expected for "
+                    f"each: python -m verl.{self.name} @ run.yaml --rank RANK"
                 )
             if missing and waited > SECONDS_TO_WAIT_SILENTLY and not is_told:
                 is_told = True
                 print(f"waiting up to {seconds:g} s for {names} at {self._session.root}", flush=True)
+            self._session.check_alive("the start of others")
             time.sleep(0.05)
-
-    def _call(self, rank: int, method: str, call: Call) -> RankReply:
-        box = self._folder / f"{self.name}-{rank}"
-        with self._lock:  # a checkpoint is written from a thread of its own
-            number, self._numbers[rank] = self._numbers[rank], self._numbers[rank] + 1
-        box.mkdir(exist_ok=True)
-        put(box / f"call-{number}", (method, materialize(call)))
-        return RankReply(rank, box / f"reply-{number}")
 
     def _start(self, method: str, calls: list[Call]) -> list[Any]:
         if self._is_over:
             raise RuntimeError(f"worker group {self.name!r} was shut down; {method} cannot run")
-        return [self._call(rank, method, call) for rank, call in enumerate(calls)]
+        payloads = [pickle.dumps((method, materialize(call)), protocol=5) for call in calls]
+        replies = []
+        with self._lock:  # all ranks get calls in one order, also from the thread that writes checkpoints
+            for rank, payload in enumerate(payloads):
+                box, number = self._folder / f"{self.name}-{rank}", self._numbers[rank]
+                box.mkdir(exist_ok=True)
+                put(box / f"call-{number}", payload)
+                self._numbers[rank] += 1
+                replies.append(RankReply(rank, box / f"reply-{number}"))
+        return replies
 
     def _resolver(self, method: str) -> Callable[[list[Any]], list[Any]]:
         return partial(self._values, method=method)
 
     def _values(self, replies: list[RankReply], method: str) -> list[Any]:
         """What the ranks have answered. A death is raised before an error that it may have caused."""
-        until, checked = float("inf"), time.monotonic()
+        began, until = time.monotonic(), float("inf")
         while sum(reply.look() for reply in replies) < len(replies):
-            if any(reply.error for reply in replies):
-                until = min(until, time.monotonic() + SECONDS_FOR_OTHER_RANKS)
+            errors = [reply.error for reply in replies if reply.error is not None]
+            if errors:
+                lost_peer = any(PEER_GONE.search(str(error)) for error in errors)
+                until = min(
+                    until, time.monotonic() + (SILENT_SECONDS if lost_peer else SECONDS_FOR_OTHER_RANKS)
+                )
+            if self._is_over:
+                raise WorkerDiedError(f"{self.name} was shut down during {method}")
             if time.monotonic() > until:
                 break
-            if time.monotonic() - checked > 0.2:
-                checked = time.monotonic()
-                for rank in range(self.world_size):
-                    self._check_alive(rank, method)
-            time.sleep(POLL_SECONDS)
+            self._session.check_alive(method)
+            pause(time.monotonic() - began)
         for reply in replies:
             if reply.error is not None:
                 who = f"rank {reply.rank} of worker group {self.name!r}"
-                raise reply.error from WorkerFailedError(f"{who} failed in {method}:\n{reply.trace}")
+                failed = WorkerFailedError(f"{who} failed in {method}:\n{reply.trace}")
+                if self.world_size > 1 and PEER_GONE.search(str(reply.error)):
+                    lost = f"{who} lost its connection to another rank during {method}: {reply.error}"
+                    raise ConnectionLostError(lost) from failed
+                raise reply.error from failed
         return [reply.value for reply in replies]
 
-    def _check_alive(self, rank: int, method: str) -> None:
-        pulse, about = self._pulses[rank], self._pulses[rank].look()
-        why = ""
-        if self._is_over:
-            why = "the run has ended it"
-        elif about["life"] != self._lives[rank] or about["session"] != self._session.number:
-            why = "it has begun anew"
-        elif about["machine"] == this_machine() and not psutil.pid_exists(about["pid"]):
-            why = "its process is gone"
-        elif pulse.silent > SILENT_SECONDS:
-            why = f"nothing was heard of it for {SILENT_SECONDS:g} s"
-        if why:
-            place = f"node {about['machine'][0]}, {about['address']}, pid {about['pid']}"
-            raise WorkerDiedError(f"{self.name}-{rank} died during {method} ({place}): {why}")
+    def check_alive(self, method: str) -> None:
+        """WorkerDiedError: a rank is gone."""
+        for rank, pulse in enumerate(self._pulses):
+            about, why = pulse.look(), ""
+            if about["life"] != self._lives[rank] or about["session"] != self._session.number:
+                why = "it has begun anew"
+            elif about["machine"] == this_machine() and not psutil.pid_exists(about["pid"]):
+                why = "its process is gone"
+            elif pulse.silent > SILENT_SECONDS:
+                why = f"nothing was heard of it for {SILENT_SECONDS:g} s"
+            if why and not self._is_over:
+                place = f"node {about['machine'][0]}, {about['address']}, pid {about['pid']}"
+                raise WorkerDiedError(f"{self.name}-{rank} died during {method} ({place}): {why}")
 
     def shutdown(self) -> None:
         """Its processes wait for the next session, or end with the run."""
@@ -310,90 +365,81 @@ class FolderRank:
             torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
         self.worker = create_colocated_worker_cls(roles)()
 
-    def answer(self, method: str, call: Call) -> tuple[Any, Exception | None, str]:
+    def answer(self, method: str, call: Call) -> bytes:
+        """Pickled (result, error, its traceback), where one of the first two is None."""
         target: Any = self if method in ("start_store", "make_worker") else self.worker
         try:
-            return run_method(target, method, call), None, ""
-        except Exception as error:  # whatever a worker's method may raise; raised again by the driver
-            return None, _picklable(error), traceback.format_exc()
+            return pickle.dumps((run_method(target, method, call), None, ""), protocol=5)
+        except (Exception, SystemExit) as error:  # whatever a method may raise; raised again by the driver
+            trace, plain = traceback.format_exc(), RuntimeError(f"{type(error).__name__}: {error}")
+            try:
+                payload = pickle.dumps((None, error if isinstance(error, Exception) else plain, trace))
+                pickle.loads(payload)
+            except Exception:
+                payload = pickle.dumps((None, plain, trace))
+            return payload
 
 
-def _picklable(error: Exception) -> Exception:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
-
-
-@contextmanager
-def _the_only(path: Path) -> Iterator[None]:
-    """ValueError: another process has the place."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"Found another process that holds {path}; expected one alone.") from None
-        yield
-
-
-def serve(root: Path, name: str, address: str, patience: float) -> int:
+def serve(root: Path, name: str, address: str, parent: int = 0, patience: float = PATIENCE_SECONDS) -> int:
     """The process of a rank: runs the driver's calls in their order, until the run is over. Returns the exit
-    status: 3 if nothing was heard of a driver for `patience` seconds.
+    status, or ends the process with 3: nothing was heard of a driver for `patience` seconds, or the process
+    `parent` has gone.
 
     name: of the pool, and rank: `train_worker-0`. address: of this machine, for other ranks. ValueError:
     another process serves as it.
     """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster sends it to all; it is for the driver
     root.mkdir(parents=True, exist_ok=True)
     about = {"pid": os.getpid(), "machine": this_machine(), "address": address, "session": None}
     with _the_only(root / f"{name}.lock"):
-        driver, rank = Pulse(root / f"{DRIVER}.json"), FolderRank()
+        driver, rank, served = Pulse(root / f"{DRIVER}.json"), FolderRank(), list[str]()
         beat = Beat(root / f"{name}.json", about | {"life": uuid.uuid4().hex})
-        session: str | None = None
-        while session is None:
-            told = driver.look()
-            session = told.get("session") if driver.has_moved else None
-            if driver.has_moved and told.get("over"):
-                return 0
-            if driver.silent > patience:
-                return _nobody_leads(root, patience)
+        watch = partial(_watch, driver, served, parent, patience)
+        threading.Thread(target=watch, name="driver's beat", daemon=True).start()
+        while not served and not (driver.has_moved and driver.about.get("over")):
+            if driver.has_moved and (session := driver.about.get("session")):
+                served.append(session)
+                beat.write(session=session)
             time.sleep(0.05)
-        threading.Thread(target=_watch, args=(driver, session), name="driver's beat", daemon=True).start()
-        beat.write(session=session)
-        box, number = root / session / name, 0
-        while not driver.about.get("over"):
-            if driver.silent > patience:
-                return _nobody_leads(root, patience)
+        number, since = 0, time.monotonic()
+        while served and not driver.about.get("over"):
+            box = root / served[0] / name
             try:
                 method, call = take(box / f"call-{number}")
             except FileNotFoundError:
-                time.sleep(POLL_SECONDS)
+                pause(time.monotonic() - since)
                 continue
-            answer = rank.answer(method, call)
+            payload = rank.answer(method, call)
             with suppress(FileNotFoundError):  # the session is over: `_watch` will see it
-                put(box / f"reply-{number}", answer)
-            number += 1
+                put(box / f"reply-{number}", payload)
+            number, since = number + 1, time.monotonic()
         if hasattr(rank, "worker"):
             rank.worker.close()
         beat.end()
     return 0
 
 
-def _nobody_leads(root: Path, patience: float) -> int:
-    print(f"error: nothing was heard of a driver at {root} for {patience:g} s", file=sys.stderr)
-    return 3
-
-
-def _watch(driver: Pulse, session: str) -> None:
-    """Executes this program again as soon as the driver leads another session; ends it with the run."""
+def _watch(driver: Pulse, served: list[str], parent: int, patience: float) -> None:
+    """Executes this program again as soon as the driver leads another session than that which is served, and
+    ends it with the run: a call that waits for another rank may never end.
+    """
     while True:
         told = driver.look()
-        if told.get("over"):  # a call that waits for another rank may never end
+        if driver.has_moved and told.get("over"):
             time.sleep(SECONDS_TO_CLOSE)
             os._exit(0)
-        if told.get("session") != session:
+        if driver.silent > patience:
+            print(
+                f"error: nothing was heard of a driver at {driver.path} for {patience:g} s", file=sys.stderr
+            )
+            os._exit(3)
+        if parent and os.getppid() != parent:
+            os._exit(3)
+        if served and told.get("session") != served[0]:
             sys.stdout.flush()
             sys.stderr.flush()
-            os.closerange(3, 65536)  # connections and locks of this session
-            os.execv(sys.executable, sys.orig_argv)
+            for number in map(int, os.listdir("/proc/self/fd") if sys.platform == "linux" else ()):
+                with suppress(OSError):
+                    os.set_inheritable(number, number < 3)  # connections and locks of this session are closed
+            os.execve(sys.executable, sys.orig_argv, ENVIRONMENT)
         time.sleep(0.2)

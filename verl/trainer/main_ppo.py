@@ -163,13 +163,13 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
             print(f"note: {line}")
         if config.trainer.dry_run:
             return dry_run(config)
+        session = closing.enter_context(folder_session(config))
         with announced("checking settings, machine and search server"):
             is_sound = start_is_sound(config, RetrievalProbe())
         if not is_sound:
             return 2
         with announced("starting Ray"):
             closing.enter_context(start_ray(config))
-        session = closing.enter_context(folder_session(config))
         place(config)
         for variable, value in process_variables(config).items():  # workers get them from here
             os.environ.setdefault(variable, value)

@@ -1,4 +1,4 @@
-"""Who does what, and where a run's processes live: here or in Ray, with GPUs or without, in which pools.
+"""Who does what, and where a run's processes live: here, in Ray or by a folder, with GPUs, in which pools.
 
     place(config)      `auto` becomes what is there, `fastest` what was measured when the run began
     build_pools(...)   one pool of trainer.nnodes x trainer.n_gpus_per_node processes with actor, reference,
@@ -226,11 +226,6 @@ def needs_ray(config: Config | SFTConfig) -> bool:
     return backend == "ray" or (backend == "auto" and (num_processes(config) > 1 or samples_apart(config)))
 
 
-def process_folder(config: Config) -> Path:
-    """With trainer.backend=folder: through which the driver calls the processes of the run."""
-    return Path(config.trainer.default_local_dir).absolute() / "processes"
-
-
 def folder_session(config: Config) -> AbstractContextManager[FolderSession | None]:
     """With trainer.backend=folder the driver's part of the run's folder, to be ended with the run; else None.
     ValueError: another run is in it.
@@ -238,6 +233,7 @@ def folder_session(config: Config) -> AbstractContextManager[FolderSession | Non
     if config.trainer.backend != "folder":
         return nullcontext()
     from verl.single_controller.folder import FolderSession
+    from verl.trainer.processes import process_folder
 
     return FolderSession(process_folder(config))
 

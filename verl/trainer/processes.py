@@ -11,18 +11,27 @@ checkpoint. All end with the process that started them.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from verl.config import Config
 
 DRIVER, TRAINER, SAMPLER = "orchestrator", "train_worker", "inference"
 SECONDS_TO_END = 20.0
+SECONDS_TO_NOTICE = 20.0  # for the driver, that a process is gone for good
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def process_folder(config: Config) -> Path:
+    """Through which the driver calls the processes of a run: beside its own folder, which may be renamed."""
+    return Path(f"{Path(config.trainer.default_local_dir).absolute()}.processes")
 
 
 def die_with_parent() -> None:
@@ -40,79 +49,103 @@ class RunProcesses:
                 f"Found trainer.nnodes={trainer.nnodes} with trainer.backend=folder; expected 1, or "
                 "that you start the processes: verl.orchestrator, verl.train_worker, verl.inference"
             )
-        self.argv, self.max_restarts, self.num_trainers = (
-            list(argv),
-            trainer.max_restarts,
-            trainer.n_gpus_per_node,
-        )
+        self.argv, self.max_restarts = list(argv), trainer.max_restarts
+        self.num_trainers = trainer.n_gpus_per_node
         samplers = rollout.num_processes if rollout.placement == "apart" else 0
         self.places = [DRIVER, *(f"{TRAINER}-{rank}" for rank in range(self.num_trainers))]
         self.places += [f"{SAMPLER}-{rank}" for rank in range(samplers)]
         self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.asked = 0  # signal that was sent to this process
+        self.tracker = Path(trainer.default_local_dir) / "latest_checkpointed_iteration.txt"
+        self.checkpoint_before = self._checkpoint()
+        self.driver_file = process_folder(config) / "driver.json"
+        self.driver_file.unlink(missing_ok=True)  # of an earlier run; one that goes on writes it again
 
-    def start(self, place: str, *more: str) -> None:
+    def _checkpoint(self) -> int | None:
+        with suppress(OSError):
+            return self.tracker.stat().st_mtime_ns
+        return None
+
+    def _is_over(self) -> bool:
+        """Whether the driver has said so: it and the others only have to end."""
+        with suppress(OSError, ValueError):
+            return bool(json.loads(self.driver_file.read_text(encoding="utf-8"))["over"])
+        return False
+
+    def start(self, place: str) -> None:
         program, _, rank = place.partition("-")
-        command = [sys.executable, "-m", f"verl.{program}", *self.argv, *more]
-        environment = dict(os.environ)
+        command = [sys.executable, "-m", f"verl.{program}", *self.argv]
+        environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}  # they share cores
         if rank:  # each has a GPU of its own, where there are any
-            command += ["--rank", rank]
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            gpus = visible.split(",") if visible is not None else [str(i) for i in range(len(self.places))]
+            command += ["--rank", rank, "--parent", str(os.getpid())]
             gpu = int(rank) + (program == SAMPLER) * self.num_trainers
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            gpus = [str(i) for i in range(gpu + 1)] if visible is None else visible.split(",")
             environment["CUDA_VISIBLE_DEVICES"] = gpus[gpu] if gpu < len(gpus) else ""
-        else:
-            environment |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
-        self.running[place] = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)
+        elif self._checkpoint() != self.checkpoint_before:  # started again, and there is one of this run
+            command += ["trainer.resume_mode=auto", "trainer.resume_from_path=null"]
+        self.running[place] = subprocess.Popen(
+            command, env=environment, preexec_fn=die_with_parent, start_new_session=True
+        )
 
     def run(self) -> int:
-        """To the end of the run: returns the driver's exit status, 3 if it was killed and can't go on."""
+        """To the end of the run: returns the driver's exit status, 3 if a process is gone for good."""
+        num_restarts, gone_since = 0, float("inf")
         for place in self.places:
             self.start(place)
-        num_restarts = 0
         while True:
             time.sleep(0.1)
+            if time.monotonic() - gone_since > SECONDS_TO_NOTICE:  # it waits for processes that never come
+                return 3
             for place, process in list(self.running.items()):
                 status = process.poll()
                 if status is None:
                     continue
                 del self.running[place]
-                if place == DRIVER and status >= 0:
-                    return status
-                if status == 0:  # the driver has said that the run is over
+                if place == DRIVER and (status >= 0 or self.asked or self._is_over()):
+                    return status if status >= 0 else 128 - status
+                if self._is_over():
                     continue
                 how = (
                     f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with {status}"
                 )
-                goes_on = num_restarts < self.max_restarts
-                what = "it is started again" if goes_on else f"trainer.max_restarts={self.max_restarts}"
-                print(f"{place} (pid {process.pid}) {how}: {what}", file=sys.stderr, flush=True)
+                goes_on = num_restarts < self.max_restarts and status != 2  # 2: a user's mistake
+                what = "" if goes_on else f"not (trainer.max_restarts={self.max_restarts}) "
+                print(
+                    f"{place} (pid {process.pid}) {how}: it is {what}started again",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 if goes_on:
                     num_restarts += 1
-                    self.start(place, *["trainer.resume_mode=auto"] * (place == DRIVER))
+                    self.start(place)
                 elif place == DRIVER:
                     return 3
+                else:  # the driver says where the run stands, and ends
+                    gone_since = min(gone_since, time.monotonic())
 
     def pass_on(self, number: int, frame: object) -> None:
         """A signal goes to the driver, which ends the run."""
+        self.asked = number
         if DRIVER in self.running:
-            self.running[DRIVER].send_signal(number)
+            self.running[DRIVER].send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
     def end(self) -> None:
-        """Those that are left end by themselves, as the driver has told them; or are killed."""
-        until = time.monotonic() + SECONDS_TO_END
+        """Those that are left end by themselves if the driver has told them to; else they are killed."""
+        until = time.monotonic() + SECONDS_TO_END * self._is_over()
         for process in self.running.values():
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.1, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
 
 
 def run_processes(argv: Sequence[str], config: Config) -> int:
     """A run with trainer.backend=folder, whose settings `argv` are checked. Returns its exit status."""
     processes = RunProcesses(argv, config)
     for each in PASSED_ON:
-        signal.signal(each, processes.pass_on)
+        if signal.getsignal(each) is not signal.SIG_IGN:  # as nohup, or a shell that passes on itself, has it
+            signal.signal(each, processes.pass_on)
     try:
         return processes.run()
     finally:

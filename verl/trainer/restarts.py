@@ -81,12 +81,18 @@ class RestartingRun:
 
     def start(self) -> None:
         """Build the trainer and load the models. ValueError: the user's mistake, e.g. more processes than the
-        cluster has room for.
+        cluster has room for. RunStopped: a process died, and may not be started again.
         """
         self.trainer = self._build(copy.deepcopy(self.config))
-        self.trainer.init_workers()
+        died: WorkerDiedError | None = None
+        try:
+            self.trainer.init_workers()
+        except WorkerDiedError as error:
+            died = error
         if self.trainer.resume_folder is not None:
             self._last = RunState.load(self.trainer.resume_folder).step
+        if died is not None:
+            self._after(died)
 
     def fit(self) -> None:
         """Train to the end, over as many restarts as that takes and `trainer.max_restarts` allows.

@@ -3,13 +3,15 @@
     group.compute_values(batch)
       -> dispatch: one (args, kwargs) per rank -> each rank runs the method -> collect: one result
 
-A backend (local/, ray/) says in `_start` how a rank runs a call and in `_resolver` how its value is had.
+A backend (local.py, ray/, folder.py) says in `_start` how a rank runs a call and in `_resolver` how its value
+is had.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import itemgetter
@@ -27,6 +29,13 @@ from verl.single_controller.base.decorator import (
     registered_methods,
 )
 from verl.single_controller.base.worker import Worker
+
+# What gloo and NCCL say when a peer has gone.
+PEER_GONE = re.compile(
+    r"connection closed by peer|connection reset|connection refused|broken pipe|connection was likely closed"
+    r"|remote process exited|connectFullMesh|ncclRemoteError|NCCL communicator was aborted|socket timeout",
+    re.IGNORECASE,
+)
 
 
 class WorkerFailedError(RuntimeError):

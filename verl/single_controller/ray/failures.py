@@ -18,19 +18,18 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 
-from verl.single_controller.base.worker_group import ConnectionLostError, WorkerDiedError, WorkerFailedError
+from verl.single_controller.base.worker_group import (
+    PEER_GONE,
+    ConnectionLostError,
+    WorkerDiedError,
+    WorkerFailedError,
+)
 from verl.single_controller.ray.session import last_lines_seen
 
 _SECONDS_FOR_OTHER_RANKS = 3.0  # after a first error: the death of a rank explains the errors of the others
 _SECONDS_TO_MISS_A_NODE = 40.0  # after an error of the network: Ray notices the loss of a node by its silence
 _SECONDS_FOR_LAST_LINES = 1.0  # that what a process wrote takes to the driver
 _LONGEST_LINE, _LONGEST_ERROR = 300, 600
-# What gloo and NCCL say when a peer has gone.
-_PEER_GONE = re.compile(
-    r"connection closed by peer|connection reset|connection refused|broken pipe|connection was likely closed"
-    r"|remote process exited|connectFullMesh|ncclRemoteError|NCCL communicator was aborted|socket timeout",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def _is_death(error: Exception) -> bool:
 
 
 def _peer_gone(error: Exception) -> bool:
-    return isinstance(error, RayTaskError) and _PEER_GONE.search(str(error.cause)) is not None
+    return isinstance(error, RayTaskError) and PEER_GONE.search(str(error.cause)) is not None
 
 
 def _raise_error(error: Exception, who: str, method: str, place: RankPlace | None) -> NoReturn:

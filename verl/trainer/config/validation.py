@@ -83,7 +83,7 @@ def settings_without_effect(config: Config) -> list[str]:
         unread |= {f"{ACTOR}.fsdp_config.{key}": why for key in ("fsdp_size", "reshard_after_forward")}
     has_one_process = trainer.nnodes * trainer.n_gpus_per_node == 1
     if trainer.backend == "local" or (trainer.backend == "auto" and has_one_process):
-        why = "the run is one process without Ray, and what ends it ends the run. Set trainer.backend=ray."
+        why = "the run is one process, and what ends it ends the run. Set trainer.backend=ray."
         unread |= {"trainer.max_restarts": why, "trainer.restart_timeout": why}
     if config.actor_rollout_ref.rollout.placement == "colocated":
         why = f"each process has an engine with the whole model; {ROLLOUT}.placement=apart splits it."
