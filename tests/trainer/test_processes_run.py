@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 from small_runs import ROOT, arguments, metrics
@@ -47,6 +49,28 @@ def results(folder):
     return rows, load_file(folder / "global_step_5/actor/huggingface/model.safetensors"), sent
 
 
+@contextmanager
+def running(line, log):
+    """`verl.rl` with these settings, in a process group of its own as in a terminal; it is ended."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "verl.rl", *line]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=out, stderr=out, process_group=0
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(path, process, log):
+    while not path.exists():
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(500)
@@ -64,22 +88,13 @@ def test_whoever_is_killed_the_run_ends_as_the_undisturbed_one_of_ray(world, url
         actor_rollout_ref__rollout__anchor_every=3,
         trainer__max_restarts=9,
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with log.open("wb") as out:
-        command = [sys.executable, "-m", "verl.rl", *line]
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
-    try:
+    with running(line, log) as process:
         for step, place in enumerate(KILLED, 1):
-            while not (folder / f"global_step_{step}").exists():
-                assert process.poll() is None, log.read_text()
-                time.sleep(0.01)
+            wait_for(folder / f"global_step_{step}", process, log)
             os.kill(
                 json.loads((tmp_path / f"killed.processes/{place}.json").read_text())["pid"], signal.SIGKILL
             )
         assert process.wait(240) == 0, log.read_text()
-    finally:
-        process.kill()
-        process.wait()
 
     for place in ("train_worker-0", "inference-0", "orchestrator"):
         assert f"{place} (pid " in log.read_text()
@@ -90,3 +105,17 @@ def test_whoever_is_killed_the_run_ends_as_the_undisturbed_one_of_ray(world, url
     assert min(filter(None, sent_as_changes)) < 0.7 * min(filter(None, sent))
     assert list(elsewhere.iterdir()) == []  # versions go with the run
     assert not list((tmp_path / "killed.processes").glob("session-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ctrl_c_ends_the_run_after_its_step_and_leaves_no_process(world, url, tmp_path):
+    transfer = {"actor_rollout_ref__rollout__weight_transfer": "filesystem", "trainer__save_freq": -1}
+    log = tmp_path / "log"
+    with running(settings(world, url, tmp_path / "run", **transfer), log) as process:
+        wait_for(tmp_path / "run/metrics.jsonl", process, log)  # step 0 is validated
+        children = psutil.Process(process.pid).children()
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(120) == 3 and "stopped: " in log.read_text()
+        assert len(children) == 3 and not [each for each in children if each.is_running()]
+    assert (tmp_path / "run/latest_checkpointed_iteration.txt").read_text() in ("1", "2", "3")

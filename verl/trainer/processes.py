@@ -21,9 +21,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from verl.config import Config
 
 DRIVER, TRAINER, SAMPLER = "orchestrator", "train_worker", "inference"
+SILENT_SECONDS = 60.0  # without a beat: as long as the driver waits for one, see single_controller/folder.py
 SECONDS_TO_END = 20.0
 SECONDS_TO_NOTICE = 20.0  # for the driver, that a process is gone for good
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -58,8 +61,8 @@ class RunProcesses:
         self.asked = 0  # signal that was sent to this process
         self.tracker = Path(trainer.default_local_dir) / "latest_checkpointed_iteration.txt"
         self.checkpoint_before = self._checkpoint()
-        self.driver_file = process_folder(config) / "driver.json"
-        self.driver_file.unlink(missing_ok=True)  # of an earlier run; one that goes on writes it again
+        self.folder = process_folder(config)
+        self._beat(DRIVER).unlink(missing_ok=True)  # of an earlier run; one that goes on writes it again
 
     def _checkpoint(self) -> int | None:
         with suppress(OSError):
@@ -69,8 +72,21 @@ class RunProcesses:
     def _is_over(self) -> bool:
         """Whether the driver has said so: it and the others only have to end."""
         with suppress(OSError, ValueError):
-            return bool(json.loads(self.driver_file.read_text(encoding="utf-8"))["over"])
+            return bool(json.loads(self._beat(DRIVER).read_text(encoding="utf-8"))["over"])
         return False
+
+    def _beat(self, place: str) -> Path:
+        return self.folder / f"{'driver' if place == DRIVER else place}.json"
+
+    def _kill_silent(self) -> None:
+        """A process that has begun to beat and does so no more is killed, to be started again."""
+        for place, process in self.running.items():
+            with suppress(OSError, psutil.Error):
+                began = psutil.Process(process.pid).create_time()
+                last = self._beat(place).stat().st_mtime
+                if began < last < time.time() - SILENT_SECONDS:
+                    print(f"{place} (pid {process.pid}) is silent", file=sys.stderr, flush=True)
+                    process.kill()
 
     def start(self, place: str) -> None:
         program, _, rank = place.partition("-")
@@ -95,6 +111,7 @@ class RunProcesses:
             self.start(place)
         while True:
             time.sleep(0.1)
+            self._kill_silent()
             if time.monotonic() - gone_since > SECONDS_TO_NOTICE:  # it waits for processes that never come
                 return 3
             for place, process in list(self.running.items()):
