@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from sample_workers import ScaleWorker, SumWorker, sample_batch
 
 from verl.single_controller import ClassWithInitArgs, build_worker_groups, folder
 from verl.single_controller.base import WorkerDiedError
-from verl.single_controller.folder import FolderResourcePool, FolderSession, Pulse, put, take
+from verl.single_controller.folder import FolderResourcePool, FolderSession, Pulse, RankReply, put, take
 
 SERVE = """
 import sys
@@ -67,6 +68,10 @@ def test_rows_errors_and_sessions_of_two_ranks(tmp_path):
             with pytest.raises(KeyError, match="no taste") as raised:
                 groups["scale"].fail([None, "no taste"])
             assert "rank 1 of worker group 'w' failed in scale_fail" in str(raised.value.__cause__)
+            with pytest.raises(AttributeError, match="Can't pickle"):
+                groups["scale"].give_a_function()
+            with pytest.raises(RuntimeError, match="SystemExit: 0"):
+                groups["scale"].leave()
             assert list(root.glob("session-*/*/*")) == []  # what was read is gone
             assert oct(root.stat().st_mode)[-2:] == "00"
             with pytest.raises(ValueError, match="Found another process that holds"):
@@ -123,6 +128,9 @@ def test_a_driver_that_is_gone_and_a_place_that_is_taken(tmp_path):
         _, told = second.communicate(timeout=60)
         assert b"Found another process that holds" in told and second.returncode == 1
         assert running[0].poll() is None
+    orphan = start(root, "w-1", parent=1)
+    assert orphan.wait(60) == 3
+    orphan.communicate()
     lonely = start(root, "w-0", patience=1)
     _, told = lonely.communicate(timeout=60)
     assert lonely.returncode == 3 and b"nothing was heard of a driver" in told
@@ -132,7 +140,9 @@ def test_processes_that_do_not_come_are_named(tmp_path):
     with FolderSession(tmp_path) as session:
         pool = FolderResourcePool([2], "train_worker", session.renew())
         pool.timeout_seconds = 0.2
-        with pytest.raises(ValueError, match=r"Found no process train_worker-0, train_worker-1 .*--rank 0"):
+        with pytest.raises(
+            ValueError, match=r"Found no process train_worker-0, train_worker-1 .*--rank RANK"
+        ):
             build_worker_groups("folder", pool, ROLES)
 
 
@@ -140,12 +150,12 @@ def test_messages_are_whole_or_refused(tmp_path):
     path = tmp_path / "call-0"
     with pytest.raises(FileNotFoundError):
         take(path)
-    put(path, {"a": [1, None]})
+    put(path, pickle.dumps({"a": [1, None]}))
     assert take(path) == {"a": [1, None]} and list(tmp_path.iterdir()) == []
-    put(path, "text")
+    put(path, pickle.dumps("text"))
     path.write_bytes(path.read_bytes()[:-1] + b"!")
-    with pytest.raises(OSError, match="damaged"):
-        take(path)
+    with pytest.raises(WorkerDiedError, match="the reply of rank 2 is lost: .*damaged"):
+        RankReply(2, path).look()
 
 
 def test_what_lies_there_from_before_is_no_beat(tmp_path):

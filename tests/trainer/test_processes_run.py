@@ -45,8 +45,7 @@ def results(folder):
     rows = {row["step"]: {k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in logged}
     for row in rows.values():
         row.pop("trainer/num_restarts", None)
-    sent = [row["async/sync_bytes"] for row in logged if "async/sync_bytes" in row]
-    return rows, load_file(folder / "global_step_5/actor/huggingface/model.safetensors"), sent
+    return rows, load_file(folder / "global_step_5/actor/huggingface/model.safetensors")
 
 
 @contextmanager
@@ -76,7 +75,7 @@ def wait_for(path, process, log):
 @pytest.mark.timeout(500)
 def test_whoever_is_killed_the_run_ends_as_the_undisturbed_one_of_ray(world, url, tmp_path):
     assert main_ppo.run(settings(world, url, tmp_path / "ray", trainer__backend="ray")) == 0
-    rows, weights, sent = results(tmp_path / "ray")
+    rows, weights = results(tmp_path / "ray")
 
     folder, log, elsewhere = tmp_path / "killed", tmp_path / "log", tmp_path / "weights"
     line = settings(
@@ -99,10 +98,9 @@ def test_whoever_is_killed_the_run_ends_as_the_undisturbed_one_of_ray(world, url
     for place in ("train_worker-0", "inference-0", "orchestrator"):
         assert f"{place} (pid " in log.read_text()
     assert log.read_text().count("was killed by SIGKILL: it is started again") == 3
-    found, others, sent_as_changes = results(folder)
+    found, others = results(folder)
     assert len(rows) >= 5 and found == rows
     assert all((others[name] == tensor).all() for name, tensor in weights.items())
-    assert min(filter(None, sent_as_changes)) < 0.7 * min(filter(None, sent))
     assert list(elsewhere.iterdir()) == []  # versions go with the run
     assert not list((tmp_path / "killed.processes").glob("session-*"))
 
