@@ -54,7 +54,8 @@ ALGORITHMS = {  # what is added to the command line
         actor_rollout_ref.model.lora_rank=16 actor_rollout_ref.model.lora_alpha=32""",
 }
 
-CRITIC = "actor_rollout_ref.rollout.n_agent=1 algorithm.adv_estimator=gae trainer.critic_warmup=2"
+CRITIC = """actor_rollout_ref.rollout.n_agent=1 algorithm.adv_estimator=gae trainer.critic_warmup=2
+    algorithm.filter_groups.enable=false"""
 ANSWERS = 8  # to each question of a real run, but with PPO
 REAL = {  # of a real model, on configs/real_model_grpo.yaml
     "grpo": "",
@@ -91,7 +92,10 @@ def run(name: str, seed: int, options: argparse.Namespace, seconds: float) -> tu
         environment["DATA_DIR"] = str(options.data)
         start = options.untaught if name == "no_supervised_start" else start
         settings = f"--config configs/real_model_grpo.yaml {settings}"
-    if name == "sft_only":
+    done = ROOT / "verl_checkpoints" / experiment / "compared_seconds.txt"
+    if not options.resume:
+        done.unlink(missing_ok=True)
+    if name == "sft_only" and not done.is_file():
         experiment += "-training"
         training = """train_sft.sh --config configs/real_model_sft.yaml trainer.total_training_steps=100000
             trainer.save_freq=-1 trainer.resume_mode=none trainer.progress=plain"""
@@ -107,14 +111,16 @@ def run(name: str, seed: int, options: argparse.Namespace, seconds: float) -> tu
         settings += " trainer.val_only=true"
     if start is not None:
         environment["BASE_MODEL"] = str(start)
-    subprocess.run(["bash", f"train_{kind}.sh", *settings.split()], env=environment, cwd=ROOT, check=True)
-    lines = read_lines(ROOT / "verl_checkpoints" / environment["EXPERIMENT_NAME"] / "validation.jsonl")
+    if not done.is_file():
+        subprocess.run(["bash", f"train_{kind}.sh", *settings.split()], env=environment, cwd=ROOT, check=True)
+        done.write_text(str(time.monotonic() - began))
+    lines = read_lines(done.with_name("validation.jsonl"))
     by_mode: dict[str, dict[str, dict]] = {}
     for line in lines:
         if line["questions"] == "val" and line["step"] == lines[-1]["step"]:
             add_line(by_mode.setdefault(line["mode"], {}), line)
     ems = {(mode, question): by_mode[mode][question]["em"] for mode in by_mode for question in by_mode[mode]}
-    return ems, time.monotonic() - began
+    return ems, float(done.read_text())
 
 
 def main() -> None:
@@ -127,6 +133,7 @@ def main() -> None:
     parser.add_argument("--start", type=Path, help="model after its supervised start")
     parser.add_argument("--untaught", type=Path, help="model before it")
     parser.add_argument("--data", type=Path, help="folder of train.parquet, test.parquet, sft_train.parquet")
+    parser.add_argument("--resume", action="store_true", help="a run that has ended is not made again")
     parser.add_argument("--only", nargs="+", choices=list(ALGORITHMS | REAL))
     options = parser.parse_intermixed_args()
     for name in ("start", "untaught", "data") if options.real else ():
