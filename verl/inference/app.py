@@ -14,16 +14,15 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
-from verl.inference.border import ApiError, Guard, answer_errors, as_json, unless_gone
+from verl.inference.border import STREAM_END, ApiError, Guard, answer_errors, as_json, event, unless_gone
 from verl.inference.chat import ChatCodec
 from verl.inference.engine_thread import EngineThread, EngineTurn, TurnResult
 from verl.inference.replies import Chat, Completions, choice_of
@@ -37,12 +36,11 @@ from verl.inference.requests import (
     SessionRequest,
     UpdateRequest,
 )
-from verl.inference.sessions import Sessions
+from verl.inference.sessions import Run, Sessions
 from verl.inference.weights import Shapes, check_same, read_weights, shapes_in
 
 COMPLETION_TOKENS = 16  # of /v1/completions, where the client says nothing, as OpenAI has it
 SEGMENT = ("prompt_ids", "response_ids", "response_mask", "log_probs", "versions", "turns")
-Run = Callable[[EngineTurn], Coroutine[Any, Any, TurnResult]]
 
 
 def create_app(
@@ -117,16 +115,13 @@ def create_app(
         """`n` turns of each prompt."""
         number = given.n or 1
         if len(prompts) * number > MAX_CHOICES:
-            raise ValueError(
-                f"{len(prompts)} prompts with n={number}; expected at most {MAX_CHOICES} choices"
-            )
+            found = f"{len(prompts)} prompts with n={number}"
+            raise ValueError(f"{found}; expected at most {MAX_CHOICES} choices")
         for ids in prompts:
             codec.check_room(len(ids))
         engine.check_room(len(prompts) * number)
         first = secrets.randbits(62) if given.seed is None else given.seed
-        params = [
-            given.model_copy(update={"seed": first + i}).params(codec, 0, max_tokens) for i in range(number)
-        ]
+        params = [given.params(codec, first + i, max_tokens) for i in range(number)]
         return [EngineTurn(ids, each) for ids in prompts for each in params]
 
     async def answer(
@@ -135,24 +130,16 @@ def create_app(
         """The turns' ends as the client has asked for them. A client that goes away ends its turns."""
         if stream:
             return StreamingResponse(streamed(turns, form, run), media_type="text/event-stream")
-
-        async def whole() -> dict[str, Any]:
-            return form.whole(await all_of(run, turns))
-
-        return await unless_gone(request, whole())
+        return as_json(form.whole(await unless_gone(request, map(run, turns))))
 
     @app.post("/inference/v1/generate")
     async def generate(request: Request, given: GenerateRequest) -> Response:
         turns = turns_of([given.token_ids], given.sampling_params, codec.max_model_len)
-
-        async def whole() -> dict[str, Any]:
-            choices = []
-            for index, result in enumerate(await all_of(engine.run, turns)):
-                log_probs = {"content": [{"logprob": each} for each in result.log_probs]}
-                choices.append(choice_of(index, result) | {"logprobs": log_probs})
-            return {"choices": choices}
-
-        return await unless_gone(request, whole())
+        choices = []
+        for index, result in enumerate(await unless_gone(request, map(engine.run, turns))):
+            log_probs = {"content": [{"logprob": each} for each in result.log_probs]}
+            choices.append(choice_of(index, result) | {"logprobs": log_probs})
+        return as_json({"choices": choices})
 
     @app.post("/v1/completions")
     async def completions(request: Request, given: CompletionRequest) -> Response:
@@ -180,8 +167,8 @@ def create_app(
     @app.post("/sessions/{session_id}/v1/chat/completions")
     async def session_chat(request: Request, session_id: str, given: ChatRequest) -> Response:
         check_model(given.model)
-        placed = sessions.place(sessions.find(session_id, unfinished=True), given, model)
-        return await answer(request, [placed.turn], placed.form, placed.run, given.stream)
+        turn, form, run = sessions.place(sessions.find(session_id, unfinished=True), given, model)
+        return await answer(request, [turn], form, run, given.stream)
 
     @app.get("/sessions/{session_id}")
     async def read_session(session_id: str) -> Response:
@@ -230,23 +217,10 @@ def create_app(
     return app
 
 
-async def all_of(run: Run, turns: list[EngineTurn]) -> list[TurnResult]:
-    """The ends of all turns. If one is refused, the others end too."""
-    tasks = [asyncio.ensure_future(run(turn)) for turn in turns]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
 async def streamed(turns: list[EngineTurn], form: Completions, run: Run) -> AsyncIterator[bytes]:
     """Server-sent events of the turns as they go on, until all have ended."""
     news: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
     tasks: list[asyncio.Task[TurnResult]] = []
-
-    def event(data: Any) -> bytes:
-        return b"data: " + (data.encode() if isinstance(data, str) else orjson.dumps(data)) + b"\n\n"
 
     def tell(index: int, what: Any) -> None:
         news.put_nowait((index, what))
@@ -268,7 +242,7 @@ async def streamed(turns: list[EngineTurn], form: Completions, run: Run) -> Asyn
                 yield event(chunk)
         for chunk in form.closing(results):
             yield event(chunk)
-        yield event("[DONE]")
+        yield STREAM_END
     except Exception as error:  # the status is sent already: the error is an event
         yield event(ApiError.of(error).body)
     finally:

@@ -25,15 +25,11 @@ from typing import Any
 from verl.agent.codec import Codec
 from verl.agent.trajectory import AgentConfig
 from verl.environments.messages import CALL_BEGINS, calls_of, text_of, with_tool_calls, with_tools_told
+from verl.inference.border import ApiError
 from verl.utils.dataset.rl_dataset import encode_prompt, prompt_text
-from verl.workers.rollout.stop import StopCondition, token_bytes
 
 MAX_SEGMENTS = 1000  # of a session
 _NO_CUT = 1 << 40
-
-
-class ContextTooLong(ValueError):
-    """The messages leave no room for a token."""
 
 
 @dataclass(frozen=True)
@@ -48,41 +44,28 @@ class Reply:
 
 
 class ChatCodec:
-    """The tokenizer's side of the API. eos_token_ids: the model's, beside the tokenizer's."""
+    """The tokenizer's side of the API. eos_token_ids: the model's, beside the tokenizer's. ApiError: a text
+    leaves no room for a token.
+    """
 
     def __init__(self, tokenizer: Any, max_model_len: int, eos_token_ids: tuple[int, ...] = ()) -> None:
         config = AgentConfig(0, 1, max_model_len, 1, _NO_CUT, eos_token_ids=eos_token_ids)
         self.codec = Codec(tokenizer, config)
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
-        self.eos_token_ids = self.codec.eos_token_ids
-        self.pieces = token_bytes(tokenizer)  # bytes of each token id
+        self.pieces = self.codec.pieces()  # bytes of each token id
         self._longest = max(map(len, self.pieces))
         self._has_template = bool(tokenizer.chat_template)
         self._knows_tools = "tools" in str(tokenizer.chat_template)
-        self._stops: dict[tuple[str, ...], StopCondition] = {}
-
-    def stop(self, strings: Sequence[str]) -> StopCondition | None:
-        """What ends a turn at one of these strings; the last 64 different ones are kept."""
-        key = tuple(dict.fromkeys(strings))
-        if not key:
-            return None
-        if key not in self._stops:
-            if len(self._stops) >= 64:
-                del self._stops[next(iter(self._stops))]
-            self._stops[key] = StopCondition(self.tokenizer, key, self.pieces)
-        return self._stops[key]
 
     def encode(self, text: str) -> list[int]:
-        """A prompt that is plain text. ContextTooLong."""
+        """A prompt that is plain text."""
         self._check_length(text)
         ids = encode_prompt(self.tokenizer, text)
         self.check_room(len(ids))
         return ids
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> list[int]:
-        """All messages, up to where the assistant goes on. ContextTooLong. ValueError: the template refuses
-        them.
-        """
+        """All messages, up to where the assistant goes on. ValueError: the template refuses them."""
         shown = self._shown(messages, tools)
         if not self._has_template:
             return self.encode("".join(message["content"] for message in shown))
@@ -95,7 +78,6 @@ class ChatCodec:
     def next_ids(self, messages: Sequence[Mapping[str, Any]], last_id: int | None) -> list[int] | None:
         """What follows a turn of the assistant: messages of others, up to where the assistant goes on.
         last_id: of the turn; None: it has no tokens. None: the template does more than append them.
-        ContextTooLong.
         """
         if any(message["role"] == "assistant" for message in messages):
             return None
@@ -127,33 +109,27 @@ class ChatCodec:
         return Reply(message, tuple({whole, whole.strip(), text.strip()} - {text}))
 
     def _shown(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> list[dict[str, Any]]:
-        """Messages as the template takes them."""
+        """Messages as the template takes them: contents are texts, the arguments of calls are objects."""
         if not self._knows_tools:
             return [*with_tools_told(messages, tools)]
-        return [_for_template(message) for message in messages]
+        shown = [{**message, "content": text_of(message)} for message in messages]
+        for message in shown:
+            if calls := calls_of(message):
+                functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
+                message["tool_calls"] = [{"type": "function", "function": each} for each in functions]
+        return shown
 
     def _check_length(self, text: str) -> None:
-        """ContextTooLong before the text is encoded, where that is sure."""
+        """Before the text is encoded, where it is sure."""
         if len(text) > self.max_model_len * self._longest:
-            raise ContextTooLong(
-                f"a text of {len(text)} characters; the model has {self.max_model_len} tokens"
-            )
+            message = f"a text of {len(text)} characters; the model has {self.max_model_len} tokens"
+            raise ApiError(400, "context_length_exceeded", message)
 
     def check_room(self, num_tokens: int) -> None:
-        """ContextTooLong: no token fits behind so many."""
+        """ApiError: no token fits behind so many."""
         if num_tokens >= self.max_model_len:
-            raise ContextTooLong(
-                f"the messages take {num_tokens} tokens; with the reply the model has {self.max_model_len}"
-            )
-
-
-def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose content is text and whose calls have their arguments as objects."""
-    shown = {**message, "content": text_of(message)}
-    if calls := calls_of(message):
-        functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
-        shown["tool_calls"] = [{"type": "function", "function": function} for function in functions]
-    return shown
+            message = f"the messages take {num_tokens} tokens; with the reply the model has "
+            raise ApiError(400, "context_length_exceeded", f"{message}{self.max_model_len}")
 
 
 # ------------------------------------------------------------------------------------------------ sessions
@@ -183,21 +159,17 @@ class ContextSegment:
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
 
-    def add(
-        self, token_ids: Sequence[int], log_probs: Sequence[float] | None, versions: Sequence[int]
-    ) -> None:
-        """Appends tokens; without log_probs those of others."""
-        sampled = log_probs is not None
+    def add(self, token_ids: list[int], mask: int, log_probs: list[float], versions: list[int]) -> None:
         self.response_ids += token_ids
-        self.response_mask += [int(sampled)] * len(token_ids)
-        self.log_probs += log_probs if log_probs is not None else [0.0] * len(token_ids)
-        self.versions += versions if sampled else [-1] * len(token_ids)
+        self.response_mask += [mask] * len(token_ids)
+        self.log_probs += log_probs
+        self.versions += versions
 
 
 @dataclass(eq=False)
 class Place:
     """Where a request belongs. new_ids: the tokens that come before its turn; all of them, where the segment
-    is new. keys: of its history, as `Transcript.add` needs them.
+    is new. key: of its history.
     """
 
     segment: ContextSegment
@@ -223,9 +195,7 @@ class Transcript:
     def place(
         self, codec: ChatCodec, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None
     ) -> Place:
-        """Takes the segment out until `add` or `put_back`. ValueError, ContextTooLong: as `ChatCodec`
-        says.
-        """
+        """Takes the segment out until `add` or `put_back`. ValueError, ApiError: as `ChatCodec` says."""
         keys = [_digest(b"", tools)]
         for message in messages:
             keys.append(_digest(keys[-1], _compared(message)))
@@ -241,9 +211,8 @@ class Transcript:
             self._ends = {end: other for end, other in self._ends.items() if other is not segment}
             return Place(segment, ids, False, keys[-1])
         if len(self.segments) >= MAX_SEGMENTS:
-            raise ValueError(
-                f"the session has {MAX_SEGMENTS} segments; expected a client that appends to its history"
-            )
+            expected = "expected a client that appends to its history"
+            raise ValueError(f"the session has {MAX_SEGMENTS} segments; {expected}")
         ids = codec.prompt_ids(messages, tools)
         return Place(ContextSegment(ids), ids, True, keys[-1])
 
@@ -253,21 +222,17 @@ class Transcript:
             self._ends |= dict.fromkeys(place.segment.ends, place.segment)
 
     def add(
-        self,
-        place: Place,
-        token_ids: Sequence[int],
-        log_probs: Sequence[float],
-        versions: Sequence[int],
-        reply: Reply,
+        self, place: Place, token_ids: list[int], log_probs: list[float], versions: list[int], reply: Reply
     ) -> None:
         """Takes the turn that was sampled, and the reply as the client got it."""
         segment = place.segment
         if place.is_new:
             self.segments.append(segment)
         else:
-            segment.add(place.new_ids, None, ())
+            number = len(place.new_ids)
+            segment.add(place.new_ids, 0, [0.0] * number, [-1] * number)
         start = len(segment.response_ids)
-        segment.add(token_ids, log_probs, versions)
+        segment.add(token_ids, 1, log_probs, versions)
         segment.turns.append((start, len(segment.response_ids)))
         messages = [reply.message, *({**reply.message, "content": text} for text in reply.spellings)]
         segment.ends = [_digest(place.key, _compared(message)) for message in messages]
@@ -276,13 +241,8 @@ class Transcript:
 
 def _compared(message: Mapping[str, Any]) -> list[Any]:
     """What two messages must have in common to be the same one."""
-    return [
-        message["role"],
-        text_of(message),
-        calls_of(message),
-        message.get("tool_call_id"),
-        message.get("name"),
-    ]
+    names = ("role", "tool_call_id", "name")
+    return [text_of(message), calls_of(message), *(message.get(name) for name in names)]
 
 
 def _digest(before: bytes, value: Any) -> bytes:
