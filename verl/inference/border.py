@@ -9,9 +9,10 @@ from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 import orjson
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 MAX_BODY_BYTES = 64 << 20
@@ -49,7 +50,7 @@ class ApiError(Exception):
         return as_json(self.body, self.status, headers)
 
 
-def answer_errors(app: FastAPI) -> None:
+def answer_errors(app: Starlette) -> None:
     """Has everything that handlers raise answered in OpenAI's form."""
 
     async def answer(request: Request, error: Exception) -> Response:

@@ -15,13 +15,14 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.inference.border import ApiError
-from verl.workers.rollout.base import Completion, Partial, RolloutEngine, SamplingParams
+from verl.workers.rollout.base import Completion, RolloutEngine, SamplingParams
 
 JOIN_SECONDS = 10.0
 ABORTED = "abort"  # finish_reason of a turn that a pause has ended
@@ -77,7 +78,7 @@ class EngineThread:
 
     Attributes:
         num_turns: waiting or under way. paused: the mode of the pause that holds, or None.
-        failure: why the thread has ended, or "". ended_well: it was not by an error.
+        failure: why no turn can be run any more, or "". ended_well: it is not an error.
     """
 
     def __init__(
@@ -87,8 +88,7 @@ class EngineThread:
         self.engine, self.max_turns, self.on_failure = engine, max_turns, on_failure
         self.num_turns, self.failure, self.ended_well = 0, "", True
         self.paused: str | None = None
-        self._lock, self._bell = threading.Lock(), threading.Event()
-        self._orders: list[Callable[[], None]] = []
+        self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_closing = False
         self._held: list[EngineTurn] = []  # until the pause ends
         self._live: dict[int, EngineTurn] = {}  # by the engine's session
@@ -102,11 +102,11 @@ class EngineThread:
     async def close(self) -> None:
         """Ends the thread and the engine; turns that are left fail."""
         self._is_closing = True
-        self._order(lambda: None)
+        self._orders.put(lambda: None)
         await asyncio.to_thread(self._thread.join, JOIN_SECONDS)
 
     def check_room(self, num_turns: int = 1) -> None:
-        """ApiError: the engine has ended, or so many turns more are too many."""
+        """ApiError: the engine has failed, or so many turns more are too many."""
         self._check_failure()
         if self.num_turns + num_turns > self.max_turns:
             message = f"{self.num_turns} turns are waiting or under way; ask again"
@@ -118,17 +118,17 @@ class EngineThread:
         turn.ended = self._loop.create_future()
         self.num_turns += 1
         try:
-            self._order(partial(self._begin, turn))
+            self._orders.put(partial(self._begin, turn))
             return await turn.ended
         except asyncio.CancelledError:
-            self._order(partial(self._cancel, turn))
+            self._orders.put(partial(self._cancel, turn))
             raise
         finally:
             self.num_turns -= 1
 
     def close_sessions(self, session_ids: Iterable[int | None]) -> None:
         """Closes those of the engine's sessions that were kept."""
-        self._order(partial(self._close_kept, list(session_ids)))
+        self._orders.put(partial(self._close_kept, list(session_ids)))
 
     async def pause(self, mode: str) -> None:
         """Returns when it holds. Turns that have not begun wait until `resume`. mode: "keep" (those under way
@@ -140,9 +140,10 @@ class EngineThread:
             under_way = [turn.ended for turn in self._live.values()]
             while mode == "abort" and self._live:
                 session_id, turn = self._live.popitem()
-                turn.keeps, begun = False, self.engine.partial(session_id)
-                result = self._result(turn, begun, ABORTED, None, self.engine.version)
-                self._tell(settle, turn.ended, result)
+                turn.keeps, version = False, self.engine.version
+                ids, log_probs, _ = self.engine.partial(session_id)
+                ended = Completion(session_id, ids, log_probs, [], ABORTED, None, version, version)
+                self._tell(settle, turn.ended, self._result(turn, ended))
             return under_way
 
         under_way = await self._ask(take)
@@ -185,16 +186,8 @@ class EngineThread:
             except Exception as error:  # whoever asked hears of it; the engine goes on
                 self._tell(settle, answer, None, error)
 
-        self._order(run)
+        self._orders.put(run)
         return await answer
-
-    def _order(self, order: Callable[[], None]) -> None:
-        with self._lock:
-            if not self.failure:
-                self._orders.append(order)
-                self._bell.set()
-                return
-        order()  # nobody else touches anything any more
 
     def _check_failure(self) -> None:
         if self.failure:
@@ -207,33 +200,27 @@ class EngineThread:
         try:
             with torch.no_grad():
                 while not self._is_closing:
-                    with self._lock:
-                        orders, self._orders = self._orders, []
-                        self._bell.clear()
-                    for order in orders:
-                        order()
-                    if self.paused != "keep" and self.engine.version >= 0 and self.engine.has_runnable:
+                    runs = self.paused != "keep" and self.engine.version >= 0 and self.engine.has_runnable
+                    if runs and self._orders.empty():
                         self._step()
-                    elif not orders:
-                        self._bell.wait()
+                    else:
+                        self._orders.get()()
         except BaseException:
             traceback.print_exc()
             self.ended_well, failure = False, "the engine has failed; see the server's log"
             self._tell(self.on_failure)
-        with self._lock:
-            self.failure = failure
-        for order in self._orders:
-            order()
+        self.failure = failure
         for turn in [*self._live.values(), *self._held]:
             self._tell(settle, turn.ended, None, ApiError(503, "engine_failed", failure))
         self.engine.shutdown()
+        while not self._is_closing or not self._orders.empty():  # whoever asks is told of the failure
+            self._orders.get()()
 
     def _step(self) -> None:
         news: list[Callable[[], None]] = []
         for ended in self.engine.step():
             turn = self._live.pop(ended.session_id)
-            more = (ended.finish_reason, ended.stop_string, ended.version_last)
-            news.append(partial(settle, turn.ended, self._result(turn, ended, *more)))
+            news.append(partial(settle, turn.ended, self._result(turn, ended)))
         for session_id, turn in self._live.items():
             if turn.on_tokens is not None and not turn.is_showing:
                 token_ids = self.engine.partial(session_id).token_ids
@@ -243,20 +230,16 @@ class EngineThread:
         if news:
             self._tell(lambda: [each() for each in news])
 
-    def _result(
-        self, turn: EngineTurn, sampled: Completion | Partial, reason: str, stop: str | None, version: int
-    ) -> TurnResult:
-        versions: list[int] = []
-        for length, old in [*turn.updates, (len(sampled.token_ids), version)]:
-            versions += [old] * (length - len(versions))
-        session_id = turn.session_id
-        assert session_id is not None
+    def _result(self, turn: EngineTurn, ended: Completion) -> TurnResult:
+        ids, versions = ended.token_ids, list[int]()
+        for length, version in [*turn.updates, (len(ids), ended.version_last)]:
+            versions += [version] * (length - len(versions))
         if turn.keeps:
-            self._kept.add(session_id)
+            self._kept.add(ended.session_id)
         else:
-            self.engine.close(session_id)
-            session_id = None
-        return TurnResult(sampled.token_ids, sampled.log_probs, versions, reason, stop, session_id)
+            self.engine.close(ended.session_id)
+        left = ended.session_id if turn.keeps else None
+        return TurnResult(ids, ended.log_probs, versions, ended.finish_reason, ended.stop_string, left)
 
     def _begin(self, turn: EngineTurn) -> None:
         if turn.ended.done():  # cancelled
