@@ -36,14 +36,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=8001)
     parser.add_argument("--api_key_var", help="environment variable with the bearer token that clients need")
     parser.add_argument("--max_num_seqs", type=int, default=256, help="turns that are decoded at once")
-    parser.add_argument(
-        "--max_queue", type=int, default=4096, help="turns that wait or are decoded; above: 429"
-    )
+    parser.add_argument("--max_queue", type=int, default=4096, help="turns, waiting ones too; above: 429")
     parser.add_argument("--max_model_len", type=int, help="tokens of prompt and reply (the model's)")
     parser.add_argument("--max_sessions", type=int, default=4096, help="that are held at once; above: 429")
-    parser.add_argument(
-        "--session_seconds", type=float, default=3600, help="idle sessions are dropped after it"
-    )
+    parser.add_argument("--session_seconds", type=float, default=3600, help="that a session may be idle")
     parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: bf16 on CUDA")
     parser.add_argument("--kv_cache_gb", type=float, help="on CPU: GiB of KV cache (at most 4)")
     args = parser.parse_args(arguments)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from verl.workers.rollout.base import TIED_HEAD
+from verl.workers.rollout.base import checked_weights
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -31,16 +32,11 @@ def shapes_in(folder: Path) -> Shapes:
     return shapes
 
 
-def check_same(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+def check_same(shapes: Shapes, expected: Shapes) -> None:
     """ValueError: they are not the weights of the same model. A head that is not expected may be there."""
-    for name in sorted(shapes.keys() | expected.keys()):
-        if name == TIED_HEAD and name not in expected:
-            continue
-        if shapes.get(name) != expected.get(name):
-            raise ValueError(
-                f"weight {name} has shape {shapes.get(name)}; the model that is served has "
-                f"{expected.get(name)} (None: there is no such weight)"
-            )
+    empty = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
+    for _ in checked_weights(empty, expected):
+        pass
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
