@@ -66,9 +66,8 @@ class AgentFunctionEnv(BaseTextEnv):
         config = env_config or {}
         name, form = config.get("function"), config.get("tool_format", "hermes")
         if not isinstance(name, str):
-            raise ValueError(
-                f"Found environment.env_config.agent.function={name!r}; expected package.module:run."
-            )
+            found = f"Found environment.env_config.agent.function={name!r}"
+            raise ValueError(f"{found}; expected package.module:run.")
         if form not in FORMATS:
             raise ValueError(f"Found tool_format={form!r} of agent; expected one of {', '.join(FORMATS)}.")
         self.function = import_named(name, f"function={name!r} of environment agent", ())
@@ -77,7 +76,7 @@ class AgentFunctionEnv(BaseTextEnv):
         self.usage = (0, 0, False)  # tokens that the last turn has read and written; whether a limit cut it
         self.events: asyncio.Queue[Any] = asyncio.Queue()  # requests (body, reply), and the run at its end
         self.body: dict[str, Any] = {}
-        self.reply: Future[Any] | None = None
+        self.reply: Future[Any] = Future()
         self.running: asyncio.Task[Any] | None = None
         self.session_id = f"s{next(_numbers)}"
 
@@ -128,8 +127,6 @@ class AgentFunctionEnv(BaseTextEnv):
         if tools:
             said |= with_tool_calls(text, f"call_{next(_numbers)}_", self.form)
         reply, before = self.reply, [*self.body["messages"], said]
-        assert reply is not None
-        self.reply = None
         if reply.set_running_or_notify_cancel():  # else the client is gone
             reply.set_result((said, self.usage))
         if await self._next():
@@ -159,11 +156,9 @@ class AgentFunctionEnv(BaseTextEnv):
             event = self.events.get_nowait()
             if not isinstance(event, asyncio.Task):
                 event[1].cancel()
-        if self.reply is not None:
-            self.reply.cancel()
+        self.reply.cancel()
 
 
-# ---------------------------------------------------------------------------------------------- the endpoint
 def endpoint() -> str:
     """The address of this process's endpoint, which lives as long as the process."""
     with _endpoint_lock:

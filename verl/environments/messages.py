@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl.environments.base import Message
 
@@ -19,8 +18,7 @@ _HOW_TO_CALL = 'To call one, write <tool_call>{"name": NAME, "arguments": {...}}
 CALL_BEGINS = "<tool_call>"
 
 
-@dataclass(frozen=True)
-class ToolFormat:
+class ToolFormat(NamedTuple):
     """call: matches one. read: its text -> (name, arguments; a text that is none as it is). write: the other
     way round. result: what stands around what a tool gave. is_told: the system message says which tools there
     are, and how they are called. stop: ends a turn.

@@ -61,10 +61,7 @@ def answer_errors(app: Starlette) -> None:
 
 
 class Guard:
-    """ASGI: with a token all but /health need it; bodies have a limit; answers are counted.
-
-    counts: gets the number of answers by (route, status).
-    """
+    """ASGI: with a token all but /health need it; bodies have a limit. counts: answers by (route, status)."""
 
     def __init__(self, app: Any, token: str | None, counts: Counter[tuple[str, int]]) -> None:
         self.app, self.counts = app, counts
@@ -100,7 +97,6 @@ class Guard:
 
 async def unless_gone(request: Request, works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """What all of them return. If one of them raises, or the client goes away, the others are cancelled."""
-
     tasks = [asyncio.ensure_future(work) for work in works]
 
     async def gone() -> None:
@@ -117,8 +113,7 @@ async def unless_gone(request: Request, works: Iterable[Coroutine[Any, Any, T]])
             raise ApiError(499, "client_gone", "nobody reads this") from None
         raise
     finally:
-        watching.cancel()
-        for task in tasks:
+        for task in [watching, *tasks]:
             task.cancel()
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,12 +28,10 @@ JOIN_SECONDS = 10.0
 ABORTED = "abort"  # finish_reason of a turn that a pause has ended
 
 
-@dataclass(frozen=True)
-class TurnResult:
-    """A turn that ended; the lists have an entry for each sampled token.
-
-    log_probs: of the distribution that was sampled from. versions: of the weights that sampled it.
-    finish_reason: as in `Completion`, or ABORTED. session_id: the engine's, to be resumed; None: it is gone.
+class TurnResult(NamedTuple):
+    """A turn that ended; the lists have an entry for each sampled token. log_probs: of the distribution that
+    was sampled from. versions: of the weights that sampled it. finish_reason: as in `Completion`, or ABORTED.
+    session_id: the engine's, to be resumed; None: it is gone.
     """
 
     token_ids: list[int]
@@ -46,10 +44,8 @@ class TurnResult:
 
 @dataclass(eq=False)
 class EngineTurn:
-    """A turn to be run.
-
-    token_ids: a prompt, or what follows in the engine's session `session_id`. keeps: that session stays when
-    the turn has ended. on_tokens: is called in the event loop, again and again, with all its tokens so far.
+    """A turn to be run. token_ids: a prompt, or what follows in the engine's session `session_id`. keeps:
+    that session stays when the turn has ended. on_tokens: hears in the event loop all its tokens so far.
     """
 
     token_ids: list[int]
@@ -109,8 +105,7 @@ class EngineThread:
         """ApiError: the engine has failed, or so many turns more are too many."""
         self._check_failure()
         if self.num_turns + num_turns > self.max_turns:
-            message = f"{self.num_turns} turns are waiting or under way; ask again"
-            raise ApiError(429, "server_full", message)
+            raise ApiError(429, "server_full", f"{self.num_turns} turns are waiting or under way; ask again")
 
     async def run(self, turn: EngineTurn) -> TurnResult:
         """Runs a turn to its end; a cancelled one leaves nothing in the engine. ValueError: it is refused."""
@@ -172,7 +167,6 @@ class EngineThread:
         await self._ask(take)
 
     async def stats(self) -> dict[str, float]:
-        """The engine's."""
         return await self._ask(self.engine.stats)
 
     async def _ask(self, question: Callable[[], Any]) -> Any:

@@ -7,11 +7,12 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from verl.inference.chat import ChatCodec, Reply, stream_limit
+from verl.inference.chat import ChatCodec, stream_limit
 from verl.inference.engine_thread import TurnResult
 from verl.inference.requests import ChatRequest, CompletionRequest
 
 Json = dict[str, Any]
+Given = ChatRequest | CompletionRequest
 
 
 def choice_of(index: int, result: TurnResult) -> Json:
@@ -39,27 +40,23 @@ class GrowingText:
 
 
 class Completions:
-    """POST /v1/completions. Pieces come in this order: `opening`, then `news` and `ending` of each turn,
-    `closing`.
-    """
+    """POST /v1/completions. In pieces: `opening`, then `news` and `ending` of each turn, `closing`."""
 
     name = chunk_name = "text_completion"
     has_tools = False
 
-    def __init__(
-        self, codec: ChatCodec, model: str, given: CompletionRequest | ChatRequest, prompts: list[list[int]]
-    ) -> None:
+    def __init__(self, codec: ChatCodec, model: str, given: Given, prompts: list[list[int]]) -> None:
         """prompts: of each choice."""
         self.codec, self.given, self.prompts = codec, given, prompts
         self.head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.texts = [GrowingText(codec) for _ in prompts]
 
-    def reply(self, result: TurnResult) -> Reply:
+    def reply(self, result: TurnResult) -> list[Json]:
         keeps_stop = bool(self.given.include_stop_str_in_output)
         return self.codec.reply(result.token_ids, result.stop_string, self.has_tools, keeps_stop)
 
     def whole(self, results: Sequence[TurnResult]) -> Json:
-        choices = [self._choice(i, result, self.reply(result).message) for i, result in enumerate(results)]
+        choices = [self._choice(i, result, self.reply(result)[0]) for i, result in enumerate(results)]
         return {**self.head, "object": self.name, "choices": choices, "usage": self._usage(results)}
 
     def _choice(self, index: int, result: TurnResult, message: Json, is_piece: bool = False) -> Json:
@@ -86,8 +83,6 @@ class Completions:
         written = sum(len(result.token_ids) for result in results)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
-    # ---- in pieces ----
-
     def _chunk(self, *choices: Json, **more: Any) -> Json:
         return {**self.head, "object": self.chunk_name, "choices": list(choices), **more}
 
@@ -110,7 +105,7 @@ class Completions:
 
     def ending(self, index: int, result: TurnResult) -> Iterator[Json]:
         """The rest of its message, and the last piece with all that is not message."""
-        message = self.reply(result).message
+        message = self.reply(result)[0]
         if rest := (message["content"] or "")[self.texts[index].num_shown :]:
             yield self._piece(index, {"content": rest})
         if calls := message.get("tool_calls"):

@@ -126,11 +126,8 @@ class ChatRequest(Sampling):
 
     def history(self) -> list[dict[str, Any]]:
         """The messages, as plain data without what is not set."""
-        history = [message.model_dump(exclude_none=True) for message in self.messages]
-        for message in history:
-            if message["role"] == "developer":
-                message["role"] = "system"
-        return history
+        messages = [message.model_dump(exclude_none=True) for message in self.messages]
+        return [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
 
     def told_tools(self) -> list[dict[str, Any]] | None:
         if not self.tools or self.tool_choice == "none":
@@ -139,8 +136,6 @@ class ChatRequest(Sampling):
 
 
 class CompletionRequest(Sampling):
-    """POST /v1/completions. prompt: text or token ids, or a list of them."""
-
     model: Text | None = None
     prompt: Text | TokenIds | Texts | Annotated[list[TokenIds], Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
@@ -154,8 +149,6 @@ class CompletionRequest(Sampling):
 
 
 class GenerateRequest(BaseModel):
-    """POST /inference/v1/generate."""
-
     token_ids: TokenIds
     sampling_params: Sampling = Field(default_factory=Sampling)
 

@@ -16,6 +16,7 @@ from verl.config.policy import Policy, Rollout
 from verl.inference.app import create_app
 from verl.inference.chat import ChatCodec
 from verl.inference.engine_thread import EngineThread
+from verl.inference.sessions import Sessions
 from verl.inference.weights import read_weights, shapes_in
 from verl.utils import hf_tokenizer
 from verl.utils.device import get_device_name
@@ -74,8 +75,8 @@ def main(arguments: list[str] | None = None) -> None:
         server.should_exit = True
 
     thread = EngineThread(engine, args.max_queue, on_failure=end)
-    name = args.model_name or folder.resolve().name
-    app = create_app(thread, codec, name, shapes, token, args.max_sessions, args.session_seconds)
+    sessions = Sessions(thread, codec, args.max_sessions, args.session_seconds)
+    app = create_app(sessions, args.model_name or folder.resolve().name, shapes, token)
     config = uvicorn.Config(app, args.host, args.port, log_level="info", access_log=False)
     config.timeout_graceful_shutdown, config.timeout_keep_alive = GRACE_SECONDS, 75
     server = uvicorn.Server(config)

@@ -7,11 +7,10 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from verl.inference.border import ApiError
-from verl.inference.chat import ChatCodec, Place, Transcript
+from verl.inference.chat import ChatCodec, Transcript
 from verl.inference.engine_thread import EngineThread, EngineTurn, TurnResult
 from verl.inference.replies import Chat
 from verl.inference.requests import ChatRequest
@@ -41,8 +40,7 @@ class Sessions:
     def open(self, uid: str | None) -> AgentSession:
         self.drop_old()
         if len(self.held) >= self.max_sessions:
-            message = f"{len(self.held)} sessions are held; delete some, or wait"
-            raise ApiError(429, "too_many_sessions", message)
+            raise ApiError(429, "too_many_sessions", f"{len(self.held)} sessions held; delete some or wait")
         session = AgentSession(secrets.token_hex(16), uid)
         self.held[session.session_id] = session
         return session
@@ -83,35 +81,34 @@ class Sessions:
         if given.n not in (None, 1):
             raise ValueError(f"n is {given.n}; a session is one line of play: expected 1")
         self.engine.check_room()
-        place = session.transcript.place(self.codec, given.history(), given.told_tools())
-        segment = place.segment
-        whole = place.new_ids if place.is_new else segment.prompt_ids + segment.response_ids + place.new_ids
+        segment = session.transcript.place(self.codec, given.history(), given.told_tools())
+        new, before = segment.new_ids, segment.prompt_ids + segment.response_ids
+        whole = before if segment.is_new else before + new
         resumed = segment.engine_session is not None
         drawn = 0 if resumed else sum(segment.response_mask)
         seed = segment.seed if given.seed is None else given.seed
         params = given.params(self.codec, seed, self.codec.max_model_len, drawn)
-        token_ids = place.new_ids if resumed else whole
-        turn = EngineTurn(token_ids, params, segment.engine_session, keeps=True)
+        turn = EngineTurn(new if resumed else whole, params, segment.engine_session, keeps=True)
         form = Chat(self.codec, model, given, whole)
-        return turn, form, partial(self._run, session, place, form)
 
-    async def _run(self, session: AgentSession, place: Place, form: Chat, turn: EngineTurn) -> TurnResult:
-        task = asyncio.ensure_future(self.engine.run(turn))
-        session.under_way.add(task)
-        try:
-            result = await task
-        except BaseException as error:
-            # It holds a turn that nobody has seen, or is gone.
-            self.engine.close_sessions([place.segment.engine_session])
-            place.segment.engine_session = None
-            session.transcript.put_back(place)
-            if isinstance(error, asyncio.CancelledError) and session.outcome is not None:
-                raise ApiError(409, "session_finished", "the session was finished meanwhile") from None
-            raise
-        finally:
-            session.under_way.discard(task)
-            session.last_used = time.monotonic()
-        place.segment.engine_session = result.session_id
-        reply = form.reply(result)
-        session.transcript.add(place, result.token_ids, result.log_probs, result.versions, reply)
-        return result
+        async def run(turn: EngineTurn) -> TurnResult:
+            task = asyncio.ensure_future(self.engine.run(turn))
+            session.under_way.add(task)
+            try:
+                result = await task
+            except BaseException as error:
+                # The engine's session holds a turn that nobody has seen, or is gone.
+                self.engine.close_sessions([segment.engine_session])
+                segment.engine_session = None
+                session.transcript.put_back(segment)
+                if isinstance(error, asyncio.CancelledError) and session.outcome is not None:
+                    raise ApiError(409, "session_finished", "the session was finished meanwhile") from None
+                raise
+            finally:
+                session.under_way.discard(task)
+                session.last_used = time.monotonic()
+            segment.engine_session = result.session_id
+            session.transcript.add(segment, result, form.reply(result))
+            return result
+
+        return turn, form, run

@@ -16,19 +16,16 @@ Shapes = dict[str, tuple[int, ...]]
 
 def shapes_in(folder: Path) -> Shapes:
     """Name -> shape. ValueError: there is no folder, no *.safetensors in it, or one that can't be read."""
-    try:
-        files = sorted(folder.glob("*.safetensors"))
-    except OSError as error:  # a name that is too long, a folder that can't be looked into
-        raise ValueError(f"{folder} can't be read: {error}") from error
-    if not files:
-        raise ValueError(f"{folder} is no folder with *.safetensors")
     shapes: Shapes = {}
-    for path in files:
-        try:
+    path = folder  # its name may be too long, or it can't be looked into
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} can't be read: {error}") from error
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} can't be read: {error}") from error
+    if not shapes:
+        raise ValueError(f"{folder} is no folder with *.safetensors")
     return shapes
 
 
