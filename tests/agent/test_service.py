@@ -36,9 +36,7 @@ def serving(tokenizer, model, url: str) -> Iterator[tuple[LLMGenerationManager, 
     settings = replace(CONFIG, search_delay_steps=None, topk=1)
     with SearchClient(url, timeout=60) as client:
         agent = LLMGenerationManager(tokenizer, engine, client, settings)
-        service = TrajectoryService(
-            agent.codec, engine, agent.environments, agent.config, agent.sampling_params({})
-        )
+        service = TrajectoryService(agent)
         yield agent, service
         service.end()
         assert engine.stats()["running"] == engine.stats()["parked"] == 0

@@ -14,6 +14,7 @@ import uvicorn
 from verl.inference.app import create_app
 from verl.inference.chat import ChatCodec
 from verl.inference.engine_thread import EngineThread
+from verl.inference.sessions import Sessions
 from verl.inference.weights import read_weights, shapes_in
 from verl.utils import hf_tokenizer
 from verl.workers.engine.loading import load_hf_config
@@ -66,12 +67,13 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def serving(token=None, max_turns=1000, max_model_len=1024, **settings):
+def serving(token=None, max_turns=1000, max_model_len=1024, max_sessions=4096, max_idle=3600):
     engine = NativeEngine(load_hf_config({"path": str(MODEL)}), 64, max_model_len)
     engine.load_weights(read_weights(MODEL), 0)
     thread = EngineThread(engine, max_turns)
     codec = ChatCodec(tokenizer(False), max_model_len)
-    app = create_app(thread, codec, NAME, shapes_in(MODEL), token, **settings)
+    sessions = Sessions(thread, codec, max_sessions, max_idle)
+    app = create_app(sessions, NAME, shapes_in(MODEL), token)
     config = uvicorn.Config(app, "127.0.0.1", 0, log_level="warning", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     running = threading.Thread(target=server.run, daemon=True)

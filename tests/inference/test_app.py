@@ -222,7 +222,7 @@ def test_a_full_server_says_when_to_come_again():
 
 
 def test_idle_sessions_are_dropped_and_leave_nothing_in_the_engine():
-    with serving(session_seconds=0.3) as server:
+    with serving(max_idle=0.3) as server:
         session, path = server.open()
         chat(server, path=path)
         assert server.engine.stats()["parked"] == 1

@@ -7,7 +7,9 @@ import random
 import pytest
 from served import tokenizer
 
-from verl.inference.chat import ChatCodec, ContextTooLong, Transcript, stream_limit
+from verl.inference.border import ApiError
+from verl.inference.chat import ChatCodec, Transcript, stream_limit
+from verl.inference.engine_thread import TurnResult
 
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
 
@@ -25,7 +27,7 @@ def play(codec, transcript, messages, ids, tools=None, stop=None):
     """A turn with these ids, as the app runs it: (place, reply)."""
     place = transcript.place(codec, messages, tools)
     reply = codec.reply(ids, stop, tools is not None, False)
-    transcript.add(place, ids, [-1.0] * len(ids), [0] * len(ids), reply)
+    transcript.add(place, TurnResult(ids, [-1.0] * len(ids), [0] * len(ids), "eos", None, None), reply)
     return place, reply
 
 
@@ -66,22 +68,23 @@ class Player:
         place = self.transcript.place(self.codec, self.messages, self.tools)
         assert place.is_new != self.is_extension
         self.counts["new" if place.is_new else "extended"] += 1
-        key = id(place.segment)
+        key = id(place)
         if place.is_new:
             self.contexts[key], self.sampled[key] = [], []
         if self.rng.random() < 0.1:  # the client went away
             self.transcript.put_back(place)
             place = self.transcript.place(self.codec, self.messages, self.tools)
-            assert (place.segment is not None) and place.is_new != self.is_extension
-            key = id(place.segment)
+            assert place.is_new != self.is_extension
+            key = id(place)
             if place.is_new:
                 self.contexts[key], self.sampled[key] = [], []
         ids = self.sample()
         self.contexts[key] += [*place.new_ids, *ids]
         self.sampled[key] += ids
         reply = self.codec.reply(ids, None, self.tools is not None, False)
-        self.transcript.add(place, ids, [-0.5] * len(ids), [3] * len(ids), reply)
-        self.messages = [*self.messages, dict(reply.message)]
+        result = TurnResult(ids, [-0.5] * len(ids), [3] * len(ids), "eos", None, None)
+        self.transcript.add(place, result, reply)
+        self.messages = [*self.messages, dict(reply[0])]
 
     def go_on(self):
         """What the client sends next: mostly its history with more behind it."""
@@ -151,7 +154,7 @@ def test_only_the_new_messages_are_given_to_the_tokenizer(codec, monkeypatch):
             lambda text, *more, old=old, **keys: (given.append(text), old(text, *more, **keys))[1],
             raising=False,
         )
-    place = transcript.place(codec, [*messages, reply.message, user("and more")], None)
+    place = transcript.place(codec, [*messages, reply[0], user("and more")], None)
     assert not place.is_new and given and not any("SECRET" in text or "a question" in text for text in given)
 
 
@@ -161,10 +164,10 @@ def test_a_context_is_the_templates_text_though_turns_are_never_rendered():
     for text in ("first", "second", "third"):
         ids = codec.tokenizer.encode(text + "<|im_end|>")
         place, reply = play(codec, transcript, messages, ids)
-        messages = [*messages, reply.message, user(f"after {text}")]
+        messages = [*messages, reply[0], user(f"after {text}")]
     place = transcript.place(codec, messages, None)
     whole = codec.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    segment = place.segment
+    segment = place
     assert codec.codec.decode(segment.prompt_ids + segment.response_ids + place.new_ids) == whole
     assert len(transcript.segments) == 1 and whole.count("<|im_end|>\n<|im_start|>") == 8
 
@@ -174,13 +177,13 @@ def test_thinking_that_the_template_strips_stays_in_the_context():
     transcript, messages = Transcript(), [user("one?")]
     ids = codec.tokenizer.encode("<think>long thoughts</think>yes<|im_end|>")
     _, reply = play(codec, transcript, messages, ids)
-    history = [*messages, reply.message, user("two?")]
+    history = [*messages, reply[0], user("two?")]
     rendered = codec.tokenizer.apply_chat_template(history, tokenize=False)
     assert "thoughts" not in rendered
     place = transcript.place(codec, history, None)
-    assert not place.is_new and place.segment.response_ids == ids
+    assert not place.is_new and place.response_ids == ids
     transcript.put_back(place)
-    stripped = [*messages, {**reply.message, "content": "yes"}, user("two?")]
+    stripped = [*messages, {**reply[0], "content": "yes"}, user("two?")]
     assert transcript.place(codec, stripped, None).is_new
 
 
@@ -189,18 +192,20 @@ def test_an_older_segment_is_gone_on_with_and_one_under_way_is_not(codec):
     _, first = play(codec, transcript, [user("a")], [5, 6])
     _, other = play(codec, transcript, [user("b")], [7, 8])
     assert len(transcript.segments) == 2
-    place = transcript.place(codec, [user("a"), first.message, user("more")], None)
-    assert place.segment is transcript.segments[0]
-    assert transcript.place(codec, [user("a"), first.message, user("more")], None).is_new  # a retry beside it
+    place = transcript.place(codec, [user("a"), first[0], user("more")], None)
+    assert place is transcript.segments[0]
+    assert transcript.place(codec, [user("a"), first[0], user("more")], None).is_new  # a retry beside it
     transcript.put_back(place)
-    assert transcript.place(codec, [user("a"), first.message, user("x")], None).segment is place.segment
+    assert transcript.place(codec, [user("a"), first[0], user("x")], None) is place
 
 
 def test_a_stop_string_is_cut_off_and_may_be_written_back(codec):
     ids = codec.tokenizer.encode("<search> x</search>")
     reply = codec.reply(ids, "</search>", False, False)
-    assert reply.message["content"] == "<search> x" and "<search> x</search>" in reply.spellings
-    assert codec.reply(ids, "</search>", False, True).message["content"] == "<search> x</search>"
+    assert reply[0]["content"] == "<search> x" and "<search> x</search>" in [
+        each["content"] for each in reply
+    ]
+    assert codec.reply(ids, "</search>", False, True)[0]["content"] == "<search> x</search>"
     transcript = Transcript()
     play(codec, transcript, [user("a")], ids, stop="</search>")
     back = {"role": "assistant", "content": "<search> x</search>"}
@@ -213,13 +218,13 @@ def test_calls_become_tool_calls_and_come_back_as_an_extension(codec):
         'one moment <tool_call>{"name": "search", "arguments": {"q": "b"}}</tool_call>'
     )
     _, reply = play(codec, transcript, messages, ids, tools=[TOOL])
-    (call,) = reply.message["tool_calls"]
-    assert (call["function"], reply.message["content"]) == (
+    (call,) = reply[0]["tool_calls"]
+    assert (call["function"], reply[0]["content"]) == (
         {"name": "search", "arguments": '{"q": "b"}'},
         "one moment ",
     )
     other_spelling = {**call, "function": {"name": "search", "arguments": '{ "q":"b" }'}}
-    history = [*messages, {**reply.message, "tool_calls": [other_spelling]}]
+    history = [*messages, {**reply[0], "tool_calls": [other_spelling]}]
     history.append({"role": "tool", "tool_call_id": call["id"], "content": "found"})
     place = transcript.place(codec, history, [TOOL])
     assert not place.is_new and "<tool_response>" in codec.codec.decode(place.new_ids)
@@ -230,22 +235,22 @@ def test_calls_become_tool_calls_and_come_back_as_an_extension(codec):
 def test_what_leaves_no_room_is_refused_before_long_texts_are_encoded(codec):
     short = ChatCodec(codec.tokenizer, 200)
     for text in ("word " * 200, "x" * 10_000_000):
-        with pytest.raises(ContextTooLong):
+        with pytest.raises(ApiError, match="context_length_exceeded"):
             short.prompt_ids([user(text)], None)
     transcript = Transcript()
     _, reply = play(short, transcript, [user("a")], [5] * 100)
-    with pytest.raises(ContextTooLong):
-        transcript.place(short, [user("a"), reply.message, user("word " * 100)], None)
-    place = transcript.place(short, [user("a"), reply.message, user("b")], None)
+    with pytest.raises(ApiError, match="context_length_exceeded"):
+        transcript.place(short, [user("a"), reply[0], user("word " * 100)], None)
+    place = transcript.place(short, [user("a"), reply[0], user("b")], None)
     assert not place.is_new
 
 
 def test_stop_conditions_are_bounded(codec):
-    first = codec.stop(["a"])
-    assert codec.stop(["a"]) is first and codec.stop([]) is None
+    stop = codec.codec.stop
+    assert stop(("a",)) is stop(("a",)) and stop(()) is None
     for number in range(100):
-        codec.stop([f"stop {number}"])
-    assert len(codec._stops) == 64
+        stop((f"stop {number}",))
+    assert stop.cache_info().currsize == 64
 
 
 @pytest.mark.parametrize(

@@ -52,11 +52,11 @@ class Codec:
         self.decode_prompt = lru_cache(maxsize=4096)(self.decode)  # and has one prompt
         self._is_fast = isinstance(tokenizer, PreTrainedTokenizerFast)
         self.stop = lru_cache(maxsize=64)(self._stop)
-        self._pieces = cache(partial(token_bytes, tokenizer))
+        self.pieces = cache(partial(token_bytes, tokenizer))
 
     def _stop(self, strings: tuple[str, ...]) -> StopCondition | None:
         """What ends a turn at one of these strings; None without strings."""
-        return StopCondition(self.tokenizer, strings, self._pieces()) if strings else None
+        return StopCondition(self.tokenizer, strings, self.pieces()) if strings else None
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a text that continues a context: nothing is added around it.

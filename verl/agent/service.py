@@ -15,25 +15,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from verl.agent.codec import Codec
+from verl.agent.agent import EnvironmentAgent
 from verl.agent.loop import TrajectoryLoop
-from verl.agent.trajectory import KEPT, AgentConfig, Trajectory
-from verl.environments.executors import Environments
-from verl.workers.rollout.base import RolloutEngine, SamplingParams
+from verl.agent.trajectory import KEPT, Trajectory
 
 
 class TrajectoryService(TrajectoryLoop):
-    """Its trajectories have a `row` of their own each, and their own `params`. Made without any."""
+    """Its trajectories have a `row` of their own each, and their own `params`; at first there are none."""
 
-    def __init__(
-        self,
-        codec: Codec,
-        engine: RolloutEngine,
-        environments: Environments,
-        config: AgentConfig,
-        params: SamplingParams,
-    ) -> None:
-        super().__init__(codec, engine, environments, config, params, [])
+    def __init__(self, agent: EnvironmentAgent) -> None:
+        tools = (agent.codec, agent.engine, agent.environments, agent.config)
+        super().__init__(*tools, agent.sampling_params({}), [])
         self._live: dict[int, Trajectory] = {}
         self._finished: list[Trajectory] = []
         self._waiting_weights: Callable[[], None] | None = None  # until no turn is under way
@@ -46,10 +38,8 @@ class TrajectoryService(TrajectoryLoop):
     def add(self, trajectories: Sequence[Trajectory]) -> None:
         self._live |= {trajectory.row: trajectory for trajectory in trajectories}
         for trajectory in trajectories:
-            if trajectory.finish_reason:  # it had ended before a checkpoint
-                self._finished.append(trajectory)
-            else:
-                self.pending.append(trajectory)
+            ended = trajectory.finish_reason  # before a checkpoint
+            (self._finished if ended else self.pending).append(trajectory)
         self._start_pending()
 
     def take_finished(self) -> list[Trajectory]:
@@ -81,10 +71,9 @@ class TrajectoryService(TrajectoryLoop):
                 under_way.future.add_done_callback(partial(self._close_late, trajectory))
             self._held = [held for held in self._held if held[0] is not trajectory]
             self._finish(trajectory, "cut")
-        gone = set(rows)
-        self._finished = [trajectory for trajectory in self._finished if trajectory.row not in gone]
-        for row in gone & self._live.keys():
-            del self._live[row]
+        self._finished = [trajectory for trajectory in self._finished if trajectory.row not in rows]
+        for row in rows:
+            self._live.pop(row, None)
 
     def load_weights(self, load: Callable[[], None], turns_end_first: bool) -> None:
         """Calls `load`, which gives the engine weights: now, or when the turns that are under way have ended,
@@ -126,25 +115,20 @@ class TrajectoryService(TrajectoryLoop):
             if trajectory.finish_reason:
                 copies.append(trajectory)
                 continue
-            if trajectory.episode is not None and not self.environments[trajectory.env_class].stateless:
-                copies.append(self._anew(trajectory))
-                continue
-            copy = replace(trajectory, turns=[replace(turn) for turn in trajectory.turns])
-            for name in ("response_ids", "response_mask", "log_probs", "contexts"):
-                setattr(copy, name, list(getattr(trajectory, name)))
-            if (observation := held.get(trajectory.row)) is not None:
-                if copy.num_tokens + len(observation) < self.max_context:  # else it is asked for again
-                    copy.add_observation(observation)
-            elif trajectory.session_id is not None and trajectory.episode is not None:
-                begun = self._settled(trajectory.session_id, trajectory.episode)
-                copy.keep(begun, self.engine.version)
+            episode, env_class = trajectory.episode, trajectory.env_class
+            if episode is not None and not self.environments[env_class].stateless:
+                copy = Trajectory(trajectory.row, list(trajectory.prompt_ids), trajectory.seed)
+                for name in ("env_class", "messages", "extras", "max_turns"):
+                    setattr(copy, name, getattr(trajectory, name))
+            else:
+                copy = replace(trajectory, turns=[replace(turn) for turn in trajectory.turns])
+                for name in ("response_ids", "response_mask", "log_probs", "contexts"):
+                    setattr(copy, name, list(getattr(trajectory, name)))
+                if (observation := held.get(trajectory.row)) is not None:
+                    if copy.num_tokens + len(observation) < self.max_context:  # else it is asked for again
+                        copy.add_observation(observation)
+                elif trajectory.session_id is not None and episode is not None:
+                    copy.keep(self._settled(trajectory.session_id, episode), self.engine.version)
             copy.finish_reason = KEPT
             copies.append(copy)
         return copies
-
-    def _anew(self, trajectory: Trajectory) -> Trajectory:
-        fresh = Trajectory(trajectory.row, list(trajectory.prompt_ids), trajectory.seed)
-        for name in ("env_class", "messages", "extras", "max_turns"):
-            setattr(fresh, name, getattr(trajectory, name))
-        fresh.finish_reason = KEPT
-        return fresh

@@ -7,15 +7,13 @@
 `environment.env_config.agent`: {"function": "package.module:run", "tool_format": "hermes" | "search_r1",
 "rewards": true}.
 
-task: the row's columns and its `prompt` (messages). base_url: of this episode alone; any client of OpenAI's
-API takes it, any model name and any key will do. Each request is a turn: its messages are what the policy
-reads. Those that follow the ones before are appended to them, tokens that were sampled stay as they are;
-a request whose history or tools are others begins a context of its own in the same row. `stop` counts; how
-else is sampled the run decides: temperature, max_tokens and seed of a request are not read. Two requests at a
-time are answered one after the other. What `run` returns is the episode's reward; an episode that a limit
-ends before has 0. With `rewards: false` nothing is returned, and the run's reward function or the row's
-verifiers score the turns. What `run` raises leaves the batch, and so does a wait of more than
-`environment.step_timeout` for its next request.
+task: the row's columns and its `prompt` (messages). base_url: of this episode alone, for any client, model
+name and key. Each request is a turn. Messages that follow the ones before are appended to them; a request
+whose history or tools are others begins a context of its own in the same row. `stop` counts; temperature,
+max_tokens and seed of a request are not read: the run decides. Two requests at a time are answered one after
+the other. What `run` returns is the episode's reward; an episode that a limit ends before has 0. With
+`rewards: false` nothing is returned, and the run's reward function or the row's verifiers score the turns.
+What `run` raises leaves the batch, and so does a wait of more than `environment.step_timeout`.
 """
 
 from __future__ import annotations
@@ -23,12 +21,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
-import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import cache
 from typing import Any
 
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, EpisodeFailed, Message
@@ -39,7 +37,6 @@ from verl.utils.importing import import_named
 HOST = "127.0.0.1"
 _numbers = itertools.count()
 _sessions: dict[str, AgentFunctionEnv] = {}
-_endpoint: list[str] = []  # this process's address, once there is one
 _endpoint_lock = threading.Lock()
 
 
@@ -69,9 +66,8 @@ class AgentFunctionEnv(BaseTextEnv):
         config = env_config or {}
         name, form = config.get("function"), config.get("tool_format", "hermes")
         if not isinstance(name, str):
-            raise ValueError(
-                f"Found environment.env_config.agent.function={name!r}; expected package.module:run."
-            )
+            found = f"Found environment.env_config.agent.function={name!r}"
+            raise ValueError(f"{found}; expected package.module:run.")
         if form not in FORMATS:
             raise ValueError(f"Found tool_format={form!r} of agent; expected one of {', '.join(FORMATS)}.")
         self.function = import_named(name, f"function={name!r} of environment agent", ())
@@ -80,15 +76,14 @@ class AgentFunctionEnv(BaseTextEnv):
         self.usage = (0, 0, False)  # tokens that the last turn has read and written; whether a limit cut it
         self.events: asyncio.Queue[Any] = asyncio.Queue()  # requests (body, reply), and the run at its end
         self.body: dict[str, Any] = {}
-        self.reply: Future[Any] | None = None
+        self.reply: Future[Any] = Future()
         self.running: asyncio.Task[Any] | None = None
-        self.is_over = False
+        self.session_id = f"s{next(_numbers)}"
 
     async def init(self, prompt: list[Message]) -> Any:  # type: ignore[override]
-        self.loop, session_id = asyncio.get_running_loop(), f"s{next(_numbers)}"
-        self.session_id = session_id
-        _sessions[session_id] = self
-        base_url = f"{await asyncio.wrap_future(in_thread(endpoint))}/sessions/{session_id}/v1"
+        self.loop = asyncio.get_running_loop()
+        _sessions[self.session_id] = self
+        base_url = f"{await asyncio.wrap_future(in_thread(endpoint))}/sessions/{self.session_id}/v1"
         task = {**self.row, "prompt": prompt}
 
         async def play() -> Any:
@@ -104,10 +99,10 @@ class AgentFunctionEnv(BaseTextEnv):
 
     def put(self, body: dict[str, Any], reply: Future[Any]) -> None:
         """A request, in the event loop of the episode."""
-        if self.is_over:
-            reply.cancel()
-        else:
+        if self.session_id in _sessions:
             self.events.put_nowait((body, reply))
+        else:
+            reply.cancel()
 
     async def _next(self) -> bool:
         """Waits for the next request; True: the run has ended instead. Raises what it raised."""
@@ -132,8 +127,6 @@ class AgentFunctionEnv(BaseTextEnv):
         if tools:
             said |= with_tool_calls(text, f"call_{next(_numbers)}_", self.form)
         reply, before = self.reply, [*self.body["messages"], said]
-        assert reply is not None
-        self.reply = None
         if reply.set_running_or_notify_cancel():  # else the client is gone
             reply.set_result((said, self.usage))
         if await self._next():
@@ -156,94 +149,83 @@ class AgentFunctionEnv(BaseTextEnv):
         return {"turns": self.turns}
 
     async def close(self) -> None:  # type: ignore[override]
-        self.is_over = True
-        _sessions.pop(vars(self).get("session_id", ""), None)
+        _sessions.pop(self.session_id, None)
         if self.running is not None:
             self.running.cancel()
         while not self.events.empty():
             event = self.events.get_nowait()
             if not isinstance(event, asyncio.Task):
                 event[1].cancel()
-        if self.reply is not None:
-            self.reply.cancel()
+        self.reply.cancel()
 
 
-# ---------------------------------------------------------------------------------------------- the endpoint
 def endpoint() -> str:
     """The address of this process's endpoint, which lives as long as the process."""
     with _endpoint_lock:
-        if not _endpoint:
-            _endpoint.append(_serve())
-    return _endpoint[0]
+        return _serve()
 
 
-def mistake_of_request(body: Any) -> str | None:
-    """Why a request can't be answered; None: it can."""
+def check_request(body: Any) -> None:
+    """ValueError: a request can't be answered."""
     messages = body.get("messages") if isinstance(body, dict) else None
     if not isinstance(messages, list) or not messages:
-        return "expected JSON with a list of messages"
+        raise ValueError(f"found {body!r:.200}")
     for each in messages:
         content = each.get("content") if isinstance(each, dict) else 0
         parts = content if isinstance(content, list) else []
-        is_text = (
-            content is None or isinstance(content, str | list) and all(isinstance(p, dict) for p in parts)
-        )
-        if not is_text or not isinstance(each.get("role"), str):
-            return f"found the message {each!r:.200}; expected a role, and a text or parts of text"
+        is_text = content is None or isinstance(content, str | list)
+        if not (is_text and isinstance(each.get("role"), str) and all(isinstance(p, dict) for p in parts)):
+            raise ValueError(f"found the message {each!r:.200}; expected a role, and a text or parts of text")
     stop = body.get("stop") or []
     if not all(isinstance(text, str) and text for text in ([stop] if isinstance(stop, str) else stop)):
-        return f"found stop={stop!r:.200}; expected texts that are not empty"
-    try:
-        json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return "found half a surrogate pair, which is no text"
-    return None
+        raise ValueError(f"found stop={stop!r:.200}; expected texts that are not empty")
 
 
+@cache
 def _serve() -> str:
+    import orjson
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
-    from starlette.responses import JSONResponse, Response, StreamingResponse
-    from starlette.routing import Route
+    from starlette.responses import Response
 
-    def refused(status: int, code: str, message: str) -> Response:
-        said = {"message": message, "type": "invalid_request_error", "code": code, "param": None}
-        return JSONResponse({"error": said}, status)
+    from verl.inference.border import STREAM_END, ApiError, answer_errors, as_json, event
 
     async def complete(request: Request) -> Response:
         try:
-            body = await request.json()
-        except ValueError:
-            body = None
-        if (mistake := mistake_of_request(body)) is not None:
-            return refused(400, "invalid_messages", mistake)
+            body = orjson.loads(await request.body())
+            check_request(body)
+        except ValueError as error:  # half of a surrogate pair, too
+            message = f"expected JSON with a list of messages: {error}"
+            raise ApiError(400, "invalid_messages", message) from None
         env = _sessions.get(request.path_params["id"])
         reply: Future[Any] = Future()
         if env is None or env.loop.is_closed():
-            return refused(404, "session_not_found", "there is no such episode, or it is over")
+            raise ApiError(404, "session_not_found", "there is no such episode, or it is over")
         env.loop.call_soon_threadsafe(env.put, body, reply)
         try:
             said, (read, written, is_cut) = await asyncio.wrap_future(reply)
         except asyncio.CancelledError:
-            return refused(404, "session_not_found", "the episode is over")
+            raise ApiError(404, "session_not_found", "the episode is over") from None
         reason = "tool_calls" if said.get("tool_calls") else "length" if is_cut else "stop"
         usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-        head = {"id": f"chatcmpl-{next(_numbers)}", "created": int(time.time())}
-        head |= {"model": str(body.get("model", "policy"))}
+        name, model = "chat.completion", str(body.get("model", "policy"))
+        head = {"id": f"chatcmpl-{next(_numbers)}", "created": int(time.time()), "model": model}
         if not body.get("stream"):
             choice = {"index": 0, "message": said, "finish_reason": reason, "logprobs": None}
-            return JSONResponse({**head, "object": "chat.completion", "choices": [choice], "usage": usage})
-        delta = {**said, "tool_calls": [{"index": i, **c} for i, c in enumerate(said.get("tool_calls", ()))]}
-        parts: list[dict[str, Any]] = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}]
-        parts.append({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
+            return as_json({**head, "object": name, "choices": [choice], "usage": usage})
+        head["object"] = f"{name}.chunk"
+        calls = [{"index": i, **call} for i, call in enumerate(said.get("tool_calls", ()))]
+        beginning = {"index": 0, "delta": {**said, "tool_calls": calls}, "finish_reason": None}
+        end = {"index": 0, "delta": {}, "finish_reason": reason}
+        pieces = [event({**head, "choices": [choice]}) for choice in (beginning, end)]
         if (body.get("stream_options") or {}).get("include_usage"):
-            parts.append({"choices": [], "usage": usage})
-        lines = [json.dumps({**head, "object": "chat.completion.chunk", **part}) for part in parts]
-        text = "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"])
-        return StreamingResponse(iter([text]), media_type="text/event-stream")
+            pieces.append(event({**head, "choices": [], "usage": usage}))
+        return Response(b"".join([*pieces, STREAM_END]), media_type="text/event-stream")
 
-    app = Starlette(routes=[Route("/sessions/{id}/v1/chat/completions", complete, methods=["POST"])])
+    app = Starlette()
+    app.add_route("/sessions/{id}/v1/chat/completions", complete, methods=["POST"])
+    answer_errors(app)
     listener = socket.create_server((HOST, 0), backlog=1024)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
     threading.Thread(target=server.run, args=([listener],), name="agent endpoint", daemon=True).start()

@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl.environments.base import Message
 
@@ -19,12 +18,9 @@ _HOW_TO_CALL = 'To call one, write <tool_call>{"name": NAME, "arguments": {...}}
 CALL_BEGINS = "<tool_call>"
 
 
-@dataclass(frozen=True)
-class ToolFormat:
-    """How calls of tools are written.
-
-    call: matches one. read: its text -> (name, arguments; a text that is none as it is). write: the other way
-    round. result: what stands around what a tool gave. is_told: the system message says which tools there
+class ToolFormat(NamedTuple):
+    """call: matches one. read: its text -> (name, arguments; a text that is none as it is). write: the other
+    way round. result: what stands around what a tool gave. is_told: the system message says which tools there
     are, and how they are called. stop: ends a turn.
     """
 
@@ -37,11 +33,10 @@ class ToolFormat:
 
 
 def _read_json(text: str) -> tuple[str, Any]:
-    try:
-        call = json.loads(text)
+    call = loaded(text)
+    if isinstance(call, dict) and "name" in call:
         return str(call["name"]), call.get("arguments") or {}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return "invalid", text  # whoever runs the tools says what is wrong with it
+    return "invalid", text  # whoever runs the tools says what is wrong with it
 
 
 FORMATS = {
@@ -65,10 +60,8 @@ HERMES = FORMATS["hermes"]
 
 
 def _query(given: str) -> str:
-    try:
-        return str(json.loads(given)["query"])
-    except (ValueError, LookupError, TypeError):
-        return given
+    arguments = loaded(given)
+    return str(arguments["query"]) if isinstance(arguments, dict) and "query" in arguments else given
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -106,10 +99,7 @@ def with_tools_told(
     and the format tells them.
     """
     roles = {"tool": "user", "developer": "system"}
-    shown = [
-        {"role": roles.get(message["role"], message["role"]), "content": plain(message, form)}
-        for message in messages
-    ]
+    shown = [{"role": roles.get(m["role"], m["role"]), "content": plain(m, form)} for m in messages]
     if tools and form.is_told:
         lines = "\n".join(map(json.dumps, tools))
         text = f"These tools can be called:\n<tools>\n{lines}\n</tools>\n{_HOW_TO_CALL}\n\n"

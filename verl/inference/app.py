@@ -1,11 +1,6 @@
 """The HTTP API of an engine: OpenAI's routes, sessions for training, and control of weights.
 
-    GET  /health /metrics /v1/models      POST /v1/completions  /v1/chat/completions  /inference/v1/generate
-    POST /sessions {uid?} -> {session_id, base_url}: what an unmodified client takes as its base_url
-    POST /sessions/ID/v1/chat/completions    GET, DELETE /sessions/ID    POST /sessions/ID/finish {reward, ..}
-    POST /pause?mode=keep|wait|abort  /resume  /update_weights {weight_dir, version}    with a token alone
-
-docs/inference.md describes them. Handlers do little; the engine's thread steps on (`engine_thread.py`).
+docs/inference.md describes the routes. Handlers do little; the engine's thread steps on (`engine_thread.py`).
 """
 
 from __future__ import annotations
@@ -14,59 +9,38 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
-from functools import partial
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
-from verl.inference.border import ApiError, Guard, answer_errors, as_json, unless_gone
-from verl.inference.chat import ChatCodec
-from verl.inference.engine_thread import EngineThread, EngineTurn, TurnResult
-from verl.inference.replies import Chat, Completions, choice_of
-from verl.inference.requests import (
-    MAX_CHOICES,
-    ChatRequest,
-    CompletionRequest,
-    FinishRequest,
-    GenerateRequest,
-    Sampling,
-    SessionRequest,
-    UpdateRequest,
-)
-from verl.inference.sessions import Sessions
+from verl.inference import requests
+from verl.inference.border import STREAM_END, ApiError, Guard, answer_errors, as_json, event, unless_gone
+from verl.inference.engine_thread import EngineTurn, TurnResult
+from verl.inference.replies import Chat, Completions, Json, choice_of
+from verl.inference.sessions import Run, Sessions
 from verl.inference.weights import Shapes, check_same, read_weights, shapes_in
 
 COMPLETION_TOKENS = 16  # of /v1/completions, where the client says nothing, as OpenAI has it
 SEGMENT = ("prompt_ids", "response_ids", "response_mask", "log_probs", "versions", "turns")
-Run = Callable[[EngineTurn], Coroutine[Any, Any, TurnResult]]
 
 
-def create_app(
-    engine: EngineThread,
-    codec: ChatCodec,
-    model: str,
-    shapes: Shapes,
-    token: str | None = None,
-    max_sessions: int = 4096,
-    session_seconds: float = 3600.0,
-) -> FastAPI:
+def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None = None) -> FastAPI:
     """The server of an engine whose thread starts and ends with it.
 
     model: the name that clients use. shapes: of its weights. token: the bearer token; None: none is asked
-    for, and there are no control routes. max_sessions, session_seconds: see `Sessions`.
+    for, and there are no control routes.
     """
-    sessions = Sessions(engine, codec, max_sessions, session_seconds)
+    engine, codec = sessions.engine, sessions.codec
     counts: Counter[tuple[str, int]] = Counter()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async def watch() -> None:
             while True:
-                await asyncio.sleep(min(10.0, session_seconds))
+                await asyncio.sleep(min(10.0, sessions.max_idle))
                 sessions.drop_old()
 
         engine.start()
@@ -80,8 +54,6 @@ def create_app(
     app = FastAPI(title="Inference", lifespan=lifespan)
     app.add_middleware(Guard, token=token, counts=counts)
     answer_errors(app)
-
-    # ---------------------------------------------------------------------------------------- what there is
 
     @app.get("/health")
     async def health() -> Response:
@@ -107,81 +79,64 @@ def create_app(
         about = {"id": model, "object": "model", "created": 0, "owned_by": "verl"}
         return as_json({"object": "list", "data": [about | {"max_model_len": codec.max_model_len}]})
 
-    # --------------------------------------------------------------------------------------------- requests
-
     def check_model(name: str | None) -> None:
         if name not in (None, model):
             raise ApiError(404, "model_not_found", f"the model here is {model!r}, not {name!r}")
 
-    def turns_of(prompts: list[list[int]], given: Sampling, max_tokens: int) -> list[EngineTurn]:
+    def turns_of(prompts: list[list[int]], given: requests.Sampling, max_tokens: int) -> list[EngineTurn]:
         """`n` turns of each prompt."""
         number = given.n or 1
-        if len(prompts) * number > MAX_CHOICES:
-            raise ValueError(
-                f"{len(prompts)} prompts with n={number}; expected at most {MAX_CHOICES} choices"
-            )
+        if len(prompts) * number > requests.MAX_CHOICES:
+            found = f"{len(prompts)} prompts with n={number}"
+            raise ValueError(f"{found}; expected at most {requests.MAX_CHOICES} choices")
         for ids in prompts:
             codec.check_room(len(ids))
         engine.check_room(len(prompts) * number)
         first = secrets.randbits(62) if given.seed is None else given.seed
-        params = [
-            given.model_copy(update={"seed": first + i}).params(codec, 0, max_tokens) for i in range(number)
-        ]
+        params = [given.params(codec, first + i, max_tokens) for i in range(number)]
         return [EngineTurn(ids, each) for ids in prompts for each in params]
 
-    async def answer(
-        request: Request, turns: list[EngineTurn], form: Completions, run: Run, stream: bool | None
-    ) -> Response:
+    async def answer(request: Request, turns: list[EngineTurn], form: Completions, run: Run) -> Response:
         """The turns' ends as the client has asked for them. A client that goes away ends its turns."""
-        if stream:
+        if form.given.stream:
             return StreamingResponse(streamed(turns, form, run), media_type="text/event-stream")
-
-        async def whole() -> dict[str, Any]:
-            return form.whole(await all_of(run, turns))
-
-        return await unless_gone(request, whole())
+        return as_json(form.whole(await unless_gone(request, map(run, turns))))
 
     @app.post("/inference/v1/generate")
-    async def generate(request: Request, given: GenerateRequest) -> Response:
+    async def generate(request: Request, given: requests.GenerateRequest) -> Response:
         turns = turns_of([given.token_ids], given.sampling_params, codec.max_model_len)
-
-        async def whole() -> dict[str, Any]:
-            choices = []
-            for index, result in enumerate(await all_of(engine.run, turns)):
-                log_probs = {"content": [{"logprob": each} for each in result.log_probs]}
-                choices.append(choice_of(index, result) | {"logprobs": log_probs})
-            return {"choices": choices}
-
-        return await unless_gone(request, whole())
+        choices = []
+        for index, result in enumerate(await unless_gone(request, map(engine.run, turns))):
+            log_probs = {"content": [{"logprob": each} for each in result.log_probs]}
+            choices.append(choice_of(index, result) | {"logprobs": log_probs})
+        return as_json({"choices": choices})
 
     @app.post("/v1/completions")
-    async def completions(request: Request, given: CompletionRequest) -> Response:
+    async def completions(request: Request, given: requests.CompletionRequest) -> Response:
         check_model(given.model)
         turns = turns_of(given.prompts(codec.encode), given, COMPLETION_TOKENS)
         form = Completions(codec, model, given, [turn.token_ids for turn in turns])
-        return await answer(request, turns, form, engine.run, given.stream)
+        return await answer(request, turns, form, engine.run)
 
     @app.post("/v1/chat/completions")
-    async def chat(request: Request, given: ChatRequest) -> Response:
+    async def chat(request: Request, given: requests.ChatRequest) -> Response:
         check_model(given.model)
         ids = codec.prompt_ids(given.history(), given.told_tools())
         turns = turns_of([ids], given, codec.max_model_len)
         form = Chat(codec, model, given, ids)
-        return await answer(request, turns, form, engine.run, given.stream)
-
-    # --------------------------------------------------------------------------------------------- sessions
+        return await answer(request, turns, form, engine.run)
 
     @app.post("/sessions")
-    async def open_session(request: Request, given: SessionRequest | None = None) -> Response:
+    async def open_session(request: Request, given: requests.SessionRequest | None = None) -> Response:
         session_id = sessions.open(given.uid if given else None).session_id
         base_url = f"{str(request.base_url).rstrip('/')}/sessions/{session_id}/v1"
         return as_json({"session_id": session_id, "base_url": base_url})
 
     @app.post("/sessions/{session_id}/v1/chat/completions")
-    async def session_chat(request: Request, session_id: str, given: ChatRequest) -> Response:
+    async def session_chat(request: Request, session_id: str, given: requests.ChatRequest) -> Response:
         check_model(given.model)
-        placed = sessions.place(sessions.find(session_id, unfinished=True), given, model)
-        return await answer(request, [placed.turn], placed.form, placed.run, given.stream)
+        turn, form, run = sessions.place(sessions.find(session_id, unfinished=True), given, model)
+        return await answer(request, [turn], form, run)
 
     @app.get("/sessions/{session_id}")
     async def read_session(session_id: str) -> Response:
@@ -192,9 +147,9 @@ def create_app(
         return as_json(about | outcome | {"segments": segments})
 
     @app.post("/sessions/{session_id}/finish")
-    async def finish(session_id: str, given: FinishRequest) -> Response:
+    async def finish(session_id: str, given: requests.FinishRequest) -> Response:
         session = sessions.find(session_id, unfinished=True)
-        number = session.transcript.num_turns
+        number = sum(len(segment.turns) for segment in session.transcript.segments)
         if given.turn_rewards is not None and len(given.turn_rewards) != number:
             raise ValueError(f"{len(given.turn_rewards)} turn_rewards; the session has {number} turns")
         sessions.finish(session, given.model_dump())
@@ -205,8 +160,6 @@ def create_app(
         session = sessions.held.pop(sessions.find(session_id).session_id)
         sessions.finish(session, session.outcome or {})
         return as_json({"session_id": session_id, "deleted": True})
-
-    # ---------------------------------------------------------------------------------------------- control
 
     if token is not None:
 
@@ -221,7 +174,7 @@ def create_app(
             return as_json({"paused": engine.paused})
 
         @app.post("/update_weights")
-        async def update_weights(given: UpdateRequest) -> Response:
+        async def update_weights(given: requests.UpdateRequest) -> Response:
             folder = Path(given.weight_dir)
             check_same(await asyncio.to_thread(shapes_in, folder), shapes)
             await engine.load_weights(read_weights(folder), given.version)
@@ -230,45 +183,31 @@ def create_app(
     return app
 
 
-async def all_of(run: Run, turns: list[EngineTurn]) -> list[TurnResult]:
-    """The ends of all turns. If one is refused, the others end too."""
-    tasks = [asyncio.ensure_future(run(turn)) for turn in turns]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
 async def streamed(turns: list[EngineTurn], form: Completions, run: Run) -> AsyncIterator[bytes]:
     """Server-sent events of the turns as they go on, until all have ended."""
-    news: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
-    tasks: list[asyncio.Task[TurnResult]] = []
+    news: asyncio.Queue[Iterator[Json] | Exception] = asyncio.Queue()
+    results: list[TurnResult] = []
 
-    def event(data: Any) -> bytes:
-        return b"data: " + (data.encode() if isinstance(data, str) else orjson.dumps(data)) + b"\n\n"
+    async def play(index: int, turn: EngineTurn) -> None:
+        turn.on_tokens = lambda token_ids: news.put_nowait(form.news(index, token_ids))
+        try:
+            results.append(await run(turn))
+            news.put_nowait(form.ending(index, results[-1]))
+        except Exception as error:
+            news.put_nowait(error)
 
-    def tell(index: int, what: Any) -> None:
-        news.put_nowait((index, what))
-
+    news.put_nowait(form.opening())
+    tasks = [asyncio.ensure_future(play(index, turn)) for index, turn in enumerate(turns)]
     try:
-        for index, turn in enumerate(turns):
-            turn.on_tokens = partial(tell, index)
-            tasks.append(asyncio.ensure_future(run(turn)))
-            tasks[-1].add_done_callback(partial(tell, index))
-        results: list[TurnResult] = []
-        for chunk in form.opening():
-            yield event(chunk)
-        while len(results) < len(turns):
-            index, what = await news.get()
-            is_over = isinstance(what, asyncio.Task)
-            if is_over:
-                results.append(what.result())
-            for chunk in form.ending(index, results[-1]) if is_over else form.news(index, what):
+        while len(results) < len(turns) or not news.empty():
+            chunks = await news.get()
+            if isinstance(chunks, Exception):
+                raise chunks
+            for chunk in chunks:
                 yield event(chunk)
         for chunk in form.closing(results):
             yield event(chunk)
-        yield event("[DONE]")
+        yield STREAM_END
     except Exception as error:  # the status is sent already: the error is an event
         yield event(ApiError.of(error).body)
     finally:

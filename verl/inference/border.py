@@ -5,25 +5,19 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections import Counter
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
 
 import orjson
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from verl.inference.chat import ContextTooLong
-from verl.inference.engine_thread import EngineFailed, TooManyTurns
-
 MAX_BODY_BYTES = 64 << 20
-_ERRORS: list[tuple[type[Exception], int, str]] = [
-    (ContextTooLong, 400, "context_length_exceeded"),
-    (TooManyTurns, 429, "server_full"),
-    (EngineFailed, 503, "engine_failed"),
-    (ValueError, 400, "invalid_request"),
-]
+STREAM_END = b"data: [DONE]\n\n"
+T = TypeVar("T")
 
 
 class ApiError(Exception):
@@ -42,9 +36,8 @@ class ApiError(Exception):
         if isinstance(error, RequestValidationError):
             problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:5]]
             return cls(400, "invalid_request", "; ".join(problems))
-        for kind, status, code in _ERRORS:
-            if isinstance(error, kind):
-                return cls(status, code, str(error))
+        if isinstance(error, ValueError):
+            return cls(400, "invalid_request", str(error))
         return cls(500, "server_error", "the server has met an error of its own; its log says which")
 
     @property
@@ -57,27 +50,18 @@ class ApiError(Exception):
         return as_json(self.body, self.status, headers)
 
 
-def answer_errors(app: FastAPI) -> None:
+def answer_errors(app: Starlette) -> None:
     """Has everything that handlers raise answered in OpenAI's form."""
 
     async def answer(request: Request, error: Exception) -> Response:
         return ApiError.of(error).response()
 
-    for kind in (
-        ApiError,
-        StarletteHTTPException,
-        RequestValidationError,
-        *(each[0] for each in _ERRORS),
-        Exception,
-    ):
+    for kind in (ApiError, StarletteHTTPException, RequestValidationError, ValueError, Exception):
         app.add_exception_handler(kind, answer)
 
 
 class Guard:
-    """ASGI: with a token all but /health need it; bodies have a limit; answers are counted.
-
-    counts: gets the number of answers by (route, status).
-    """
+    """ASGI: with a token all but /health need it; bodies have a limit. counts: answers by (route, status)."""
 
     def __init__(self, app: Any, token: str | None, counts: Counter[tuple[str, int]]) -> None:
         self.app, self.counts = app, counts
@@ -111,23 +95,32 @@ class Guard:
         await self.app(scope, limited, counted)
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Response:
-    """The work's result as JSON; it is cancelled if the client goes away."""
+async def unless_gone(request: Request, works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all of them return. If one of them raises, or the client goes away, the others are cancelled."""
+    tasks = [asyncio.ensure_future(work) for work in works]
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-
-    tasks = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0].done():
-            return as_json(tasks[0].result())
-        return Response(status_code=499)  # nobody reads it
-    finally:
         for task in tasks:
+            task.cancel()
+
+    watching = asyncio.ensure_future(gone())
+    try:
+        return await asyncio.gather(*tasks)
+    except asyncio.CancelledError:
+        if watching.done():
+            raise ApiError(499, "client_gone", "nobody reads this") from None
+        raise
+    finally:
+        for task in [watching, *tasks]:
             task.cancel()
 
 
 def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(orjson.dumps(value), status, headers, "application/json")
+
+
+def event(value: Any) -> bytes:
+    """A piece of a stream."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"

@@ -5,11 +5,8 @@
                               no: a new segment, all messages rendered
 
 A sampled token is never encoded again: what follows an assistant's turn is rendered behind a placeholder
-(`Codec.chat_ids`), so that it does not matter what a template does to earlier turns. Where a template does
-more than append: a new segment.
-
-Without a chat template a context is the messages' texts end to end, as `observation_format=raw` has it. Where
-there is none, or it knows no tools, tools are told in the system message (`verl/environments/messages.py`).
+(`Codec.chat_ids`). Without a chat template a context is the messages' texts end to end. Where there is none,
+or it knows no tools, tools are told in the system message (`verl/environments/messages.py`).
 """
 
 from __future__ import annotations
@@ -25,64 +22,35 @@ from typing import Any
 from verl.agent.codec import Codec
 from verl.agent.trajectory import AgentConfig
 from verl.environments.messages import CALL_BEGINS, calls_of, text_of, with_tool_calls, with_tools_told
+from verl.inference.border import ApiError
+from verl.inference.engine_thread import TurnResult
 from verl.utils.dataset.rl_dataset import encode_prompt, prompt_text
-from verl.workers.rollout.stop import StopCondition, token_bytes
 
 MAX_SEGMENTS = 1000  # of a session
 _NO_CUT = 1 << 40
 
 
-class ContextTooLong(ValueError):
-    """The messages leave no room for a token."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """A turn as a client sees it. message: of the assistant. spellings: the texts that this turn may have in
-    a client's history, beside `message`'s own: some clients cut the white space around it, or write back the
-    stop string that OpenAI's API cuts off.
-    """
-
-    message: dict[str, Any]
-    spellings: tuple[str, ...] = ()
-
-
 class ChatCodec:
-    """The tokenizer's side of the API. eos_token_ids: the model's, beside the tokenizer's."""
+    """The tokenizer's side of the API. ApiError: a text leaves no room. eos_token_ids: the model's."""
 
     def __init__(self, tokenizer: Any, max_model_len: int, eos_token_ids: tuple[int, ...] = ()) -> None:
         config = AgentConfig(0, 1, max_model_len, 1, _NO_CUT, eos_token_ids=eos_token_ids)
         self.codec = Codec(tokenizer, config)
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
-        self.eos_token_ids = self.codec.eos_token_ids
-        self.pieces = token_bytes(tokenizer)  # bytes of each token id
+        self.pieces = self.codec.pieces()  # bytes of each token id
         self._longest = max(map(len, self.pieces))
         self._has_template = bool(tokenizer.chat_template)
         self._knows_tools = "tools" in str(tokenizer.chat_template)
-        self._stops: dict[tuple[str, ...], StopCondition] = {}
-
-    def stop(self, strings: Sequence[str]) -> StopCondition | None:
-        """What ends a turn at one of these strings; the last 64 different ones are kept."""
-        key = tuple(dict.fromkeys(strings))
-        if not key:
-            return None
-        if key not in self._stops:
-            if len(self._stops) >= 64:
-                del self._stops[next(iter(self._stops))]
-            self._stops[key] = StopCondition(self.tokenizer, key, self.pieces)
-        return self._stops[key]
 
     def encode(self, text: str) -> list[int]:
-        """A prompt that is plain text. ContextTooLong."""
+        """A prompt that is plain text."""
         self._check_length(text)
         ids = encode_prompt(self.tokenizer, text)
         self.check_room(len(ids))
         return ids
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> list[int]:
-        """All messages, up to where the assistant goes on. ContextTooLong. ValueError: the template refuses
-        them.
-        """
+        """All messages, up to where the assistant goes on. ValueError: the template refuses them."""
         shown = self._shown(messages, tools)
         if not self._has_template:
             return self.encode("".join(message["content"] for message in shown))
@@ -95,7 +63,6 @@ class ChatCodec:
     def next_ids(self, messages: Sequence[Mapping[str, Any]], last_id: int | None) -> list[int] | None:
         """What follows a turn of the assistant: messages of others, up to where the assistant goes on.
         last_id: of the turn; None: it has no tokens. None: the template does more than append them.
-        ContextTooLong.
         """
         if any(message["role"] == "assistant" for message in messages):
             return None
@@ -111,8 +78,11 @@ class ChatCodec:
 
     def reply(
         self, token_ids: Sequence[int], stop_string: str | None, has_tools: bool, keeps_stop: bool
-    ) -> Reply:
-        """A turn's ids as a message. keeps_stop: with the stop string at its end."""
+    ) -> list[dict[str, Any]]:
+        """A turn's ids as the assistant's message (keeps_stop: with the stop string at its end); behind it
+        the others that it may be in a client's history: some cut the white space around the text, or write
+        back the stop string that OpenAI's API cuts off.
+        """
         text = self.codec.decode_turn(token_ids)
         whole = text
         if stop_string is not None and (at := text.find(stop_string)) >= 0:
@@ -121,42 +91,34 @@ class ChatCodec:
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if has_tools:
             message |= with_tool_calls(text, f"call_{secrets.token_hex(6)}_")
+        spellings = {whole, whole.strip(), text.strip()} - {text}
         if message.get("tool_calls"):
-            content, message["content"] = message["content"], message["content"] or None
-            return Reply(message, (content.strip(),))
-        return Reply(message, tuple({whole, whole.strip(), text.strip()} - {text}))
+            spellings = {message["content"].strip()}
+            message["content"] = message["content"] or None
+        return [message, *({**message, "content": spelling} for spelling in spellings)]
 
     def _shown(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> list[dict[str, Any]]:
-        """Messages as the template takes them."""
+        """Messages as the template takes them: contents are texts, the arguments of calls are objects."""
         if not self._knows_tools:
             return [*with_tools_told(messages, tools)]
-        return [_for_template(message) for message in messages]
+        shown = [{**message, "content": text_of(message)} for message in messages]
+        for message in shown:
+            if calls := calls_of(message):
+                functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
+                message["tool_calls"] = [{"type": "function", "function": each} for each in functions]
+        return shown
 
     def _check_length(self, text: str) -> None:
-        """ContextTooLong before the text is encoded, where that is sure."""
+        """Before the text is encoded, where it is sure."""
         if len(text) > self.max_model_len * self._longest:
-            raise ContextTooLong(
-                f"a text of {len(text)} characters; the model has {self.max_model_len} tokens"
-            )
+            message = f"a text of {len(text)} characters; the model has {self.max_model_len} tokens"
+            raise ApiError(400, "context_length_exceeded", message)
 
     def check_room(self, num_tokens: int) -> None:
-        """ContextTooLong: no token fits behind so many."""
+        """ApiError: no token fits behind so many."""
         if num_tokens >= self.max_model_len:
-            raise ContextTooLong(
-                f"the messages take {num_tokens} tokens; with the reply the model has {self.max_model_len}"
-            )
-
-
-def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose content is text and whose calls have their arguments as objects."""
-    shown = {**message, "content": text_of(message)}
-    if calls := calls_of(message):
-        functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
-        shown["tool_calls"] = [{"type": "function", "function": function} for function in functions]
-    return shown
-
-
-# ------------------------------------------------------------------------------------------------ sessions
+            message = f"the messages take {num_tokens} tokens; with the reply the model has "
+            raise ApiError(400, "context_length_exceeded", f"{message}{self.max_model_len}")
 
 
 @dataclass(eq=False)
@@ -166,7 +128,7 @@ class ContextSegment:
 
     response_mask: 1 = the policy sampled it. log_probs: 0 where it did not. versions: of the weights that
     sampled it, -1 where none did. turns: spans of the turns in the response. engine_session: which has its KV
-    state, if any.
+    state, if any. new_ids: the tokens before the turn under way, all of a new segment. key: of its history.
     """
 
     prompt_ids: list[int]
@@ -176,34 +138,20 @@ class ContextSegment:
     versions: list[int] = field(default_factory=list)
     turns: list[tuple[int, int]] = field(default_factory=list)
     engine_session: int | None = None
+    new_ids: list[int] = field(default_factory=list)
+    key: bytes = b""
     seed: int = field(default_factory=partial(secrets.randbits, 63))  # where the client gives none
     ends: list[bytes] = field(default_factory=list)  # the histories that it goes on from, as in `Transcript`
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.response_ids)
+    def is_new(self) -> bool:
+        return not self.turns
 
-    def add(
-        self, token_ids: Sequence[int], log_probs: Sequence[float] | None, versions: Sequence[int]
-    ) -> None:
-        """Appends tokens; without log_probs those of others."""
-        sampled = log_probs is not None
+    def add(self, token_ids: list[int], mask: int, log_probs: list[float], versions: list[int]) -> None:
         self.response_ids += token_ids
-        self.response_mask += [int(sampled)] * len(token_ids)
-        self.log_probs += log_probs if log_probs is not None else [0.0] * len(token_ids)
-        self.versions += versions if sampled else [-1] * len(token_ids)
-
-
-@dataclass(eq=False)
-class Place:
-    """Where a request belongs. new_ids: the tokens that come before its turn; all of them, where the segment
-    is new. keys: of its history, as `Transcript.add` needs them.
-    """
-
-    segment: ContextSegment
-    new_ids: list[int]
-    is_new: bool
-    key: bytes
+        self.response_mask += [mask] * len(token_ids)
+        self.log_probs += log_probs
+        self.versions += versions
 
 
 class Transcript:
@@ -216,16 +164,10 @@ class Transcript:
         self.segments: list[ContextSegment] = []
         self._ends: dict[bytes, ContextSegment] = {}  # by the digest of tools, messages and the last reply
 
-    @property
-    def num_turns(self) -> int:
-        return sum(len(segment.turns) for segment in self.segments)
-
     def place(
         self, codec: ChatCodec, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None
-    ) -> Place:
-        """Takes the segment out until `add` or `put_back`. ValueError, ContextTooLong: as `ChatCodec`
-        says.
-        """
+    ) -> ContextSegment:
+        """Takes out the segment of a request until `add` or `put_back`. ValueError, ApiError."""
         keys = [_digest(b"", tools)]
         for message in messages:
             keys.append(_digest(keys[-1], _compared(message)))
@@ -237,52 +179,38 @@ class Transcript:
             ids = codec.next_ids(messages[length:], last)
             if ids is None:
                 break
-            codec.check_room(segment.num_tokens + len(ids))
+            codec.check_room(len(segment.prompt_ids) + len(segment.response_ids) + len(ids))
             self._ends = {end: other for end, other in self._ends.items() if other is not segment}
-            return Place(segment, ids, False, keys[-1])
+            segment.new_ids, segment.key = ids, keys[-1]
+            return segment
         if len(self.segments) >= MAX_SEGMENTS:
-            raise ValueError(
-                f"the session has {MAX_SEGMENTS} segments; expected a client that appends to its history"
-            )
+            expected = "expected a client that appends to its history"
+            raise ValueError(f"the session has {MAX_SEGMENTS} segments; {expected}")
         ids = codec.prompt_ids(messages, tools)
-        return Place(ContextSegment(ids), ids, True, keys[-1])
+        return ContextSegment(ids, new_ids=ids, key=keys[-1])
 
-    def put_back(self, place: Place) -> None:
+    def put_back(self, segment: ContextSegment) -> None:
         """The turn did not come about."""
-        if not place.is_new:
-            self._ends |= dict.fromkeys(place.segment.ends, place.segment)
+        self._ends |= dict.fromkeys(segment.ends, segment)
 
-    def add(
-        self,
-        place: Place,
-        token_ids: Sequence[int],
-        log_probs: Sequence[float],
-        versions: Sequence[int],
-        reply: Reply,
-    ) -> None:
-        """Takes the turn that was sampled, and the reply as the client got it."""
-        segment = place.segment
-        if place.is_new:
+    def add(self, segment: ContextSegment, result: TurnResult, reply: list[dict[str, Any]]) -> None:
+        """Takes the turn that was sampled, and what `ChatCodec.reply` made of it."""
+        if segment.is_new:
             self.segments.append(segment)
         else:
-            segment.add(place.new_ids, None, ())
+            number = len(segment.new_ids)
+            segment.add(segment.new_ids, 0, [0.0] * number, [-1] * number)
         start = len(segment.response_ids)
-        segment.add(token_ids, log_probs, versions)
+        segment.add(result.token_ids, 1, result.log_probs, result.versions)
         segment.turns.append((start, len(segment.response_ids)))
-        messages = [reply.message, *({**reply.message, "content": text} for text in reply.spellings)]
-        segment.ends = [_digest(place.key, _compared(message)) for message in messages]
+        segment.ends = [_digest(segment.key, _compared(message)) for message in reply]
         self._ends |= dict.fromkeys(segment.ends, segment)
 
 
 def _compared(message: Mapping[str, Any]) -> list[Any]:
     """What two messages must have in common to be the same one."""
-    return [
-        message["role"],
-        text_of(message),
-        calls_of(message),
-        message.get("tool_call_id"),
-        message.get("name"),
-    ]
+    names = ("role", "tool_call_id", "name")
+    return [text_of(message), calls_of(message), *(message.get(name) for name in names)]
 
 
 def _digest(before: bytes, value: Any) -> bytes:
@@ -295,11 +223,10 @@ def stream_limit(text: str, stops: Sequence[str], has_tools: bool) -> int:
     a tool call is held back.
     """
     hidden = [*stops, *([CALL_BEGINS] if has_tools else ())]
-    at = [text.find(string) for string in hidden]
-    limit = min([len(text), *(each for each in at if each >= 0)])
+    limit = min([len(text), *(len(text.partition(string)[0]) for string in hidden)])
     for string in hidden:
         for length in range(min(len(string) - 1, limit), 0, -1):
             if text.endswith(string[:length], 0, limit):
-                limit = min(limit, len(text[:limit]) - length)
+                limit -= length
                 break
     return limit

@@ -12,34 +12,26 @@ from __future__ import annotations
 import asyncio
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from verl.workers.rollout.base import RolloutEngine, SamplingParams
+from verl.inference.border import ApiError
+from verl.workers.rollout.base import Completion, RolloutEngine, SamplingParams
 
 JOIN_SECONDS = 10.0
 ABORTED = "abort"  # finish_reason of a turn that a pause has ended
 
 
-class EngineFailed(RuntimeError):
-    """The engine raised, or the server ends: no turn can be run any more."""
-
-
-class TooManyTurns(Exception):
-    """As many turns as the server takes are waiting or under way."""
-
-
-@dataclass(frozen=True)
-class TurnResult:
-    """A turn that ended; the lists have an entry for each sampled token.
-
-    log_probs: of the distribution that was sampled from. versions: of the weights that sampled it.
-    finish_reason: as in `Completion`, or ABORTED. session_id: the engine's, to be resumed; None: it is gone.
+class TurnResult(NamedTuple):
+    """A turn that ended; the lists have an entry for each sampled token. log_probs: of the distribution that
+    was sampled from. versions: of the weights that sampled it. finish_reason: as in `Completion`, or ABORTED.
+    session_id: the engine's, to be resumed; None: it is gone.
     """
 
     token_ids: list[int]
@@ -52,10 +44,8 @@ class TurnResult:
 
 @dataclass(eq=False)
 class EngineTurn:
-    """A turn to be run.
-
-    token_ids: a prompt, or what follows in the engine's session `session_id`. keeps: that session stays when
-    the turn has ended. on_tokens: is called in the event loop, again and again, with all its tokens so far.
+    """A turn to be run. token_ids: a prompt, or what follows in the engine's session `session_id`. keeps:
+    that session stays when the turn has ended. on_tokens: hears in the event loop all its tokens so far.
     """
 
     token_ids: list[int]
@@ -68,15 +58,15 @@ class EngineTurn:
     num_shown: int = 0
     is_showing: bool = False  # the event loop has not taken its last tokens yet
 
-    def settle(self, result: TurnResult | Exception) -> None:
-        if not self.ended.done():
-            is_error = isinstance(result, Exception)
-            self.ended.set_exception(result) if is_error else self.ended.set_result(result)  # type: ignore
-
     def show(self, token_ids: list[int]) -> None:
         self.is_showing = False
         if self.on_tokens is not None and not self.ended.done():
             self.on_tokens(token_ids)
+
+
+def settle(future: asyncio.Future[Any], result: Any, error: Exception | None = None) -> None:
+    if not future.done():
+        future.set_result(result) if error is None else future.set_exception(error)
 
 
 class EngineThread:
@@ -84,7 +74,7 @@ class EngineThread:
 
     Attributes:
         num_turns: waiting or under way. paused: the mode of the pause that holds, or None.
-        failure: why the thread has ended, or "". ended_well: it was not by an error.
+        failure: why no turn can be run any more, or "". ended_well: it is not an error.
     """
 
     def __init__(
@@ -94,8 +84,7 @@ class EngineThread:
         self.engine, self.max_turns, self.on_failure = engine, max_turns, on_failure
         self.num_turns, self.failure, self.ended_well = 0, "", True
         self.paused: str | None = None
-        self._lock, self._bell = threading.Lock(), threading.Event()
-        self._orders: list[Callable[[], None]] = []
+        self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_closing = False
         self._held: list[EngineTurn] = []  # until the pause ends
         self._live: dict[int, EngineTurn] = {}  # by the engine's session
@@ -107,17 +96,16 @@ class EngineThread:
         self._thread.start()
 
     async def close(self) -> None:
-        """Ends the thread and the engine; turns that are left raise EngineFailed."""
+        """Ends the thread and the engine; turns that are left fail."""
         self._is_closing = True
-        self._order(lambda: None)
+        self._orders.put(lambda: None)
         await asyncio.to_thread(self._thread.join, JOIN_SECONDS)
 
     def check_room(self, num_turns: int = 1) -> None:
-        """EngineFailed, or TooManyTurns if so many more are too many."""
-        if self.failure:
-            raise EngineFailed(self.failure)
+        """ApiError: the engine has failed, or so many turns more are too many."""
+        self._check_failure()
         if self.num_turns + num_turns > self.max_turns:
-            raise TooManyTurns(f"{self.num_turns} turns are waiting or under way; ask again")
+            raise ApiError(429, "server_full", f"{self.num_turns} turns are waiting or under way; ask again")
 
     async def run(self, turn: EngineTurn) -> TurnResult:
         """Runs a turn to its end; a cancelled one leaves nothing in the engine. ValueError: it is refused."""
@@ -125,17 +113,17 @@ class EngineThread:
         turn.ended = self._loop.create_future()
         self.num_turns += 1
         try:
-            self._order(partial(self._begin, turn))
+            self._orders.put(partial(self._begin, turn))
             return await turn.ended
         except asyncio.CancelledError:
-            self._order(partial(self._cancel, turn))
+            self._orders.put(partial(self._cancel, turn))
             raise
         finally:
             self.num_turns -= 1
 
-    def close_sessions(self, session_ids: Iterable[int]) -> None:
-        """Closes sessions of the engine that were kept."""
-        self._order(partial(self._close_kept, list(session_ids)))
+    def close_sessions(self, session_ids: Iterable[int | None]) -> None:
+        """Closes those of the engine's sessions that were kept."""
+        self._orders.put(partial(self._close_kept, list(session_ids)))
 
     async def pause(self, mode: str) -> None:
         """Returns when it holds. Turns that have not begun wait until `resume`. mode: "keep" (those under way
@@ -145,12 +133,12 @@ class EngineThread:
         def take() -> list[asyncio.Future[TurnResult]]:
             self.paused = mode
             under_way = [turn.ended for turn in self._live.values()]
-            for session_id in list(self._live) if mode == "abort" else ():
-                begun, version = self.engine.partial(session_id), self.engine.version
-                turn = self._live.pop(session_id)
-                turn.keeps = False
-                result = self._result(turn, begun.token_ids, begun.log_probs, ABORTED, None, version)
-                self._tell(turn.settle, result)
+            while mode == "abort" and self._live:
+                session_id, turn = self._live.popitem()
+                turn.keeps, version = False, self.engine.version
+                ids, log_probs, _ = self.engine.partial(session_id)
+                ended = Completion(session_id, ids, log_probs, [], ABORTED, None, version, version)
+                self._tell(settle, turn.ended, self._result(turn, ended))
             return under_way
 
         under_way = await self._ask(take)
@@ -179,72 +167,54 @@ class EngineThread:
         await self._ask(take)
 
     async def stats(self) -> dict[str, float]:
-        """The engine's."""
         return await self._ask(self.engine.stats)
 
-    def _ask(self, question: Callable[[], Any]) -> Awaitable[Any]:
+    async def _ask(self, question: Callable[[], Any]) -> Any:
         """What an order returns or raises."""
         answer: asyncio.Future[Any] = self._loop.create_future()
 
-        def settle(result: Any, error: Exception | None) -> None:
-            if not answer.done():
-                answer.set_result(result) if error is None else answer.set_exception(error)
-
         def run() -> None:
             try:
-                if self.failure:
-                    raise EngineFailed(self.failure)
-                self._tell(settle, question(), None)
+                self._check_failure()
+                self._tell(settle, answer, question())
             except Exception as error:  # whoever asked hears of it; the engine goes on
-                self._tell(settle, None, error)
+                self._tell(settle, answer, None, error)
 
-        self._order(run)
-        return answer
+        self._orders.put(run)
+        return await answer
 
-    def _order(self, order: Callable[[], None]) -> None:
-        with self._lock:
-            if not self.failure:
-                self._orders.append(order)
-                self._bell.set()
-                return
-        order()  # nobody else touches anything any more
+    def _check_failure(self) -> None:
+        if self.failure:
+            raise ApiError(503, "engine_failed", self.failure)
 
     # -------------------------------------------------------------------------------------- in the thread
 
     def _serve(self) -> None:
+        failure = "the server ends"
         try:
             with torch.no_grad():
                 while not self._is_closing:
-                    with self._lock:
-                        orders, self._orders = self._orders, []
-                        self._bell.clear()
-                    for order in orders:
-                        order()
-                    if self.paused != "keep" and self.engine.version >= 0 and self.engine.has_runnable:
+                    runs = self.paused != "keep" and self.engine.version >= 0 and self.engine.has_runnable
+                    if runs and self._orders.empty():
                         self._step()
-                    elif not orders:
-                        self._bell.wait()
+                    else:
+                        self._orders.get()()
         except BaseException:
             traceback.print_exc()
-            self.ended_well = False
+            self.ended_well, failure = False, "the engine has failed; see the server's log"
             self._tell(self.on_failure)
-        with self._lock:
-            self.failure = (
-                "the server ends" if self.ended_well else "the engine has failed; see the server's log"
-            )
-            orders, self._orders = self._orders, []
-        for order in orders:
-            order()
+        self.failure = failure
         for turn in [*self._live.values(), *self._held]:
-            self._tell(turn.settle, EngineFailed(self.failure))
+            self._tell(settle, turn.ended, None, ApiError(503, "engine_failed", failure))
         self.engine.shutdown()
+        while not self._is_closing or not self._orders.empty():  # whoever asks is told of the failure
+            self._orders.get()()
 
     def _step(self) -> None:
         news: list[Callable[[], None]] = []
         for ended in self.engine.step():
             turn = self._live.pop(ended.session_id)
-            more = (ended.finish_reason, ended.stop_string, ended.version_last)
-            news.append(partial(turn.settle, self._result(turn, ended.token_ids, ended.log_probs, *more)))
+            news.append(partial(settle, turn.ended, self._result(turn, ended)))
         for session_id, turn in self._live.items():
             if turn.on_tokens is not None and not turn.is_showing:
                 token_ids = self.engine.partial(session_id).token_ids
@@ -254,43 +224,33 @@ class EngineThread:
         if news:
             self._tell(lambda: [each() for each in news])
 
-    def _result(
-        self,
-        turn: EngineTurn,
-        token_ids: list[int],
-        log_probs: list[float],
-        reason: str,
-        stop_string: str | None,
-        version: int,
-    ) -> TurnResult:
-        versions: list[int] = []
-        for length, old in [*turn.updates, (len(token_ids), version)]:
-            versions += [old] * (length - len(versions))
-        assert turn.session_id is not None
+    def _result(self, turn: EngineTurn, ended: Completion) -> TurnResult:
+        ids, versions = ended.token_ids, list[int]()
+        for length, version in [*turn.updates, (len(ids), ended.version_last)]:
+            versions += [version] * (length - len(versions))
         if turn.keeps:
-            self._kept.add(turn.session_id)
+            self._kept.add(ended.session_id)
         else:
-            self.engine.close(turn.session_id)
-        left = turn.session_id if turn.keeps else None
-        return TurnResult(token_ids, log_probs, versions, reason, stop_string, left)
+            self.engine.close(ended.session_id)
+        left = ended.session_id if turn.keeps else None
+        return TurnResult(ids, ended.log_probs, versions, ended.finish_reason, ended.stop_string, left)
 
     def _begin(self, turn: EngineTurn) -> None:
-        if self.failure:
-            self._tell(turn.settle, EngineFailed(self.failure))
-        elif turn.ended.done():  # cancelled
-            pass
-        elif self.paused is not None:
-            self._held.append(turn)
-        else:
-            try:
-                if turn.session_id is None:
-                    turn.session_id = self.engine.open(turn.token_ids, turn.params)
-                else:
-                    self.engine.resume(turn.session_id, turn.token_ids, turn.params)
-                    self._kept.discard(turn.session_id)
-                self._live[turn.session_id] = turn
-            except ValueError as error:
-                self._tell(turn.settle, error)
+        if turn.ended.done():  # cancelled
+            return
+        try:
+            self._check_failure()
+            if self.paused is not None:
+                self._held.append(turn)
+                return
+            if turn.session_id is None:
+                turn.session_id = self.engine.open(turn.token_ids, turn.params)
+            else:
+                self.engine.resume(turn.session_id, turn.token_ids, turn.params)
+                self._kept.discard(turn.session_id)
+            self._live[turn.session_id] = turn
+        except (ApiError, ValueError) as error:
+            self._tell(settle, turn.ended, None, error)
 
     def _cancel(self, turn: EngineTurn) -> None:
         if turn in self._held:

@@ -13,22 +13,14 @@ from verl.workers.rollout.base import SamplingParams
 MAX_CHOICES = 128  # of a request
 _MOST = 2**62
 _REFUSED = {  # what this engine does not do
-    *(
-        "frequency_penalty",
-        "presence_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "min_tokens",
-        "stop_token_ids",
-    ),
-    *("top_logprobs", "prompt_logprobs", "best_of", "echo", "suffix", "functions", "audio", "modalities"),
-    *("response_format", "structured_outputs", "guided_json", "guided_regex", "chat_template_kwargs"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "min_tokens"),
+    *("stop_token_ids", "top_logprobs", "prompt_logprobs", "best_of", "echo", "suffix", "functions", "audio"),
+    *("modalities", "response_format", "structured_outputs", "guided_json", "guided_regex"),
+    "chat_template_kwargs",
 }
-_NEUTRAL = {
-    **{"best_of": 1, "repetition_penalty": 1, "modalities": ["text"]},
-    "response_format": {"type": "text"},
-}
+_USUAL = {"best_of": 1, "repetition_penalty": 1, "modalities": ["text"], "response_format": {"type": "text"}}
 Text = Annotated[str, Field(max_length=1 << 26)]
+Texts = Annotated[list[Text], Field(min_length=1)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -58,7 +50,7 @@ class Sampling(BaseModel):
         if self.temperature is not None and 0 < self.temperature < 0.01:
             raise ValueError(f"temperature is {self.temperature}; expected 0 (greedy), or 0.01 and more")
         for name, value in (self.model_extra or {}).items():
-            if name in _REFUSED and value and value != _NEUTRAL.get(name):
+            if name in _REFUSED and value and value != _USUAL.get(name):
                 raise ValueError(f"{name} is not supported by this server; leave it out")
         return self
 
@@ -68,22 +60,11 @@ class Sampling(BaseModel):
 
     def params(self, codec: ChatCodec, seed: int, max_tokens: int, drawn_before: int = 0) -> SamplingParams:
         """For the engine. max_tokens: where the client says nothing."""
-
-        def given(value: Any, default: Any) -> Any:
-            return default if value is None else value
-
-        return SamplingParams(
-            max_tokens=given(self.max_tokens, max_tokens),
-            temperature=given(self.temperature, 1.0),
-            top_p=given(self.top_p, 1.0),
-            top_k=given(self.top_k, -1),
-            min_p=given(self.min_p, 0.0),
-            seed=given(self.seed, seed) & (2**63 - 1),
-            drawn_before=drawn_before,
-            stop=codec.stop(self.stops),
-            eos_token_ids=codec.eos_token_ids,
-            ignore_eos=bool(self.ignore_eos),
-        )
+        names = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "ignore_eos"}
+        given: dict[str, Any] = {"max_tokens": max_tokens} | self.model_dump(include=names, exclude_none=True)
+        stop, eos = codec.codec.stop(tuple(self.stops)), codec.codec.eos_token_ids
+        seed &= 2**63 - 1
+        return SamplingParams(**given, seed=seed, drawn_before=drawn_before, stop=stop, eos_token_ids=eos)
 
 
 class ContentPart(BaseModel):
@@ -145,11 +126,8 @@ class ChatRequest(Sampling):
 
     def history(self) -> list[dict[str, Any]]:
         """The messages, as plain data without what is not set."""
-        history = [message.model_dump(exclude_none=True) for message in self.messages]
-        for message in history:
-            if message["role"] == "developer":
-                message["role"] = "system"
-        return history
+        messages = [message.model_dump(exclude_none=True) for message in self.messages]
+        return [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
 
     def told_tools(self) -> list[dict[str, Any]] | None:
         if not self.tools or self.tool_choice == "none":
@@ -158,31 +136,19 @@ class ChatRequest(Sampling):
 
 
 class CompletionRequest(Sampling):
-    """POST /v1/completions. prompt: text or token ids, or a list of them."""
-
     model: Text | None = None
-    prompt: (
-        Text
-        | TokenIds
-        | Annotated[list[Text], Field(min_length=1)]
-        | Annotated[list[TokenIds], Field(min_length=1)]
-    )
+    prompt: Text | TokenIds | Texts | Annotated[list[TokenIds], Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     def prompts(self, encode: Callable[[str], list[int]]) -> list[list[int]]:
-        several: Any = (
-            self.prompt
-            if isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
-            else [self.prompt]
-        )
+        given: Any = self.prompt
+        several = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         return [encode(each) if isinstance(each, str) else each for each in several]
 
 
 class GenerateRequest(BaseModel):
-    """POST /inference/v1/generate."""
-
     token_ids: TokenIds
     sampling_params: Sampling = Field(default_factory=Sampling)
 

@@ -16,6 +16,7 @@ from verl.config.policy import Policy, Rollout
 from verl.inference.app import create_app
 from verl.inference.chat import ChatCodec
 from verl.inference.engine_thread import EngineThread
+from verl.inference.sessions import Sessions
 from verl.inference.weights import read_weights, shapes_in
 from verl.utils import hf_tokenizer
 from verl.utils.device import get_device_name
@@ -36,14 +37,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=8001)
     parser.add_argument("--api_key_var", help="environment variable with the bearer token that clients need")
     parser.add_argument("--max_num_seqs", type=int, default=256, help="turns that are decoded at once")
-    parser.add_argument(
-        "--max_queue", type=int, default=4096, help="turns that wait or are decoded; above: 429"
-    )
+    parser.add_argument("--max_queue", type=int, default=4096, help="turns, waiting ones too; above: 429")
     parser.add_argument("--max_model_len", type=int, help="tokens of prompt and reply (the model's)")
     parser.add_argument("--max_sessions", type=int, default=4096, help="that are held at once; above: 429")
-    parser.add_argument(
-        "--session_seconds", type=float, default=3600, help="idle sessions are dropped after it"
-    )
+    parser.add_argument("--session_seconds", type=float, default=3600, help="that a session may be idle")
     parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: bf16 on CUDA")
     parser.add_argument("--kv_cache_gb", type=float, help="on CPU: GiB of KV cache (at most 4)")
     args = parser.parse_args(arguments)
@@ -78,8 +75,8 @@ def main(arguments: list[str] | None = None) -> None:
         server.should_exit = True
 
     thread = EngineThread(engine, args.max_queue, on_failure=end)
-    name = args.model_name or folder.resolve().name
-    app = create_app(thread, codec, name, shapes, token, args.max_sessions, args.session_seconds)
+    sessions = Sessions(thread, codec, args.max_sessions, args.session_seconds)
+    app = create_app(sessions, args.model_name or folder.resolve().name, shapes, token)
     config = uvicorn.Config(app, args.host, args.port, log_level="info", access_log=False)
     config.timeout_graceful_shutdown, config.timeout_keep_alive = GRACE_SECONDS, 75
     server = uvicorn.Server(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,8 @@ from verl.inference.chat import ChatCodec, Transcript
 from verl.inference.engine_thread import EngineThread, EngineTurn, TurnResult
 from verl.inference.replies import Chat
 from verl.inference.requests import ChatRequest
+
+Run = Callable[[EngineTurn], Coroutine[Any, Any, TurnResult]]
 
 
 @dataclass(eq=False)
@@ -37,8 +40,7 @@ class Sessions:
     def open(self, uid: str | None) -> AgentSession:
         self.drop_old()
         if len(self.held) >= self.max_sessions:
-            message = f"{len(self.held)} sessions are held; delete some, or wait"
-            raise ApiError(429, "too_many_sessions", message)
+            raise ApiError(429, "too_many_sessions", f"{len(self.held)} sessions held; delete some or wait")
         session = AgentSession(secrets.token_hex(16), uid)
         self.held[session.session_id] = session
         return session
@@ -62,7 +64,7 @@ class Sessions:
         for task in session.under_way:
             task.cancel()
         segments = session.transcript.segments
-        self.engine.close_sessions([s.engine_session for s in segments if s.engine_session is not None])
+        self.engine.close_sessions([segment.engine_session for segment in segments])
         for segment in segments:
             segment.engine_session = None
 
@@ -72,51 +74,41 @@ class Sessions:
             if session.last_used <= limit and not session.under_way:
                 self.finish(self.held.pop(session.session_id), session.outcome or {})
 
-    def place(self, session: AgentSession, given: ChatRequest, model: str) -> SessionTurn:
-        """Where a request goes on. ValueError, ContextTooLong, TooManyTurns, EngineFailed."""
+    def place(self, session: AgentSession, given: ChatRequest, model: str) -> tuple[EngineTurn, Chat, Run]:
+        """A request's turn, the form of its answer, and what runs it. The turn goes on with the engine's
+        session of its segment, or opens one with all the segment's tokens. ValueError, ApiError.
+        """
         if given.n not in (None, 1):
             raise ValueError(f"n is {given.n}; a session is one line of play: expected 1")
         self.engine.check_room()
-        return SessionTurn(self, session, given, model)
-
-
-class SessionTurn:
-    """A request in a session: `turn` is to be run by `run`, and answered in `form`.
-
-    It goes on with the engine's session of its segment, or opens one with all the segment's tokens.
-    """
-
-    def __init__(self, sessions: Sessions, session: AgentSession, given: ChatRequest, model: str) -> None:
-        codec, self.engine, self.session = sessions.codec, sessions.engine, session
-        self.place = place = session.transcript.place(codec, given.history(), given.told_tools())
-        segment = place.segment
-        before = [] if place.is_new else [*segment.prompt_ids, *segment.response_ids]
-        whole = [*before, *place.new_ids]
+        segment = session.transcript.place(self.codec, given.history(), given.told_tools())
+        new, before = segment.new_ids, segment.prompt_ids + segment.response_ids
+        whole = before if segment.is_new else before + new
         resumed = segment.engine_session is not None
         drawn = 0 if resumed else sum(segment.response_mask)
-        params = given.params(codec, segment.seed, codec.max_model_len, drawn)
-        token_ids = place.new_ids if resumed else whole
-        self.turn = EngineTurn(token_ids, params, segment.engine_session, keeps=True)
-        self.form = Chat(codec, model, given, whole)
+        seed = segment.seed if given.seed is None else given.seed
+        params = given.params(self.codec, seed, self.codec.max_model_len, drawn)
+        turn = EngineTurn(new if resumed else whole, params, segment.engine_session, keeps=True)
+        form = Chat(self.codec, model, given, whole)
 
-    async def run(self, turn: EngineTurn) -> TurnResult:
-        session, place = self.session, self.place
-        task = asyncio.ensure_future(self.engine.run(turn))
-        session.under_way.add(task)
-        try:
-            result = await task
-        except BaseException as error:
-            if place.segment.engine_session is not None:  # it holds a turn that nobody has seen, or is gone
-                self.engine.close_sessions([place.segment.engine_session])
-            place.segment.engine_session = None
-            session.transcript.put_back(place)
-            if isinstance(error, asyncio.CancelledError) and session.outcome is not None:
-                raise ApiError(409, "session_finished", "the session was finished meanwhile") from None
-            raise
-        finally:
-            session.under_way.discard(task)
-            session.last_used = time.monotonic()
-        place.segment.engine_session = result.session_id
-        reply = self.form.reply(result)
-        session.transcript.add(place, result.token_ids, result.log_probs, result.versions, reply)
-        return result
+        async def run(turn: EngineTurn) -> TurnResult:
+            task = asyncio.ensure_future(self.engine.run(turn))
+            session.under_way.add(task)
+            try:
+                result = await task
+            except BaseException as error:
+                # The engine's session holds a turn that nobody has seen, or is gone.
+                self.engine.close_sessions([segment.engine_session])
+                segment.engine_session = None
+                session.transcript.put_back(segment)
+                if isinstance(error, asyncio.CancelledError) and session.outcome is not None:
+                    raise ApiError(409, "session_finished", "the session was finished meanwhile") from None
+                raise
+            finally:
+                session.under_way.discard(task)
+                session.last_used = time.monotonic()
+            segment.engine_session = result.session_id
+            session.transcript.add(segment, result, form.reply(result))
+            return result
+
+        return turn, form, run

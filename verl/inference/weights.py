@@ -2,45 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from verl.workers.rollout.base import TIED_HEAD
+from verl.workers.rollout.base import checked_weights
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 def shapes_in(folder: Path) -> Shapes:
     """Name -> shape. ValueError: there is no folder, no *.safetensors in it, or one that can't be read."""
-    try:
-        files = sorted(folder.glob("*.safetensors"))
-    except OSError as error:  # a name that is too long, a folder that can't be looked into
-        raise ValueError(f"{folder} can't be read: {error}") from error
-    if not files:
-        raise ValueError(f"{folder} is no folder with *.safetensors")
     shapes: Shapes = {}
-    for path in files:
-        try:
+    path = folder  # its name may be too long, or it can't be looked into
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} can't be read: {error}") from error
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} can't be read: {error}") from error
+    if not shapes:
+        raise ValueError(f"{folder} is no folder with *.safetensors")
     return shapes
 
 
-def check_same(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+def check_same(shapes: Shapes, expected: Shapes) -> None:
     """ValueError: they are not the weights of the same model. A head that is not expected may be there."""
-    for name in sorted(shapes.keys() | expected.keys()):
-        if name == TIED_HEAD and name not in expected:
-            continue
-        if shapes.get(name) != expected.get(name):
-            raise ValueError(
-                f"weight {name} has shape {shapes.get(name)}; the model that is served has "
-                f"{expected.get(name)} (None: there is no such weight)"
-            )
+    empty = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
+    for _ in checked_weights(empty, expected):
+        pass
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -107,9 +107,7 @@ class RolloutWorker(Worker):
         assert isinstance(self.engine, NativeEngine)
         self.engine.keeps_kv = not self.settings.recompute_kv
         self.agent = self.agent_factory(tokenizer, self.engine)
-        agent = self.agent
-        tools = (agent.codec, self.engine, agent.environments, agent.config)
-        self.service = TrajectoryService(*tools, agent.sampling_params({}))
+        self.service = TrajectoryService(self.agent)
         self._thread = threading.Thread(target=self._serve, name="rollouts", daemon=True)
         self._thread.start()
 
