@@ -287,7 +287,7 @@ class RayPPOTrainer(ResumableRun):
         """The rows that the step learns from, with metrics. seconds: of its generation, if it was now."""
         if self.stream is None:
             return self.collector.selected(seconds)
-        batch, metrics = self.collector.selected(None, self.stream.gate.version)
+        batch, metrics = self.collector.selected(None, self.stream.version)
         return batch, metrics | self.stream.metrics()
 
     def _sync_weights(self) -> None:

@@ -1,15 +1,17 @@
-"""Rollouts that go on while the policy is trained: groups begun ahead, as far as `StalenessGate` lets them.
+"""Rollouts that go on while the policy is trained: groups begun ahead, as far as staleness is bounded.
 
     send_weights -> begun as there is room -> RolloutWorker ... -> take: the oldest groups that are ready
          ^                                                              |
          +------------------- step: log-probs, update <-----------------+
 
 The driver calls it between the phases of a step and nowhere else: rollouts need no thread here, since all
-that may be sampled during an update is begun before it. A group that is too old when a batch is cut (with
+that may be sampled during an update is begun before it. A group that is trained in the step after update v
+has staleness v minus the version of its oldest sampled token. AReaL's rule (Fu et al. 2025, arXiv:2505.24298,
+section 5.1) bounds it before it arises: no more groups are begun than `max_staleness` + 1 steps can take, so
+only what takes longer than others is dropped. A group that is too old when a batch is cut (with
 `too_old=mask` one all of whose turns are), or that is not over within `group_deadline`, is asked again; no
-prompt is lost. With `repeatable` weights change only
-where no group is under way, and batches are cut in the order in which prompts were drawn, so that the run is
-the same however fast the processes are.
+prompt is lost. With `repeatable` weights change only where no group is under way, and batches are cut in the
+order in which prompts were drawn, so that the run is the same however fast the processes are.
 """
 
 from __future__ import annotations
@@ -29,7 +31,6 @@ from verl.config import Config
 from verl.protocol import DataProto, DataProtoFuture, object_array
 from verl.single_controller.base import WorkerGroup
 from verl.trainer.ppo.collection import TrajectoryCollector, continuations
-from verl.trainer.ppo.staleness import StalenessGate
 from verl.workers.rollout.base import EngineUnavailable
 from verl.workers.rollout_worker import MEMBER
 
@@ -41,19 +42,14 @@ SHIPPED = ("raw_prompt_ids", "uid", "continuation", "episode", MEMBER)
 
 @dataclass(eq=False)
 class PromptGroup:
-    """All rows of one prompt.
+    """All rows of one prompt."""
 
-    number: in the order in which prompts are drawn. attempt: how often it was asked before. prompts: its
-    rows, ready to be generated from. rank: of the process that samples it. begun: time.monotonic() of that.
-    rows: member -> its trajectory, as they end.
-    """
-
-    number: int
-    attempt: int
-    prompts: DataProto
-    rank: int = 0
-    begun: float = 0.0
-    rows: dict[int, DataProto] = field(default_factory=dict)
+    number: int  # in the order in which prompts are drawn
+    attempt: int  # how often it was asked before
+    prompts: DataProto  # its rows, ready to be generated from
+    rows: dict[int, DataProto] = field(default_factory=dict)  # member -> its trajectory, as they end
+    rank: int = 0  # of the process that samples it
+    begun: float = 0.0  # time.monotonic() of that
 
     @property
     def uid(self) -> str:
@@ -71,10 +67,6 @@ class PromptGroup:
         records = [row.non_tensor_batch["trajectory"][0] for row in self.rows.values()]
         versions = (turn.get("version_first") for record in records for turn in record["turns"])
         return max((version for version in versions if version is not None), default=-1)
-
-    @property
-    def has_failed(self) -> bool:
-        return any(map(has_failed, self.rows.values()))
 
     def trajectories(self, oldest: int | None) -> DataProto:
         """Its rows in order, with their prompts' columns; unless `oldest` is None, `stale_mask` [N, R] bool:
@@ -119,11 +111,7 @@ def has_failed(row: DataProto) -> bool:
 
 
 class RolloutStream:
-    """The groups that are sampled ahead, and the processes that sample them.
-
-    Args:
-        workers: a group of `RolloutWorker`. say: takes one line for the user.
-    """
+    """The groups that are sampled ahead. workers: of `RolloutWorker`. say: takes one line for the user."""
 
     def __init__(
         self,
@@ -135,14 +123,15 @@ class RolloutStream:
     ) -> None:
         self.config, self.collector, self.workers, self.say = config, collector, workers, say
         self.settings = config.trainer.async_training
-        self.gate = StalenessGate(self.settings.max_staleness, config.data.train_batch_size, num_steps)
+        self.groups_per_step, self.num_steps = config.data.train_batch_size, num_steps
+        self.masks = self.settings.too_old == "mask"
+        self.version, self.next_number = 0, 0  # of the present weights; of the next group
+        self.replaced = 0  # groups of the present step that teach nothing, for which others are taken
         self.running: dict[str, PromptGroup] = {}  # by uid
         self.ready: list[PromptGroup] = []
         self.again: list[PromptGroup] = []  # to be asked before others
         self.taken: list[PromptGroup] = []  # of the present step
-        self.next_number = 0
-        self._counts = dict.fromkeys(("dropped", "expired"), 0)
-        self._seconds = dict.fromkeys(("trainer_idle_seconds", "sync_seconds"), 0.0)
+        self._sums = dict.fromkeys(("dropped", "expired", "trainer_idle_seconds", "sync_seconds"), 0.0)
         self._silent = [0] * workers.world_size  # times in a row that groups of a process were given up
 
     # ------------------------------------------------------------------------------------------- of a step
@@ -155,8 +144,8 @@ class RolloutStream:
         while self.settings.repeatable and any(group.begun for group in self.running.values()):
             self._receive()
         self.workers.load_weights(weights, version)
-        self._seconds["sync_seconds"] += time.perf_counter() - started
-        self.gate.version, self.taken = version, []
+        self._sums["sync_seconds"] += time.perf_counter() - started
+        self.version, self.taken, self.replaced = version, [], 0
         if begin:
             for group in self.running.values():
                 if not group.begun:  # of a checkpoint
@@ -167,7 +156,7 @@ class RolloutStream:
         """The trajectories of `count` groups, as soon as there are so many."""
         started = time.perf_counter()
         if self.taken:  # the step needs more than its share, as some teach nothing
-            self.gate.drop_ready(count)
+            self.replaced += count
         in_order = self.settings.repeatable
         while True:
             self._drop_old()
@@ -178,11 +167,10 @@ class RolloutStream:
             if len(chosen) == count and all(group.uid not in self.running for group in chosen):
                 break
             self._receive()
-        self._seconds["trainer_idle_seconds"] += time.perf_counter() - started
+        self._sums["trainer_idle_seconds"] += time.perf_counter() - started
         self.taken += chosen
         self.ready = [group for group in self.ready if group not in chosen]
-        masks = self.settings.too_old == "mask"
-        oldest = self.gate.version - self.settings.max_staleness if masks else None
+        oldest = self._oldest if self.masks else None
         return DataProto.concat([group.trajectories(oldest) for group in chosen])
 
     def metrics(self) -> dict[str, float]:
@@ -190,16 +178,27 @@ class RolloutStream:
         figures = self.workers.figures()
         names = dict.fromkeys(name for each in figures for name in each)
         metrics = {name: float(np.mean([each[name] for each in figures if name in each])) for name in names}
-        metrics |= {f"async/{name}": float(value) for name, value in (self._counts | self._seconds).items()}
+        metrics |= {f"async/{name}": value for name, value in self._sums.items()}
         metrics["async/queue_groups"], metrics["async/running_groups"] = len(self.ready), len(self.running)
-        self._counts, self._seconds = dict.fromkeys(self._counts, 0), dict.fromkeys(self._seconds, 0.0)
+        self._sums = dict.fromkeys(self._sums, 0.0)
         return metrics
 
     # --------------------------------------------------------------------------------------------- groups
 
+    @property
+    def _oldest(self) -> int:
+        """What began with older weights may not be trained in the present step."""
+        return self.version - self.settings.max_staleness
+
+    def room(self) -> int:
+        """Groups that may be begun now; what no step of the run would train is not."""
+        steps = min(self.settings.max_staleness + 1, self.num_steps - self.version)
+        present = len(self.running) + len(self.ready) + len(self.taken) - self.replaced
+        return max(0, steps * self.groups_per_step - present)
+
     def _begin(self) -> None:
         """Begins what there is room for."""
-        room = self.gate.room()
+        room = self.room()
         groups, self.again = self.again[:room], self.again[room:]
         if fresh := room - len(groups):
             present = [*self.running.values(), *self.ready, *groups, *self.taken]
@@ -207,7 +206,6 @@ class RolloutStream:
             drawn = self.collector.drawn_ahead(self.next_number, fresh, asked)
             groups += [PromptGroup(self.next_number + i, 0, prompts) for i, prompts in enumerate(drawn)]
             self.next_number += fresh
-        self.gate.admit(room)
         for group in groups:
             self.running[group.uid] = group
             self._submit(group)
@@ -234,8 +232,7 @@ class RolloutStream:
                 if group is not None:  # else it was given up
                     group.rows[member] = row
                     if len(group.rows) == len(group.prompts):
-                        self.ready.append(self.running.pop(group.uid))
-                        self.gate.finish()
+                        self.ready.append(self.running.pop(uid))
         due = time.monotonic() - self.settings.group_deadline
         late = [group for group in self.running.values() if group.begun < due]
         if late:
@@ -247,9 +244,8 @@ class RolloutStream:
             self.workers.cancel({group.uid for group in late})
             for group in late:
                 del self.running[group.uid]
-                self.gate.drop_running()
                 self.again.append(self._anew(group))
-            self._counts["expired"] += len(late)
+            self._sums["expired"] += len(late)
             for rank in {group.rank for group in late}:
                 self._silent[rank] += 1
                 if self._silent[rank] == MOST_SILENT:
@@ -259,25 +255,17 @@ class RolloutStream:
                     )
 
     def _drop_old(self) -> None:
-        masks = self.settings.too_old == "mask"
-        old = [
-            group
-            for group in self.ready
-            if (version := group.version_first) is not None
-            and self.gate.is_too_old(group.version_newest if masks else version)
-        ]
-        for group in old:
-            self.ready.remove(group)
-            self.gate.drop_ready()
-            self.again.append(self._anew(group))
-        self._counts["dropped"] += len(old)
+        for group in list(self.ready):
+            version = group.version_newest if self.masks else group.version_first
+            if version is not None and version < self._oldest:
+                self.ready.remove(group)
+                self.again.append(self._anew(group))
+                self._sums["dropped"] += 1
 
     def _anew(self, group: PromptGroup) -> PromptGroup:
         """The group from its prompt on, with other seeds."""
-        attempt = group.attempt + 1
-        return PromptGroup(
-            group.number, attempt, self.collector.asked_again(group.prompts, group.number, attempt)
-        )
+        number, attempt = group.number, group.attempt + 1
+        return PromptGroup(number, attempt, self.collector.asked_again(group.prompts, number, attempt))
 
     # ---------------------------------------------------------------------------------------- checkpoints
 
@@ -285,23 +273,24 @@ class RolloutStream:
         """Writes all groups that no finished step has trained. step_is_over: else those of the present step
         are asked again, and with them all that failed: what made them fail has stopped the run.
         """
-        rows: dict[tuple[str, int], DataProto] = {}
-        if not self.settings.repeatable:  # there those under way began with these weights, and begin again
-            for part in self.workers.continuations():
-                rows |= {(uid, member): row for uid, member, row in single_rows(part)}
+        repeatable = (
+            self.settings.repeatable
+        )  # then those under way began with these weights, and begin again
+        parts = [] if repeatable else self.workers.continuations()
+        rows = {(uid, member): row for part in parts for uid, member, row in single_rows(part)}
         running = []
         for group in self.running.values():
             states: list[Any] = [None] * len(group.prompts)
             for member in range(len(group.prompts)):
                 row = group.rows.get(member, rows.get((group.uid, member)))
-                if row is not None and not self.settings.repeatable and not has_failed(row):
+                if row is not None and not repeatable and not has_failed(row):
                     states[member] = continuations(row)[0]
             prompts = group.prompts.select()
             prompts.non_tensor_batch["continuation"] = object_array(states)
             running.append((group.number, group.attempt, prompts))
         again, ready = self.again, self.ready
         if not step_is_over:
-            failed = [group for group in ready if group.has_failed]
+            failed = [group for group in ready if any(map(has_failed, group.rows.values()))]
             again = [*again, *(self._anew(group) for group in (*self.taken, *failed))]
             ready = [group for group in ready if group not in failed]
         state = {
@@ -315,16 +304,12 @@ class RolloutStream:
 
     def load(self, folder: Path, step: int) -> None:
         """Takes what `save` wrote; a run that sampled no step ahead so far has nothing there."""
-        self.gate.version, self.gate.accepted = step, step * self.gate.groups_per_step
+        self.version = step
         file = folder / STREAM_FILE
         if not file.is_file():
             return
         state = pickle.loads(file.read_bytes())
         self.next_number = state["next_number"]
         self.again = [PromptGroup(*each) for each in state["again"]]
-        self.ready = [
-            PromptGroup(number, attempt, prompts, rows=rows)
-            for number, attempt, prompts, rows in state["ready"]
-        ]
+        self.ready = [PromptGroup(*each) for each in state["ready"]]
         self.running = {group.uid: group for group in (PromptGroup(*each) for each in state["running"])}
-        self.gate.accepted, self.gate.running = self.gate.accepted + len(self.ready), len(self.running)
