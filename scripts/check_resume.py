@@ -32,11 +32,10 @@ import psutil  # noqa: E402
 
 from scripts.check_golden import RUN_NAME, SCENARIOS, Checkout, compare  # noqa: E402
 
-AHEAD = (
-    "actor_rollout_ref.rollout.placement=apart actor_rollout_ref.rollout.name=native "
-    "trainer.async_training.repeatable=true algorithm.rollout_correction.bypass_mode=true"
-)
-TRANSFER = "actor_rollout_ref.rollout.weight_transfer=delta actor_rollout_ref.rollout.anchor_every=4"
+AHEAD = """actor_rollout_ref.rollout.placement=apart actor_rollout_ref.rollout.name=native
+    trainer.async_training.repeatable=true algorithm.rollout_correction.bypass_mode=true"""
+ON_FOLDER = """trainer.backend=folder trainer.max_restarts=1000
+    actor_rollout_ref.rollout.weight_transfer=delta actor_rollout_ref.rollout.anchor_every=4"""
 # What the engine did since the last step: when that was, is chance.
 ENGINE = ("async/", "retrieval/", "rollout/generated", "rollout/kv", "rollout/parked", "rollout/pre")
 ENGINE += ("rollout/queued", "rollout/running", "rollout/steps", "rollout/seconds", "rollout/tokens")
@@ -70,18 +69,15 @@ class Killer(threading.Thread):
                 if any("verl." in word for word in process.cmdline()):
                     process.kill()
                     self.killed[place] += 1
-            # Most of a life is its start: half of the kills come later.
-            due = time.monotonic() + self.moments.choice(
-                [self.moments.uniform(0, 12), 12.0 + self.moments.uniform(0, 10)]
-            )
+            early, late = self.moments.uniform(0, 12), 12.0 + self.moments.uniform(0, 10)
+            due = time.monotonic() + self.moments.choice([early, late])  # most of a life is its start
 
-    def told(self) -> list[str]:
-        """Lines on what happened."""
-        return [
-            f"killed: {', '.join(f'{count} x {place}' for place, count in sorted(self.killed.items()))}"
-            f" (the run was over before {self.kills} kills)" * (sum(self.killed.values()) < self.kills),
-            f"longest time between two checkpoints: {self.longest:.0f} s",
-        ]
+    def tell(self) -> None:
+        """Prints what happened."""
+        killed = ", ".join(f"{count} x {place}" for place, count in sorted(self.killed.items()))
+        is_over = f" (the run was over before {self.kills} kills)"
+        print(f"killed: {killed}{is_over if sum(self.killed.values()) < self.kills else ''}")
+        print(f"longest time between two checkpoints: {self.longest:.0f} s")
 
 
 def main() -> int:
@@ -89,9 +85,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6, help="training steps of each run (6)")
     parser.add_argument("--seed", type=int, help="of the moments of the kills; default: random")
     parser.add_argument("--ahead", type=int, help="trainer.async_training.max_staleness; default: no overlap")
-    parser.add_argument(
-        "--kills", type=int, help="number of kills of single processes of verl.rl; --ahead is 1 then"
-    )
+    parser.add_argument("--kills", type=int, help="of single processes of verl.rl; --ahead is 1 by default")
     options = parser.parse_args()
     if options.kills and options.ahead is None:
         options.ahead = 1
@@ -109,10 +103,8 @@ def main() -> int:
     settings, skip = f"{scenario.settings} trainer.total_training_steps={options.steps}", scenario.skip
     if options.ahead is not None:
         settings += f" {AHEAD} trainer.async_training.max_staleness={options.ahead}"
+        settings += f" {ON_FOLDER if options.kills else 'trainer.backend=ray'}"
         skip += ENGINE
-        settings += " trainer.backend=folder" if options.kills else " trainer.backend=ray"
-        if options.kills:
-            settings += f" {TRANSFER} trainer.max_restarts=1000"
     scenario = SCENARIOS[name] = replace(scenario, settings=settings, skip=skip)
     with tempfile.TemporaryDirectory() as folder:
         here = Checkout(ROOT, Path(folder) / "work")
@@ -124,7 +116,7 @@ def main() -> int:
                 killer.start()
                 killed = here.result(name, tries=options.kills)
                 killer.run_is_over.set()
-                print(*killer.told(), sep="\n")
+                killer.tell()
             else:
                 print(f"undisturbed run: done; kills (--seed {seed}): {kills}", flush=True)
                 killed = here.result(name, kills)

@@ -207,26 +207,21 @@ class FolderResourcePool(ResourcePool):
 
 @dataclass(eq=False)
 class RankReply:
-    """The answer to a call of a rank, as soon as it is there."""
+    """The answer to a call of a rank, as soon as it is there: value, error and its traceback."""
 
     rank: int
     path: Path
-    is_there: bool = False
-    value: Any = None
-    error: Exception | None = None
-    trace: str = ""
+    answer: tuple[Any, Exception | None, str] | None = None
 
     def look(self) -> bool:
         """WorkerDiedError: it can't be read."""
-        if not self.is_there:
-            try:
-                self.value, self.error, self.trace = take(self.path)
-                self.is_there = True
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                raise WorkerDiedError(f"the reply of rank {self.rank} is lost: {error}") from error
-        return self.is_there
+        try:
+            self.answer = self.answer or take(self.path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise WorkerDiedError(f"the reply of rank {self.rank} is lost: {error}") from error
+        return True
 
 
 class FolderWorkerGroup(WorkerGroup):
@@ -252,35 +247,28 @@ class FolderWorkerGroup(WorkerGroup):
                 "expected --address ADDRESS of it, at which the others reach its machine"
             )
         (port,) = self._values(self._start("start_store", [((), {})]), "its start")
-        told: list[Call] = []
-        for rank, (node, local_rank) in enumerate(pool.places):
-            variables = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(pool.world_size),
-                "LOCAL_RANK": str(local_rank),
-                "LOCAL_WORLD_SIZE": str(pool.process_on_nodes[node]),
-                "MASTER_ADDR": address,
-                "MASTER_PORT": str(port),
-            } | {name: os.environ[name] for name in CARRIED if name in os.environ}
-            roles = cls_with_init.args[0]  # the class that is made of them has no name to be found by
-            told.append(((roles, variables), {}))
+        roles = cls_with_init.args[0]  # the class that is made of them has no name to be found by
+        carried = {name: os.environ[name] for name in CARRIED if name in os.environ}
+        told: list[Call] = [((roles, each | carried), {}) for each in pool.variables(address, port)]
         self._values(self._start("make_worker", told), "__init__")
 
     def _wait_for_all(self, seconds: float) -> None:
-        began, missing, is_told = time.monotonic(), list(range(self.world_size)), False
-        while missing:
-            for rank in list(missing):
-                pulse, about = self._pulses[rank], self._pulses[rank].look()
+        began, is_told = time.monotonic(), False
+        while True:
+            for rank, pulse in enumerate(self._pulses):
+                about = pulse.look()
                 if pulse.has_moved and about.get("session") == self._session.number:
-                    self._lives[rank] = about["life"]
-                    missing.remove(rank)
-            waited, names = time.monotonic() - began, ", ".join(f"{self.name}-{rank}" for rank in missing)
-            if missing and waited > seconds:
+                    self._lives[rank] = self._lives[rank] or about["life"]
+            names = ", ".join(f"{self.name}-{rank}" for rank, life in enumerate(self._lives) if not life)
+            if not names:
+                return
+            waited = time.monotonic() - began
+            if waited > seconds:
                 raise ValueError(
                     f"Found no process {names} after {seconds:g} s at {self._session.root}; expected for "
                     f"each: python -m verl.{self.name} @ run.yaml --rank RANK"
                 )
-            if missing and waited > SECONDS_TO_WAIT_SILENTLY and not is_told:
+            if waited > SECONDS_TO_WAIT_SILENTLY and not is_told:
                 is_told = True
                 print(f"waiting up to {seconds:g} s for {names} at {self._session.root}", flush=True)
             self._session.check_alive("the start of others")
@@ -307,27 +295,30 @@ class FolderWorkerGroup(WorkerGroup):
         """What the ranks have answered. A death is raised before an error that it may have caused."""
         began, until = time.monotonic(), float("inf")
         while sum(reply.look() for reply in replies) < len(replies):
-            errors = [reply.error for reply in replies if reply.error is not None]
+            errors = [
+                str(reply.answer[1]) for reply in replies if reply.answer and reply.answer[1] is not None
+            ]
             if errors:
-                lost_peer = any(PEER_GONE.search(str(error)) for error in errors)
-                until = min(
-                    until, time.monotonic() + (SILENT_SECONDS if lost_peer else SECONDS_FOR_OTHER_RANKS)
-                )
+                patience = SILENT_SECONDS if any(map(PEER_GONE.search, errors)) else SECONDS_FOR_OTHER_RANKS
+                until = min(until, time.monotonic() + patience)
             if self._is_over:
                 raise WorkerDiedError(f"{self.name} was shut down during {method}")
             if time.monotonic() > until:
                 break
             self._session.check_alive(method)
             pause(time.monotonic() - began)
+        values = []
         for reply in replies:
-            if reply.error is not None:
+            value, error, trace = reply.answer or (None, None, "")
+            values.append(value)
+            if error is not None:
                 who = f"rank {reply.rank} of worker group {self.name!r}"
-                failed = WorkerFailedError(f"{who} failed in {method}:\n{reply.trace}")
-                if self.world_size > 1 and PEER_GONE.search(str(reply.error)):
-                    lost = f"{who} lost its connection to another rank during {method}: {reply.error}"
+                failed = WorkerFailedError(f"{who} failed in {method}:\n{trace}")
+                if self.world_size > 1 and PEER_GONE.search(str(error)):
+                    lost = f"{who} lost its connection to another rank during {method}: {error}"
                     raise ConnectionLostError(lost) from failed
-                raise reply.error from failed
-        return [reply.value for reply in replies]
+                raise error from failed
+        return values
 
     def check_alive(self, method: str) -> None:
         """WorkerDiedError: a rank is gone."""

@@ -123,16 +123,11 @@ class RunProcesses:
                     return status if status >= 0 else 128 - status
                 if self._is_over():
                     continue
-                how = (
-                    f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with {status}"
-                )
+                killed = f"was killed by {signal.Signals(-status).name}" if status < 0 else ""
+                told = f"{place} (pid {process.pid}) {killed or f'ended with {status}'}: it is"
                 goes_on = num_restarts < self.max_restarts and status != 2  # 2: a user's mistake
                 what = "" if goes_on else f"not (trainer.max_restarts={self.max_restarts}) "
-                print(
-                    f"{place} (pid {process.pid}) {how}: it is {what}started again",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                print(f"{told} {what}started again", file=sys.stderr, flush=True)
                 if goes_on:
                     num_restarts += 1
                     self.start(place)

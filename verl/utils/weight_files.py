@@ -28,6 +28,7 @@ import zstandard
 from torch import Tensor
 
 from verl.utils.durable import sync
+from verl.utils.records.files import write_text_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +71,9 @@ def versions_in(folder: Path) -> list[int]:
 
 
 class WeightWriter:
-    """The one writer into a folder, which it empties first.
-
-    Args:
-        anchor_every: every so many versions one is an anchor (1: all are); sooner where the deltas since the
-            last one take more room than it.
-        readers: names of all that read; what one of them has not read stays.
+    """The one writer into a folder, which it empties first. anchor_every: every so many versions one is an
+    anchor (1: all are); sooner where the deltas since the last one take more room than it. readers: names of
+    all that read; what one of them has not read stays.
     """
 
     def __init__(self, folder: Path, anchor_every: int, readers: Sequence[str]) -> None:
@@ -109,9 +107,7 @@ class WeightWriter:
         except BaseException as error:
             logger.exception("weights %d could not be written", version)
             shutil.rmtree(self.folder / str(version), ignore_errors=True)  # room for the reason
-            aside = self.folder / f"{FAILED}.partial"
-            aside.write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
-            os.replace(aside, self.folder / FAILED)
+            write_text_atomically(self.folder / FAILED, f"{type(error).__name__}: {error}")
             raise
         self._delete_old(version)
         return manifest
@@ -132,7 +128,7 @@ class WeightWriter:
         folder = self.folder / str(version)
         folder.mkdir()
         tensors, offset = [], 0
-        with (folder / f"{PAYLOAD}.partial").open("wb") as file:
+        with (folder / PAYLOAD).open("wb") as file:
             for name, shape, dtype in layout:
                 new = bits[name]
                 data = packed(new ^ self._bits[name] if is_delta else new, weights[name].element_size())
@@ -140,9 +136,7 @@ class WeightWriter:
                 tensors.append({"name": name, "shape": shape, "dtype": dtype, "offset": offset})
                 tensors[-1] |= {"nbytes": len(data), "checksum": zlib.crc32(new.data)}
                 offset += len(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(folder / f"{PAYLOAD}.partial", folder / PAYLOAD)
+        sync(folder / PAYLOAD)
         manifest = {
             "version": version,
             "base_version": self._version if is_delta else None,
@@ -150,9 +144,10 @@ class WeightWriter:
             "files": {PAYLOAD: offset},
             "tensors": tensors,
         }
-        (folder / f"{MANIFEST}.partial").write_text(json.dumps(manifest), encoding="utf-8")
-        sync(folder / f"{MANIFEST}.partial")
-        os.replace(folder / f"{MANIFEST}.partial", folder / MANIFEST)
+        aside = folder / f"{MANIFEST}.partial"
+        aside.write_text(json.dumps(manifest), encoding="utf-8")
+        sync(aside)
+        os.replace(aside, folder / MANIFEST)
         sync(folder)
         if not is_delta:
             self._sizes = []

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -56,10 +56,8 @@ class Order:
 
 
 class RolloutWorker(Worker):
-    """One rank of those that sample.
-
-    config: the `actor_rollout_ref` block. agent_factory: (tokenizer, engine) -> an `EnvironmentAgent`.
-    settings: `trainer.async_training`. device: as of the other workers.
+    """One rank of those that sample. config: the `actor_rollout_ref` block. agent_factory: (tokenizer,
+    engine) -> an `EnvironmentAgent`.
     """
 
     def __init__(
@@ -78,8 +76,7 @@ class RolloutWorker(Worker):
         self._over = threading.Condition(self._lock)
         self._ended: list[tuple[dict[str, Any], Trajectory]] = []  # rows for `poll`, with their columns
         self._columns: dict[int, dict[str, Any]] = {}  # of each row that is not over
-        self._rows, self._failure = count(), ""
-        self._closing = False
+        self._rows, self._failure, self._closing = count(), "", False
         self._idle_seconds = 0.0
         self._figured: list[Trajectory] = []  # ended since the last `figures`
         self._sync_delays: list[float] = []  # of weights that came since then
@@ -106,10 +103,9 @@ class RolloutWorker(Worker):
         self.engine = build_engine(rollout, model, request)
         assert isinstance(self.engine, NativeEngine)
         self.engine.keeps_kv = not self.settings.recompute_kv
-        self.agent = self.agent_factory(tokenizer, self.engine)
-        agent = self.agent
-        tools = (agent.codec, self.engine, agent.environments, agent.config)
-        self.service = TrajectoryService(*tools, agent.sampling_params({}))
+        agent = self.agent = self.agent_factory(tokenizer, self.engine)
+        params = agent.sampling_params({})
+        self.service = TrajectoryService(agent.codec, self.engine, agent.environments, agent.config, params)
         self._thread = threading.Thread(target=self._serve, name="rollouts", daemon=True)
         self._thread.start()
 
@@ -140,7 +136,7 @@ class RolloutWorker(Worker):
 
             self.service.load_weights(load, not self.settings.in_flight_updates)
 
-        self._order(take, needs=arrival)
+        self._order(Order(take, needs=arrival))
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def submit(self, rows: DataProto | None) -> None:
@@ -148,7 +144,7 @@ class RolloutWorker(Worker):
         `member`; the driver gives a list with an entry for each rank.
         """
         if rows is not None:
-            self._order(partial(self._begin, rows))
+            self._order(Order(partial(self._begin, rows)))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def poll(self, seconds: float) -> DataProto | None:
@@ -173,7 +169,7 @@ class RolloutWorker(Worker):
             with self._lock:
                 self._ended = [each for each in self._ended if each[0]["uid"] not in uids]
 
-        self._order(end)
+        self._order(Order(end))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def continuations(self) -> DataProto | None:
@@ -192,7 +188,7 @@ class RolloutWorker(Worker):
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """As `ActorRolloutRefWorker.generate_sequences`, beside what was submitted, by the newest weights."""
         done: Future[list[Trajectory]] = Future()
-        self._order(partial(self._begin, prompts, done))
+        self._order(Order(partial(self._begin, prompts, done)))
         return self.agent.batch(self._result(done), prompts.non_tensor_batch, {})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -219,7 +215,7 @@ class RolloutWorker(Worker):
         if self._reader is not None:
             self._reader.close()
         self._reading.shutdown(wait=False, cancel_futures=True)
-        self._order(lambda: None)
+        self._order(Order(lambda: None))
         if self._thread is not None:
             self._thread.join(JOIN_SECONDS)
             self.agent.close()
@@ -227,11 +223,9 @@ class RolloutWorker(Worker):
 
     # --------------------------------------------------------------------------------------------- the loop
 
-    def _order(
-        self, run: Callable[[], None], needs: Future[Any] | None = None, overtakes: bool = False
-    ) -> None:
+    def _order(self, order: Order) -> None:
         with self._lock:
-            self._orders.append(Order(run, needs, overtakes))
+            self._orders.append(order)
         self._ring()
 
     def _ring(self) -> None:
@@ -251,16 +245,15 @@ class RolloutWorker(Worker):
 
     def _ask(self, question: Callable[[], Any], overtakes: bool = False) -> Any:
         answer: Future[Any] = Future()
-        self._order(lambda: answer.set_result(question()), overtakes=overtakes)
+        self._order(Order(lambda: answer.set_result(question()), overtakes=overtakes))
         return self._result(answer)
 
     def _result(self, future: Future[Any]) -> Any:
         """Of a future that the loop sets. RolloutFailed: the loop stands still for `group_deadline`."""
         seen, since = -1, time.monotonic()
         while not future.done():
-            with self._over:
-                self._check()
-                self._over.wait_for(lambda: future.done() or self._failure, 0.05)
+            self._check()
+            wait([future], 0.05)
             if self.service.num_steps != seen:
                 seen, since = self.service.num_steps, time.monotonic()
             elif time.monotonic() - since > self.settings.group_deadline:
@@ -300,12 +293,12 @@ class RolloutWorker(Worker):
     def _begin(self, rows: DataProto, done: Future[list[Trajectory]] | None = None) -> None:
         trajectories = self.agent.trajectories(rows)
         params = self.agent.sampling_params(rows.meta_info)
-        job = None if done is None else (done, trajectories)
+        job = (done, trajectories)
         for index, trajectory in enumerate(trajectories):
             trajectory.row, trajectory.params = next(self._rows), params
             columns = {name: column[index] for name, column in rows.non_tensor_batch.items()}
             columns.pop("continuation", None)
-            self._columns[trajectory.row] = columns | ({} if job is None else {"job": job})
+            self._columns[trajectory.row] = columns if done is None else columns | {"job": job}
         self.service.add(trajectories)
 
     def _give_out(self, trajectories: Sequence[Trajectory]) -> None:

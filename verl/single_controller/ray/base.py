@@ -170,24 +170,17 @@ class RayWorkerGroup(WorkerGroup):
         return actors
 
     def _make_workers(self, pool: RayResourcePool, cls_with_init: ClassWithInitArgs) -> None:
-        self._rank_places = self._resolve_all([actor.locate.remote() for actor in self._actors], "its start")
-        (port,) = self._resolve_all([self._actors[0].start_store.remote()], "its start")
+        located = [actor.locate.remote() for actor in self._actors]
+        self._rank_places = self._resolver("its start")(located)
+        (port,) = self._resolver("its start")([self._actors[0].start_store.remote()])
         several_nodes = len({place.node for place in self._rank_places}) > 1
         refs = []
-        for rank, (actor, (node, local_rank)) in enumerate(zip(self._actors, pool.places, strict=True)):
-            variables = secret_variables() | {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(pool.world_size),
-                "LOCAL_RANK": str(local_rank),
-                "LOCAL_WORLD_SIZE": str(pool.process_on_nodes[node]),
-                "MASTER_ADDR": self._rank_places[0].address,
-                "MASTER_PORT": str(port),
-            }
-            refs.append(actor.make_worker.remote(cls_with_init, variables, several_nodes))
-        self._resolve_all(refs, "__init__")
-
-    def _resolve_all(self, refs: list[Any], method: str) -> list[Any]:
-        return resolve_refs(refs, self.name, method, self._rank_places)
+        for actor, variables in zip(
+            self._actors, pool.variables(self._rank_places[0].address, port), strict=True
+        ):
+            told = secret_variables() | variables
+            refs.append(actor.make_worker.remote(cls_with_init, told, several_nodes))
+        self._resolver("__init__")(refs)
 
     def _start(self, method: str, calls: list[Call]) -> list[Any]:
         if not self._actors:
