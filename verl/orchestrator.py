@@ -3,8 +3,6 @@
 Its processes are started by others; see verl/train_worker.py and docs/async.md.
 """
 
-from __future__ import annotations
-
 import sys
 
 from verl.trainer.main_ppo import run

@@ -3,8 +3,6 @@
 It is what `train_grpo.sh` does with trainer.backend=folder, see verl/trainer/processes.py.
 """
 
-from __future__ import annotations
-
 import sys
 
 from verl.trainer.main_ppo import run

@@ -61,11 +61,8 @@ PATIENCE_SECONDS = 1800.0  # of a process that hears of no driver
 DRIVER = "driver"
 CARRIED = ("OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS")  # from the driver's environment
 ENVIRONMENT = dict(os.environ)  # before a driver has told anything
-
-
-def this_machine() -> list[str]:
-    """Name, and space of process numbers: containers may share a name."""
-    return [socket.gethostname(), os.readlink("/proc/self/ns/pid") if sys.platform == "linux" else ""]
+# Name, and space of process numbers: containers may share a name.
+MACHINE = [socket.gethostname(), os.readlink("/proc/self/ns/pid") if sys.platform == "linux" else ""]
 
 
 def put(path: Path, payload: bytes) -> None:
@@ -152,20 +149,18 @@ def _the_only(path: Path) -> Iterator[None]:
         yield
 
 
-# ------------------------------------------------------------------------------------------------ the driver
-
-
-class FolderSession:
+class FolderSession(ExitStack):
     """The driver's part of a folder, from the run's start to its end. ValueError: another driver has it."""
 
     def __init__(self, root: Path) -> None:
+        super().__init__()
         self.root, self.number, self.groups = root, "", list[FolderWorkerGroup]()
         self.checked = time.monotonic()
         root.mkdir(parents=True, exist_ok=True)
         root.chmod(0o700)  # calls hold the run's settings, keys of servers too
-        self._place = ExitStack()
-        self._place.enter_context(_the_only(root / f"{DRIVER}.lock"))
+        self.enter_context(_the_only(root / f"{DRIVER}.lock"))
         self._beat = Beat(root / f"{DRIVER}.json", {"session": None, "over": None, "pid": os.getpid()})
+        self.callback(self._end)
 
     def renew(self) -> FolderSession:
         """A new session: processes that serve an earlier one begin anew."""
@@ -183,17 +178,13 @@ class FolderSession:
             for group in self.groups:
                 group.check_alive(method)
 
-    def __enter__(self) -> FolderSession:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def _end(self) -> None:
         """All processes may end."""
         with suppress(OSError):  # an error of the run says more
             self._beat.write(session=None, over=True)
         self._beat.end()
         if self.number:
             shutil.rmtree(self.root / self.number, ignore_errors=True)
-        self._place.close()
 
 
 class FolderResourcePool(ResourcePool):
@@ -225,9 +216,7 @@ class RankReply:
 
 
 class FolderWorkerGroup(WorkerGroup):
-    """The processes of a pool. ValueError: one of them did not come within the pool's timeout, or ranks on
-    several machines can't meet.
-    """
+    """The processes of a pool. ValueError: one does not come, or those on several machines can't meet."""
 
     def __init__(self, pool: FolderResourcePool, cls_with_init: ClassWithInitArgs) -> None:
         super().__init__(pool.world_size, cls_with_init.cls, pool.name)
@@ -295,9 +284,8 @@ class FolderWorkerGroup(WorkerGroup):
         """What the ranks have answered. A death is raised before an error that it may have caused."""
         began, until = time.monotonic(), float("inf")
         while sum(reply.look() for reply in replies) < len(replies):
-            errors = [
-                str(reply.answer[1]) for reply in replies if reply.answer and reply.answer[1] is not None
-            ]
+            answers = [reply.answer for reply in replies if reply.answer]
+            errors = [str(error) for _, error, _ in answers if error is not None]
             if errors:
                 patience = SILENT_SECONDS if any(map(PEER_GONE.search, errors)) else SECONDS_FOR_OTHER_RANKS
                 until = min(until, time.monotonic() + patience)
@@ -326,7 +314,7 @@ class FolderWorkerGroup(WorkerGroup):
             about, why = pulse.look(), ""
             if about["life"] != self._lives[rank] or about["session"] != self._session.number:
                 why = "it has begun anew"
-            elif about["machine"] == this_machine() and not psutil.pid_exists(about["pid"]):
+            elif about["machine"] == MACHINE and not psutil.pid_exists(about["pid"]):
                 why = "its process is gone"
             elif pulse.silent > SILENT_SECONDS:
                 why = f"nothing was heard of it for {SILENT_SECONDS:g} s"
@@ -337,9 +325,6 @@ class FolderWorkerGroup(WorkerGroup):
     def shutdown(self) -> None:
         """Its processes wait for the next session, or end with the run."""
         self._is_over = True
-
-
-# ------------------------------------------------------------------------------------------ process of a rank
 
 
 class FolderRank:
@@ -372,16 +357,13 @@ class FolderRank:
 
 
 def serve(root: Path, name: str, address: str, parent: int = 0, patience: float = PATIENCE_SECONDS) -> int:
-    """The process of a rank: runs the driver's calls in their order, until the run is over. Returns the exit
-    status, or ends the process with 3: nothing was heard of a driver for `patience` seconds, or the process
-    `parent` has gone.
-
-    name: of the pool, and rank: `train_worker-0`. address: of this machine, for other ranks. ValueError:
-    another process serves as it.
+    """The process of a rank (name: `train_worker-0`): runs the driver's calls in their order. Returns 0 when
+    the run is over, or ends the process with 3: nothing was heard of a driver for `patience` seconds, or the
+    process `parent` has gone. address: of this machine, for other ranks. ValueError: the name is taken.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster sends it to all; it is for the driver
     root.mkdir(parents=True, exist_ok=True)
-    about = {"pid": os.getpid(), "machine": this_machine(), "address": address, "session": None}
+    about = {"pid": os.getpid(), "machine": MACHINE, "address": address, "session": None}
     with _the_only(root / f"{name}.lock"):
         driver, rank, served = Pulse(root / f"{DRIVER}.json"), FolderRank(), list[str]()
         beat = Beat(root / f"{name}.json", about | {"life": uuid.uuid4().hex})
@@ -420,9 +402,8 @@ def _watch(driver: Pulse, served: list[str], parent: int, patience: float) -> No
             time.sleep(SECONDS_TO_CLOSE)
             os._exit(0)
         if driver.silent > patience:
-            print(
-                f"error: nothing was heard of a driver at {driver.path} for {patience:g} s", file=sys.stderr
-            )
+            silence = f"nothing was heard of a driver at {driver.path} for {patience:g} s"
+            print(f"error: {silence}", file=sys.stderr)
             os._exit(3)
         if parent and os.getppid() != parent:
             os._exit(3)

@@ -85,8 +85,6 @@ class RolloutWorker(Worker):
         self._reading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._thread: threading.Thread | None = None
 
-    # ------------------------------------------------------------------------------------ calls of the driver
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_rollout(self, num_rows: int, dtype: str) -> None:
         """Makes engine and agent for `num_rows` trajectories at once. ValueError: the engine can't run the
@@ -220,8 +218,6 @@ class RolloutWorker(Worker):
             self._thread.join(JOIN_SECONDS)
             self.agent.close()
         super().close()
-
-    # --------------------------------------------------------------------------------------------- the loop
 
     def _order(self, order: Order) -> None:
         with self._lock:

@@ -25,7 +25,6 @@ from torch.distributed import TCPStore
 
 from verl.single_controller.base import create_colocated_worker_cls as create_colocated_worker_cls
 from verl.single_controller.base.decorator import Call
-from verl.single_controller.base.worker import Worker
 from verl.single_controller.base.worker_group import (
     ClassWithInitArgs,
     ResourcePool,
@@ -101,9 +100,6 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 class RankProcess:
     """The actor: makes the worker and runs its methods, one at a time, in the order they were called."""
 
-    def __init__(self) -> None:
-        self.worker: Worker | None = None
-
     def locate(self) -> RankPlace:
         address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
         return RankPlace(os.getpid(), socket.gethostname(), address, node)
@@ -124,7 +120,6 @@ class RankProcess:
         self.worker = cls_with_init()
 
     def run(self, method: str, call: Call) -> Any:
-        assert self.worker is not None
         return run_method(self.worker, method, materialize(call))
 
 

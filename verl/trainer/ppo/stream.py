@@ -121,7 +121,7 @@ class RolloutStream:
         num_steps: int,
         say: Callable[[str], None],
     ) -> None:
-        self.config, self.collector, self.workers, self.say = config, collector, workers, say
+        self.collector, self.workers, self.say = collector, workers, say
         self.settings = config.trainer.async_training
         self.groups_per_step, self.num_steps = config.data.train_batch_size, num_steps
         self.masks = self.settings.too_old == "mask"
@@ -133,8 +133,6 @@ class RolloutStream:
         self.taken: list[PromptGroup] = []  # of the present step
         self._sums = dict.fromkeys(("dropped", "expired", "trainer_idle_seconds", "sync_seconds"), 0.0)
         self._silent = [0] * workers.world_size  # times in a row that groups of a process were given up
-
-    # ------------------------------------------------------------------------------------------- of a step
 
     def send_weights(self, version: int, weights: DataProtoFuture, begin: bool = True) -> None:
         """The policy after `version` steps goes to the processes, and with `begin` what there is room for now
@@ -158,8 +156,9 @@ class RolloutStream:
         if self.taken:  # the step needs more than its share, as some teach nothing
             self.replaced += count
         in_order = self.settings.repeatable
+        oldest = self.version - self.settings.max_staleness  # what began with older weights is too old
         while True:
-            self._drop_old()
+            self._drop_old(oldest)
             if not in_order or len(self.ready) + len(self.running) < count:
                 self._begin()
             live = [*self.ready, *(self.running.values() if in_order else ())]
@@ -170,8 +169,7 @@ class RolloutStream:
         self._sums["trainer_idle_seconds"] += time.perf_counter() - started
         self.taken += chosen
         self.ready = [group for group in self.ready if group not in chosen]
-        oldest = self._oldest if self.masks else None
-        return DataProto.concat([group.trajectories(oldest) for group in chosen])
+        return DataProto.concat([group.trajectories(oldest if self.masks else None) for group in chosen])
 
     def metrics(self) -> dict[str, float]:
         """`async/*` and the engines' `rollout/*` since the last call."""
@@ -182,13 +180,6 @@ class RolloutStream:
         metrics["async/queue_groups"], metrics["async/running_groups"] = len(self.ready), len(self.running)
         self._sums = dict.fromkeys(self._sums, 0.0)
         return metrics
-
-    # --------------------------------------------------------------------------------------------- groups
-
-    @property
-    def _oldest(self) -> int:
-        """What began with older weights may not be trained in the present step."""
-        return self.version - self.settings.max_staleness
 
     def room(self) -> int:
         """Groups that may be begun now; what no step of the run would train is not."""
@@ -254,10 +245,10 @@ class RolloutStream:
                         f"trainer.async_training.group_deadline={self.settings.group_deadline:g} s"
                     )
 
-    def _drop_old(self) -> None:
+    def _drop_old(self, oldest: int) -> None:
         for group in list(self.ready):
             version = group.version_newest if self.masks else group.version_first
-            if version is not None and version < self._oldest:
+            if version is not None and version < oldest:
                 self.ready.remove(group)
                 self.again.append(self._anew(group))
                 self._sums["dropped"] += 1
@@ -266,8 +257,6 @@ class RolloutStream:
         """The group from its prompt on, with other seeds."""
         number, attempt = group.number, group.attempt + 1
         return PromptGroup(number, attempt, self.collector.asked_again(group.prompts, number, attempt))
-
-    # ---------------------------------------------------------------------------------------- checkpoints
 
     def save(self, folder: Path, step_is_over: bool) -> None:
         """Writes all groups that no finished step has trained. step_is_over: else those of the present step
