@@ -60,7 +60,7 @@ class Killer(threading.Thread):
                 if (step := tracker.read_text()) != last:
                     self.longest = max(self.longest, time.monotonic() - since) if last else 0.0
                     last, since = step, time.monotonic()
-            if time.monotonic() < due or sum(self.killed.values()) == self.kills:
+            if time.monotonic() < due or self.killed.total() == self.kills:
                 continue
             place = self.moments.choice(["driver", "train_worker-0", "inference-0"])
             with suppress(OSError, ValueError, KeyError, psutil.Error):
@@ -69,15 +69,9 @@ class Killer(threading.Thread):
                 if any("verl." in word for word in process.cmdline()):
                     process.kill()
                     self.killed[place] += 1
+            # Most of a life is its start: half of the kills come later.
             early, late = self.moments.uniform(0, 12), 12.0 + self.moments.uniform(0, 10)
-            due = time.monotonic() + self.moments.choice([early, late])  # most of a life is its start
-
-    def tell(self) -> None:
-        """Prints what happened."""
-        killed = ", ".join(f"{count} x {place}" for place, count in sorted(self.killed.items()))
-        is_over = f" (the run was over before {self.kills} kills)"
-        print(f"killed: {killed}{is_over if sum(self.killed.values()) < self.kills else ''}")
-        print(f"longest time between two checkpoints: {self.longest:.0f} s")
+            due = time.monotonic() + self.moments.choice([early, late])
 
 
 def main() -> int:
@@ -90,16 +84,13 @@ def main() -> int:
     if options.kills and options.ahead is None:
         options.ahead = 1
     if options.steps < MIN_STEPS:
-        parser.error(
-            f"--steps: found {options.steps}, expected {MIN_STEPS} or more: the run is killed three times, "
-            "each time after another checkpoint"
-        )
+        why = "the run is killed three times, each time after another checkpoint"
+        parser.error(f"--steps: found {options.steps}, expected {MIN_STEPS} or more: {why}")
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     moments = random.Random(seed)
     kills = [("global_step_*[0-9]", moments.uniform(0.0, 0.5)) for _ in range(2)]
     kills.append(("global_step_*.incomplete/actor", 0.0))
-    name = "resume-kl"
-    scenario = SCENARIOS[name]
+    name, scenario = "resume-kl", SCENARIOS["resume-kl"]
     settings, skip = f"{scenario.settings} trainer.total_training_steps={options.steps}", scenario.skip
     if options.ahead is not None:
         settings += f" {AHEAD} trainer.async_training.max_staleness={options.ahead}"
@@ -116,7 +107,10 @@ def main() -> int:
                 killer.start()
                 killed = here.result(name, tries=options.kills)
                 killer.run_is_over.set()
-                killer.tell()
+                places = ", ".join(f"{count} x {place}" for place, count in sorted(killer.killed.items()))
+                fewer = killer.killed.total() < options.kills
+                print(f"killed: {places}" + f" (the run was over before {options.kills} kills)" * fewer)
+                print(f"longest time between two checkpoints: {killer.longest:.0f} s")
             else:
                 print(f"undisturbed run: done; kills (--seed {seed}): {kills}", flush=True)
                 killed = here.result(name, kills)

@@ -26,12 +26,12 @@ import time
 import traceback
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 import torch
@@ -58,7 +58,6 @@ SECONDS_FOR_OTHER_RANKS = 3.0  # after a first error: the death of a rank explai
 SECONDS_TO_WAIT_SILENTLY = 20.0  # for processes that begin
 SECONDS_TO_CLOSE = 10.0
 PATIENCE_SECONDS = 1800.0  # of a process that hears of no driver
-DRIVER = "driver"
 CARRIED = ("OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS")  # from the driver's environment
 ENVIRONMENT = dict(os.environ)  # before a driver has told anything
 # Name, and space of process numbers: containers may share a name.
@@ -138,15 +137,14 @@ class Pulse:
         return time.monotonic() - self._since
 
 
-@contextmanager
-def _the_only(path: Path) -> Iterator[None]:
-    """ValueError: another process has the place."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"Found another process that holds {path}; expected one alone.") from None
-        yield
+def _locked(path: Path) -> TextIO:
+    """A file that this process alone holds until it closes it. ValueError: another one has the place."""
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"Found another process that holds {path}; expected one alone.") from None
+    return file
 
 
 class FolderSession(ExitStack):
@@ -158,8 +156,8 @@ class FolderSession(ExitStack):
         self.checked = time.monotonic()
         root.mkdir(parents=True, exist_ok=True)
         root.chmod(0o700)  # calls hold the run's settings, keys of servers too
-        self.enter_context(_the_only(root / f"{DRIVER}.lock"))
-        self._beat = Beat(root / f"{DRIVER}.json", {"session": None, "over": None, "pid": os.getpid()})
+        self.enter_context(_locked(root / "driver.lock"))
+        self._beat = Beat(root / "driver.json", {"session": None, "over": None, "pid": os.getpid()})
         self.callback(self._end)
 
     def renew(self) -> FolderSession:
@@ -364,8 +362,8 @@ def serve(root: Path, name: str, address: str, parent: int = 0, patience: float 
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster sends it to all; it is for the driver
     root.mkdir(parents=True, exist_ok=True)
     about = {"pid": os.getpid(), "machine": MACHINE, "address": address, "session": None}
-    with _the_only(root / f"{name}.lock"):
-        driver, rank, served = Pulse(root / f"{DRIVER}.json"), FolderRank(), list[str]()
+    with _locked(root / f"{name}.lock"):
+        driver, rank, served = Pulse(root / "driver.json"), FolderRank(), list[str]()
         beat = Beat(root / f"{name}.json", about | {"life": uuid.uuid4().hex})
         watch = partial(_watch, driver, served, parent, patience)
         threading.Thread(target=watch, name="driver's beat", daemon=True).start()

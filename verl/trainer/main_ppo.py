@@ -135,9 +135,9 @@ def run(
                 raise ValueError(
                     "Found trainer.backend=folder with main_ppo_format; expected auto, local or ray."
                 )
-            from verl.trainer.processes import run_processes
+            from verl.trainer.processes import RunProcesses
 
-            return run_processes(argv, loaded.config)
+            return RunProcesses(argv, loaded.config).run()
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -68,16 +68,14 @@ class ResourcePoolManager:
             if self.backend == "ray":
                 from verl.single_controller.ray import RayResourcePool
 
-                self.resource_pool_dict[name] = RayResourcePool(
-                    process_on_nodes, use_gpu, self.num_cpus_per_process
-                )
+                pool: ResourcePool = RayResourcePool(process_on_nodes, use_gpu, self.num_cpus_per_process)
             elif session is not None:
                 from verl.single_controller.folder import FolderResourcePool
 
-                program = PROGRAMS_OF_POOLS[name]
-                self.resource_pool_dict[name] = FolderResourcePool(process_on_nodes, program, session)
+                pool = FolderResourcePool(process_on_nodes, PROGRAMS_OF_POOLS[name], session)
             else:
-                self.resource_pool_dict[name] = ResourcePool(process_on_nodes)
+                pool = ResourcePool(process_on_nodes)
+            self.resource_pool_dict[name] = pool
 
     def get_resource_pool(self, role: Role) -> ResourcePool:
         """The pool that `role` was mapped to."""

@@ -83,7 +83,7 @@ class WeightWriter:
         folder.mkdir(parents=True)
         self._bits: Bits = {}  # of the newest version
         self._layout: list[tuple[str, list[int], str]] = []
-        self._version = -1
+        self._manifest: dict[str, Any] = {"version": -1}
         self._sizes: list[int] = []  # bytes of the last anchor's file, and of the deltas since
         self._anchors: list[int] = []
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
@@ -100,24 +100,24 @@ class WeightWriter:
         higher than those before; returns the manifest. One that is there already stays as it is. OSError: it
         can't be written; readers hear of it.
         """
-        if version == self._version:
-            return json.loads((self.folder / str(version) / MANIFEST).read_text(encoding="utf-8"))
+        if version == self._manifest["version"]:
+            return self._manifest
         try:
-            manifest = self._write(dict(pairs), version)
+            self._write(dict(pairs), version)
         except BaseException as error:
             logger.exception("weights %d could not be written", version)
             shutil.rmtree(self.folder / str(version), ignore_errors=True)  # room for the reason
             write_text_atomically(self.folder / FAILED, f"{type(error).__name__}: {error}")
             raise
         self._delete_old(version)
-        return manifest
+        return self._manifest
 
     def close(self) -> None:
         """Lets what is being written end, and deletes all versions."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _write(self, weights: Mapping[str, Tensor], version: int) -> dict[str, Any]:
+    def _write(self, weights: Mapping[str, Tensor], version: int) -> None:
         bits = {name: bits_of(tensor) for name, tensor in weights.items()}
         layout = [(name, list(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in weights.items()]
         anchor, *deltas = self._sizes or [0]
@@ -139,7 +139,7 @@ class WeightWriter:
         sync(folder / PAYLOAD)
         manifest = {
             "version": version,
-            "base_version": self._version if is_delta else None,
+            "base_version": self._manifest["version"] if is_delta else None,
             "kind": "delta" if is_delta else "full",
             "files": {PAYLOAD: offset},
             "tensors": tensors,
@@ -153,8 +153,7 @@ class WeightWriter:
             self._sizes = []
             self._anchors.append(version)
         self._sizes.append(offset)
-        self._bits, self._layout, self._version = bits, layout, version
-        return manifest
+        self._bits, self._layout, self._manifest = bits, layout, manifest
 
     def _delete_old(self, newest: int) -> None:
         """All before the last anchor that no reader is behind of."""
@@ -179,9 +178,7 @@ class WeightReader:
         self._closing = threading.Event()
 
     def read(self, version: int, seconds: float = 0.0) -> list[tuple[str, Tensor]]:
-        """That version, bit for bit: tensors that are not changed later; waits so long until it is there.
-        WeightsUnreadable.
-        """
+        """That version, bit for bit, in tensors that stay; waits so long for it. WeightsUnreadable."""
         self._wait(version, seconds)
         try:
             bits, tensors = self._restored(version, self.version)

@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -40,19 +39,11 @@ from verl.workers.rollout.native import NativeEngine
 
 JOIN_SECONDS = 10.0
 MEMBER = "member"  # column: which row of its group
+Job = Callable[[], None]
 
 
 class RolloutFailed(EngineUnavailable):
     """The loop of a rollout process ended by an error (the message has its traceback), or says nothing."""
-
-
-@dataclass(frozen=True)
-class Order:
-    """What the loop is to do; it waits, and later ones that don't overtake too, until `needs` is over."""
-
-    run: Callable[[], None]
-    needs: Future[Any] | None = None
-    overtakes: bool = False
 
 
 class RolloutWorker(Worker):
@@ -71,7 +62,7 @@ class RolloutWorker(Worker):
         self.config, self.agent_factory, self.settings = config, agent_factory, settings
         self.device = self.get_device(device_kind(device))
         self._lock = threading.Lock()
-        self._orders: list[Order] = []
+        self._orders: list[tuple[Job, Future[Any] | None, bool]] = []  # see `_order`
         self._bell: Future[None] = Future()  # rings when there is an order
         self._over = threading.Condition(self._lock)
         self._ended: list[tuple[dict[str, Any], Trajectory]] = []  # rows for `poll`, with their columns
@@ -134,7 +125,7 @@ class RolloutWorker(Worker):
 
             self.service.load_weights(load, not self.settings.in_flight_updates)
 
-        self._order(Order(take, needs=arrival))
+        self._order(take, needs=arrival)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def submit(self, rows: DataProto | None) -> None:
@@ -142,7 +133,7 @@ class RolloutWorker(Worker):
         `member`; the driver gives a list with an entry for each rank.
         """
         if rows is not None:
-            self._order(Order(partial(self._begin, rows)))
+            self._order(partial(self._begin, rows))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def poll(self, seconds: float) -> DataProto | None:
@@ -167,13 +158,11 @@ class RolloutWorker(Worker):
             with self._lock:
                 self._ended = [each for each in self._ended if each[0]["uid"] not in uids]
 
-        self._order(Order(end))
+        self._order(end)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def continuations(self) -> DataProto | None:
-        """All rows that were submitted and not polled, as far as they are: as `run_llm_loop` gives them,
-        those under way with finish_reason "kept".
-        """
+        """The rows that were submitted and not polled, as `run_llm_loop` gives them; "kept": under way."""
 
         def note() -> DataProto | None:
             running = [(self._columns[each.row], each) for each in self.service.continuations()]
@@ -186,7 +175,7 @@ class RolloutWorker(Worker):
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """As `ActorRolloutRefWorker.generate_sequences`, beside what was submitted, by the newest weights."""
         done: Future[list[Trajectory]] = Future()
-        self._order(Order(partial(self._begin, prompts, done)))
+        self._order(partial(self._begin, prompts, done))
         return self.agent.batch(self._result(done), prompts.non_tensor_batch, {})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -213,15 +202,16 @@ class RolloutWorker(Worker):
         if self._reader is not None:
             self._reader.close()
         self._reading.shutdown(wait=False, cancel_futures=True)
-        self._order(Order(lambda: None))
+        self._order(lambda: None)
         if self._thread is not None:
             self._thread.join(JOIN_SECONDS)
             self.agent.close()
         super().close()
 
-    def _order(self, order: Order) -> None:
+    def _order(self, run: Job, needs: Future[Any] | None = None, overtakes: bool = False) -> None:
+        """The loop will run it. It waits, and later ones that don't overtake too, until `needs` is over."""
         with self._lock:
-            self._orders.append(order)
+            self._orders.append((run, needs, overtakes))
         self._ring()
 
     def _ring(self) -> None:
@@ -229,19 +219,19 @@ class RolloutWorker(Worker):
             if not self._bell.done():
                 self._bell.set_result(None)
 
-    def _due_orders(self) -> list[Order]:
+    def _due_orders(self) -> list[Job]:
         """Those that need nothing any more, in order; the others stay."""
-        due: list[Order] = []
-        later: list[Order] = []
-        for each in self._orders:
-            waits = later or (each.needs is not None and not each.needs.done())
-            (later if waits and not each.overtakes else due).append(each)
-        self._orders = later
+        orders, self._orders, due = self._orders, [], list[Job]()
+        for run, needs, overtakes in orders:
+            if (self._orders or (needs is not None and not needs.done())) and not overtakes:
+                self._orders.append((run, needs, overtakes))
+            else:
+                due.append(run)
         return due
 
     def _ask(self, question: Callable[[], Any], overtakes: bool = False) -> Any:
         answer: Future[Any] = Future()
-        self._order(Order(lambda: answer.set_result(question()), overtakes=overtakes))
+        self._order(lambda: answer.set_result(question()), overtakes=overtakes)
         return self._result(answer)
 
     def _result(self, future: Future[Any]) -> Any:
@@ -270,8 +260,8 @@ class RolloutWorker(Worker):
                     with self._lock:
                         orders, bell = self._due_orders(), Future[None]()
                         self._bell = bell
-                    for order in orders:
-                        order.run()
+                    for run in orders:
+                        run()
                     if not self.service.is_idle:
                         self.service.advance(bell)
                     elif not orders:

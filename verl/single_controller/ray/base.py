@@ -165,16 +165,12 @@ class RayWorkerGroup(WorkerGroup):
         return actors
 
     def _make_workers(self, pool: RayResourcePool, cls_with_init: ClassWithInitArgs) -> None:
-        located = [actor.locate.remote() for actor in self._actors]
-        self._rank_places = self._resolver("its start")(located)
+        self._rank_places = self._resolver("its start")([actor.locate.remote() for actor in self._actors])
         (port,) = self._resolver("its start")([self._actors[0].start_store.remote()])
         several_nodes = len({place.node for place in self._rank_places}) > 1
-        refs = []
-        for actor, variables in zip(
-            self._actors, pool.variables(self._rank_places[0].address, port), strict=True
-        ):
-            told = secret_variables() | variables
-            refs.append(actor.make_worker.remote(cls_with_init, told, several_nodes))
+        places, refs = pool.variables(self._rank_places[0].address, port), []
+        for actor, place in zip(self._actors, places, strict=True):
+            refs.append(actor.make_worker.remote(cls_with_init, secret_variables() | place, several_nodes))
         self._resolver("__init__")(refs)
 
     def _start(self, method: str, calls: list[Call]) -> list[Any]:

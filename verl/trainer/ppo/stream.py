@@ -224,14 +224,12 @@ class RolloutStream:
                     group.rows[member] = row
                     if len(group.rows) == len(group.prompts):
                         self.ready.append(self.running.pop(uid))
-        due = time.monotonic() - self.settings.group_deadline
+        deadline, key = self.settings.group_deadline, "trainer.async_training.group_deadline"
+        due = time.monotonic() - deadline
         late = [group for group in self.running.values() if group.begun < due]
         if late:
-            self.say(
-                f"{len(late)} groups were not over within {self.settings.group_deadline:g} s "
-                f"(trainer.async_training.group_deadline) in rollout process {late[0].rank}; they are asked "
-                "again"
-            )
+            where = f"in rollout process {late[0].rank}; they are asked again"
+            self.say(f"{len(late)} groups were not over within {deadline:g} s ({key}) {where}")
             self.workers.cancel({group.uid for group in late})
             for group in late:
                 del self.running[group.uid]
@@ -240,10 +238,8 @@ class RolloutStream:
             for rank in {group.rank for group in late}:
                 self._silent[rank] += 1
                 if self._silent[rank] == MOST_SILENT:
-                    raise EngineUnavailable(
-                        f"rollout process {rank} has finished nothing for {MOST_SILENT} times "
-                        f"trainer.async_training.group_deadline={self.settings.group_deadline:g} s"
-                    )
+                    nothing = f"rollout process {rank} has finished nothing for {MOST_SILENT} times"
+                    raise EngineUnavailable(f"{nothing} {key}={deadline:g} s")
 
     def _drop_old(self, oldest: int) -> None:
         for group in list(self.ready):
@@ -262,9 +258,7 @@ class RolloutStream:
         """Writes all groups that no finished step has trained. step_is_over: else those of the present step
         are asked again, and with them all that failed: what made them fail has stopped the run.
         """
-        repeatable = (
-            self.settings.repeatable
-        )  # then those under way began with these weights, and begin again
+        repeatable = self.settings.repeatable  # what is under way began with these weights, and does again
         parts = [] if repeatable else self.workers.continuations()
         rows = {(uid, member): row for part in parts for uid, member, row in single_rows(part)}
         running = []
