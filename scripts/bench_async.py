@@ -40,9 +40,8 @@ SETTINGS = """@configs/microworld_grpo.yaml actor_rollout_ref.model.path=data_pr
     actor_rollout_ref.rollout.search_delay_steps=null actor_rollout_ref.rollout.name=native
     algorithm.rollout_correction.bypass_mode=true trainer.val_before_train=false trainer.test_freq=-1
     trainer.save_freq=-1 trainer.backend=ray trainer.device=cpu trainer.progress=plain"""
-TOGETHER = "trainer.n_gpus_per_node=2"
 AHEAD = """trainer.n_gpus_per_node=1 actor_rollout_ref.rollout.placement=apart
-    trainer.async_training.max_staleness="""
+    trainer.async_training.max_staleness={} actor_rollout_ref.rollout.weight_transfer={}"""
 
 
 def serve_slowly(url: str, port: int) -> None:
@@ -88,17 +87,15 @@ def main() -> int:
         return 0
     if options.steps <= LEFT_OUT:
         parser.error(f"--steps: found {options.steps}, expected more than the {LEFT_OUT} that are left out")
-    kinds = {"synchronous": TOGETHER}
+    kinds = {"synchronous": "trainer.n_gpus_per_node=2"}
     for k in options.ahead.split(","):
         for transfer in options.transfer.split(","):
-            way = f"actor_rollout_ref.rollout.weight_transfer={transfer}"
-            kinds[f"ahead by {k} over {transfer}"] = f"{AHEAD}{k} {way}"
+            kinds[f"ahead by {k} over {transfer}"] = AHEAD.format(k, transfer)
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as servers:
         folder = Path(temporary)
         write_world(0, folder, num_train=4096, num_test=400, num_3hop=2)
-        search = bm25_server(folder / "corpus.jsonl")
-        port, _ = servers.enter_context(running(search, folder / "server.log"))
+        port, _ = servers.enter_context(running(bm25_server(folder / "corpus.jsonl"), folder / "server.log"))
         slow = [sys.executable, __file__, "--serve-slowly", f"http://127.0.0.1:{port}/retrieve", PORT]
         port, _ = servers.enter_context(running(slow, folder / "slow_server.log"))
         data = [f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/test.parquet"]

@@ -32,11 +32,10 @@ import psutil  # noqa: E402
 
 from scripts.check_golden import RUN_NAME, SCENARIOS, Checkout, compare  # noqa: E402
 
-AHEAD = (
-    "actor_rollout_ref.rollout.placement=apart actor_rollout_ref.rollout.name=native "
-    "trainer.async_training.repeatable=true algorithm.rollout_correction.bypass_mode=true"
-)
-TRANSFER = "actor_rollout_ref.rollout.weight_transfer=delta actor_rollout_ref.rollout.anchor_every=4"
+AHEAD = """actor_rollout_ref.rollout.placement=apart actor_rollout_ref.rollout.name=native
+    trainer.async_training.repeatable=true algorithm.rollout_correction.bypass_mode=true"""
+ON_FOLDER = """trainer.backend=folder trainer.max_restarts=1000
+    actor_rollout_ref.rollout.weight_transfer=delta actor_rollout_ref.rollout.anchor_every=4"""
 # What the engine did since the last step: when that was, is chance.
 ENGINE = ("async/", "retrieval/", "rollout/generated", "rollout/kv", "rollout/parked", "rollout/pre")
 ENGINE += ("rollout/queued", "rollout/running", "rollout/steps", "rollout/seconds", "rollout/tokens")
@@ -61,7 +60,7 @@ class Killer(threading.Thread):
                 if (step := tracker.read_text()) != last:
                     self.longest = max(self.longest, time.monotonic() - since) if last else 0.0
                     last, since = step, time.monotonic()
-            if time.monotonic() < due or sum(self.killed.values()) == self.kills:
+            if time.monotonic() < due or self.killed.total() == self.kills:
                 continue
             place = self.moments.choice(["driver", "train_worker-0", "inference-0"])
             with suppress(OSError, ValueError, KeyError, psutil.Error):
@@ -71,17 +70,8 @@ class Killer(threading.Thread):
                     process.kill()
                     self.killed[place] += 1
             # Most of a life is its start: half of the kills come later.
-            due = time.monotonic() + self.moments.choice(
-                [self.moments.uniform(0, 12), 12.0 + self.moments.uniform(0, 10)]
-            )
-
-    def told(self) -> list[str]:
-        """Lines on what happened."""
-        return [
-            f"killed: {', '.join(f'{count} x {place}' for place, count in sorted(self.killed.items()))}"
-            f" (the run was over before {self.kills} kills)" * (sum(self.killed.values()) < self.kills),
-            f"longest time between two checkpoints: {self.longest:.0f} s",
-        ]
+            early, late = self.moments.uniform(0, 12), 12.0 + self.moments.uniform(0, 10)
+            due = time.monotonic() + self.moments.choice([early, late])
 
 
 def main() -> int:
@@ -89,30 +79,23 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6, help="training steps of each run (6)")
     parser.add_argument("--seed", type=int, help="of the moments of the kills; default: random")
     parser.add_argument("--ahead", type=int, help="trainer.async_training.max_staleness; default: no overlap")
-    parser.add_argument(
-        "--kills", type=int, help="number of kills of single processes of verl.rl; --ahead is 1 then"
-    )
+    parser.add_argument("--kills", type=int, help="of single processes of verl.rl; --ahead is 1 by default")
     options = parser.parse_args()
     if options.kills and options.ahead is None:
         options.ahead = 1
     if options.steps < MIN_STEPS:
-        parser.error(
-            f"--steps: found {options.steps}, expected {MIN_STEPS} or more: the run is killed three times, "
-            "each time after another checkpoint"
-        )
+        why = "the run is killed three times, each time after another checkpoint"
+        parser.error(f"--steps: found {options.steps}, expected {MIN_STEPS} or more: {why}")
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     moments = random.Random(seed)
     kills = [("global_step_*[0-9]", moments.uniform(0.0, 0.5)) for _ in range(2)]
     kills.append(("global_step_*.incomplete/actor", 0.0))
-    name = "resume-kl"
-    scenario = SCENARIOS[name]
+    name, scenario = "resume-kl", SCENARIOS["resume-kl"]
     settings, skip = f"{scenario.settings} trainer.total_training_steps={options.steps}", scenario.skip
     if options.ahead is not None:
         settings += f" {AHEAD} trainer.async_training.max_staleness={options.ahead}"
+        settings += f" {ON_FOLDER if options.kills else 'trainer.backend=ray'}"
         skip += ENGINE
-        settings += " trainer.backend=folder" if options.kills else " trainer.backend=ray"
-        if options.kills:
-            settings += f" {TRANSFER} trainer.max_restarts=1000"
     scenario = SCENARIOS[name] = replace(scenario, settings=settings, skip=skip)
     with tempfile.TemporaryDirectory() as folder:
         here = Checkout(ROOT, Path(folder) / "work")
@@ -124,7 +107,10 @@ def main() -> int:
                 killer.start()
                 killed = here.result(name, tries=options.kills)
                 killer.run_is_over.set()
-                print(*killer.told(), sep="\n")
+                places = ", ".join(f"{count} x {place}" for place, count in sorted(killer.killed.items()))
+                fewer = killer.killed.total() < options.kills
+                print(f"killed: {places}" + f" (the run was over before {options.kills} kills)" * fewer)
+                print(f"longest time between two checkpoints: {killer.longest:.0f} s")
             else:
                 print(f"undisturbed run: done; kills (--seed {seed}): {kills}", flush=True)
                 killed = here.result(name, kills)

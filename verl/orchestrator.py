@@ -1,9 +1,4 @@
-"""python -m verl.orchestrator @ run.yaml: the driver of a run with trainer.backend=folder.
-
-Its processes are started by others; see verl/train_worker.py and docs/async.md.
-"""
-
-from __future__ import annotations
+"""python -m verl.orchestrator @ run.yaml: drives a run whose processes others start (docs/async.md)."""
 
 import sys
 

@@ -1,9 +1,4 @@
-"""python -m verl.rl @ run.yaml [key=value ...]: a run whose processes need no Ray; whoever dies is named.
-
-It is what `train_grpo.sh` does with trainer.backend=folder, see verl/trainer/processes.py.
-"""
-
-from __future__ import annotations
+"""python -m verl.rl @ run.yaml [key=value ...]: a run whose processes need no Ray (docs/async.md)."""
 
 import sys
 

@@ -1,10 +1,4 @@
-"""python -m verl.train_worker @ run.yaml [--rank 0]: a process that trains.
-
-docs/async.md tells of the roles of a run with trainer.backend=folder. The others are
-`python -m verl.inference @ run.yaml`, which samples, and `python -m verl.orchestrator @ run.yaml`.
-"""
-
-from __future__ import annotations
+"""python -m verl.train_worker @ run.yaml [--rank 0]: a process that trains (docs/async.md)."""
 
 import argparse
 import os

@@ -112,6 +112,8 @@ def test_ctrl_c_ends_the_run_after_its_step_and_leaves_no_process(world, url, tm
     log = tmp_path / "log"
     with running(settings(world, url, tmp_path / "run", **transfer), log) as process:
         wait_for(tmp_path / "run/metrics.jsonl", process, log)  # step 0 is validated
+        while '"step": 1' not in (tmp_path / "run/metrics.jsonl").read_text():  # and the next one begins
+            time.sleep(0.01)
         children = psutil.Process(process.pid).children()
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(120) == 3 and "stopped: " in log.read_text()

@@ -185,9 +185,8 @@ def _check_async(config: Config) -> None:
             why = ", but zstandard is not there; run `pip install -c constraints.txt zstandard`."
             raise refusal(config, transfer, why)
     if native and trainer.backend == "local":
-        raise refusal(
-            config, f"trainer.backend {ROLLOUT}.placement", ": processes apart need backend=ray or folder."
-        )
+        keys = f"trainer.backend {ROLLOUT}.placement"
+        raise refusal(config, keys, ": processes apart need backend=ray or folder.")
     if native and trainer.backend == "folder" and rollout.weight_transfer == "ray":
         keys = f"trainer.backend {ROLLOUT}.weight_transfer"
         raise refusal(config, keys, ": there is no Ray; expected weight_transfer=filesystem or delta.")
@@ -208,13 +207,12 @@ def _check_async(config: Config) -> None:
         raise refusal(config, f"{staleness} algorithm.adv_estimator", why)
     correction = algorithm.rollout_correction
     if correction.rollout_is is None and not correction.bypass_mode:
-        raise refusal(
-            config,
-            staleness,
+        why = (
             ": what older weights have sampled must be weighted by its ratio; set "
             "algorithm.rollout_correction.bypass_mode=true (the loss clips the ratio to the rollout's "
-            "probabilities), or algorithm.rollout_correction.rollout_is=token.",
+            "probabilities), or algorithm.rollout_correction.rollout_is=token."
         )
+        raise refusal(config, staleness, why)
 
 
 def check_vllm_is_there(config: Config) -> None:

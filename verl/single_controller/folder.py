@@ -26,12 +26,12 @@ import time
 import traceback
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 import torch
@@ -58,14 +58,10 @@ SECONDS_FOR_OTHER_RANKS = 3.0  # after a first error: the death of a rank explai
 SECONDS_TO_WAIT_SILENTLY = 20.0  # for processes that begin
 SECONDS_TO_CLOSE = 10.0
 PATIENCE_SECONDS = 1800.0  # of a process that hears of no driver
-DRIVER = "driver"
 CARRIED = ("OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS")  # from the driver's environment
 ENVIRONMENT = dict(os.environ)  # before a driver has told anything
-
-
-def this_machine() -> list[str]:
-    """Name, and space of process numbers: containers may share a name."""
-    return [socket.gethostname(), os.readlink("/proc/self/ns/pid") if sys.platform == "linux" else ""]
+# Name, and space of process numbers: containers may share a name.
+MACHINE = [socket.gethostname(), os.readlink("/proc/self/ns/pid") if sys.platform == "linux" else ""]
 
 
 def put(path: Path, payload: bytes) -> None:
@@ -141,31 +137,28 @@ class Pulse:
         return time.monotonic() - self._since
 
 
-@contextmanager
-def _the_only(path: Path) -> Iterator[None]:
-    """ValueError: another process has the place."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"Found another process that holds {path}; expected one alone.") from None
-        yield
+def _locked(path: Path) -> TextIO:
+    """A file that this process alone holds until it closes it. ValueError: another one has the place."""
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"Found another process that holds {path}; expected one alone.") from None
+    return file
 
 
-# ------------------------------------------------------------------------------------------------ the driver
-
-
-class FolderSession:
+class FolderSession(ExitStack):
     """The driver's part of a folder, from the run's start to its end. ValueError: another driver has it."""
 
     def __init__(self, root: Path) -> None:
+        super().__init__()
         self.root, self.number, self.groups = root, "", list[FolderWorkerGroup]()
         self.checked = time.monotonic()
         root.mkdir(parents=True, exist_ok=True)
         root.chmod(0o700)  # calls hold the run's settings, keys of servers too
-        self._place = ExitStack()
-        self._place.enter_context(_the_only(root / f"{DRIVER}.lock"))
-        self._beat = Beat(root / f"{DRIVER}.json", {"session": None, "over": None, "pid": os.getpid()})
+        self.enter_context(_locked(root / "driver.lock"))
+        self._beat = Beat(root / "driver.json", {"session": None, "over": None, "pid": os.getpid()})
+        self.callback(self._end)
 
     def renew(self) -> FolderSession:
         """A new session: processes that serve an earlier one begin anew."""
@@ -183,17 +176,13 @@ class FolderSession:
             for group in self.groups:
                 group.check_alive(method)
 
-    def __enter__(self) -> FolderSession:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def _end(self) -> None:
         """All processes may end."""
         with suppress(OSError):  # an error of the run says more
             self._beat.write(session=None, over=True)
         self._beat.end()
         if self.number:
             shutil.rmtree(self.root / self.number, ignore_errors=True)
-        self._place.close()
 
 
 class FolderResourcePool(ResourcePool):
@@ -207,32 +196,25 @@ class FolderResourcePool(ResourcePool):
 
 @dataclass(eq=False)
 class RankReply:
-    """The answer to a call of a rank, as soon as it is there."""
+    """The answer to a call of a rank, as soon as it is there: value, error and its traceback."""
 
     rank: int
     path: Path
-    is_there: bool = False
-    value: Any = None
-    error: Exception | None = None
-    trace: str = ""
+    answer: tuple[Any, Exception | None, str] | None = None
 
     def look(self) -> bool:
         """WorkerDiedError: it can't be read."""
-        if not self.is_there:
-            try:
-                self.value, self.error, self.trace = take(self.path)
-                self.is_there = True
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                raise WorkerDiedError(f"the reply of rank {self.rank} is lost: {error}") from error
-        return self.is_there
+        try:
+            self.answer = self.answer or take(self.path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise WorkerDiedError(f"the reply of rank {self.rank} is lost: {error}") from error
+        return True
 
 
 class FolderWorkerGroup(WorkerGroup):
-    """The processes of a pool. ValueError: one of them did not come within the pool's timeout, or ranks on
-    several machines can't meet.
-    """
+    """The processes of a pool. ValueError: one does not come, or those on several machines can't meet."""
 
     def __init__(self, pool: FolderResourcePool, cls_with_init: ClassWithInitArgs) -> None:
         super().__init__(pool.world_size, cls_with_init.cls, pool.name)
@@ -252,35 +234,28 @@ class FolderWorkerGroup(WorkerGroup):
                 "expected --address ADDRESS of it, at which the others reach its machine"
             )
         (port,) = self._values(self._start("start_store", [((), {})]), "its start")
-        told: list[Call] = []
-        for rank, (node, local_rank) in enumerate(pool.places):
-            variables = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(pool.world_size),
-                "LOCAL_RANK": str(local_rank),
-                "LOCAL_WORLD_SIZE": str(pool.process_on_nodes[node]),
-                "MASTER_ADDR": address,
-                "MASTER_PORT": str(port),
-            } | {name: os.environ[name] for name in CARRIED if name in os.environ}
-            roles = cls_with_init.args[0]  # the class that is made of them has no name to be found by
-            told.append(((roles, variables), {}))
+        roles = cls_with_init.args[0]  # the class that is made of them has no name to be found by
+        carried = {name: os.environ[name] for name in CARRIED if name in os.environ}
+        told: list[Call] = [((roles, each | carried), {}) for each in pool.variables(address, port)]
         self._values(self._start("make_worker", told), "__init__")
 
     def _wait_for_all(self, seconds: float) -> None:
-        began, missing, is_told = time.monotonic(), list(range(self.world_size)), False
-        while missing:
-            for rank in list(missing):
-                pulse, about = self._pulses[rank], self._pulses[rank].look()
+        began, is_told = time.monotonic(), False
+        while True:
+            for rank, pulse in enumerate(self._pulses):
+                about = pulse.look()
                 if pulse.has_moved and about.get("session") == self._session.number:
-                    self._lives[rank] = about["life"]
-                    missing.remove(rank)
-            waited, names = time.monotonic() - began, ", ".join(f"{self.name}-{rank}" for rank in missing)
-            if missing and waited > seconds:
+                    self._lives[rank] = self._lives[rank] or about["life"]
+            names = ", ".join(f"{self.name}-{rank}" for rank, life in enumerate(self._lives) if not life)
+            if not names:
+                return
+            waited = time.monotonic() - began
+            if waited > seconds:
                 raise ValueError(
                     f"Found no process {names} after {seconds:g} s at {self._session.root}; expected for "
                     f"each: python -m verl.{self.name} @ run.yaml --rank RANK"
                 )
-            if missing and waited > SECONDS_TO_WAIT_SILENTLY and not is_told:
+            if waited > SECONDS_TO_WAIT_SILENTLY and not is_told:
                 is_told = True
                 print(f"waiting up to {seconds:g} s for {names} at {self._session.root}", flush=True)
             self._session.check_alive("the start of others")
@@ -307,27 +282,29 @@ class FolderWorkerGroup(WorkerGroup):
         """What the ranks have answered. A death is raised before an error that it may have caused."""
         began, until = time.monotonic(), float("inf")
         while sum(reply.look() for reply in replies) < len(replies):
-            errors = [reply.error for reply in replies if reply.error is not None]
+            answers = [reply.answer for reply in replies if reply.answer]
+            errors = [str(error) for _, error, _ in answers if error is not None]
             if errors:
-                lost_peer = any(PEER_GONE.search(str(error)) for error in errors)
-                until = min(
-                    until, time.monotonic() + (SILENT_SECONDS if lost_peer else SECONDS_FOR_OTHER_RANKS)
-                )
+                patience = SILENT_SECONDS if any(map(PEER_GONE.search, errors)) else SECONDS_FOR_OTHER_RANKS
+                until = min(until, time.monotonic() + patience)
             if self._is_over:
                 raise WorkerDiedError(f"{self.name} was shut down during {method}")
             if time.monotonic() > until:
                 break
             self._session.check_alive(method)
             pause(time.monotonic() - began)
+        values = []
         for reply in replies:
-            if reply.error is not None:
+            value, error, trace = reply.answer or (None, None, "")
+            values.append(value)
+            if error is not None:
                 who = f"rank {reply.rank} of worker group {self.name!r}"
-                failed = WorkerFailedError(f"{who} failed in {method}:\n{reply.trace}")
-                if self.world_size > 1 and PEER_GONE.search(str(reply.error)):
-                    lost = f"{who} lost its connection to another rank during {method}: {reply.error}"
+                failed = WorkerFailedError(f"{who} failed in {method}:\n{trace}")
+                if self.world_size > 1 and PEER_GONE.search(str(error)):
+                    lost = f"{who} lost its connection to another rank during {method}: {error}"
                     raise ConnectionLostError(lost) from failed
-                raise reply.error from failed
-        return [reply.value for reply in replies]
+                raise error from failed
+        return values
 
     def check_alive(self, method: str) -> None:
         """WorkerDiedError: a rank is gone."""
@@ -335,7 +312,7 @@ class FolderWorkerGroup(WorkerGroup):
             about, why = pulse.look(), ""
             if about["life"] != self._lives[rank] or about["session"] != self._session.number:
                 why = "it has begun anew"
-            elif about["machine"] == this_machine() and not psutil.pid_exists(about["pid"]):
+            elif about["machine"] == MACHINE and not psutil.pid_exists(about["pid"]):
                 why = "its process is gone"
             elif pulse.silent > SILENT_SECONDS:
                 why = f"nothing was heard of it for {SILENT_SECONDS:g} s"
@@ -346,9 +323,6 @@ class FolderWorkerGroup(WorkerGroup):
     def shutdown(self) -> None:
         """Its processes wait for the next session, or end with the run."""
         self._is_over = True
-
-
-# ------------------------------------------------------------------------------------------ process of a rank
 
 
 class FolderRank:
@@ -381,18 +355,15 @@ class FolderRank:
 
 
 def serve(root: Path, name: str, address: str, parent: int = 0, patience: float = PATIENCE_SECONDS) -> int:
-    """The process of a rank: runs the driver's calls in their order, until the run is over. Returns the exit
-    status, or ends the process with 3: nothing was heard of a driver for `patience` seconds, or the process
-    `parent` has gone.
-
-    name: of the pool, and rank: `train_worker-0`. address: of this machine, for other ranks. ValueError:
-    another process serves as it.
+    """The process of a rank (name: `train_worker-0`): runs the driver's calls in their order. Returns 0 when
+    the run is over, or ends the process with 3: nothing was heard of a driver for `patience` seconds, or the
+    process `parent` has gone. address: of this machine, for other ranks. ValueError: the name is taken.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster sends it to all; it is for the driver
     root.mkdir(parents=True, exist_ok=True)
-    about = {"pid": os.getpid(), "machine": this_machine(), "address": address, "session": None}
-    with _the_only(root / f"{name}.lock"):
-        driver, rank, served = Pulse(root / f"{DRIVER}.json"), FolderRank(), list[str]()
+    about = {"pid": os.getpid(), "machine": MACHINE, "address": address, "session": None}
+    with _locked(root / f"{name}.lock"):
+        driver, rank, served = Pulse(root / "driver.json"), FolderRank(), list[str]()
         beat = Beat(root / f"{name}.json", about | {"life": uuid.uuid4().hex})
         watch = partial(_watch, driver, served, parent, patience)
         threading.Thread(target=watch, name="driver's beat", daemon=True).start()
@@ -429,9 +400,8 @@ def _watch(driver: Pulse, served: list[str], parent: int, patience: float) -> No
             time.sleep(SECONDS_TO_CLOSE)
             os._exit(0)
         if driver.silent > patience:
-            print(
-                f"error: nothing was heard of a driver at {driver.path} for {patience:g} s", file=sys.stderr
-            )
+            silence = f"nothing was heard of a driver at {driver.path} for {patience:g} s"
+            print(f"error: {silence}", file=sys.stderr)
             os._exit(3)
         if parent and os.getppid() != parent:
             os._exit(3)

@@ -135,9 +135,9 @@ def run(
                 raise ValueError(
                     "Found trainer.backend=folder with main_ppo_format; expected auto, local or ray."
                 )
-            from verl.trainer.processes import run_processes
+            from verl.trainer.processes import RunProcesses
 
-            return run_processes(argv, loaded.config)
+            return RunProcesses(argv, loaded.config).run()
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -150,7 +150,7 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
         from search_r1.search.probe import RetrievalProbe
         from verl.preflight.preflight import dry_run, start_is_sound
         from verl.trainer.config import settings_without_effect, validate
-        from verl.trainer.placement import folder_session, place, process_variables, start_ray
+        from verl.trainer.placement import place, process_variables, start_ray
         from verl.trainer.restarts import RestartingRun, run_to_an_end
         from verl.utils.dataset.row_environments import check_environments
 
@@ -163,7 +163,12 @@ def _train(loaded: Loaded, train_score_factory: Callable[[Config], RewardFunctio
             print(f"note: {line}")
         if config.trainer.dry_run:
             return dry_run(config)
-        session = closing.enter_context(folder_session(config))
+        session = None
+        if config.trainer.backend == "folder":
+            from verl.single_controller.folder import FolderSession
+            from verl.trainer.processes import process_folder
+
+            session = closing.enter_context(FolderSession(process_folder(config)))
         with announced("checking settings, machine and search server"):
             is_sound = start_is_sound(config, RetrievalProbe())
         if not is_sound:

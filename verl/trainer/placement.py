@@ -68,16 +68,14 @@ class ResourcePoolManager:
             if self.backend == "ray":
                 from verl.single_controller.ray import RayResourcePool
 
-                self.resource_pool_dict[name] = RayResourcePool(
-                    process_on_nodes, use_gpu, self.num_cpus_per_process
-                )
+                pool: ResourcePool = RayResourcePool(process_on_nodes, use_gpu, self.num_cpus_per_process)
             elif session is not None:
                 from verl.single_controller.folder import FolderResourcePool
 
-                program = PROGRAMS_OF_POOLS[name]
-                self.resource_pool_dict[name] = FolderResourcePool(process_on_nodes, program, session)
+                pool = FolderResourcePool(process_on_nodes, PROGRAMS_OF_POOLS[name], session)
             else:
-                self.resource_pool_dict[name] = ResourcePool(process_on_nodes)
+                pool = ResourcePool(process_on_nodes)
+            self.resource_pool_dict[name] = pool
 
     def get_resource_pool(self, role: Role) -> ResourcePool:
         """The pool that `role` was mapped to."""
@@ -118,10 +116,8 @@ def build_pools(
     """
     spec, mapping = {"global_pool": processes_on_nodes(config)}, dict.fromkeys(roles, "global_pool")
     if samples_apart(config):
-        spec["rollout_pool"], mapping[Role.Rollout] = (
-            [config.actor_rollout_ref.rollout.num_processes],
-            "rollout_pool",
-        )
+        spec["rollout_pool"] = [config.actor_rollout_ref.rollout.num_processes]
+        mapping[Role.Rollout] = "rollout_pool"
     pools = ResourcePoolManager(
         resource_pool_spec=spec,
         mapping=mapping,
@@ -224,18 +220,6 @@ def needs_ray(config: Config | SFTConfig) -> bool:
     """Whether this run is on Ray: it has more than one process, or `trainer.backend=ray`."""
     backend = config.trainer.backend
     return backend == "ray" or (backend == "auto" and (num_processes(config) > 1 or samples_apart(config)))
-
-
-def folder_session(config: Config) -> AbstractContextManager[FolderSession | None]:
-    """With trainer.backend=folder the driver's part of the run's folder, to be ended with the run; else None.
-    ValueError: another run is in it.
-    """
-    if config.trainer.backend != "folder":
-        return nullcontext()
-    from verl.single_controller.folder import FolderSession
-    from verl.trainer.processes import process_folder
-
-    return FolderSession(process_folder(config))
 
 
 def start_ray(config: Config | SFTConfig) -> AbstractContextManager[RaySession | None]:

@@ -1,8 +1,4 @@
-"""A run with trainer.backend=folder on one machine: its processes are started, watched and named.
-
-    verl.orchestrator    the driver
-    verl.train_worker    trainer.n_gpus_per_node of them
-    verl.inference       rollout.num_processes of them, with rollout.placement=apart
+"""A run with trainer.backend=folder on one machine: its driver and processes are started, watched and named.
 
 Whoever is killed is started again, trainer.max_restarts times in all, and the run goes on from its last
 checkpoint. All end with the process that started them.
@@ -43,7 +39,7 @@ def die_with_parent() -> None:
 
 
 class RunProcesses:
-    """Those of a run, by name: `train_worker-0`. ValueError: the run is not one of this machine alone."""
+    """Those of a run, whose settings `argv` are checked. ValueError: it is not one of this machine alone."""
 
     def __init__(self, argv: Sequence[str], config: Config) -> None:
         trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
@@ -57,7 +53,7 @@ class RunProcesses:
         samplers = rollout.num_processes if rollout.placement == "apart" else 0
         self.places = [DRIVER, *(f"{TRAINER}-{rank}" for rank in range(self.num_trainers))]
         self.places += [f"{SAMPLER}-{rank}" for rank in range(samplers)]
-        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.running: dict[str, subprocess.Popen[bytes]] = {}  # by name: `train_worker-0`
         self.asked = 0  # signal that was sent to this process
         self.tracker = Path(trainer.default_local_dir) / "latest_checkpointed_iteration.txt"
         self.checkpoint_before = self._checkpoint()
@@ -106,6 +102,15 @@ class RunProcesses:
 
     def run(self) -> int:
         """To the end of the run: returns the driver's exit status, 3 if a process is gone for good."""
+        for each in PASSED_ON:  # nohup ignores some, and so does a shell that passes on itself
+            if signal.getsignal(each) is not signal.SIG_IGN:
+                signal.signal(each, self.pass_on)
+        try:
+            return self._watch()
+        finally:
+            self.end()
+
+    def _watch(self) -> int:
         num_restarts, gone_since = 0, float("inf")
         for place in self.places:
             self.start(place)
@@ -123,16 +128,11 @@ class RunProcesses:
                     return status if status >= 0 else 128 - status
                 if self._is_over():
                     continue
-                how = (
-                    f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with {status}"
-                )
+                killed = f"was killed by {signal.Signals(-status).name}" if status < 0 else ""
+                told = f"{place} (pid {process.pid}) {killed or f'ended with {status}'}: it is"
                 goes_on = num_restarts < self.max_restarts and status != 2  # 2: a user's mistake
                 what = "" if goes_on else f"not (trainer.max_restarts={self.max_restarts}) "
-                print(
-                    f"{place} (pid {process.pid}) {how}: it is {what}started again",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                print(f"{told} {what}started again", file=sys.stderr, flush=True)
                 if goes_on:
                     num_restarts += 1
                     self.start(place)
@@ -155,15 +155,3 @@ class RunProcesses:
                 process.wait(max(0.1, until - time.monotonic()))
             process.kill()
             process.wait()
-
-
-def run_processes(argv: Sequence[str], config: Config) -> int:
-    """A run with trainer.backend=folder, whose settings `argv` are checked. Returns its exit status."""
-    processes = RunProcesses(argv, config)
-    for each in PASSED_ON:
-        if signal.getsignal(each) is not signal.SIG_IGN:  # as nohup, or a shell that passes on itself, has it
-            signal.signal(each, processes.pass_on)
-    try:
-        return processes.run()
-    finally:
-        processes.end()

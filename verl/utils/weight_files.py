@@ -28,6 +28,7 @@ import zstandard
 from torch import Tensor
 
 from verl.utils.durable import sync
+from verl.utils.records.files import write_text_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +71,9 @@ def versions_in(folder: Path) -> list[int]:
 
 
 class WeightWriter:
-    """The one writer into a folder, which it empties first.
-
-    Args:
-        anchor_every: every so many versions one is an anchor (1: all are); sooner where the deltas since the
-            last one take more room than it.
-        readers: names of all that read; what one of them has not read stays.
+    """The one writer into a folder, which it empties first. anchor_every: every so many versions one is an
+    anchor (1: all are); sooner where the deltas since the last one take more room than it. readers: names of
+    all that read; what one of them has not read stays.
     """
 
     def __init__(self, folder: Path, anchor_every: int, readers: Sequence[str]) -> None:
@@ -85,7 +83,7 @@ class WeightWriter:
         folder.mkdir(parents=True)
         self._bits: Bits = {}  # of the newest version
         self._layout: list[tuple[str, list[int], str]] = []
-        self._version = -1
+        self._manifest: dict[str, Any] = {"version": -1}
         self._sizes: list[int] = []  # bytes of the last anchor's file, and of the deltas since
         self._anchors: list[int] = []
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
@@ -102,26 +100,24 @@ class WeightWriter:
         higher than those before; returns the manifest. One that is there already stays as it is. OSError: it
         can't be written; readers hear of it.
         """
-        if version == self._version:
-            return json.loads((self.folder / str(version) / MANIFEST).read_text(encoding="utf-8"))
+        if version == self._manifest["version"]:
+            return self._manifest
         try:
-            manifest = self._write(dict(pairs), version)
+            self._write(dict(pairs), version)
         except BaseException as error:
             logger.exception("weights %d could not be written", version)
             shutil.rmtree(self.folder / str(version), ignore_errors=True)  # room for the reason
-            aside = self.folder / f"{FAILED}.partial"
-            aside.write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
-            os.replace(aside, self.folder / FAILED)
+            write_text_atomically(self.folder / FAILED, f"{type(error).__name__}: {error}")
             raise
         self._delete_old(version)
-        return manifest
+        return self._manifest
 
     def close(self) -> None:
         """Lets what is being written end, and deletes all versions."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _write(self, weights: Mapping[str, Tensor], version: int) -> dict[str, Any]:
+    def _write(self, weights: Mapping[str, Tensor], version: int) -> None:
         bits = {name: bits_of(tensor) for name, tensor in weights.items()}
         layout = [(name, list(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in weights.items()]
         anchor, *deltas = self._sizes or [0]
@@ -132,7 +128,7 @@ class WeightWriter:
         folder = self.folder / str(version)
         folder.mkdir()
         tensors, offset = [], 0
-        with (folder / f"{PAYLOAD}.partial").open("wb") as file:
+        with (folder / PAYLOAD).open("wb") as file:
             for name, shape, dtype in layout:
                 new = bits[name]
                 data = packed(new ^ self._bits[name] if is_delta else new, weights[name].element_size())
@@ -140,26 +136,24 @@ class WeightWriter:
                 tensors.append({"name": name, "shape": shape, "dtype": dtype, "offset": offset})
                 tensors[-1] |= {"nbytes": len(data), "checksum": zlib.crc32(new.data)}
                 offset += len(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(folder / f"{PAYLOAD}.partial", folder / PAYLOAD)
+        sync(folder / PAYLOAD)
         manifest = {
             "version": version,
-            "base_version": self._version if is_delta else None,
+            "base_version": self._manifest["version"] if is_delta else None,
             "kind": "delta" if is_delta else "full",
             "files": {PAYLOAD: offset},
             "tensors": tensors,
         }
-        (folder / f"{MANIFEST}.partial").write_text(json.dumps(manifest), encoding="utf-8")
-        sync(folder / f"{MANIFEST}.partial")
-        os.replace(folder / f"{MANIFEST}.partial", folder / MANIFEST)
+        aside = folder / f"{MANIFEST}.partial"
+        aside.write_text(json.dumps(manifest), encoding="utf-8")
+        sync(aside)
+        os.replace(aside, folder / MANIFEST)
         sync(folder)
         if not is_delta:
             self._sizes = []
             self._anchors.append(version)
         self._sizes.append(offset)
-        self._bits, self._layout, self._version = bits, layout, version
-        return manifest
+        self._bits, self._layout, self._manifest = bits, layout, manifest
 
     def _delete_old(self, newest: int) -> None:
         """All before the last anchor that no reader is behind of."""
@@ -184,9 +178,7 @@ class WeightReader:
         self._closing = threading.Event()
 
     def read(self, version: int, seconds: float = 0.0) -> list[tuple[str, Tensor]]:
-        """That version, bit for bit: tensors that are not changed later; waits so long until it is there.
-        WeightsUnreadable.
-        """
+        """That version, bit for bit, in tensors that stay; waits so long for it. WeightsUnreadable."""
         self._wait(version, seconds)
         try:
             bits, tensors = self._restored(version, self.version)

@@ -280,12 +280,11 @@ class ActorRolloutRefWorker(TrainingWorker):
         `version` (`WeightWriter`), once those of the call before are written, and rank 0 gives the folder.
         """
         dtype = getattr(torch, self.rollout_dtype())
+        weights = []
         with self.engine.loaded(), torch.no_grad():
-            pairs = [
-                (name, tensor.detach().to("cpu", dtype, copy=True)) if self.rank == 0 else None
-                for name, tensor in self.engine.weights()
-            ]
-        weights = [pair for pair in pairs if pair is not None]
+            for name, tensor in self.engine.weights():
+                if self.rank == 0:
+                    weights.append((name, tensor.detach().to("cpu", dtype, copy=True)))
         if folder is None or self.rank != 0:
             return weights if self.rank == 0 else None
         if self._weight_writer is None:

@@ -13,8 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -40,26 +39,16 @@ from verl.workers.rollout.native import NativeEngine
 
 JOIN_SECONDS = 10.0
 MEMBER = "member"  # column: which row of its group
+Job = Callable[[], None]
 
 
 class RolloutFailed(EngineUnavailable):
     """The loop of a rollout process ended by an error (the message has its traceback), or says nothing."""
 
 
-@dataclass(frozen=True)
-class Order:
-    """What the loop is to do; it waits, and later ones that don't overtake too, until `needs` is over."""
-
-    run: Callable[[], None]
-    needs: Future[Any] | None = None
-    overtakes: bool = False
-
-
 class RolloutWorker(Worker):
-    """One rank of those that sample.
-
-    config: the `actor_rollout_ref` block. agent_factory: (tokenizer, engine) -> an `EnvironmentAgent`.
-    settings: `trainer.async_training`. device: as of the other workers.
+    """One rank of those that sample. config: the `actor_rollout_ref` block. agent_factory: (tokenizer,
+    engine) -> an `EnvironmentAgent`.
     """
 
     def __init__(
@@ -73,13 +62,12 @@ class RolloutWorker(Worker):
         self.config, self.agent_factory, self.settings = config, agent_factory, settings
         self.device = self.get_device(device_kind(device))
         self._lock = threading.Lock()
-        self._orders: list[Order] = []
+        self._orders: list[tuple[Job, Future[Any] | None, bool]] = []  # see `_order`
         self._bell: Future[None] = Future()  # rings when there is an order
         self._over = threading.Condition(self._lock)
         self._ended: list[tuple[dict[str, Any], Trajectory]] = []  # rows for `poll`, with their columns
         self._columns: dict[int, dict[str, Any]] = {}  # of each row that is not over
-        self._rows, self._failure = count(), ""
-        self._closing = False
+        self._rows, self._failure, self._closing = count(), "", False
         self._idle_seconds = 0.0
         self._figured: list[Trajectory] = []  # ended since the last `figures`
         self._sync_delays: list[float] = []  # of weights that came since then
@@ -87,8 +75,6 @@ class RolloutWorker(Worker):
         self._reader: Any = None  # of weights in files
         self._reading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._thread: threading.Thread | None = None
-
-    # ------------------------------------------------------------------------------------ calls of the driver
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_rollout(self, num_rows: int, dtype: str) -> None:
@@ -175,9 +161,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def continuations(self) -> DataProto | None:
-        """All rows that were submitted and not polled, as far as they are: as `run_llm_loop` gives them,
-        those under way with finish_reason "kept".
-        """
+        """The rows that were submitted and not polled, as `run_llm_loop` gives them; "kept": under way."""
 
         def note() -> DataProto | None:
             running = [(self._columns[each.row], each) for each in self.service.continuations()]
@@ -223,13 +207,10 @@ class RolloutWorker(Worker):
             self.agent.close()
         super().close()
 
-    # --------------------------------------------------------------------------------------------- the loop
-
-    def _order(
-        self, run: Callable[[], None], needs: Future[Any] | None = None, overtakes: bool = False
-    ) -> None:
+    def _order(self, run: Job, needs: Future[Any] | None = None, overtakes: bool = False) -> None:
+        """The loop will run it. It waits, and later ones that don't overtake too, until `needs` is over."""
         with self._lock:
-            self._orders.append(Order(run, needs, overtakes))
+            self._orders.append((run, needs, overtakes))
         self._ring()
 
     def _ring(self) -> None:
@@ -237,14 +218,14 @@ class RolloutWorker(Worker):
             if not self._bell.done():
                 self._bell.set_result(None)
 
-    def _due_orders(self) -> list[Order]:
+    def _due_orders(self) -> list[Job]:
         """Those that need nothing any more, in order; the others stay."""
-        due: list[Order] = []
-        later: list[Order] = []
-        for each in self._orders:
-            waits = later or (each.needs is not None and not each.needs.done())
-            (later if waits and not each.overtakes else due).append(each)
-        self._orders = later
+        orders, self._orders, due = self._orders, [], list[Job]()
+        for run, needs, overtakes in orders:
+            if (self._orders or (needs is not None and not needs.done())) and not overtakes:
+                self._orders.append((run, needs, overtakes))
+            else:
+                due.append(run)
         return due
 
     def _ask(self, question: Callable[[], Any], overtakes: bool = False) -> Any:
@@ -256,9 +237,8 @@ class RolloutWorker(Worker):
         """Of a future that the loop sets. RolloutFailed: the loop stands still for `group_deadline`."""
         seen, since = -1, time.monotonic()
         while not future.done():
-            with self._over:
-                self._check()
-                self._over.wait_for(lambda: future.done() or self._failure, 0.05)
+            self._check()
+            wait([future], 0.05)
             if self.service.num_steps != seen:
                 seen, since = self.service.num_steps, time.monotonic()
             elif time.monotonic() - since > self.settings.group_deadline:
@@ -279,8 +259,8 @@ class RolloutWorker(Worker):
                     with self._lock:
                         orders, bell = self._due_orders(), Future[None]()
                         self._bell = bell
-                    for order in orders:
-                        order.run()
+                    for run in orders:
+                        run()
                     if not self.service.is_idle:
                         self.service.advance(bell)
                     elif not orders:
@@ -298,12 +278,12 @@ class RolloutWorker(Worker):
     def _begin(self, rows: DataProto, done: Future[list[Trajectory]] | None = None) -> None:
         trajectories = self.agent.trajectories(rows)
         params = self.agent.sampling_params(rows.meta_info)
-        job = None if done is None else (done, trajectories)
+        job = (done, trajectories)
         for index, trajectory in enumerate(trajectories):
             trajectory.row, trajectory.params = next(self._rows), params
             columns = {name: column[index] for name, column in rows.non_tensor_batch.items()}
             columns.pop("continuation", None)
-            self._columns[trajectory.row] = columns | ({} if job is None else {"job": job})
+            self._columns[trajectory.row] = columns if done is None else columns | {"job": job}
         self.service.add(trajectories)
 
     def _give_out(self, trajectories: Sequence[Trajectory]) -> None:

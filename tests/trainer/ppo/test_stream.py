@@ -12,7 +12,6 @@ from played_rollouts import Played, Prompts
 
 from verl.config import load_config
 from verl.trainer.ppo import stream as stream_module
-from verl.trainer.ppo.staleness import StalenessGate
 from verl.trainer.ppo.stream import RolloutStream
 
 
@@ -129,12 +128,20 @@ def test_a_step_that_fails_leaves_its_prompts_to_be_asked_again(tmp_path, monkey
     assert indices == list(range(prompts.drawn)) == [0, 1, 2, 3]
 
 
-def test_the_gate_refuses_what_it_has_no_room_for():
-    gate = StalenessGate(1, 2, 10)
-    assert gate.room() == 4
-    gate.admit(4)
-    with pytest.raises(ValueError, match="room for 0"):
-        gate.admit()
-    gate.finish(2)
-    gate.version = 1
-    assert gate.room() == 2 and gate.is_too_old(-1) and not gate.is_too_old(0)
+def test_what_staleness_has_room_for_is_begun_and_no_more(monkeypatch):
+    config = load_config(["trainer.async_training.max_staleness=1", "data.train_batch_size=2"])
+    prompts: Any = Prompts(1)
+    played: Any = Played(random.Random(0), 1, 0.9)
+    monkeypatch.setattr(stream_module.time, "monotonic", lambda: 1.0 + played.now)
+    stream: Any = RolloutStream(config, prompts, played, 3, lambda line: None)
+    assert stream.room() == 4
+    stream.send_weights(0, None)
+    assert len(stream.running) == prompts.drawn == 4 and stream.room() == 0
+    stream.take(2)
+    assert prompts.drawn == 4 and stream.room() == 0
+    stream.take(1)  # one of the two taught nothing
+    assert prompts.drawn == 5 and stream.room() == 0
+    stream.version, stream.taken, stream.replaced = 1, [], 0
+    assert stream.room() == 2
+    stream.version = 2  # the last step begins
+    assert stream.room() == 0

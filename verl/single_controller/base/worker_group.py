@@ -89,6 +89,15 @@ class ResourcePool:
         """(node, rank on that node) of each rank."""
         return [(node, local) for node, count in enumerate(self.process_on_nodes) for local in range(count)]
 
+    def variables(self, address: str, port: int) -> list[dict[str, str]]:
+        """The environment of each rank's `Worker`; address and port: of the store in which the ranks meet."""
+        meeting, told = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}, []
+        for rank, (node, local_rank) in enumerate(self.places):
+            place = {"RANK": rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": local_rank}
+            place["LOCAL_WORLD_SIZE"] = self.process_on_nodes[node]
+            told.append(meeting | {name: str(number) for name, number in place.items()})
+        return told
+
 
 class WorkerGroup:
     """The driver's handle on the ranks of one worker class; holds its registered methods as attributes."""

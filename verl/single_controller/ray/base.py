@@ -25,7 +25,6 @@ from torch.distributed import TCPStore
 
 from verl.single_controller.base import create_colocated_worker_cls as create_colocated_worker_cls
 from verl.single_controller.base.decorator import Call
-from verl.single_controller.base.worker import Worker
 from verl.single_controller.base.worker_group import (
     ClassWithInitArgs,
     ResourcePool,
@@ -101,9 +100,6 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 class RankProcess:
     """The actor: makes the worker and runs its methods, one at a time, in the order they were called."""
 
-    def __init__(self) -> None:
-        self.worker: Worker | None = None
-
     def locate(self) -> RankPlace:
         address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
         return RankPlace(os.getpid(), socket.gethostname(), address, node)
@@ -124,7 +120,6 @@ class RankProcess:
         self.worker = cls_with_init()
 
     def run(self, method: str, call: Call) -> Any:
-        assert self.worker is not None
         return run_method(self.worker, method, materialize(call))
 
 
@@ -170,24 +165,13 @@ class RayWorkerGroup(WorkerGroup):
         return actors
 
     def _make_workers(self, pool: RayResourcePool, cls_with_init: ClassWithInitArgs) -> None:
-        self._rank_places = self._resolve_all([actor.locate.remote() for actor in self._actors], "its start")
-        (port,) = self._resolve_all([self._actors[0].start_store.remote()], "its start")
+        self._rank_places = self._resolver("its start")([actor.locate.remote() for actor in self._actors])
+        (port,) = self._resolver("its start")([self._actors[0].start_store.remote()])
         several_nodes = len({place.node for place in self._rank_places}) > 1
-        refs = []
-        for rank, (actor, (node, local_rank)) in enumerate(zip(self._actors, pool.places, strict=True)):
-            variables = secret_variables() | {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(pool.world_size),
-                "LOCAL_RANK": str(local_rank),
-                "LOCAL_WORLD_SIZE": str(pool.process_on_nodes[node]),
-                "MASTER_ADDR": self._rank_places[0].address,
-                "MASTER_PORT": str(port),
-            }
-            refs.append(actor.make_worker.remote(cls_with_init, variables, several_nodes))
-        self._resolve_all(refs, "__init__")
-
-    def _resolve_all(self, refs: list[Any], method: str) -> list[Any]:
-        return resolve_refs(refs, self.name, method, self._rank_places)
+        places, refs = pool.variables(self._rank_places[0].address, port), []
+        for actor, place in zip(self._actors, places, strict=True):
+            refs.append(actor.make_worker.remote(cls_with_init, secret_variables() | place, several_nodes))
+        self._resolver("__init__")(refs)
 
     def _start(self, method: str, calls: list[Call]) -> list[Any]:
         if not self._actors:

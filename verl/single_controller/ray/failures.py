@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import ray
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
@@ -46,7 +46,7 @@ def resolve_refs(refs: list[Any], group: str, method: str, places: Sequence[Rank
     """The values of one call's object references, of rank 0, 1, ...; raises at the first error of any rank.
     places: of the ranks, as far as they are known.
     """
-    pending, values, errors = list(refs), {}, {}
+    pending, values, errors = list(refs), {}, dict[Any, Exception]()
 
     def wait(timeout: float | None) -> list[Any]:
         """Fetches what comes next; returns the references that are still out."""
@@ -69,22 +69,9 @@ def resolve_refs(refs: list[Any], group: str, method: str, places: Sequence[Rank
     while pending and not any(map(_is_death, errors.values())) and (left := end - time.monotonic()) > 0:
         pending = wait(left)
     rank = min((refs.index(ref) for ref in errors), key=lambda r: not _is_death(errors[refs[r]]))
-    who = f"rank {rank} of worker group {group!r}"
-    _raise_error(errors[refs[rank]], who, method, places[rank] if rank < len(places) else None)
-
-
-def _is_death(error: Exception) -> bool:
-    if isinstance(error, RayTaskError):  # of a future that a worker waited for
-        return isinstance(error.cause, WorkerDiedError)
-    return isinstance(error, RayActorError | WorkerCrashedError | OutOfMemoryError | ObjectLostError)
-
-
-def _peer_gone(error: Exception) -> bool:
-    return isinstance(error, RayTaskError) and PEER_GONE.search(str(error.cause)) is not None
-
-
-def _raise_error(error: Exception, who: str, method: str, place: RankPlace | None) -> NoReturn:
+    error, who = errors[refs[rank]], f"rank {rank} of worker group {group!r}"
     if _is_death(error) and not isinstance(error, RayTaskError):
+        place = places[rank] if rank < len(places) else None
         raise WorkerDiedError(describe_death(who, place, method, error)) from error
     if not isinstance(error, RayTaskError) or not isinstance(error.cause, Exception):
         raise error
@@ -102,6 +89,16 @@ def _raise_error(error: Exception, who: str, method: str, place: RankPlace | Non
             f"{_in_one_line(cause)}"
         ) from error
     raise cause from failed
+
+
+def _is_death(error: Exception) -> bool:
+    if isinstance(error, RayTaskError):  # of a future that a worker waited for
+        return isinstance(error.cause, WorkerDiedError)
+    return isinstance(error, RayActorError | WorkerCrashedError | OutOfMemoryError | ObjectLostError)
+
+
+def _peer_gone(error: Exception) -> bool:
+    return isinstance(error, RayTaskError) and PEER_GONE.search(str(error.cause)) is not None
 
 
 def describe_death(who: str, place: RankPlace | None, method: str, error: BaseException) -> str:

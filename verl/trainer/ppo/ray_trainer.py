@@ -188,7 +188,11 @@ class RayPPOTrainer(ResumableRun):
                         with timer("reward"):
                             score(trajectories, self.reward_fn, self.config)
                         self.collector.add(trajectories)
-                    batch, metrics = self._selected(timer.seconds["gen"])
+                    if self.stream is None:
+                        batch, metrics = self.collector.selected(timer.seconds["gen"])
+                    else:
+                        batch, metrics = self.collector.selected(None, self.stream.version)
+                        metrics |= self.stream.metrics()
                     if self.passes.greedy_rollouts:
                         with timer("gen_max"):
                             greedy = self._generate_sequences(self.collector.greedy_prompts(batch, step))
@@ -282,13 +286,6 @@ class RayPPOTrainer(ResumableRun):
         trajectories = self.stream.take(count)
         self.failures.check(trajectories.non_tensor_batch["trajectory"])
         return trajectories
-
-    def _selected(self, seconds: float) -> tuple[DataProto, dict[str, float]]:
-        """The rows that the step learns from, with metrics. seconds: of its generation, if it was now."""
-        if self.stream is None:
-            return self.collector.selected(seconds)
-        batch, metrics = self.collector.selected(None, self.stream.gate.version)
-        return batch, metrics | self.stream.metrics()
 
     def _sync_weights(self) -> None:
         """Gives the rollouts the policy of this step."""

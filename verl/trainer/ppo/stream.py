@@ -1,4 +1,4 @@
-"""Rollouts that go on while the policy is trained: groups begun ahead, as far as `StalenessGate` lets them.
+"""Rollouts that go on while the policy is trained: groups begun ahead, as far as staleness is bounded.
 
     send_weights -> begun as there is room -> RolloutWorker ... -> take: the oldest groups that are ready
          ^                                                              |
@@ -7,9 +7,8 @@
 The driver calls it between the phases of a step and nowhere else: rollouts need no thread here, since all
 that may be sampled during an update is begun before it. A group that is too old when a batch is cut (with
 `too_old=mask` one all of whose turns are), or that is not over within `group_deadline`, is asked again; no
-prompt is lost. With `repeatable` weights change only
-where no group is under way, and batches are cut in the order in which prompts were drawn, so that the run is
-the same however fast the processes are.
+prompt is lost. With `repeatable` weights change only where no group is under way, and batches are cut in the
+order in which prompts were drawn, so that the run is the same however fast the processes are.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from verl.config import Config
 from verl.protocol import DataProto, DataProtoFuture, object_array
 from verl.single_controller.base import WorkerGroup
 from verl.trainer.ppo.collection import TrajectoryCollector, continuations
-from verl.trainer.ppo.staleness import StalenessGate
 from verl.workers.rollout.base import EngineUnavailable
 from verl.workers.rollout_worker import MEMBER
 
@@ -41,19 +39,14 @@ SHIPPED = ("raw_prompt_ids", "uid", "continuation", "episode", MEMBER)
 
 @dataclass(eq=False)
 class PromptGroup:
-    """All rows of one prompt.
+    """All rows of one prompt."""
 
-    number: in the order in which prompts are drawn. attempt: how often it was asked before. prompts: its
-    rows, ready to be generated from. rank: of the process that samples it. begun: time.monotonic() of that.
-    rows: member -> its trajectory, as they end.
-    """
-
-    number: int
-    attempt: int
-    prompts: DataProto
-    rank: int = 0
-    begun: float = 0.0
-    rows: dict[int, DataProto] = field(default_factory=dict)
+    number: int  # in the order in which prompts are drawn
+    attempt: int  # how often it was asked before
+    prompts: DataProto  # its rows, ready to be generated from
+    rows: dict[int, DataProto] = field(default_factory=dict)  # member -> its trajectory, as they end
+    rank: int = 0  # of the process that samples it
+    begun: float = 0.0  # time.monotonic() of that
 
     @property
     def uid(self) -> str:
@@ -71,10 +64,6 @@ class PromptGroup:
         records = [row.non_tensor_batch["trajectory"][0] for row in self.rows.values()]
         versions = (turn.get("version_first") for record in records for turn in record["turns"])
         return max((version for version in versions if version is not None), default=-1)
-
-    @property
-    def has_failed(self) -> bool:
-        return any(map(has_failed, self.rows.values()))
 
     def trajectories(self, oldest: int | None) -> DataProto:
         """Its rows in order, with their prompts' columns; unless `oldest` is None, `stale_mask` [N, R] bool:
@@ -118,12 +107,34 @@ def has_failed(row: DataProto) -> bool:
     return reason in ("search_failed", "env_failed", "unverified")
 
 
-class RolloutStream:
-    """The groups that are sampled ahead, and the processes that sample them.
+@dataclass(frozen=True)
+class StalenessGate:
+    """How far rollouts may be ahead of training: pure counting, without a clock, a process or a tensor.
 
-    Args:
-        workers: a group of `RolloutWorker`. say: takes one line for the user.
+    A version is the number of updates that a policy has behind it. A group that is trained in the step after
+    update v has staleness v minus the version of its oldest sampled token: the time that it stood in the
+    queue counts. AReaL's rule (Fu et al. 2025, arXiv:2505.24298, section 5.1) bounds it before it arises: no
+    more groups are begun than `max_staleness` + 1 steps can take.
+
+    num_steps: of the whole run: what no step would train is not begun.
     """
+
+    max_staleness: int
+    groups_per_step: int
+    num_steps: int
+
+    def room(self, version: int, present: int) -> int:
+        """Groups that may be begun, with so many that no finished step has trained."""
+        steps = min(self.max_staleness + 1, self.num_steps - version)
+        return max(0, steps * self.groups_per_step - present)
+
+    def oldest(self, version: int) -> int:
+        """What older weights have begun may not be trained in the step after update `version`."""
+        return version - self.max_staleness
+
+
+class RolloutStream:
+    """The groups that are sampled ahead. workers: of `RolloutWorker`. say: takes one line for the user."""
 
     def __init__(
         self,
@@ -133,19 +144,18 @@ class RolloutStream:
         num_steps: int,
         say: Callable[[str], None],
     ) -> None:
-        self.config, self.collector, self.workers, self.say = config, collector, workers, say
+        self.collector, self.workers, self.say = collector, workers, say
         self.settings = config.trainer.async_training
         self.gate = StalenessGate(self.settings.max_staleness, config.data.train_batch_size, num_steps)
+        self.masks = self.settings.too_old == "mask"
+        self.version, self.next_number = 0, 0  # of the present weights; of the next group
+        self.replaced = 0  # groups of the present step that teach nothing, for which others are taken
         self.running: dict[str, PromptGroup] = {}  # by uid
         self.ready: list[PromptGroup] = []
         self.again: list[PromptGroup] = []  # to be asked before others
         self.taken: list[PromptGroup] = []  # of the present step
-        self.next_number = 0
-        self._counts = dict.fromkeys(("dropped", "expired"), 0)
-        self._seconds = dict.fromkeys(("trainer_idle_seconds", "sync_seconds"), 0.0)
+        self._sums = dict.fromkeys(("dropped", "expired", "trainer_idle_seconds", "sync_seconds"), 0.0)
         self._silent = [0] * workers.world_size  # times in a row that groups of a process were given up
-
-    # ------------------------------------------------------------------------------------------- of a step
 
     def send_weights(self, version: int, weights: DataProtoFuture, begin: bool = True) -> None:
         """The policy after `version` steps goes to the processes, and with `begin` what there is room for now
@@ -155,8 +165,8 @@ class RolloutStream:
         while self.settings.repeatable and any(group.begun for group in self.running.values()):
             self._receive()
         self.workers.load_weights(weights, version)
-        self._seconds["sync_seconds"] += time.perf_counter() - started
-        self.gate.version, self.taken = version, []
+        self._sums["sync_seconds"] += time.perf_counter() - started
+        self.version, self.taken, self.replaced = version, [], 0
         if begin:
             for group in self.running.values():
                 if not group.begun:  # of a checkpoint
@@ -167,10 +177,11 @@ class RolloutStream:
         """The trajectories of `count` groups, as soon as there are so many."""
         started = time.perf_counter()
         if self.taken:  # the step needs more than its share, as some teach nothing
-            self.gate.drop_ready(count)
+            self.replaced += count
         in_order = self.settings.repeatable
+        oldest = self.gate.oldest(self.version)
         while True:
-            self._drop_old()
+            self._drop_old(oldest)
             if not in_order or len(self.ready) + len(self.running) < count:
                 self._begin()
             live = [*self.ready, *(self.running.values() if in_order else ())]
@@ -178,28 +189,29 @@ class RolloutStream:
             if len(chosen) == count and all(group.uid not in self.running for group in chosen):
                 break
             self._receive()
-        self._seconds["trainer_idle_seconds"] += time.perf_counter() - started
+        self._sums["trainer_idle_seconds"] += time.perf_counter() - started
         self.taken += chosen
         self.ready = [group for group in self.ready if group not in chosen]
-        masks = self.settings.too_old == "mask"
-        oldest = self.gate.version - self.settings.max_staleness if masks else None
-        return DataProto.concat([group.trajectories(oldest) for group in chosen])
+        return DataProto.concat([group.trajectories(oldest if self.masks else None) for group in chosen])
 
     def metrics(self) -> dict[str, float]:
         """`async/*` and the engines' `rollout/*` since the last call."""
         figures = self.workers.figures()
         names = dict.fromkeys(name for each in figures for name in each)
         metrics = {name: float(np.mean([each[name] for each in figures if name in each])) for name in names}
-        metrics |= {f"async/{name}": float(value) for name, value in (self._counts | self._seconds).items()}
+        metrics |= {f"async/{name}": value for name, value in self._sums.items()}
         metrics["async/queue_groups"], metrics["async/running_groups"] = len(self.ready), len(self.running)
-        self._counts, self._seconds = dict.fromkeys(self._counts, 0), dict.fromkeys(self._seconds, 0.0)
+        self._sums = dict.fromkeys(self._sums, 0.0)
         return metrics
 
-    # --------------------------------------------------------------------------------------------- groups
+    def room(self) -> int:
+        """Groups that may be begun now."""
+        present = len(self.running) + len(self.ready) + len(self.taken) - self.replaced
+        return self.gate.room(self.version, present)
 
     def _begin(self) -> None:
         """Begins what there is room for."""
-        room = self.gate.room()
+        room = self.room()
         groups, self.again = self.again[:room], self.again[room:]
         if fresh := room - len(groups):
             present = [*self.running.values(), *self.ready, *groups, *self.taken]
@@ -207,7 +219,6 @@ class RolloutStream:
             drawn = self.collector.drawn_ahead(self.next_number, fresh, asked)
             groups += [PromptGroup(self.next_number + i, 0, prompts) for i, prompts in enumerate(drawn)]
             self.next_number += fresh
-        self.gate.admit(room)
         for group in groups:
             self.running[group.uid] = group
             self._submit(group)
@@ -234,74 +245,57 @@ class RolloutStream:
                 if group is not None:  # else it was given up
                     group.rows[member] = row
                     if len(group.rows) == len(group.prompts):
-                        self.ready.append(self.running.pop(group.uid))
-                        self.gate.finish()
-        due = time.monotonic() - self.settings.group_deadline
+                        self.ready.append(self.running.pop(uid))
+        deadline, key = self.settings.group_deadline, "trainer.async_training.group_deadline"
+        due = time.monotonic() - deadline
         late = [group for group in self.running.values() if group.begun < due]
         if late:
-            self.say(
-                f"{len(late)} groups were not over within {self.settings.group_deadline:g} s "
-                f"(trainer.async_training.group_deadline) in rollout process {late[0].rank}; they are asked "
-                "again"
-            )
+            where = f"in rollout process {late[0].rank}; they are asked again"
+            self.say(f"{len(late)} groups were not over within {deadline:g} s ({key}) {where}")
             self.workers.cancel({group.uid for group in late})
             for group in late:
                 del self.running[group.uid]
-                self.gate.drop_running()
                 self.again.append(self._anew(group))
-            self._counts["expired"] += len(late)
+            self._sums["expired"] += len(late)
             for rank in {group.rank for group in late}:
                 self._silent[rank] += 1
                 if self._silent[rank] == MOST_SILENT:
-                    raise EngineUnavailable(
-                        f"rollout process {rank} has finished nothing for {MOST_SILENT} times "
-                        f"trainer.async_training.group_deadline={self.settings.group_deadline:g} s"
-                    )
+                    nothing = f"rollout process {rank} has finished nothing for {MOST_SILENT} times"
+                    raise EngineUnavailable(f"{nothing} {key}={deadline:g} s")
 
-    def _drop_old(self) -> None:
-        masks = self.settings.too_old == "mask"
-        old = [
-            group
-            for group in self.ready
-            if (version := group.version_first) is not None
-            and self.gate.is_too_old(group.version_newest if masks else version)
-        ]
-        for group in old:
-            self.ready.remove(group)
-            self.gate.drop_ready()
-            self.again.append(self._anew(group))
-        self._counts["dropped"] += len(old)
+    def _drop_old(self, oldest: int) -> None:
+        for group in list(self.ready):
+            version = group.version_newest if self.masks else group.version_first
+            if version is not None and version < oldest:
+                self.ready.remove(group)
+                self.again.append(self._anew(group))
+                self._sums["dropped"] += 1
 
     def _anew(self, group: PromptGroup) -> PromptGroup:
         """The group from its prompt on, with other seeds."""
-        attempt = group.attempt + 1
-        return PromptGroup(
-            group.number, attempt, self.collector.asked_again(group.prompts, group.number, attempt)
-        )
-
-    # ---------------------------------------------------------------------------------------- checkpoints
+        number, attempt = group.number, group.attempt + 1
+        return PromptGroup(number, attempt, self.collector.asked_again(group.prompts, number, attempt))
 
     def save(self, folder: Path, step_is_over: bool) -> None:
         """Writes all groups that no finished step has trained. step_is_over: else those of the present step
         are asked again, and with them all that failed: what made them fail has stopped the run.
         """
-        rows: dict[tuple[str, int], DataProto] = {}
-        if not self.settings.repeatable:  # there those under way began with these weights, and begin again
-            for part in self.workers.continuations():
-                rows |= {(uid, member): row for uid, member, row in single_rows(part)}
+        repeatable = self.settings.repeatable  # what is under way began with these weights, and does again
+        parts = [] if repeatable else self.workers.continuations()
+        rows = {(uid, member): row for part in parts for uid, member, row in single_rows(part)}
         running = []
         for group in self.running.values():
             states: list[Any] = [None] * len(group.prompts)
             for member in range(len(group.prompts)):
                 row = group.rows.get(member, rows.get((group.uid, member)))
-                if row is not None and not self.settings.repeatable and not has_failed(row):
+                if row is not None and not repeatable and not has_failed(row):
                     states[member] = continuations(row)[0]
             prompts = group.prompts.select()
             prompts.non_tensor_batch["continuation"] = object_array(states)
             running.append((group.number, group.attempt, prompts))
         again, ready = self.again, self.ready
         if not step_is_over:
-            failed = [group for group in ready if group.has_failed]
+            failed = [group for group in ready if any(map(has_failed, group.rows.values()))]
             again = [*again, *(self._anew(group) for group in (*self.taken, *failed))]
             ready = [group for group in ready if group not in failed]
         state = {
@@ -315,16 +309,12 @@ class RolloutStream:
 
     def load(self, folder: Path, step: int) -> None:
         """Takes what `save` wrote; a run that sampled no step ahead so far has nothing there."""
-        self.gate.version, self.gate.accepted = step, step * self.gate.groups_per_step
+        self.version = step
         file = folder / STREAM_FILE
         if not file.is_file():
             return
         state = pickle.loads(file.read_bytes())
         self.next_number = state["next_number"]
         self.again = [PromptGroup(*each) for each in state["again"]]
-        self.ready = [
-            PromptGroup(number, attempt, prompts, rows=rows)
-            for number, attempt, prompts, rows in state["ready"]
-        ]
+        self.ready = [PromptGroup(*each) for each in state["ready"]]
         self.running = {group.uid: group for group in (PromptGroup(*each) for each in state["running"])}
-        self.gate.accepted, self.gate.running = self.gate.accepted + len(self.ready), len(self.running)
