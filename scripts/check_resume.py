@@ -28,6 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
 import psutil  # noqa: E402
 
 from scripts.check_golden import RUN_NAME, SCENARIOS, Checkout, compare  # noqa: E402

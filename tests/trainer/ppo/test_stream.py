@@ -12,7 +12,7 @@ from played_rollouts import Played, Prompts
 
 from verl.config import load_config
 from verl.trainer.ppo import stream as stream_module
-from verl.trainer.ppo.stream import RolloutStream
+from verl.trainer.ppo.stream import RolloutStream, StalenessGate
 
 
 def play(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,3 +145,9 @@ def test_what_staleness_has_room_for_is_begun_and_no_more(monkeypatch):
     assert stream.room() == 2
     stream.version = 2  # the last step begins
     assert stream.room() == 0
+
+
+def test_the_gate_counts_and_nothing_else():
+    gate = StalenessGate(max_staleness=1, groups_per_step=2, num_steps=10)
+    assert [gate.room(0, present) for present in (0, 3, 4, 5)] == [4, 1, 0, 0]
+    assert [gate.room(version, 0) for version in (8, 9, 10)] == [4, 2, 0] and gate.oldest(5) == 4
