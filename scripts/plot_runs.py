@@ -27,14 +27,20 @@ from verl.utils.records.files import last_steps, read_lines  # noqa: E402
 SMOOTHED = 9  # steps that a point of a curve is the mean of
 
 
+def plot_smoothed(axes: Any, rows: list[dict[str, Any]], key: str, **style: Any) -> list[int]:
+    """A figure's running mean over the steps; returns the steps that have it."""
+    steps, values = zip(*last_steps(rows, key), strict=True)
+    means = np.convolve(values, np.ones(SMOOTHED) / SMOOTHED, "valid")
+    axes.plot(steps[SMOOTHED // 2 :][: len(means)], means, **style)
+    return list(steps)
+
+
 def draw_seeds(panels: Any, run: Path, summary: dict[str, Any], is_first: bool) -> None:
     """Exact match on the left, searches on the right; labels for one run alone."""
     rows = read_lines(run / "metrics.jsonl")
     by_panel = summary["em_after_by_hops"], summary["searches_by_hops"]
     for axes, key, by_hops in zip(panels, ("train/em", "train/searches"), by_panel, strict=True):
-        steps, values = zip(*last_steps(rows, key), strict=True)
-        means = np.convolve(values, np.ones(SMOOTHED) / SMOOTHED, "valid")
-        axes.plot(steps[SMOOTHED // 2 :][: len(means)], means, color="tab:blue", alpha=0.5)
+        steps = plot_smoothed(axes, rows, key, color="tab:blue", alpha=0.5)
         for (hops, value), colour in zip(by_hops.items(), ("tab:green", "tab:orange"), strict=False):
             name = f"test, {hops} hop{'s' * (hops != '1')}" if is_first else None
             axes.plot(steps[-1] + 4, value, "o", color=colour, alpha=0.6, label=name)
@@ -44,12 +50,13 @@ def draw_seeds(panels: Any, run: Path, summary: dict[str, Any], is_first: bool) 
 
 def draw_hops(panels: Any, run: Path, summary: dict[str, Any], is_first: bool) -> None:
     """Before and after by hops on the left, the course of 1 to 3 hops on the right."""
+    rows = read_lines(run / "metrics.jsonl")
     for when, trained, colour in (("before", "1 and 2", "tab:gray"), ("after", "1 to 3", "tab:blue")):
         by_hops = summary[f"em_{when}_by_hops"] | summary[f"extra_em_{when}_by_hops"]
         name = f"after training on {trained} hops" if is_first else None
         panels[0].plot(list(by_hops), list(by_hops.values()), "o-", color=colour, alpha=0.6, label=name)
     for hops, colour in (("1", "tab:green"), ("2", "tab:orange"), ("3", "tab:red")):
-        points = last_steps(read_lines(run / "metrics.jsonl"), f"val/sampled/em/hops_{hops}")
+        points = last_steps(rows, f"val/sampled/em/hops_{hops}")
         name = f"{hops} hop{'s' * (hops != '1')}" if is_first else None
         panels[1].plot(*zip(*points, strict=True), "o-", color=colour, alpha=0.6, label=name)
     panels[0].set(xlabel="hops of the question", ylabel="exact match, sampled", ylim=(0, 1.02))
@@ -65,9 +72,8 @@ def draw_staleness(panels: Any, run: Path, summary: dict[str, Any], is_first: bo
         "weighted" if is_weighted else "clipped" if loss["policy_loss"]["loss_mode"] == "vanilla" else "none"
     )
     if kind == "clipped":
-        steps, values = zip(*last_steps(read_lines(run / "metrics.jsonl"), "train/em"), strict=True)
-        means = np.convolve(values, np.ones(SMOOTHED) / SMOOTHED, "valid")
-        panels[0].plot(steps[SMOOTHED // 2 :][: len(means)], means, label=f"k = {k}", alpha=0.8)
+        rows = read_lines(run / "metrics.jsonl")
+        plot_smoothed(panels[0], rows, "train/em", label=f"k = {k}", alpha=0.8)
     place = {"clipped": ("o", "tab:blue"), "weighted": ("s", "tab:orange"), "none": ("x", "tab:red")}[kind]
     known = panels[1].get_legend_handles_labels()[1]
     name = {"clipped": "clipped ratio", "weighted": "weighted", "none": "no correction"}[kind]
