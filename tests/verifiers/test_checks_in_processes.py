@@ -71,10 +71,13 @@ def test_a_killed_process_is_replaced_its_row_asked_again_and_all_end_with_their
     verifier = calls("builtins:float", 1.0)
     workers = verifier.workers
     assert [each.score for each in verifier.verify_many([1.0, 2.0])] == [1.0, 2.0]
-    for process in workers._idle:
-        os.kill(process.pid, signal.SIGKILL)
+    killed = {process.pid for process in workers._idle}
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
     assert [each.score for each in verifier.verify_many([3.0, 4.0, 5.0])] == [3.0, 4.0, 5.0]
-    running = [psutil.Process(process.pid) for process in workers._idle]
+    # One that was killed may stay there: a fast thread needs only the other.
+    running = [psutil.Process(process.pid) for process in workers._idle if process.pid not in killed]
+    assert running
     workers.close()
     deadline = time.monotonic() + 5
     for process in running:
