@@ -29,11 +29,12 @@ import verl  # noqa: F401  # isort: skip  (first: where a package is missing, it
 from rich.console import Console
 from rich.text import Text
 
+from verl.utils.model_folders import find_model, run_folder
+
 if TYPE_CHECKING:
     from search_r1.llm_agent.generation import LLMGenerationManager
     from verl.agent.loop import LoopEvent
 
-CHECKPOINT_ROOTS = ("verl_checkpoints", "checkpoints")
 TAG = re.compile(r"</?(?:think|search|information|answer)>")
 STYLES = {"think": "bright_black", "search": "cyan", "information": "bright_black", "answer": "bold green"}
 DOCUMENT_CHARS = 160  # of each document shown
@@ -64,40 +65,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 # ---- what to run, checked before anything large is loaded ----
-
-
-def run_folder(model: Path) -> Path | None:
-    """RUN, if the model is RUN/global_step_N/actor/huggingface of a finished checkpoint."""
-    parents = model.resolve().parents
-    is_checkpoint = len(parents) > 2 and re.fullmatch(r"global_step_\d+", parents[1].name)
-    return parents[2] if is_checkpoint and parents[0].name == "actor" else None
-
-
-def find_model(model: str | None) -> str:
-    """A folder with config.json, or a hub name. Raises ValueError that says what to give."""
-    folder = None if model is None else Path(model).expanduser()
-    if folder is not None and (folder / "config.json").is_file():
-        return str(folder)
-    if folder is not None and (folder / "adapter_config.json").is_file():
-        raise ValueError(
-            f"--model: {folder} holds a LoRA adapter, not a model; give the folder huggingface beside it: "
-            "the model with the adapter merged in"
-        )
-    if model is None or (folder is not None and folder.is_dir()):
-        roots = [Path(root) for root in CHECKPOINT_ROOTS] if folder is None else [folder]
-        configs = [path for root in roots for path in root.glob("**/huggingface/config.json")]
-        configs = [path for path in configs if run_folder(path.parent)]
-        if configs:
-            return str(max(configs, key=lambda path: path.stat().st_mtime).parent)
-        raise ValueError(
-            f"no trained model below {' or '.join(CHECKPOINT_ROOTS)}: make one with `bash train_grpo.sh`, or "
-            "give one with --model"
-            if folder is None
-            else f"--model: {folder} holds no config.json and no global_step_N/actor/huggingface"
-        )
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) or Path(model).parent.exists():
-        raise ValueError(f"--model: there is no folder {model}, and it is no hub name (organisation/model)")
-    return model
 
 
 def find_template(path: Path | None, model: str) -> str:

@@ -16,9 +16,9 @@ import asyncio
 import hashlib
 import json
 import os
-import random
 import re
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -28,6 +28,7 @@ from typing import Any
 import httpx
 
 from verl.config.environments import JudgeConfig
+from verl.utils.patient import Refused, post_patiently
 from verl.verifiers.base import Sample, Verdict, Verifier, VerifierLimit, VerifierSettings
 
 API_KEY_VARIABLE, CACHE_FILE = "VERIFIERS_JUDGE_API_KEY", "judge_verdicts.jsonl"
@@ -107,7 +108,7 @@ class Judge:
     async def _verdict(
         self, client: httpx.AsyncClient, places: asyncio.Semaphore, prompt: str, highest: float
     ) -> Verdict:
-        config, problem, cost, nonsense, pause = self.config, "", 0.0, 0, 0.5
+        config, problem, cost, nonsense = self.config, "", 0.0, 0
         said = f"{config.model}\n{config.temperature}\n{prompt}"
         key = hashlib.sha256(said.encode(errors="backslashreplace")).hexdigest()
         if key in self.known:
@@ -122,30 +123,17 @@ class Judge:
                     f"the judge has cost {self.spent:.2f} US dollars (verifiers.judge.cost_limit="
                     f"{config.cost_limit:g}); raise it, and the same command goes on with the verdicts so far"
                 )
+            until = time.monotonic() + config.timeout
             try:
-                async with asyncio.timeout(config.timeout):
-                    while nonsense < 3:
-                        try:
-                            reply = await client.post(url, content=content)
-                        except (httpx.HTTPError, httpx.InvalidURL) as error:
-                            problem = f"{type(error).__name__}: {error}"
-                        else:
-                            if reply.status_code == 200:
-                                verdict = self._read(reply, key, highest)
-                                cost += verdict.cost
-                                if verdict.score is not None:
-                                    return replace(verdict, cost=cost)
-                                nonsense, problem = nonsense + 1, f"no score in {verdict.detail!r:.200}"
-                                continue
-                            problem = f"status {reply.status_code}: {reply.text:.200}"
-                            if reply.status_code not in (408, 409, 425, 429) and reply.status_code < 500:
-                                break
-                            wait = reply.headers.get("retry-after", "")
-                            pause = max(pause, float(wait)) if wait.isdigit() else pause
-                        await asyncio.sleep(pause * random.uniform(0.7, 1.3))
-                        pause = min(2 * pause, 15.0)
-            except TimeoutError:
-                problem = f"no verdict within {config.timeout:g} seconds {problem}"
+                while nonsense < 3:
+                    reply = await post_patiently(client, url, content, until - time.monotonic())
+                    verdict = self._read(reply, key, highest)
+                    cost += verdict.cost
+                    if verdict.score is not None:
+                        return replace(verdict, cost=cost)
+                    nonsense, problem = nonsense + 1, f"no score in {verdict.detail!r:.200}"
+            except Refused as error:
+                problem = f"{error} {problem}".strip()
         return Verdict(None, f"{config.base_url}: {problem}", cost)
 
     def _read(self, reply: httpx.Response, key: str, highest: float) -> Verdict:

@@ -57,6 +57,7 @@ class RewardManager:
             (with `segments`, the response in runs), in any form that `call_reward_function` knows; returns a
             number, a dictionary with "score" and more numbers, or None: could not verify. None: exact match.
         verifiers: those of the run; None: by their defaults.
+        stops: whether too many rows that could not be verified raise RunStopped.
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class RewardManager:
         num_examine: int = 0,
         compute_score: RewardFunction | None = None,
         verifiers: Verifiers | None = None,
+        stops: bool = True,
     ) -> None:
-        self.tokenizer, self.num_examine = tokenizer, num_examine
+        self.tokenizer, self.num_examine, self.stops = tokenizer, num_examine, stops
         self.compute_score = compute_score or exact_match
         self.verifiers = verifiers or Verifiers(VerifierSettings(VerifiersConfig()))
         ids = set(tokenizer.all_special_ids)
@@ -180,7 +182,7 @@ class RewardManager:
             [row for row in rows if row["score"] is None],
             self.verifiers.settings.config.max_failed_share,
         )
-        if lost and (len(lost) > limit * len(rows) or len(lost) == len(rows)):
+        if self.stops and lost and (len(lost) > limit * len(rows) or len(lost) == len(rows)):
             reports = [each for row in lost for each in row.get("verdicts", ()) if each["score"] is None]
             names = ", ".join(sorted({each["name"] for each in reports})) or "the reward function"
             why = f": {reports[-1]['detail']}" if reports else ""

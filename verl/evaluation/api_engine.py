@@ -1,0 +1,236 @@
+"""Models behind OpenAI's API as a `RolloutEngine`, so that the agent loop of training evaluates them too.
+
+    a tokenizer is known   POST /completions, token ids in and out   as in training (vLLM, verl.inference)
+    none is known          POST /chat/completions, messages          any server; observations are a user's
+
+In the second form a token is a whole message (`MessageTokenizer`): lengths of prompts and observations count
+messages; data.max_response_length goes to the server as it is. Log-probs are 0: such rollouts are measured,
+never trained on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import re
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+from torch import Tensor
+
+from verl.utils.patient import Refused, post_patiently
+from verl.workers.rollout.base import (
+    Completion,
+    EngineUnavailable,
+    RolloutEngine,
+    RolloutSession,
+)
+
+MOST_IDS = 2**31 - 1
+STEP_SECONDS = 0.05  # that `step` waits for a turn
+_PIECE = re.compile("\0([a-z]*)\1([^\0]*)")
+
+
+class MessageTokenizer:
+    """A tokenizer for `Codec` whose tokens are messages: ids are given out as texts come."""
+
+    chat_template = "messages"
+    eos_token_id = bos_token_id = pad_token_id = None
+    added_tokens_decoder: Mapping[int, Any] = {}
+    all_special_ids: Sequence[int] = ()
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, str]] = []
+        self._ids: dict[tuple[str, str], int] = {}
+
+    def id_of(self, role: str, content: str) -> int:
+        key = role, content
+        if key not in self._ids:
+            self._ids[key] = len(self.messages)
+            self.messages.append({"role": role, "content": content})
+        return self._ids[key]
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **_: Any) -> str:
+        """Text that `encode` takes apart again."""
+        contents = [(each["role"], str(each["content"]).replace("\0", "")) for each in messages]
+        return "".join(f"\0{role}\1{content}" for role, content in contents)
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        if not text.startswith("\0"):
+            return [self.id_of("user", text)] if text else []
+        return [self.id_of(*piece) for piece in _PIECE.findall(text)]
+
+    def decode(self, token_ids: Sequence[int], **_: Any) -> str:
+        return "".join(self.messages[int(token_id)]["content"] for token_id in token_ids)
+
+    def batch_decode(self, rows: Sequence[np.ndarray], **_: Any) -> list[str]:
+        return [self.decode(row.tolist()) for row in rows]
+
+    def convert_tokens_to_ids(self, tokens: Sequence[str]) -> list[int]:
+        return []
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+
+@dataclass(eq=False)
+class ApiSession(RolloutSession):
+    """A session, and the task in the loop's thread that asks for its turn."""
+
+    task: asyncio.Task[None] | None = None
+
+
+class ApiEngine(RolloutEngine[ApiSession]):
+    """One model of a server. Turns are requests, at most `concurrency` at a time.
+
+    Attributes:
+        usage: seed of a rollout -> tokens that the server says it has read ("prompt_tokens") and written.
+    """
+
+    session_class = ApiSession
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        messages: MessageTokenizer | None,
+        max_model_len: int,
+        concurrency: int,
+        api_key: str | None = None,
+        timeout: float = 300.0,
+        patience: float = 1800.0,
+    ) -> None:
+        """messages: the tokenizer for servers that take messages; None: token ids. timeout: seconds of one
+        request, after which it is sent again. patience: seconds of a turn with all its requests.
+        """
+        super().__init__(max_model_len, MOST_IDS)
+        self.base_url, self.model, self.messages = base_url.rstrip("/"), model, messages
+        self.patience, self.version = patience, 0
+        self.usage: dict[int, Counter[str]] = defaultdict(Counter)
+        self._under_way: set[int] = set()
+        self._ended: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
+        headers = {"Content-Type": "application/json"}
+        headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=concurrency)
+        waits = httpx.Timeout(timeout, pool=None)
+        self._client = httpx.AsyncClient(headers=headers, timeout=waits, limits=limits)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="api", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_runnable(self) -> bool:
+        return bool(self._under_way or self._full)
+
+    def _queue(self, session: ApiSession) -> None:
+        self._under_way.add(session.session_id)
+        self._loop.call_soon_threadsafe(self._start, session)
+
+    def _drop(self, session: ApiSession) -> None:
+        self._under_way.discard(session.session_id)
+        self._loop.call_soon_threadsafe(lambda: session.task and session.task.cancel())
+
+    def step(self) -> list[Completion]:
+        """The turns that ended since the last call; waits a moment if there are none. EngineUnavailable: the
+        server refuses, or does not answer.
+        """
+        completions, self._steps = self._end_full(), self._steps + 1
+        while True:
+            try:
+                item = self._ended.get(timeout=0.0 if completions else STEP_SECONDS)
+            except queue.Empty:
+                return completions
+            if isinstance(item, Exception):
+                raise EngineUnavailable(f"{self.base_url}: {item}") from item
+            if item.session_id in self._under_way:
+                self._under_way.remove(item.session_id)
+                completions.append(item)
+
+    def _start(self, session: ApiSession) -> None:
+        session.task = self._loop.create_task(self._turn(session))
+
+    async def _turn(self, session: ApiSession) -> None:
+        try:
+            reply = await self._ask(session)
+        except Exception as error:
+            self._ended.put(error)
+            return
+        choice, usage = reply["choices"][0], reply.get("usage") or {}
+        for name in ("prompt_tokens", "completion_tokens"):
+            self.usage[session.params.seed][name] += usage.get(name) or 0
+        stops = session.params.stop.strings if session.params.stop else ()
+        if self.messages is None:
+            ids, stop = choice["token_ids"], session.params.stop
+            stopped = next((s for n in range(len(ids)) if stop and (s := stop.match(ids[: n + 1]))), None)
+        else:
+            text = choice["message"].get("content") or ""
+            # The server leaves out the stop string: it is one whose tag is open.
+            stopped = next((s for s in stops if text.count(s.replace("/", "", 1)) > text.count(s)), None)
+            stopped = stopped if choice["finish_reason"] == "stop" else None
+            ids = [self.messages.id_of("assistant", text + (stopped or ""))]
+        session.tokens.extend(ids)
+        session.log_probs = session.model_log_probs = [0.0] * len(ids)
+        session.num_sampled += len(ids)
+        self._generated_tokens += len(ids)
+        reason = "length" if choice["finish_reason"] == "length" else "stop" if stopped else "eos"
+        self._ended.put(session.end_turn(reason, stopped, self.version))
+
+    async def _ask(self, session: ApiSession) -> dict[str, Any]:
+        """What the server answers. Refused."""
+        params, tokens = session.params, session.tokens.tolist()
+        body: dict[str, Any] = {"model": self.model, "temperature": params.temperature}
+        if params.temperature:
+            body |= {"top_p": params.top_p, "seed": params.seed & 2**31 - 1}
+        if params.stop:
+            body["stop"] = list(params.stop.strings)
+        if self.messages is None:
+            body |= {"prompt": tokens, "max_tokens": session.limit, "return_token_ids": True}
+            route, needed = "completions", "token_ids"
+        else:
+            said = [self.messages.messages[token] for token in tokens]
+            body |= {"messages": said, "max_completion_tokens": params.max_tokens}
+            route, needed = "chat/completions", "message"
+        url, content = f"{self.base_url}/{route}", json.dumps(body)
+        reply = await post_patiently(self._client, url, content, self.patience)
+        try:
+            found: dict[str, Any] = reply.json()
+            if found["choices"][0].get(needed) is None or "finish_reason" not in found["choices"][0]:
+                raise KeyError(needed)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            hint = "; leave out --tokenizer" if self.messages is None else ""
+            raise Refused(
+                f"{route}: found the reply {reply.text:.200}; expected a choice with {needed}{hint}"
+            ) from None
+        return found
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        raise NotImplementedError("a server of others keeps its weights")
+
+    def sleep(self, level: int = 1) -> int:
+        return 0
+
+    def wake(self) -> None:
+        pass
+
+    def stats(self) -> dict[str, float]:
+        running = float(len(self._under_way))
+        return {
+            "running": running,
+            "queued": 0.0,
+            "parked": len(self._sessions) - running,
+            "steps": float(self._steps),
+            "generated_tokens": float(self._generated_tokens),
+        }
+
+    def shutdown(self) -> None:
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result(10.0)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(10.0)

@@ -1,0 +1,83 @@
+"""Figures of a benchmark from its lines of results: means, pass@j, and intervals over its examples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+RESAMPLES = 10_000
+
+
+def interval(values: Sequence[float] | np.ndarray) -> list[float]:
+    """[mean, low, high] of one value an example: the bounds hold 95 % of the means of as many examples, drawn
+    with replacement (percentile bootstrap, Efron 1979).
+    """
+    array = np.asarray(values, dtype=np.float64)
+    rng, means = np.random.default_rng(0), np.empty(RESAMPLES)
+    for start in range(0, RESAMPLES, 500):  # so that many examples need little memory
+        draws = rng.integers(0, len(array), (500, len(array)))
+        means[start : start + 500] = array[draws].mean(axis=1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return [float(array.mean()), float(low), float(high)]
+
+
+def pass_at(num: int, num_solved: int, j: int) -> float:
+    """The share of the choices of j out of `num` rollouts that hold a solved one, unbiased:
+    1 - C(num - num_solved, j) / C(num, j) (Chen et al. 2021, arXiv:2107.03374). ValueError: j > num.
+    """
+    if not 1 <= j <= num:
+        raise ValueError(f"pass@{j} of {num} rollouts; expected 1 to {num}")
+    return 1.0 - math.comb(num - num_solved, j) / math.comb(num, j)
+
+
+def summarize(lines: Sequence[dict[str, Any]], solved_at: float) -> dict[str, Any]:
+    """Of all lines, and in `by_task` of each task's where there are several.
+
+    num_examples, num_rollouts, num_unverified (nobody knows their worth: they are in no figure of rewards),
+    num_truncated; k, the most rollouts of an example; `avg@k`, `em`, `f1`, and `pass@j` for all
+    j <= k, each [mean, low, high] over examples; an example is in pass@j if j of its rollouts were verified.
+    A rollout is solved with a reward of `solved_at` or more. searches, completion_len: means over rollouts.
+    """
+    figures = _figures(lines, solved_at)
+    tasks = sorted({str(line["task"]) for line in lines})
+    if len(tasks) > 1:
+        figures["by_task"] = {
+            task: _figures([line for line in lines if str(line["task"]) == task], solved_at) for task in tasks
+        }
+    return figures
+
+
+def _figures(lines: Sequence[dict[str, Any]], solved_at: float) -> dict[str, Any]:
+    examples: dict[int, list[dict[str, Any]]] = {}
+    for line in lines:
+        examples.setdefault(line["example_id"], []).append(line)
+    most = max(map(len, examples.values()), default=0)
+    verified = [[each for each in group if each["reward"] is not None] for group in examples.values()]
+    known = [group for group in verified if group]
+    figures: dict[str, Any] = {
+        "num_examples": len(examples),
+        "num_rollouts": len(lines),
+        "num_unverified": sum(line["reward"] is None for line in lines),
+        "num_truncated": sum(line["is_truncated"] for line in lines),
+        "k": most,
+    }
+    for name, key in ((f"avg@{most}", "reward"), ("em", "em"), ("f1", "f1")):
+        if known:
+            figures[name] = interval([float(np.mean([each[key] for each in group])) for group in known])
+    for j in range(1, most + 1):
+        of_each = [
+            pass_at(len(group), sum(each["reward"] >= solved_at for each in group), j)
+            for group in known
+            if len(group) >= j
+        ]
+        if of_each:
+            figures[f"pass@{j}"] = interval(of_each)
+    for name in ("searches", "completion_len"):
+        figures[name] = float(np.mean([line[name] for line in lines])) if lines else None
+    for name in ("prompt_tokens", "completion_tokens", "cost"):
+        if lines and name in lines[0]:
+            figures[name] = sum(line[name] for line in lines)
+    return figures

@@ -1,0 +1,235 @@
+"""Asking a benchmark: rollouts through the agent loop of training, scored and written as they end.
+
+    results.jsonl   a line for each rollout; what is there is not asked again, unless nobody could verify it
+    summary.json    the figures of all lines (`figures.py`)
+    page.html       the rollouts, for the eye
+
+A rollout's seed depends on the run's seed, its example and its number alone, so a run that was killed ends
+with the same rollouts as an undisturbed one.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.agent.agent import EnvironmentAgent
+from verl.agent.service import TrajectoryService
+from verl.agent.trajectory import Trajectory
+from verl.evaluation.api_engine import ApiEngine
+from verl.evaluation.figures import summarize
+from verl.protocol import object_array
+from verl.trainer.ppo.collection import prompt_batch, with_seeds
+from verl.trainer.ppo.scoring import RewardManager, score_answers
+from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.records.files import read_lines, to_json, write_text_atomically
+from verl.utils.records.trajectories import TokenTexts, spread_rows, trajectory_records, write_page
+
+LOST = ("search_failed", "env_failed")  # not the policy's fault: no reward is known
+PAGE_RECORDS = 5000
+SAY_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How a benchmark is asked. rollouts: of each example. temperature: 0 is greedy. concurrency: rollouts
+    under way at once. solved_at: the reward from which a rollout counts as solved. prices: US dollars per
+    million tokens read and written, for servers that tell their usage.
+    """
+
+    rollouts: int = 1
+    temperature: float = 0.0
+    seed: int = 0
+    concurrency: int = 128
+    solved_at: float = 1.0
+    prices: tuple[float, float] = (0.0, 0.0)
+
+
+Place = tuple[int, int]  # example, number of its rollout
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rollout that is over. seconds: from its first request to its end."""
+
+    place: Place
+    row: Mapping[str, Any]
+    trajectory: Trajectory
+    seconds: float
+
+
+def rollout_seed(seed: int, place: Place) -> int:
+    """63 bits."""
+    return int(np.random.SeedSequence([seed, *place]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def rollouts(
+    agent: EnvironmentAgent, dataset: RLHFDataset, places: Sequence[Place], asking: Asking
+) -> Iterator[list[Ended]]:
+    """Runs all places; gives those that ended, as soon as they have."""
+    service, waiting, numbers = TrajectoryService(agent), deque(places), count()
+    live: dict[int, tuple[Place, Mapping[str, Any], float]] = {}
+    sampling = {"do_sample": asking.temperature > 0, "temperature": asking.temperature, "top_p": 1.0}
+    sampling |= {"top_k": -1, "min_p": 0.0, "validate": True}
+    try:
+        while waiting or live:
+            fresh = [waiting.popleft() for _ in range(min(len(waiting), asking.concurrency - len(live)))]
+            if fresh:
+                rows = [dataset[example] for example, _ in fresh]
+                seeds = torch.tensor([rollout_seed(asking.seed, place) for place in fresh])
+                batch = with_seeds(prompt_batch(rows, "evaluation"), seeds, **sampling)
+                begun, params = agent.trajectories(batch), agent.sampling_params(batch.meta_info)
+                for place, row, trajectory in zip(fresh, rows, begun, strict=True):
+                    trajectory.row, trajectory.params = next(numbers), params
+                    live[trajectory.row] = place, row, time.perf_counter()
+                service.add(begun)
+            service.advance()
+            if ended := service.take_finished():
+                now, over = time.perf_counter(), [(live.pop(each.row), each) for each in ended]
+                yield [Ended(place, row, each, now - began) for (place, row, began), each in over]
+    finally:
+        service.end()
+
+
+class Benchmark:
+    """One model's results of one benchmark, in a folder. settings: all that a result depends on; a folder
+    keeps to those that it began with.
+    """
+
+    def __init__(self, name: str, dataset: RLHFDataset, folder: Path, settings: Mapping[str, Any]) -> None:
+        self.name, self.dataset, self.folder, self.settings = name, dataset, folder, settings
+        self.results = folder / "results.jsonl"
+
+    def check(self, resume: bool) -> None:
+        """ValueError: there are results already, and these are not to be gone on with, or not with these
+        settings.
+        """
+        if not self.results.exists():
+            return
+        if not resume:
+            raise ValueError(
+                f"Found results at {self.folder}; expected none. Give --resume to go on with them, or "
+                "another --out."
+            )
+        (before,) = read_lines(self.folder / "settings.json") or [{}]
+        now = read_back(self.settings)
+        other = [name for name in (before | now) if before.get(name) != now.get(name)]
+        if other:
+            found = ", ".join(f"{name}={before.get(name)!r}, now {now.get(name)!r}" for name in other)
+            raise ValueError(
+                f"{self.folder} was begun with other settings: {found}. Use those, or give another --out."
+            )
+
+    def run(self, agent: EnvironmentAgent, reward_fn: RewardManager, asking: Asking) -> dict[str, Any]:
+        """Asks what is not known yet, writes the three files, and returns the summary."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(self.folder / "settings.json", to_json(self.settings) + "\n")
+        known = [line for line in read_lines(self.results) if line["reward"] is not None]
+        write_text_atomically(self.results, "".join(to_json(line) + "\n" for line in known))
+        done = {(line["example_id"], line["rollout_idx"]) for line in known}
+        every = [(example, i) for example in range(len(self.dataset)) for i in range(asking.rollouts)]
+        places = [place for place in every if place not in done]
+        texts, jobs, said, began = (
+            TokenTexts(agent.tokenizer),
+            list[Future[None]](),
+            len(done),
+            time.monotonic(),
+        )
+        with ThreadPoolExecutor(1, "scoring") as scoring, self.results.open("a", encoding="utf-8") as file:
+
+            def write(ended: list[Ended]) -> None:
+                for line in self._lines(ended, agent, reward_fn, texts, asking):
+                    file.write(to_json(line) + "\n")
+                file.flush()
+
+            for ended in rollouts(agent, self.dataset, places, asking):
+                jobs.append(scoring.submit(write, ended))
+                while jobs and jobs[0].done():
+                    jobs.pop(0).result()
+                said += len(ended)
+                if time.monotonic() - began > SAY_SECONDS:
+                    began = time.monotonic()
+                    print(f"{self.name}: {said} of {len(every)} rollouts", file=sys.stderr, flush=True)
+            for job in jobs:
+                job.result()
+        return self.report(asking.solved_at)
+
+    def _lines(
+        self,
+        ended: list[Ended],
+        agent: EnvironmentAgent,
+        reward_fn: RewardManager,
+        texts: TokenTexts,
+        asking: Asking,
+    ) -> Iterator[dict[str, Any]]:
+        rows = prompt_batch([dict(each.row) for each in ended], "evaluation").non_tensor_batch
+        rows["uid"] = object_array([f"{each.place[0]}" for each in ended])
+        batch = agent.batch([each.trajectory for each in ended], rows, {})
+        began = time.perf_counter()
+        answers = score_answers(batch, reward_fn)
+        scoring_ms = 1000 * (time.perf_counter() - began) / len(ended)
+        records = trajectory_records(batch, texts, 0, "test", len(ended))
+        for i, (each, record) in enumerate(zip(ended, records, strict=True)):
+            trajectory = record["trajectory"]
+            reason, score = trajectory["finish_reason"], answers["score"][i]
+            reward = None if score is None or reason in LOST else float(score)
+            line = {
+                "example_id": each.place[0],
+                "rollout_idx": each.place[1],
+                "task": record["data_source"],
+                "prompt": trajectory["prompt_text"],
+                "completion": "".join(record["tokens"]),
+                "reward": reward,
+                "is_truncated": reason == "length",
+                "completion_len": sum(record["token_mask"]),
+                "searches": trajectory["num_searches"],
+                "finish_reason": reason,
+                "generation_ms": 1000 * each.seconds,
+                "scoring_ms": scoring_ms,
+                "info": record["extra_info"],
+            }
+            if isinstance(agent.engine, ApiEngine):
+                usage = agent.engine.usage.pop(each.trajectory.seed, {})
+                counts = [usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens")]
+                price = sum(n * dollars / 1e6 for n, dollars in zip(counts, asking.prices, strict=True))
+                line |= {"prompt_tokens": counts[0], "completion_tokens": counts[1], "cost": price}
+            record |= {"score": reward}
+            yield line | {name: value for name, value in record.items() if name not in ("step", "extra_info")}
+
+    def report(self, solved_at: float) -> dict[str, Any]:
+        """Writes summary.json and page.html of the lines that are there."""
+        lines = sorted(read_lines(self.results), key=lambda line: (line["example_id"], line["rollout_idx"]))
+        summary = {"benchmark": self.name, **self.settings, **summarize(lines, solved_at)}
+        write_text_atomically(self.folder / "summary.json", to_json(summary, indent=2) + "\n")
+        rows = [[name, shown(value)] for name, value in summary.items() if not isinstance(value, dict)]
+        shown_lines = [lines[i] for i in spread_rows(len(lines), PAGE_RECORDS)]
+        records = [line | {"step": line["rollout_idx"], "extra_info": line["info"]} for line in shown_lines]
+        tables = [{"title": self.name, "columns": ["", ""], "rows": rows}]
+        write_page(records, self.folder / "page.html", self.name, {"tables": tables, "image": None})
+        return summary
+
+
+def read_back(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as a file gives them back."""
+    import json
+
+    content: dict[str, Any] = json.loads(to_json(settings))
+    return content
+
+
+def shown(value: Any) -> str:
+    """A figure for people: .412 [.381, .446] of [mean, low, high]."""
+    if isinstance(value, list) and len(value) == 3:
+        mean, low, high = value
+        return f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,295 @@
+"""Measure a model: `python -m verl.evaluate` (docs/evaluation.md).
+
+    python -m verl.evaluate --model RUN --steps 100,200 --benchmarks data/quickstart/test.parquet --rollouts 8
+    python -m verl.evaluate --base_url http://127.0.0.1:8001/v1 --model NAME --benchmarks questions.jsonl
+
+    rows of a file -> the agent, environments and verifiers of training -> OUT/MODEL/BENCHMARK/results.jsonl
+
+key=value and @file at the end are settings of training (`bash train_grpo.sh --help`): lengths, max_turns,
+retriever.url, environment, verifiers. A checkpoint has those of its run; other models have Search-R1's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import search_r1.llm_agent  # noqa: F401  (registers its environment)
+from verl.config import Config
+from verl.config.loading import VARIABLE_PREFIX, load
+from verl.utils.announcing import announced
+from verl.utils.model_folders import find_model, run_folder
+
+if TYPE_CHECKING:
+    from verl.agent.agent import EnvironmentAgent
+    from verl.evaluation.rollouts import Benchmark
+
+# Search-R1's, for models without a run.
+DEFAULTS = {"max_turns": 4, "retriever.topk": 3, "data.max_start_length": 2048, "data.max_obs_length": 500}
+DEFAULTS |= {"data.max_prompt_length": 4096, "data.max_response_length": 500}
+WATCH_SECONDS = 5.0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m verl.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="run folder, Hugging Face folder, or with --base_url the model's name")
+    add("--benchmarks", required=True, help="files of rows (.parquet, .jsonl), a,b")
+    add("--out", type=Path, default=Path("evals"), help="results: OUT/MODEL/BENCHMARK")
+    add("--resume", action="store_true", help="go on with the results that are there")
+    add("-n", type=int, help="examples of each benchmark, drawn with a fixed seed (all)")
+    add("--rollouts", type=int, default=1, help="of each example (1)")
+    add("--temperature", type=float, help="0: greedy (0 with one rollout, else 1)")
+    add("--seed", type=int, default=0)
+    add("--concurrency", type=int, default=128, help="rollouts under way at once (128)")
+    add("--solved_at", type=float, default=1.0, help="reward of a solved rollout, for pass@j (1)")
+    add("--steps", help="of a run: 100,200 or all (the newest)")
+    add("--watch", action="store_true", help="each checkpoint of a run as it comes, until the run is over")
+    add("--base_url", help="of a server with OpenAI's API: http://host:port/v1")
+    add("--tokenizer", help="with --base_url: the model's folder, for servers that take and give token ids")
+    add("--api_key_var", default="OPENAI_API_KEY", help="environment variable with the server's key")
+    add("--timeout", type=float, default=300.0, help="seconds of a request to --base_url (300)")
+    add("--patience", type=float, default=1800.0, help="seconds of a turn with all its requests (1800)")
+    add("--prices", default="0,0", help="US dollars per million tokens read,written")
+    add("settings", nargs="*", metavar="key=value", help="settings of training, @file too")
+    return parser
+
+
+def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, whose mistakes end the program with 2."""
+    parser = build_parser()
+    options = parser.parse_intermixed_args(argv)
+    if options.temperature is None:
+        options.temperature = float(options.rollouts > 1)
+    options.benchmarks = [Path(name).expanduser() for name in options.benchmarks.split(",")]
+    for name in ("rollouts", "concurrency", "n"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name}: found {value}, expected 1 or more")
+    if options.temperature < 0:
+        parser.error(f"--temperature: found {options.temperature}, expected 0 or more")
+    try:
+        options.prices = tuple(float(price) for price in options.prices.split(","))
+    except ValueError:
+        options.prices = ()
+    if len(options.prices) != 2:
+        parser.error("--prices: expected two numbers, as 0.4,1.6")
+    if options.base_url is None:
+        if options.tokenizer is not None:
+            parser.error("--tokenizer: expected only with --base_url; a folder has its own")
+    elif options.steps or options.watch:
+        parser.error("--steps and --watch: expected only with a run's folder as --model")
+    elif not options.base_url.startswith(("http://", "https://")):
+        parser.error(f"--base_url: found {options.base_url}, expected http://host:port/v1")
+    if options.steps not in (None, "all") and not re.fullmatch(r"\d+(,\d+)*", options.steps):
+        parser.error(f"--steps: found {options.steps}, expected all, or numbers as 100,200")
+    stems = [path.stem for path in options.benchmarks]
+    for path in options.benchmarks:
+        if not path.is_file() or path.suffix not in (".parquet", ".jsonl"):
+            parser.error(f"--benchmarks: found {path}, expected a file of rows, .parquet or .jsonl")
+        if stems.count(path.stem) > 1:
+            parser.error(f"--benchmarks: found two files named {path.stem}; their results have one place")
+    return options
+
+
+def folders_of(options: argparse.Namespace) -> Iterator[Path]:
+    """The models' folders: one, or those of a run's checkpoints, with --watch as they come. ValueError."""
+    run = Path(options.model).expanduser()
+    if not options.steps and not options.watch:
+        yield Path(find_model(options.model))
+        return
+    if not run.is_dir():
+        raise ValueError(f"--model: found no folder {run}; expected a run's, for --steps and --watch")
+    wanted = [int(step) for step in (options.steps or "all").split(",") if step != "all"]
+    seen: set[int] = set()
+    while True:
+        is_over = not options.watch or (run / "summary.json").is_file()  # before the look at what is there
+        there = {
+            int(path.parents[2].name.removeprefix("global_step_")): path.parent
+            for path in run.glob("global_step_*/actor/huggingface/config.json")
+            if run_folder(path.parent)
+        }
+        for step in sorted(there.keys() - seen):
+            seen.add(step)
+            if not wanted or step in wanted:
+                yield there[step]
+        if is_over:
+            break
+        time.sleep(WATCH_SECONDS)
+    if missing := sorted(set(wanted) - seen) or (not seen and ["any"]):
+        known = ", ".join(map(str, sorted(seen))) or "no"
+        raise ValueError(f"--steps: {run} has the checkpoints {known}; found no step {missing[0]}")
+
+
+def name_of(folder: Path) -> Path:
+    """A model's place below --out: RUN/global_step_N, or its folder's name."""
+    run = run_folder(folder)
+    if run is None:
+        return Path(folder.resolve().name)
+    return Path(run.name) / folder.resolve().parents[1].name
+
+
+def settings_of(folder: Path | None, options: argparse.Namespace) -> Config:
+    """The settings of a model: its run's, or Search-R1's, and what the command line says. ValueError."""
+    run = None if folder is None else run_folder(folder)
+    places = [place / "config.yaml" for place in (run, folder) if place is not None]
+    of_run = [f"@{place}" for place in places if place.is_file()][:1]
+    weakest = {VARIABLE_PREFIX + name.replace(".", "__"): str(value) for name, value in DEFAULTS.items()}
+    config: Config = load([*of_run, *options.settings], environment=weakest | os.environ).config
+    return config
+
+
+@contextmanager
+def agent_of(folder: Path | None, config: Config, options: argparse.Namespace) -> Iterator[EnvironmentAgent]:
+    """The agent of training over a loaded model, or over a server. ValueError, EngineUnavailable."""
+    import torch
+
+    from search_r1.llm_agent.generation import build_agent
+    from search_r1.search.client import API_KEY_VARIABLE
+    from verl.evaluation.api_engine import ApiEngine, MessageTokenizer
+    from verl.inference.weights import read_weights
+    from verl.utils import hf_tokenizer
+    from verl.utils.device import get_device_name
+    from verl.workers.rollout.base import RolloutEngine
+    from verl.workers.rollout.build import EngineRequest, build_engine, rollout_dtype
+
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    length = config.data.max_prompt_length
+    model.path = options.tokenizer if folder is None else str(folder)
+    tokenizer: Any
+    if options.base_url is None:
+        assert folder is not None
+        device = torch.device(get_device_name())
+        tokenizer = hf_tokenizer(str(folder), False, trust_remote_code=model.trust_remote_code)
+        dtype = rollout_dtype(rollout, torch.bfloat16 if device.type == "cuda" else torch.float32)
+        engine: RolloutEngine[Any] = build_engine(
+            rollout, model, EngineRequest(device, dtype, length, options.concurrency)
+        )
+        engine.load_weights(read_weights(folder), 0)
+    else:
+        messages = None if options.tokenizer else MessageTokenizer()
+        tokenizer = messages or hf_tokenizer(options.tokenizer, correct_pad_token=False)
+        engine = ApiEngine(
+            options.base_url,
+            options.model,
+            messages=messages,
+            max_model_len=length,
+            concurrency=options.concurrency,
+            api_key=os.environ.get(options.api_key_var),
+            timeout=options.timeout,
+            patience=options.patience,
+        )
+    with ExitStack() as closed:
+        closed.callback(engine.shutdown)
+        key = os.environ.get(API_KEY_VARIABLE, "")
+        yield closed.enter_context(closing(build_agent(config, tokenizer, engine, api_key=key)))
+
+
+def check_search(config: Config, benchmarks: Sequence[Benchmark]) -> None:
+    """ValueError: questions need a search server, and none answers."""
+    from search_r1.search.client import API_KEY_VARIABLE, SearchClient, SearchError
+
+    asks = any(row["episode"] is None for each in benchmarks for row in [each.dataset[0]])
+    if not config.do_search or not asks:
+        return
+    retriever, key = config.retriever, os.environ.get(API_KEY_VARIABLE, "")
+    place = (retriever.url, retriever.topk, 5.0)
+    with SearchClient(*place, api_key=key, use_proxy=retriever.use_proxy) as client:
+        try:
+            client.batch_search(["is anybody there"])
+        except SearchError as error:
+            raise ValueError(
+                f"the search server does not answer: {error}. Start one with `bash retrieval_launch.sh`, or "
+                "say where it is: retriever.url=http://host:port/retrieve"
+            ) from None
+
+
+def evaluate(folder: Path | None, options: argparse.Namespace) -> None:
+    """One model on all benchmarks. ValueError, EngineUnavailable, RunStopped."""
+    with announced("loading the libraries", sys.stderr):
+        from verl.evaluation.rollouts import Asking, Benchmark, shown
+        from verl.trainer.ppo.scoring import RewardManager
+        from verl.utils.dataset.rl_dataset import RLHFDataset
+        from verl.utils.reward_score import load_reward_function
+        from verl.verifiers.base import VerifierSettings
+        from verl.verifiers.registry import Verifiers
+
+    config = settings_of(folder, options)
+    asking = Asking(
+        options.rollouts,
+        options.temperature,
+        options.seed,
+        options.concurrency,
+        options.solved_at,
+        options.prices,
+    )
+    name = Path(options.model.replace("/", "--")) if folder is None else name_of(folder)
+    with announced(f"loading {name}", sys.stderr), ExitStack() as closed:
+        agent = closed.enter_context(agent_of(folder, config, options))
+        rest = closed.pop_all()
+    with rest:
+        data = {**config.data, "env_class": config.environment.env_class}
+        if not hasattr(agent.tokenizer, "vocab_size"):  # tokens are messages: lengths are the server's
+            data["truncation"] = "left"
+        verifiers = Verifiers(VerifierSettings(config.verifiers, options.out / name))
+        rest.callback(verifiers.close)
+        score = load_reward_function(config.custom_reward_function)
+        reward_fn = RewardManager(agent.tokenizer, 0, score, verifiers, stops=False)
+        benchmarks = []
+        for path in options.benchmarks:
+            dataset = RLHFDataset(str(path), agent.tokenizer, data, options.n)
+            verifiers.check_rows(dataset.rows_to_check())
+            settings = {
+                "model": str(folder or options.model),
+                "base_url": options.base_url,
+                "file": hashlib.sha256(path.read_bytes()).hexdigest(),
+                "n": options.n,
+                "rollouts": asking.rollouts,
+                "temperature": asking.temperature,
+                "seed": asking.seed,
+                "settings": options.settings,
+            }
+            benchmarks.append(Benchmark(path.stem, dataset, options.out / name / path.stem, settings))
+        for each in benchmarks:
+            each.check(options.resume)
+        check_search(config, benchmarks)
+        for each in benchmarks:
+            summary = each.run(agent, reward_fn, asking)
+            figures = {key: value for key, value in summary.items() if isinstance(value, list)}
+            told = ", ".join(f"{key} {shown(value)}" for key, value in figures.items() if key != "settings")
+            print(f"{name} on {each.name}: {told}; {each.folder}/page.html", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0; 2 for a mistake of the user; 3: it ended before its time, and --resume goes on; 130."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    options = read_options(argv)
+    stopped: tuple[type[Exception], ...] = ()
+    try:
+        from verl.trainer.ppo.run_state import RunStopped
+        from verl.workers.rollout.base import EngineUnavailable
+
+        stopped = (RunStopped, EngineUnavailable)
+        for folder in [None] if options.base_url else folders_of(options):
+            evaluate(folder, options)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except stopped as error:
+        print(f"error: {error}. The same command with --resume goes on.", file=sys.stderr)
+        return 3
+    except KeyboardInterrupt:
+        return 130
+    return 0

@@ -1,0 +1,44 @@
+"""Requests to servers of others, asked again while they may yet be answered."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import httpx
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0  # seconds
+PASSING = (408, 409, 425, 429)  # and 5xx: a later request may be answered
+
+
+class Refused(ValueError):
+    """The server will not answer this request. What it said."""
+
+
+async def post_patiently(client: httpx.AsyncClient, url: str, content: str, seconds: float) -> httpx.Response:
+    """The answer of status 200. After what may pass (no connection, no answer within the client's timeout,
+    PASSING and 5xx) it asks again, after pauses that double, or as long as `Retry-After` says.
+
+    Raises:
+        Refused: by any other status, or there was no answer within `seconds`.
+    """
+    problem, pause = "", FIRST_PAUSE
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                try:
+                    reply = await client.post(url, content=content)
+                except (httpx.HTTPError, httpx.InvalidURL) as error:
+                    problem = f"{type(error).__name__}: {error}"
+                else:
+                    if reply.status_code == 200:
+                        return reply
+                    problem = f"status {reply.status_code}: {reply.text:.200}"
+                    if reply.status_code not in PASSING and reply.status_code < 500:
+                        raise Refused(problem)
+                    wait = reply.headers.get("retry-after", "")
+                    pause = max(pause, float(wait)) if wait.isdigit() else pause
+                await asyncio.sleep(pause * random.uniform(0.7, 1.3))
+                pause = min(2 * pause, LONGEST_PAUSE)
+    except TimeoutError:
+        raise Refused(f"no answer within {seconds:.3g} seconds {problem}".strip()) from None
