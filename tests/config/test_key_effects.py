@@ -36,6 +36,7 @@ EFFECTS: dict[str, tuple] = {
     "data.mixture": ("[{{path: {files}/other.parquet, ratio: 2}}]", "driver"),
     "data.streaming": ("true", "driver"),
     "data.extra_val_files": ("{files}/other.parquet", "driver"),
+    "trainer.evals": ("[{{files: {files}/other.parquet, every: 2}}]", "driver"),
     "data.train_data_num": (5, "driver"),
     "data.val_data_num": (2, "driver"),
     "data.prompt_key": ("question", "driver"),

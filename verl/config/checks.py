@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.keys import as_list, at, check_values, refusal
-from verl.config.mixture import sources_of
+from verl.config.mixture import evals_of, sources_of
 from verl.config.policy import ACTOR, ROLLOUT, Vllm
 from verl.config.schema import Config, SFTConfig
 
@@ -49,6 +49,7 @@ def check_config(config: Config, *, format_reward: bool | None = None, with_data
         for name in names + ["extra_val_files"] * (data.extra_val_files is not None):
             _check_files(f"data.{name}", data[name])
     sources_of(config, with_data and not config.trainer.dry_run)
+    evals_of(config, with_data and not config.trainer.dry_run)
     _check_rollout(config)
     _check_losses(config)
     _check_rewards(config, format_reward)

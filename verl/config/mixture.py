@@ -1,7 +1,8 @@
-"""The sources of `data.mixture`: what a user may write, and what it means.
+"""The entries of `data.mixture` and `trainer.evals`: what a user may write, and what it means.
 
 {path: math.parquet, amount: 1.0, ratio: 3, verifier: math}      a file, a list of files, or a folder
 {env: {id: wordle, args: {...}}, name: words, n: 4}              rows of a `verifiers` environment
+{files: test.parquet, every: 50, rollouts: 4}                    a set that is measured during training
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
-from verl.config.keys import Block, Count, Positive, Range, as_list, key, keys_of
+from verl.config.keys import Block, Count, NotNegative, Positive, Range, as_list, key, keys_of
 from verl.config.schema import Config
 
 SUFFIXES = (".parquet", ".jsonl")
+Entry = TypeVar("Entry", bound=Block)
 
 
 @dataclass(slots=True)
@@ -60,23 +62,10 @@ def sources_of(config: Config, with_data: bool = True) -> list[Source]:
     Raises:
         ValueError: an entry that can't be meant so, or (with_data) a file that is not there.
     """
-    sources = dict[str, Source]()
+    sources: dict[str, Source] = {}
     for number, entry in enumerate(config.data.mixture or []):
         where = f"data.mixture[{number}]"
-        if not isinstance(entry, Mapping):
-            raise ValueError(f"Found {where}={entry!r}; expected {{path: <file>, ratio: 1, ...}}.")
-        keys, given = keys_of(Source), {name: value for name, value in entry.items() if value is not None}
-        for name, value in given.items():
-            if name not in keys:
-                near = difflib.get_close_matches(str(name), keys, 1, 0)[0]
-                raise ValueError(
-                    f"Found the unknown key {name!r} in {where}; the nearest one is {near!r} (there are "
-                    f"{', '.join(keys)})."
-                )
-            replace(keys[name], path=f"{where}.{name}").check(value)
-            if isinstance(value, list) and not (value and all(isinstance(item, str) for item in value)):
-                raise ValueError(f"Found {where}.{name}={value}; expected a text, or a list of texts.")
-        source = Source(**given)
+        source = read_entry(Source, entry, where, "{path: <file>, ratio: 1, ...}")
         if (source.path is None) == (source.env is None):
             raise ValueError(f"Found {entry} at {where}; expected path: <file>, or env: {{id: <name>}}.")
         if source.env is not None and not isinstance(source.env.get("id"), str):
@@ -98,6 +87,63 @@ def sources_of(config: Config, with_data: bool = True) -> list[Source]:
             )
         sources[source.name] = source
     return list(sources.values())
+
+
+def read_entry(block: type[Entry], entry: object, where: str, expected: str) -> Entry:
+    """An entry of a list in the configuration, checked by its block. ValueError: it can't be meant so."""
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"Found {where}={entry!r}; expected {expected}.")
+    keys, given = keys_of(block), {name: value for name, value in entry.items() if value is not None}
+    for name, value in given.items():
+        if name not in keys:
+            near = difflib.get_close_matches(str(name), keys, 1, 0)[0]
+            raise ValueError(
+                f"Found the unknown key {name!r} in {where}; the nearest one is {near!r} (there are "
+                f"{', '.join(keys)})."
+            )
+        replace(keys[name], path=f"{where}.{name}").check(value)
+        if isinstance(value, list) and not (value and all(isinstance(item, str) for item in value)):
+            raise ValueError(f"Found {where}.{name}={value}; expected a text, or a list of texts.")
+    return block(**given)
+
+
+@dataclass(slots=True)
+class HeldOut(Block):
+    """One entry of `trainer.evals`: rows that are asked during training, never trained on."""
+
+    files: str | list[str] | None = key(None, "parquet or jsonl file, or a list of files")
+    name: str = key(None, "of its figures, eval/NAME/...; default: that of the file")
+    every: Count = key(100, "steps between two measurements; the last step is always one")
+    n: Count | None = key(None, "so many rows, drawn with a fixed seed (null: all)")
+    rollouts: Count = key(1, "of each row")
+    temperature: NotNegative = key(1.0, "of their sampling; 0: greedy")
+    solved_at: float = key(1.0, "reward from which a rollout counts as solved, for pass@j")
+
+
+def evals_of(config: Config, with_data: bool = True) -> list[HeldOut]:
+    """The sets of `trainer.evals`, in its order.
+
+    Raises:
+        ValueError: an entry that can't be meant so, or (with_data) a file that is not there.
+    """
+    sets: dict[str, HeldOut] = {}
+    for number, entry in enumerate(config.trainer.evals or []):
+        where = f"trainer.evals[{number}]"
+        held_out = read_entry(HeldOut, entry, where, "{files: <file>, every: 100, rollouts: 4}")
+        files = [Path(file).expanduser() for file in as_list(held_out.files) if file is not None]
+        for file in files if with_data else []:
+            if not file.is_file() or file.suffix not in SUFFIXES:
+                raise ValueError(f"Found no file {' or '.join(SUFFIXES)} at {file} ({where}); expected one.")
+        if not files:
+            raise ValueError(f"Found no files in {where}; expected files: <file>.")
+        held_out.name = held_out.name or files[0].stem
+        if held_out.name in sets or "/" in held_out.name:
+            raise ValueError(
+                f"Found the name {held_out.name!r} at {where}, which is taken or has a /; expected one of "
+                "its own: name: <name>."
+            )
+        sets[held_out.name] = held_out
+    return list(sets.values())
 
 
 def _files(path: Path, splits: list[str]) -> list[Path]:

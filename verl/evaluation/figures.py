@@ -1,4 +1,4 @@
-"""Figures of a benchmark from its lines of results: means, pass@j, and intervals over its examples."""
+"""Figures of a benchmark from its lines of results: means, pass@j, intervals over its examples; its seeds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 RESAMPLES = 10_000
+LOST = ("unverified", "env_failed", "search_failed")  # ends of a rollout of which nobody knows a reward
 
 
 def interval(values: Sequence[float] | np.ndarray) -> list[float]:
@@ -22,6 +23,11 @@ def interval(values: Sequence[float] | np.ndarray) -> list[float]:
         means[start : start + 500] = array[draws].mean(axis=1)
     low, high = np.quantile(means, [0.025, 0.975])
     return [float(array.mean()), float(low), float(high)]
+
+
+def rollout_seed(seed: int, place: tuple[int, int]) -> int:
+    """63 bits for the sampling of (example, number of its rollout)."""
+    return int(np.random.SeedSequence([seed, *place]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def pass_at(num: int, num_solved: int, j: int) -> float:

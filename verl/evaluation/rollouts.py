@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,14 +20,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from verl.agent.agent import EnvironmentAgent
 from verl.agent.service import TrajectoryService
 from verl.agent.trajectory import Trajectory
 from verl.evaluation.api_engine import ApiEngine
-from verl.evaluation.figures import summarize
+from verl.evaluation.figures import LOST, rollout_seed, summarize
 from verl.protocol import object_array
 from verl.trainer.ppo.collection import prompt_batch, with_seeds
 from verl.trainer.ppo.scoring import RewardManager, score_answers
@@ -35,7 +34,6 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.records.files import read_lines, to_json, write_text_atomically
 from verl.utils.records.trajectories import TokenTexts, spread_rows, trajectory_records, write_page
 
-LOST = ("search_failed", "env_failed")  # not the policy's fault: no reward is known
 PAGE_RECORDS = 5000
 SAY_SECONDS = 10.0
 
@@ -66,11 +64,6 @@ class Ended:
     row: Mapping[str, Any]
     trajectory: Trajectory
     seconds: float
-
-
-def rollout_seed(seed: int, place: Place) -> int:
-    """63 bits."""
-    return int(np.random.SeedSequence([seed, *place]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def rollouts(
@@ -199,8 +192,8 @@ class Benchmark:
                 "info": record["extra_info"],
             }
             if isinstance(agent.engine, ApiEngine):
-                usage = agent.engine.usage.pop(each.trajectory.seed, {})
-                counts = [usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens")]
+                usage = agent.engine.usage.pop(each.trajectory.seed, Counter())
+                counts = [usage[name] for name in ("prompt_tokens", "completion_tokens")]
                 price = sum(n * dollars / 1e6 for n, dollars in zip(counts, asking.prices, strict=True))
                 line |= {"prompt_tokens": counts[0], "completion_tokens": counts[1], "cost": price}
             record |= {"score": reward}

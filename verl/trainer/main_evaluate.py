@@ -128,9 +128,12 @@ def folders_of(options: argparse.Namespace) -> Iterator[Path]:
         if is_over:
             break
         time.sleep(WATCH_SECONDS)
-    if missing := sorted(set(wanted) - seen) or (not seen and ["any"]):
-        known = ", ".join(map(str, sorted(seen))) or "no"
-        raise ValueError(f"--steps: {run} has the checkpoints {known}; found no step {missing[0]}")
+    missing = sorted(set(wanted) - seen)
+    if missing or not seen:
+        known = ", ".join(map(str, sorted(seen))) or "none"
+        raise ValueError(
+            f"{run} has the checkpoints: {known}; expected {missing or 'at least one'} (--steps)"
+        )
 
 
 def name_of(folder: Path) -> Path:

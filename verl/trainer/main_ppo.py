@@ -22,6 +22,7 @@ from verl.config import Config, Loaded
 from verl.config.checks import check_config
 from verl.config.command_line import read_arguments
 from verl.config.loading import absolute_folders
+from verl.config.mixture import evals_of
 from verl.utils.announcing import announced
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def build_trainer(
     """
     from search_r1.llm_agent.generation import env_metrics
     from verl.trainer.placement import Role, build_pools, roles_of, samples_apart
+    from verl.trainer.ppo.held_out import HeldOutSets
     from verl.trainer.ppo.passes import Passes
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.scoring import RewardManager
@@ -95,8 +97,10 @@ def build_trainer(
     data = {**config.data, "env_class": config.environment.env_class}
     train_dataset = training_rows(config, tokenizer)
     val_dataset = RLHFDataset(config.data.val_files, tokenizer, data, config.data.val_data_num)
+    evals = [(each, RLHFDataset(each.files or [], tokenizer, data, each.n)) for each in evals_of(config)]
     verifiers = Verifiers(VerifierSettings(config.verifiers, Path(config.trainer.default_local_dir)))
-    for dataset in (train_dataset, val_dataset):
+    val_reward_fn = RewardManager(tokenizer, 0, user_score, verifiers)
+    for dataset in (train_dataset, val_dataset, *(rows for _, rows in evals)):
         verifiers.check_rows(dataset.rows_to_check())
     return RayPPOTrainer(
         config=config,
@@ -106,11 +110,12 @@ def build_trainer(
         },
         resource_pool_manager=build_pools(config, roles, session),
         reward_fn=RewardManager(tokenizer, 0, user_score or train_score, verifiers),
-        val_reward_fn=RewardManager(tokenizer, 0, user_score, verifiers),
+        val_reward_fn=val_reward_fn,
         trajectory_metrics=env_metrics,
         train_dataset=train_dataset,
         val_dataset=val_dataset,
         extra_val_dataset=RLHFDataset(extra, tokenizer, data, None) if extra else None,
+        evals=HeldOutSets(evals, val_reward_fn, config.data.val_batch_size, config.trainer.seed),
         stop_request=stop_request,
     )
 

@@ -16,10 +16,14 @@ engine's log-probs are the old ones, so only sum_pi_squared still asks for the p
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from verl.algos.advantages import estimator_inputs
 from verl.algos.policy_losses import policy_loss_inputs
 from verl.algos.rollout_correction import check_correction, corrects
 from verl.config import Config
+from verl.environments.registry import SEARCH
+from verl.utils.dataset.row_environments import environments_of, searches
 
 
 class Passes:
@@ -65,3 +69,32 @@ class Passes:
     def reference_log_probs(self, updates_actor: bool) -> bool:
         """Whether a step makes the reference's pass: in the critic's warm-up only for KL in the reward."""
         return self.kl_in_reward or (self.reference and updates_actor)
+
+    def banner(
+        self, config: Config, rows: tuple[int, int], steps: tuple[int, int], num_processes: int
+    ) -> str:
+        """What a run is, for its first lines. rows: of training, of validation; steps: done, and in all."""
+        trainer, actor = config.trainer, config.actor_rollout_ref.actor
+        answers = config.actor_rollout_ref.rollout.n_agent * config.actor_rollout_ref.rollout.n
+        files = config.data.train_files if config.data.mixture is None else "data.mixture"
+        lines = [
+            f"model: {config.actor_rollout_ref.model.path}",
+            f"data: {rows[0]} training and {rows[1]} validation questions of {files}",
+            f"algorithm: {config.algorithm.adv_estimator}, loss {actor.policy_loss.loss_mode}, learning rate "
+            f"{actor.optim.lr:g}",
+            f"batch: {config.data.train_batch_size} questions with {answers} answers each, mini-batches of "
+            f"{actor.ppo_mini_batch_size}; {steps[1]} steps, {steps[0]} of them done",
+            f"processes: {num_processes} ({trainer.backend}, {trainer.device})",
+            f"folder: {Path(trainer.default_local_dir).expanduser()}",
+        ]
+        names = environments_of(config)
+        if names != {SEARCH}:
+            lines.append(f"environments: {', '.join(sorted(names))}")
+        if searches(config):
+            lines.append(f"retriever: {config.retriever.url}")
+        if self.values and steps[0] < trainer.critic_warmup:
+            lines.append(
+                f"the first {trainer.critic_warmup} steps train the critic alone (trainer.critic_warmup); "
+                "the policy learns from then on"
+            )
+        return "\n".join(lines)

@@ -22,7 +22,6 @@ from verl.algos.kl_and_entropy import get_kl_controller
 from verl.config import Config
 from verl.config.policy import Actor
 from verl.config.schema import Critic
-from verl.environments.registry import SEARCH
 from verl.protocol import DataProto
 from verl.single_controller import build_worker_groups
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
@@ -37,6 +36,7 @@ from verl.trainer.ppo.collection import (
 )
 from verl.trainer.ppo.episodes import FailureWatch
 from verl.trainer.ppo.health import HealthMonitor, check_updates
+from verl.trainer.ppo.held_out import HeldOutSets
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.resuming import SETTINGS_FILE, ResumableRun
 from verl.trainer.ppo.run_state import RunState, RunStopped, StoppedOnRequest, StopRequest
@@ -46,7 +46,6 @@ from verl.trainer.ppo.stream import RolloutStream, weight_folder
 from verl.trainer.ppo.validation import ValidationReport, run_summary, validate
 from verl.utils.dataset.mixture import Mixture, prompt_sampler
 from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.dataset.row_environments import environments_of, searches
 from verl.utils.records import RunRecorder
 from verl.utils.records.trajectories import TokenTexts, trajectory_records
 from verl.workers.engine.loading import load_hf_config
@@ -66,6 +65,7 @@ class RayPPOTrainer(ResumableRun):
         role_worker_mapping: role -> worker class with its constructor arguments.
         trajectory_metrics: trajectories of a step -> the agent's metrics (`env/*`).
         extra_val_dataset: is measured at the start and at the end, and reported on its own.
+        evals: the sets of `trainer.evals`.
         stop_request: whether the run shall end after the present step, with a checkpoint.
     """
 
@@ -83,6 +83,7 @@ class RayPPOTrainer(ResumableRun):
         train_dataset: RLHFDataset | Mixture,
         val_dataset: RLHFDataset,
         extra_val_dataset: RLHFDataset | None = None,
+        evals: HeldOutSets | None = None,
         stop_request: StopRequest | None = None,
     ) -> None:
         super().__init__(config, stop_request)
@@ -91,6 +92,8 @@ class RayPPOTrainer(ResumableRun):
         self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.extra_val_dataset = extra_val_dataset
+        self.evals = evals or HeldOutSets([], val_reward_fn, None, config.trainer.seed)
+        self.test_periods = [config.trainer.test_freq, *(each.every for each, _ in self.evals.sets)]
         self.passes = Passes(config)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.running_baseline = RunningBaseline(config.algorithm.rae_decay)
@@ -143,7 +146,7 @@ class RayPPOTrainer(ResumableRun):
     def _most_rows(self) -> int:
         """Trajectories of the largest batch that is generated, over all processes."""
         data, rollout = self.config.data, self.config.actor_rollout_ref.rollout
-        questions = max(len(self.val_dataset), len(self.extra_val_dataset or ()))
+        questions = max(len(self.val_dataset), len(self.extra_val_dataset or ()), self.evals.most_rollouts)
         sources = self.train_dataset.sources if isinstance(self.train_dataset, Mixture) else ()
         return max(
             data.train_batch_size * max([rollout.n_agent * rollout.n, *(each.n or 0 for each in sources)]),
@@ -164,7 +167,8 @@ class RayPPOTrainer(ResumableRun):
         RunStopped: it can't go on. StoppedOnRequest: it was asked to stop.
         """
         self._resume()
-        self.recorder.say("\n".join(self._banner()))
+        rows, steps = (len(self.train_dataset), len(self.val_dataset)), (self.state.step, self.total_steps)
+        self.recorder.say(self.passes.banner(self.config, rows, steps, self.actor_rollout_wg.world_size))
         if self.stream is not None:
             self._sync_weights()
         config = self.config
@@ -225,12 +229,10 @@ class RayPPOTrainer(ResumableRun):
                         self._sync_weights()
 
                     search_failure: RunStopped | None = None
-                    if last or (trainer.test_freq > 0 and step % trainer.test_freq == 0):
+                    if last or any(every > 0 and step % every == 0 for every in self.test_periods):
                         with timer("testing"):
                             try:
-                                report = self._validate(complete=last)
-                                self._record_validation(report, "after" if last else "during")
-                                metrics |= report.metrics()
+                                metrics |= self._test(step, last)
                             except RunStopped as failure:  # the step is done all the same
                                 search_failure = failure
                 metrics = metric_utils.step_metrics(batch, timer, self.passes.values) | metrics
@@ -248,34 +250,6 @@ class RayPPOTrainer(ResumableRun):
         return self.recorder.finish(run_summary(self.state, time.perf_counter() - started, trainer.seed))
 
     # ----------------------------------------------------------- parts of a step
-
-    def _banner(self) -> list[str]:
-        """What this run is, for its first lines."""
-        config, trainer = self.config, self.config.trainer
-        actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-        answers = config.actor_rollout_ref.rollout.n_agent * config.actor_rollout_ref.rollout.n
-        lines = [
-            f"model: {config.actor_rollout_ref.model.path}",
-            f"data: {len(self.train_dataset)} training and {len(self.val_dataset)} validation questions of "
-            f"{config.data.train_files if config.data.mixture is None else 'data.mixture'}",
-            f"algorithm: {algorithm.adv_estimator}, loss {actor.policy_loss.loss_mode}, learning rate "
-            f"{actor.optim.lr:g}",
-            f"batch: {config.data.train_batch_size} questions with {answers} answers each, mini-batches of "
-            f"{actor.ppo_mini_batch_size}; {self.total_steps} steps, {self.state.step} of them done",
-            f"processes: {self.actor_rollout_wg.world_size} ({trainer.backend}, {trainer.device})",
-            f"folder: {self.checkpoints.run_dir}",
-        ]
-        names = environments_of(config)
-        if names != {SEARCH}:
-            lines.append(f"environments: {', '.join(sorted(names))}")
-        if searches(config):
-            lines.append(f"retriever: {config.retriever.url}")
-        if self.passes.values and self.state.step < trainer.critic_warmup:
-            lines.append(
-                f"the first {trainer.critic_warmup} steps train the critic alone (trainer.critic_warmup); "
-                "the policy learns from then on"
-            )
-        return lines
 
     def _trajectories(self, count: int, step: int, is_last: bool) -> DataProto:
         """Those of `count` groups: sampled now, or ahead. SearchesFailed, EnvironmentsFailed: of too many."""
@@ -426,6 +400,16 @@ class RayPPOTrainer(ResumableRun):
         if self.stream is not None:
             self.stream.workers.figures()  # the next step's are not to count these
         return report
+
+    def _test(self, step: int, last: bool) -> dict[str, float]:
+        """The validation, if it is due, and the sets of `trainer.evals` that are."""
+        metrics, lines = self.evals.measure(self._generate_sequences, step, last)
+        self.recorder.log_evaluation(step, lines)
+        if last or (self.test_periods[0] > 0 and step % self.test_periods[0] == 0):
+            report = self._validate(complete=last)
+            self._record_validation(report, "after" if last else "during")
+            metrics |= report.metrics()
+        return metrics
 
     def _lacks_validation(self) -> bool:
         """Whether the validation before the first step, or after the last one, has not been made yet."""

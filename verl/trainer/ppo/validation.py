@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.collection import (
@@ -36,7 +37,7 @@ SAMPLED, GREEDY = "sampled", "greedy"
 class ValidationReport:
     """Scores of one pass over the questions in each mode ("sampled": temperature 1; "greedy")."""
 
-    # mode -> a record of each question that was verified: see `_records`
+    # mode -> a record of each question that was verified: see `question_records`
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     # mode -> figures of the verifiers, and `unverified`, how many questions are not in `rows`
     verdicts: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -67,7 +68,7 @@ class ValidationReport:
         return metrics | (self.extra.metrics(f"{prefix}_extra") if self.extra else {})
 
     def lines(self, questions: str = "val") -> list[dict[str, Any]]:
-        """A record of each question in each mode, for `validation.jsonl`: see `_records`."""
+        """A record of each question in each mode, for `validation.jsonl`: see `question_records`."""
         lines = [
             {"questions": questions, "mode": mode, **row} for mode, rows in self.rows.items() for row in rows
         ]
@@ -110,15 +111,11 @@ def validate(
         verdicts: list[Any] = []
         with announced(f"{mode} validation of {len(dataset)} questions"):
             for start in range(0, len(dataset), size):
-                prompts = prompt_batch(
-                    [dataset[i] for i in range(start, min(start + size, len(dataset)))], f"val-{start}"
-                )
+                items = [dataset[i] for i in range(start, min(start + size, len(dataset)))]
+                prompts = prompt_batch(items, f"val-{start}")
                 seeds = sampling_seeds(seed, VALIDATION_STREAM, start, len(prompts))
-                sampling = {"do_sample": mode != GREEDY, "temperature": float(mode != GREEDY), "top_p": 1.0}
-                batch = generate(with_seeds(prompts, seeds, **sampling, top_k=-1, min_p=0.0, validate=True))
-                score_answers(batch, reward_fn)
-                batch = without_padding(batch)
-                rows += _records(batch)
+                batch = ask(generate, reward_fn, prompts, seeds, float(mode != GREEDY))
+                rows += question_records(batch)
                 verdicts += list(batch.non_tensor_batch["verdicts"])
                 if mode == modes[0]:
                     report.samples = batch if report.samples is None else report.samples
@@ -130,7 +127,21 @@ def validate(
     return report
 
 
-def _records(batch: DataProto) -> list[dict[str, Any]]:
+def ask(
+    generate: Callable[[DataProto], DataProto],
+    reward_fn: RewardManager,
+    prompts: DataProto,
+    seeds: torch.Tensor,
+    temperature: float,
+) -> DataProto:
+    """Scored trajectories of a batch; temperature 0 is greedy, else the whole distribution is drawn from."""
+    sampling = {"do_sample": temperature > 0, "temperature": temperature, "top_p": 1.0}
+    batch = generate(with_seeds(prompts, seeds, **sampling, top_k=-1, min_p=0.0, validate=True))
+    score_answers(batch, reward_fn)
+    return without_padding(batch)
+
+
+def question_records(batch: DataProto) -> list[dict[str, Any]]:
     totals = batch.tensors["outcome"].tolist()
     records = []
     for i, trajectory in enumerate(batch.non_tensor_batch["trajectory"]):

@@ -102,12 +102,14 @@ class RunRecorder(Recorder):
         super().__init__(config, total_steps)
         self.trajectories = TrajectoryFolder(self.run_dir / "trajectories")
         self.questions = MetricsFile(self.run_dir / "validation.jsonl")
+        self.evaluations = MetricsFile(self.run_dir / "evaluations.jsonl")
         self._drawn_at = time.monotonic()
 
     def start(self, step: int, resumed_from: Path | None) -> int:
         kept = super().start(step, resumed_from)
         self.trajectories.cut_after(kept)
         self.questions.cut_after(kept)
+        self.evaluations.cut_after(kept)
         return kept
 
     def log_step(
@@ -147,6 +149,11 @@ class RunRecorder(Recorder):
             self.say(f"validation at step {step}: {line}")
         if time.monotonic() - self._drawn_at > _REDRAW_SECONDS:
             self._draw()
+
+    def log_evaluation(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+        """A line of `evaluations.jsonl` for each rollout of a set of `trainer.evals`."""
+        for line in lines:
+            self.evaluations.append(step, line)
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Write `summary.json` (see `run_summary` of the trainer), the curves and the page; returns it."""
