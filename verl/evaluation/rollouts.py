@@ -189,6 +189,8 @@ class Benchmark:
                 "finish_reason": reason,
                 "generation_ms": 1000 * each.seconds,
                 "scoring_ms": scoring_ms,
+                "total_ms": 1000 * each.seconds + scoring_ms,
+                "metrics": each.trajectory.env_metrics,
                 "info": record["extra_info"],
             }
             if isinstance(agent.engine, ApiEngine):
