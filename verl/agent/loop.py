@@ -366,7 +366,7 @@ class TrajectoryLoop:
             self.unstarted.append(trajectory.session_id)
 
     def _finish(self, trajectory: Trajectory, reason: str) -> None:
-        trajectory.finish_reason = reason
+        trajectory.finish_reason, trajectory.room = reason, self.max_context - trajectory.num_tokens
         self.num_in_flight -= 1
         if trajectory.session_id is not None:
             del self.sessions[trajectory.session_id]

@@ -156,6 +156,7 @@ class Trajectory:
     episode: Episode | None = None  # while it runs, as the next three
     session_id: int | None = None  # None: it has had none yet
     stopped_by: str = "stop"  # why its last generation ended, as in `Completion`
+    room: int = 0  # tokens that its context had left when it ended
     num_shown: int = 0  # characters of its running turn that `on_event` has heard
     seconds: tuple[float, float] = (0.0, 0.0)  # of its environment, in init and in all steps
     env_metrics: dict[str, Any] = field(default_factory=dict)
@@ -258,6 +259,8 @@ class Trajectory:
             "num_actions": len(self.turns),
             "num_valid_actions": sum(turn.action not in ("invalid", "none") for turn in self.turns),
             "finish_reason": self.finish_reason,
+            "stopped_by": self.stopped_by,
+            "room": self.room,
             "version_first": self.version_first,
             "version_last": self.version_last,
             "num_begun": self.num_begun,

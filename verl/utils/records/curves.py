@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,22 +59,13 @@ def draw_curves(rows: Rows, path: Path, title: str) -> None:
 
     rows: lines of `metrics.jsonl`; a panel shows what they have. path: the PNG file to write.
     """
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(11, 7), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
-        axes = figure.subplots(2, 2).flatten()
+    with _picture(path, title) as axes:
         rewards = sorted({name for row in rows for name in row if re.fullmatch("env/[^/]+/reward", name)})
         coloured = zip(rewards, HOP_COLOURS, strict=False)
         of_each = {name: (colour, f"{name.split('/')[1]}, training") for name, colour in coloured}
         panels = LINES | ({"Right answers and reward": of_each} if of_each else {})
         for axis, (name, lines) in zip(axes, panels.items(), strict=True):
             axis.set_title(name)
-            axis.set_xlabel("training step")
-            axis.margins(x=0.02)
             for metric, (colour, label) in lines.items():
                 _line(axis, last_steps(rows, metric), colour, label)
         for mode, colour, marker in (("sampled", ORANGE, "o"), ("greedy", RED, "s")):
@@ -91,9 +83,39 @@ def draw_curves(rows: Rows, path: Path, title: str) -> None:
         values = [v for name in panels["Right answers and reward"] for _, v in last_steps(rows, name)]
         for axis in axes:
             axis.set_ylim(bottom=0)
+        axes[0].set_ylim(min([-0.02, *values]), max([1.02, *values]))
+
+
+def draw_panels(rows: Rows, panels: Mapping[str, Sequence[str]], path: Path, title: str) -> bool:
+    """Draws up to four panels, name -> metrics. False: the rows have none of these; nothing is written."""
+    if not any(last_steps(rows, metric) for metrics in panels.values() for metric in metrics):
+        return False
+    with _picture(path, title) as axes:
+        for axis, (name, metrics) in zip(axes, panels.items(), strict=False):
+            axis.set_title(name)
+            for metric, colour in zip(metrics, HOP_COLOURS, strict=False):
+                _line(axis, last_steps(rows, metric), colour, metric)
+    return True
+
+
+@contextmanager
+def _picture(path: Path, title: str) -> Iterator[list[Axes]]:
+    """Four panels over training steps to be drawn in; then the file is written."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(11, 7), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
+        axes = list(figure.subplots(2, 2).flatten())
+        for axis in axes:
+            axis.set_xlabel("training step")
+            axis.margins(x=0.02)
+        yield axes
+        for axis in axes:
             if axis.get_legend_handles_labels()[0]:
                 axis.legend(loc="best")
-        axes[0].set_ylim(min([-0.02, *values]), max([1.02, *values]))
         figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(".tmp.png")

@@ -1,0 +1,1 @@
+"""What runs did, and what they do now: from the files that they write."""

@@ -1,0 +1,139 @@
+"""What runs did, and what they do now (docs/monitor.md).
+
+python -m verl.monitor --list [--num-runs 20]            the runs below a folder, the newest first
+python -m verl.monitor RUN [RUN ...]                     figures, failed rollouts with their tags, pictures
+python -m verl.monitor RUN [RUN ...] --watch             the same on the terminal, while they run
+python -m verl.monitor RUN [RUN ...] --serve 8002        the same as a page that looks again by itself
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Column, Table
+from rich.text import Text
+
+from verl.monitor.runs import TABLE, Run, runs_below, share_of_tags, to_records
+from verl.utils.records.files import write_text_atomically
+from verl.utils.records.trajectories import write_page
+
+REFRESH_SECONDS = 2.0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m verl.monitor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("runs", nargs="*", type=Path, metavar="RUN", help="folders of runs")
+    add("--list", action="store_true", help="name the runs below --root")
+    add("--root", type=Path, default=Path("verl_checkpoints"), help="folder of runs (verl_checkpoints)")
+    add("--num-runs", type=int, default=20, help="most runs that --list names (20)")
+    add("--save-dir", type=Path, help="for pictures and samples (RUN/monitor)")
+    add("--reward-threshold", type=float, default=0.3, help="a rollout below it has failed (0.3)")
+    add("--max-samples", type=int, default=20, help="failed rollouts that are kept (20)")
+    add("--metrics-only", action="store_true", help="no rollouts")
+    add("--samples-only", action="store_true", help="no figures and no pictures")
+    add("--watch", action="store_true", help="figures on the terminal until Ctrl-C, or until all have ended")
+    add("--serve", type=int, metavar="PORT", help="a page of all runs at http://127.0.0.1:PORT")
+    return parser
+
+
+def shown(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def figures(runs: list[Run]) -> Table:
+    """A column for each run, a row for each figure that one has."""
+    table = Table("")
+    for run in runs:
+        table.add_column(Text(run.folder.name))
+    table.add_row("state", *(run.state for run in runs))
+    table.add_row("step", *(str(run.step) for run in runs))
+    table.add_row("last line", *(f"{run.age:,.0f} s ago" for run in runs))
+    for name in TABLE:
+        values = [run.last(name) for run in runs]
+        if any(value is not None for value in values):
+            table.add_row(name, *map(shown, values))
+    return table
+
+
+def report(run: Run, options: argparse.Namespace, console: Console) -> None:
+    """Figures, failed rollouts and pictures of one run."""
+    folder = options.save_dir or run.folder / "monitor"
+    if not options.samples_only:
+        console.print(figures([run]))
+        for path in run.draw(folder):
+            console.print(Text(str(path)))
+    if options.metrics_only:
+        return
+    samples, counts = run.failures(options.reward_threshold, options.max_samples)
+    for name, number, tags in share_of_tags(counts):
+        told = ", ".join(f"{tag} {share:.1%}" for tag, share in tags) or "no tags"
+        console.print(Text(f"{name}: {number} rollouts kept; {told}"))
+    console.print(Text(f"{len(samples)} rollouts below a reward of {options.reward_threshold:g}:"))
+    for sample in samples:
+        answer = "" if sample.get("answer") is None else f" -> {sample['answer']}"
+        console.print(
+            Text(f"  step {sample['step']}: {sample['question']}{answer} [{', '.join(sample['tags'])}]")
+        )
+    if samples:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(folder / "samples.jsonl", to_records(samples))
+        write_page(samples, folder / "samples.html", f"{run.folder.name}: failed rollouts")
+        console.print(Text(str(folder / "samples.html")))
+
+
+def watch(folders: list[Path], console: Console) -> None:
+    """Figures on the terminal until all runs have ended."""
+    with Live(console=console, refresh_per_second=4) as live:
+        while True:
+            runs = [Run(folder) for folder in folders]
+            live.update(Group(figures(runs), Text("Ctrl-C ends this, not the runs.", style="dim")))
+            if not any(run.state == "running" for run in runs):
+                return
+            time.sleep(REFRESH_SECONDS)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0, or 2 for a mistake of the user."""
+    parser, console = build_parser(), Console(highlight=False)
+    options = parser.parse_args(argv)
+    if not options.list and not options.runs:
+        parser.error("expected the folder of a run, or --list")
+    try:
+        if options.list:
+            table = Table(Column("run", overflow="fold"), "state", "step", "reward", "EM", "last line")
+            for run in runs_below(options.root)[: options.num_runs]:
+                cells = (run.state, str(run.step), shown(run.last("reward")), shown(run.last("EM")))
+                table.add_row(
+                    Text(str(run.folder.relative_to(options.root))), *cells, f"{run.age / 3600:,.1f} h ago"
+                )
+            console.print(table)
+            return 0
+        if options.serve is not None:
+            from verl.monitor.page import serve
+
+            serve(options.runs, options.serve)
+        elif options.watch:
+            watch(options.runs, console)
+        else:
+            for folder in options.runs:
+                report(Run(folder), options, console)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""A page of runs that looks again by itself: their figures, curves and failures, at 127.0.0.1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from verl.monitor.runs import PICTURES, TABLE, Run, share_of_tags
+from verl.utils.records.files import last_steps, to_json
+
+MOST_POINTS = 500  # of a curve
+
+
+def page_data(folders: Sequence[Path]) -> dict[str, Any]:
+    """What the page shows: of each run its name, state, step, the table's figures, and tags of its newest
+    rollouts; and `panels`, name -> [{run, metric, points of (step, value)}].
+    """
+    runs = [Run(folder) for folder in folders]
+    about = []
+    for run in runs:
+        _, counts = run.failures(0.0, 0, most_looked_at=200)
+        figures = {name: run.last(name) for name in TABLE}
+        told = {"name": run.folder.name, "state": run.state, "step": run.step, "age": run.age}
+        about.append(told | {"figures": figures, "tags": share_of_tags(counts)})
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for picture in PICTURES.values():
+        for name, metrics in picture.items():
+            for run in runs:
+                for metric in metrics:
+                    if points := last_steps(run.rows, metric):
+                        every = -(-len(points) // MOST_POINTS)
+                        line = {"run": run.folder.name, "metric": metric, "points": points[::every]}
+                        panels.setdefault(name, []).append(line)
+    return {"runs": about, "panels": panels}
+
+
+def page_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
+    """The server, which listens already. ValueError: a folder is no run's, or the port is taken."""
+    for folder in folders:
+        Run(folder)
+    page = Path(__file__).with_name("page.html").read_bytes()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/data":
+                kind, content = "application/json", to_json(page_data(folders)).encode()
+            elif self.path == "/":
+                kind, content = "text/html; charset=utf-8", page
+            else:
+                self.send_error(404)
+                return
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        raise ValueError(f"--serve: found port {port} taken ({error}); expected a free one") from None
+
+
+def serve(folders: Sequence[Path], port: int) -> None:
+    """Until Ctrl-C."""
+    with page_server(folders, port) as server:
+        print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it, not the runs)", flush=True)
+        server.serve_forever()

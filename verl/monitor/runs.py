@@ -1,0 +1,141 @@
+"""Runs as they stand in their folders: how far they came, their figures, failed rollouts and curves."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from verl.monitor.tags import TAGS, tags_of
+from verl.utils.records.curves import draw_panels
+from verl.utils.records.files import last_steps, read_lines
+from verl.utils.records.trajectories import TrajectoryFolder
+
+# picture -> panel -> metrics; of each metric the steps that have it are drawn
+PICTURES: dict[str, dict[str, tuple[str, ...]]] = {
+    "loss": {
+        "Policy loss": ("actor/pg_loss", "train/loss", "val/loss"),
+        "Entropy (nats per token)": ("actor/entropy_loss",),
+        "KL of trainer and rollouts": ("rollout_corr/kl", "actor/kl_loss", "actor/ppo_kl"),
+        "Critic's loss": ("critic/vf_loss",),
+    },
+    "reward": {
+        "Reward": ("critic/score/mean",),
+        "Exact match": ("train/em", "val/sampled/em", "val/greedy/em"),
+        "Searches": ("train/searches",),
+        "Length (tokens the policy wrote)": ("response_length/mean",),
+    },
+    "optimizer": {
+        "Gradient norm": ("actor/grad_norm", "critic/grad_norm", "train/grad_norm"),
+        "Learning rate": ("actor/lr", "train/lr"),
+        "Trained tokens per second": ("perf/trained_tokens_per_second", "perf/tokens_per_second"),
+        "Seconds of a step": ("timing_s/step",),
+    },
+}
+# What a table shows: name -> metrics, the first that a run has
+TABLE = {
+    "loss": ("actor/pg_loss", "train/loss"),
+    "entropy": ("actor/entropy_loss",),
+    "mismatch_kl": ("rollout_corr/kl",),
+    "reward": ("critic/score/mean",),
+    "EM": ("train/em",),
+    "validation EM": ("val/sampled/em", "val/greedy/em", "val/loss"),
+    "generated tokens/s": ("perf/generated_tokens_per_second", "rollout/tokens_per_second"),
+    "trained tokens/s": ("perf/trained_tokens_per_second", "perf/tokens_per_second"),
+    "step s": ("timing_s/step",),
+}
+
+
+class Run:
+    """One folder. ValueError: it is no run's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not (folder / "metrics.jsonl").is_file() and not (folder / "config.yaml").is_file():
+            raise ValueError(
+                f"Found no metrics.jsonl in {folder}; expected the folder of a run (--list names them)"
+            )
+        self.rows = read_lines(folder / "metrics.jsonl")
+
+    @property
+    def state(self) -> str:
+        """ "running" (on this machine), "finished", or "stopped"."""
+        with suppress(OSError):  # looked at, never taken: a run that begins just now must get it
+            inode = (self.folder / "run.lock").stat().st_ino
+            if f":{inode} " in Path("/proc/locks").read_text(encoding="utf-8"):
+                return "running"
+        return "finished" if (self.folder / "summary.json").is_file() else "stopped"
+
+    @property
+    def step(self) -> int:
+        return max((row["step"] for row in self.rows), default=0)
+
+    @property
+    def age(self) -> float:
+        """Seconds since it wrote its last line."""
+        with suppress(OSError):
+            return time.time() - (self.folder / "metrics.jsonl").stat().st_mtime
+        return float("inf")
+
+    def last(self, name: str) -> float | None:
+        """The newest value of a name of TABLE."""
+        for metric in TABLE[name]:
+            if points := last_steps(self.rows, metric):
+                return float(points[-1][1])
+        return None
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The rollouts that it has kept, the newest first."""
+        trajectories = TrajectoryFolder(self.folder / "trajectories")
+        for step in reversed(trajectories.steps()):
+            yield from reversed(read_lines(trajectories.path / f"step_{step}.jsonl"))
+
+    def failures(
+        self, threshold: float, most: int, most_looked_at: int | None = None
+    ) -> tuple[list[dict[str, Any]], dict[str, Counter[str]]]:
+        """The newest rollouts below a reward, with their `tags`; and of the newest that are kept (None: of
+        all), how many of each environment have each tag ("rollouts": how many there are).
+        """
+        samples: list[dict[str, Any]] = []
+        counts: dict[str, Counter[str]] = {}
+        for record in islice(self.records(), most_looked_at):
+            tags, score = tags_of(record), record.get("score")
+            name = record["trajectory"].get("env_class") or str(record["data_source"])
+            counts.setdefault(name, Counter()).update(["rollouts", *tags])
+            if len(samples) < most and (score is None or score < threshold):
+                samples.append(record | {"tags": tags})
+        return samples, counts
+
+    def draw(self, folder: Path) -> list[Path]:
+        """loss.png, reward.png and optimizer.png, of what there is."""
+        folder.mkdir(parents=True, exist_ok=True)
+        drawn = []
+        for name, panels in PICTURES.items():
+            path = folder / f"{name}.png"
+            if draw_panels(self.rows, panels, path, f"{self.folder.name}: {name}"):
+                drawn.append(path)
+        return drawn
+
+
+def runs_below(root: Path) -> list[Run]:
+    """All runs in a folder, the newest first."""
+    folders = [path.parent for path in root.glob("**/metrics.jsonl")]
+    return sorted(map(Run, folders), key=lambda run: run.age)
+
+
+def share_of_tags(counts: Mapping[str, Counter[str]]) -> list[tuple[str, int, list[tuple[str, float]]]]:
+    """(environment, rollouts, [(tag, share)]) of `failures`, tags that nobody has left out."""
+    return [
+        (name, count["rollouts"], [(tag, count[tag] / count["rollouts"]) for tag in TAGS if count[tag]])
+        for name, count in sorted(counts.items())
+    ]
+
+
+def to_records(samples: Sequence[Mapping[str, Any]]) -> str:
+    """JSON lines."""
+    return "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)

@@ -1,0 +1,168 @@
+"""Why a rollout failed, in names: `tags_of` a record of trajectories/*.jsonl or of an evaluation's results.
+
+    unverified             nobody knows its worth: the verifier, its environment or its search failed
+    truncated              its last generation was cut at data.max_response_length
+    context_overflow       data.max_prompt_length left no room for an observation or a turn
+    no_answer              it ended without an answer
+    format                 a tag was not closed, a call could not be read, or a turn had no action
+    repeated_action        an action that it had taken already
+    tool_argument_error    a tool refused its arguments
+    authorization_error    a tool refused access
+    not_found              what it asked for was not there; a search found nothing
+    false_completion       it said that it had done its task, and had not
+
+The four of tools are read from observations that begin like an error, or are JSON with one. Names are those
+of the Fleet fork of SkyRL, and our own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+UNVERIFIED = ("unverified", "env_failed", "search_failed")  # finish reasons
+TAGS = ("unverified", "truncated", "context_overflow", "no_answer", "format", "repeated_action")
+TAGS += ("tool_argument_error", "authorization_error", "not_found", "false_completion")
+_LOOKED_AT = 2000  # characters at the beginning of an observation
+
+_NAMES = "search|answer|sql|solution|tool_call|tool|python|code|calculator"
+_ACTION = re.compile(rf"<({_NAMES})>(.*?)</\1>", re.DOTALL)
+_TAG = re.compile(rf"<(/?)(think|{_NAMES})>")
+_MARKUP = re.compile(r"</?[a-z_|]+>|<\|im_\w+\|>\w*")
+# A text is an error by its first words: one that says so at its beginning, or a phrase a little later.
+_ERROR = re.compile(
+    r"^\W*(?:\w+\W+){0,2}?(?:\w*(?:error|exception|denied|failed)|traceback|failure|refused|invalid|4\d\d|"
+    r"unknown|missing|forbidden|unauthori[sz]ed)\b|"
+    r"^\W*(?:[\w']+\W+){0,9}?(?:not found|no such|not exist|denied|not (?:allowed|permitted|authori[sz]ed)|"
+    r"forbidden|unauthori[sz]ed|must be|is required|required (?:argument|parameter|field)|could not|"
+    r"can(?:no|')t)\b",
+    re.IGNORECASE,
+)
+_AUTHORIZATION = re.compile(
+    r"\b(?:401|403|unauthori[sz]ed|forbidden|permission|not (?:permitted|allowed|authori[sz]ed)|log ?in|"
+    r"access (?:is )?denied|authenticat\w+|credential\w*|token (?:has )?expired|"
+    r"(?:invalid|missing|expired) (?:api[ _-]?key|token))\b",
+    re.IGNORECASE,
+)
+_ARGUMENT = re.compile(
+    r"\b(?:argument\w*|parameter\w*|required (?:field|property)|422|400|bad request|validation|schema|"
+    r"TypeError|missing \w+ (?:field|value)|must be an? \w+|expected (?:an? )?\w+|(?:invalid|malformed) json|"
+    r"JSONDecodeError)\b",
+    re.IGNORECASE,
+)
+_NOT_FOUND = re.compile(
+    r"\b(?:404|not found|no such|does ?n[o']t exist|could not be found|cannot find|can't find|unknown \w+|"
+    r"no (?:results?|records?|rows?|matches|entr(?:y|ies)))\b",
+    re.IGNORECASE,
+)
+_DEEDS = "completed?|finished|done|booked|created|updated|sent|fixed|added|deleted|cancelled|submitted|placed"
+_CLAIM = re.compile(
+    rf"\b(?:i(?:'ve| have)? (?:{_DEEDS})|(?:has|have) been (?:{_DEEDS})|successfully|all (?:done|set)|"
+    r"task (?:is |has been )?(?:now )?(?:completed?|done|finished))\b",
+    re.IGNORECASE,
+)
+
+
+def tags_of(record: Mapping[str, Any], solved_at: float = 1.0) -> list[str]:
+    """The tags, in the order of TAGS. record: with `trajectory`, `tokens` (the response's texts), and `score`
+    or `reward` (None: unknown). A rollout that reached `solved_at` has only those of its way there.
+    """
+    trajectory = record["trajectory"]
+    turns, reason = trajectory["turns"], trajectory["finish_reason"]
+    reward = record["reward"] if "reward" in record else record.get("score")
+    found: set[str] = set()
+    if reward is None or reason in UNVERIFIED:
+        found.add("unverified")
+    if reason == "length":
+        is_cut = trajectory.get("stopped_by", "length") == "length" and trajectory.get("room", 1) > 0
+        found.add("truncated" if is_cut else "context_overflow")
+    if reason in ("max_turns", "eos", "length"):
+        found.add("no_answer")
+    done: set[str] = set()
+    for number, turn in enumerate(turns):
+        text = turn["text"]
+        if turn["action"] in ("invalid", "none") or _is_broken(text):
+            found.add("format")
+        action = (turn.get("query") or "").strip().lower() or _action(text)
+        if action and action in done:
+            found.add("repeated_action")
+        done.add(action)
+        if turn.get("documents") is not None:
+            found |= {"not_found"} if not turn["documents"] else set()
+        elif turn["action"] != "search" and number + 1 < len(turns):
+            found.update(_tool_tags(_observation(record, turn)))
+    is_solved = reward is not None and reward >= solved_at
+    if (
+        turns
+        and not is_solved
+        and "unverified" not in found
+        and _CLAIM.search(_last_words(turns[-1]["text"]))
+    ):
+        found.add("false_completion")
+    return [tag for tag in TAGS if tag in found]
+
+
+def _is_broken(text: str) -> bool:
+    """Whether a tag is opened and not closed, or closed and not opened."""
+    depth: dict[str, int] = {}
+    for closing, name in _TAG.findall(text):
+        depth[name] = depth.get(name, 0) + (-1 if closing else 1)
+    return any(depth.values())
+
+
+def _action(text: str) -> str:
+    """What a turn did, its thoughts left out, to be compared with others."""
+    actions = [f"{kind} {' '.join(content.split()).lower()}" for kind, content in _ACTION.findall(text)]
+    return "; ".join(actions)
+
+
+def _last_words(text: str) -> str:
+    """Of a turn, without its thoughts."""
+    return text.split("</think>")[-1][-1000:]
+
+
+def _observation(record: Mapping[str, Any], turn: Mapping[str, Any]) -> str:
+    if turn.get("obs_start") is None or "tokens" not in record:
+        return ""
+    start = turn["obs_start"]
+    return "".join(record["tokens"][start : min(turn["obs_end"], start + _LOOKED_AT)])
+
+
+def _tool_tags(observation: str) -> Iterator[str]:
+    """Of what a tool said. The more particular reason wins: access, arguments, then what is not there."""
+    said = _MARKUP.sub(" ", observation).strip()
+    problem = _json_problem(said)
+    if problem == "" or (problem is None and not _ERROR.search(said)):
+        return
+    said = problem or said
+    for tag, words in (
+        ("authorization_error", _AUTHORIZATION),
+        ("tool_argument_error", _ARGUMENT),
+        ("not_found", _NOT_FOUND),
+    ):
+        if words.search(said):
+            yield tag
+            return
+
+
+def _json_problem(said: str) -> str | None:
+    """What an answer in JSON says is wrong, "" if nothing; None: it is no JSON object."""
+    try:
+        answer = json.loads(said)
+    except ValueError:
+        return None
+    if not isinstance(answer, dict):
+        return None if isinstance(answer, str) else ""
+    names = {str(name).lower(): value for name, value in answer.items()}
+    failed = str(names.get("status", ""))[:1] in ("4", "5") or names.get("status") in (
+        "error",
+        "failed",
+        "failure",
+    )
+    failed = (
+        failed or names.get("iserror") is True or names.get("success") is False or names.get("ok") is False
+    )
+    known = names.get("error") or names.get("errors") or names.get("exception")
+    return str(known) if known else said if failed else ""
