@@ -25,6 +25,7 @@ COMMANDS = {
     "trim": ("data_prep.trim_vocabulary", "a model with the words that your texts use"),
     "infer": ("infer.py", "ask a trained model"),
     "evaluate": ("verl.evaluate", "measure a model, or one behind an API, on rows of files"),
+    "synthesize": ("verl.synthesize", "demonstrations and rows from a model's verified rollouts"),
     "monitor": ("verl.monitor", "what runs did, and what they do now"),
     "convert": ("scripts/convert_checkpoint.py", "a checkpoint to a Hugging Face folder, and back"),
     "resume": ("scripts/check_resume.py", "shows that a killed run ends like an undisturbed one"),

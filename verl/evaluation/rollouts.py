@@ -201,9 +201,13 @@ class Benchmark:
             record |= {"score": reward}
             yield line | {name: value for name, value in record.items() if name not in ("step", "extra_info")}
 
+    def lines(self) -> list[dict[str, Any]]:
+        """Of all rollouts that are over, by example."""
+        return sorted(read_lines(self.results), key=lambda line: (line["example_id"], line["rollout_idx"]))
+
     def report(self, solved_at: float) -> dict[str, Any]:
         """Writes summary.json and page.html of the lines that are there."""
-        lines = sorted(read_lines(self.results), key=lambda line: (line["example_id"], line["rollout_idx"]))
+        lines = self.lines()
         summary = {"benchmark": self.name, **self.settings, **summarize(lines, solved_at)}
         write_text_atomically(self.folder / "summary.json", to_json(summary, indent=2) + "\n")
         rows = [[name, shown(value)] for name, value in summary.items() if not isinstance(value, dict)]

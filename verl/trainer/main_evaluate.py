@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,19 +38,17 @@ DEFAULTS |= {"data.max_prompt_length": 4096, "data.max_response_length": 500}
 WATCH_SECONDS = 5.0
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(prog: str, about: str | None, out: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m verl.evaluate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog=prog, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--model", required=True, help="run folder, Hugging Face folder, or with --base_url the model's name")
     add("--benchmarks", required=True, help="files of rows (.parquet, .jsonl), a,b")
-    add("--out", type=Path, default=Path("evals"), help="results: OUT/MODEL/BENCHMARK")
+    add("--out", type=Path, default=Path(out), help=f"results: OUT/MODEL/BENCHMARK ({out})")
     add("--resume", action="store_true", help="go on with the results that are there")
     add("-n", type=int, help="examples of each benchmark, drawn with a fixed seed (all)")
-    add("--rollouts", type=int, default=1, help="of each example (1)")
+    add("--rollouts", type=int, default=1, help="of each example (%(default)s)")
     add("--temperature", type=float, help="0: greedy (0 with one rollout, else 1)")
     add("--seed", type=int, default=0)
     add("--concurrency", type=int, default=128, help="rollouts under way at once (128)")
@@ -67,9 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
+def read_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line, whose mistakes end the program with 2."""
-    parser = build_parser()
     options = parser.parse_intermixed_args(argv)
     if options.temperature is None:
         options.temperature = float(options.rollouts > 1)
@@ -219,8 +216,12 @@ def check_search(config: Config, benchmarks: Sequence[Benchmark]) -> None:
             ) from None
 
 
-def evaluate(folder: Path | None, options: argparse.Namespace) -> None:
-    """One model on all benchmarks. ValueError, EngineUnavailable, RunStopped."""
+def evaluate(
+    folder: Path | None, options: argparse.Namespace, use: Callable[[Benchmark, Any, str], None] | None
+) -> None:
+    """One model on all benchmarks; `use` gets each of them afterwards, with the tokenizer and the model's
+    name. ValueError, EngineUnavailable, RunStopped.
+    """
     with announced("loading the libraries", sys.stderr):
         from verl.evaluation.rollouts import Asking, Benchmark, shown
         from verl.trainer.ppo.scoring import RewardManager
@@ -273,12 +274,19 @@ def evaluate(folder: Path | None, options: argparse.Namespace) -> None:
             figures = {key: value for key, value in summary.items() if isinstance(value, list)}
             told = ", ".join(f"{key} {shown(value)}" for key, value in figures.items() if key != "settings")
             print(f"{name} on {each.name}: {told}; {each.folder}/page.html", flush=True)
+            if use is not None:
+                use(each, agent.tokenizer, str(name))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see `run_command`."""
+    parser = build_parser("python -m verl.evaluate", __doc__, "evals")
+    return run_command(read_options(parser, argv))
+
+
+def run_command(options: argparse.Namespace, use: Callable[[Benchmark, Any, str], None] | None = None) -> int:
     """Exit status: 0; 2 for a mistake of the user; 3: it ended before its time, and --resume goes on; 130."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    options = read_options(argv)
     stopped: tuple[type[Exception], ...] = ()
     try:
         from verl.trainer.ppo.run_state import RunStopped
@@ -286,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         stopped = (RunStopped, EngineUnavailable)
         for folder in [None] if options.base_url else folders_of(options):
-            evaluate(folder, options)
+            evaluate(folder, options, use)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,0 +1,90 @@
+"""Rollouts become rows that train."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+from test_api_models import Api, flags, questions  # noqa: F401  (a fixture)
+
+from verl.config.loading import load_sft_config
+from verl.evaluation.synthesis import choose, segments_of
+from verl.trainer.main_synthesize import main
+from verl.utils import hf_tokenizer
+from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.dataset.sft_dataset import SFTDataset
+from verl.utils.reward_score.qa_em import compute_score_em
+
+
+def line(example, rollout, reward, completion="x", length=3):
+    known = {"example_id": example, "rollout_idx": rollout, "reward": reward, "prompt": f"Q{example} "}
+    return known | {"completion": completion, "completion_len": length}
+
+
+def test_the_best_and_shortest_are_kept_once_and_the_others_say_why():
+    lines = [
+        line(0, 0, 1.0, "long way", 9),
+        line(0, 1, 1.0, "short way", 4),
+        line(0, 2, 1.0, "Short  WAY", 5),
+        line(0, 3, 0.0, "no"),
+        line(0, 4, None, "who knows"),
+        line(1, 0, 0.5, "half"),
+    ]
+    kept, rejected = choose(lines, "passed", per_prompt=2, solved_at=1.0)
+    assert [(x["example_id"], x["rollout_idx"]) for x in kept] == [(0, 1), (0, 0)]
+    assert {(x["example_id"], x["rollout_idx"]): x["rejected"] for x in rejected} == {
+        (0, 2): "a duplicate",
+        (0, 3): "reward 0",
+        (0, 4): "unverified",
+        (1, 0): "reward 0.5",
+    }
+    kept, rejected = choose(lines, "best", per_prompt=1, solved_at=1.0)
+    assert [(x["example_id"], x["rollout_idx"]) for x in kept] == [(0, 1), (1, 0)]
+    assert len(choose(lines, "all", per_prompt=9, solved_at=1.0)[0]) == 5
+
+
+def test_a_rollout_is_cut_where_the_policy_and_others_take_turns():
+    row = {"prompt": "Q ", "tokens": ["<search>", " a", "obs", "<answer>", "b", "<|end|>"]}
+    segments = segments_of(row | {"token_mask": [1, 1, 0, 1, 1, 1]}, "<|end|>")
+    assert [(each["text"], each["trained"]) for each in segments] == [
+        ("Q ", False),
+        ("<search> a", True),
+        ("obs", False),
+        ("<answer>b", True),
+    ]
+
+
+def test_rows_of_a_model_train_and_verify_again(questions, tmp_path):  # noqa: F811
+    with Api() as api:
+        assert main([*flags(api, questions), "--val_share", "0.34", "--rollouts", "2"]) == 0
+    folder = questions.parent / "evals" / "some--model" / "numbers"
+    rows = [
+        row for part in ("train", "val") for row in pq.read_table(folder / f"sft_{part}.parquet").to_pylist()
+    ]
+    assert len(rows) == 3 and len({row["example_id"] for row in rows}) == 3
+    prompts = {
+        row["extra_info"]["question"]: row for row in pq.read_table(folder / "train.parquet").to_pylist()
+    }
+    assert set(prompts) == {f"What is {i}?" for i in (1, 2, 3)}
+    for row in rows:
+        text = "".join(each["text"] for each in row["segments"] if each["trained"])
+        assert compute_score_em(text, prompts[row["question"]]["reward_model"]["ground_truth"]) == 1.0
+        assert row["model"] == "some--model" and json.loads(row["usage"])["prompt_tokens"] == 1000
+    rejected = [json.loads(each) for each in (folder / "rejected.jsonl").read_text().splitlines()]
+    assert sorted(each["rejected"] for each in rejected) == ["a duplicate"] * 3 + ["reward 0"] * 2
+    tokenizer = hf_tokenizer("data_prep/base_model")
+    config = load_sft_config(["data.segments_key=segments", "data.max_length=512"]).data
+    assert len(SFTDataset(str(folder / "sft_train.parquet"), tokenizer, config)) == 2
+    data = {"max_start_length": 200, "max_prompt_length": 500, "env_class": "search"}
+    assert len(RLHFDataset(str(folder / "train.parquet"), tokenizer, data)) == 3
+
+
+def test_nothing_kept_is_said(questions, capsys):  # noqa: F811
+    with Api() as api:
+        assert main([*flags(api, questions), "--solved_at", "2"]) == 2
+    assert "none of 16 rollouts is kept" in capsys.readouterr().err
+
+
+def test_mistakes_are_refused(questions, capsys):  # noqa: F811
+    with Api() as api, pytest.raises(SystemExit):
+        main([*flags(api, questions), "--val_share", "1"])
+    assert "--val_share" in capsys.readouterr().err

@@ -1,0 +1,8 @@
+"""python -m verl.synthesize --model FOLDER --data FILE.parquet --out FOLDER: docs/synthesis.md."""
+
+import sys
+
+from verl.trainer.main_synthesize import main
+
+if __name__ == "__main__":
+    sys.exit(main())

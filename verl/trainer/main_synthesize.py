@@ -1,0 +1,50 @@
+"""Rows from a model: `python -m verl.synthesize` (docs/synthesis.md).
+
+    python -m verl.synthesize --model verl_checkpoints/NAME --benchmarks data/new/train.parquet --rollouts 4
+    python -m verl.synthesize --base_url http://host:port/v1 --model NAME --benchmarks rows.jsonl --keep best
+
+    rows -> rollouts, verified as in training -> demonstrations (train_sft.sh), rows (train_grpo.sh), the rest
+
+It takes all of `python -m verl.evaluate --help`; --out is where the rows go (synthesized).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl.trainer.main_evaluate import build_parser, read_options, run_command
+
+if TYPE_CHECKING:
+    from verl.evaluation.rollouts import Benchmark
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: as of `verl.evaluate`; 2 also if no rollout is kept."""
+    parser = build_parser("python -m verl.synthesize", __doc__, "synthesized")
+    parser.set_defaults(rollouts=4)
+    add = parser.add_argument
+    add("--keep", default="passed", choices=("passed", "best", "all"), help="rollouts (passed)")
+    add("--per_prompt", type=int, default=1, help="most demonstrations of an example (1)")
+    add("--val_share", type=float, default=0.05, help="of the examples, for sft_val.parquet (0.05)")
+    options = read_options(parser, argv)
+    if options.per_prompt < 1 or not 0 <= options.val_share < 1:
+        parser.error("expected --per_prompt of 1 or more, and --val_share from 0 to below 1")
+
+    def write(benchmark: Benchmark, tokenizer: Any, model: str) -> None:
+        from verl.evaluation.synthesis import choose, write_rows
+
+        kept, rejected = choose(benchmark.lines(), options.keep, options.per_prompt, options.solved_at)
+        end_token = getattr(tokenizer, "eos_token", None)
+        rows, shares = benchmark.dataset.rows, (options.val_share, options.seed)
+        for name, count in write_rows(
+            kept, rejected, rows, benchmark.folder, model, end_token, *shares
+        ).items():
+            print(f"{benchmark.folder / name}: {count:,} rows", flush=True)
+
+    return run_command(options, write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
