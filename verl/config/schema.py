@@ -263,6 +263,11 @@ class RunSettings(Block):
     )
     resume_from_path: FilePath | None = key(None, "with from_path: folder of a step; later ones are renamed")
     max_ckpt_to_keep: Count | None = key(3, "older checkpoints are deleted (null: keep all)")
+    remote_dir: str | None = key(
+        None, "checkpoints are uploaded there too: s3://.., gs://.., file://.. (fsspec)"
+    )
+    remote_keep: Count | None = key(None, "older ones are deleted there (null: keep all)")
+    upload_deadline: Positive = key(3600, "seconds until the upload of a checkpoint is given up")
     async_checkpoint: bool = key(True, "write checkpoints while the next step runs, from a copy")
     doctor_skip: list[str] = key([], "checks of verl.preflight that the start leaves out")
     progress: str = key("auto", "live is a display, plain lines; auto: live on a terminal", "auto live plain")

@@ -24,7 +24,7 @@ from verl.config.command_line import read_arguments
 from verl.config.loading import absolute_folders
 
 if TYPE_CHECKING:
-    from verl.trainer.ppo.run_state import StopRequest
+    from verl.trainer.ppo.stop_request import StopRequest
     from verl.trainer.sft_trainer import FSDPSFTTrainer
 
 

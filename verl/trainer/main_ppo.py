@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from verl.single_controller.folder import FolderSession
     from verl.trainer.placement import Role
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-    from verl.trainer.ppo.run_state import StopRequest
+    from verl.trainer.ppo.stop_request import StopRequest
     from verl.utils.reward_score import RewardFunction
 
 

@@ -22,7 +22,7 @@ from verl.config import Config, SFTConfig, read_yaml
 from verl.config.keys import flat, put
 from verl.single_controller.base import ResourcePool
 from verl.trainer.ppo.passes import Passes
-from verl.trainer.ppo.run_state import CheckpointStore
+from verl.trainer.ppo.run_state import store_of
 from verl.utils.device import bf16_speedup
 from verl.workers.engine.loading import FASTEST, load_hf_config
 
@@ -148,8 +148,12 @@ def place(config: Config | SFTConfig) -> None:
     fastest = [key for key, value in flat(config).items() if key.endswith(_DTYPE_KEY) and value == FASTEST]
     if not fastest:
         return
-    checkpoints = CheckpointStore(trainer.default_local_dir, trainer.max_ckpt_to_keep)
+    checkpoints = store_of(trainer)
     folder = checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path)
+    if folder is not None and not folder.exists():  # it is elsewhere
+        checkpoints.lock()
+        checkpoints.fetch(folder)
+        checkpoints.unlock()
     if dtype := _dtype_of_run(folder, fastest):
         print(f"computing in {dtype}, as the run of {folder} did", flush=True)
     elif trainer.device == "cpu":

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 
 from verl.config import Config
 from verl.single_controller.base import WorkerDiedError
-from verl.trainer.ppo.run_state import RunState, RunStopped, StoppedOnRequest, StopRequest
+from verl.trainer.ppo.run_state import RunState, RunStopped
+from verl.trainer.ppo.stop_request import StoppedOnRequest, StopRequest
 from verl.workers.rollout.base import EngineUnavailable
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from verl.single_controller import build_worker_groups
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool
 from verl.trainer.ppo.batching import arrange_for_workers
 from verl.trainer.ppo.resuming import CheckpointedRun
-from verl.trainer.ppo.run_state import RunStopped, SavedState, StoppedOnRequest, StopRequest
+from verl.trainer.ppo.run_state import RunStopped, SavedState
+from verl.trainer.ppo.stop_request import StoppedOnRequest, StopRequest
 from verl.utils.dataset.rl_dataset import PromptSampler
 from verl.utils.dataset.sft_dataset import SFTDataset
 from verl.utils.durable import link_or_copy

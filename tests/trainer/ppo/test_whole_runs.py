@@ -11,8 +11,9 @@ import time
 import pytest
 from instant_runs import Critic, Policy, documented_metrics, instant_trainer, run
 
-from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped, StoppedOnRequest, StopRequest
+from verl.trainer.ppo.run_state import CheckpointStore, RunState, RunStopped
 from verl.trainer.ppo.scoring import RewardManager
+from verl.trainer.ppo.stop_request import StoppedOnRequest, StopRequest
 from verl.utils.reward_score import load_reward_function
 
 STEPS = "trainer.total_training_steps=4"

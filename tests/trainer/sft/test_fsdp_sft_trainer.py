@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from verl.trainer.fsdp_sft_trainer import run
-from verl.trainer.ppo.run_state import StopRequest
+from verl.trainer.ppo.stop_request import StopRequest
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "data_prep" / "base_model_plain"

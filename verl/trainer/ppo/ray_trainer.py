@@ -39,9 +39,10 @@ from verl.trainer.ppo.health import HealthMonitor, check_updates
 from verl.trainer.ppo.held_out import HeldOutSets
 from verl.trainer.ppo.passes import Passes
 from verl.trainer.ppo.resuming import SETTINGS_FILE, ResumableRun
-from verl.trainer.ppo.run_state import RunState, RunStopped, StoppedOnRequest, StopRequest
+from verl.trainer.ppo.run_state import RunState, RunStopped
 from verl.trainer.ppo.scoring import RewardManager, add_advantages, score
 from verl.trainer.ppo.scoring import compute_advantage as compute_advantage  # where verl has it
+from verl.trainer.ppo.stop_request import StoppedOnRequest, StopRequest
 from verl.trainer.ppo.stream import RolloutStream, weight_folder
 from verl.trainer.ppo.validation import ValidationReport, run_summary, validate
 from verl.utils.dataset.mixture import Mixture, prompt_sampler

@@ -19,14 +19,14 @@ from verl.config.keys import as_list, flat
 from verl.config.mixture import sources_of
 from verl.single_controller.base import WorkerGroup
 from verl.trainer.ppo.run_state import (
-    CheckpointStore,
     CheckpointWriting,
     EnvironmentsFailed,
     RunState,
     RunStopped,
     SearchesFailed,
-    StopRequest,
+    store_of,
 )
+from verl.trainer.ppo.stop_request import StopRequest
 from verl.utils.records import Recorder
 
 SETTINGS_FILE = "learning_settings.json"
@@ -143,7 +143,7 @@ class CheckpointedRun:
     def __init__(self, config: Config | SFTConfig, stop_request: StopRequest | None) -> None:
         trainer = config.trainer
         self.config, self.stop_request = config, stop_request or StopRequest()
-        self.checkpoints = CheckpointStore(trainer.default_local_dir, trainer.max_ckpt_to_keep)
+        self.checkpoints = store_of(trainer)
         self.checkpoint_writing = CheckpointWriting(self.checkpoints, trainer.async_checkpoint)
         self.worker_groups: dict[str, WorkerGroup] = {}
         self._find_checkpoint()
@@ -156,7 +156,11 @@ class CheckpointedRun:
     def _take_folder(self) -> None:
         """Keeps other runs out of the folder, and looks for the checkpoint again: now none can be added."""
         self.checkpoints.lock()
+        if self.checkpoints.remote is not None:
+            self.checkpoints.remote.check()
         self._find_checkpoint()
+        if self.resume_folder is not None:
+            self.checkpoints.fetch(self.resume_folder)
 
     def _load_checkpoint(self, folder: Path) -> int:
         """Puts everything where a checkpoint left it; returns its step. ValueError: it is of another run."""
@@ -183,6 +187,7 @@ class CheckpointedRun:
             for left_behind in checkpoints.set_aside_after(step):
                 print(f"a checkpoint of a later step is now {left_behind}")
         self.recorder.start(step, folder)
+        checkpoints.start_uploads(self.config.trainer.remote_keep, self.config.trainer.upload_deadline)
         if aside is not None:
             print(f"an earlier run stood in {checkpoints.run_dir}; it is now {aside}")
         if step >= self.total_steps:
@@ -199,6 +204,7 @@ class CheckpointedRun:
         finally:
             for group in groups.values():
                 group.shutdown()
+            self.checkpoints.end_uploads(in_haste=True)
             self.checkpoints.unlock()
 
 

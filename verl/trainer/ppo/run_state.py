@@ -23,16 +23,17 @@ import json
 import os
 import re
 import shutil
-import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from types import FrameType
 from typing import Any, TextIO, TypeVar
 
+from verl.config.schema import RunSettings
 from verl.single_controller.base import WorkerGroup
+from verl.trainer.remote import RemoteStore, Uploads, fetch
+from verl.utils.announcing import announced
 from verl.utils.durable import sync, sync_tree
 from verl.workers.engine.snapshot import CheckpointFailed
 
@@ -53,57 +54,6 @@ class SearchesFailed(RunStopped):
 
 class EnvironmentsFailed(SearchesFailed):
     """Too many episodes failed in their environments."""
-
-
-class StopRequest:
-    """SIGUSR1 or a first Ctrl-C asks a run to end after its step, with a checkpoint; a second Ctrl-C ends it
-    at once.
-
-    SLURM sends SIGUSR1 before the time limit (scripts/slurm/train.sbatch); by hand it is `kill -USR1 <process
-    id>`. A Ctrl-C before the first step ends the run at once: there is nothing to keep.
-    """
-
-    def __init__(self) -> None:
-        self.asked = False
-        self.step: int | None = None  # that is being made; None before the first
-
-    def listen(self) -> StopRequest:
-        """Heed the signals from now on (main thread only). An ignored SIGINT stays so: a script that runs
-        this in the background passes a Ctrl-C on as SIGUSR1.
-        """
-        signal.signal(signal.SIGUSR1, self._ask)
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, self._interrupt)
-        return self
-
-    def what_is_kept(self) -> str:
-        """For the message of a run that was ended at once."""
-        if self.step is None:
-            return "no step was begun"
-        return f"step {self.step} is lost; the same command goes on from the last checkpoint"
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self.asked or self.step is None:
-            raise KeyboardInterrupt
-        self._ask(number, frame)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if not self.asked:
-            when = "its first step" if self.step is None else f"step {self.step}"
-            print(
-                f"\nstopping: the run ends after {when}, with a checkpoint, and the same command goes on "
-                "from it. A second Ctrl-C ends it at once.",
-                flush=True,
-            )
-        self.asked = True
-
-
-class StoppedOnRequest(RunStopped):
-    """The run was asked to stop, and has written a checkpoint to be gone on from."""
-
-    def __init__(self, step: int) -> None:
-        kept = f"the checkpoint of step {step} is written, and the same command goes on from it"
-        super().__init__(f"asked to stop; {kept}.")
 
 
 @dataclass
@@ -157,9 +107,15 @@ class RunState(SavedState):
 
 
 class CheckpointStore:
-    """A run folder's checkpoints. max_to_keep: how many stay on disk (the newest); None or 0 keeps all."""
+    """A run folder's checkpoints. max_to_keep: how many stay on disk (the newest); None or 0 keeps all.
+    remote: where they are uploaded to, once `uploads` is set; those that are not whole there stay.
+    """
 
-    def __init__(self, run_dir: str | os.PathLike[str], max_to_keep: int | None) -> None:
+    def __init__(
+        self, run_dir: str | os.PathLike[str], max_to_keep: int | None, remote: RemoteStore | None = None
+    ) -> None:
+        self.remote, self.last_size = remote, 0
+        self.uploads: Uploads | None = None
         self.run_dir = Path(run_dir).expanduser().absolute()  # workers may have another working directory
         self.max_to_keep = max_to_keep
         self.last_written: int | None = None  # step of the newest checkpoint that this object has committed
@@ -181,7 +137,20 @@ class CheckpointStore:
         return self.run_dir / f"global_step_{step}"
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of `step` into, until `commit`."""
+        """An empty folder to write the checkpoint of `step` into, until `commit`. OSError: there is no room
+        for one as large as the last.
+        """
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        steps, need = self.steps(), int(1.1 * (self.last_size or self._size(self.steps())))
+        while (free := shutil.disk_usage(self.run_dir).free) < need:
+            old = next((old for old in steps[:-1] if self.uploads and old in self.uploads.whole), None)
+            if old is None:
+                raise OSError(
+                    f"{self.run_dir} has {free / 1e6:,.0f} MB free; expected {need / 1e6:,.0f}, 1.1 times "
+                    "the last checkpoint. Make room, or lower trainer.max_ckpt_to_keep"
+                )
+            _delete(self.folder(old))
+            steps.remove(old)
         aside = self._unfinished(step)
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
@@ -196,9 +165,40 @@ class CheckpointStore:
         os.replace(aside, target)
         self._track_latest()
         sync(self.run_dir)
-        self.last_written = step
+        self.last_written, self.last_size = step, self._size([step])
+        if self.uploads is not None:
+            self.uploads.add(step)
         for old in self.steps()[: -self.max_to_keep] if self.max_to_keep else []:
-            _delete(self.folder(old))
+            if self.uploads is None or old in self.uploads.whole:
+                _delete(self.folder(old))
+
+    def _size(self, steps: list[int]) -> int:
+        """Bytes of the last one's files."""
+        paths = self.folder(steps[-1]).rglob("*") if steps else ()
+        return sum(
+            {(about := path.stat()).st_ino: about.st_size for path in paths if path.is_file()}.values()
+        )
+
+    def start_uploads(self, keep: int | None, deadline: float) -> None:
+        """Uploads from now on, first what is here and not there; see `Uploads`. RemoteFailed."""
+        if self.remote is not None:
+            self.uploads = Uploads(self.remote, self.run_dir, keep, deadline)
+            for step in self.steps():
+                if step not in self.uploads.whole:
+                    self.uploads.add(step)
+
+    def end_uploads(self, in_haste: bool) -> None:
+        """Waits for them; in_haste: not."""
+        uploads, self.uploads = self.uploads, None
+        if uploads is not None:
+            uploads.close(in_haste)
+
+    def fetch(self, folder: Path) -> None:
+        """Makes sure that the checkpoint that `find_resume` gave is here. RemoteFailed."""
+        if self.remote is not None and not folder.exists():
+            step = int(folder.name.removeprefix("global_step_"))
+            with announced(f"downloading the checkpoint of step {step} from {self.remote.url}"):
+                fetch(self.remote, step, self.run_dir)
 
     def _unfinished(self, step: int) -> Path:
         return self.run_dir / f"global_step_{step}.incomplete"
@@ -227,6 +227,8 @@ class CheckpointStore:
 
         For a new start (`trainer.resume_mode=none`): nothing that the earlier run wrote is lost.
         """
+        if self.remote is not None and self.remote.steps():
+            self.remote.set_aside(None)
         if not (self.run_dir / "metrics.jsonl").exists() and not self.steps():
             return None
         aside = _free_name(self.run_dir)
@@ -240,6 +242,9 @@ class CheckpointStore:
         under their own names they would be taken for its newest ones.
         """
         moved = []
+        for later in self.remote.steps() if self.remote else ():
+            if later > step and self.remote:
+                self.remote.set_aside(later)
         for later in self.steps():
             if later > step:
                 moved.append(_free_name(self.folder(later)))
@@ -277,7 +282,9 @@ class CheckpointStore:
                     "folder that a run of this trainer wrote."
                 )
             return folder
-        steps = [] if mode == "none" else self.steps()
+        steps = (
+            [] if mode == "none" else sorted({*self.steps(), *(self.remote.steps() if self.remote else ())})
+        )
         if not steps and mode == "latest":
             raise ValueError(
                 f"trainer.resume_mode=latest, but {self.run_dir} holds no global_step_N folder. Use "
@@ -299,6 +306,14 @@ def _delete(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     os.replace(folder, doomed)
     shutil.rmtree(doomed)
+
+
+def store_of(trainer: RunSettings) -> CheckpointStore:
+    """The checkpoints of a run by its settings. ValueError: trainer.remote_dir can't be used."""
+    folder, remote = Path(trainer.default_local_dir).expanduser().absolute(), None
+    if trainer.remote_dir is not None:
+        remote = RemoteStore(trainer.remote_dir, folder.name)
+    return CheckpointStore(folder, trainer.max_ckpt_to_keep, remote)
 
 
 class CheckpointWriting:
@@ -339,11 +354,14 @@ class CheckpointWriting:
             yield
         except RunStopped:
             self.finish()
+            self.store.end_uploads(in_haste=False)
             raise
         except BaseException:
             self._finish_after_a_failure()
+            self.store.end_uploads(in_haste=True)
             raise
         self.finish()
+        self.store.end_uploads(in_haste=False)
 
     def _finish_after_a_failure(self) -> None:
         if self._step is None:
