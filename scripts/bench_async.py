@@ -46,7 +46,7 @@ AHEAD = """trainer.n_gpus_per_node=1 actor_rollout_ref.rollout.placement=apart
 
 
 def slow_server(url: str) -> str:
-    """The address of a server that passes searches on to `url`, from a thread; each takes a time by chance."""
+    """The address of a server that passes searches on to `url`, from a thread; each takes a chance time."""
     rng = random.Random(0)
 
     async def wait(queries: list[str]) -> list[str]:
