@@ -60,20 +60,18 @@ class TrajectoryService(TrajectoryLoop):
 
     def cancel(self, rows: Collection[int]) -> None:
         """Ends trajectories that nobody waits for any more; they are not taken."""
-        for row in rows:
-            trajectory = self._live.get(row)
-            if trajectory is None or trajectory.finish_reason:
+        for trajectory in [self._live.pop(row) for row in rows if row in self._live]:
+            if trajectory.finish_reason:
                 continue
             if trajectory in self.pending:
                 self.pending.remove(trajectory)
                 self.num_in_flight += 1  # as `_finish` counts it
-            if (under_way := self.waiting.pop(row, None)) is not None and not under_way.future.cancel():
+            under_way = self.waiting.pop(trajectory.row, None)
+            if under_way is not None and not under_way.future.cancel():
                 under_way.future.add_done_callback(partial(self._close_late, trajectory))
             self._held = [held for held in self._held if held[0] is not trajectory]
             self._finish(trajectory, "cut")
         self._finished = [trajectory for trajectory in self._finished if trajectory.row not in rows]
-        for row in rows:
-            self._live.pop(row, None)
 
     def load_weights(self, load: Callable[[], None], turns_end_first: bool) -> None:
         """Calls `load`, which gives the engine weights: now, or when the turns that are under way have ended,
@@ -117,9 +115,7 @@ class TrajectoryService(TrajectoryLoop):
                 continue
             episode, env_class = trajectory.episode, trajectory.env_class
             if episode is not None and not self.environments[env_class].stateless:
-                copy = Trajectory(trajectory.row, list(trajectory.prompt_ids), trajectory.seed)
-                for name in ("env_class", "messages", "extras", "max_turns"):
-                    setattr(copy, name, getattr(trajectory, name))
+                copy = Trajectory(trajectory.row, trajectory.prompt_ids, trajectory.seed, env_class=env_class)
             else:
                 copy = replace(trajectory, turns=[replace(turn) for turn in trajectory.turns])
                 for name in ("response_ids", "response_mask", "log_probs", "contexts"):

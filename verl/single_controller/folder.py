@@ -239,7 +239,8 @@ class FolderWorkerGroup(WorkerGroup):
             )
         roles = cls_with_init.args[0]  # the class that is made of them has no name to be found by
         carried = {name: os.environ[name] for name in CARRIED if name in os.environ}
-        told: list[Call] = [((roles, each | carried), {}) for each in pool.variables(address, self._pulses[0].about["port"])]
+        places = pool.variables(address, self._pulses[0].about["port"])
+        told: list[Call] = [((roles, each | carried), {}) for each in places]
         self._values(self._start("make_worker", told), "__init__")
 
     def _wait_for_all(self, seconds: float) -> None:
