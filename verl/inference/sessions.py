@@ -38,7 +38,6 @@ class Sessions:
         self.held: dict[str, AgentSession] = {}  # the one used longest ago first
 
     def open(self, uid: str | None) -> AgentSession:
-        self.drop_old()
         if len(self.held) >= self.max_sessions:
             raise ApiError(429, "too_many_sessions", f"{len(self.held)} sessions held; delete some or wait")
         session = AgentSession(secrets.token_hex(16), uid)
@@ -47,7 +46,6 @@ class Sessions:
 
     def find(self, session_id: str, unfinished: bool = False) -> AgentSession:
         """ApiError 404; 409: it is finished, and must not be."""
-        self.drop_old()
         session = self.held.pop(session_id, None)
         if session is None:
             message = f"no session {session_id!r}: it was dropped, or never opened"
