@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Literal
 
+import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
@@ -21,7 +22,8 @@ from verl.inference.border import STREAM_END, ApiError, Guard, answer_errors, as
 from verl.inference.engine_thread import EngineTurn, TurnResult
 from verl.inference.replies import Chat, Completions, Json, choice_of
 from verl.inference.sessions import Run, Sessions
-from verl.inference.weights import Shapes, check_same, read_weights, shapes_in
+from verl.utils.safetensors_file import Shapes, read_weights, shapes_in
+from verl.workers.rollout.base import checked_weights
 
 COMPLETION_TOKENS = 16  # of /v1/completions, where the client says nothing, as OpenAI has it
 SEGMENT = ("prompt_ids", "response_ids", "response_mask", "log_probs", "versions", "turns")
@@ -176,7 +178,9 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
         @app.post("/update_weights")
         async def update_weights(given: requests.UpdateRequest) -> Response:
             folder = Path(given.weight_dir)
-            check_same(await asyncio.to_thread(shapes_in, folder), shapes)
+            there = await asyncio.to_thread(shapes_in, folder)
+            empty = ((name, torch.empty(shape, device="meta")) for name, shape in there.items())
+            list(checked_weights(empty, shapes))  # ValueError: they are not the weights of the same model
             await engine.load_weights(read_weights(folder), given.version)
             return as_json({"version": given.version})
 

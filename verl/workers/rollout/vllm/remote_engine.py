@@ -44,9 +44,9 @@ from verl.workers.rollout.vllm.server_client import (
     RequestRefused,
     ServerClient,
     ServerFailed,
+    ServerPool,
     completion_body,
 )
-from verl.workers.rollout.vllm.server_pool import RPC_SECONDS, ServerPool
 from verl.workers.rollout.vllm.weight_transfer import ServerWorkers, WeightSender
 
 T = TypeVar("T")
@@ -188,12 +188,13 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
             self._call(self._pool.wait_for_version(version))
         else:
             self._call(self._pool.pause())
+            clients = {client.url: client for client in self._pool.living()}
             workers = [
-                ServerWorkers(client.url, client.num_workers, partial(self._call_workers, client))
-                for client in self._pool.living()
+                ServerWorkers(url, client.num_workers, partial(self._call_workers, client))
+                for url, client in clients.items()
             ]
             for url, reason in self._sender.send(workers, weights, version).items():
-                self._pool.bury(url, reason)
+                clients[url].bury(reason)
             self._call(self._pool.finish_update(version))
         self.version = version
         for session_id in self._under_way:
@@ -325,13 +326,16 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
         return False, reason
 
     def _least_loaded(self) -> ServerClient:
+        """Of equals the first from this process's own place on."""
         load = Counter(other.server for other in list(self._sessions.values()) if other.server)
-        return self._pool.least_loaded(load, self._rank)
+        living = self._pool.living()
+        own = self._rank % len(living)
+        return min(living[own:] + living[:own], key=lambda client: load[client])
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _call_workers(self, client: ServerClient, method: str, **arguments: str) -> Future[list[Any]]:
         """Call a method of `WeightReceiver` in a server's workers."""
-        call = client.call_workers(method, RPC_SECONDS, **arguments)
+        call = client.call_workers(method, **arguments)
         return asyncio.run_coroutine_threadsafe(call, self._loop)
