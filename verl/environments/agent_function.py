@@ -56,62 +56,37 @@ def in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
     return future
 
 
-class AgentFunctionEnv(BaseTextEnv):
-    """An episode in which a program asks and the policy answers."""
+class ProgramEnv(BaseTextEnv):
+    """An episode in which a program asks and the policy answers. `play` is the program: it returns a reward,
+    and puts each request into `events`, with a future of the reply: what was said, and its usage.
+    """
 
     counts_turns = reads_usage = True
+    form, rewards = FORMATS["hermes"], True
 
-    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
+    def __init__(self) -> None:
         super().__init__()
-        config = env_config or {}
-        name, form = config.get("function"), config.get("tool_format", "hermes")
-        if not isinstance(name, str):
-            found = f"Found environment.env_config.agent.function={name!r}"
-            raise ValueError(f"{found}; expected package.module:run.")
-        if form not in FORMATS:
-            raise ValueError(f"Found tool_format={form!r} of agent; expected one of {', '.join(FORMATS)}.")
-        self.function = import_named(name, f"function={name!r} of environment agent", ())
-        self.form, self.rewards = FORMATS[form], bool(config.get("rewards", True))
-        self.stop, self.row = self.form.stop, dict(extras or {})
         self.usage = (0, 0, False)  # tokens that the last turn has read and written; whether a limit cut it
         self.events: asyncio.Queue[Any] = asyncio.Queue()  # requests (body, reply), and the run at its end
         self.body: dict[str, Any] = {}
         self.reply: Future[Any] = Future()
         self.running: asyncio.Task[Any] | None = None
-        self.session_id = f"s{next(_numbers)}"
+
+    async def play(self, prompt: list[Message]) -> float | None:
+        raise NotImplementedError
 
     async def init(self, prompt: list[Message]) -> Any:  # type: ignore[override]
-        self.loop = asyncio.get_running_loop()
-        _sessions[self.session_id] = self
-        base_url = f"{await asyncio.wrap_future(in_thread(endpoint))}/sessions/{self.session_id}/v1"
-        task = {**self.row, "prompt": prompt}
-
-        async def play() -> Any:
-            if inspect.iscoroutinefunction(self.function):
-                return await self.function(task, base_url)
-            return await asyncio.wrap_future(in_thread(self.function, task, base_url))
-
-        self.running = asyncio.create_task(play())
+        self.running = asyncio.create_task(self.play(prompt))
         self.running.add_done_callback(self.events.put_nowait)
         if await self._next():
             raise EpisodeFailed("the agent ended before its first request")
         return with_tools_told(self.body["messages"], self.body.get("tools"), self.form), {}
 
-    def put(self, body: dict[str, Any], reply: Future[Any]) -> None:
-        """A request, in the event loop of the episode."""
-        if self.session_id in _sessions:
-            self.events.put_nowait((body, reply))
-        else:
-            reply.cancel()
-
     async def _next(self) -> bool:
         """Waits for the next request; True: the run has ended instead. Raises what it raised."""
         event = await self.events.get()
         if isinstance(event, asyncio.Task):
-            reward = event.result()
-            if self.rewards == (reward is None):
-                expected = "a reward" if self.rewards else "nothing, as rewards is false"
-                raise EpisodeFailed(f"the agent returned {reward!r:.100}; expected {expected}")
+            event.result()
             return True
         self.body, self.reply = event
         asked = self.body.get("stop") or ()
@@ -149,14 +124,57 @@ class AgentFunctionEnv(BaseTextEnv):
         return {"turns": self.turns}
 
     async def close(self) -> None:  # type: ignore[override]
-        _sessions.pop(self.session_id, None)
         if self.running is not None:
             self.running.cancel()
+            await asyncio.wait([self.running], timeout=1.0)
         while not self.events.empty():
             event = self.events.get_nowait()
             if not isinstance(event, asyncio.Task):
                 event[1].cancel()
         self.reply.cancel()
+
+
+class AgentFunctionEnv(ProgramEnv):
+    """An episode that a function of the user's plays."""
+
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
+        super().__init__()
+        config = env_config or {}
+        name, form = config.get("function"), config.get("tool_format", "hermes")
+        if not isinstance(name, str):
+            found = f"Found environment.env_config.agent.function={name!r}"
+            raise ValueError(f"{found}; expected package.module:run.")
+        if form not in FORMATS:
+            raise ValueError(f"Found tool_format={form!r} of agent; expected one of {', '.join(FORMATS)}.")
+        self.function = import_named(name, f"function={name!r} of environment agent", ())
+        self.form, self.rewards = FORMATS[form], bool(config.get("rewards", True))
+        self.stop, self.row = self.form.stop, dict(extras or {})
+        self.session_id = f"s{next(_numbers)}"
+
+    async def play(self, prompt: list[Message]) -> float | None:
+        self.loop = asyncio.get_running_loop()
+        _sessions[self.session_id] = self
+        base_url = f"{await asyncio.wrap_future(in_thread(endpoint))}/sessions/{self.session_id}/v1"
+        task = {**self.row, "prompt": prompt}
+        if inspect.iscoroutinefunction(self.function):
+            reward = await self.function(task, base_url)
+        else:
+            reward = await asyncio.wrap_future(in_thread(self.function, task, base_url))
+        if self.rewards == (reward is None):
+            expected = "a reward" if self.rewards else "nothing, as rewards is false"
+            raise EpisodeFailed(f"the agent returned {reward!r:.100}; expected {expected}")
+        return reward
+
+    def put(self, body: dict[str, Any], reply: Future[Any]) -> None:
+        """A request, in the event loop of the episode."""
+        if self.session_id in _sessions:
+            self.events.put_nowait((body, reply))
+        else:
+            reply.cancel()
+
+    async def close(self) -> None:  # type: ignore[override]
+        _sessions.pop(self.session_id, None)
+        await super().close()
 
 
 def endpoint() -> str:
