@@ -61,8 +61,8 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
     async def health() -> Response:
         works = not engine.failure and engine.engine.version >= 0
         status = "healthy" if works else engine.failure or "the engine has no weights"
-        about = {"model": model, "version": engine.engine.version, "paused": engine.paused}
-        return as_json({"status": status, **about}, 200 if works else 503)
+        about = {"status": status, "model": model, "version": engine.engine.version, "paused": engine.paused}
+        return as_json(about, 200 if works else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
