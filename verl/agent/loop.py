@@ -74,17 +74,15 @@ class TrajectoryLoop:
         groups: Sequence[Hashable] | None = None,
         keep_partial: bool = False,
     ) -> None:
-        """
-        Args:
-            environments: those that the trajectories' `env_class` name.
-            params: of every turn, but for the seed (the trajectory's), the stop strings (its environment's)
-                and max_tokens (as room allows).
-            trajectories: row i is entry i; those with a finish_reason are left as they are.
-            groups: of each row, to cut stragglers by; None: none is cut.
-            keep_partial: stragglers end as "kept" instead of "cut", unless they were kept before.
+        """environments: which the trajectories' `env_class` name. params: of every turn, but for the seed
+        (the trajectory's), the stop strings (its environment's) and max_tokens (as room allows).
+        trajectories: row i is entry i; those with a finish_reason are left as they are. groups: of each row,
+        to cut stragglers by; None: none is cut. keep_partial: stragglers end as "kept" instead of "cut",
+        unless they were kept before.
         """
         self.codec, self.engine, self.environments, self.config = codec, engine, environments, config
-        self.params, self.trajectories, self.on_event = params, trajectories, on_event
+        self.params, self.on_event = params, on_event
+        self.live = {trajectory.row: trajectory for trajectory in trajectories}
         self.keep_partial, self.num_in_flight, self.num_steps = keep_partial, 0, 0
         self.max_context = min(self.config.max_prompt_length, self.engine.max_model_len)
         self.load = EngineLoad(engine)
@@ -142,7 +140,7 @@ class TrajectoryLoop:
         in_haste = self.num_in_flight > 0
         if in_haste:
             self.environments.give_up()
-        for trajectory in self.trajectories:
+        for trajectory in self.live.values():
             self._close(trajectory)
         self.environments.wait_for_ends(CLOSE_SECONDS if in_haste else None)
         self.note_ends()
@@ -410,7 +408,7 @@ class TrajectoryLoop:
         for rows in self.watch.late(self._now()):
             self.watch.cut(rows)
             for row in rows:
-                self._cut(self.trajectories[row])
+                self._cut(self.live[row])
 
     def _cut(self, trajectory: Trajectory) -> None:
         environment, episode = self.environments[trajectory.env_class], trajectory.episode

@@ -183,36 +183,19 @@ def endpoint() -> str:
         return _serve()
 
 
-def check_request(body: Any) -> None:
-    """ValueError: a request can't be answered."""
-    messages = body.get("messages") if isinstance(body, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"found {body!r:.200}")
-    for each in messages:
-        content = each.get("content") if isinstance(each, dict) else 0
-        parts = content if isinstance(content, list) else []
-        is_text = content is None or isinstance(content, str | list)
-        if not (is_text and isinstance(each.get("role"), str) and all(isinstance(p, dict) for p in parts)):
-            raise ValueError(f"found the message {each!r:.200}; expected a role, and a text or parts of text")
-    stop = body.get("stop") or []
-    if not all(isinstance(text, str) and text for text in ([stop] if isinstance(stop, str) else stop)):
-        raise ValueError(f"found stop={stop!r:.200}; expected texts that are not empty")
-
-
 @cache
 def _serve() -> str:
-    import orjson
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
 
     from verl.inference.border import STREAM_END, ApiError, answer_errors, as_json, event
+    from verl.inference.requests import AgentRequest
 
     async def complete(request: Request) -> Response:
         try:
-            body = orjson.loads(await request.body())
-            check_request(body)
+            body = AgentRequest.model_validate_json(await request.body()).model_dump(exclude_unset=True)
         except ValueError as error:  # half of a surrogate pair, too
             message = f"expected JSON with a list of messages: {error}"
             raise ApiError(400, "invalid_messages", message) from None

@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -84,7 +85,6 @@ class EngineThread:
         self._is_closing = False
         self._held: list[EngineTurn] = []  # until the pause ends
         self._live: dict[int, EngineTurn] = {}  # by the engine's session
-        self._kept: set[int] = set()  # the engine's sessions that wait to be resumed
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -117,8 +117,8 @@ class EngineThread:
             self.num_turns -= 1
 
     def close_sessions(self, session_ids: Iterable[int | None]) -> None:
-        """Closes those of the engine's sessions that were kept."""
-        self._orders.put(partial(self._close_kept, list(session_ids)))
+        """Closes those of the engine's sessions that have no turn under way."""
+        self._orders.put(partial(self._close, list(session_ids)))
 
     async def pause(self, mode: str) -> None:
         """Returns when it holds. Turns that have not begun wait until `resume`. mode: "keep" (those under way
@@ -220,9 +220,7 @@ class EngineThread:
         ids, versions = ended.token_ids, list[int]()
         for length, version in [*turn.updates, (len(ids), ended.version_last)]:
             versions += [version] * (length - len(versions))
-        if turn.keeps:
-            self._kept.add(ended.session_id)
-        else:
+        if not turn.keeps:
             self.engine.close(ended.session_id)
         left = ended.session_id if turn.keeps else None
         return TurnResult(ids, ended.log_probs, versions, ended.finish_reason, ended.stop_string, left)
@@ -239,7 +237,6 @@ class EngineThread:
                 turn.session_id = self.engine.open(turn.token_ids, turn.params)
             else:
                 self.engine.resume(turn.session_id, turn.token_ids, turn.params)
-                self._kept.discard(turn.session_id)
             self._live[turn.session_id] = turn
         except (ApiError, ValueError) as error:
             settle(turn.ended, error=error)
@@ -249,14 +246,13 @@ class EngineThread:
             self._held.remove(turn)
         if turn.session_id is not None and self._live.get(turn.session_id) is turn:
             del self._live[turn.session_id]
-            self._kept.add(turn.session_id)
-        self._close_kept([turn.session_id])
+        self._close([turn.session_id])
 
-    def _close_kept(self, session_ids: Iterable[int | None]) -> None:
-        for session_id in self._kept.intersection(session_ids):
-            self._kept.remove(session_id)
-            if not self.failure:
-                self.engine.close(session_id)
+    def _close(self, session_ids: Iterable[int | None]) -> None:
+        for session_id in session_ids:
+            if session_id is not None and session_id not in self._live:
+                with suppress(ValueError):  # it is closed, or the engine has failed
+                    self.engine.close(session_id)
 
     def _tell(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Has the event loop call it."""

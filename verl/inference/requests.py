@@ -135,6 +135,13 @@ class ChatRequest(Sampling):
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
 
+class AgentRequest(BaseModel, extra="allow"):
+    """What the endpoint of an agent's episode reads; how the policy samples is the run's to say."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    stop: StopString | list[StopString] | None = None
+
+
 class CompletionRequest(Sampling):
     model: Text | None = None
     prompt: Text | TokenIds | Texts | Annotated[list[TokenIds], Field(min_length=1)]

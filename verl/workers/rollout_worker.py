@@ -67,8 +67,8 @@ class RolloutWorker(Worker):
         self._orders: SimpleQueue[Job] = SimpleQueue()  # for the loop
         self._bell: Future[None] = Future()  # rings when there is an order
         self._over = threading.Condition()
-        self._ended: list[tuple[dict[str, Any], Trajectory]] = []  # rows for `poll`, with their columns
-        self._columns: dict[int, dict[str, Any]] = {}  # of each row that is not over
+        self._ended: list[Trajectory] = []  # for `poll`
+        self._asked: dict[Future[list[Trajectory]], list[Trajectory]] = {}  # by `generate_sequences`
         self._rows, self._failure, self._closing = count(), "", False
         self._idle_seconds = 0.0
         self._figured: list[Trajectory] = []  # ended since the last `figures`
@@ -145,10 +145,8 @@ class RolloutWorker(Worker):
         """Ends the rows of these groups; those that have ended already may still be given out."""
 
         def end() -> None:
-            rows = {row for row, columns in self._columns.items() if columns["uid"] in uids}
-            self.service.cancel(rows)
-            for row in rows:
-                del self._columns[row]
+            live = self.service.live.items()
+            self.service.cancel([row for row, each in live if each.columns.get("uid") in uids])
 
         self._order(end)
 
@@ -159,7 +157,7 @@ class RolloutWorker(Worker):
         noted: Future[DataProto | None] = Future()
 
         def note() -> None:
-            running = [(self._columns[each.row], each) for each in self.service.continuations()]
+            running = [each for each in self.service.continuations() if each.columns]
             noted.set_result(self._batch([*self._ended, *running]))
 
         self._order(note)
@@ -254,33 +252,29 @@ class RolloutWorker(Worker):
             self.service.end()
 
     def _begin(self, rows: DataProto, done: Future[list[Trajectory]] | None = None) -> None:
-        trajectories = self.agent.trajectories(rows)
-        params = self.agent.sampling_params(rows.meta_info)
-        job = (done, trajectories)
+        trajectories, params = self.agent.trajectories(rows), self.agent.sampling_params(rows.meta_info)
+        columns = {name: column for name, column in rows.non_tensor_batch.items() if name != "continuation"}
         for index, trajectory in enumerate(trajectories):
             trajectory.row, trajectory.params = next(self._rows), params
-            columns = {name: column[index] for name, column in rows.non_tensor_batch.items()}
-            columns.pop("continuation", None)
-            self._columns[trajectory.row] = columns if done is None else columns | {"job": job}
+            if done is None:
+                trajectory.columns = {name: column[index] for name, column in columns.items()}
+        if done is not None:
+            self._asked[done] = trajectories
         self.service.add(trajectories)
 
     def _give_out(self, trajectories: Sequence[Trajectory]) -> None:
         if not trajectories:
             return
         self._figured += trajectories
+        for done, asked in list(self._asked.items()):
+            if all(each.finish_reason for each in asked):
+                done.set_result(self._asked.pop(done))
         with self._over:
-            for trajectory in trajectories:
-                columns = self._columns.pop(trajectory.row)
-                if (job := columns.get("job")) is None:
-                    self._ended.append((columns, trajectory))
-                elif not job[0].done() and all(each.finish_reason for each in job[1]):
-                    job[0].set_result(job[1])
+            self._ended += [each for each in trajectories if each.columns]
             self._over.notify_all()
 
-    def _batch(self, rows: Sequence[tuple[dict[str, Any], Trajectory]]) -> DataProto | None:
-        rows = [row for row in rows if "job" not in row[0]]
+    def _batch(self, rows: Sequence[Trajectory]) -> DataProto | None:
         if not rows:
             return None
-        names = [name for name in rows[0][0] if name != "episode"]
-        columns = {name: [columns[name] for columns, _ in rows] for name in names}
-        return self.agent.batch([trajectory for _, trajectory in rows], columns, {})
+        names = [name for name in rows[0].columns if name != "episode"]
+        return self.agent.batch(rows, {name: [each.columns[name] for each in rows] for name in names}, {})
