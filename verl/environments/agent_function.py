@@ -24,13 +24,13 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, EpisodeFailed, Message
-from verl.environments.calls import attempt, start
+from verl.environments.calls import in_thread
 from verl.environments.messages import FORMATS, calls_of, text_of, with_tool_calls, with_tools_told
 from verl.utils.importing import import_named
 
@@ -43,17 +43,6 @@ _endpoint_lock = threading.Lock()
 def essence(message: Mapping[str, Any]) -> tuple[Any, ...]:
     """What two messages that say the same have in common, however a client has written them."""
     return message["role"], text_of(message).strip(), calls_of(message)
-
-
-def in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """What a plain function returns, of a thread of its own that nobody waits for when the program ends."""
-    future: Future[Any] = Future()
-
-    async def call() -> Any:
-        return function(*arguments)
-
-    start(attempt, future, call)
-    return future
 
 
 class ProgramEnv(BaseTextEnv):
@@ -159,7 +148,7 @@ class AgentFunctionEnv(ProgramEnv):
         if inspect.iscoroutinefunction(self.function):
             reward = await self.function(task, base_url)
         else:
-            reward = await asyncio.wrap_future(in_thread(self.function, task, base_url))
+            reward = await asyncio.wrap_future(in_thread(partial(self.function, task, base_url)))
         if self.rewards == (reward is None):
             expected = "a reward" if self.rewards else "nothing, as rewards is false"
             raise EpisodeFailed(f"the agent returned {reward!r:.100}; expected {expected}")

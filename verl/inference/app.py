@@ -11,10 +11,10 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-from fastapi import FastAPI, Request
+from fastapi import Body, FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
 from verl.inference import requests
@@ -105,8 +105,12 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
         return as_json(form.whole(await unless_gone(request, map(run, turns))))
 
     @app.post("/inference/v1/generate")
-    async def generate(request: Request, given: requests.GenerateRequest) -> Response:
-        turns = turns_of([given.token_ids], given.sampling_params, codec.max_model_len)
+    async def generate(
+        request: Request,
+        token_ids: Annotated[requests.TokenIds, Body()],
+        sampling_params: Annotated[requests.Sampling | None, Body()] = None,
+    ) -> Response:
+        turns = turns_of([token_ids], sampling_params or requests.Sampling(), codec.max_model_len)
         choices = []
         for index, result in enumerate(await unless_gone(request, map(engine.run, turns))):
             log_probs = {"content": [{"logprob": each} for each in result.log_probs]}
@@ -129,8 +133,10 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
         return await answer(request, turns, form, engine.run)
 
     @app.post("/sessions")
-    async def open_session(request: Request, given: requests.SessionRequest | None = None) -> Response:
-        session_id = sessions.open(given.uid if given else None).session_id
+    async def open_session(
+        request: Request, uid: Annotated[str | None, Body(embed=True, max_length=1000)] = None
+    ) -> Response:
+        session_id = sessions.open(uid).session_id
         base_url = f"{str(request.base_url).rstrip('/')}/sessions/{session_id}/v1"
         return as_json({"session_id": session_id, "base_url": base_url})
 
@@ -176,13 +182,16 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
             return as_json({"paused": engine.paused})
 
         @app.post("/update_weights")
-        async def update_weights(given: requests.UpdateRequest) -> Response:
-            folder = Path(given.weight_dir)
+        async def update_weights(
+            weight_dir: Annotated[str, Body()], version: Annotated[int, Body(ge=0, le=requests.MOST)]
+        ) -> Response:
+            """weight_dir: a folder with *.safetensors of the whole model."""
+            folder = Path(weight_dir)
             there = await asyncio.to_thread(shapes_in, folder)
             empty = ((name, torch.empty(shape, device="meta")) for name, shape in there.items())
             list(checked_weights(empty, shapes))  # ValueError: they are not the weights of the same model
-            await engine.load_weights(read_weights(folder), given.version)
-            return as_json({"version": given.version})
+            await engine.load_weights(read_weights(folder), version)
+            return as_json({"version": version})
 
     return app
 

@@ -67,9 +67,7 @@ MACHINE = [socket.gethostname(), os.readlink("/proc/self/ns/pid") if sys.platfor
 def put(path: Path, payload: bytes) -> None:
     """Writes a message, whole or not at all."""
     aside = path.with_name(f".{path.name}.part")
-    with aside.open("wb") as file:
-        file.write(zlib.crc32(payload).to_bytes(4, "big"))
-        file.write(payload)
+    aside.write_bytes(zlib.crc32(payload).to_bytes(4, "big") + payload)
     os.replace(aside, path)
 
 

@@ -83,8 +83,6 @@ class RolloutWorker(Worker):
         """Makes engine and agent for `num_rows` trajectories at once. ValueError: the engine can't run the
         model, or not within its memory.
         """
-        if self._thread is not None:
-            return
         rollout, model = self.config.rollout, self.config.model
         path = str(Path(model.path).expanduser())
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)

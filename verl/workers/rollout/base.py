@@ -327,14 +327,14 @@ class RolloutEngine(ABC, Generic[Session]):
         then has no weights until the next call.
         """
 
-    @abstractmethod
     def sleep(self, level: int = 1) -> int:
         """Give memory to the trainer; sessions stay as in `load_weights`. Returns the bytes given back. Level
         1: the KV cache. Level 2: the engine's weights too, then `load_weights` comes before the next step.
+        An engine without memory on the trainer's devices has none to give.
         """
+        return 0
 
-    @abstractmethod
-    def wake(self) -> None:
+    def wake(self) -> None:  # noqa: B027
         """Take the memory again. Does nothing when awake."""
 
     def stats(self) -> dict[str, float]:

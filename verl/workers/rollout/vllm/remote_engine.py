@@ -192,12 +192,6 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
         for session_id in self._under_way:
             self._loop.call_soon_threadsafe(self._start, self._sessions[session_id])
 
-    def sleep(self, level: int = 1) -> int:
-        return 0  # the servers' memory is not on the trainer's devices
-
-    def wake(self) -> None:
-        pass
-
     def stats(self) -> dict[str, float]:
         """As in `RolloutEngine.stats`, and `servers`: how many live.
 
