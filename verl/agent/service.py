@@ -24,8 +24,7 @@ class TrajectoryService(TrajectoryLoop):
     """Its trajectories have a `row` of their own each, and their own `params`; at first there are none."""
 
     def __init__(self, agent: EnvironmentAgent) -> None:
-        tools = (agent.codec, agent.engine, agent.environments, agent.config)
-        super().__init__(*tools, agent.sampling_params({}), [])
+        super().__init__(agent, agent.sampling_params({}), [])
         self._waiting_weights: Callable[[], None] | None = None  # until no turn is under way
         self._held: list[tuple[Trajectory, Sequence[int] | None]] = []  # turns that wait for these
 

@@ -173,8 +173,9 @@ class Trajectory:
         record = state["record"]
         kept, is_open = record.get("kept", {}), record["finish_reason"] == KEPT
         turns = [Turn.of_record(turn) for turn in record["turns"]]
-        lists = {name: list(state[name]) for name in ("response_ids", "response_mask", "log_probs")}
         names = ("version_first", "version_last", "num_begun", "version_begun", "env_metrics")
+        as_then: dict[str, Any] = {name: record[name] for name in names if name in record}
+        as_then |= {name: list(state[name]) for name in ("response_ids", "response_mask", "log_probs")}
         return cls(
             row,
             kept.get("prompt_ids", prompt_ids),
@@ -186,8 +187,7 @@ class Trajectory:
             seconds=(record.get("env_seconds_init", 0.0), record.get("env_seconds_step", 0.0)),
             error=record.get("env_error"),
             kept_env=kept.get("env"),
-            **lists,
-            **{name: record[name] for name in names if name in record},
+            **as_then,
         )
 
     @property

@@ -282,8 +282,7 @@ class FolderWorkerGroup(WorkerGroup):
         """What the ranks have answered. A death is raised before an error that it may have caused."""
         began, until = time.monotonic(), float("inf")
         while sum(reply.look() for reply in replies) < len(replies):
-            answers = [reply.answer for reply in replies if reply.answer]
-            errors = [str(error) for _, error, _ in answers if error is not None]
+            errors = [str(each.answer[1]) for each in replies if each.answer and each.answer[1] is not None]
             if errors:
                 patience = SILENT_SECONDS if any(map(PEER_GONE.search, errors)) else SECONDS_FOR_OTHER_RANKS
                 until = min(until, time.monotonic() + patience)
@@ -338,8 +337,9 @@ class FolderRank:
 
     def answer(self, method: str, call: Call) -> bytes:
         """Pickled (result, error, its traceback), where one of the first two is None."""
+        target: Any = self.worker or self
         try:
-            return pickle.dumps((run_method(self.worker or self, method, call), None, ""), protocol=5)
+            return pickle.dumps((run_method(target, method, call), None, ""), protocol=5)
         except (Exception, SystemExit) as error:  # whatever a method may raise; raised again by the driver
             trace, plain = traceback.format_exc(), RuntimeError(f"{type(error).__name__}: {error}")
             try:

@@ -98,40 +98,37 @@ class RunProcesses:
         for each in PASSED_ON:  # nohup ignores some, and so does a shell that passes on itself
             if signal.getsignal(each) is not signal.SIG_IGN:
                 signal.signal(each, self.pass_on)
+        num_restarts, gone_since = 0, float("inf")
         try:
-            return self._watch()
+            for place in self.places:
+                self.start(place)
+            while time.monotonic() - gone_since < SECONDS_TO_NOTICE:  # it waits for those that never come
+                time.sleep(0.1)
+                self._kill_silent()
+                for place, process in list(self.running.items()):
+                    if (status := process.poll()) is None:
+                        continue
+                    del self.running[place]
+                    is_over = self._is_over()
+                    if place == DRIVER and (status >= 0 or self.asked or is_over):
+                        return status if status >= 0 else 128 - status
+                    if is_over:
+                        continue
+                    killed = f"was killed by {signal.Signals(-status).name}" if status < 0 else ""
+                    told = f"{place} (pid {process.pid}) {killed or f'ended with {status}'}: it is"
+                    goes_on = num_restarts < self.max_restarts and status != 2  # 2: a user's mistake
+                    what = "" if goes_on else f"not (trainer.max_restarts={self.max_restarts}) "
+                    print(f"{told} {what}started again", file=sys.stderr, flush=True)
+                    if goes_on:
+                        num_restarts += 1
+                        self.start(place)
+                    elif place == DRIVER:
+                        return 3
+                    else:  # the driver says where the run stands, and ends
+                        gone_since = min(gone_since, time.monotonic())
+            return 3
         finally:
             self.end()
-
-    def _watch(self) -> int:
-        num_restarts, gone_since = 0, float("inf")
-        for place in self.places:
-            self.start(place)
-        while time.monotonic() - gone_since < SECONDS_TO_NOTICE:  # it waits for processes that never come
-            time.sleep(0.1)
-            self._kill_silent()
-            for place, process in list(self.running.items()):
-                if (status := process.poll()) is None:
-                    continue
-                del self.running[place]
-                is_over = self._is_over()
-                if place == DRIVER and (status >= 0 or self.asked or is_over):
-                    return status if status >= 0 else 128 - status
-                if is_over:
-                    continue
-                killed = f"was killed by {signal.Signals(-status).name}" if status < 0 else ""
-                told = f"{place} (pid {process.pid}) {killed or f'ended with {status}'}: it is"
-                goes_on = num_restarts < self.max_restarts and status != 2  # 2: a user's mistake
-                what = "" if goes_on else f"not (trainer.max_restarts={self.max_restarts}) "
-                print(f"{told} {what}started again", file=sys.stderr, flush=True)
-                if goes_on:
-                    num_restarts += 1
-                    self.start(place)
-                elif place == DRIVER:
-                    return 3
-                else:  # the driver says where the run stands, and ends
-                    gone_since = min(gone_since, time.monotonic())
-        return 3
 
     def pass_on(self, number: int, frame: object) -> None:
         """A signal goes to the driver, which ends the run."""

@@ -71,8 +71,7 @@ class RestartingRun:
 
     def __init__(self, config: Config, build: Callable[[Config], RayPPOTrainer]) -> None:
         self.config, self._build = config, build
-        trainer = config.trainer
-        self.max_restarts = trainer.max_restarts if trainer.backend != "local" else 0
+        self.max_restarts = config.trainer.max_restarts if config.trainer.backend != "local" else 0
         self.num_restarts = 0
         self.trainer: RayPPOTrainer | None = None
         self._last = 0  # step of the checkpoint that a restart goes on from
@@ -109,7 +108,8 @@ class RestartingRun:
             try:
                 while self.trainer is None:
                     self.start()
-                return self.trainer.fit()
+                self.trainer.fit()
+                return
             except RECOVERABLE as error:
                 self._after(error)
 

@@ -224,7 +224,8 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
             stack.callback(self._thread.join)
             stack.callback(self._loop.call_soon_threadsafe, self._loop.stop)
             self._call(self._break_off())
-            self._call(self._pool.close())
+            for client in self._pool.clients:
+                self._call(client.disconnect())
 
     # ---- turns ----
 

@@ -355,10 +355,6 @@ class ServerPool:
         sums["prefilled_tokens"] -= sums["prefix_hit_tokens"]
         return sums
 
-    async def close(self) -> None:
-        for client in self.clients:
-            await client.disconnect()
-
 
 def _check_fit(url: str, model: Mapping[str, Any], configuration: Mapping[str, Any], needed: int) -> None:
     """ValueError if the server can't do what the engine relies on."""
