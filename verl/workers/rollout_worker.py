@@ -151,7 +151,6 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def continuations(self) -> DataProto | None:
         """The rows that were submitted and not polled, as `run_llm_loop` gives them; "kept": under way."""
-
         noted: Future[DataProto | None] = Future()
 
         def note() -> None:
@@ -173,7 +172,6 @@ class RolloutWorker(Worker):
         """`rollout/*` of the engine, the agent's, `async/rollout_idle_seconds`, and of weights that came
         `async/sync_bytes` and the mean `async/sync_delay_seconds`, since the last call.
         """
-
         taken: Future[dict[str, float]] = Future()
 
         def take() -> None:
