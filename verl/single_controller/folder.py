@@ -360,9 +360,8 @@ def serve(root: Path, name: str, address: str, parent: int = 0, patience: float 
     with _locked(root / f"{name}.lock"):
         driver, rank, number, since = Pulse(root / "driver.json"), FolderRank(), 0, time.monotonic()
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # all ranks meet in rank 0's
-        place = {"machine": MACHINE, "address": address, "port": store.port}
-        about = {"pid": os.getpid(), "life": uuid.uuid4().hex, "session": None}
-        beat = Beat(root / f"{name}.json", about | place)
+        about = {"pid": os.getpid(), "life": uuid.uuid4().hex, "machine": MACHINE, "address": address}
+        beat = Beat(root / f"{name}.json", about | {"port": store.port, "session": None})
         watch = partial(_watch, driver, beat, parent, patience)
         threading.Thread(target=watch, name="driver's beat", daemon=True).start()
         while not driver.is_over:
@@ -398,7 +397,8 @@ def _watch(driver: Pulse, beat: Beat, parent: int, patience: float) -> None:
         if parent and os.getppid() != parent:
             os._exit(3)
         if driver.has_moved and told and not served:
-            beat.write(session=told)
+            with suppress(OSError):  # the next beat tells it
+                beat.write(session=told)
         elif served and told != served:
             sys.stdout.flush()
             sys.stderr.flush()
