@@ -16,11 +16,12 @@ import asyncio
 import math
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import defaultdict
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean, median
 
@@ -31,7 +32,7 @@ import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has
 import uvicorn  # noqa: E402
 
 from data_prep.microworld import write_world  # noqa: E402
-from scripts.bench.servers import ENVIRONMENT, PORT, bm25_server, running  # noqa: E402
+from scripts.bench.servers import ENVIRONMENT, bm25_server, running  # noqa: E402
 from scripts.other_passages import passing_on  # noqa: E402
 from verl.utils.records.files import read_lines  # noqa: E402
 
@@ -44,15 +45,18 @@ AHEAD = """trainer.n_gpus_per_node=1 actor_rollout_ref.rollout.placement=apart
     trainer.async_training.max_staleness={} actor_rollout_ref.rollout.weight_transfer={}"""
 
 
-def serve_slowly(url: str, port: int) -> None:
-    """Passes searches on to the server at `url`; each answer takes a time by chance."""
+def slow_server(url: str) -> str:
+    """The address of a server that passes searches on to `url`, from a thread; each takes a chance time."""
     rng = random.Random(0)
 
     async def wait(queries: list[str]) -> list[str]:
         await asyncio.sleep(max(rng.lognormvariate(math.log(MEAN) - SIGMA**2 / 2, SIGMA) for _ in queries))
         return queries
 
-    uvicorn.run(passing_on(url, wait), port=port, log_level="warning")
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(passing_on(url, wait), log_level="warning"))
+    threading.Thread(target=server.run, args=([listener],), daemon=True).start()
+    return f"http://127.0.0.1:{listener.getsockname()[1]}/retrieve"
 
 
 def train(settings: list[str], steps: int, folder: Path) -> dict[str, float]:
@@ -74,17 +78,13 @@ def train(settings: list[str], steps: int, folder: Path) -> dict[str, float]:
     return figures
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ahead", default="1,2", help="values of trainer.async_training.max_staleness (1,2)")
     parser.add_argument("--seeds", default="0", help="of the runs (0)")
     parser.add_argument("--steps", type=int, default=12, help="of each run (12)")
     parser.add_argument("--transfer", default="ray", help="values of rollout.weight_transfer (ray)")
-    parser.add_argument("--serve-slowly", nargs=2, help=argparse.SUPPRESS)  # url and port, in a process
     options = parser.parse_args()
-    if options.serve_slowly:
-        serve_slowly(options.serve_slowly[0], int(options.serve_slowly[1]))
-        return 0
     if options.steps <= LEFT_OUT:
         parser.error(f"--steps: found {options.steps}, expected more than the {LEFT_OUT} that are left out")
     kinds = {"synchronous": "trainer.n_gpus_per_node=2"}
@@ -92,19 +92,17 @@ def main() -> int:
         for transfer in options.transfer.split(","):
             kinds[f"ahead by {k} over {transfer}"] = AHEAD.format(k, transfer)
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
-    with tempfile.TemporaryDirectory() as temporary, ExitStack() as servers:
+    with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_world(0, folder, num_train=4096, num_test=400, num_3hop=2)
-        port, _ = servers.enter_context(running(bm25_server(folder / "corpus.jsonl"), folder / "server.log"))
-        slow = [sys.executable, __file__, "--serve-slowly", f"http://127.0.0.1:{port}/retrieve", PORT]
-        port, _ = servers.enter_context(running(slow, folder / "slow_server.log"))
         data = [f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/test.parquet"]
-        data.append(f"retriever.url=http://127.0.0.1:{port}/retrieve")
-        for seed in options.seeds.split(","):
-            for name, settings in kinds.items():
-                run = [*settings.split(), *data, f"trainer.seed={seed}"]
-                out = folder / f"{name}-{seed}".replace(" ", "-")
-                found[name].append(train(run, options.steps, out))
+        with running(bm25_server(folder / "corpus.jsonl"), folder / "server.log") as (port, _):
+            data.append(f"retriever.url={slow_server(f'http://127.0.0.1:{port}/retrieve')}")
+            for seed in options.seeds.split(","):
+                for name, settings in kinds.items():
+                    run = [*settings.split(), *data, f"trainer.seed={seed}"]
+                    out = folder / f"{name}-{seed}".replace(" ", "-")
+                    found[name].append(train(run, options.steps, out))
     names = ("em", "trainer idle", "rollout idle", "staleness", "sync, s", "sync share")
     print("| run | trained tokens per s | times | exact match", *names[1:], sep=" | ", end=" |\n")
     print("|---" * 9 + "|")
@@ -113,8 +111,7 @@ def main() -> int:
         tokens = median(each["tokens"] for each in runs)
         shown = " | ".join(f"{mean(each[key] for each in runs):.3f}" for key in names)
         print(f"| {name} | {tokens:.0f} | {tokens / base:.2f} | {shown} |")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -15,8 +15,8 @@ from verl.inference.app import create_app
 from verl.inference.chat import ChatCodec
 from verl.inference.engine_thread import EngineThread
 from verl.inference.sessions import Sessions
-from verl.inference.weights import read_weights, shapes_in
 from verl.utils import hf_tokenizer
+from verl.utils.safetensors_file import read_weights, shapes_in
 from verl.workers.engine.loading import load_hf_config
 from verl.workers.rollout.native import NativeEngine
 

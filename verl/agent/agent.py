@@ -55,10 +55,9 @@ class EnvironmentAgent:
         """
         columns, meta_info = gen_batch.non_tensor_batch, gen_batch.meta_info
         trajectories = self.trajectories(gen_batch)
-        tools = (self.codec, self.engine, self.environments, self.config, self.sampling_params(meta_info))
         groups = columns["uid"].tolist() if "uid" in columns and not meta_info.get("validate") else None
-        keeps = meta_info.get("keep_partial", False)
-        loop = TrajectoryLoop(*tools, trajectories, self.on_event, groups=groups, keep_partial=keeps)
+        params, keeps = self.sampling_params(meta_info), meta_info.get("keep_partial", False)
+        loop = TrajectoryLoop(self, params, trajectories, groups=groups, keep_partial=keeps)
         loop.run()
         return self.batch(trajectories, columns, self.figures(trajectories) | loop.load.metrics())
 
@@ -72,9 +71,8 @@ class EnvironmentAgent:
         states, episodes = columns.get("continuation", nothing), columns.get("episode", nothing)
         trajectories = []
         for row, (ids, seed, state) in enumerate(zip(prompts, seeds, states, strict=True)):
-            made = Trajectory(row, ids, seed)
-            if state is not None:
-                made = Trajectory.continued(row, ids, seed, state)
+            is_new = state is None
+            made = Trajectory(row, ids, seed) if is_new else Trajectory.continued(row, ids, seed, state)
             if (episode := episodes[row]) is not None:
                 made.env_class, made.messages = episode["env_class"], episode["prompt"]
                 made.extras = episode["extras"]

@@ -16,16 +16,15 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from verl.agent.codec import Codec
 from verl.agent.engine_load import EngineLoad
 from verl.agent.stragglers import StragglerWatch
-from verl.agent.trajectory import KEPT, AgentConfig, PendingStep, Trajectory, Turn
+from verl.agent.trajectory import KEPT, PendingStep, Trajectory, Turn
 from verl.environments.base import (
     ActionUnderWay,
     BaseTextEnvStepOutput,
@@ -33,12 +32,15 @@ from verl.environments.base import (
     Message,
     mistake_of,
 )
-from verl.environments.executors import CLOSE_SECONDS, Environments, Episode, StepResult
+from verl.environments.executors import CLOSE_SECONDS, Episode, StepResult
 from verl.environments.registry import SEARCH
 from verl.utils.dataset.rl_dataset import cut_prompt
 from verl.utils.importing import describe
 from verl.verifiers.base import CouldNotVerify
-from verl.workers.rollout.base import Completion, Partial, RolloutEngine, SamplingParams
+from verl.workers.rollout.base import Completion, Partial, SamplingParams
+
+if TYPE_CHECKING:
+    from verl.agent.agent import EnvironmentAgent
 
 # How a last generation stopped -> the ends of an episode that it says more about.
 LIMITS_OF = {"length": ("done", "max_turns"), "eos": ("max_turns",)}
@@ -63,31 +65,25 @@ class TrajectoryLoop:
 
     def __init__(
         self,
-        codec: Codec,
-        engine: RolloutEngine,
-        environments: Environments,
-        config: AgentConfig,
+        agent: EnvironmentAgent,
         params: SamplingParams,
         trajectories: list[Trajectory],
-        on_event: Callable[[LoopEvent], None] | None = None,
         *,
         groups: Sequence[Hashable] | None = None,
         keep_partial: bool = False,
     ) -> None:
+        """agent: whose engine, environments, codec and settings it uses. params: of every turn, but for the
+        seed (the trajectory's), the stop strings (its environment's) and max_tokens (as room allows).
+        trajectories: row i is entry i; those with a finish_reason are left as they are. groups: of each row,
+        to cut stragglers by; None: none is cut. keep_partial: stragglers end as "kept" instead of "cut",
+        unless they were kept before.
         """
-        Args:
-            environments: those that the trajectories' `env_class` name.
-            params: of every turn, but for the seed (the trajectory's), the stop strings (its environment's)
-                and max_tokens (as room allows).
-            trajectories: row i is entry i; those with a finish_reason are left as they are.
-            groups: of each row, to cut stragglers by; None: none is cut.
-            keep_partial: stragglers end as "kept" instead of "cut", unless they were kept before.
-        """
-        self.codec, self.engine, self.environments, self.config = codec, engine, environments, config
-        self.params, self.trajectories, self.on_event = params, trajectories, on_event
+        self.codec, self.engine, self.environments = agent.codec, agent.engine, agent.environments
+        self.config, self.params, self.on_event = agent.config, params, agent.on_event
+        self.live = {trajectory.row: trajectory for trajectory in trajectories}
         self.keep_partial, self.num_in_flight, self.num_steps = keep_partial, 0, 0
         self.max_context = min(self.config.max_prompt_length, self.engine.max_model_len)
-        self.load = EngineLoad(engine)
+        self.load = EngineLoad(self.engine)
         self.pending = deque(trajectory for trajectory in trajectories if not trajectory.finish_reason)
         self.sessions: dict[int, Trajectory] = {}
         self.waiting: dict[int, PendingStep] = {}  # by row
@@ -95,8 +91,8 @@ class TrajectoryLoop:
         self.ended: list[tuple[Trajectory, Episode]] = []
         self.watch: StragglerWatch | None = None
         self.unstarted: deque[int] = deque()  # sessions, as opened, none of whose tokens was seen
-        if groups is not None and config.straggler_factor is not None:
-            self.watch = StragglerWatch(config.straggler_factor, groups)
+        if groups is not None and self.config.straggler_factor is not None:
+            self.watch = StragglerWatch(self.config.straggler_factor, groups)
             for trajectory in trajectories:
                 if trajectory.finish_reason:
                     self.watch.skip(trajectory.row)
@@ -142,7 +138,7 @@ class TrajectoryLoop:
         in_haste = self.num_in_flight > 0
         if in_haste:
             self.environments.give_up()
-        for trajectory in self.trajectories:
+        for trajectory in self.live.values():
             self._close(trajectory)
         self.environments.wait_for_ends(CLOSE_SECONDS if in_haste else None)
         self.note_ends()
@@ -181,10 +177,7 @@ class TrajectoryLoop:
             self.asking.append(trajectory)
             return
         if episode.messages is not None:  # what its `init` shows instead of the row's prompt
-            try:
-                ids = self._prompt_ids(episode.messages)
-            except Exception as error:  # templates raise all kinds for what is no message
-                self._fail(trajectory, error)
+            if (ids := self._prompt_ids(trajectory, episode.messages)) is None:
                 return
             trajectory.prompt_ids = cut_prompt(self.codec.tokenizer, ids, self.config.max_start_length)
         self._go_on(trajectory)
@@ -306,10 +299,7 @@ class TrajectoryLoop:
 
     def _begin_context(self, trajectory: Trajectory, messages: Sequence[Message]) -> None:
         """Goes on with another conversation, in another session."""
-        try:
-            ids = self._prompt_ids(messages)
-        except Exception as error:  # templates raise all kinds for what is no message
-            self._fail(trajectory, error)
+        if (ids := self._prompt_ids(trajectory, messages)) is None:
             return
         if trajectory.num_tokens + len(ids) >= self.max_context:
             self._finish(trajectory, "length")
@@ -321,10 +311,15 @@ class TrajectoryLoop:
         trajectory.begin_context(ids)
         self._go_on(trajectory)
 
-    def _prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        if not (ids := self.codec.prompt_ids(list(messages))):
-            raise EpisodeFailed(f"found {messages!r:.200}, which has no token; expected a text")
-        return ids
+    def _prompt_ids(self, trajectory: Trajectory, messages: Sequence[Message]) -> list[int] | None:
+        """None: it has failed, as they are no messages."""
+        try:
+            if not (ids := self.codec.prompt_ids(list(messages))):
+                raise EpisodeFailed(f"found {messages!r:.200}, which has no token; expected a text")
+            return ids
+        except Exception as error:  # templates raise all kinds for what is no message
+            self._fail(trajectory, error)
+        return None
 
     def _fail(self, trajectory: Trajectory, error: Exception) -> None:
         """Ends a trajectory that its environment could not take: nothing is learnt from it."""
@@ -410,7 +405,7 @@ class TrajectoryLoop:
         for rows in self.watch.late(self._now()):
             self.watch.cut(rows)
             for row in rows:
-                self._cut(self.trajectories[row])
+                self._cut(self.live[row])
 
     def _cut(self, trajectory: Trajectory) -> None:
         environment, episode = self.environments[trajectory.env_class], trajectory.episode

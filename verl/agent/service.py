@@ -24,32 +24,29 @@ class TrajectoryService(TrajectoryLoop):
     """Its trajectories have a `row` of their own each, and their own `params`; at first there are none."""
 
     def __init__(self, agent: EnvironmentAgent) -> None:
-        tools = (agent.codec, agent.engine, agent.environments, agent.config)
-        super().__init__(*tools, agent.sampling_params({}), [])
-        self._live: dict[int, Trajectory] = {}
-        self._finished: list[Trajectory] = []
+        super().__init__(agent, agent.sampling_params({}), [])
         self._waiting_weights: Callable[[], None] | None = None  # until no turn is under way
         self._held: list[tuple[Trajectory, Sequence[int] | None]] = []  # turns that wait for these
 
     @property
     def is_idle(self) -> bool:
-        return not self._live
+        return not self.live
 
     def add(self, trajectories: Sequence[Trajectory]) -> None:
-        self._live |= {trajectory.row: trajectory for trajectory in trajectories}
-        for trajectory in trajectories:
-            ended = trajectory.finish_reason  # before a checkpoint
-            (self._finished if ended else self.pending).append(trajectory)
+        """Those with a finish_reason, which ended before a checkpoint, are just taken again."""
+        self.live |= {trajectory.row: trajectory for trajectory in trajectories}
+        self.pending.extend(trajectory for trajectory in trajectories if not trajectory.finish_reason)
         self._start_pending()
 
     def take_finished(self) -> list[Trajectory]:
         """Those that ended since the last call; their environments are closed."""
-        if self._finished:
-            self.environments.wait_for_ends()
-            self.note_ends()
-        finished, self._finished = self._finished, []
+        if len(self.live) == self.num_in_flight + len(self.pending):
+            return []
+        self.environments.wait_for_ends()
+        self.note_ends()
+        finished = [trajectory for trajectory in self.live.values() if trajectory.finish_reason]
         for trajectory in finished:
-            del self._live[trajectory.row]
+            del self.live[trajectory.row]
         return finished
 
     def advance(self, news: Future[Any] | None = None) -> None:
@@ -60,20 +57,17 @@ class TrajectoryService(TrajectoryLoop):
 
     def cancel(self, rows: Collection[int]) -> None:
         """Ends trajectories that nobody waits for any more; they are not taken."""
-        for row in rows:
-            trajectory = self._live.get(row)
-            if trajectory is None or trajectory.finish_reason:
+        for trajectory in [self.live.pop(row) for row in rows if row in self.live]:
+            if trajectory.finish_reason:
                 continue
             if trajectory in self.pending:
                 self.pending.remove(trajectory)
                 self.num_in_flight += 1  # as `_finish` counts it
-            if (under_way := self.waiting.pop(row, None)) is not None and not under_way.future.cancel():
+            under_way = self.waiting.pop(trajectory.row, None)
+            if under_way is not None and not under_way.future.cancel():
                 under_way.future.add_done_callback(partial(self._close_late, trajectory))
             self._held = [held for held in self._held if held[0] is not trajectory]
             self._finish(trajectory, "cut")
-        self._finished = [trajectory for trajectory in self._finished if trajectory.row not in rows]
-        for row in rows:
-            self._live.pop(row, None)
 
     def load_weights(self, load: Callable[[], None], turns_end_first: bool) -> None:
         """Calls `load`, which gives the engine weights: now, or when the turns that are under way have ended,
@@ -97,29 +91,20 @@ class TrajectoryService(TrajectoryLoop):
         else:
             self._held.append((trajectory, token_ids))
 
-    def end(self) -> None:
-        self.trajectories = list(self._live.values())
-        super().end()
-
-    def _finish(self, trajectory: Trajectory, reason: str) -> None:
-        super()._finish(trajectory, reason)
-        self._finished.append(trajectory)
-
     def continuations(self) -> list[Trajectory]:
         """What is there, as far as it is: copies, those under way as "kept". One whose environment has a
         state of its own begins anew.
         """
         held = {trajectory.row: token_ids for trajectory, token_ids in self._held}
         copies = []
-        for trajectory in self._live.values():
+        for trajectory in self.live.values():
             if trajectory.finish_reason:
                 copies.append(trajectory)
                 continue
             episode, env_class = trajectory.episode, trajectory.env_class
             if episode is not None and not self.environments[env_class].stateless:
-                copy = Trajectory(trajectory.row, list(trajectory.prompt_ids), trajectory.seed)
-                for name in ("env_class", "messages", "extras", "max_turns"):
-                    setattr(copy, name, getattr(trajectory, name))
+                copy = Trajectory(trajectory.row, trajectory.prompt_ids, trajectory.seed, env_class=env_class)
+                copy.columns = trajectory.columns
             else:
                 copy = replace(trajectory, turns=[replace(turn) for turn in trajectory.turns])
                 for name in ("response_ids", "response_mask", "log_probs", "contexts"):

@@ -152,6 +152,7 @@ class Trajectory:
     messages: list[Message] = field(default_factory=list)  # its prompt, for its environment
     max_turns: int = 0  # actions of its episode
     params: SamplingParams | None = None  # of its turns; None: the loop's
+    columns: dict[str, Any] = field(default_factory=dict)  # of a row that was submitted to a rollout process
     drawn_before: int = 0  # tokens that it had sampled when its session began
     episode: Episode | None = None  # while it runs, as the next three
     session_id: int | None = None  # None: it has had none yet
@@ -171,28 +172,23 @@ class Trajectory:
             state: its `response_ids`, `response_mask`, `log_probs` without padding, and its `record`.
         """
         record = state["record"]
-        kept = record.get("kept", {})
+        kept, is_open = record.get("kept", {}), record["finish_reason"] == KEPT
         turns = [Turn.of_record(turn) for turn in record["turns"]]
-        is_open = record["finish_reason"] == KEPT
+        names = ("version_first", "version_last", "num_begun", "version_begun", "env_metrics")
+        as_then: dict[str, Any] = {name: record[name] for name in names if name in record}
+        as_then |= {name: list(state[name]) for name in ("response_ids", "response_mask", "log_probs")}
         return cls(
             row,
             kept.get("prompt_ids", prompt_ids),
             seed,
-            list(state["response_ids"]),
-            list(state["response_mask"]),
-            list(state["log_probs"]),
-            turns,
-            "" if is_open else record["finish_reason"],
-            record["version_first"],
-            record["version_last"],
-            record["num_begun"],
-            record.get("version_begun"),
-            len(turns),
+            turns=turns,
+            finish_reason="" if is_open else record["finish_reason"],
+            num_old_turns=len(turns),
             contexts=list(record.get("contexts", ())),
             seconds=(record.get("env_seconds_init", 0.0), record.get("env_seconds_step", 0.0)),
-            env_metrics=record.get("env_metrics", {}),
             error=record.get("env_error"),
             kept_env=kept.get("env"),
+            **as_then,
         )
 
     @property

@@ -14,11 +14,13 @@ import re
 import signal
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 from unittest import mock
 
+from verl.environments.agent_function import ProgramEnv
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, Message
-from verl.environments.messages import plain, with_tool_calls, with_tools_told
+from verl.environments.messages import plain
 
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
@@ -127,7 +129,7 @@ def load_verifiers_environment(id: str, args: Mapping[str, Any]) -> Any:
         return environment
 
 
-class VerifiersEnv(BaseTextEnv):
+class VerifiersEnv(ProgramEnv):
     """An episode of a `verifiers` environment, in whose own `run_rollout` the policy is the model.
 
     Its requests are answered with our turns; the messages that it added since the last one are observations.
@@ -135,56 +137,21 @@ class VerifiersEnv(BaseTextEnv):
     <tool_call>{"name": .., "arguments": {..}}</tool_call>; what it gives comes back in <tool_response>.
     """
 
-    counts_turns = True
-
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__()
         self.source = json.loads((extras or {})["verifiers"])
-        self.events: asyncio.Queue[Any] = asyncio.Queue()  # requests, and the rollout at its end
-        self.turn: asyncio.Future[str]  # of the request that waits
-        self.messages: list[dict[str, Any]] = []
         self.metrics: dict[str, Any] = {}
-        self.rollout: asyncio.Task[Any] | None = None
 
-    async def init(self, prompt: list[Message]) -> Any:  # type: ignore[override]
+    async def play(self, prompt: list[Message]) -> float:
         environment, model = await asyncio.to_thread(self._prepare)
-        self.rollout = asyncio.create_task(environment.run_rollout(self.source["row"], model, "policy", {}))
-        self.rollout.add_done_callback(self.events.put_nowait)
-        request = await self.events.get()
-        if isinstance(request, asyncio.Task):
-            raise ValueError(f"The rollout ended before its first turn: {request.result().get('error')}")
-        self.messages, tools = request
-        return with_tools_told(self.messages, tools), {}
-
-    async def step(self, action: str) -> BaseTextEnvStepOutput:  # type: ignore[override]
-        self.turns += 1
-        self.turn.set_result(action)
-        event = await self.events.get()
-        if isinstance(event, asyncio.Task):
-            output = event.result()
-            if output.get("error"):
-                raise RuntimeError(f"The environment of verifiers failed: {output['error']}")
-            self.metrics = dict(output.get("metrics") or {})
-            return {"observations": [], "reward": float(output["reward"]), "done": True, "metadata": {}}
-        old, (new, tools) = self.messages, event
-        is_new = new[: len(old)] != old or len(new) == len(old) or new[len(old)]["role"] != "assistant"
-        self.messages = new
-        observations = [{"role": "user", "content": plain(each)} for each in new[len(old) + 1 :]]
-        return {
-            "observations": with_tools_told(new, tools) if is_new else observations,
-            "reward": 0.0,
-            "done": False,
-            "metadata": {},
-            "is_new_context": is_new,  # what the policy has read was rewritten
-        }
+        output = await environment.run_rollout(self.source["row"], model, "policy", {})
+        if output.get("error"):
+            raise RuntimeError(f"The environment of verifiers failed: {output['error']}")
+        self.metrics = dict(output.get("metrics") or {})
+        return float(output["reward"])
 
     def get_metrics(self) -> dict[str, Any]:
         return self.metrics
-
-    async def close(self) -> None:  # type: ignore[override]
-        if self.rollout is not None:
-            self.rollout.cancel()
-            await asyncio.wait([self.rollout])
 
     def _prepare(self) -> tuple[Any, Any]:
         """The environment, and its model. It takes seconds at first, for imports and data."""
@@ -194,10 +161,9 @@ class VerifiersEnv(BaseTextEnv):
 
         async def answer(messages: Any, model: str, sampling: Any, tools: Any = None, **_: Any) -> Any:
             """A request of the rollout to its model; the next turn is the reply."""
-            self.turn = asyncio.get_running_loop().create_future()
-            self.events.put_nowait((messages, tools))
-            text = await self.turn
-            message = {"role": "assistant", "content": text} | (with_tool_calls(text) if tools else {})
+            told: Future[Any] = Future()
+            self.events.put_nowait(({"messages": messages, "tools": tools}, told))
+            message, _usage = await asyncio.wrap_future(told)
             reason = "tool_calls" if message.get("tool_calls") else "stop"
             choices = [{"index": 0, "message": message, "finish_reason": reason}]
             reply = {"id": self.source["id"], "object": "chat.completion", "created": 0, "model": model}

@@ -24,13 +24,13 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from verl.environments.base import BaseTextEnv, BaseTextEnvStepOutput, EpisodeFailed, Message
-from verl.environments.calls import attempt, start
+from verl.environments.calls import in_thread
 from verl.environments.messages import FORMATS, calls_of, text_of, with_tool_calls, with_tools_told
 from verl.utils.importing import import_named
 
@@ -45,73 +45,37 @@ def essence(message: Mapping[str, Any]) -> tuple[Any, ...]:
     return message["role"], text_of(message).strip(), calls_of(message)
 
 
-def in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """What a plain function returns, of a thread of its own that nobody waits for when the program ends."""
-    future: Future[Any] = Future()
-
-    async def call() -> Any:
-        return function(*arguments)
-
-    start(attempt, future, call)
-    return future
-
-
-class AgentFunctionEnv(BaseTextEnv):
-    """An episode in which a program asks and the policy answers."""
+class ProgramEnv(BaseTextEnv):
+    """An episode in which a program asks and the policy answers. `play` is the program: it returns a reward,
+    and puts each request into `events`, with a future of the reply: what was said, and its usage.
+    """
 
     counts_turns = reads_usage = True
+    form, rewards = FORMATS["hermes"], True
 
-    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
+    def __init__(self) -> None:
         super().__init__()
-        config = env_config or {}
-        name, form = config.get("function"), config.get("tool_format", "hermes")
-        if not isinstance(name, str):
-            found = f"Found environment.env_config.agent.function={name!r}"
-            raise ValueError(f"{found}; expected package.module:run.")
-        if form not in FORMATS:
-            raise ValueError(f"Found tool_format={form!r} of agent; expected one of {', '.join(FORMATS)}.")
-        self.function = import_named(name, f"function={name!r} of environment agent", ())
-        self.form, self.rewards = FORMATS[form], bool(config.get("rewards", True))
-        self.stop, self.row = self.form.stop, dict(extras or {})
         self.usage = (0, 0, False)  # tokens that the last turn has read and written; whether a limit cut it
         self.events: asyncio.Queue[Any] = asyncio.Queue()  # requests (body, reply), and the run at its end
         self.body: dict[str, Any] = {}
         self.reply: Future[Any] = Future()
         self.running: asyncio.Task[Any] | None = None
-        self.session_id = f"s{next(_numbers)}"
+
+    async def play(self, prompt: list[Message]) -> float | None:
+        raise NotImplementedError
 
     async def init(self, prompt: list[Message]) -> Any:  # type: ignore[override]
-        self.loop = asyncio.get_running_loop()
-        _sessions[self.session_id] = self
-        base_url = f"{await asyncio.wrap_future(in_thread(endpoint))}/sessions/{self.session_id}/v1"
-        task = {**self.row, "prompt": prompt}
-
-        async def play() -> Any:
-            if inspect.iscoroutinefunction(self.function):
-                return await self.function(task, base_url)
-            return await asyncio.wrap_future(in_thread(self.function, task, base_url))
-
-        self.running = asyncio.create_task(play())
+        self.running = asyncio.create_task(self.play(prompt))
         self.running.add_done_callback(self.events.put_nowait)
         if await self._next():
             raise EpisodeFailed("the agent ended before its first request")
         return with_tools_told(self.body["messages"], self.body.get("tools"), self.form), {}
 
-    def put(self, body: dict[str, Any], reply: Future[Any]) -> None:
-        """A request, in the event loop of the episode."""
-        if self.session_id in _sessions:
-            self.events.put_nowait((body, reply))
-        else:
-            reply.cancel()
-
     async def _next(self) -> bool:
         """Waits for the next request; True: the run has ended instead. Raises what it raised."""
         event = await self.events.get()
         if isinstance(event, asyncio.Task):
-            reward = event.result()
-            if self.rewards == (reward is None):
-                expected = "a reward" if self.rewards else "nothing, as rewards is false"
-                raise EpisodeFailed(f"the agent returned {reward!r:.100}; expected {expected}")
+            event.result()
             return True
         self.body, self.reply = event
         asked = self.body.get("stop") or ()
@@ -149,14 +113,57 @@ class AgentFunctionEnv(BaseTextEnv):
         return {"turns": self.turns}
 
     async def close(self) -> None:  # type: ignore[override]
-        _sessions.pop(self.session_id, None)
         if self.running is not None:
             self.running.cancel()
+            await asyncio.wait([self.running], timeout=1.0)
         while not self.events.empty():
             event = self.events.get_nowait()
             if not isinstance(event, asyncio.Task):
                 event[1].cancel()
         self.reply.cancel()
+
+
+class AgentFunctionEnv(ProgramEnv):
+    """An episode that a function of the user's plays."""
+
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
+        super().__init__()
+        config = env_config or {}
+        name, form = config.get("function"), config.get("tool_format", "hermes")
+        if not isinstance(name, str):
+            found = f"Found environment.env_config.agent.function={name!r}"
+            raise ValueError(f"{found}; expected package.module:run.")
+        if form not in FORMATS:
+            raise ValueError(f"Found tool_format={form!r} of agent; expected one of {', '.join(FORMATS)}.")
+        self.function = import_named(name, f"function={name!r} of environment agent", ())
+        self.form, self.rewards = FORMATS[form], bool(config.get("rewards", True))
+        self.stop, self.row = self.form.stop, dict(extras or {})
+        self.session_id = f"s{next(_numbers)}"
+
+    async def play(self, prompt: list[Message]) -> float | None:
+        self.loop = asyncio.get_running_loop()
+        _sessions[self.session_id] = self
+        base_url = f"{await asyncio.wrap_future(in_thread(endpoint))}/sessions/{self.session_id}/v1"
+        task = {**self.row, "prompt": prompt}
+        if inspect.iscoroutinefunction(self.function):
+            reward = await self.function(task, base_url)
+        else:
+            reward = await asyncio.wrap_future(in_thread(partial(self.function, task, base_url)))
+        if self.rewards == (reward is None):
+            expected = "a reward" if self.rewards else "nothing, as rewards is false"
+            raise EpisodeFailed(f"the agent returned {reward!r:.100}; expected {expected}")
+        return reward
+
+    def put(self, body: dict[str, Any], reply: Future[Any]) -> None:
+        """A request, in the event loop of the episode."""
+        if self.session_id in _sessions:
+            self.events.put_nowait((body, reply))
+        else:
+            reply.cancel()
+
+    async def close(self) -> None:  # type: ignore[override]
+        _sessions.pop(self.session_id, None)
+        await super().close()
 
 
 def endpoint() -> str:
@@ -165,36 +172,19 @@ def endpoint() -> str:
         return _serve()
 
 
-def check_request(body: Any) -> None:
-    """ValueError: a request can't be answered."""
-    messages = body.get("messages") if isinstance(body, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"found {body!r:.200}")
-    for each in messages:
-        content = each.get("content") if isinstance(each, dict) else 0
-        parts = content if isinstance(content, list) else []
-        is_text = content is None or isinstance(content, str | list)
-        if not (is_text and isinstance(each.get("role"), str) and all(isinstance(p, dict) for p in parts)):
-            raise ValueError(f"found the message {each!r:.200}; expected a role, and a text or parts of text")
-    stop = body.get("stop") or []
-    if not all(isinstance(text, str) and text for text in ([stop] if isinstance(stop, str) else stop)):
-        raise ValueError(f"found stop={stop!r:.200}; expected texts that are not empty")
-
-
 @cache
 def _serve() -> str:
-    import orjson
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
 
     from verl.inference.border import STREAM_END, ApiError, answer_errors, as_json, event
+    from verl.inference.requests import AgentRequest
 
     async def complete(request: Request) -> Response:
         try:
-            body = orjson.loads(await request.body())
-            check_request(body)
+            body = AgentRequest.model_validate_json(await request.body()).model_dump(exclude_unset=True)
         except ValueError as error:  # half of a surrogate pair, too
             message = f"expected JSON with a list of messages: {error}"
             raise ApiError(400, "invalid_messages", message) from None

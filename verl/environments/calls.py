@@ -36,12 +36,13 @@ def late(timeout: float) -> EpisodeFailed:
     return EpisodeFailed(f"took longer than {timeout:g} s (environment.step_timeout)")
 
 
-def here(call: Call) -> Any:
+def here(call: Callable[[], Any]) -> Any:
     """The result of a call that runs here. What it raises is an Exception, or a KeyboardInterrupt: a user's
     environment may raise anything, SystemExit too.
     """
     try:
-        return at_once(call())
+        result = call()
+        return at_once(result) if inspect.iscoroutine(result) else result
     except (Exception, KeyboardInterrupt):
         raise
     except BaseException as error:
@@ -58,7 +59,7 @@ def settle(future: Future[Any], result: Any = None, error: BaseException | None 
             future.set_exception(error if is_plain else EpisodeFailed(f"it raised {error!r}"))
 
 
-def attempt(future: Future[Any], call: Call) -> None:
+def attempt(future: Future[Any], call: Callable[[], Any]) -> None:
     """Runs a call here, for a future."""
     try:
         settle(future, here(call))
@@ -69,6 +70,13 @@ def attempt(future: Future[Any], call: Call) -> None:
 def start(function: Callable[..., None], *arguments: Any) -> None:
     """Calls a function in a thread that nobody waits for when the program ends."""
     threading.Thread(target=function, args=arguments, name="environments", daemon=True).start()
+
+
+def in_thread(call: Callable[[], Any]) -> Future[Any]:
+    """The result of a call in a thread of its own."""
+    future: Future[Any] = Future()
+    start(attempt, future, call)
+    return future
 
 
 class Calls:
@@ -113,9 +121,7 @@ class Calls:
                     if self._places is None:
                         settle(future, await call())
                     elif not future.done():
-                        done: Future[Any] = Future()
-                        start(attempt, done, call)
-                        settle(future, await asyncio.wrap_future(done))
+                        settle(future, await asyncio.wrap_future(in_thread(call)))
             except BaseException as error:  # it is a user's environment; SystemExit would end the loop
                 is_late = limit is not None and limit.expired()
                 settle(future, error=late(timeout) if is_late else error)

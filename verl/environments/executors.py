@@ -186,11 +186,8 @@ class EnvironmentRunner:
         num_turns: int = 0,
         state: bytes | None = None,
     ) -> Episode | Future[Episode]:
-        """Makes an environment for an episode.
-
-        Args:
-            row: its columns. prompt: its messages. max_turns: most actions of an episode.
-            num_turns: that a stateless one has behind it. state: of `keep`, of one that goes on.
+        """Makes an environment for an episode. row: its columns. prompt: its messages. max_turns: most
+        actions. num_turns: that a stateless one has behind it. state: of `keep`, of one that goes on.
         """
         episode = Episode()
 

@@ -11,9 +11,10 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from fastapi import FastAPI, Request
+import torch
+from fastapi import Body, FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
 from verl.inference import requests
@@ -21,7 +22,8 @@ from verl.inference.border import STREAM_END, ApiError, Guard, answer_errors, as
 from verl.inference.engine_thread import EngineTurn, TurnResult
 from verl.inference.replies import Chat, Completions, Json, choice_of
 from verl.inference.sessions import Run, Sessions
-from verl.inference.weights import Shapes, check_same, read_weights, shapes_in
+from verl.utils.safetensors_file import Shapes, read_weights, shapes_in
+from verl.workers.rollout.base import checked_weights
 
 COMPLETION_TOKENS = 16  # of /v1/completions, where the client says nothing, as OpenAI has it
 SEGMENT = ("prompt_ids", "response_ids", "response_mask", "log_probs", "versions", "turns")
@@ -59,8 +61,8 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
     async def health() -> Response:
         works = not engine.failure and engine.engine.version >= 0
         status = "healthy" if works else engine.failure or "the engine has no weights"
-        about = {"model": model, "version": engine.engine.version, "paused": engine.paused}
-        return as_json({"status": status, **about}, 200 if works else 503)
+        about = {"status": status, "model": model, "version": engine.engine.version, "paused": engine.paused}
+        return as_json(about, 200 if works else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -103,8 +105,12 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
         return as_json(form.whole(await unless_gone(request, map(run, turns))))
 
     @app.post("/inference/v1/generate")
-    async def generate(request: Request, given: requests.GenerateRequest) -> Response:
-        turns = turns_of([given.token_ids], given.sampling_params, codec.max_model_len)
+    async def generate(
+        request: Request,
+        token_ids: Annotated[requests.TokenIds, Body()],
+        sampling_params: Annotated[requests.Sampling | None, Body()] = None,
+    ) -> Response:
+        turns = turns_of([token_ids], sampling_params or requests.Sampling(), codec.max_model_len)
         choices = []
         for index, result in enumerate(await unless_gone(request, map(engine.run, turns))):
             log_probs = {"content": [{"logprob": each} for each in result.log_probs]}
@@ -127,8 +133,10 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
         return await answer(request, turns, form, engine.run)
 
     @app.post("/sessions")
-    async def open_session(request: Request, given: requests.SessionRequest | None = None) -> Response:
-        session_id = sessions.open(given.uid if given else None).session_id
+    async def open_session(
+        request: Request, uid: Annotated[str | None, Body(embed=True, max_length=1000)] = None
+    ) -> Response:
+        session_id = sessions.open(uid).session_id
         base_url = f"{str(request.base_url).rstrip('/')}/sessions/{session_id}/v1"
         return as_json({"session_id": session_id, "base_url": base_url})
 
@@ -174,11 +182,16 @@ def create_app(sessions: Sessions, model: str, shapes: Shapes, token: str | None
             return as_json({"paused": engine.paused})
 
         @app.post("/update_weights")
-        async def update_weights(given: requests.UpdateRequest) -> Response:
-            folder = Path(given.weight_dir)
-            check_same(await asyncio.to_thread(shapes_in, folder), shapes)
-            await engine.load_weights(read_weights(folder), given.version)
-            return as_json({"version": given.version})
+        async def update_weights(
+            weight_dir: Annotated[str, Body()], version: Annotated[int, Body(ge=0, le=requests.MOST)]
+        ) -> Response:
+            """weight_dir: a folder with *.safetensors of the whole model."""
+            folder = Path(weight_dir)
+            there = await asyncio.to_thread(shapes_in, folder)
+            empty = ((name, torch.empty(shape, device="meta")) for name, shape in there.items())
+            list(checked_weights(empty, shapes))  # ValueError: they are not the weights of the same model
+            await engine.load_weights(read_weights(folder), version)
+            return as_json({"version": version})
 
     return app
 

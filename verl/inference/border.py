@@ -67,16 +67,14 @@ class Guard:
         self.app, self.counts = app, counts
         self.expected = None if token is None else f"Bearer {token}".encode()
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
         if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+            return await self.app(scope, receive, send)
         if self.expected is not None and scope["path"] != "/health":
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self.expected):
                 message = "expected the header Authorization: Bearer <token>"
-                await ApiError(401, "invalid_api_key", message).response()(scope, receive, send)
-                return
+                return await ApiError(401, "invalid_api_key", message).response()(scope, receive, send)
         num_bytes = 0
 
         async def limited() -> Any:
@@ -92,7 +90,7 @@ class Guard:
                 self.counts[getattr(scope.get("route"), "path", "other"), message["status"]] += 1
             await send(message)
 
-        await self.app(scope, limited, counted)
+        return await self.app(scope, limited, counted)
 
 
 async def unless_gone(request: Request, works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -3,8 +3,7 @@
     run(turn) -> order --between two steps--> open | resume -> engine.step -> Completion -> TurnResult
                  pause, resume, load_weights, close: orders too
 
-A step waits for no handler: what ended is handed over once a step, and a stream gets its next tokens when it
-has taken the last ones.
+A step waits for no handler: a stream gets its next tokens when it has taken the last ones.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ import asyncio
 import threading
 import traceback
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from verl.environments.calls import settle
 from verl.inference.border import ApiError
 from verl.workers.rollout.base import Completion, RolloutEngine, SamplingParams
 
@@ -53,7 +55,7 @@ class EngineTurn:
     session_id: int | None = None
     keeps: bool = False
     on_tokens: Callable[[list[int]], None] | None = None
-    ended: asyncio.Future[TurnResult] = field(init=False)
+    ended: Future[TurnResult] = field(default_factory=Future)
     updates: list[tuple[int, int]] = field(default_factory=list)  # (tokens then, version until then)
     num_shown: int = 0
     is_showing: bool = False  # the event loop has not taken its last tokens yet
@@ -62,11 +64,6 @@ class EngineTurn:
         self.is_showing = False
         if self.on_tokens is not None and not self.ended.done():
             self.on_tokens(token_ids)
-
-
-def settle(future: asyncio.Future[Any], result: Any, error: Exception | None = None) -> None:
-    if not future.done():
-        future.set_result(result) if error is None else future.set_exception(error)
 
 
 class EngineThread:
@@ -88,7 +85,6 @@ class EngineThread:
         self._is_closing = False
         self._held: list[EngineTurn] = []  # until the pause ends
         self._live: dict[int, EngineTurn] = {}  # by the engine's session
-        self._kept: set[int] = set()  # the engine's sessions that wait to be resumed
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -110,11 +106,10 @@ class EngineThread:
     async def run(self, turn: EngineTurn) -> TurnResult:
         """Runs a turn to its end; a cancelled one leaves nothing in the engine. ValueError: it is refused."""
         self.check_room()
-        turn.ended = self._loop.create_future()
         self.num_turns += 1
         try:
             self._orders.put(partial(self._begin, turn))
-            return await turn.ended
+            return await asyncio.wrap_future(turn.ended)
         except asyncio.CancelledError:
             self._orders.put(partial(self._cancel, turn))
             raise
@@ -122,15 +117,15 @@ class EngineThread:
             self.num_turns -= 1
 
     def close_sessions(self, session_ids: Iterable[int | None]) -> None:
-        """Closes those of the engine's sessions that were kept."""
-        self._orders.put(partial(self._close_kept, list(session_ids)))
+        """Closes those of the engine's sessions that have no turn under way."""
+        self._orders.put(partial(self._close, list(session_ids)))
 
     async def pause(self, mode: str) -> None:
         """Returns when it holds. Turns that have not begun wait until `resume`. mode: "keep" (those under way
         stand still), "wait" (they end first), "abort" (they end as they are, with the reason ABORTED).
         """
 
-        def take() -> list[asyncio.Future[TurnResult]]:
+        def take() -> list[Future[TurnResult]]:
             self.paused = mode
             under_way = [turn.ended for turn in self._live.values()]
             while mode == "abort" and self._live:
@@ -138,12 +133,12 @@ class EngineThread:
                 turn.keeps, version = False, self.engine.version
                 ids, log_probs, _ = self.engine.partial(session_id)
                 ended = Completion(session_id, ids, log_probs, [], ABORTED, None, version, version)
-                self._tell(settle, turn.ended, self._result(turn, ended))
+                settle(turn.ended, self._result(turn, ended))
             return under_way
 
         under_way = await self._ask(take)
         if mode == "wait" and under_way:
-            await asyncio.wait(under_way)
+            await asyncio.wait([asyncio.wrap_future(ended) for ended in under_way])
 
     async def resume(self) -> None:
         def take() -> None:
@@ -171,17 +166,17 @@ class EngineThread:
 
     async def _ask(self, question: Callable[[], Any]) -> Any:
         """What an order returns or raises."""
-        answer: asyncio.Future[Any] = self._loop.create_future()
+        answer: Future[Any] = Future()
 
         def run() -> None:
             try:
                 self._check_failure()
-                self._tell(settle, answer, question())
+                settle(answer, question())
             except Exception as error:  # whoever asked hears of it; the engine goes on
-                self._tell(settle, answer, None, error)
+                settle(answer, error=error)
 
         self._orders.put(run)
-        return await answer
+        return await asyncio.wrap_future(answer)
 
     def _check_failure(self) -> None:
         if self.failure:
@@ -205,32 +200,27 @@ class EngineThread:
             self._tell(self.on_failure)
         self.failure = failure
         for turn in [*self._live.values(), *self._held]:
-            self._tell(settle, turn.ended, None, ApiError(503, "engine_failed", failure))
+            settle(turn.ended, error=ApiError(503, "engine_failed", failure))
         self.engine.shutdown()
         while not self._is_closing or not self._orders.empty():  # whoever asks is told of the failure
             self._orders.get()()
 
     def _step(self) -> None:
-        news: list[Callable[[], None]] = []
         for ended in self.engine.step():
             turn = self._live.pop(ended.session_id)
-            news.append(partial(settle, turn.ended, self._result(turn, ended)))
+            settle(turn.ended, self._result(turn, ended))
         for session_id, turn in self._live.items():
             if turn.on_tokens is not None and not turn.is_showing:
                 token_ids = self.engine.partial(session_id).token_ids
                 if len(token_ids) > turn.num_shown:
                     turn.is_showing, turn.num_shown = True, len(token_ids)
-                    news.append(partial(turn.show, token_ids))
-        if news:
-            self._tell(lambda: [each() for each in news])
+                    self._tell(turn.show, token_ids)
 
     def _result(self, turn: EngineTurn, ended: Completion) -> TurnResult:
         ids, versions = ended.token_ids, list[int]()
         for length, version in [*turn.updates, (len(ids), ended.version_last)]:
             versions += [version] * (length - len(versions))
-        if turn.keeps:
-            self._kept.add(ended.session_id)
-        else:
+        if not turn.keeps:
             self.engine.close(ended.session_id)
         left = ended.session_id if turn.keeps else None
         return TurnResult(ids, ended.log_probs, versions, ended.finish_reason, ended.stop_string, left)
@@ -247,24 +237,22 @@ class EngineThread:
                 turn.session_id = self.engine.open(turn.token_ids, turn.params)
             else:
                 self.engine.resume(turn.session_id, turn.token_ids, turn.params)
-                self._kept.discard(turn.session_id)
             self._live[turn.session_id] = turn
         except (ApiError, ValueError) as error:
-            self._tell(settle, turn.ended, None, error)
+            settle(turn.ended, error=error)
 
     def _cancel(self, turn: EngineTurn) -> None:
         if turn in self._held:
             self._held.remove(turn)
         if turn.session_id is not None and self._live.get(turn.session_id) is turn:
             del self._live[turn.session_id]
-            self._kept.add(turn.session_id)
-        self._close_kept([turn.session_id])
+        self._close([turn.session_id])
 
-    def _close_kept(self, session_ids: Iterable[int | None]) -> None:
-        for session_id in self._kept.intersection(session_ids):
-            self._kept.remove(session_id)
-            if not self.failure:
-                self.engine.close(session_id)
+    def _close(self, session_ids: Iterable[int | None]) -> None:
+        for session_id in session_ids:
+            if session_id is not None and session_id not in self._live:
+                with suppress(ValueError):  # it is closed, or the engine has failed
+                    self.engine.close(session_id)
 
     def _tell(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Has the event loop call it."""

@@ -11,7 +11,7 @@ from verl.inference.chat import ChatCodec
 from verl.workers.rollout.base import SamplingParams
 
 MAX_CHOICES = 128  # of a request
-_MOST = 2**62
+MOST = 2**62
 _REFUSED = {  # what this engine does not do
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "min_tokens"),
     *("stop_token_ids", "top_logprobs", "prompt_logprobs", "best_of", "echo", "suffix", "functions", "audio"),
@@ -34,12 +34,12 @@ class Sampling(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    max_tokens: Annotated[int, Field(ge=1, le=_MOST)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-_MOST, le=_MOST)] | None = None
+    seed: Annotated[int, Field(ge=-MOST, le=MOST)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -113,7 +113,7 @@ class ChatRequest(Sampling):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[ToolDescription] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=_MOST)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = None
     logprobs: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -135,6 +135,13 @@ class ChatRequest(Sampling):
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
 
+class AgentRequest(BaseModel, extra="allow"):
+    """What the endpoint of an agent's episode reads; how the policy samples is the run's to say."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    stop: StopString | list[StopString] | None = None
+
+
 class CompletionRequest(Sampling):
     model: Text | None = None
     prompt: Text | TokenIds | Texts | Annotated[list[TokenIds], Field(min_length=1)]
@@ -148,25 +155,9 @@ class CompletionRequest(Sampling):
         return [encode(each) if isinstance(each, str) else each for each in several]
 
 
-class GenerateRequest(BaseModel):
-    token_ids: TokenIds
-    sampling_params: Sampling = Field(default_factory=Sampling)
-
-
-class SessionRequest(BaseModel):
-    uid: Annotated[str, Field(max_length=1000)] | None = None
-
-
 class FinishRequest(BaseModel):
     """turn_rewards: one for each turn, in the order of the segments."""
 
     reward: Annotated[float, Field(allow_inf_nan=False)]
     turn_rewards: list[Annotated[float, Field(allow_inf_nan=False)]] | None = None
     metadata: dict[str, Any] | None = None
-
-
-class UpdateRequest(BaseModel):
-    """weight_dir: a folder with *.safetensors of the whole model."""
-
-    weight_dir: str
-    version: Annotated[int, Field(ge=0, le=_MOST)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 import sys
 from pathlib import Path
@@ -17,13 +16,14 @@ from verl.inference.app import create_app
 from verl.inference.chat import ChatCodec
 from verl.inference.engine_thread import EngineThread
 from verl.inference.sessions import Sessions
-from verl.inference.weights import read_weights, shapes_in
 from verl.utils import hf_tokenizer
 from verl.utils.device import get_device_name
+from verl.utils.safetensors_file import read_weights, shapes_in
 from verl.workers.engine.loading import DTYPES, load_hf_config
 from verl.workers.rollout.base import TIED_HEAD, EngineUnavailable
 from verl.workers.rollout.build import EngineRequest, build_engine
 
+THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
 GRACE_SECONDS = 5
 SWITCH_SECONDS = 0.0005  # a step must not wait longer for a handler's Python
 
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     token = os.environ.get(args.api_key_var) if args.api_key_var else None
     if args.api_key_var and not token:
         parser.error(f"the environment has no {args.api_key_var}; expected the token that clients need")
-    if token is None and not _is_this_machine(args.host):
+    if token is None and args.host not in THIS_MACHINE:
         parser.error(f"--host {args.host} is open to others: set --api_key_var NAME, or listen on 127.0.0.1")
 
     folder, device = Path(args.model).expanduser(), torch.device(get_device_name())
@@ -84,10 +84,3 @@ def main(arguments: list[str] | None = None) -> None:
     server.run()
     if not server.started or not thread.ended_well:
         sys.exit(3)
-
-
-def _is_this_machine(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -35,10 +35,9 @@ class Sessions:
 
     def __init__(self, engine: EngineThread, codec: ChatCodec, max_sessions: int, max_idle: float) -> None:
         self.engine, self.codec, self.max_sessions, self.max_idle = engine, codec, max_sessions, max_idle
-        self.held: dict[str, AgentSession] = {}  # the one used longest ago first
+        self.held: dict[str, AgentSession] = {}
 
     def open(self, uid: str | None) -> AgentSession:
-        self.drop_old()
         if len(self.held) >= self.max_sessions:
             raise ApiError(429, "too_many_sessions", f"{len(self.held)} sessions held; delete some or wait")
         session = AgentSession(secrets.token_hex(16), uid)
@@ -47,13 +46,11 @@ class Sessions:
 
     def find(self, session_id: str, unfinished: bool = False) -> AgentSession:
         """ApiError 404; 409: it is finished, and must not be."""
-        self.drop_old()
-        session = self.held.pop(session_id, None)
+        session = self.held.get(session_id)
         if session is None:
             message = f"no session {session_id!r}: it was dropped, or never opened"
             raise ApiError(404, "session_not_found", message)
         session.last_used = time.monotonic()
-        self.held[session_id] = session
         if unfinished and session.outcome is not None:
             raise ApiError(409, "session_finished", f"session {session_id} is finished")
         return session

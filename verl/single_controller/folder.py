@@ -67,9 +67,7 @@ MACHINE = [socket.gethostname(), os.readlink("/proc/self/ns/pid") if sys.platfor
 def put(path: Path, payload: bytes) -> None:
     """Writes a message, whole or not at all."""
     aside = path.with_name(f".{path.name}.part")
-    with aside.open("wb") as file:
-        file.write(zlib.crc32(payload).to_bytes(4, "big"))
-        file.write(payload)
+    aside.write_bytes(zlib.crc32(payload).to_bytes(4, "big") + payload)
     os.replace(aside, path)
 
 
@@ -135,6 +133,11 @@ class Pulse:
     @property
     def silent(self) -> float:
         return time.monotonic() - self._since
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a driver has said that the run is."""
+        return self.has_moved and bool(self.about.get("over"))
 
 
 def _locked(path: Path) -> TextIO:
@@ -221,7 +224,6 @@ class FolderWorkerGroup(WorkerGroup):
         self._session, self._is_over = pool.session, False
         self._folder = pool.session.root / pool.session.number
         self._pulses = [Pulse(pool.session.root / f"{pool.name}-{i}.json") for i in range(pool.world_size)]
-        self._lives = [""] * pool.world_size
         self._numbers = [0] * pool.world_size
         self._lock = threading.Lock()
         self._wait_for_all(pool.timeout_seconds)
@@ -233,33 +235,31 @@ class FolderWorkerGroup(WorkerGroup):
                 f"Found ranks of {self.name} on {', '.join(sorted(machines))}, and rank 0 at {address}; "
                 "expected --address ADDRESS of it, at which the others reach its machine"
             )
-        (port,) = self._values(self._start("start_store", [((), {})]), "its start")
         roles = cls_with_init.args[0]  # the class that is made of them has no name to be found by
         carried = {name: os.environ[name] for name in CARRIED if name in os.environ}
-        told: list[Call] = [((roles, each | carried), {}) for each in pool.variables(address, port)]
+        places = pool.variables(address, self._pulses[0].about["port"])
+        told: list[Call] = [((roles, each | carried), {}) for each in places]
         self._values(self._start("make_worker", told), "__init__")
 
     def _wait_for_all(self, seconds: float) -> None:
-        began, is_told = time.monotonic(), False
-        while True:
-            for rank, pulse in enumerate(self._pulses):
-                about = pulse.look()
-                if pulse.has_moved and about.get("session") == self._session.number:
-                    self._lives[rank] = self._lives[rank] or about["life"]
-            names = ", ".join(f"{self.name}-{rank}" for rank, life in enumerate(self._lives) if not life)
-            if not names:
-                return
-            waited = time.monotonic() - began
+        began, said_at = time.monotonic(), SECONDS_TO_WAIT_SILENTLY
+        while missing := [rank for rank, pulse in enumerate(self._pulses) if not self._is_served(pulse)]:
+            names, waited = ", ".join(f"{self.name}-{rank}" for rank in missing), time.monotonic() - began
             if waited > seconds:
                 raise ValueError(
                     f"Found no process {names} after {seconds:g} s at {self._session.root}; expected for "
                     f"each: python -m verl.{self.name} @ run.yaml --rank RANK"
                 )
-            if waited > SECONDS_TO_WAIT_SILENTLY and not is_told:
-                is_told = True
+            if waited > said_at:
+                said_at = seconds
                 print(f"waiting up to {seconds:g} s for {names} at {self._session.root}", flush=True)
             self._session.check_alive("the start of others")
             time.sleep(0.05)
+        self._lives = [pulse.about["life"] for pulse in self._pulses]
+
+    def _is_served(self, pulse: Pulse) -> bool:
+        session = pulse.look().get("session")
+        return pulse.has_moved and session == self._session.number
 
     def _start(self, method: str, calls: list[Call]) -> list[Any]:
         if self._is_over:
@@ -282,8 +282,7 @@ class FolderWorkerGroup(WorkerGroup):
         """What the ranks have answered. A death is raised before an error that it may have caused."""
         began, until = time.monotonic(), float("inf")
         while sum(reply.look() for reply in replies) < len(replies):
-            answers = [reply.answer for reply in replies if reply.answer]
-            errors = [str(error) for _, error, _ in answers if error is not None]
+            errors = [str(each.answer[1]) for each in replies if each.answer and each.answer[1] is not None]
             if errors:
                 patience = SILENT_SECONDS if any(map(PEER_GONE.search, errors)) else SECONDS_FOR_OTHER_RANKS
                 until = min(until, time.monotonic() + patience)
@@ -326,12 +325,9 @@ class FolderWorkerGroup(WorkerGroup):
 
 
 class FolderRank:
-    """What a driver can call: `start_store`, `make_worker`, then the worker's methods."""
+    """What a driver can call: `make_worker`, then the worker's methods."""
 
-    def start_store(self) -> int:
-        """Starts the store in which all ranks meet, on a port that the system picks; returns the port."""
-        self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        return self._store.port
+    worker: Any = None
 
     def make_worker(self, roles: dict[str, ClassWithInitArgs], variables: dict[str, str]) -> None:
         os.environ.update(variables)
@@ -341,7 +337,7 @@ class FolderRank:
 
     def answer(self, method: str, call: Call) -> bytes:
         """Pickled (result, error, its traceback), where one of the first two is None."""
-        target: Any = self if method in ("start_store", "make_worker") else self.worker
+        target: Any = self.worker or self
         try:
             return pickle.dumps((run_method(target, method, call), None, ""), protocol=5)
         except (Exception, SystemExit) as error:  # whatever a method may raise; raised again by the driver
@@ -361,20 +357,15 @@ def serve(root: Path, name: str, address: str, parent: int = 0, patience: float 
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster sends it to all; it is for the driver
     root.mkdir(parents=True, exist_ok=True)
-    about = {"pid": os.getpid(), "machine": MACHINE, "address": address, "session": None}
     with _locked(root / f"{name}.lock"):
-        driver, rank, served = Pulse(root / "driver.json"), FolderRank(), list[str]()
-        beat = Beat(root / f"{name}.json", about | {"life": uuid.uuid4().hex})
-        watch = partial(_watch, driver, served, parent, patience)
+        driver, rank, number, since = Pulse(root / "driver.json"), FolderRank(), 0, time.monotonic()
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # all ranks meet in rank 0's
+        about = {"pid": os.getpid(), "life": uuid.uuid4().hex, "machine": MACHINE, "address": address}
+        beat = Beat(root / f"{name}.json", about | {"port": store.port, "session": None})
+        watch = partial(_watch, driver, beat, parent, patience)
         threading.Thread(target=watch, name="driver's beat", daemon=True).start()
-        while not served and not (driver.has_moved and driver.about.get("over")):
-            if driver.has_moved and (session := driver.about.get("session")):
-                served.append(session)
-                beat.write(session=session)
-            time.sleep(0.05)
-        number, since = 0, time.monotonic()
-        while served and not driver.about.get("over"):
-            box = root / served[0] / name
+        while not driver.is_over:
+            box = root / str(beat.about["session"]) / name
             try:
                 method, call = take(box / f"call-{number}")
             except FileNotFoundError:
@@ -384,19 +375,19 @@ def serve(root: Path, name: str, address: str, parent: int = 0, patience: float 
             with suppress(FileNotFoundError):  # the session is over: `_watch` will see it
                 put(box / f"reply-{number}", payload)
             number, since = number + 1, time.monotonic()
-        if hasattr(rank, "worker"):
+        if rank.worker is not None:
             rank.worker.close()
         beat.end()
     return 0
 
 
-def _watch(driver: Pulse, served: list[str], parent: int, patience: float) -> None:
-    """Executes this program again as soon as the driver leads another session than that which is served, and
-    ends it with the run: a call that waits for another rank may never end.
+def _watch(driver: Pulse, beat: Beat, parent: int, patience: float) -> None:
+    """Serves the driver's first session that it hears of. Executes this program again as soon as the driver
+    leads another one, and ends it with the run: a call that waits for another rank may never end.
     """
     while True:
-        told = driver.look()
-        if driver.has_moved and told.get("over"):
+        told, served = driver.look().get("session"), beat.about["session"]
+        if driver.is_over:
             time.sleep(SECONDS_TO_CLOSE)
             os._exit(0)
         if driver.silent > patience:
@@ -405,11 +396,14 @@ def _watch(driver: Pulse, served: list[str], parent: int, patience: float) -> No
             os._exit(3)
         if parent and os.getppid() != parent:
             os._exit(3)
-        if served and told.get("session") != served[0]:
+        if driver.has_moved and told and not served:
+            with suppress(OSError):  # the next beat tells it
+                beat.write(session=told)
+        elif served and told != served:
             sys.stdout.flush()
             sys.stderr.flush()
             for number in map(int, os.listdir("/proc/self/fd") if sys.platform == "linux" else ()):
                 with suppress(OSError):
                     os.set_inheritable(number, number < 3)  # connections and locks of this session are closed
             os.execve(sys.executable, sys.orig_argv, ENVIRONMENT)
-        time.sleep(0.2)
+        time.sleep(0.1)

@@ -82,19 +82,17 @@ class ResourcePoolManager:
         return self.resource_pool_dict[self.mapping[role]]
 
 
+def num_sampling(config: Config | SFTConfig) -> int:
+    """Processes that sample with the native engine and do not train; 0: those that train do."""
+    if isinstance(config, SFTConfig):
+        return 0
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.num_processes if rollout.placement == "apart" and rollout.name == "native" else 0
+
+
 def samples_apart(config: Config | SFTConfig) -> bool:
     """Whether processes of their own sample, with the native engine."""
-    if isinstance(config, SFTConfig):
-        return False
-    rollout = config.actor_rollout_ref.rollout
-    return rollout.placement == "apart" and rollout.name == "native"
-
-
-def num_sampling(config: Config | SFTConfig) -> int:
-    """Processes that sample and do not train."""
-    if isinstance(config, SFTConfig) or not samples_apart(config):
-        return 0
-    return config.actor_rollout_ref.rollout.num_processes
+    return num_sampling(config) > 0
 
 
 def roles_of(passes: Passes) -> list[Role]:
@@ -116,7 +114,7 @@ def build_pools(
     """
     spec, mapping = {"global_pool": processes_on_nodes(config)}, dict.fromkeys(roles, "global_pool")
     if samples_apart(config):
-        spec["rollout_pool"] = [config.actor_rollout_ref.rollout.num_processes]
+        spec["rollout_pool"] = [num_sampling(config)]
         mapping[Role.Rollout] = "rollout_pool"
     pools = ResourcePoolManager(
         resource_pool_spec=spec,

@@ -49,21 +49,18 @@ class RunProcesses:
                 "that you start the processes: verl.orchestrator, verl.train_worker, verl.inference"
             )
         self.argv, self.max_restarts = list(argv), trainer.max_restarts
-        self.num_trainers = trainer.n_gpus_per_node
+        self.num_trainers, self.folder = trainer.n_gpus_per_node, process_folder(config)
         samplers = rollout.num_processes if rollout.placement == "apart" else 0
         self.places = [DRIVER, *(f"{TRAINER}-{rank}" for rank in range(self.num_trainers))]
         self.places += [f"{SAMPLER}-{rank}" for rank in range(samplers)]
         self.running: dict[str, subprocess.Popen[bytes]] = {}  # by name: `train_worker-0`
         self.asked = 0  # signal that was sent to this process
         self.tracker = Path(trainer.default_local_dir) / "latest_checkpointed_iteration.txt"
-        self.checkpoint_before = self._checkpoint()
-        self.folder = process_folder(config)
+        self.began = time.time()
         self._beat(DRIVER).unlink(missing_ok=True)  # of an earlier run; one that goes on writes it again
 
-    def _checkpoint(self) -> int | None:
-        with suppress(OSError):
-            return self.tracker.stat().st_mtime_ns
-        return None
+    def _beat(self, place: str) -> Path:
+        return self.folder / f"{'driver' if place == DRIVER else place}.json"
 
     def _is_over(self) -> bool:
         """Whether the driver has said so: it and the others only have to end."""
@@ -71,16 +68,12 @@ class RunProcesses:
             return bool(json.loads(self._beat(DRIVER).read_text(encoding="utf-8"))["over"])
         return False
 
-    def _beat(self, place: str) -> Path:
-        return self.folder / f"{'driver' if place == DRIVER else place}.json"
-
     def _kill_silent(self) -> None:
         """A process that has begun to beat and does so no more is killed, to be started again."""
         for place, process in self.running.items():
             with suppress(OSError, psutil.Error):
                 began = psutil.Process(process.pid).create_time()
-                last = self._beat(place).stat().st_mtime
-                if began < last < time.time() - SILENT_SECONDS:
+                if began < self._beat(place).stat().st_mtime < time.time() - SILENT_SECONDS:
                     print(f"{place} (pid {process.pid}) is silent", file=sys.stderr, flush=True)
                     process.kill()
 
@@ -94,7 +87,7 @@ class RunProcesses:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             gpus = [str(i) for i in range(gpu + 1)] if visible is None else visible.split(",")
             environment["CUDA_VISIBLE_DEVICES"] = gpus[gpu] if gpu < len(gpus) else ""
-        elif self._checkpoint() != self.checkpoint_before:  # started again, and there is one of this run
+        elif self.tracker.exists() and self.tracker.stat().st_mtime > self.began:  # a checkpoint of this run
             command += ["trainer.resume_mode=auto", "trainer.resume_from_path=null"]
         self.running[place] = subprocess.Popen(
             command, env=environment, preexec_fn=die_with_parent, start_new_session=True
@@ -105,41 +98,37 @@ class RunProcesses:
         for each in PASSED_ON:  # nohup ignores some, and so does a shell that passes on itself
             if signal.getsignal(each) is not signal.SIG_IGN:
                 signal.signal(each, self.pass_on)
+        num_restarts, gone_since = 0, float("inf")
         try:
-            return self._watch()
+            for place in self.places:
+                self.start(place)
+            while time.monotonic() - gone_since < SECONDS_TO_NOTICE:  # it waits for those that never come
+                time.sleep(0.1)
+                self._kill_silent()
+                for place, process in list(self.running.items()):
+                    if (status := process.poll()) is None:
+                        continue
+                    del self.running[place]
+                    is_over = self._is_over()
+                    if place == DRIVER and (status >= 0 or self.asked or is_over):
+                        return status if status >= 0 else 128 - status
+                    if is_over:
+                        continue
+                    killed = f"was killed by {signal.Signals(-status).name}" if status < 0 else ""
+                    told = f"{place} (pid {process.pid}) {killed or f'ended with {status}'}: it is"
+                    goes_on = num_restarts < self.max_restarts and status != 2  # 2: a user's mistake
+                    what = "" if goes_on else f"not (trainer.max_restarts={self.max_restarts}) "
+                    print(f"{told} {what}started again", file=sys.stderr, flush=True)
+                    if goes_on:
+                        num_restarts += 1
+                        self.start(place)
+                    elif place == DRIVER:
+                        return 3
+                    else:  # the driver says where the run stands, and ends
+                        gone_since = min(gone_since, time.monotonic())
+            return 3
         finally:
             self.end()
-
-    def _watch(self) -> int:
-        num_restarts, gone_since = 0, float("inf")
-        for place in self.places:
-            self.start(place)
-        while True:
-            time.sleep(0.1)
-            self._kill_silent()
-            if time.monotonic() - gone_since > SECONDS_TO_NOTICE:  # it waits for processes that never come
-                return 3
-            for place, process in list(self.running.items()):
-                status = process.poll()
-                if status is None:
-                    continue
-                del self.running[place]
-                if place == DRIVER and (status >= 0 or self.asked or self._is_over()):
-                    return status if status >= 0 else 128 - status
-                if self._is_over():
-                    continue
-                killed = f"was killed by {signal.Signals(-status).name}" if status < 0 else ""
-                told = f"{place} (pid {process.pid}) {killed or f'ended with {status}'}: it is"
-                goes_on = num_restarts < self.max_restarts and status != 2  # 2: a user's mistake
-                what = "" if goes_on else f"not (trainer.max_restarts={self.max_restarts}) "
-                print(f"{told} {what}started again", file=sys.stderr, flush=True)
-                if goes_on:
-                    num_restarts += 1
-                    self.start(place)
-                elif place == DRIVER:
-                    return 3
-                else:  # the driver says where the run stands, and ends
-                    gone_since = min(gone_since, time.monotonic())
 
     def pass_on(self, number: int, frame: object) -> None:
         """A signal goes to the driver, which ends the run."""

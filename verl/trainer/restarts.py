@@ -72,8 +72,7 @@ class RestartingRun:
 
     def __init__(self, config: Config, build: Callable[[Config], RayPPOTrainer]) -> None:
         self.config, self._build = config, build
-        trainer = config.trainer
-        self.max_restarts = trainer.max_restarts if trainer.backend != "local" else 0
+        self.max_restarts = config.trainer.max_restarts if config.trainer.backend != "local" else 0
         self.num_restarts = 0
         self.trainer: RayPPOTrainer | None = None
         self._last = 0  # step of the checkpoint that a restart goes on from
@@ -84,16 +83,23 @@ class RestartingRun:
         """Build the trainer and load the models. ValueError: the user's mistake, e.g. more processes than the
         cluster has room for. RunStopped: a process died, and may not be started again.
         """
-        self.trainer = self._build(copy.deepcopy(self.config))
-        died: WorkerDiedError | None = None
+        config = copy.deepcopy(self.config)
+        if self.num_restarts and (self._has_own or config.trainer.resume_mode != "from_path"):
+            config.trainer.resume_mode, config.trainer.resume_from_path = "auto", None
         try:
+            self.trainer = self._build(config)
+            self.trainer.num_restarts = self.num_restarts
+            if self.num_restarts:
+                for pool in self.trainer.resource_pool_manager.resource_pool_dict.values():
+                    pool.timeout_seconds = config.trainer.restart_timeout
             self.trainer.init_workers()
         except WorkerDiedError as error:
-            died = error
-        if self.trainer.resume_folder is not None:
-            self._last = RunState.load(self.trainer.resume_folder).step
-        if died is not None:
-            self._after(died)
+            self._after(error)
+        except ValueError as error:
+            if not self.num_restarts:
+                raise
+            # what was right at the start: the cluster or a disk is another one now
+            raise RunStopped(f"the run could not be started again: {error} {self._by_hand()}") from error
 
     def fit(self) -> None:
         """Train to the end, over as many restarts as that takes and `trainer.max_restarts` allows.
@@ -101,9 +107,8 @@ class RestartingRun:
         """
         while True:
             try:
-                if self.trainer is None:
-                    self._start_again()
-                assert self.trainer is not None
+                while self.trainer is None:
+                    self.start()
                 self.trainer.fit()
                 return
             except RECOVERABLE as error:
@@ -115,19 +120,6 @@ class RestartingRun:
         if trainer is not None:
             trainer.shutdown()
 
-    def _start_again(self) -> None:
-        config = copy.deepcopy(self.config)
-        if self._has_own or config.trainer.resume_mode != "from_path":
-            config.trainer.resume_mode, config.trainer.resume_from_path = "auto", None
-        try:
-            self.trainer = self._build(config)
-            self.trainer.num_restarts = self.num_restarts
-            for pool in self.trainer.resource_pool_manager.resource_pool_dict.values():
-                pool.timeout_seconds = config.trainer.restart_timeout
-            self.trainer.init_workers()
-        except ValueError as error:  # what was right at the start: the cluster or a disk is another one now
-            raise RunStopped(f"the run could not be started again: {error} {self._by_hand()}") from error
-
     def _after(self, error: Exception) -> None:
         """Ends what is left; returns when the run may be built anew. RunStopped if it may not."""
         trainer = self.trainer
@@ -137,6 +129,8 @@ class RestartingRun:
         self._failures_in_a_row += 1
         if trainer.checkpoints.last_written is not None:
             self._last, self._has_own, self._failures_in_a_row = trainer.checkpoints.last_written, True, 1
+        elif self.num_restarts == 0 and trainer.resume_folder is not None:
+            self._last = RunState.load(trainer.resume_folder).step
         if self.max_restarts == 0:
             raise RunStopped(
                 f"{self._by_hand()} With trainer.max_restarts=3 (and Ray, or verl.rl) it does so by itself."

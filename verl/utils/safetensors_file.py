@@ -1,4 +1,4 @@
-"""Writing safetensors files one tensor at a time, while other threads go on.
+"""Safetensors files: written one tensor at a time, while other threads go on, and read so.
 
 The format (https://github.com/huggingface/safetensors): eight bytes with the header's length, the header
 (JSON: name -> dtype, shape, place of its bytes), the tensors' bytes end to end. The library's own `save_file`
@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+Shapes = dict[str, tuple[int, ...]]
 
 _TYPES = {
     torch.float64: "F64",
@@ -48,3 +51,28 @@ def write_safetensors(file: Path, like: Mapping[str, Tensor], stream: Iterable[t
             left: memoryview = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
             while left:
                 left = left[out.write(left) :]
+
+
+def shapes_in(folder: Path) -> Shapes:
+    """Name -> shape, by the headers. ValueError: there is no folder, no *.safetensors in it, or one that
+    can't be read.
+    """
+    shapes: Shapes = {}
+    path = folder  # its name may be too long, or it can't be looked into
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} can't be read: {error}") from error
+    if not shapes:
+        raise ValueError(f"{folder} is no folder with *.safetensors")
+    return shapes
+
+
+def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of all *.safetensors of a folder."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in sorted(file.keys()):
+                yield name, file.get_tensor(name)

@@ -4,7 +4,8 @@
     load_weights(version) -> files are read in a thread --between two engine steps-->
 
 Calls come in one thread and leave orders; the loop runs in another and takes them between two engine steps.
-What is asked for after new weights waits for these; what is under way goes on until they are there.
+Orders pass through the thread that reads weights, so that what is asked for after new weights waits for
+these; what is under way goes on until they are there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import count
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import mean
 from typing import Any
 
@@ -30,6 +32,7 @@ from verl.agent.service import TrajectoryService
 from verl.agent.trajectory import Trajectory
 from verl.config.policy import ActorRolloutRef
 from verl.config.schema import AsyncTraining
+from verl.environments.calls import settle
 from verl.protocol import DataProto
 from verl.single_controller.base import Dispatch, Worker, register
 from verl.workers.fsdp_workers import device_kind
@@ -61,19 +64,18 @@ class RolloutWorker(Worker):
         super().__init__()
         self.config, self.agent_factory, self.settings = config, agent_factory, settings
         self.device = self.get_device(device_kind(device))
-        self._lock = threading.Lock()
-        self._orders: list[tuple[Job, Future[Any] | None, bool]] = []  # see `_order`
+        self._orders: SimpleQueue[Job] = SimpleQueue()  # for the loop
         self._bell: Future[None] = Future()  # rings when there is an order
-        self._over = threading.Condition(self._lock)
-        self._ended: list[tuple[dict[str, Any], Trajectory]] = []  # rows for `poll`, with their columns
-        self._columns: dict[int, dict[str, Any]] = {}  # of each row that is not over
+        self._over = threading.Condition()
+        self._ended: list[Trajectory] = []  # for `poll`
+        self._asked: dict[Future[list[Trajectory]], list[Trajectory]] = {}  # by `generate_sequences`
         self._rows, self._failure, self._closing = count(), "", False
         self._idle_seconds = 0.0
         self._figured: list[Trajectory] = []  # ended since the last `figures`
         self._sync_delays: list[float] = []  # of weights that came since then
         self._sync_bytes = self._noted_bytes = 0  # of all that came over Ray; of all that `figures` gave
         self._reader: Any = None  # of weights in files
-        self._reading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
+        self._passing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._thread: threading.Thread | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -81,8 +83,6 @@ class RolloutWorker(Worker):
         """Makes engine and agent for `num_rows` trajectories at once. ValueError: the engine can't run the
         model, or not within its memory.
         """
-        if self._thread is not None:
-            return
         rollout, model = self.config.rollout, self.config.model
         path = str(Path(model.path).expanduser())
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
@@ -103,28 +103,21 @@ class RolloutWorker(Worker):
         what `ActorRolloutRefWorker.export_weights` gives: pairs of rank 0, or the folder that it writes them
         to; None of others.
         """
-        started = time.perf_counter()
-        arrival: Future[Sequence[tuple[str, Tensor]]] = Future()
+        started, arrival = time.perf_counter(), Future[Sequence[tuple[str, Tensor]]]()
         if isinstance(weights[0], Path):
             from verl.utils.weight_files import WeightReader
 
             self._reader = self._reader or WeightReader(weights[0], f"rollout-{self.rank}")
-            arrival = self._reading.submit(self._reader.read, version, self.settings.group_deadline)
-            arrival.add_done_callback(lambda _: self._ring())
+            arrival = self._passing.submit(self._reader.read, version, self.settings.group_deadline)
         else:
             arrival.set_result(weights[0])
             self._sync_bytes += sum(tensor.nbytes for _, tensor in weights[0])
 
-        def take() -> None:
-            pairs = arrival.result()
+        def load() -> None:
+            self.engine.load_weights(arrival.result(), version)
+            self._sync_delays.append(time.perf_counter() - started)
 
-            def load() -> None:
-                self.engine.load_weights(pairs, version)
-                self._sync_delays.append(time.perf_counter() - started)
-
-            self.service.load_weights(load, not self.settings.in_flight_updates)
-
-        self._order(take, needs=arrival)
+        self._order(lambda: self.service.load_weights(load, not self.settings.in_flight_updates))
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def submit(self, rows: DataProto | None) -> None:
@@ -147,28 +140,25 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def cancel(self, uids: set[str]) -> None:
-        """Ends the rows of these groups, wherever they are; they are not given out any more."""
+        """Ends the rows of these groups; those that have ended already may still be given out."""
 
         def end() -> None:
-            rows = {row for row, columns in self._columns.items() if columns["uid"] in uids}
-            self.service.cancel(rows)
-            for row in rows:
-                del self._columns[row]
-            with self._lock:
-                self._ended = [each for each in self._ended if each[0]["uid"] not in uids]
+            live = self.service.live.items()
+            self.service.cancel([row for row, each in live if each.columns.get("uid") in uids])
 
         self._order(end)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def continuations(self) -> DataProto | None:
         """The rows that were submitted and not polled, as `run_llm_loop` gives them; "kept": under way."""
+        noted: Future[DataProto | None] = Future()
 
-        def note() -> DataProto | None:
-            running = [(self._columns[each.row], each) for each in self.service.continuations()]
-            with self._lock:
-                return self._batch([*self._ended, *running])
+        def note() -> None:
+            running = [each for each in self.service.continuations() if each.columns]
+            noted.set_result(self._batch([*self._ended, *running]))
 
-        return self._ask(note)
+        self._order(note)
+        return self._result(noted)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -182,8 +172,9 @@ class RolloutWorker(Worker):
         """`rollout/*` of the engine, the agent's, `async/rollout_idle_seconds`, and of weights that came
         `async/sync_bytes` and the mean `async/sync_delay_seconds`, since the last call.
         """
+        taken: Future[dict[str, float]] = Future()
 
-        def take() -> dict[str, float]:
+        def take() -> None:
             metrics = self.service.load.metrics() | self.agent.figures(self._figured)
             metrics["async/rollout_idle_seconds"] = self._idle_seconds
             num_bytes = self._sync_bytes + (self._reader.num_bytes if self._reader else 0)
@@ -192,46 +183,29 @@ class RolloutWorker(Worker):
                 metrics["async/sync_delay_seconds"] = mean(self._sync_delays)
             self.service.load, self._idle_seconds, self._figured = EngineLoad(self.engine), 0.0, []
             self._noted_bytes, self._sync_delays = num_bytes, []
-            return metrics
+            taken.set_result(metrics)
 
-        return self._ask(take, overtakes=True)
+        self._take_order(take)  # it does not wait for weights
+        return self._result(taken)
 
     def close(self) -> None:
         self._closing = True
         if self._reader is not None:
             self._reader.close()
-        self._reading.shutdown(wait=False, cancel_futures=True)
-        self._order(lambda: None)
+        self._passing.shutdown(wait=False, cancel_futures=True)
+        self._take_order(lambda: None)
         if self._thread is not None:
             self._thread.join(JOIN_SECONDS)
             self.agent.close()
         super().close()
 
-    def _order(self, run: Job, needs: Future[Any] | None = None, overtakes: bool = False) -> None:
-        """The loop will run it. It waits, and later ones that don't overtake too, until `needs` is over."""
-        with self._lock:
-            self._orders.append((run, needs, overtakes))
-        self._ring()
+    def _order(self, run: Job) -> None:
+        """The loop will run it, once the weights are there that were announced before."""
+        self._passing.submit(self._take_order, run)
 
-    def _ring(self) -> None:
-        with self._lock:
-            if not self._bell.done():
-                self._bell.set_result(None)
-
-    def _due_orders(self) -> list[Job]:
-        """Those that need nothing any more, in order; the others stay."""
-        orders, self._orders, due = self._orders, [], list[Job]()
-        for run, needs, overtakes in orders:
-            if (self._orders or (needs is not None and not needs.done())) and not overtakes:
-                self._orders.append((run, needs, overtakes))
-            else:
-                due.append(run)
-        return due
-
-    def _ask(self, question: Callable[[], Any], overtakes: bool = False) -> Any:
-        answer: Future[Any] = Future()
-        self._order(lambda: answer.set_result(question()), overtakes=overtakes)
-        return self._result(answer)
+    def _take_order(self, run: Job) -> None:
+        self._orders.put(run)
+        settle(self._bell)
 
     def _result(self, future: Future[Any]) -> Any:
         """Of a future that the loop sets. RolloutFailed: the loop stands still for `group_deadline`."""
@@ -256,18 +230,16 @@ class RolloutWorker(Worker):
         try:
             with torch.no_grad():
                 while not self._closing:
-                    with self._lock:
-                        orders, bell = self._due_orders(), Future[None]()
-                        self._bell = bell
-                    for run in orders:
-                        run()
+                    bell = self._bell = Future[None]()  # before it looks: no order goes unheard
+                    while not self._orders.empty():
+                        self._orders.get()()
                     if not self.service.is_idle:
                         self.service.advance(bell)
-                    elif not orders:
+                        self._give_out(self.service.take_finished())
+                    else:
                         started = time.perf_counter()
                         bell.result()
                         self._idle_seconds += time.perf_counter() - started
-                    self._give_out(self.service.take_finished())
         except BaseException:
             with self._over:
                 self._failure = traceback.format_exc()
@@ -276,33 +248,29 @@ class RolloutWorker(Worker):
             self.service.end()
 
     def _begin(self, rows: DataProto, done: Future[list[Trajectory]] | None = None) -> None:
-        trajectories = self.agent.trajectories(rows)
-        params = self.agent.sampling_params(rows.meta_info)
-        job = (done, trajectories)
+        trajectories, params = self.agent.trajectories(rows), self.agent.sampling_params(rows.meta_info)
+        columns = {name: column for name, column in rows.non_tensor_batch.items() if name != "continuation"}
         for index, trajectory in enumerate(trajectories):
             trajectory.row, trajectory.params = next(self._rows), params
-            columns = {name: column[index] for name, column in rows.non_tensor_batch.items()}
-            columns.pop("continuation", None)
-            self._columns[trajectory.row] = columns if done is None else columns | {"job": job}
+            if done is None:
+                trajectory.columns = {name: column[index] for name, column in columns.items()}
+        if done is not None:
+            self._asked[done] = trajectories
         self.service.add(trajectories)
 
     def _give_out(self, trajectories: Sequence[Trajectory]) -> None:
         if not trajectories:
             return
         self._figured += trajectories
+        for done, asked in list(self._asked.items()):
+            if all(each.finish_reason for each in asked):
+                done.set_result(self._asked.pop(done))
         with self._over:
-            for trajectory in trajectories:
-                columns = self._columns.pop(trajectory.row)
-                if (job := columns.get("job")) is None:
-                    self._ended.append((columns, trajectory))
-                elif not job[0].done() and all(each.finish_reason for each in job[1]):
-                    job[0].set_result(job[1])
+            self._ended += [each for each in trajectories if each.columns]
             self._over.notify_all()
 
-    def _batch(self, rows: Sequence[tuple[dict[str, Any], Trajectory]]) -> DataProto | None:
-        rows = [row for row in rows if "job" not in row[0]]
+    def _batch(self, rows: Sequence[Trajectory]) -> DataProto | None:
         if not rows:
             return None
-        names = [name for name in rows[0][0] if name != "episode"]
-        columns = {name: [columns[name] for columns, _ in rows] for name in names}
-        return self.agent.batch([trajectory for _, trajectory in rows], columns, {})
+        names = [name for name in rows[0].columns if name != "episode"]
+        return self.agent.batch(rows, {name: [each.columns[name] for each in rows] for name in names}, {})

@@ -101,13 +101,10 @@ class RankProcess:
     """The actor: makes the worker and runs its methods, one at a time, in the order they were called."""
 
     def locate(self) -> RankPlace:
+        """Where this rank lives; all ranks meet in rank 0's store, whose port the system picks."""
         address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
-        return RankPlace(os.getpid(), socket.gethostname(), address, node)
-
-    def start_store(self) -> int:
-        """Starts the store in which all ranks meet, on a port that the system picks; returns the port."""
         self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        return self.store.port
+        return RankPlace(os.getpid(), socket.gethostname(), address, node, self.store.port)
 
     def make_worker(
         self, cls_with_init: ClassWithInitArgs, variables: dict[str, str], several_nodes: bool
@@ -166,9 +163,9 @@ class RayWorkerGroup(WorkerGroup):
 
     def _make_workers(self, pool: RayResourcePool, cls_with_init: ClassWithInitArgs) -> None:
         self._rank_places = self._resolver("its start")([actor.locate.remote() for actor in self._actors])
-        (port,) = self._resolver("its start")([self._actors[0].start_store.remote()])
         several_nodes = len({place.node for place in self._rank_places}) > 1
-        places, refs = pool.variables(self._rank_places[0].address, port), []
+        first = self._rank_places[0]
+        places, refs = pool.variables(first.address, first.port), []
         for actor, place in zip(self._actors, places, strict=True):
             refs.append(actor.make_worker.remote(cls_with_init, secret_variables() | place, several_nodes))
         self._resolver("__init__")(refs)

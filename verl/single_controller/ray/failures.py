@@ -34,12 +34,13 @@ _LONGEST_LINE, _LONGEST_ERROR = 300, 600
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank lives: its process; its node's name, IP address and id in Ray."""
+    """Where a rank lives: its process; its node's name, IP address and id in Ray; the port of its store."""
 
     pid: int
     host: str
     address: str
     node: str
+    port: int
 
 
 def resolve_refs(refs: list[Any], group: str, method: str, places: Sequence[RankPlace] = ()) -> list[Any]:

@@ -162,15 +162,12 @@ class RolloutStream:
         is begun. The step before, if there was one, is over.
         """
         started = time.perf_counter()
-        while self.settings.repeatable and any(group.begun for group in self.running.values()):
+        while self.settings.repeatable and self.running:
             self._receive()
         self.workers.load_weights(weights, version)
         self._sums["sync_seconds"] += time.perf_counter() - started
         self.version, self.taken, self.replaced = version, [], 0
         if begin:
-            for group in self.running.values():
-                if not group.begun:  # of a checkpoint
-                    self._submit(group)
             self._begin()
 
     def take(self, count: int) -> DataProto:
@@ -226,7 +223,7 @@ class RolloutStream:
     def _submit(self, group: PromptGroup) -> None:
         load = [silent * (1 + len(self.running)) for silent in self._silent]  # those that are silent last
         for other in self.running.values():
-            load[other.rank] += other.begun > 0
+            load[other.rank] += 1
         group.rank, group.begun = int(np.argmin(load)), time.monotonic()
         columns = group.prompts.non_tensor_batch
         members = [number for number in range(len(group.prompts)) if number not in group.rows]
@@ -315,6 +312,5 @@ class RolloutStream:
             return
         state = pickle.loads(file.read_bytes())
         self.next_number = state["next_number"]
-        self.again = [PromptGroup(*each) for each in state["again"]]
+        self.again = [PromptGroup(*each) for each in (*state["running"], *state["again"])]
         self.ready = [PromptGroup(*each) for each in state["ready"]]
-        self.running = {group.uid: group for group in (PromptGroup(*each) for each in state["running"])}

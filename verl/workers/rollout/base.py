@@ -15,6 +15,7 @@ tokens, see `stop.py`).
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -203,7 +204,7 @@ class RolloutEngine(ABC, Generic[Session]):
         self._sessions: dict[int, Session] = {}
         self._full: list[Session] = []  # resumed with more tokens than max_model_len has room for
         self._next_id = 0
-        self._steps = self._generated_tokens = 0
+        self._steps = self._generated_tokens = self._asleep = 0  # _asleep: the level, as in `sleep`
         self._seconds = 0.0
 
     # ---- sessions ----
@@ -296,11 +297,25 @@ class RolloutEngine(ABC, Generic[Session]):
     def has_runnable(self) -> bool:
         """True if `step` has something to do. Sessions that wait for `resume` don't count."""
 
-    @abstractmethod
     def step(self) -> list[Completion]:
         """Advance what runs; return the turns that ended: maybe none. RuntimeError: it sleeps, or has no
         weights.
         """
+        if self._asleep:
+            raise RuntimeError("the engine is asleep; call wake first")
+        if not self.has_runnable:
+            return []
+        if self.version < 0:
+            raise RuntimeError("the engine has no complete weights; call load_weights first")
+        start = time.perf_counter()
+        ended = self._advance() + self._end_full()
+        self._steps += 1
+        self._seconds += time.perf_counter() - start
+        return ended
+
+    @abstractmethod
+    def _advance(self) -> list[Completion]:
+        """`step` of an engine that is awake and has weights, but for the turns that have no room."""
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -312,19 +327,18 @@ class RolloutEngine(ABC, Generic[Session]):
         then has no weights until the next call.
         """
 
-    @abstractmethod
     def sleep(self, level: int = 1) -> int:
         """Give memory to the trainer; sessions stay as in `load_weights`. Returns the bytes given back. Level
         1: the KV cache. Level 2: the engine's weights too, then `load_weights` comes before the next step.
+        An engine without memory on the trainer's devices has none to give.
         """
+        return 0
 
-    @abstractmethod
-    def wake(self) -> None:
+    def wake(self) -> None:  # noqa: B027
         """Take the memory again. Does nothing when awake."""
 
-    @abstractmethod
     def stats(self) -> dict[str, float]:
-        """Load now, and sums since construction.
+        """Load now, and sums since construction; engines add theirs to those that all have.
 
         Now: running, queued (no KV state yet, or preempted), parked (turn ended, waiting for the owner),
         kv_used_share (of the budget).
@@ -332,6 +346,12 @@ class RolloutEngine(ABC, Generic[Session]):
         that was there: a shared prompt), preemptions, seconds (in `step`). An engine that can't know a figure
         leaves it out.
         """
+        return {
+            "parked": float(sum(not session.under_way for session in self._sessions.values())),
+            "steps": float(self._steps),
+            "generated_tokens": float(self._generated_tokens),
+            "seconds": self._seconds,
+        }
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -196,20 +196,15 @@ def _vllm_apart(
         if problem is not None:  # on every rank: whichever is heard first says why
             raise problem
     backend = "nccl" if request.device.type == "cuda" else "gloo"
-    try:
-        return RemoteVllmEngine(
-            list(urls),
-            max_model_len=request.max_model_len,
-            vocab_size=model_config.get_text_config().vocab_size,
-            sender=WeightSender(backend, request.device, request.dtype) if request.rank == 0 else None,
-            servers=servers,
-            rank=request.rank,
-            max_requests=max(rollout.max_num_seqs, request.num_rows),
-        )
-    except BaseException:
-        if servers is not None:
-            servers.close()
-        raise
+    return RemoteVllmEngine(
+        list(urls),
+        max_model_len=request.max_model_len,
+        vocab_size=model_config.get_text_config().vocab_size,
+        sender=WeightSender(backend, request.device, request.dtype) if request.rank == 0 else None,
+        servers=servers,  # which it ends, also where it can't start
+        rank=request.rank,
+        max_requests=max(rollout.max_num_seqs, request.num_rows),
+    )
 
 
 def _other_devices(device: torch.device) -> list[str] | None:

@@ -6,7 +6,7 @@ import pytest
 from protocol_server import VOCABULARY, ProtocolServer
 from remote_parts import WEIGHTS, VersionSender
 
-from verl.workers.rollout.vllm import server_client, server_pool
+from verl.workers.rollout.vllm import server_client
 from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
 
 
@@ -14,7 +14,7 @@ from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
 def start(monkeypatch):
     """start(num_servers=1): (engine with weights 0, servers)."""
     monkeypatch.setattr(server_client, "STREAM_INTERVAL", 4)
-    monkeypatch.setattr(server_pool, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(server_client, "PATIENCE_SECONDS", 0.3)
     with ExitStack() as stack:
 
         def make(num_servers=1, version=0, prepare=lambda server: None):

@@ -9,7 +9,6 @@ Log-probs come from the pass that samples. `RolloutEngine` has `open`, `resume` 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 import torch
@@ -84,7 +83,7 @@ class NativeEngine(RolloutEngine[NativeSession]):
         self._scheduler = Scheduler(
             self.num_blocks, block_size, max_num_seqs, max_model_len, max_prefill_tokens
         )
-        self._has_pool = self._asleep = False
+        self._has_pool = False
 
     @property
     def has_runnable(self) -> bool:
@@ -100,30 +99,19 @@ class NativeEngine(RolloutEngine[NativeSession]):
 
     # ---- one step ----
 
-    def step(self) -> list[Completion]:
+    def _advance(self) -> list[Completion]:
         """Prefill what is new, sample a token for every session that has all its tokens computed.
 
         If the model raises, all KV state is dropped and the sessions stay as they were before the step.
         """
-        if self._asleep:
-            raise RuntimeError("the engine is asleep; call wake first")
-        if not self.has_runnable:
-            return []
-        if self.version < 0:
-            raise RuntimeError("the engine has no weights; call load_weights first")
-        start = time.perf_counter()
         if not self._has_pool:
             self._runner.allocate(self.num_blocks)
             self._has_pool = True
         try:
-            ended = self._run() if self._scheduler.has_runnable else []
+            return self._run() if self._scheduler.has_runnable else []
         except BaseException:  # whatever it was, also Ctrl-C: what the pool holds is not known any more
             self._scheduler.drop_kv()
             raise
-        ended += self._end_full()
-        self._steps += 1
-        self._seconds += time.perf_counter() - start
-        return ended
 
     def _run(self) -> list[Completion]:
         step = self._scheduler.plan()
@@ -189,19 +177,14 @@ class NativeEngine(RolloutEngine[NativeSession]):
         parked or queued session lost its KV state to others.
         """
         scheduler = self._scheduler
-        parked = sum(not session.under_way for session in self._sessions.values())
         used = scheduler.pool.num_used
-        return {
+        return super().stats() | {
             "running": float(scheduler.num_running),
             "queued": float(scheduler.num_queued + len(self._full)),
-            "parked": float(parked),
             "kv_bytes": float(used * self._runner.bytes_per_block),
             "kv_used_share": used / self.num_blocks,
-            "steps": float(self._steps),
-            "generated_tokens": float(self._generated_tokens),
             "prefilled_tokens": float(scheduler.prefilled_tokens),
             "prefix_hit_tokens": float(scheduler.prefix_hit_tokens),
             "preemptions": float(scheduler.preemptions),
             "evictions": float(scheduler.evictions),
-            "seconds": self._seconds,
         }

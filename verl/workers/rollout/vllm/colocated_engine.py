@@ -13,7 +13,6 @@ of older ones is used and nothing derived from them is left (`weight_transfer.py
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +76,6 @@ class VllmEngine(RolloutEngine[VllmSession]):
         self._on_cpu = current_platform.is_cpu()
         self._llm.collective_rpc("rollout_install_sampler")
         super().__init__(max_model_len, self._llm.model_config.hf_config.get_text_config().vocab_size)
-        self._asleep = 0
         self._requests: dict[str, VllmSession] = {}
         self._prefilled_tokens = self._prefix_hit_tokens = self._preemptions = 0
 
@@ -108,16 +106,9 @@ class VllmEngine(RolloutEngine[VllmSession]):
 
     # ---- one step ----
 
-    def step(self) -> list[Completion]:
-        """Advance everything that runs by one token; return the turns that ended."""
-        if not self.has_runnable:
-            return []
-        if self._asleep:
-            raise RuntimeError("the engine is asleep; call wake first")
-        if self.version < 0:
-            raise RuntimeError("the engine has no weights; call load_weights first")
-        start = time.perf_counter()
-        ended = self._end_full()
+    def _advance(self) -> list[Completion]:
+        """Everything that runs goes on by one token."""
+        ended: list[Completion] = []
         stopped: list[str] = []
         for output in self._llm.step() if self._requests else ():
             session = self._requests[output.request_id]
@@ -129,8 +120,6 @@ class VllmEngine(RolloutEngine[VllmSession]):
                 ended.append(session.end_turn(*finish, self.version))
         if stopped:
             self._llm.abort_request(stopped)
-        self._steps += 1
-        self._seconds += time.perf_counter() - start
         return ended
 
     def _accept(self, session: VllmSession, output: Any) -> tuple[str, str | None] | None:
@@ -193,18 +182,14 @@ class VllmEngine(RolloutEngine[VllmSession]):
         used = self._scheduler.get_kv_cache_usage()
         size = sum(tensor.size for tensor in self._scheduler.kv_cache_config.kv_cache_tensors)
         preemptions = sum(session.request.num_preemptions for session in self._requests.values())
-        return {
+        return super().stats() | {
             "running": float(running),
             "queued": float(queued),
-            "parked": float(sum(not session.under_way for session in self._sessions.values())),
             "kv_bytes": float(used * size),
             "kv_used_share": float(used),
-            "steps": float(self._steps),
-            "generated_tokens": float(self._generated_tokens),
             "prefilled_tokens": float(self._prefilled_tokens),
             "prefix_hit_tokens": float(self._prefix_hit_tokens),
             "preemptions": float(self._preemptions + preemptions),
-            "seconds": self._seconds,
         }
 
     def shutdown(self) -> None:

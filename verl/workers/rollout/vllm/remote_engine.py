@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-import time
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future
@@ -44,9 +43,9 @@ from verl.workers.rollout.vllm.server_client import (
     RequestRefused,
     ServerClient,
     ServerFailed,
+    ServerPool,
     completion_body,
 )
-from verl.workers.rollout.vllm.server_pool import RPC_SECONDS, ServerPool
 from verl.workers.rollout.vllm.weight_transfer import ServerWorkers, WeightSender
 
 T = TypeVar("T")
@@ -145,20 +144,15 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
         with self._lock:
             return super().partial(session_id)
 
-    def step(self) -> list[Completion]:
+    def _advance(self) -> list[Completion]:
         """The turns that ended since the last call; waits a moment when there are none.
 
         RuntimeError when no server is left, or one answers what can't be understood.
         """
-        if not self.has_runnable:
-            return []
-        if self.version < 0:
-            raise RuntimeError("the servers have no complete weights; call load_weights first")
-        start = time.perf_counter()
-        completions = self._end_full()
+        completions: list[Completion] = []
         while self._failure is None:
             try:
-                item = self._ended.get(timeout=0.0 if completions else _STEP_SECONDS)
+                item = self._ended.get(timeout=0.0 if completions or self._full else _STEP_SECONDS)
             except queue.Empty:
                 break
             if isinstance(item, BaseException):
@@ -166,8 +160,6 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
             elif item.session_id in self._under_way:
                 self._under_way.remove(item.session_id)
                 completions.append(item)
-        self._steps += 1
-        self._seconds += time.perf_counter() - start
         if self._failure is not None and not completions:
             raise EngineUnavailable(f"rollout on vLLM servers: {self._failure}") from self._failure
         return completions
@@ -188,22 +180,17 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
             self._call(self._pool.wait_for_version(version))
         else:
             self._call(self._pool.pause())
+            clients = {client.url: client for client in self._pool.living()}
             workers = [
-                ServerWorkers(client.url, client.num_workers, partial(self._call_workers, client))
-                for client in self._pool.living()
+                ServerWorkers(url, client.num_workers, partial(self._call_workers, client))
+                for url, client in clients.items()
             ]
             for url, reason in self._sender.send(workers, weights, version).items():
-                self._pool.bury(url, reason)
+                clients[url].bury(reason)
             self._call(self._pool.finish_update(version))
         self.version = version
         for session_id in self._under_way:
             self._loop.call_soon_threadsafe(self._start, self._sessions[session_id])
-
-    def sleep(self, level: int = 1) -> int:
-        return 0  # the servers' memory is not on the trainer's devices
-
-    def wake(self) -> None:
-        pass
 
     def stats(self) -> dict[str, float]:
         """As in `RolloutEngine.stats`, and `servers`: how many live.
@@ -216,15 +203,13 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
             running = sum(1 for session in turns if session.log_probs)
         if self._sender is not None and not turns:
             self._server_metrics = self._call(self._pool.metrics())
-        return {
+        now = {
             "running": float(running),
             "queued": float(len(turns) - running),
             "parked": float(len(self._sessions) - len(turns)),
             "servers": float(sum(client.dead is None for client in self._pool.clients)),
-            "steps": float(self._steps),
-            "generated_tokens": float(self._generated_tokens),
-            "seconds": self._seconds,
-        } | self._server_metrics
+        }
+        return super().stats() | now | self._server_metrics
 
     def shutdown(self) -> None:
         """End requests, thread, transfer groups, and the servers that were started for this engine."""
@@ -239,7 +224,8 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
             stack.callback(self._thread.join)
             stack.callback(self._loop.call_soon_threadsafe, self._loop.stop)
             self._call(self._break_off())
-            self._call(self._pool.close())
+            for client in self._pool.clients:
+                self._call(client.disconnect())
 
     # ---- turns ----
 
@@ -270,8 +256,8 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
                     server = session.server = self._least_loaded()
                 try:
                     async with self._room:
-                        has_ended, reason = await self._request(session, server, version)
-                    if has_ended:  # the owner may have resumed the session by now
+                        reason = await self._request(session, server, version)
+                    if reason is None:  # the turn has ended; the owner may have resumed the session by now
                         return
                     if reason == "abort":  # another process has paused the server
                         version = await self._pool.version_after_pause(server)
@@ -296,17 +282,14 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
                 if session.turn != turn:  # its next turn began before this request was gone
                     self._start(session)
 
-    async def _request(
-        self, session: RemoteSession, server: ServerClient, version: int
-    ) -> tuple[bool, str | None]:
-        """One request from the session's tokens: whether the turn has ended with it, and why the server ended
-        it.
+    async def _request(self, session: RemoteSession, server: ServerClient, version: int) -> str | None:
+        """One request from the session's tokens: why the server ended it; None: the turn has ended.
 
         A turn that ends is handed out at once: the task may be cancelled whenever it waits.
         """
         left = session.limit - len(session.log_probs)
         body = completion_body(self._pool.model_name, session.tokens, session.params, left)
-        reason = None
+        reason: str | None = None
         chunks = server.complete(body)
         try:
             async for chunk in chunks:
@@ -318,20 +301,23 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
                         ended = session.accept(*token, version)
                         if ended is not None:
                             self._ended.put(session.end_turn(*ended, version))
-                            return True, None
+                            return None
                 reason = chunk.finish_reason or reason
         finally:
             await chunks.aclose()
-        return False, reason
+        return reason
 
     def _least_loaded(self) -> ServerClient:
+        """Of equals the first from this process's own place on."""
         load = Counter(other.server for other in list(self._sessions.values()) if other.server)
-        return self._pool.least_loaded(load, self._rank)
+        living = self._pool.living()
+        own = self._rank % len(living)
+        return min(living[own:] + living[:own], key=lambda client: load[client])
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _call_workers(self, client: ServerClient, method: str, **arguments: str) -> Future[list[Any]]:
         """Call a method of `WeightReceiver` in a server's workers."""
-        call = client.call_workers(method, RPC_SECONDS, **arguments)
+        call = client.call_workers(method, **arguments)
         return asyncio.run_coroutine_threadsafe(call, self._loop)

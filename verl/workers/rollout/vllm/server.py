@@ -146,7 +146,7 @@ class VllmServers:
                 url, log_path = f"http://{HOST}:{port}", folder / f"server-{index}.log"
                 command = _command(engine_args, python, port)
                 self.processes.append(ServerProcess(url, command, environment, log_path))
-            self._wait_until_healthy(time.monotonic() + timeout, timeout)
+            self._wait_until_healthy(timeout)
         except BaseException:
             self.close()
             raise
@@ -164,26 +164,22 @@ class VllmServers:
         self.processes = []
         self._scratch.cleanup()
 
-    def _wait_until_healthy(self, deadline: float, timeout: float) -> None:
-        waiting = list(self.processes)
+    def _wait_until_healthy(self, timeout: float) -> None:
+        waiting, deadline = list(self.processes), time.monotonic() + timeout
         with httpx.Client(trust_env=False, timeout=2.0) as client:
             while waiting:
-                process, problem = waiting[0], ""
-                if not process.alive:
-                    problem = "ended while it started"
-                elif time.monotonic() > deadline:
-                    problem = f"was not healthy after {timeout:g} seconds"
-                if problem:
-                    raise EngineUnavailable(
-                        f"the vLLM server {process.url} {problem}; the last lines of its log:\n"
-                        f"{process.log_tail()}"
-                    )
+                process = waiting.pop(0)
                 with contextlib.suppress(httpx.TransportError):
                     if client.get(f"{process.url}/health").status_code == 200:
                         logger.info("vLLM server %s is ready", process.url)
-                        waiting.remove(process)
                         continue
-                waiting.append(waiting.pop(0))
+                problem = f"was not healthy after {timeout:g} seconds" if time.monotonic() > deadline else ""
+                if not process.alive:
+                    problem = "ended while it started"
+                if problem:
+                    told = f"{problem}; the last lines of its log:\n{process.log_tail()}"
+                    raise EngineUnavailable(f"the vLLM server {process.url} {told}")
+                waiting.append(process)
                 time.sleep(0.1)
 
 

@@ -1,27 +1,44 @@
-"""One vLLM server over HTTP: a request's tokens as they come, and the calls that steer the server.
+"""vLLM servers over HTTP: a client of each, and the pool of an engine's.
 
-    complete(body) -> POST /v1/completions, streamed -> Chunk(token ids, both log-probs, how it ended) ...
-    get, post -> the endpoints of VLLM_SERVER_DEV_MODE=1: pause, resume, versions of weights, workers' calls
+    client.complete(body) -> POST /v1/completions, streamed -> Chunk(token ids, both log-probs, its end) ...
+    client.get, post      -> the endpoints of VLLM_SERVER_DEV_MODE=1: pause, resume, weights, workers' calls
+    pool.connect -> [pause -> weights come -> finish_update] ... per update -> close
 
 Prompts go out and tokens come back as ids. What fails is one of two things: `ServerFailed`, the connection
 or the server itself (it may help to ask again, or elsewhere), and `RequestRefused`, which would be refused
-everywhere.
+everywhere. A server that fails is buried: it is never used again, since nobody knows what weights it would
+come back with. Everything here runs on the engine's event loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
-from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.base import EngineUnavailable, SamplingParams
 from verl.workers.rollout.vllm import SESSION_SEED
+from verl.workers.rollout.vllm.server import ServerProcess, VllmServers
+from verl.workers.rollout.vllm.weight_transfer import WORKER_EXTENSION
+
+logger = logging.getLogger(__name__)
 
 STALL_SECONDS = 600.0  # without a byte of a request's answer; then the server is asked whether it works
+RPC_SECONDS = 1800.0  # that a call of the workers may take
+PATIENCE_SECONDS = 10.0  # that a server may not answer before it is given up
 _CONTROL_SECONDS = 60.0
+_UPDATING = "updating"
+_METRICS = {
+    "prefix_hit_tokens": "vllm:prefix_cache_hits_total",
+    "prefilled_tokens": "vllm:prompt_tokens_total",
+    "preemptions": "vllm:num_preemptions_total",
+}
 _MESSAGE_CHARACTERS = 600
 STREAM_INTERVAL = 8  # tokens that a server collects before it sends them; a turn's end is sent at once
 
@@ -115,13 +132,15 @@ def _plain_log_prob(token_id: int, top: dict[str, float]) -> float:
 
 
 class ServerClient:
-    """Calls to one server; all of them on one event loop. url: its base address. dead: why it is not used any
-    more, once it is not. num_workers: of it; known once our sampler is installed in them.
+    """Calls to one server; all of them on one event loop. url: its base address. process: where this one has
+    started it. dead: why it is not used any more, once it is not. num_workers: of it; known once our sampler
+    is installed in them.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, process: ServerProcess | None = None) -> None:
+        self.url, self.process = url.rstrip("/"), process
         self.dead: str | None = None
+        self.probing = asyncio.Lock()
         self.num_workers = 0
         tls = httpx.create_ssl_context() if url.startswith("https:") else False
         stall = httpx.Timeout(_CONTROL_SECONDS, read=STALL_SECONDS)
@@ -130,6 +149,13 @@ class ServerClient:
         # After an error vLLM closes a connection that it has promised to keep: each call takes a new one.
         new = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._control = httpx.AsyncClient(trust_env=False, timeout=_CONTROL_SECONDS, limits=new, verify=tls)
+
+    def bury(self, reason: str) -> None:
+        """Use this server no more."""
+        if self.dead is None:
+            tail = f"; the last lines of its log:\n{self.process.log_tail()}" if self.process else ""
+            self.dead = reason + tail
+            logger.warning("vLLM server %s is not used any more: %s", self.url, self.dead)
 
     async def disconnect(self) -> None:
         await self._streams.aclose()
@@ -154,9 +180,9 @@ class ServerClient:
         if not finished:
             raise ServerFailed("its answer broke off")
 
-    async def is_healthy(self, timeout: float = 10.0) -> bool:
+    async def is_healthy(self) -> bool:
         try:
-            return (await self._control.get(f"{self.url}/health", timeout=timeout)).status_code == 200
+            return (await self._control.get(f"{self.url}/health", timeout=10.0)).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -164,10 +190,10 @@ class ServerClient:
         """The label of its weights: that of /update_weight_version, "default" before the first."""
         return str((await self.get("/weight_info"))["weight_version"])
 
-    async def call_workers(self, method: str, timeout: float, **arguments: str) -> list[Any]:
+    async def call_workers(self, method: str, **arguments: str) -> list[Any]:
         """`collective_rpc`: the method's answer of each worker (what is no list or dict comes as text)."""
-        body = {"method": method, "kwargs": arguments, "timeout": timeout}
-        answer = await self.post("/collective_rpc", json=body, timeout=timeout + _CONTROL_SECONDS)
+        body = {"method": method, "kwargs": arguments, "timeout": RPC_SECONDS}
+        answer = await self.post("/collective_rpc", json=body, timeout=RPC_SECONDS + _CONTROL_SECONDS)
         return list(answer.json()["results"]) if answer.content else []
 
     async def metrics(self) -> dict[str, float]:
@@ -206,3 +232,142 @@ def _error(response: httpx.Response) -> RuntimeError:
     path, answer = response.request.url.path, response.text[:_MESSAGE_CHARACTERS]
     text = f"{path} answered {response.status_code}: {answer}"
     return ServerFailed(text) if response.status_code >= 500 else RequestRefused(text)
+
+
+class ServerPool:
+    """vLLM servers with the same model. model_name: as the servers call it; after `connect`."""
+
+    def __init__(self, urls: Sequence[str], servers: VllmServers | None) -> None:
+        """For the arguments see `RemoteVllmEngine`."""
+        started = {} if servers is None else {process.url: process for process in servers.processes}
+        self.clients = [ServerClient(url, started.get(url)) for url in dict.fromkeys(urls)]
+        self.model_name = ""
+
+    async def connect(self, max_model_len: int, is_sender: bool) -> None:
+        """Check that all servers answer and fit; the sender installs our sampler in them."""
+        names = set()
+        for client in self.clients:
+            try:
+                model = (await client.get("/v1/models"))["data"][0]
+                configuration = (await client.get("/server_info", config_format="json"))["vllm_config"]
+                _check_fit(client.url, model, configuration, max_model_len)
+                names.add(str(model["id"]))
+                if is_sender:
+                    answers = await client.call_workers("rollout_install_sampler")
+                    client.num_workers = len(answers)
+            except (ServerFailed, RequestRefused, LookupError, TypeError) as error:
+                raise EngineUnavailable(f"vLLM server {client.url} can't be used: {error!r}") from error
+        if len(names) != 1:
+            raise ValueError(f"the servers have different models: {sorted(names)}")
+        self.model_name = names.pop()
+
+    def living(self) -> list[ServerClient]:
+        """EngineUnavailable, with each one's reason, if there are none."""
+        living = [client for client in self.clients if client.dead is None]
+        if not living:
+            reasons = "; ".join(f"{client.url}: {client.dead}" for client in self.clients)
+            raise EngineUnavailable(f"no vLLM server is left ({reasons})")
+        return living
+
+    async def check(self, client: ServerClient, error: ServerFailed) -> None:
+        """Bury a server that failed, unless it says before long that it is healthy."""
+        async with client.probing:  # one asks, for all turns that failed with it
+            deadline, wait = time.monotonic() + PATIENCE_SECONDS, 0.05
+            while client.dead is None and not await client.is_healthy():
+                has_ended = client.process is not None and not client.process.alive
+                if has_ended or time.monotonic() + wait > deadline:
+                    return client.bury(str(error))
+                await asyncio.sleep(wait)
+                wait *= 2
+
+    # ---- weights ----
+
+    async def pause(self) -> None:
+        """Before weights come: no request runs, and the label says that there are no complete weights."""
+
+        async def prepare(client: ServerClient) -> None:
+            # ends all requests there (their streams with finish_reason "abort") and holds new ones back
+            await client.post("/pause", params={"mode": "abort"})
+            await client.post("/update_weight_version", json={"new_version": _UPDATING})
+
+        await self.each(prepare)
+
+    async def finish_update(self, version: int) -> None:
+        """After weights came: no KV state of older ones, the new label, and on."""
+
+        async def finish(client: ServerClient) -> None:
+            answer = await client.post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+            if answer.json() != {"success": True}:
+                raise ServerFailed(f"it did not drop its KV state: {answer.text[:600]}")
+            await client.post("/update_weight_version", json={"new_version": str(version)})
+            await client.post("/resume")
+
+        await self.each(finish)
+
+    async def wait_for_version(self, version: int) -> None:
+        """Wait until another process has brought weights `version` to all servers."""
+        deadline = time.monotonic() + RPC_SECONDS
+
+        async def wait(client: ServerClient) -> None:
+            while (label := await client.weight_version()) != str(version):
+                if time.monotonic() > deadline:
+                    raise RequestRefused(f"it has the weights {label} instead of {version}")
+                await asyncio.sleep(0.05)
+
+        await self.each(wait)
+
+    async def version_after_pause(self, client: ServerClient) -> int:
+        """The weights that a server goes on with after another process has paused it."""
+        while True:
+            if not (await client.get("/is_paused"))["is_paused"]:
+                label = await client.weight_version()
+                if label != _UPDATING:
+                    return int(label)
+            await asyncio.sleep(0.05)
+
+    # ---- all of them ----
+
+    async def each(self, action: Callable[[ServerClient], Awaitable[None]]) -> None:
+        """Do something with every living server, side by side; one that fails is buried, the last one an
+        error.
+        """
+
+        async def attempt(client: ServerClient) -> None:
+            try:
+                await action(client)
+            except (ServerFailed, RequestRefused) as error:
+                client.bury(str(error))
+
+        await asyncio.gather(*[attempt(client) for client in self.living()])
+        self.living()
+
+    async def metrics(self) -> dict[str, float]:
+        """What the living count, added up; nothing if one does not tell."""
+        sums = dict.fromkeys(_METRICS, 0.0)
+        for client in [each for each in self.clients if each.dead is None]:
+            try:
+                metrics = await client.metrics()
+            except (ServerFailed, RequestRefused) as error:
+                logger.warning("vLLM server %s: no metrics: %s", client.url, error)
+                return {}
+            for ours, theirs in _METRICS.items():
+                sums[ours] += metrics.get(theirs, 0.0)
+        sums["prefilled_tokens"] -= sums["prefix_hit_tokens"]
+        return sums
+
+
+def _check_fit(url: str, model: Mapping[str, Any], configuration: Mapping[str, Any], needed: int) -> None:
+    """ValueError if the server can't do what the engine relies on."""
+    if model["max_model_len"] < needed:
+        raise ValueError(
+            f"vLLM server {url} allows {model['max_model_len']} tokens per sequence and {needed} are needed: "
+            "start it with a larger --max-model-len"
+        )
+    extension = configuration["parallel_config"].get("worker_extension_cls") or ""
+    mode = configuration["model_config"].get("logprobs_mode")
+    if not extension.endswith(".WeightReceiver") or mode != "processed_logprobs":
+        raise ValueError(
+            f"vLLM server {url} runs with worker_extension_cls={extension!r} and logprobs_mode={mode!r}; "
+            "start it with this package on its PYTHONPATH, --logprobs-mode processed_logprobs, "
+            f"--no-async-scheduling and --worker-extension-cls {WORKER_EXTENSION}"
+        )

@@ -12,7 +12,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -97,15 +97,13 @@ def end(llm: Any, *, keep_process_group: bool) -> None:
     stop_groups = core.cleanup_dist_env_and_memory
 
     def clean_up() -> None:
-        with (
-            mock.patch.object(dist, "is_initialized", lambda: False) if keep_process_group else nullcontext()
-        ):
+        if _live_engines:  # their groups stay
+            return
+        is_initialized = (lambda: False) if keep_process_group else dist.is_initialized
+        with mock.patch.object(dist, "is_initialized", is_initialized):
             stop_groups()
 
-    # While other engines live, their groups stay.
-    with mock.patch.object(
-        core, "cleanup_dist_env_and_memory", (lambda: None) if _live_engines else clean_up
-    ):
+    with mock.patch.object(core, "cleanup_dist_env_and_memory", clean_up):
         llm.engine_core.shutdown()
     llm.renderer.shutdown()
 

@@ -54,13 +54,13 @@ class Group:
         self._store = store
         self._device = device
         self._told: list[str] = []  # keys of the present update's messages
-        members = dist.PrefixStore("group", store)
+        prefixed = dist.PrefixStore("group", store)
         kind: Any = dist.ProcessGroupNCCL if backend == "nccl" else dist.ProcessGroupGloo
         options = kind.Options() if backend == "nccl" else kind._Options()
         options._timeout = timedelta(seconds=TRANSFER_SECONDS)
         if backend == "gloo":
             options._devices = [kind.create_device(hostname=address)]
-        self._group = kind(members, rank, size, options)
+        self.members = kind(prefixed, rank, size, options)
 
     @classmethod
     def lead(
@@ -103,9 +103,6 @@ class Group:
         self._told.append(f"{update}/{number}")
         self._store.set(self._told[-1], json.dumps(message))
 
-    def start_sending(self, data: Tensor) -> Any:
-        return self._group.broadcast(data, 0)
-
     def receive(self, update: int) -> Iterator[tuple[str, Tensor]]:
         """What rank 0 announces as `update`, to its end. RuntimeError if it says that it failed."""
         number = 0
@@ -117,7 +114,7 @@ class Group:
                 return
             dtype = getattr(torch, message["dtype"])
             tensor = torch.empty(message["shape"], dtype=dtype, device=self._device)
-            self._group.broadcast(tensor, 0).wait()
+            self.members.broadcast(tensor, 0).wait()
             yield message["name"], tensor
             number += 1
 
@@ -200,7 +197,7 @@ class WeightSender:
                         failed[url] = f"it stopped receiving: {error or 'without an error'}"
                         continue
                     self._groups[url].announce(self._update, number, message)
-                    under_way.append((url, self._groups[url].start_sending(data)))
+                    under_way.append((url, self._groups[url].members.broadcast(data, 0)))
                 for url, work in under_way:
                     try:
                         work.wait()
