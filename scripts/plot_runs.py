@@ -2,9 +2,11 @@
 
     python scripts/plot_runs.py seeds --out docs/seeds.png verl_checkpoints/microworld-seed2?-*
     python scripts/plot_runs.py hops --out docs/hops.png verl_checkpoints/hops-seed0-...
+    python scripts/plot_runs.py staleness --out docs/staleness.png verl_checkpoints/stale-*
 
 seeds: right answers and searches over the training steps, and those of the test at the end
 hops:  exact match by hops, before and after runs of configs/hops.yaml, and its course over their steps
+staleness: the course of runs ahead by k, and exact match at the end by k and correction of the ratio
 """
 
 import argparse
@@ -18,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
+import yaml  # noqa: E402
 
 from verl.utils.records.files import last_steps, read_lines  # noqa: E402
 
@@ -60,9 +63,29 @@ def draw_hops(panels: Any, run: Path, summary: dict[str, Any], is_first: bool) -
     panels[1].set(xlabel="step")
 
 
+def draw_staleness(panels: Any, run: Path, summary: dict[str, Any], is_first: bool) -> None:
+    """The course on the left, for runs with the clipped ratio; the end on the right, of all."""
+    settings = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    k, loss = settings["trainer"]["async_training"]["max_staleness"], settings["actor_rollout_ref"]["actor"]
+    is_weighted = settings["algorithm"]["rollout_correction"]["rollout_is"] is not None
+    kind = (
+        "weighted" if is_weighted else "clipped" if loss["policy_loss"]["loss_mode"] == "vanilla" else "none"
+    )
+    if kind == "clipped":
+        rows = read_lines(run / "metrics.jsonl")
+        plot_smoothed(panels[0], rows, "train/em", label=f"k = {k}", alpha=0.8)
+    place = {"clipped": ("o", "tab:blue"), "weighted": ("s", "tab:orange"), "none": ("x", "tab:red")}[kind]
+    known = panels[1].get_legend_handles_labels()[1]
+    name = {"clipped": "clipped ratio", "weighted": "weighted", "none": "no correction"}[kind]
+    panels[1].plot(k, summary["em_after"], place[0], color=place[1], label=None if name in known else name)
+    panels[0].set(xlabel="step", ylabel="exact match, sampled", ylim=(0, 1.02))
+    panels[1].set(xlabel="k", ylabel="exact match at the end, sampled", ylim=(0, 1.02))
+
+
 PICTURES = {
     "seeds": (draw_seeds, "lower right", "upper left"),
     "hops": (draw_hops, "center left", "lower right"),
+    "staleness": (draw_staleness, "lower right", "lower left"),
 }
 
 

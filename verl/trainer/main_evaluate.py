@@ -159,9 +159,9 @@ def agent_of(folder: Path | None, config: Config, options: argparse.Namespace) -
     from search_r1.llm_agent.generation import build_agent
     from search_r1.search.client import API_KEY_VARIABLE
     from verl.evaluation.api_engine import ApiEngine, MessageTokenizer
-    from verl.inference.weights import read_weights
     from verl.utils import hf_tokenizer
     from verl.utils.device import get_device_name
+    from verl.utils.safetensors_file import read_weights
     from verl.workers.rollout.base import RolloutEngine
     from verl.workers.rollout.build import EngineRequest, build_engine, rollout_dtype
 
