@@ -185,6 +185,8 @@ class Trajectory:
             finish_reason="" if is_open else record["finish_reason"],
             num_old_turns=len(turns),
             contexts=list(record.get("contexts", ())),
+            stopped_by=record.get("stopped_by", "stop"),
+            room=record.get("room", 0),
             seconds=(record.get("env_seconds_init", 0.0), record.get("env_seconds_step", 0.0)),
             error=record.get("env_error"),
             kept_env=kept.get("env"),

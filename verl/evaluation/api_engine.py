@@ -137,14 +137,12 @@ class ApiEngine(RolloutEngine[ApiSession]):
         self._under_way.discard(session.session_id)
         self._loop.call_soon_threadsafe(lambda: session.task and session.task.cancel())
 
-    def step(self) -> list[Completion]:
-        """The turns that ended since the last call; waits a moment if there are none. EngineUnavailable: the
-        server refuses, or does not answer.
-        """
-        completions, self._steps = self._end_full(), self._steps + 1
+    def _advance(self) -> list[Completion]:
+        """Waits a moment if no turn has ended. EngineUnavailable: the server refuses, or does not answer."""
+        completions: list[Completion] = []
         while True:
             try:
-                item = self._ended.get(timeout=0.0 if completions else STEP_SECONDS)
+                item = self._ended.get(timeout=0.0 if completions or self._full else STEP_SECONDS)
             except queue.Empty:
                 return completions
             if isinstance(item, Exception):
@@ -212,22 +210,6 @@ class ApiEngine(RolloutEngine[ApiSession]):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         raise NotImplementedError("a server of others keeps its weights")
-
-    def sleep(self, level: int = 1) -> int:
-        return 0
-
-    def wake(self) -> None:
-        pass
-
-    def stats(self) -> dict[str, float]:
-        running = float(len(self._under_way))
-        return {
-            "running": running,
-            "queued": 0.0,
-            "parked": len(self._sessions) - running,
-            "steps": float(self._steps),
-            "generated_tokens": float(self._generated_tokens),
-        }
 
     def shutdown(self) -> None:
         if self._thread.is_alive():
