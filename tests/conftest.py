@@ -17,6 +17,21 @@ if TYPE_CHECKING:
 SEARCH_TESTS = Path(__file__).parent / "search"
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With -m "slow ..." or -m vllm a file that does not name the mark is not imported: all of them take longer
+    than most tests.
+    """
+    mark = config.option.markexpr.partition(" ")[0]
+    if mark not in ("slow", "vllm") or not collection_path.name.startswith("test_"):
+        return None
+    texts = [
+        path.read_text()
+        for path in (collection_path, collection_path.with_name("conftest.py"))
+        if path.exists()
+    ]
+    return None if any(f"mark.{mark}" in text for text in texts) else True
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests that must not run beside others: those with a Ray cluster, and those of servers and clients
     under load, which have short deadlines and measure memory.
