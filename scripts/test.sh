@@ -45,10 +45,15 @@ if $with_vllm; then    # not before: two installations at once write the same fi
     setsid nice -n 19 bash -c 'source scripts/setup.sh; setup_environment test,vllm' >>"$log" 2>&1 &
     started+=("-$!")
 fi
+# Beside style and types: what these compile is kept, and each process of the fast tests would do it.
+"$PYTHON" -m pytest -q -p no:cacheprovider tests/workers/rollout/test_cpu_kernel.py \
+    tests/agent/test_{contexts,generation_with_a_model}.py >/dev/null 2>&1 &
+compiling=$!
 phase style "$PYTHON" -m ruff check .
 phase format "$PYTHON" -m ruff format --check .
 phase types "$PYTHON" -m mypy
 parallel=("$PYTHON" -m pytest -q -n auto --maxprocesses 4)
+wait "$compiling" || true    # the fast tests say why
 phase "fast tests" "${parallel[@]}" --dist worksteal -m "not slow" --durations=5
 $fast_only && exit
 if $with_vllm; then    # waits for the installation, if it has not ended

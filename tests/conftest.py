@@ -18,8 +18,8 @@ SEARCH_TESTS = Path(__file__).parent / "search"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With -m "slow ..." or -m vllm a file that does not name the mark is not imported: all of them take longer
-    than most tests.
+    """With -m "slow ..." or -m vllm a file that does not name the mark is not imported: to import all of them
+    takes longer than most tests.
     """
     mark = config.option.markexpr.partition(" ")[0]
     if mark not in ("slow", "vllm") or not collection_path.name.startswith("test_"):
@@ -34,8 +34,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests that must not run beside others: those with a Ray cluster, and those of servers and clients
-    under load, which have short deadlines and measure memory.
+    under load, which have short deadlines and measure memory. Those with the longest limit begin first: the
+    others are then enough for the other processes.
     """
+
+    def limit(item: pytest.Item) -> float:
+        marker = item.get_closest_marker("timeout")
+        return 0.0 if marker is None else marker.args[0]
+
+    items.sort(key=limit, reverse=True)
     for item in items:
         is_slow = item.get_closest_marker("slow") is not None
         if item.get_closest_marker("ray") or (is_slow and SEARCH_TESTS in item.path.parents):
