@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from search_r1.search.serving.service import RetrievalService
 
 
-SEARCH_TESTS = Path(__file__).parent / "search"
-
-
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With -m "slow ..." or -m vllm a file that does not name the mark is not imported: to import all of them
     takes longer than most tests.
@@ -33,9 +30,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests that must not run beside others: those with a Ray cluster, and those of servers and clients
-    under load, which have short deadlines and measure memory. Those with the longest limit begin first: the
-    others are then enough for the other processes.
+    """Tests with a Ray cluster do not run beside others. Those with the longest limit begin first: the others
+    are then enough for the other processes.
     """
 
     def limit(item: pytest.Item) -> float:
@@ -44,8 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=limit, reverse=True)
     for item in items:
-        is_slow = item.get_closest_marker("slow") is not None
-        if item.get_closest_marker("ray") or (is_slow and SEARCH_TESTS in item.path.parents):
+        if item.get_closest_marker("ray"):
             item.add_marker(pytest.mark.alone)
 
 
