@@ -39,11 +39,11 @@ if [ $# -gt 0 ]; then
     exec "$PYTHON" -m pytest "$@"
 fi
 
-log="$(mktemp)" started=()
-trap 'kill -- ${started[@]+"${started[@]}"} 2>/dev/null || true; rm -f "$log"' EXIT
+log="$(mktemp)"
+# shellcheck disable=SC2046    # ids of jobs that go on, and of their groups
+trap 'kill -- $(jobs -pr | sed "p;s/^/-/") 2>/dev/null || true; rm -f "$log"' EXIT
 if $with_vllm; then    # not before: two installations at once write the same files of the checkout
     setsid nice -n 19 bash -c 'source scripts/setup.sh; setup_environment test,vllm' >>"$log" 2>&1 &
-    started+=("-$!")
 fi
 # Beside style and types: what these compile is kept, and each process of the fast tests would do it.
 "$PYTHON" -m pytest -q -p no:cacheprovider tests/workers/rollout/test_cpu_kernel.py \
@@ -59,7 +59,6 @@ $fast_only && exit
 if $with_vllm; then    # waits for the installation, if it has not ended
     setsid nice -n 10 bash scripts/test_vllm.sh >>"$log" 2>&1 &
     vllm=$!
-    started+=("-$vllm")
 fi
 phase "slow tests" "${parallel[@]}" --dist worksteal -m "slow and not alone" --durations=10
 phase "slow tests, alone" "$PYTHON" -m pytest -q -m "slow and alone" --durations=10
