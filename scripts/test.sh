@@ -3,7 +3,8 @@
 # says how long each took.
 #   bash scripts/test.sh            all of it
 #   bash scripts/test.sh --fast     without the slow tests
-#   bash scripts/test.sh --vllm     all of it and scripts/test_vllm.sh, beside the slow tests
+#   bash scripts/test.sh --vllm     all of it and scripts/test_vllm.sh, beside the slow tests; its environment is made
+#                                   beside the fast ones
 #   bash scripts/test.sh -k packing tests/utils      everything else goes to pytest as it is
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -25,6 +26,7 @@ if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
 fi
 echo "---- environment: $SECONDS s"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+unset PYTHONDONTWRITEBYTECODE    # else each process that runs tests compiles them anew
 
 fast_only=false with_vllm=false
 case "${1:-}" in
@@ -37,19 +39,28 @@ if [ $# -gt 0 ]; then
     exec "$PYTHON" -m pytest "$@"
 fi
 
+log="$(mktemp)"
+# shellcheck disable=SC2046    # ids of jobs that go on, and of their groups
+trap 'kill -- $(jobs -pr | sed "p;s/^/-/") 2>/dev/null || true; rm -f "$log"' EXIT
+if $with_vllm; then    # not before: two installations at once write the same files of the checkout
+    setsid nice -n 19 bash -c 'source scripts/setup.sh; setup_environment test,vllm' >>"$log" 2>&1 &
+fi
+# Beside style and types: what these compile is kept, and each process of the fast tests would do it.
+"$PYTHON" -m pytest -q -p no:cacheprovider tests/workers/rollout/test_cpu_kernel.py \
+    tests/agent/test_{contexts,generation_with_a_model}.py >/dev/null 2>&1 &
+compiling=$!
 phase style "$PYTHON" -m ruff check .
 phase format "$PYTHON" -m ruff format --check .
 phase types "$PYTHON" -m mypy
 parallel=("$PYTHON" -m pytest -q -n auto --maxprocesses 4)
+wait "$compiling" || true    # the fast tests say why
 phase "fast tests" "${parallel[@]}" --dist worksteal -m "not slow" --durations=5
 $fast_only && exit
-if $with_vllm; then
-    log="$(mktemp)"
-    setsid nice -n 10 bash scripts/test_vllm.sh >"$log" 2>&1 &
+if $with_vllm; then    # waits for the installation, if it has not ended
+    setsid nice -n 10 bash scripts/test_vllm.sh >>"$log" 2>&1 &
     vllm=$!
-    trap 'kill -- "-$vllm" 2>/dev/null || true; rm -f "$log"' EXIT
 fi
-phase "slow tests" "${parallel[@]}" --dist loadfile -m "slow and not alone" --durations=10
+phase "slow tests" "${parallel[@]}" --dist worksteal -m "slow and not alone" --durations=10
 phase "slow tests, alone" "$PYTHON" -m pytest -q -m "slow and alone" --durations=10
 if $with_vllm; then
     phase "vLLM tests (after the others)" wait "$vllm" || { cat "$log"; exit 1; }

@@ -14,16 +14,33 @@ if TYPE_CHECKING:
     from search_r1.search.serving.service import RetrievalService
 
 
-SEARCH_TESTS = Path(__file__).parent / "search"
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With -m "slow ..." or -m vllm a file that does not name the mark is not imported: to import all of them
+    takes longer than most tests.
+    """
+    mark = config.option.markexpr.partition(" ")[0]
+    if mark not in ("slow", "vllm") or not collection_path.name.startswith("test_"):
+        return None
+    texts = [
+        path.read_text()
+        for path in (collection_path, collection_path.with_name("conftest.py"))
+        if path.exists()
+    ]
+    return None if any(f"mark.{mark}" in text for text in texts) else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests that must not run beside others: those with a Ray cluster, and those of servers and clients
-    under load, which have short deadlines and measure memory.
+    """Tests with a Ray cluster do not run beside others. Those with the longest limit begin first: the others
+    are then enough for the other processes.
     """
+
+    def limit(item: pytest.Item) -> float:
+        marker = item.get_closest_marker("timeout")
+        return 0.0 if marker is None else marker.args[0]
+
+    items.sort(key=limit, reverse=True)
     for item in items:
-        is_slow = item.get_closest_marker("slow") is not None
-        if item.get_closest_marker("ray") or (is_slow and SEARCH_TESTS in item.path.parents):
+        if item.get_closest_marker("ray"):
             item.add_marker(pytest.mark.alone)
 
 

@@ -180,11 +180,9 @@ def jobs(submit, shared) -> dict[str, Submitted]:
     (shared / "ends.sh").write_text(ENDS_THE_SERVER_AND_WAITS.format(**files))
     ends = {"RETRIEVAL_ENV": f"{shared}/env", "TRAIN_COMMAND": f"bash {shared}/ends.sh", "DOCTOR": "0"}
     flags = ["--gpus-per-node=0"]
-    alone = ["--nodes=1", "--time=5:00", "--signal=B:USR1@285"]
     cut_off = {"SLURM_STANDIN_CUT_OFF": "node3", "RETRIEVAL_TIMEOUT": "4"}
     return {
         "again": submit("again", "train.sbatch", flags=[*flags, "--nodes=2"], **ends),
-        "serving": submit("serving", "train.sbatch", flags=flags + alone),
         "broken": submit("broken", "train.sbatch", flags=flags, SLURM_STANDIN_BROKEN="node2"),
         "far": submit("far", "train.sbatch", flags=flags, **cut_off),
         "corpus": submit("corpus", "train.sbatch", flags=flags, RETRIEVAL_ARGS="--corpus_path /no/c.jsonl"),

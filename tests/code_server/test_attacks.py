@@ -41,7 +41,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     secrets = {"CODE_TOKEN": host.token, "ANSWERS": json.dumps(NUMBERS)}
     log = tmp_path_factory.mktemp("log") / "server.log"
     try:
-        with running([*OURS, "--sandbox", request.param], secrets, log=log) as (client, pid):
+        command = [*OURS, "--sandbox", request.param, "--workers", "6"]  # most programs wait for their limit
+        with running(command, secrets, log=log) as (client, pid):
             assert client.get("/health").json()["sandbox"] == request.param
             yield Server(client, pid, host)
         assert host.effects() == []

@@ -283,6 +283,7 @@ BASES = {
     "actor": [f"{M}.path={{files}}/model", *TINY, f"{A}.optim.lr=0.01"],
     "critic": [f"{M}.path={{files}}/model", *TINY, f"{C}.optim.lr=0.01"],
     "judged": ["verifiers.judge.model=one"],
+    "corpora": ["retriever.timeout=0.3"],  # nobody is there
     "patience": ["verifiers.cpu_seconds=0.5"],
     "environments": ["environment.env_class=key_observers:Observed"],
     "agent": [f"{R}.straggler_factor=null"],

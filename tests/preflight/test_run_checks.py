@@ -216,7 +216,7 @@ def test_a_key_that_changes_nothing_is_named():
     assert any(note.startswith(expected) for note in notes) or "parquet" in find("settings", target)[0].what
 
 
-@pytest.mark.parametrize("program", [[], ["--config-name", "sft_trainer"]])
+@pytest.mark.parametrize("program", [["retriever.timeout=0.3"], ["--config-name", "sft_trainer"]])
 def test_settings_without_a_model_are_a_finding(program, capsys):
     assert main([*program, "trainer.seed=1"]) == 2
     assert "error: [settings]" in capsys.readouterr().out

@@ -78,7 +78,7 @@ def test_a_server_that_still_loads_is_said_to(serve):
     loading = service.start_loading()
     try:
         with serve(service) as address:
-            (finding,) = look(f"{address}/retrieve", timeout=2)
+            (finding,) = look(f"{address}/retrieve", timeout=0.5)
     finally:
         going.set()
         loading.join(timeout=20)

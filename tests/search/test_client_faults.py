@@ -13,7 +13,7 @@ from client_servers import Answer, RawServer, find, text_of
 
 from search_r1.search.client import SearchClient, SearchError
 
-pytestmark = pytest.mark.slow  # deadlines of half a second: not beside other tests
+pytestmark = [pytest.mark.slow, pytest.mark.alone]  # deadlines of half a second
 
 QUERIES = [str(number) for number in range(40)]
 

@@ -15,7 +15,7 @@ from client_servers import ServerProcess
 from search_r1.search.client import SearchClient, SearchError
 
 NUM_DOCUMENTS = 400
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")

@@ -54,14 +54,14 @@ def test_a_run_leaves_its_records_and_a_second_start_goes_on(world, url, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_rule_5_local_and_ray_with_one_and_two_processes_take_the_same_step(world, url, tmp_path):
+def test_rule_5_one_local_process_and_two_of_ray_take_the_same_step(world, url, tmp_path):
     rows = {}
-    for name, backend, processes in (("local", "local", 1), ("ray1", "ray", 1), ("ray2", "ray", 2)):
+    for name, processes in (("local", 1), ("ray", 2)):
         line = arguments(
             world,
             url,
             tmp_path / name,
-            trainer__backend=backend,
+            trainer__backend=name,
             trainer__n_gpus_per_node=processes,
             trainer__total_training_steps=1,
             trainer__val_before_train="false",
@@ -73,22 +73,19 @@ def test_rule_5_local_and_ray_with_one_and_two_processes_take_the_same_step(worl
             actor_rollout_ref__actor__use_kl_loss="true",
             critic__ppo_mini_batch_size=4,
         )
-        done = subprocess.run(
-            [sys.executable, "-m", "verl.trainer.main_ppo", *line], cwd=ROOT, capture_output=True
-        )
-        assert done.returncode == 0, done.stderr.decode()[-2000:]
+        assert run(line) == 0
         (rows[name],) = metrics(tmp_path / name)
     for key in ("actor/pg_loss", "actor/grad_norm", "actor/kl_loss", "critic/vf_loss", "critic/grad_norm"):
-        assert rows["ray1"][key] == pytest.approx(rows["local"][key], rel=1e-5, abs=1e-7), key
-        assert rows["ray2"][key] == pytest.approx(rows["local"][key], rel=1e-5, abs=1e-7), key
-    names, known = rows["local"].keys() | rows["ray2"].keys(), documented_metrics()
+        assert rows["ray"][key] == pytest.approx(rows["local"][key], rel=1e-5, abs=1e-7), key
+    names, known = rows["local"].keys() | rows["ray"].keys(), documented_metrics()
     assert [name for name in names if not re.fullmatch(known, name)] == ["step"], "docs/metrics.md lacks them"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("--ahead", "1", "--steps", "4")])
-def test_rule_10_killed_at_any_moment_a_run_ends_with_the_same_numbers(flags):
-    command = [sys.executable, "scripts/check_resume.py", *flags]
+@pytest.mark.timeout(900)
+def test_rule_10_killed_at_any_moment_a_run_ends_with_the_same_numbers():
+    """With rollouts ahead: test_processes_run.py."""
+    command = [sys.executable, "scripts/check_resume.py", "--steps", "4"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 differ" in done.stdout and "the kills left: global_step_" in done.stdout

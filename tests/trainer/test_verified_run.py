@@ -74,7 +74,7 @@ def test_a_training_step_with_a_judge_that_stalls_goes_on_without_those_rows(jud
         "max_turns": 0,
         "verifiers.judge.base_url": judge,
         "verifiers.judge.model": "stand-in",
-        "verifiers.judge.timeout": 2,
+        "verifiers.judge.timeout": 1,
         "verifiers.judge.prices": "[1,1]",
         "verifiers.length_range": 40,
         "trainer.total_training_steps": 1,

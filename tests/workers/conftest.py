@@ -7,13 +7,12 @@ from verl.single_controller.base import ClassWithInitArgs
 from verl.single_controller.local import LocalWorkerGroup
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", params=["qwen3"])  # as tests name it: what is made of it is made once
 def model_path(request, tmp_path_factory):
     """A Hugging Face folder with a tiny random model (tied embeddings) and tokenizer: a Qwen3, or the kind
     that a test names as the fixture's parameter.
     """
-    kind = getattr(request, "param", "qwen3")
-    return write_model(tmp_path_factory.mktemp(f"tiny_{kind}"), kind=kind)
+    return write_model(tmp_path_factory.mktemp(f"tiny_{request.param}"), kind=request.param)
 
 
 @pytest.fixture

@@ -49,6 +49,7 @@ def workers(process) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_two_workers_share_the_port_and_the_numbers_and_stop_on_sigterm(tmp_path):
     with two_workers(tmp_path) as (process, address):
         for _ in range(20):
@@ -64,6 +65,7 @@ def test_two_workers_share_the_port_and_the_numbers_and_stop_on_sigterm(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_worker_killed_under_load_is_restarted_and_no_search_is_lost(tmp_path):
     with two_workers(tmp_path) as (process, address):
         stop, wrong, answered = threading.Event(), [], [0]

@@ -35,7 +35,8 @@ class Prompts:
 
 
 class Played:
-    """Processes whose rows start and end when chance says so; each poll is a moment."""
+    """Processes whose rows start and end when chance says so; each poll lasts until one ends, at most
+    five moments."""
 
     def __init__(self, rng: random.Random, world_size: int, speed: float, lost: float = 0.0) -> None:
         self.rng, self.world_size, self.speed, self.lost = rng, world_size, speed, lost
@@ -59,14 +60,20 @@ class Played:
         self.rows = [row for row in self.rows if row["uid"] not in uids]
 
     def poll(self, seconds: float) -> list[DataProto | None]:
-        self.now += seconds
         ended: list[list[dict[str, Any]]] = [[] for _ in range(self.world_size)]
-        for row in self.rows:
-            if row["first"] is None and self.rng.random() < 0.5:
-                row["first"] = self.version
-            elif row["first"] is not None and not row["silent"] and self.rng.random() < self.speed:
-                ended[row["rank"]].append(row)
-        self.rows = [row for row in self.rows if not any(row in rows for rows in ended)]
+        for _ in range(5):
+            self.now += seconds
+            going = []
+            for row in self.rows:
+                if row["first"] is None and self.rng.random() < 0.5:
+                    row["first"] = self.version
+                elif row["first"] is not None and not row["silent"] and self.rng.random() < self.speed:
+                    ended[row["rank"]].append(row)
+                    continue
+                going.append(row)
+            if len(going) < len(self.rows):
+                break
+        self.rows = going
         return [self._batch(rows, "answer") for rows in ended]
 
     def continuations(self) -> list[DataProto | None]:

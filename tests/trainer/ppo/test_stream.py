@@ -10,28 +10,21 @@ import numpy as np
 import pytest
 from played_rollouts import Played, Prompts
 
-from verl.config import load_config
+from verl.config import Config, load_config
 from verl.trainer.ppo import stream as stream_module
 from verl.trainer.ppo.stream import RolloutStream, StalenessGate
 
 
-def play(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of some steps by chance; asserts what must hold at each."""
+def play(seed: int, config: Config, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of some steps by chance, whose settings go into `config`; asserts what must hold at each."""
     rng = random.Random(seed)
     k, per_step, steps, rows = rng.randint(0, 4), rng.randint(1, 5), rng.randint(1, 8), rng.randint(1, 3)
     repeatable, kills = rng.random() < 0.3, rng.random() < 0.5
     masks = seed % 3 == 0
-    block = "trainer.async_training"
-    config = load_config(
-        [
-            f"{block}.max_staleness={k}",
-            f"{block}.repeatable={str(repeatable).lower()}",
-            f"{block}.group_deadline=20",
-            f"{block}.too_old={'mask' if masks else 'drop'}",
-            f"data.train_batch_size={per_step}",
-            f"actor_rollout_ref.rollout.n_agent={rows}",
-        ]
-    )
+    block = config.trainer.async_training
+    block.max_staleness, block.repeatable = k, repeatable
+    block.group_deadline, block.too_old = 20.0, "mask" if masks else "drop"
+    config.data.train_batch_size, config.actor_rollout_ref.rollout.n_agent = per_step, rows
     prompts, trained = Prompts(rows), list[int]()
     lost = 0.0 if repeatable else rng.choice([0.0, 0.05])
 
@@ -83,9 +76,10 @@ def play(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_schedule_trains_what_is_too_old_or_loses_a_prompt_or_hangs(tmp_path, monkeypatch):
+    config = load_config([])
     for seed in range(1000):
         with monkeypatch.context() as patch:
-            play(seed, tmp_path, patch)
+            play(seed, config, tmp_path, patch)
 
 
 def test_a_repeatable_run_trains_the_same_at_any_speed():

@@ -1,13 +1,10 @@
-"""What one rank does in tests of models on Megatron; run by `run_ranks`."""
+"""What one rank does in tests of models on Megatron; run by `ranks.run_ranks`."""
 
-import multiprocessing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import forkserver
 from pathlib import Path
 
-import ranks
 import torch
 from tiny_training import make_batch
 from transformers import (
@@ -178,30 +175,6 @@ def run_case(folder, case):
     result.weights = {name: tensor.clone() for name, tensor in whole(built.parameter)}
     assert list(result.weights) == list(built.weights.shapes())
     return result
-
-
-PRELOADED = [
-    "verl.workers.megatron.megatron_engine",
-    "verl.workers.actor.dp_actor",
-    "verl.workers.critic.dp_critic",
-    "verl.config.loading",
-    "transformers.models.qwen2.modeling_qwen2",
-    "transformers.models.qwen3.modeling_qwen3",
-]
-
-
-def start_server():
-    """Lets the server of `run_ranks` begin to import; the caller may do other things meanwhile."""
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    forkserver.ensure_running()
-
-
-def run_ranks(function, world_size, *args):
-    """As `ranks.run_ranks`, in processes forked from a server that has imported Megatron already, which takes
-    seconds.
-    """
-    start_server()
-    ranks.run_ranks(function, world_size, *args, start_method="forkserver")
 
 
 def run_cases(rank, world_size, out, folders, cases):

@@ -4,7 +4,8 @@ import engine_ranks
 import pytest
 import torch
 from engine_ranks import Case, load_and_update, look, make_plain, rows_of, run_updates, settings
-from megatron_ranks import Layout, run_ranks, start_server, write_models
+from megatron_ranks import Layout, write_models
+from ranks import run_ranks, start_server
 from tiny_training import assert_same_gradients
 from transformers import AutoModelForCausalLM
 

@@ -8,10 +8,10 @@ from megatron_ranks import (
     Layout,
     micro_batches,
     run_cases,
-    run_ranks,
     share_of_loss,
     write_models,
 )
+from ranks import run_ranks
 
 from verl.workers.engine.loading import load_policy, load_value_model
 

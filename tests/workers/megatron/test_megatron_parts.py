@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import megatron_checks as checks
 import pytest
 import torch
-from megatron_ranks import run_ranks, write_models
+from megatron_ranks import write_models
+from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
