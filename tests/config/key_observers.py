@@ -25,7 +25,7 @@ from typing import Any
 import pandas as pd
 import torch
 from instant_runs import Critic, Policy, numbers
-from rollout_observers import rollout_process, stream, weights_sent  # noqa: F401
+from rollout_observers import rollout_process, stream, uploads, weights_sent  # noqa: F401
 from safetensors.torch import load_file, save_file
 from tiny_training import make_actor, make_batch, make_critic
 from transformers import AutoTokenizer
@@ -49,7 +49,7 @@ from verl.trainer.main_ppo_format import format_score
 from verl.trainer.placement import needs_ray, place, processes_on_nodes, roles_of
 from verl.trainer.ppo.episodes import FailureWatch
 from verl.trainer.ppo.passes import Passes
-from verl.trainer.ppo.run_state import RunStopped, store_of
+from verl.trainer.ppo.run_state import RunStopped
 from verl.utils.records import recorder
 from verl.utils.reward_score.qa_em_format import Segment
 from verl.workers.engine.loading import load_hf_config
@@ -420,22 +420,6 @@ def restart(config: Config) -> Any:
         except RunStopped as error:
             return str(error)
     return pool.timeout_seconds
-
-
-def uploads(config: Config) -> Any:
-    """What lies elsewhere after two checkpoints, or that the place is away."""
-    with tempfile.TemporaryDirectory() as folder:
-        config.trainer.default_local_dir = f"{folder}/run"
-        if config.trainer.remote_dir is not None:
-            config.trainer.remote_dir = f"file://{folder}/far"
-        store = store_of(config.trainer)
-        store.start_uploads(config.trainer.remote_keep, config.trainer.upload_deadline)
-        for step in (1, 2):
-            store.begin(step)
-            store.commit(step)
-        limit = None if store.uploads is None else store.uploads.deadline
-        store.end_uploads(in_haste=False)
-        return limit, sorted(path.name for path in Path(folder, "far").rglob("*"))
 
 
 def program(config: Config) -> Any:

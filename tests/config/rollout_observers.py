@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from verl.single_controller.base import ClassWithInitArgs
 from verl.single_controller.local import LocalWorkerGroup
 from verl.trainer.placement import build_pools, roles_of
 from verl.trainer.ppo.passes import Passes
+from verl.trainer.ppo.run_state import store_of
 from verl.trainer.ppo.stream import RolloutStream, weight_folder
 from verl.utils.weight_files import WeightReader, versions_in
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
@@ -69,3 +72,19 @@ def weights_sent(config: Config) -> Any:
         return given, ["full" in manifest for manifest in manifests]
     finally:
         policy.shutdown()
+
+
+def uploads(config: Config) -> Any:
+    """What lies elsewhere after two checkpoints, or that the place is away."""
+    with tempfile.TemporaryDirectory() as folder:
+        config.trainer.default_local_dir = f"{folder}/run"
+        if config.trainer.remote_dir is not None:
+            config.trainer.remote_dir = f"file://{folder}/far"
+        store = store_of(config.trainer)
+        store.start_uploads(config.trainer.remote_keep, config.trainer.upload_deadline)
+        for step in (1, 2):
+            store.begin(step)
+            store.commit(step)
+        limit = None if store.uploads is None else store.uploads.deadline
+        store.end_uploads(in_haste=False)
+        return limit, sorted(path.name for path in Path(folder, "far").rglob("*"))

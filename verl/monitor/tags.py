@@ -23,7 +23,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 UNVERIFIED = ("unverified", "env_failed", "search_failed")  # finish reasons
-TAGS = ("unverified", "truncated", "context_overflow", "no_answer", "format", "repeated_action")
+TAGS: tuple[str, ...] = (
+    "unverified",
+    "truncated",
+    "context_overflow",
+    "no_answer",
+    "format",
+    "repeated_action",
+)
 TAGS += ("tool_argument_error", "authorization_error", "not_found", "false_completion")
 _LOOKED_AT = 2000  # characters at the beginning of an observation
 
