@@ -4,7 +4,8 @@
 `faiss` and `pyserini` are for the server's other backends; `vllm` is the rollout engine of that name, on CUDA
 (the build for CPU is another package: scripts/setup.sh); `megatron` is for `strategy=megatron`;
 `environments` is for instruction-following rewards and Gymnasium's environments, `verifiers` for those of the
-library of that name; `gemma` is for `python -m data_prep.gemma`; `remote` is for `trainer.remote_dir`; `test` is what the checks need.
+library of that name; `gemma` is for `python -m data_prep.gemma`; `remote` is for `trainer.remote_dir`;
+`test` is what the checks need.
 `scripts/setup.sh` takes the versions in constraints.txt; with vLLM, those in constraints-vllm.txt (CUDA) or
 constraints-vllm-cpu.txt.
 """
