@@ -13,13 +13,14 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl.agent.agent import EnvironmentAgent
@@ -27,6 +28,7 @@ from verl.agent.service import TrajectoryService
 from verl.agent.trajectory import Trajectory
 from verl.evaluation.api_engine import ApiEngine
 from verl.evaluation.figures import LOST, rollout_seed, summarize
+from verl.evaluation.similarity import retrieval_effect, similarity
 from verl.protocol import object_array
 from verl.trainer.ppo.collection import prompt_batch, with_seeds
 from verl.trainer.ppo.scoring import RewardManager, score_answers
@@ -42,7 +44,8 @@ SAY_SECONDS = 10.0
 class Asking:
     """How a benchmark is asked. rollouts: of each example. temperature: 0 is greedy. concurrency: rollouts
     under way at once. solved_at: the reward from which a rollout counts as solved. prices: US dollars per
-    million tokens read and written, for servers that tell their usage.
+    million tokens read and written, for servers that tell their usage. category: name in extra_info by which
+    figures are told, None: the data source. similarity: whether answers are compared with their references.
     """
 
     rollouts: int = 1
@@ -51,6 +54,8 @@ class Asking:
     concurrency: int = 128
     solved_at: float = 1.0
     prices: tuple[float, float] = (0.0, 0.0)
+    category: str | None = None
+    similarity: bool = False
 
 
 Place = tuple[int, int]  # example, number of its rollout
@@ -99,7 +104,16 @@ class Benchmark:
     keeps to those that it began with.
     """
 
-    def __init__(self, name: str, dataset: RLHFDataset, folder: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        dataset: RLHFDataset,
+        folder: Path,
+        settings: Mapping[str, Any],
+        encode: Callable[[list[str]], np.ndarray] | None = None,
+    ) -> None:
+        """encode: texts -> vectors of length 1, [N, D], for `answer_similarity`."""
+        self.encode = encode
         self.name, self.dataset, self.folder, self.settings = name, dataset, folder, settings
         self.results = folder / "results.jsonl"
 
@@ -174,12 +188,12 @@ class Benchmark:
         records = trajectory_records(batch, texts, 0, "test", len(ended))
         for i, (each, record) in enumerate(zip(ended, records, strict=True)):
             trajectory = record["trajectory"]
-            reason, score = trajectory["finish_reason"], answers["score"][i]
+            reason, score, extra = trajectory["finish_reason"], answers["score"][i], record["extra_info"]
             reward = None if score is None or reason in LOST else float(score)
             line = {
                 "example_id": each.place[0],
                 "rollout_idx": each.place[1],
-                "task": record["data_source"],
+                "task": str(extra.get(asking.category)) if asking.category else record["data_source"],
                 "prompt": trajectory["prompt_text"],
                 "completion": "".join(record["tokens"]),
                 "reward": reward,
@@ -191,8 +205,14 @@ class Benchmark:
                 "scoring_ms": scoring_ms,
                 "total_ms": 1000 * each.seconds + scoring_ms,
                 "metrics": each.trajectory.env_metrics,
-                "info": record["extra_info"],
+                "info": extra,
+                "retrieval": retrieval_effect(trajectory, extra.get("gold_titles"), record["answer"]),
             }
+            if asking.similarity:
+                line["similarity"] = similarity(record["answer"] or "", record["gold"])
+                if self.encode is not None:
+                    vectors = self.encode([record["answer"] or "", *record["gold"]])
+                    line["similarity"]["answer_similarity"] = float((vectors[1:] @ vectors[0]).max())
             if isinstance(agent.engine, ApiEngine):
                 usage = agent.engine.usage.pop(each.trajectory.seed, Counter())
                 counts = [usage[name] for name in ("prompt_tokens", "completion_tokens")]

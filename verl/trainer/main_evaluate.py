@@ -53,6 +53,9 @@ def build_parser(prog: str, about: str | None, out: str) -> argparse.ArgumentPar
     add("--seed", type=int, default=0)
     add("--concurrency", type=int, default=128, help="rollouts under way at once (128)")
     add("--solved_at", type=float, default=1.0, help="reward of a solved rollout, for pass@j (1)")
+    add("--similarity", action="store_true", help="compare long answers: ROUGE-L, token F1, Jaccard, BLEU")
+    add("--encoder", help="with --similarity: folder or name of a text encoder, for the answers' cosine")
+    add("--category", help="tell figures by this name in extra_info (the data source)")
     add("--steps", help="of a run: 100,200 or all (the newest)")
     add("--watch", action="store_true", help="each checkpoint of a run as it comes, until the run is over")
     add("--base_url", help="of a server with OpenAI's API: http://host:port/v1")
@@ -238,7 +241,14 @@ def evaluate(
         options.concurrency,
         options.solved_at,
         options.prices,
+        options.category,
+        options.similarity or options.encoder is not None,
     )
+    encode = None
+    if options.encoder is not None:
+        from search_r1.search.dense.encoder import Encoder
+
+        encode = Encoder(Path(options.encoder).name, options.encoder).encode_passages
     name = Path(options.model.replace("/", "--")) if folder is None else name_of(folder)
     with announced(f"loading {name}", sys.stderr), ExitStack() as closed:
         agent = closed.enter_context(agent_of(folder, config, options))
@@ -265,7 +275,8 @@ def evaluate(
                 "seed": asking.seed,
                 "settings": options.settings,
             }
-            benchmarks.append(Benchmark(path.stem, dataset, options.out / name / path.stem, settings))
+            place = options.out / name / path.stem
+            benchmarks.append(Benchmark(path.stem, dataset, place, settings, encode))
         for each in benchmarks:
             each.check(options.resume)
         check_search(config, benchmarks)

@@ -1,0 +1,119 @@
+"""How near a long answer comes to its reference, beside exact match; and what searching brought.
+
+    answer, references -> rouge_l, token_f1, jaccard, bleu: of the best reference
+    turns              -> gold_recall, gold_recall_at_<search>, answer_from_search
+
+Texts in Chinese, Japanese or Korean are compared by letters, others by words (small letters, no punctuation).
+The four figures are those that LegalSearch-R1 (a fork of Search-R1 for law) prints: ROUGE-L with beta 1.2
+(Lin 2004), F1 of tokens, Jaccard's index of their sets, and BLEU-4 (Papineni et al. 2002), where an order of
+n-grams without a match counts 1 / (number * 2^n).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl.utils.reward_score.qa_em import documents_hold_answer
+
+ROUGE_BETA, BLEU_ORDER = 1.2, 4
+NAMES = ("rouge_l", "token_f1", "jaccard", "bleu")
+_CJK = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff]")
+_WORD = re.compile(r"\w+")
+
+
+def tokens_of(text: str, by_letters: bool) -> list[str]:
+    """Letters without white space, or words."""
+    return list("".join(text.split())) if by_letters else _WORD.findall(text.lower())
+
+
+def is_by_letters(text: str) -> bool:
+    """Whether a text is mostly Chinese, Japanese or Korean."""
+    return 2 * len(_CJK.findall(text)) > len(_WORD.findall(text))
+
+
+def similarity(answer: str, references: Sequence[str]) -> dict[str, float]:
+    """The four figures, each of the reference that gives the highest; 0 without an answer or a reference."""
+    best = dict.fromkeys(NAMES, 0.0)
+    for reference in references:
+        by_letters = is_by_letters(reference)
+        pair = tokens_of(reference, by_letters), tokens_of(answer, by_letters)
+        for name, figure in zip(NAMES, (rouge_l, token_f1, jaccard, bleu), strict=True):
+            best[name] = max(best[name], figure(*pair))
+    return best
+
+
+def rouge_l(reference: Sequence[str], answer: Sequence[str]) -> float:
+    """F-measure of the longest common subsequence, recall weighted by ROUGE_BETA."""
+    row = [0] * (len(answer) + 1)
+    for token in reference:
+        diagonal = 0
+        for i, other in enumerate(answer, 1):
+            diagonal, row[i] = row[i], diagonal + 1 if token == other else max(row[i], row[i - 1])
+    if not row[-1]:
+        return 0.0
+    recall, precision, square = row[-1] / len(reference), row[-1] / len(answer), ROUGE_BETA**2
+    return (1 + square) * recall * precision / (recall + square * precision)
+
+
+def token_f1(reference: Sequence[str], answer: Sequence[str]) -> float:
+    """F1 of the tokens, each as often as it is there."""
+    common = (Counter(reference) & Counter(answer)).total()
+    return 2 * common / (len(reference) + len(answer)) if common else float(not reference and not answer)
+
+
+def jaccard(reference: Sequence[str], answer: Sequence[str]) -> float:
+    """Common tokens over all tokens, each once."""
+    together = set(reference) | set(answer)
+    return len(set(reference) & set(answer)) / len(together) if together else 1.0
+
+
+def bleu(reference: Sequence[str], answer: Sequence[str]) -> float:
+    """BLEU-4 of one answer; 0 for one with less than four tokens."""
+    if len(answer) < BLEU_ORDER:
+        return 0.0
+    logs = 0.0
+    for n in range(1, BLEU_ORDER + 1):
+        counts = [Counter(zip(*(text[i:] for i in range(n)), strict=False)) for text in (reference, answer)]
+        number, common = counts[1].total(), (counts[0] & counts[1]).total()
+        logs += math.log(common / number if common else 1 / (number * 2**n)) / BLEU_ORDER
+    brevity = min(0.0, 1 - len(reference) / len(answer))
+    return math.exp(brevity + logs)
+
+
+def retrieval_effect(
+    trajectory: Mapping[str, Any], gold_titles: Sequence[str] | None, answer: str | None
+) -> dict[str, float | None]:
+    """What a rollout's searches brought; None where the row or the rollout does not say.
+
+    gold_recall: share of the passages that the row names in extra_info.gold_titles that were found;
+    gold_recall_at_1, _2, ..: after so many searches. answer_from_search: 1 if its answer stood in the
+    documents of a search; answer_search: the first such search, from 1.
+    """
+    found: list[Mapping[str, Any]] = []
+    figures: dict[str, float | None] = {
+        "gold_recall": None,
+        "answer_from_search": None,
+        "answer_search": None,
+    }
+    wanted = {_title(title) for title in gold_titles or ()}
+    searches = [turn["documents"] for turn in trajectory["turns"] if turn.get("documents") is not None]
+    if wanted:
+        figures["gold_recall"] = 0.0
+    if answer and searches:
+        figures["answer_from_search"] = 0.0
+    for number, documents in enumerate(searches, 1):
+        found += documents
+        if wanted:
+            titles = {_title(document["contents"].partition("\n")[0]) for document in found}
+            figures["gold_recall"] = figures[f"gold_recall_at_{number}"] = len(wanted & titles) / len(wanted)
+        if answer and not figures["answer_from_search"] and documents_hold_answer(documents, [answer]):
+            figures["answer_from_search"], figures["answer_search"] = 1.0, float(number)
+    return figures
+
+
+def _title(text: str) -> str:
+    return text.strip().strip('"').strip().lower()
