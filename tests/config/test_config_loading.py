@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from verl.config import Config, load, load_config
 from verl.config.command_line import read_arguments
+from verl.config.compatibility import RL
 from verl.config.keys import settable
 from verl.config.loading import nearest_keys
 
@@ -173,6 +174,13 @@ def test_one_wrong_letter_still_finds_the_key(data):
     assert key in nearest_keys(key[:place] + "q" + key[place + 1 :], KEYS)
 
 
+def test_what_keys_of_skyrl_are_called_here_are_keys():
+    named = [
+        text.split(" is ")[1].removesuffix(" here.") for text in RL.removed.values() if "SkyRL's" in text
+    ]
+    assert len(named) > 50 and set(named) <= set(KEYS)
+
+
 @pytest.mark.parametrize("text", ["EXPERIMENT_NAME=x", "+SEED=3", "RETRIEVER_URL=http://a:1,http://b:2"])
 def test_a_key_in_capitals_is_a_variable_which_goes_before_the_command(text):
     with pytest.raises(ValueError, match="unknown key") as error:
@@ -198,6 +206,8 @@ def test_a_key_in_capitals_is_a_variable_which_goes_before_the_command(text):
         ("@nowhere.yaml", "Found no file"),
         ("@config.json", "ends in .yaml, .yml or .toml"),
         ("algorithm.filter_groups.refill=false", "max_num_gen_batches=1"),
+        ("trainer.max_steps=5", "SkyRL's trainer.max_steps is trainer.total_training_steps here"),
+        ("generator.n_samples_per_prompt=5", "is actor_rollout_ref.rollout.n_agent here"),
     ],
 )
 def test_what_cannot_be_read_is_said(text, words):

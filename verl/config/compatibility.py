@@ -179,6 +179,71 @@ data.balance_dp_token=false: the loss is always a mean over the trained tokens o
 model.strategy=fsdp2: fsdp and fsdp2 both mean FSDP2.
 """
 
+# Keys of SkyRL (skyrl_train/config/ppo_base_config.yaml, 00d10c0), and what each is called here.
+_SKYRL = f"""
+data.train_data data.train_files
+data.val_data data.val_files
+trainer.max_steps trainer.total_training_steps
+trainer.max_training_steps trainer.total_training_steps
+trainer.epochs trainer.total_epochs
+trainer.run_name trainer.experiment_name
+trainer.ckpt_path trainer.default_local_dir
+trainer.resume_path trainer.resume_from_path
+trainer.max_ckpts_to_keep trainer.max_ckpt_to_keep
+trainer.ckpt_interval trainer.save_freq
+trainer.hf_save_interval trainer.save_freq
+trainer.eval_interval trainer.test_freq
+trainer.eval_before_train trainer.val_before_train
+trainer.eval_batch_size data.val_batch_size
+trainer.train_batch_size data.train_batch_size
+trainer.max_prompt_length data.max_start_length
+trainer.policy_mini_batch_size {ACTOR}.ppo_mini_batch_size
+trainer.critic_mini_batch_size critic.ppo_mini_batch_size
+trainer.micro_train_batch_size_per_gpu {ACTOR}.ppo_micro_batch_size_per_gpu
+trainer.micro_forward_batch_size_per_gpu {ROLLOUT}.log_prob_micro_batch_size_per_gpu
+trainer.update_epochs_per_batch {ACTOR}.ppo_epochs
+trainer.gradient_checkpointing actor_rollout_ref.model.enable_gradient_checkpointing
+trainer.target_modules actor_rollout_ref.model.target_modules
+trainer.strategy {ACTOR}.strategy
+trainer.policy.model.path actor_rollout_ref.model.path
+trainer.policy.optimizer_config.lr {ACTOR}.optim.lr
+trainer.policy.optimizer_config.weight_decay {ACTOR}.optim.weight_decay
+trainer.policy.optimizer_config.max_grad_norm {ACTOR}.grad_clip
+trainer.policy.optimizer_config.num_warmup_steps {ACTOR}.optim.lr_warmup_steps
+trainer.policy.fsdp_config.cpu_offload {ACTOR}.fsdp_config.param_offload
+trainer.policy.fsdp_config.fsdp_size {ACTOR}.fsdp_config.fsdp_size
+trainer.policy.sequence_parallel_size {ACTOR}.ulysses_sequence_parallel_size
+trainer.critic.model.path critic.model.path
+trainer.critic.optimizer_config.lr critic.optim.lr
+trainer.placement.policy_num_nodes trainer.nnodes
+trainer.placement.policy_num_gpus_per_node trainer.n_gpus_per_node
+trainer.algorithm.advantage_estimator algorithm.adv_estimator
+trainer.algorithm.use_kl_loss {ACTOR}.use_kl_loss
+trainer.algorithm.kl_loss_coef {ACTOR}.kl_loss_coef
+trainer.algorithm.init_kl_coef algorithm.kl_ctrl.kl_coef
+trainer.algorithm.lambd algorithm.lam
+trainer.algorithm.gamma algorithm.gamma
+trainer.algorithm.eps_clip_low {ACTOR}.clip_ratio_low
+trainer.algorithm.eps_clip_high {ACTOR}.clip_ratio_high
+trainer.algorithm.clip_ratio_c {ACTOR}.clip_ratio_c
+trainer.algorithm.tis_imp_ratio_cap algorithm.rollout_correction.rollout_is_threshold
+generator.backend {ROLLOUT}.name
+generator.n_samples_per_prompt {ROLLOUT}.n_agent
+generator.num_inference_engines {ROLLOUT}.vllm.num_servers
+generator.remote_inference_engine_urls {ROLLOUT}.vllm.server_urls
+generator.inference_engine_tensor_parallel_size {ROLLOUT}.tensor_model_parallel_size
+generator.gpu_memory_utilization {ROLLOUT}.gpu_memory_utilization
+generator.max_num_seqs {ROLLOUT}.max_num_seqs
+generator.max_num_batched_tokens {ROLLOUT}.max_num_batched_tokens
+generator.max_input_length data.max_prompt_length
+generator.sampling_params.max_generate_length data.max_response_length
+generator.sampling_params.temperature {ROLLOUT}.temperature
+generator.sampling_params.top_p {ROLLOUT}.top_p
+generator.sampling_params.top_k {ROLLOUT}.top_k
+generator.sampling_params.min_p {ROLLOUT}.min_p
+environment.max_env_workers environment.max_workers
+"""
+
 RL = Table(
     renamed_groups={"environment.skyrl_gym": "environment.env_config"},
     aliases={
@@ -220,6 +285,10 @@ RL = Table(
         "algorithm.rae_decay": "It is always 0.95.",
         "data.difficulty_pools.easy_threshold": "It is always 1.",
         "data.difficulty_pools.hard_threshold": "It is always 0.",
+        **{
+            theirs: f"SkyRL's {theirs} is {ours} here."
+            for theirs, ours in map(str.split, _SKYRL.strip().split("\n"))
+        },
     },
 )
 
