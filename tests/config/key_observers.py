@@ -409,6 +409,7 @@ def restart(config: Config) -> Any:
         trainer: Any = SimpleNamespace(
             shutdown=lambda: None,
             init_workers=lambda: None,
+            resume_folder=None,
             checkpoints=SimpleNamespace(last_written=None, run_dir=Path(folder)),
             resource_pool_manager=SimpleNamespace(resource_pool_dict={"": pool}),
         )

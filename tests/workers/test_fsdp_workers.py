@@ -45,7 +45,7 @@ def test_with_offloaded_weights_the_rollout_engine_holds_none_between_uses(make_
         with pytest.raises(RuntimeError, match="asleep"):
             engine.step()
         engine.wake()
-        with pytest.raises(RuntimeError, match="no weights"):
+        with pytest.raises(RuntimeError, match="no complete weights"):
             engine.step()
         engine.close(session)
     group.update_actor(make_batch())
