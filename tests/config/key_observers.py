@@ -417,7 +417,7 @@ def restart(config: Config) -> Any:
         run.trainer = trainer
         try:
             run._after(RuntimeError("a worker died"))
-            run._start_again()
+            run.start()
         except RunStopped as error:
             return str(error)
     return pool.timeout_seconds
