@@ -108,9 +108,11 @@ def test_whoever_is_killed_the_run_ends_as_the_undisturbed_one_of_ray(world, url
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ctrl_c_ends_the_run_after_its_step_and_leaves_no_process(world, url, tmp_path):
-    transfer = {"actor_rollout_ref__rollout__weight_transfer": "filesystem", "trainer__save_freq": -1}
+    more = {"actor_rollout_ref__rollout__weight_transfer": "filesystem", "trainer__save_freq": -1}
+    line = settings(world, url, tmp_path / "run", **more)
+    line.append("trainer.total_training_steps=200")  # it can't be over before it is asked
     log = tmp_path / "log"
-    with running(settings(world, url, tmp_path / "run", **transfer), log) as process:
+    with running(line, log) as process:
         wait_for(tmp_path / "run/metrics.jsonl", process, log)  # step 0 is validated
         while '"step": 1' not in (tmp_path / "run/metrics.jsonl").read_text():  # and the next one begins
             time.sleep(0.01)
@@ -118,4 +120,4 @@ def test_ctrl_c_ends_the_run_after_its_step_and_leaves_no_process(world, url, tm
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(120) == 3 and "stopped: " in log.read_text()
         assert len(children) == 3 and not [each for each in children if each.is_running()]
-    assert (tmp_path / "run/latest_checkpointed_iteration.txt").read_text() in ("1", "2", "3")
+    assert 1 <= int((tmp_path / "run/latest_checkpointed_iteration.txt").read_text()) < 200
