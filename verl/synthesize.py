@@ -1,4 +1,4 @@
-"""python -m verl.synthesize --model FOLDER --data FILE.parquet --out FOLDER: docs/synthesis.md."""
+"""python -m verl.synthesize --model FOLDER --benchmarks FILE.parquet: docs/synthesis.md."""
 
 import sys
 

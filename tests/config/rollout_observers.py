@@ -86,5 +86,6 @@ def uploads(config: Config) -> Any:
             store.begin(step)
             store.commit(step)
         limit = None if store.uploads is None else store.uploads.deadline
-        store.end_uploads(in_haste=False)
+        store.waits_for_uploads = True
+        store.end_uploads()
         return limit, sorted(path.name for path in Path(folder, "far").rglob("*"))

@@ -130,6 +130,26 @@ def test_errors_and_stalls_lose_nothing_and_the_cost_is_that_of_the_answers(ques
     assert (summary["prompt_tokens"], summary["completion_tokens"]) == (8000, 80)
 
 
+def test_a_request_that_is_refused_costs_its_rollout_alone_and_resume_pays_nothing_twice(questions):
+    settings = [
+        "retriever.topk=2",
+        "max_turns=3",
+        "data.max_obs_length=99",
+    ]  # three, as an interval has figures
+    with Api(faults=(400,)) as api:
+        more = ["--rollouts", "2", "--concurrency", "1", "--prices", "1,100", *settings]
+        assert main(flags(api, questions, *more)) == 0
+        lines, summary = results(questions)
+        assert sum(line["reward"] is None for line in lines) == summary["num_unverified"] == 4
+        assert {line["refused"] is None for line in lines if line["reward"] is not None} == {True}
+        paid = len([body for body in api.bodies]) - 4
+        assert summary["cost"] == pytest.approx(paid * 0.002)
+        assert main(flags(api, questions, *more, "--resume")) == 0
+        lines, summary = results(questions)
+        assert len(lines) == 8 and summary["num_unverified"] == 0
+        assert summary["cost"] == pytest.approx((len(api.bodies) - 4) * 0.002)
+
+
 def test_a_server_that_refuses_ends_the_evaluation_and_says_what_it_said(questions, capsys):
     with Api(faults=(401,) * 9) as api:
         assert main(flags(api, questions)) == 3

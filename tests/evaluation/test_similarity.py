@@ -51,6 +51,8 @@ def test_what_searches_brought_is_told_search_by_search():
         "gold_recall": 1.0,
         "gold_recall_at_1": 0.5,
         "gold_recall_at_2": 1.0,
+        "gold_recall_at_3": 1.0,
+        "gold_recall_at_4": 1.0,
         "answer_from_search": 1.0,
         "answer_search": 2.0,
     }

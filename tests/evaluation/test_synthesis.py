@@ -66,13 +66,17 @@ def test_rows_of_a_model_train_and_verify_again(questions, tmp_path):  # noqa: F
     }
     assert set(prompts) == {f"What is {i}?" for i in (1, 2, 3)}
     for row in rows:
-        text = "".join(each["text"] for each in row["segments"] if each["trained"])
+        assert [each["role"] for each in row["messages"]] == ["user", "assistant"]
+        text = row["messages"][1]["content"]
         assert compute_score_em(text, prompts[row["question"]]["reward_model"]["ground_truth"]) == 1.0
         assert row["model"] == "some--model" and json.loads(row["usage"])["prompt_tokens"] == 1000
     rejected = [json.loads(each) for each in (folder / "rejected.jsonl").read_text().splitlines()]
     assert sorted(each["rejected"] for each in rejected) == ["a duplicate"] * 3 + ["reward 0"] * 2
     tokenizer = hf_tokenizer("data_prep/base_model")
-    config = load_sft_config(["data.segments_key=segments", "data.max_length=512"]).data
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    config = load_sft_config(
+        ["data.segments_key=null", "data.multiturn.enable=true", "data.max_length=512"]
+    ).data
     assert len(SFTDataset(str(folder / "sft_train.parquet"), tokenizer, config)) == 2
     data = {"max_start_length": 200, "max_prompt_length": 500, "env_class": "search"}
     assert len(RLHFDataset(str(folder / "train.parquet"), tokenizer, data)) == 3

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections import namedtuple
 
 import fsspec
@@ -12,7 +13,7 @@ from small_runs import arguments, metrics
 from verl.trainer import remote
 from verl.trainer.main_ppo import run
 from verl.trainer.ppo.run_state import CheckpointStore
-from verl.trainer.remote import RemoteFailed, RemoteStore, Uploads, fetch
+from verl.trainer.remote import RemoteFailed, RemoteStore, Uploads
 
 
 class Breaking(LocalFileSystem):
@@ -33,7 +34,7 @@ class Breaking(LocalFileSystem):
             raise PermissionError("503 slow down")
 
 
-for name in ("put_file", "pipe_file", "size", "glob", "get_file", "cat_file", "rm_file", "mv", "exists"):
+for name in ("put_file", "pipe_file", "size", "ls", "get_file", "cat_file", "rm_file", "mv", "rm"):
 
     def guarded(self, *arguments, _name=name, **flags):
         self._count()
@@ -46,7 +47,8 @@ fsspec.register_implementation("breaking", Breaking, clobber=True)
 @pytest.fixture
 def breaking(tmp_path):
     Breaking.calls, Breaking.fails_at, Breaking.failures = 0, None, 0
-    return RemoteStore(f"breaking://{tmp_path}/far", "run", {"auto_mkdir": True, "skip_instance_cache": True})
+    (tmp_path / "far").mkdir()
+    return RemoteStore(f"breaking://{tmp_path}/far", "run")
 
 
 def write(store, step, size=1000):
@@ -65,9 +67,8 @@ def test_a_failure_at_any_call_leaves_it_whole_or_not_there_and_the_next_try_end
     num_calls = Breaking.calls
     for fails_at in range(1, num_calls + 1):
         shutil.rmtree(tmp_path / "far")
-        other = RemoteStore(
-            f"breaking://{tmp_path}/far", "run", {"auto_mkdir": True, "skip_instance_cache": True}
-        )
+        (tmp_path / "far").mkdir()
+        other = RemoteStore(f"breaking://{tmp_path}/far", "run")
         Breaking.calls, Breaking.fails_at, Breaking.failures = 0, fails_at, 1
         with pytest.raises(RemoteFailed, match="503 slow down"):
             other.upload(3, store.folder(3), store.run_dir)
@@ -75,7 +76,7 @@ def test_a_failure_at_any_call_leaves_it_whole_or_not_there_and_the_next_try_end
         other.upload(3, store.folder(3), store.run_dir)
         assert other.steps() == [3]
         shutil.rmtree(tmp_path / "back", ignore_errors=True)
-        fetch(other, 3, tmp_path / "back")
+        other.fetch(3, tmp_path / "back")
         for path in store.folder(3).rglob("*"):
             copy = tmp_path / "back" / path.relative_to(store.run_dir)
             assert path.is_dir() or copy.read_bytes() == path.read_bytes()
@@ -89,10 +90,10 @@ def test_what_is_damaged_or_missing_is_not_taken(tmp_path, breaking):
     weights = tmp_path / "far" / "run" / "global_step_1" / "actor" / "weights"
     weights.write_bytes(bytes([2]) * 1000)
     with pytest.raises(RemoteFailed, match="damaged"):
-        fetch(breaking, 1, tmp_path / "back")
+        breaking.fetch(1, tmp_path / "back")
     weights.unlink()
     with pytest.raises(RemoteFailed, match="lacks"):
-        fetch(breaking, 1, tmp_path / "back")
+        breaking.fetch(1, tmp_path / "back")
     assert CheckpointStore(tmp_path / "back", None).steps() == []
 
 
@@ -104,18 +105,21 @@ def test_only_what_is_whole_elsewhere_is_deleted_here_and_old_ones_there(tmp_pat
     Breaking.fails_at, Breaking.failures = 0, 10**9  # the place is away
     for step in (1, 2, 3):
         write(store, step)
-    store.end_uploads(in_haste=False)
+    store.waits_for_uploads = True
+    store.end_uploads()
     assert store.steps() == [1, 2, 3]
     Breaking.fails_at = None  # and is back
     again = CheckpointStore(tmp_path / "run", 1, breaking)
     again.start_uploads(keep=2, deadline=60)
-    again.end_uploads(in_haste=False)
+    again.waits_for_uploads = True
+    again.end_uploads()
     assert breaking.steps() == [2, 3]
     last = CheckpointStore(tmp_path / "run", 1, breaking)
     last.start_uploads(keep=2, deadline=60)
     write(last, 4)
-    assert last.steps() == [1, 4]  # 1 is no longer elsewhere, 2 and 3 are
-    last.end_uploads(in_haste=False)
+    assert last.steps() == [1, 4]  # 1 is not elsewhere, 2 and 3 are
+    last.waits_for_uploads = True
+    last.end_uploads()
     assert breaking.steps() == [3, 4]
 
 
@@ -138,12 +142,73 @@ def test_before_a_checkpoint_there_is_room_or_it_is_not_begun(tmp_path, breaking
     assert not list((tmp_path / "run").glob("*.incomplete"))
     both = CheckpointStore(tmp_path / "run", None, breaking)
     both.start_uploads(keep=None, deadline=60)
-    both.end_uploads(in_haste=False)
+    both.waits_for_uploads = True
+    both.end_uploads()
     assert breaking.steps() == kept
     both.uploads = Uploads(breaking, both.run_dir, None, 60)
     write(both, 6)  # takes the room of those that are elsewhere
     assert both.steps() == [*kept[1:], 6]
-    both.end_uploads(in_haste=False)
+    both.waits_for_uploads = True
+    both.end_uploads()
+
+
+def test_a_listing_that_fails_is_no_empty_place(breaking, tmp_path):
+    store = CheckpointStore(tmp_path / "run", None, breaking)
+    Breaking.fails_at, Breaking.failures = 0, 10**9
+    for ask in (breaking.steps, lambda: store.find_resume("auto", None)):
+        with pytest.raises(RemoteFailed, match="503 slow down"):
+            ask()
+
+
+def test_one_place_is_one_runs(tmp_path, breaking):
+    (tmp_path / "run").mkdir()
+    breaking.check(tmp_path / "run")
+    breaking.check(tmp_path / "run")
+    breaking.check(tmp_path / "fresh")  # a machine that has nothing goes on with it
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "metrics.jsonl").write_text("")
+    with pytest.raises(RemoteFailed, match="another run"):
+        breaking.check(tmp_path / "other")
+    shutil.rmtree(tmp_path / "far")  # a mount that is away
+    with pytest.raises(RemoteFailed, match="no such place"):
+        breaking.check(tmp_path / "run")
+
+
+def test_a_prune_that_fails_there_sends_nothing_again_and_local_ones_go_all_the_same(
+    tmp_path, breaking, monkeypatch, capsys
+):
+    sent = []
+    real = breaking.upload
+    monkeypatch.setattr(breaking, "upload", lambda step, *rest: (sent.append(step), real(step, *rest)))
+    monkeypatch.setattr(breaking, "delete", lambda step: (_ for _ in ()).throw(RemoteFailed("no right")))
+    store = CheckpointStore(tmp_path / "run", 3, breaking)
+    store.start_uploads(keep=1, deadline=60)
+    for step in range(1, 9):
+        write(store, step)
+        while store.uploads and step not in store.uploads.whole:
+            time.sleep(0.005)
+    store.waits_for_uploads = True
+    store.end_uploads()
+    assert sent == list(range(1, 9)) and store.steps() == [6, 7, 8]
+    assert "could not be deleted there: no right" in capsys.readouterr().out
+    again = CheckpointStore(tmp_path / "run", 3, breaking)
+    again.start_uploads(keep=1, deadline=60)
+    again.end_uploads()
+    assert sent == list(range(1, 9))
+
+
+def test_a_new_run_renames_the_old_one_there(tmp_path, breaking):
+    store = CheckpointStore(tmp_path / "run", None, breaking)
+    write(store, 1)
+    breaking.upload(1, store.folder(1), store.run_dir)
+    store.set_aside()
+    assert breaking.steps() == [] and (tmp_path / "far" / "run.old-1" / "global_step_1").is_dir()
+    write(store, 2)
+    breaking.upload(2, store.folder(2), store.run_dir)
+    write(store, 4)
+    breaking.upload(4, store.folder(4), store.run_dir)
+    store.set_aside_after(2)
+    assert breaking.steps() == [2] and (tmp_path / "far" / "run" / "global_step_4.old-1").is_dir()
 
 
 @pytest.mark.slow
@@ -155,6 +220,7 @@ def test_a_run_goes_on_on_a_machine_that_has_nothing(world, url, tmp_path, capsy
             *settings,
         ]
 
+    (tmp_path / "far").mkdir()
     assert run([*line(steps=2)]) == 0
     before = metrics(tmp_path / "run")
     assert (tmp_path / "far" / "run" / "global_step_2" / remote.MANIFEST).is_file()

@@ -34,6 +34,7 @@ from verl.workers.rollout.base import (
 
 MOST_IDS = 2**31 - 1
 STEP_SECONDS = 0.05  # that `step` waits for a turn
+OF_REQUEST, MOST_REFUSED = (400, 413, 422), 20  # what is wrong with one request; so many in a row: with all
 _PIECE = re.compile("\0([a-z]*)\1([^\0]*)")
 
 
@@ -91,6 +92,8 @@ class ApiEngine(RolloutEngine[ApiSession]):
 
     Attributes:
         usage: seed of a rollout -> tokens that the server says it has read ("prompt_tokens") and written.
+        refused: seed of a rollout -> why the server refused one of its requests (OF_REQUEST), and no other's.
+            Its turn is empty; nobody knows the rollout's worth.
     """
 
     session_class = ApiSession
@@ -114,6 +117,8 @@ class ApiEngine(RolloutEngine[ApiSession]):
         self.base_url, self.model, self.messages = base_url.rstrip("/"), model, messages
         self.patience, self.version = patience, 0
         self.usage: dict[int, Counter[str]] = defaultdict(Counter)
+        self.refused: dict[int, str] = {}
+        self._refused_in_a_row = 0
         self._under_way: set[int] = set()
         self._ended: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
         headers = {"Content-Type": "application/json"}
@@ -156,10 +161,28 @@ class ApiEngine(RolloutEngine[ApiSession]):
 
     async def _turn(self, session: ApiSession) -> None:
         try:
-            reply = await self._ask(session)
-        except Exception as error:
-            self._ended.put(error)
+            ids, stopped, reason = await self._sampled(session)
+            self._refused_in_a_row = 0
+        except Refused as error:
+            self._refused_in_a_row += 1
+            if error.status not in OF_REQUEST or self._refused_in_a_row >= MOST_REFUSED:
+                self._ended.put(error)
+                return
+            self.refused[session.params.seed] = str(error)
+            stopped, reason = None, "eos"
+            ids = [] if self.messages is None else [self.messages.id_of("assistant", "")]
+        except Exception as error:  # a reply of another shape
+            self._ended.put(Refused(f"found a reply that can't be read ({type(error).__name__}: {error})"))
             return
+        session.tokens.extend(ids)
+        session.log_probs = session.model_log_probs = [0.0] * len(ids)
+        session.num_sampled += len(ids)
+        self._generated_tokens += len(ids)
+        self._ended.put(session.end_turn(reason, stopped, self.version))
+
+    async def _sampled(self, session: ApiSession) -> tuple[list[int], str | None, str]:
+        """Ids, stop string and reason of a turn. Refused."""
+        reply = await self._ask(session)
         choice, usage = reply["choices"][0], reply.get("usage") or {}
         for name in ("prompt_tokens", "completion_tokens"):
             self.usage[session.params.seed][name] += usage.get(name) or 0
@@ -168,17 +191,13 @@ class ApiEngine(RolloutEngine[ApiSession]):
             ids, stop = choice["token_ids"], session.params.stop
             stopped = next((s for n in range(len(ids)) if stop and (s := stop.match(ids[: n + 1]))), None)
         else:
-            text = choice["message"].get("content") or ""
+            text = str(choice["message"].get("content") or "")
             # The server leaves out the stop string: it is one whose tag is open.
             stopped = next((s for s in stops if text.count(s.replace("/", "", 1)) > text.count(s)), None)
             stopped = stopped if choice["finish_reason"] == "stop" else None
             ids = [self.messages.id_of("assistant", text + (stopped or ""))]
-        session.tokens.extend(ids)
-        session.log_probs = session.model_log_probs = [0.0] * len(ids)
-        session.num_sampled += len(ids)
-        self._generated_tokens += len(ids)
         reason = "length" if choice["finish_reason"] == "length" else "stop" if stopped else "eos"
-        self._ended.put(session.end_turn(reason, stopped, self.version))
+        return ids, stopped, reason
 
     async def _ask(self, session: ApiSession) -> dict[str, Any]:
         """What the server answers. Refused."""

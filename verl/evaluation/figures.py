@@ -46,7 +46,7 @@ def summarize(lines: Sequence[dict[str, Any]], solved_at: float) -> dict[str, An
     num_truncated; k, the most rollouts of an example; `avg@k`, `em`, `f1`, and `pass@j` for all
     j <= k, each [mean, low, high] over examples; an example is in pass@j if j of its rollouts were verified.
     A rollout is solved with a reward of `solved_at` or more. searches, completion_len, and what
-    `similarity.py` says of a rollout: means over rollouts.
+    `similarity.py` says of a rollout are of verified ones, the first two means over rollouts.
     """
     figures = _figures(lines, solved_at)
     tasks = sorted({str(line["task"]) for line in lines})
@@ -82,13 +82,17 @@ def _figures(lines: Sequence[dict[str, Any]], solved_at: float) -> dict[str, Any
         ]
         if of_each:
             figures[f"pass@{j}"] = interval(of_each)
+    told = [line for group in known for line in group]
     for name in ("searches", "completion_len"):
-        figures[name] = float(np.mean([line[name] for line in lines])) if lines else None
+        figures[name] = float(np.mean([line[name] for line in told])) if told else None
     for block in ("similarity", "retrieval"):
-        for name in sorted({name for line in lines for name in line.get(block) or ()}):
-            values = [value for line in lines if (value := (line.get(block) or {}).get(name)) is not None]
-            if values:
-                figures[name] = interval(values) if block == "similarity" else float(np.mean(values))
+        for name in sorted({name for line in told for name in line.get(block) or ()}):
+            of_examples = []
+            for group in known:
+                values = [value for line in group if (value := (line.get(block) or {}).get(name)) is not None]
+                of_examples += [float(np.mean(values))] if values else []
+            if of_examples:
+                figures[name] = interval(of_examples)
     for name in ("prompt_tokens", "completion_tokens", "cost"):
         if lines and name in lines[0]:
             figures[name] = sum(line[name] for line in lines)

@@ -37,6 +37,7 @@ from verl.utils.records.files import read_lines, to_json, write_text_atomically
 from verl.utils.records.trajectories import TokenTexts, spread_rows, trajectory_records, write_page
 
 PAGE_RECORDS = 5000
+PAID = ("prompt_tokens", "completion_tokens", "cost")
 SAY_SECONDS = 10.0
 
 
@@ -141,7 +142,9 @@ class Benchmark:
         """Asks what is not known yet, writes the three files, and returns the summary."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text_atomically(self.folder / "settings.json", to_json(self.settings) + "\n")
-        known = [line for line in read_lines(self.results) if line["reward"] is not None]
+        lines = read_lines(self.results)
+        known = [line for line in lines if line["reward"] is not None]
+        self._spend([line for line in lines if line["reward"] is None])
         write_text_atomically(self.results, "".join(to_json(line) + "\n" for line in known))
         done = {(line["example_id"], line["rollout_idx"]) for line in known}
         every = [(example, i) for example in range(len(self.dataset)) for i in range(asking.rollouts)]
@@ -159,16 +162,22 @@ class Benchmark:
                     file.write(to_json(line) + "\n")
                 file.flush()
 
-            for ended in rollouts(agent, self.dataset, places, asking):
-                jobs.append(scoring.submit(write, ended))
-                while jobs and jobs[0].done():
-                    jobs.pop(0).result()
-                said += len(ended)
-                if time.monotonic() - began > SAY_SECONDS:
-                    began = time.monotonic()
-                    print(f"{self.name}: {said} of {len(every)} rollouts", file=sys.stderr, flush=True)
-            for job in jobs:
-                job.result()
+            try:
+                for ended in rollouts(agent, self.dataset, places, asking):
+                    jobs.append(scoring.submit(write, ended))
+                    while jobs and jobs[0].done():
+                        jobs.pop(0).result()
+                    said += len(ended)
+                    if time.monotonic() - began > SAY_SECONDS:
+                        began = time.monotonic()
+                        print(f"{self.name}: {said} of {len(every)} rollouts", file=sys.stderr, flush=True)
+            finally:
+                for job in jobs:
+                    job.result()
+                if isinstance(agent.engine, ApiEngine):  # of rollouts that were broken off
+                    left = list(agent.engine.usage.values())
+                    self._spend([_priced(usage, asking) for usage in left])
+                    agent.engine.usage.clear()
         return self.report(asking.solved_at)
 
     def _lines(
@@ -189,7 +198,9 @@ class Benchmark:
         for i, (each, record) in enumerate(zip(ended, records, strict=True)):
             trajectory = record["trajectory"]
             reason, score, extra = trajectory["finish_reason"], answers["score"][i], record["extra_info"]
-            reward = None if score is None or reason in LOST else float(score)
+            engine = agent.engine if isinstance(agent.engine, ApiEngine) else None
+            refused = None if engine is None else engine.refused.pop(each.trajectory.seed, None)
+            reward = None if score is None or reason in LOST or refused else float(score)
             line = {
                 "example_id": each.place[0],
                 "rollout_idx": each.place[1],
@@ -213,13 +224,23 @@ class Benchmark:
                 if self.encode is not None:
                     vectors = self.encode([record["answer"] or "", *record["gold"]])
                     line["similarity"]["answer_similarity"] = float((vectors[1:] @ vectors[0]).max())
-            if isinstance(agent.engine, ApiEngine):
-                usage = agent.engine.usage.pop(each.trajectory.seed, Counter())
-                counts = [usage[name] for name in ("prompt_tokens", "completion_tokens")]
-                price = sum(n * dollars / 1e6 for n, dollars in zip(counts, asking.prices, strict=True))
-                line |= {"prompt_tokens": counts[0], "completion_tokens": counts[1], "cost": price}
+            if engine is not None:
+                spent = _priced(engine.usage.pop(each.trajectory.seed, Counter()), asking)
+                length = spent["completion_tokens"] or line["completion_len"]
+                line |= {**spent, "completion_len": length, "refused": refused}
             record |= {"score": reward}
             yield line | {name: value for name, value in record.items() if name not in ("step", "extra_info")}
+
+    def _spend(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Notes what was paid for rollouts that have no line."""
+        if sums := {name: sum(line[name] for line in lines) for name in PAID if lines and name in lines[0]}:
+            before = self._spent()
+            total = {name: value + before.get(name, 0) for name, value in sums.items()}
+            write_text_atomically(self.folder / "spent.json", to_json(total) + "\n")
+
+    def _spent(self) -> dict[str, float]:
+        (spent,) = read_lines(self.folder / "spent.json") or [{}]
+        return spent
 
     def lines(self) -> list[dict[str, Any]]:
         """Of all rollouts that are over, by example."""
@@ -228,14 +249,23 @@ class Benchmark:
     def report(self, solved_at: float) -> dict[str, Any]:
         """Writes summary.json and page.html of the lines that are there."""
         lines = self.lines()
-        summary = {"benchmark": self.name, **self.settings, **summarize(lines, solved_at)}
+        figures = summarize(lines, solved_at)
+        figures |= {name: figures.get(name, 0) + value for name, value in self._spent().items()}
+        summary = {"benchmark": self.name, **figures, "settings": self.settings}
         write_text_atomically(self.folder / "summary.json", to_json(summary, indent=2) + "\n")
-        rows = [[name, shown(value)] for name, value in summary.items() if not isinstance(value, dict)]
+        rows = [[name, shown(value)] for name, value in figures.items() if not isinstance(value, dict)]
         shown_lines = [lines[i] for i in spread_rows(len(lines), PAGE_RECORDS)]
         records = [line | {"step": line["rollout_idx"], "extra_info": line["info"]} for line in shown_lines]
         tables = [{"title": self.name, "columns": ["", ""], "rows": rows}]
         write_page(records, self.folder / "page.html", self.name, {"tables": tables, "image": None})
         return summary
+
+
+def _priced(usage: Mapping[str, int], asking: Asking) -> dict[str, float]:
+    """A rollout's tokens, and what they cost."""
+    read, written = (usage.get(name, 0) for name in PAID[:2])
+    cost = (read * asking.prices[0] + written * asking.prices[1]) / 1e6
+    return {"prompt_tokens": read, "completion_tokens": written, "cost": cost}
 
 
 def read_back(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,7 +278,7 @@ def read_back(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def shown(value: Any) -> str:
     """A figure for people: .412 [.381, .446] of [mean, low, high]."""
-    if isinstance(value, list) and len(value) == 3:
+    if isinstance(value, list):
         mean, low, high = value
         return f"{mean:.3f} [{low:.3f}, {high:.3f}]"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

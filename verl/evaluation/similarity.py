@@ -19,7 +19,7 @@ from typing import Any
 
 from verl.utils.reward_score.qa_em import documents_hold_answer
 
-ROUGE_BETA, BLEU_ORDER = 1.2, 4
+ROUGE_BETA, BLEU_ORDER, SEARCHES_TOLD = 1.2, 4, 4
 NAMES = ("rouge_l", "token_f1", "jaccard", "bleu")
 _CJK = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff]")
 _WORD = re.compile(r"\w+")
@@ -90,8 +90,8 @@ def retrieval_effect(
     """What a rollout's searches brought; None where the row or the rollout does not say.
 
     gold_recall: share of the passages that the row names in extra_info.gold_titles that were found;
-    gold_recall_at_1, _2, ..: after so many searches. answer_from_search: 1 if its answer stood in the
-    documents of a search; answer_search: the first such search, from 1.
+    gold_recall_at_1 to _4: after so many searches, or all that it made. answer_from_search: 1 if its answer
+    stood in the documents of a search; answer_search: the first such search, from 1.
     """
     found: list[Mapping[str, Any]] = []
     figures: dict[str, float | None] = {
@@ -102,14 +102,17 @@ def retrieval_effect(
     wanted = {_title(title) for title in gold_titles or ()}
     searches = [turn["documents"] for turn in trajectory["turns"] if turn.get("documents") is not None]
     if wanted:
-        figures["gold_recall"] = 0.0
+        after = [f"gold_recall_at_{n + 1}" for n in range(SEARCHES_TOLD)]
+        figures |= dict.fromkeys(["gold_recall", *after], 0.0)
     if answer and searches:
         figures["answer_from_search"] = 0.0
     for number, documents in enumerate(searches, 1):
         found += documents
         if wanted:
             titles = {_title(document["contents"].partition("\n")[0]) for document in found}
-            figures["gold_recall"] = figures[f"gold_recall_at_{number}"] = len(wanted & titles) / len(wanted)
+            recall = len(wanted & titles) / len(wanted)
+            later = [f"gold_recall_at_{n}" for n in range(number, SEARCHES_TOLD + 1)]
+            figures |= dict.fromkeys(["gold_recall", *later], recall)
         if answer and not figures["answer_from_search"] and documents_hold_answer(documents, [answer]):
             figures["answer_from_search"], figures["answer_search"] = 1.0, float(number)
     return figures

@@ -37,6 +37,16 @@ def segments_of(line: Mapping[str, Any], end_token: str | None) -> list[dict[str
     return [{"text": text, "trained": trained} for trained, text in pieces if text]
 
 
+def messages_of(line: Mapping[str, Any], row: Mapping[str, Any]) -> list[dict[str, str]]:
+    """A rollout by messages as a conversation, [{role, content}, ...]: of its row, then by turns."""
+    asked = (
+        row["prompt"] if not isinstance(row["prompt"], str) else [{"role": "user", "content": row["prompt"]}]
+    )
+    marked = zip(line["token_mask"], line["tokens"], strict=True)
+    said = [{"role": "assistant" if mask else "user", "content": text} for mask, text in marked]
+    return [{"role": each["role"], "content": each["content"]} for each in (*asked, *said)]
+
+
 def choose(
     lines: Sequence[dict[str, Any]], keep: str, per_prompt: int, solved_at: float
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -83,9 +93,11 @@ def write_rows(
     end_token: str | None,
     val_share: float,
     seed: int,
+    as_messages: bool = False,
 ) -> dict[str, int]:
     """Writes the files; returns how many rows each has. rows: the benchmark's, by example_id; all rollouts of
-    an example are in one of sft_train and sft_val. ValueError: nothing is kept.
+    an example are in one of sft_train and sft_val. as_messages: rollouts are conversations; their rows have
+    `messages` in place of `segments`. ValueError: nothing is kept.
     """
     text = "".join(to_json(line) + "\n" for line in rejected)
     write_text_atomically(folder / "rejected.jsonl", text)
@@ -100,7 +112,11 @@ def write_rows(
         usage = {name: line[name] for name in ("prompt_tokens", "completion_tokens", "cost") if name in line}
         demonstrations["sft_val.parquet" if line["example_id"] in held_out else "sft_train.parquet"].append(
             {
-                "segments": segments_of(line, end_token),
+                **(
+                    {"messages": messages_of(line, rows[line["example_id"]])}
+                    if as_messages
+                    else {"segments": segments_of(line, end_token)}
+                ),
                 "question": line["question"],
                 "answer": line["answer"],
                 "reward": line["reward"],
@@ -115,6 +131,7 @@ def write_rows(
     counts = {"rejected.jsonl": len(rejected)}
     for name, table in {**demonstrations, "train.parquet": prompts}.items():
         counts[name] = len(table)
+        (folder / name).unlink(missing_ok=True)
         if table:
             aside = folder / f"{name}.part"
             pq.write_table(pa.Table.from_pylist(table), aside)

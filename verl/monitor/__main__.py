@@ -67,7 +67,9 @@ def figures(runs: list[Run]) -> Table:
 
 def report(run: Run, options: argparse.Namespace, console: Console) -> None:
     """Figures, failed rollouts and pictures of one run."""
-    folder = options.save_dir or run.folder / "monitor"
+    folder = run.folder / "monitor"
+    if options.save_dir is not None:
+        folder = options.save_dir / run.folder.name if len(options.runs) > 1 else options.save_dir
     if not options.samples_only:
         console.print(figures([run]))
         for path in run.draw(folder):

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import search_r1.llm_agent  # noqa: F401  (registers its environment)
 from verl.config import Config
+from verl.config.keys import flat
 from verl.config.loading import VARIABLE_PREFIX, load
 from verl.utils.announcing import announced
 from verl.utils.model_folders import find_model, run_folder
@@ -36,6 +37,22 @@ if TYPE_CHECKING:
 DEFAULTS = {"max_turns": 4, "retriever.topk": 3, "data.max_start_length": 2048, "data.max_obs_length": 500}
 DEFAULTS |= {"data.max_prompt_length": 4096, "data.max_response_length": 500}
 WATCH_SECONDS = 5.0
+# What results depend on, of the options and of the settings: those that are gone on with have the same.
+KEPT = ("n", "rollouts", "temperature", "seed", "tokenizer", "category", "similarity", "encoder")
+DECISIVE: tuple[str, ...] = (
+    "max_turns",
+    "do_search",
+    "environment.",
+    "verifiers.",
+    "retriever.topk",
+    "data.max_",
+)
+DECISIVE += (
+    "custom_reward_function.",
+    "data.prompt_key",
+    "data.truncation",
+    "actor_rollout_ref.rollout.dtype",
+)
 
 
 def build_parser(prog: str, about: str | None, out: str) -> argparse.ArgumentParser:
@@ -267,13 +284,9 @@ def evaluate(
             verifiers.check_rows(dataset.rows_to_check())
             settings = {
                 "model": str(folder or options.model),
-                "base_url": options.base_url,
                 "file": hashlib.sha256(path.read_bytes()).hexdigest(),
-                "n": options.n,
-                "rollouts": asking.rollouts,
-                "temperature": asking.temperature,
-                "seed": asking.seed,
-                "settings": options.settings,
+                **{name: getattr(options, name) for name in KEPT},
+                **{key: value for key, value in flat(config).items() if key.startswith(DECISIVE)},
             }
             place = options.out / name / path.stem
             benchmarks.append(Benchmark(path.stem, dataset, place, settings, encode))
@@ -283,7 +296,7 @@ def evaluate(
         for each in benchmarks:
             summary = each.run(agent, reward_fn, asking)
             figures = {key: value for key, value in summary.items() if isinstance(value, list)}
-            told = ", ".join(f"{key} {shown(value)}" for key, value in figures.items() if key != "settings")
+            told = ", ".join(f"{key} {shown(value)}" for key, value in figures.items())
             print(f"{name} on {each.name}: {told}; {each.folder}/page.html", flush=True)
             if use is not None:
                 use(each, agent.tokenizer, str(name))

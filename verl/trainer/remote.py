@@ -5,6 +5,7 @@
 
 REMOTE_DIR/<run's folder>/global_step_N/...       what is there without COMPLETE.json was never whole
 REMOTE_DIR/<run's folder>/records/...             metrics.jsonl, trajectories and the like, at each upload
+REMOTE_DIR/<run's folder>/OWNER                   an id that the run's folder has too: one place is one run's
 
 An error of the remote place before a run starts ends it: it never starts at step 0 because a bucket did not
 answer. While the run goes on an upload is tried again until `trainer.upload_deadline`; what could not be
@@ -19,20 +20,25 @@ import queue
 import shutil
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-MANIFEST = "COMPLETE.json"
-RECORDS = (
-    "metrics.jsonl",
+from verl.utils.durable import sync_tree
+
+MANIFEST, OWNER = "COMPLETE.json", "OWNER"
+RECORDS: tuple[str, ...] = (
+    "trajectories",
     "validation.jsonl",
     "evaluations.jsonl",
     "restarts.jsonl",
-    "config.yaml",
-    "trajectories",
+    "judge_verdicts.jsonl",
 )
+RECORDS += ("config.yaml", "metrics.jsonl")  # the last one is there when all are
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between two tries
+JOIN_SECONDS = 10.0
 
 
 class RemoteFailed(ValueError):
@@ -42,17 +48,16 @@ class RemoteFailed(ValueError):
 class RemoteStore:
     """A run's folder at a remote place. ValueError: the address can't be used."""
 
-    def __init__(self, remote_dir: str, run_name: str, options: dict[str, Any] | None = None) -> None:
-        options = dict(options or {})
+    def __init__(self, remote_dir: str, run_name: str) -> None:
+        options: dict[str, Any] = {}
         if remote_dir.startswith("s3://"):  # a request that stalls is tried again here, not for an hour there
             waits = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}
-            options.setdefault("config_kwargs", waits)
-        elif remote_dir.startswith("file://"):
-            options.setdefault("auto_mkdir", True)
+            options["config_kwargs"] = waits
         try:
             import fsspec
+            from fsspec.implementations.local import LocalFileSystem
 
-            self.fs, root = fsspec.core.url_to_fs(remote_dir, **options)
+            self.fs, base = fsspec.core.url_to_fs(remote_dir, **options)
         except ImportError as error:
             raise ValueError(
                 f"trainer.remote_dir={remote_dir}: {error}; install it: "
@@ -61,10 +66,12 @@ class RemoteStore:
         except Exception as error:  # of any of fsspec's file systems
             raise ValueError(f"trainer.remote_dir={remote_dir}: {error}") from error
         self._sent: set[tuple[str, str]] = set()
-        self.url, self.root = remote_dir, f"{root.rstrip('/')}/{run_name}"
+        self.is_local = isinstance(self.fs, LocalFileSystem)
+        self.url, self.base = remote_dir, base.rstrip("/")
+        self.root = f"{self.base}/{run_name}"
 
     def _ask(self, call: Callable[..., Any], *arguments: Any, **flags: Any) -> Any:
-        """What the place answers. RemoteFailed."""
+        """What the place answers. RemoteFailed; FileNotFoundError."""
         try:
             self.fs.invalidate_cache()
             return call(*arguments, **flags)
@@ -73,60 +80,98 @@ class RemoteStore:
         except Exception as error:  # of any of fsspec's file systems
             raise RemoteFailed(f"trainer.remote_dir={self.url}: {type(error).__name__}: {error}") from error
 
-    def check(self) -> None:
-        """RemoteFailed: nothing can be written there."""
+    def _names(self, folder: str) -> list[str]:
+        """What a folder has; [] if there is none. Not by `glob`, `find` or `exists`, which hide errors."""
         try:
-            self._ask(self.fs.pipe_file, f"{self.root}/records/.writable", b"")
+            return [path.rstrip("/").split("/")[-1] for path in self._ask(self.fs.ls, folder, detail=False)]
+        except FileNotFoundError:
+            return []
+
+    def _below(self, folder: str) -> Iterator[str]:
+        """The names of all files below a folder."""
+        for entry in self._ask(self.fs.ls, folder, detail=True):
+            name = entry["name"].rstrip("/").split("/")[-1]
+            if entry["type"] == "directory":
+                yield from (f"{name}/{inner}" for inner in self._below(f"{folder}/{name}"))
+            else:
+                yield name
+
+    def check(self, run_dir: Path) -> None:
+        """RemoteFailed: there is no such place, nothing can be written there, or another run has it."""
+        mine, theirs = run_dir / OWNER, f"{self.root}/{OWNER}"
+        try:
+            if self.is_local and not Path(self.base).is_dir():
+                raise FileNotFoundError(f"no folder {self.base}")  # a mount that is away is no new place
+            owner = self._ask(self.fs.cat_file, theirs).decode() if OWNER in self._names(self.root) else None
+            own = mine.read_text(encoding="utf-8") if mine.exists() else None
+            if owner is not None and own is None and not (run_dir / "metrics.jsonl").exists():
+                own = owner  # a run that goes on, on a machine that has nothing
+            if owner is not None and own != owner:
+                raise RemoteFailed(
+                    f"trainer.remote_dir={self.url}: {self.root} is of another run than {run_dir}; expected "
+                    "one place for each. Choose another name (trainer.default_local_dir), or another place"
+                )
+            own = own or uuid.uuid4().hex
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._put(own.encode(), theirs)
+            mine.write_text(own, encoding="utf-8")
         except FileNotFoundError as error:
             raise RemoteFailed(f"trainer.remote_dir={self.url}: there is no such place ({error})") from error
 
+    def _put(self, content: bytes | Path, place: str) -> None:
+        if self.is_local:
+            self._ask(self.fs.makedirs, place.rsplit("/", 1)[0], exist_ok=True)
+        if isinstance(content, Path):
+            self._ask(self.fs.put_file, str(content), place)
+        else:
+            self._ask(self.fs.pipe_file, place, content)
+
     def steps(self) -> list[int]:
         """Steps with a whole checkpoint, oldest first. RemoteFailed."""
+        folders = [name.removeprefix("global_step_") for name in self._names(self.root)]
+        steps = [int(name) for name in folders if name.isdigit()]
+        return sorted(step for step in steps if MANIFEST in self._names(f"{self.root}/global_step_{step}"))
 
-        def look() -> list[int]:
-            found = []
-            for path in self.fs.glob(f"{self.root}/global_step_*/{MANIFEST}"):
-                step = path.split("/")[-2].removeprefix("global_step_")
-                found += [int(step)] if step.isdigit() else []
-            return sorted(found)
-
-        try:
-            steps: list[int] = self._ask(look)
-        except FileNotFoundError:
-            return []
-        return steps
-
-    def upload(self, step: int, folder: Path, run_dir: Path) -> None:
+    def upload(self, step: int, folder: Path, run_dir: Path, ended: threading.Event | None = None) -> None:
         """A whole checkpoint, and the run's records so far. Called again after a failure, it sends what was
-        not sent. RemoteFailed, OSError.
+        not sent. RemoteFailed, OSError; InterruptedError: `ended` was set.
         """
-        place, files = f"{self.root}/{folder.name}", {}
-        if not self._sent and self._ask(self.fs.exists, f"{place}/{MANIFEST}"):  # of other content
+        place, files = f"{self.root}/{folder.name}", dict[str, dict[str, Any]]()
+        self._sent = {each for each in self._sent if each[0] == place}
+        if not self._sent and MANIFEST in self._names(place):  # of other content
             self._ask(self.fs.rm_file, f"{place}/{MANIFEST}")
+
+        def go_on() -> None:
+            if ended is not None and ended.is_set():
+                raise InterruptedError(f"the upload of step {step} was broken off")
+
         for path, name in _files(folder):
             files[name] = {"size": path.stat().st_size, "sha256": _digest(path)}
             if (place, name) not in self._sent:
-                self._ask(self.fs.put_file, str(path), f"{place}/{name}")
+                go_on()
+                self._put(path, f"{place}/{name}")
                 self._sent.add((place, name))
         for record in RECORDS:
             for path, name in _files(run_dir / record):
-                there = f"{self.root}/records/{record}" + (f"/{name}" if name else "")
-                self._ask(self.fs.put_file, str(path), there)
+                self._put(path, f"{self.root}/records/{record}" + (f"/{name}" if name else ""))
         for name, about in files.items():
             size = self._ask(self.fs.size, f"{place}/{name}")
             if size != about["size"]:
                 self._sent.discard((place, name))
                 raise RemoteFailed(f"{place}/{name} has {size} bytes; expected {about['size']}")
+        go_on()
         manifest = json.dumps({"step": step, "files": files}, indent=1).encode()
         self._ask(self.fs.pipe_file, f"{place}/{MANIFEST}.part", manifest)
         self._ask(self.fs.mv, f"{place}/{MANIFEST}.part", f"{place}/{MANIFEST}")
         self._sent.clear()
 
-    def download(self, step: int, aside: Path, run_dir: Path) -> None:
-        """A checkpoint's files to an empty folder, checked against the manifest; and the run's records, where
-        the folder has none. RemoteFailed.
+    def fetch(self, step: int, run_dir: Path) -> None:
+        """Downloads a checkpoint to its place in the run's folder, checked against the manifest, and records
+        where the folder has none. RemoteFailed.
         """
-        place = f"{self.root}/global_step_{step}"
+        place, aside = f"{self.root}/global_step_{step}", run_dir / f"global_step_{step}.incomplete"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
         try:
             files = json.loads(self._ask(self.fs.cat_file, f"{place}/{MANIFEST}"))["files"]
             for name, about in files.items():
@@ -135,31 +180,41 @@ class RemoteStore:
                 self._ask(self.fs.get_file, f"{place}/{name}", str(target))
                 if target.stat().st_size != about["size"] or _digest(target) != about["sha256"]:
                     raise RemoteFailed(f"{place}/{name} is damaged: it is not what {MANIFEST} says")
-            if not (run_dir / "metrics.jsonl").exists():
-                for path in self._ask(self.fs.find, f"{self.root}/records"):
-                    target = run_dir / path.split(f"{self.root}/records/", 1)[1]
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    self._ask(self.fs.get_file, path, str(target))
+            if not (run_dir / "metrics.jsonl").exists() and "records" in self._names(self.root):
+                names = sorted(self._below(f"{self.root}/records"), key=lambda name: name == "metrics.jsonl")
+                for name in names:
+                    target, part = run_dir / name, run_dir / f"{name}.part"
+                    part.parent.mkdir(parents=True, exist_ok=True)
+                    self._ask(self.fs.get_file, f"{self.root}/records/{name}", str(part))
+                    part.replace(target)
         except FileNotFoundError as error:
             raise RemoteFailed(f"{place} lacks {error}; expected what {MANIFEST} names") from error
+        sync_tree(aside)
+        aside.rename(run_dir / f"global_step_{step}")
 
     def set_aside(self, step: int | None) -> None:
-        """Another name, *.old-K, for a step's folder, or for all of the run's. RemoteFailed."""
-        place = self.root if step is None else f"{self.root}/global_step_{step}"
-
-        def move() -> None:
-            number = 1
-            while self.fs.exists(f"{place}.old-{number}"):
-                number += 1
-            self.fs.mv(place, f"{place}.old-{number}", recursive=True)
-
-        self._ask(move)
+        """Another name, *.old-K, for a step's folder, or for all of the run's. What is half renamed is not
+        whole. RemoteFailed.
+        """
+        name = self.root.split("/")[-1] if step is None else f"global_step_{step}"
+        parent = self.base if step is None else self.root
+        others, number = self._names(parent), 1
+        if name not in others:
+            return
+        while f"{name}.old-{number}" in others:
+            number += 1
+        for each in [step] if step is not None else self.steps():
+            manifest = f"{self.root}/global_step_{each}/{MANIFEST}"
+            with suppress(FileNotFoundError):
+                self._ask(self.fs.mv, manifest, f"{manifest}.old")
+        self._ask(self.fs.mv, f"{parent}/{name}", f"{parent}/{name}.old-{number}", recursive=True)
 
     def delete(self, step: int) -> None:
-        """The manifest first: what is half deleted is not whole."""
+        """The manifest first: what is half deleted is not whole. RemoteFailed."""
         place = f"{self.root}/global_step_{step}"
-        self._ask(self.fs.rm_file, f"{place}/{MANIFEST}")
-        self._ask(self.fs.rm, place, recursive=True)
+        with suppress(FileNotFoundError):
+            self._ask(self.fs.rm_file, f"{place}/{MANIFEST}")
+            self._ask(self.fs.rm, place, recursive=True)
 
 
 def _files(root: Path) -> Iterator[tuple[Path, str]]:
@@ -181,24 +236,16 @@ class Uploads:
     """The thread that uploads checkpoints, in their order.
 
     Attributes:
-        whole: steps that are whole elsewhere: their local copies may go.
+        whole: steps that are, or were, whole elsewhere: their local copies may go.
         problem: why the last try failed, or "".
     """
 
-    def __init__(
-        self,
-        store: RemoteStore,
-        run_dir: Path,
-        keep: int | None,
-        deadline: float,
-        say: Callable[[str], None] = print,
-    ) -> None:
+    def __init__(self, store: RemoteStore, run_dir: Path, keep: int | None, deadline: float) -> None:
         """keep: remote checkpoints that stay, the newest (None: all). deadline: seconds until a checkpoint is
-        given up.
+        given up. RemoteFailed.
         """
         self.store, self.run_dir, self.keep, self.deadline = store, run_dir, keep, deadline
-        self.whole: set[int] = set(store.steps())
-        self.problem = ""
+        self.whole, self.problem = set(store.steps()), ""
         self._queue: queue.Queue[int | None] = queue.Queue()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="uploads", daemon=True)
@@ -208,29 +255,26 @@ class Uploads:
         self._queue.put(step)
 
     def close(self, in_haste: bool) -> None:
-        """Waits for what is still to be uploaded; in_haste: not."""
+        """Waits for what is still to be uploaded; in_haste: some seconds, for the file that is under way."""
         if in_haste:
             self._ended.set()
         self._queue.put(None)
-        if not in_haste:
-            self._thread.join()
+        self._thread.join(JOIN_SECONDS if in_haste else None)
 
     def _run(self) -> None:
         while (step := self._queue.get()) is not None and not self._ended.is_set():
-            self._upload(step)
+            if self._upload(step):
+                self._prune()
 
-    def _upload(self, step: int) -> None:
+    def _upload(self, step: int) -> bool:
         folder = self.run_dir / f"global_step_{step}"
         until, pause = time.monotonic() + self.deadline, FIRST_PAUSE
         while folder.is_dir() and not self._ended.is_set():
             try:
-                self.store.upload(step, folder, self.run_dir)
+                self.store.upload(step, folder, self.run_dir, self._ended)
                 self.problem = ""
                 self.whole.add(step)
-                for old in sorted(self.store.steps())[: -self.keep] if self.keep else []:
-                    self.store.delete(old)
-                    self.whole.discard(old)
-                return
+                return True
             except (RemoteFailed, OSError) as error:
                 self.problem = str(error)
             if time.monotonic() + pause > until:
@@ -239,15 +283,15 @@ class Uploads:
                     f"(trainer.upload_deadline): {self.problem}. It stays in {folder}.",
                     flush=True,
                 )
-                return
+                return False
             self._ended.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
+        return False
 
-
-def fetch(store: RemoteStore, step: int, run_dir: Path) -> None:
-    """Downloads a checkpoint to its place in the run's folder. RemoteFailed."""
-    aside = run_dir / f"global_step_{step}.incomplete"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    store.download(step, aside, run_dir)
-    aside.rename(run_dir / f"global_step_{step}")
+    def _prune(self) -> None:
+        """Deletes the old ones there; what can't be deleted now is tried after the next upload."""
+        try:
+            for old in self.store.steps()[: -self.keep] if self.keep else []:
+                self.store.delete(old)
+        except (RemoteFailed, OSError) as error:
+            print(f"warning: an old checkpoint could not be deleted there: {error}", flush=True)

@@ -12,7 +12,11 @@ PASSING = (408, 409, 425, 429)  # and 5xx: a later request may be answered
 
 
 class Refused(ValueError):
-    """The server will not answer this request. What it said."""
+    """The server will not answer this request. What it said; status: its answer's, None without one."""
+
+    def __init__(self, said: str, status: int | None = None) -> None:
+        super().__init__(said)
+        self.status = status
 
 
 async def post_patiently(client: httpx.AsyncClient, url: str, content: str, seconds: float) -> httpx.Response:
@@ -28,17 +32,19 @@ async def post_patiently(client: httpx.AsyncClient, url: str, content: str, seco
             while True:
                 try:
                     reply = await client.post(url, content=content)
-                except (httpx.HTTPError, httpx.InvalidURL) as error:
+                except (httpx.InvalidURL, httpx.UnsupportedProtocol, httpx.LocalProtocolError) as error:
+                    raise Refused(f"{type(error).__name__}: {error}") from error
+                except httpx.HTTPError as error:
                     problem = f"{type(error).__name__}: {error}"
                 else:
                     if reply.status_code == 200:
                         return reply
                     problem = f"status {reply.status_code}: {reply.text:.200}"
                     if reply.status_code not in PASSING and reply.status_code < 500:
-                        raise Refused(problem)
+                        raise Refused(problem, reply.status_code)
                     wait = reply.headers.get("retry-after", "")
                     pause = max(pause, float(wait)) if wait.isdigit() else pause
-                await asyncio.sleep(pause * random.uniform(0.7, 1.3))
+                await asyncio.sleep(pause * random.uniform(1.0, 1.3))
                 pause = min(2 * pause, LONGEST_PAUSE)
     except TimeoutError:
         raise Refused(f"no answer within {seconds:.3g} seconds {problem}".strip()) from None

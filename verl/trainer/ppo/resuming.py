@@ -157,7 +157,7 @@ class CheckpointedRun:
         """Keeps other runs out of the folder, and looks for the checkpoint again: now none can be added."""
         self.checkpoints.lock()
         if self.checkpoints.remote is not None:
-            self.checkpoints.remote.check()
+            self.checkpoints.remote.check(self.checkpoints.run_dir)
         self._find_checkpoint()
         if self.resume_folder is not None:
             self.checkpoints.fetch(self.resume_folder)
@@ -187,7 +187,8 @@ class CheckpointedRun:
             for left_behind in checkpoints.set_aside_after(step):
                 print(f"a checkpoint of a later step is now {left_behind}")
         self.recorder.start(step, folder)
-        checkpoints.start_uploads(self.config.trainer.remote_keep, self.config.trainer.upload_deadline)
+        if not getattr(self.config.trainer, "val_only", False):
+            checkpoints.start_uploads(self.config.trainer.remote_keep, self.config.trainer.upload_deadline)
         if aside is not None:
             print(f"an earlier run stood in {checkpoints.run_dir}; it is now {aside}")
         if step >= self.total_steps:
@@ -204,7 +205,7 @@ class CheckpointedRun:
         finally:
             for group in groups.values():
                 group.shutdown()
-            self.checkpoints.end_uploads(in_haste=True)
+            self.checkpoints.end_uploads()
             self.checkpoints.unlock()
 
 
@@ -229,7 +230,8 @@ class ResumableRun(CheckpointedRun):
             check_learning_settings(self.learning_settings, self.resume_folder, checkpoints.run_dir)
             return
         step = RunState.load(self.resume_folder).step
-        later = [other for other in checkpoints.steps() if other > step]
+        elsewhere = checkpoints.remote.steps() if checkpoints.remote is not None else []
+        later = [other for other in sorted({*checkpoints.steps(), *elsewhere}) if other > step]
         if later:
             raise ValueError(
                 f"trainer.val_only=true on the checkpoint of step {step}, but {checkpoints.run_dir} "

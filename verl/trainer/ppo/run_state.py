@@ -32,7 +32,7 @@ from typing import Any, TextIO, TypeVar
 
 from verl.config.schema import RunSettings
 from verl.single_controller.base import WorkerGroup
-from verl.trainer.remote import RemoteStore, Uploads, fetch
+from verl.trainer.remote import RemoteFailed, RemoteStore, Uploads
 from verl.utils.announcing import announced
 from verl.utils.durable import sync, sync_tree
 from verl.workers.engine.snapshot import CheckpointFailed
@@ -116,6 +116,7 @@ class CheckpointStore:
     ) -> None:
         self.remote, self.last_size = remote, 0
         self.uploads: Uploads | None = None
+        self.waits_for_uploads = False  # at the run's end: it was no failure
         self.run_dir = Path(run_dir).expanduser().absolute()  # workers may have another working directory
         self.max_to_keep = max_to_keep
         self.last_written: int | None = None  # step of the newest checkpoint that this object has committed
@@ -169,7 +170,7 @@ class CheckpointStore:
         if self.uploads is not None:
             self.uploads.add(step)
         for old in self.steps()[: -self.max_to_keep] if self.max_to_keep else []:
-            if self.uploads is None or old in self.uploads.whole:
+            if self.remote is None or (self.uploads is not None and old in self.uploads.whole):
                 _delete(self.folder(old))
 
     def _size(self, steps: list[int]) -> int:
@@ -180,25 +181,33 @@ class CheckpointStore:
         )
 
     def start_uploads(self, keep: int | None, deadline: float) -> None:
-        """Uploads from now on, first what is here and not there; see `Uploads`. RemoteFailed."""
-        if self.remote is not None:
+        """Uploads from now on, first what is here and not there. RunStopped: the place is away."""
+        if self.remote is None:
+            return
+        try:
+            self.remote.check(self.run_dir)  # it may just have been set aside
             self.uploads = Uploads(self.remote, self.run_dir, keep, deadline)
-            for step in self.steps():
-                if step not in self.uploads.whole:
-                    self.uploads.add(step)
+        except RemoteFailed as error:
+            raise RunStopped(str(error)) from error
+        there = sorted(self.uploads.whole)
+        oldest = there[-keep:][0] if keep and len(there) >= keep else -1  # older ones would be deleted there
+        for step in self.steps():
+            if step not in there and step > oldest:
+                self.uploads.add(step)
 
-    def end_uploads(self, in_haste: bool) -> None:
-        """Waits for them; in_haste: not."""
+    def end_uploads(self) -> None:
+        """Waits for them, if the run has ended as it should."""
         uploads, self.uploads = self.uploads, None
         if uploads is not None:
-            uploads.close(in_haste)
+            with announced(f"uploading to {uploads.store.url}"):
+                uploads.close(in_haste=not self.waits_for_uploads)
 
     def fetch(self, folder: Path) -> None:
         """Makes sure that the checkpoint that `find_resume` gave is here. RemoteFailed."""
         if self.remote is not None and not folder.exists():
             step = int(folder.name.removeprefix("global_step_"))
             with announced(f"downloading the checkpoint of step {step} from {self.remote.url}"):
-                fetch(self.remote, step, self.run_dir)
+                self.remote.fetch(step, self.run_dir)
 
     def _unfinished(self, step: int) -> Path:
         return self.run_dir / f"global_step_{step}.incomplete"
@@ -227,8 +236,7 @@ class CheckpointStore:
 
         For a new start (`trainer.resume_mode=none`): nothing that the earlier run wrote is lost.
         """
-        if self.remote is not None and self.remote.steps():
-            self.remote.set_aside(None)
+        self._set_aside_there(None)
         if not (self.run_dir / "metrics.jsonl").exists() and not self.steps():
             return None
         aside = _free_name(self.run_dir)
@@ -242,15 +250,27 @@ class CheckpointStore:
         under their own names they would be taken for its newest ones.
         """
         moved = []
-        for later in self.remote.steps() if self.remote else ():
-            if later > step and self.remote:
-                self.remote.set_aside(later)
+        self._set_aside_there(step)
         for later in self.steps():
             if later > step:
                 moved.append(_free_name(self.folder(later)))
                 os.replace(self.folder(later), moved[-1])
         self._track_latest()
         return moved
+
+    def _set_aside_there(self, step: int | None) -> None:
+        """The same at the remote place: of steps after this one, None: of all. RunStopped: it is away."""
+        if self.remote is None:
+            return
+        try:
+            if step is None:
+                self.remote.set_aside(None)
+                return
+            for later in self.remote.steps():
+                if later > step:
+                    self.remote.set_aside(later)
+        except (RemoteFailed, OSError) as error:
+            raise RunStopped(str(error)) from error
 
     def _track_latest(self) -> None:
         """Writes the newest step where verl and its tools look for it; a run of ours never reads it."""
@@ -354,14 +374,13 @@ class CheckpointWriting:
             yield
         except RunStopped:
             self.finish()
-            self.store.end_uploads(in_haste=False)
+            self.store.waits_for_uploads = True
             raise
         except BaseException:
             self._finish_after_a_failure()
-            self.store.end_uploads(in_haste=True)
             raise
         self.finish()
-        self.store.end_uploads(in_haste=False)
+        self.store.waits_for_uploads = True
 
     def _finish_after_a_failure(self) -> None:
         if self._step is None:
