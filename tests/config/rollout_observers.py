@@ -78,6 +78,7 @@ def uploads(config: Config) -> Any:
     """What lies elsewhere after two checkpoints, or that the place is away."""
     with tempfile.TemporaryDirectory() as folder:
         config.trainer.default_local_dir = f"{folder}/run"
+        Path(folder, "far").mkdir()
         if config.trainer.remote_dir is not None:
             config.trainer.remote_dir = f"file://{folder}/far"
         store = store_of(config.trainer)

@@ -161,7 +161,7 @@ class RemoteStore:
                 raise RemoteFailed(f"{place}/{name} has {size} bytes; expected {about['size']}")
         go_on()
         manifest = json.dumps({"step": step, "files": files}, indent=1).encode()
-        self._ask(self.fs.pipe_file, f"{place}/{MANIFEST}.part", manifest)
+        self._put(manifest, f"{place}/{MANIFEST}.part")
         self._ask(self.fs.mv, f"{place}/{MANIFEST}.part", f"{place}/{MANIFEST}")
         self._sent.clear()
 
