@@ -142,7 +142,7 @@ def test_a_request_that_is_refused_costs_its_rollout_alone_and_resume_pays_nothi
         lines, summary = results(questions)
         assert sum(line["reward"] is None for line in lines) == summary["num_unverified"] == 4
         assert {line["refused"] is None for line in lines if line["reward"] is not None} == {True}
-        paid = len([body for body in api.bodies]) - 4
+        paid = len(api.bodies) - 4
         assert summary["cost"] == pytest.approx(paid * 0.002)
         assert main(flags(api, questions, *more, "--resume")) == 0
         lines, summary = results(questions)
