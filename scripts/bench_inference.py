@@ -1,10 +1,10 @@
 """Tokens per second through `python -m verl.inference`, over those of the engine alone.
 
     python -m verl.inference --model data_prep/base_model --max_num_seqs 64
-    python scripts/bench_inference.py http://127.0.0.1:8001
+    python scripts/bench_inference.py http://127.0.0.1:8001 [--model FOLDER] [--tokens 448]
 
-64 players, each with three sessions of two turns of 64 to 448 tokens; both sides by turns, 3 times after a
-warm-up; the ratio of medians.
+64 players, each with three sessions of two turns of `tokens` / 7 to `tokens`; both sides by turns, 3 times
+after a warm-up; the ratio of medians. model: the one that is served (the shipped one).
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from verl.workers.engine.loading import load_hf_config  # noqa: E402
 from verl.workers.rollout.base import SamplingParams  # noqa: E402
 from verl.workers.rollout.native import NativeEngine  # noqa: E402
 
-MODEL = ROOT / "data_prep" / "base_model"
-PLAYERS, TURNS, ROUNDS, TOKENS = 64, 6, 3, (64, 448)
+PLAYERS, TURNS, ROUNDS = 64, 6, 3
 
 
 def alone(engine: NativeEngine, lengths: list[list[int]]) -> None:
@@ -72,11 +71,15 @@ async def through(url: str, lengths: list[list[int]]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("url")
-    url = parser.parse_args().url
-    engine = NativeEngine(load_hf_config({"path": str(MODEL)}), PLAYERS, 2048)
-    engine.load_weights(read_weights(MODEL), 0)
-    rng = random.Random(0)
-    lengths = [[rng.randrange(*TOKENS) for _ in range(TURNS)] for _ in range(PLAYERS)]
+    parser.add_argument("--model", type=Path, default=ROOT / "data_prep" / "base_model")
+    parser.add_argument("--tokens", type=int, default=448)
+    options = parser.parse_args()
+    engine = NativeEngine(load_hf_config({"path": str(options.model)}), PLAYERS, 2048)
+    engine.load_weights(read_weights(options.model), 0)
+    rng, url = random.Random(0), options.url
+    lengths = [
+        [rng.randrange(options.tokens // 7, options.tokens) for _ in range(TURNS)] for _ in range(PLAYERS)
+    ]
     times = []
     for _ in range(ROUNDS + 1):
         start = time.perf_counter()
