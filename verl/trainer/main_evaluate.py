@@ -26,6 +26,7 @@ import search_r1.llm_agent  # noqa: F401  (registers its environment)
 from verl.config import Config
 from verl.config.keys import flat
 from verl.config.loading import VARIABLE_PREFIX, load
+from verl.monitor.runs import Run
 from verl.utils.announcing import announced
 from verl.utils.model_folders import find_model, run_folder
 
@@ -132,7 +133,7 @@ def folders_of(options: argparse.Namespace) -> Iterator[Path]:
     wanted = [int(step) for step in (options.steps or "all").split(",") if step != "all"]
     seen: set[int] = set()
     while True:
-        is_over = not options.watch or (run / "summary.json").is_file()  # before the look at what is there
+        is_over = not options.watch or Run(run).state != "running"  # before the look at what is there
         there = {
             int(path.parents[2].name.removeprefix("global_step_")): path.parent
             for path in run.glob("global_step_*/actor/huggingface/config.json")
@@ -140,7 +141,7 @@ def folders_of(options: argparse.Namespace) -> Iterator[Path]:
         }
         for step in sorted(there.keys() - seen):
             seen.add(step)
-            if not wanted or step in wanted:
+            if (not wanted or step in wanted) and there[step].is_dir():  # it may be pruned by now
                 yield there[step]
         if is_over:
             break

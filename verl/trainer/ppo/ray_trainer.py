@@ -406,6 +406,8 @@ class RayPPOTrainer(ResumableRun):
         """The validation, if it is due, and the sets of `trainer.evals` that are."""
         metrics, lines = self.evals.measure(self._generate_sequences, step, last)
         self.recorder.log_evaluation(step, lines)
+        if lines and self.stream is not None:
+            self.stream.workers.figures()  # the next step's are not to count these
         if last or (self.test_periods[0] > 0 and step % self.test_periods[0] == 0):
             report = self._validate(complete=last)
             self._record_validation(report, "after" if last else "during")
