@@ -35,7 +35,8 @@ sys.path.insert(0, str(ROOT))
 import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
 import numpy as np  # noqa: E402
 
-from scripts.real_model_report import add_line, bounded, interval  # noqa: E402
+from scripts.real_model_report import add_line, bounded  # noqa: E402
+from verl.evaluation.figures import interval  # noqa: E402
 from verl.utils.records.files import read_lines  # noqa: E402
 
 ADVANTAGE = "algorithm.adv_estimator="

@@ -21,6 +21,7 @@ import numpy as np
 import pandas as pd
 
 from data_prep.files import run_command
+from verl.evaluation.figures import interval
 from verl.utils.records.files import read_lines, to_json, write_text_atomically
 from verl.utils.records.trajectories import TrajectoryFolder, write_page
 
@@ -36,7 +37,7 @@ BEFORE = {"sft_test": "few_shot_test", "grpo_test": "sft_test"} | dict.fromkeys(
 # by their data_source
 SETS = {"squad": "test questions", "hotpotqa": "2 hops, HotpotQA", "films": "2 hops, films and directors"}
 COLUMNS = ["model", "EM", "F1", "searches", "answer was found", "change of EM", "change of F1", "questions"]
-RESAMPLES, SHOWN_QUESTIONS = 10_000, 40
+SHOWN_QUESTIONS = 40
 
 Results = dict[str, dict[str, dict[str, dict[str, dict[str, Any]]]]]  # set -> mode -> run -> question -> line
 
@@ -60,13 +61,6 @@ def add_line(known: dict[str, Any], line: dict[str, Any]) -> None:
     while (key := f"{line['question']} ({asked})") in known:
         asked += 1
     known[key] = line
-
-
-def interval(values: np.ndarray) -> list[float]:
-    """Mean of one value a question, and the bounds that hold 95 % of resampled means."""
-    draws = np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))
-    low, high = np.quantile(values[draws].mean(axis=1), [0.025, 0.975])
-    return [float(values.mean()), float(low), float(high)]
 
 
 def compare(lines: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ with the same rollouts as an undisturbed one.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections import Counter, deque
@@ -33,7 +34,7 @@ from verl.protocol import object_array
 from verl.trainer.ppo.collection import prompt_batch, with_seeds
 from verl.trainer.ppo.scoring import RewardManager, score_answers
 from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.records.files import read_lines, to_json, write_text_atomically
+from verl.utils.records.files import read_lines, to_json, write_lines, write_text_atomically
 from verl.utils.records.trajectories import TokenTexts, spread_rows, trajectory_records, write_page
 
 PAGE_RECORDS = 5000
@@ -130,7 +131,7 @@ class Benchmark:
                 "another --out."
             )
         (before,) = read_lines(self.folder / "settings.json") or [{}]
-        now = read_back(self.settings)
+        now = json.loads(to_json(self.settings))  # as a file gives them back
         other = [name for name in (before | now) if before.get(name) != now.get(name)]
         if other:
             found = ", ".join(f"{name}={before.get(name)!r}, now {now.get(name)!r}" for name in other)
@@ -145,7 +146,7 @@ class Benchmark:
         lines = read_lines(self.results)
         known = [line for line in lines if line["reward"] is not None]
         self._spend([line for line in lines if line["reward"] is None])
-        write_text_atomically(self.results, "".join(to_json(line) + "\n" for line in known))
+        write_lines(self.results, known)
         done = {(line["example_id"], line["rollout_idx"]) for line in known}
         every = [(example, i) for example in range(len(self.dataset)) for i in range(asking.rollouts)]
         places = [place for place in every if place not in done]
@@ -266,14 +267,6 @@ def _priced(usage: Mapping[str, int], asking: Asking) -> dict[str, float]:
     read, written = (usage.get(name, 0) for name in PAID[:2])
     cost = (read * asking.prices[0] + written * asking.prices[1]) / 1e6
     return {"prompt_tokens": read, "completion_tokens": written, "cost": cost}
-
-
-def read_back(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as a file gives them back."""
-    import json
-
-    content: dict[str, Any] = json.loads(to_json(settings))
-    return content
 
 
 def shown(value: Any) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.utils.records.files import plain, to_json, write_text_atomically
+from verl.utils.records.files import plain, to_json, write_lines
 
 _SPACES = re.compile(r"\s+")
 
@@ -99,8 +99,7 @@ def write_rows(
     an example are in one of sft_train and sft_val. as_messages: rollouts are conversations; their rows have
     `messages` in place of `segments`. ValueError: nothing is kept.
     """
-    text = "".join(to_json(line) + "\n" for line in rejected)
-    write_text_atomically(folder / "rejected.jsonl", text)
+    write_lines(folder / "rejected.jsonl", rejected)
     if not kept:
         raise ValueError(
             f"{folder}: none of {len(rejected)} rollouts is kept; rejected.jsonl says why of each."

@@ -18,8 +18,8 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from verl.monitor.runs import TABLE, Run, runs_below, share_of_tags, to_records
-from verl.utils.records.files import write_text_atomically
+from verl.monitor.runs import TABLE, Run, runs_below, share_of_tags
+from verl.utils.records.files import write_lines
 from verl.utils.records.trajectories import write_page
 
 REFRESH_SECONDS = 2.0
@@ -88,7 +88,7 @@ def report(run: Run, options: argparse.Namespace, console: Console) -> None:
         )
     if samples:
         folder.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(folder / "samples.jsonl", to_records(samples))
+        write_lines(folder / "samples.jsonl", samples)
         write_page(samples, folder / "samples.html", f"{run.folder.name}: failed rollouts")
         console.print(Text(str(folder / "samples.html")))
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -60,16 +59,7 @@ class Run:
             raise ValueError(
                 f"Found no metrics.jsonl in {folder}; expected the folder of a run (--list names them)"
             )
-        self.rows = read_lines(folder / "metrics.jsonl")
-
-    @property
-    def state(self) -> str:
-        """ "running" (on this machine), "finished", or "stopped"."""
-        with suppress(OSError):  # looked at, never taken: a run that begins just now must get it
-            inode = (self.folder / "run.lock").stat().st_ino
-            if f":{inode} " in Path("/proc/locks").read_text(encoding="utf-8"):
-                return "running"
-        return "finished" if (self.folder / "summary.json").is_file() else "stopped"
+        self.rows, self.state = read_lines(folder / "metrics.jsonl"), state_of(folder)
 
     @property
     def step(self) -> int:
@@ -122,6 +112,15 @@ class Run:
         return drawn
 
 
+def state_of(folder: Path) -> str:
+    """Of the run in a folder: "running" (on this machine), "finished", or "stopped"."""
+    with suppress(OSError):  # looked at, never taken: a run that begins just now must get it
+        inode = (folder / "run.lock").stat().st_ino
+        if f":{inode} " in Path("/proc/locks").read_text(encoding="utf-8"):
+            return "running"
+    return "finished" if (folder / "summary.json").is_file() else "stopped"
+
+
 def runs_below(root: Path) -> list[Run]:
     """All runs in a folder, the newest first."""
     folders = [path.parent for path in root.glob("**/metrics.jsonl")]
@@ -134,8 +133,3 @@ def share_of_tags(counts: Mapping[str, Counter[str]]) -> list[tuple[str, int, li
         (name, count["rollouts"], [(tag, count[tag] / count["rollouts"]) for tag in TAGS if count[tag]])
         for name, count in sorted(counts.items())
     ]
-
-
-def to_records(samples: Sequence[Mapping[str, Any]]) -> str:
-    """JSON lines."""
-    return "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)

@@ -22,7 +22,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-UNVERIFIED = ("unverified", "env_failed", "search_failed")  # finish reasons
+from verl.evaluation.figures import LOST
+
 TAGS: tuple[str, ...] = (
     "unverified",
     "truncated",
@@ -80,7 +81,7 @@ def tags_of(record: Mapping[str, Any], solved_at: float = 1.0) -> list[str]:
     turns, reason = trajectory["turns"], trajectory["finish_reason"]
     reward = record["reward"] if "reward" in record else record.get("score")
     found: set[str] = set()
-    if reward is None or reason in UNVERIFIED:
+    if reward is None or reason in LOST:
         found.add("unverified")
     if reason == "length":
         is_cut = trajectory.get("stopped_by", "length") == "length" and trajectory.get("room", 1) > 0

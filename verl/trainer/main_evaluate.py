@@ -26,7 +26,7 @@ import search_r1.llm_agent  # noqa: F401  (registers its environment)
 from verl.config import Config
 from verl.config.keys import flat
 from verl.config.loading import VARIABLE_PREFIX, load
-from verl.monitor.runs import Run
+from verl.monitor.runs import state_of
 from verl.utils.announcing import announced
 from verl.utils.model_folders import find_model, run_folder
 
@@ -133,7 +133,7 @@ def folders_of(options: argparse.Namespace) -> Iterator[Path]:
     wanted = [int(step) for step in (options.steps or "all").split(",") if step != "all"]
     seen: set[int] = set()
     while True:
-        is_over = not options.watch or Run(run).state != "running"  # before the look at what is there
+        is_over = not options.watch or state_of(run) != "running"  # before the look at what is there
         there = {
             int(path.parents[2].name.removeprefix("global_step_")): path.parent
             for path in run.glob("global_step_*/actor/huggingface/config.json")

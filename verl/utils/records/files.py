@@ -51,6 +51,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """A file of JSON lines, written whole or not at all."""
+    write_text_atomically(path, "".join(to_json(row) + "\n" for row in rows))
+
+
 class MetricsFile:
     """`metrics.jsonl`: {"step": int, name: float, ...} per line, steps ascending."""
 
@@ -60,8 +65,7 @@ class MetricsFile:
     def cut_after(self, step: int) -> None:
         """Drop the lines of later steps: a resumed run writes those again. -1 drops all."""
         if self.path.is_file():
-            kept = [to_json(row) + "\n" for row in self.read() if row["step"] <= step]
-            write_text_atomically(self.path, "".join(kept))
+            write_lines(self.path, (row for row in self.read() if row["step"] <= step))
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add one step's line; it is on its way to the disk when this returns."""
