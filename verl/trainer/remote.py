@@ -237,7 +237,6 @@ class Uploads:
 
     Attributes:
         whole: steps that are, or were, whole elsewhere: their local copies may go.
-        problem: why the last try failed, or "".
     """
 
     def __init__(self, store: RemoteStore, run_dir: Path, keep: int | None, deadline: float) -> None:
@@ -245,7 +244,7 @@ class Uploads:
         given up. RemoteFailed.
         """
         self.store, self.run_dir, self.keep, self.deadline = store, run_dir, keep, deadline
-        self.whole, self.problem = set(store.steps()), ""
+        self.whole = set(store.steps())
         self._queue: queue.Queue[int | None] = queue.Queue()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="uploads", daemon=True)
@@ -272,15 +271,14 @@ class Uploads:
         while folder.is_dir() and not self._ended.is_set():
             try:
                 self.store.upload(step, folder, self.run_dir, self._ended)
-                self.problem = ""
                 self.whole.add(step)
                 return True
             except (RemoteFailed, OSError) as error:
-                self.problem = str(error)
+                problem = str(error)
             if time.monotonic() + pause > until:
                 print(
                     f"warning: checkpoint {step} could not be uploaded within {self.deadline:g} s "
-                    f"(trainer.upload_deadline): {self.problem}. It stays in {folder}.",
+                    f"(trainer.upload_deadline): {problem}. It stays in {folder}.",
                     flush=True,
                 )
                 return False
