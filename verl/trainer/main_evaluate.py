@@ -41,8 +41,18 @@ WATCH_SECONDS = 5.0
 # What results depend on, of the options and of the settings: those that are gone on with have the same.
 KEPT = ("n", "rollouts", "temperature", "seed", "tokenizer", "category", "similarity", "encoder")
 DECISIVE = tuple(
-    """max_turns do_search environment. verifiers. custom_reward_function. retriever.topk data.max_
-    data.prompt_key data.truncation actor_rollout_ref.rollout.dtype""".split()
+    [
+        "max_turns",
+        "do_search",
+        "environment.",
+        "verifiers.",
+        "custom_reward_function.",
+        "retriever.topk",
+        "data.max_",
+        "data.prompt_key",
+        "data.truncation",
+        "actor_rollout_ref.rollout.dtype",
+    ]
 )
 
 
