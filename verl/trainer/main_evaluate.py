@@ -40,19 +40,17 @@ DEFAULTS |= {"data.max_prompt_length": 4096, "data.max_response_length": 500}
 WATCH_SECONDS = 5.0
 # What results depend on, of the options and of the settings: those that are gone on with have the same.
 KEPT = ("n", "rollouts", "temperature", "seed", "tokenizer", "category", "similarity", "encoder")
-DECISIVE = tuple(
-    [
-        "max_turns",
-        "do_search",
-        "environment.",
-        "verifiers.",
-        "custom_reward_function.",
-        "retriever.topk",
-        "data.max_",
-        "data.prompt_key",
-        "data.truncation",
-        "actor_rollout_ref.rollout.dtype",
-    ]
+DECISIVE = (
+    "max_turns",
+    "do_search",
+    "environment.",
+    "verifiers.",
+    "custom_reward_function.",
+    "retriever.topk",
+    "data.max_",
+    "data.prompt_key",
+    "data.truncation",
+    "actor_rollout_ref.rollout.dtype",
 )
 
 
