@@ -2,7 +2,8 @@
 
     python scripts/bench_model_step.py MODEL_FOLDER [--dtypes bf16 fp32] [--rounds 3]      Markdown
 
-One process, one thread, CPU seconds, all parts by turns in each round, medians. The trajectories: groups of 8
+One process; on CPU one thread and CPU seconds, with --device cuda wall seconds; all parts by turns in each
+round, medians. The trajectories: groups of 8
 that begin with one prompt of 80 tokens; two turns of 30 sampled tokens, 350 tokens of observation between
 them. Half of a group says the same in the first turn and gets the same observation; the others share the
 prompt alone. "share" is the operations that are needed (shared beginnings once, scores within windows, logits
@@ -16,6 +17,7 @@ import argparse
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -38,37 +40,53 @@ from verl.workers.rollout.native.architecture import ModelSpec
 from verl.workers.rollout.native.cpu_model import Product, can_pack
 
 GROUP, PROMPT, SAMPLED, OBSERVED = 8, 80, 30, 350
-CPU = torch.device("cpu")
+ROWS = {"cpu": 2048, "cuda": 16384}  # of the products
 
 
 class Contender:
-    """The model in one type, its trainer and its rollout engine. figures: part -> one of each round."""
+    """The model in one type, its trainer and its rollout engine. figures: part -> one of each round.
+    settings: more of the configuration.
+    """
 
-    def __init__(self, folder: str, name: str) -> None:
+    def __init__(
+        self, folder: str, name: str, device: str = "cpu", sessions: int = 64, settings: Sequence[str] = ()
+    ) -> None:
         dtype = f"actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype={name}"
-        block = load_config([f"actor_rollout_ref.model.path={folder}", dtype]).actor_rollout_ref
-        actor, self.dtype = block.actor, DTYPES[name]
-        precision = Precision.from_config(actor.fsdp_config, CPU)
+        self.config = load_config([f"actor_rollout_ref.model.path={folder}", dtype, *settings])
+        block, self.device, self.dtype = self.config.actor_rollout_ref, torch.device(device), DTYPES[name]
+        actor = block.actor
+        precision = Precision.from_config(actor.fsdp_config, self.device)
         module = load_policy(block.model, precision.model)
-        self.trainer = TrainEngine(module, precision, actor.fsdp_config, CPU, 1, actor.optim)
-        self.limits = MicroBatchLimits.from_config(actor, "ppo", CPU, packed=True)
+        self.trainer = TrainEngine(module, precision, actor.fsdp_config, self.device, 1, actor.optim)
+        packed = block.model.use_remove_padding
+        self.limits = MicroBatchLimits.from_config(actor, "ppo", self.device, packed)
         self.actor = DataParallelPPOActor(actor, self.trainer, self.limits, temperature=1.0)
-        self.rollout = NativeEngine(load_hf_config(block.model), 64, 1024, self.dtype)
+        self.rollout = NativeEngine(load_hf_config(block.model), sessions, 1024, self.dtype, self.device)
         self.spec = ModelSpec.from_config(load_hf_config(block.model))
         self.figures: dict[str, list[float]] = defaultdict(list)
 
+    def now(self) -> float:
+        """CPU seconds of the process, or on CUDA seconds, when all that was asked for is done."""
+        if self.device.type == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
     def products(self) -> float:
-        """Operations per second of the layers' matrices with 2,048 rows."""
+        """Operations per second of the layers' matrices with ROWS rows."""
         shapes = [s for name, s in self.spec.layer_shapes().items() if name.endswith("proj.weight")]
-        pairs = [(torch.randn(2048, s[1]).to(self.dtype), torch.randn(s).to(self.dtype)) for s in shapes]
-        packed = [Product(weight, None) for _, weight in pairs] if can_pack(self.dtype) else []
+        made = {"dtype": self.dtype, "device": self.device}
+        rows = ROWS[self.device.type]
+        pairs = [(torch.randn(rows, s[1]).to(**made), torch.randn(s).to(**made)) for s in shapes]
+        can = self.device.type == "cpu" and can_pack(self.dtype)
+        packed = [Product(weight, None) for _, weight in pairs] if can else []
         rates = []
         with torch.inference_mode():
             for round_ in range(8):
-                start = time.process_time()
+                start = self.now()
                 for number, (x, weight) in enumerate(pairs):
                     packed[number](x) if packed and round_ % 2 else F.linear(x, weight)
-                rates.append(2 * 2048 * sum(w.numel() for _, w in pairs) / (time.process_time() - start))
+                rates.append(2 * rows * sum(w.numel() for _, w in pairs) / (self.now() - start))
         return max(rates)
 
     def needed(self, batch: DataProto) -> float:
@@ -104,10 +122,10 @@ class Contender:
                 else:
                     engine.resume(list(sessions)[row], rows[row, begin:end].tolist(), asked)
             while engine.has_runnable:
-                start, before = time.process_time(), engine.stats()["prefilled_tokens"]
+                start, before = self.now(), engine.stats()["prefilled_tokens"]
                 completions = engine.step()
                 is_prefill = engine.stats()["prefilled_tokens"] - before > num_rows
-                seconds[f"rollout: {'prefill' if is_prefill else 'decode'}"] += time.process_time() - start
+                seconds[f"rollout: {'prefill' if is_prefill else 'decode'}"] += self.now() - start
                 for ended in completions:
                     cells = sessions[ended.session_id], slice(end, end + SAMPLED)
                     rows[cells] = torch.tensor(ended.token_ids)
@@ -128,15 +146,15 @@ class Contender:
         return DataProto.from_dict(columns, {}, {"mini_batch_rows": num_rows})
 
     def round(self, seed: int, num_rows: int) -> None:
-        times = [time.process_time()]
+        times = [self.now()]
         self.rollout.load_weights(self.trainer.weights(), seed)
-        times.append(time.process_time())
+        times.append(self.now())
         batch = self.trajectories(seed, num_rows)
-        times.append(time.process_time())
+        times.append(self.now())
         log_probs = compute_log_prob(self.trainer, batch, self.limits, 1.0)
-        times.append(time.process_time())
+        times.append(self.now())
         self.actor.update_policy(batch)
-        times.append(time.process_time())
+        times.append(self.now())
         sync, rollout, forward, update = (b - a for a, b in zip(times, times[1:], strict=False))
         rate, needed = self.products(), self.needed(batch)
         sampled = batch.tensors["response_mask"].bool()
@@ -156,11 +174,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"], choices=["bf16", "fp32"])
+    parser.add_argument("--device", choices=list(ROWS), default="cpu")
     parser.add_argument("--trajectories", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    contenders = {name: Contender(options.model, name) for name in options.dtypes}
+    contenders = {name: Contender(options.model, name, options.device) for name in options.dtypes}
     for round_ in range(options.rounds + 1):
         for contender in contenders.values():
             if round_ == 1:  # the first one warmed up

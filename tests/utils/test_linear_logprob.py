@@ -50,6 +50,34 @@ def test_values_and_gradients_equal_the_full_logits_ones(problem, chunk_rows, te
         torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("chunk_rows", [4, 100])
+@pytest.mark.parametrize("use", [(True, True), (True, False), (False, True)])
+def test_the_arithmetic_that_is_compiled_on_cuda_gives_the_same(problem, chunk_rows, use, monkeypatch):
+    monkeypatch.setattr(linear_logprob, "_compiled", lambda function: function)
+    expected = gradients(lambda *x: naive(*x, 0.7), problem, torch.float64, use)
+    actual = gradients(
+        lambda *x: linear_log_prob(*x, 0.7, with_sum_pi_squared=True, chunk_rows=chunk_rows, compiles=True),
+        problem,
+        torch.float32,
+        use,
+    )
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_gives_the_log_probs_and_gradients_of_a_plain_one(monkeypatch):
+    hidden, weight = torch.randn(40, 16), torch.randn(50, 16)
+    labels, results = torch.randint(50, (40,)), []
+    for compiles in (False, True):
+        leaf = hidden.clone().requires_grad_()
+        log_probs, entropy, _ = linear_log_prob(leaf, weight, labels, chunk_rows=16, compiles=compiles)
+        (log_probs.sum() + entropy.sum()).backward()
+        results.append((log_probs, entropy, leaf.grad))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
 def test_a_frozen_head_changes_no_gradient_and_costs_none(problem, monkeypatch):
     hidden, weight, labels, _ = (x.float() if x.is_floating_point() else x for x in problem)
     hidden_gradients, made = [], []

@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from verl.config import Config
 from verl.trainer.placement import num_processes as num_processes_of
-from verl.utils.linear_logprob import CHUNK_ELEMENTS, MIN_CHUNK_ROWS
+from verl.utils.linear_logprob import chunk_rows_on
 from verl.workers.engine.loading import Precision, load_hf_config
 from verl.workers.engine.lora import adapter_config, add_adapters, wants_adapters
 from verl.workers.megatron.settings import ParallelSizes
@@ -205,7 +205,7 @@ def _hold_on_megatron(
 
 
 def update_pass(
-    size: ModelSize, held: Held, precision: Precision, tokens: int, checkpointing: bool
+    size: ModelSize, held: Held, precision: Precision, tokens: int, checkpointing: bool, on_cuda: bool = False
 ) -> tuple[int, int]:
     """(activations, chunk of logits) of a forward and backward pass over `tokens` loss tokens.
 
@@ -216,14 +216,16 @@ def update_pass(
     kept, again = (residual, layer) if checkpointing else (layer, 0)
     ends = 5 * residual  # embedding, last norm, hidden states of the loss tokens and their gradient
     activations = tokens * (held.in_flight * held.num_layers * kept + again + ends)
-    return activations, _head(size, held, precision, tokens, backward=True)
+    return activations, _head(size, held, precision, tokens, True, on_cuda)
 
 
-def forward_pass(size: ModelSize, held: Held, precision: Precision, tokens: int) -> tuple[int, int]:
+def forward_pass(
+    size: ModelSize, held: Held, precision: Precision, tokens: int, on_cuda: bool = False
+) -> tuple[int, int]:
     """(activations, chunk of logits) of a pass without gradient: one layer's results at a time."""
     widest = max(3 * size.intermediate, 3 * size.queries + 2 * size.keys) // held.tensor
     activations = tokens * (precision.compute.itemsize * (widest + 3 * size.hidden) + 8 * size.hidden)
-    return activations, _head(size, held, precision, tokens, backward=False)
+    return activations, _head(size, held, precision, tokens, False, on_cuda)
 
 
 def layer_bytes(size: ModelSize, precision: Precision, autocasts: bool, tensor: int = 1) -> int:
@@ -243,14 +245,19 @@ def layer_bytes(size: ModelSize, precision: Precision, autocasts: bool, tensor: 
     return norms * size.hidden + wide // tensor
 
 
-def _head(size: ModelSize, held: Held, precision: Precision, tokens: int, backward: bool) -> int:
+def _head(
+    size: ModelSize, held: Held, precision: Precision, tokens: int, backward: bool, on_cuda: bool
+) -> int:
     """Logits of one chunk in float32 and what is computed from them; the gradient of the output matrix, in
     float32 and in its own type.
     """
     if not held.has_head:
         return 0
     vocab, itemsize = -(-size.vocab // held.tensor), precision.compute.itemsize
-    rows = min(tokens, max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // vocab))
+    rows = min(tokens, chunk_rows_on("cuda" if on_cuda else "cpu", vocab))
     own_type = itemsize if itemsize < 4 else 0
-    chunk = rows * vocab * ((12 if backward else 8) + own_type)
+    each = (12 if backward else 8) + own_type
+    if on_cuda and held.tensor == 1:  # compiled: logits and their gradient alone
+        each = itemsize * (1 + backward)
+    chunk = rows * vocab * each
     return chunk + vocab * size.hidden * (4 + own_type) * (backward and not size.adapters)

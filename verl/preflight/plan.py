@@ -253,10 +253,12 @@ class Plan:
             tokens = tokens_of(limits, -(-rows // layout.replicas), longest, layout.context)
             gathered = held.gathered
             if phase in updates:
-                activations, head = update_pass(use.size, held, use.precision, tokens, use.checkpointing)
+                activations, head = update_pass(
+                    use.size, held, use.precision, tokens, use.checkpointing, self.on_cuda
+                )
                 gathered += held.exchanged
             else:
-                activations, head = forward_pass(use.size, held, use.precision, tokens)
+                activations, head = forward_pass(use.size, held, use.precision, tokens, self.on_cuda)
             load.add(f"{owner}: weights and gradients of layers at work", [phase], gathered)
             load.add(f"{owner}: activations", [phase], activations)
             load.add(f"{owner}: chunk of logits", [phase], head)

@@ -4,13 +4,15 @@
 
 L loss tokens, D hidden width, V vocabulary. The logits exist for one chunk of rows at a time; the backward
 pass computes them again chunk by chunk (when all rows fit into one chunk, that chunk is kept instead).
-Arithmetic on logits is float32 whatever the inputs are; the head's gradient is summed in float32. The ranks
-of a group may have some rows of the head each: they exchange a few numbers per token, the greatest logit and
-sums over their rows.
+Arithmetic on logits is float32 whatever the inputs are; the head's gradient is summed in float32. It can be
+compiled: then one kernel reads the logits of a chunk, each way. The ranks of a group may have some rows of
+the head each: they exchange a few numbers per token, the greatest logit and sums over their rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 
 CHUNK_ELEMENTS = 2**23  # logits in a chunk: 32 MB of float32
 MIN_CHUNK_ROWS = 128  # fewer rows make the matrix products slow
+CUDA_CHUNK_ROWS = 1024  # of a large vocabulary there
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
@@ -31,6 +34,54 @@ def _own_labels(labels: Tensor, first_row: int, weight: Tensor) -> tuple[Tensor,
     """(whether each label is one of this rank's rows, which of them; 0 where it is not)."""
     own = (labels >= first_row) & (labels < first_row + len(weight))
     return own, (labels - first_row) * own
+
+
+def chunk_rows_on(device_type: str, vocabulary: int) -> int:
+    """Rows of a chunk of logits. vocabulary: rows of the head that a process has."""
+    fewest = CUDA_CHUNK_ROWS if device_type == "cuda" else MIN_CHUNK_ROWS
+    return max(fewest, CHUNK_ELEMENTS // vocabulary)
+
+
+def _figures(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """Of raw logits [L, V], float32 [4, L]: the label's log-prob, entropy, sum of squares, log of the sum."""
+    logits = logits.float() / temperature
+    log_sum = logits.logsumexp(-1)
+    log_p = logits - log_sum[:, None]
+    p = log_p.exp()
+    of_labels = log_p.gather(1, labels[:, None])[:, 0]
+    return torch.stack((of_labels, -(p * log_p).sum(-1), (p * p).sum(-1), log_sum))
+
+
+def _pull(
+    logits: Tensor, labels: Tensor, of_rows: Tensor, entropy: Tensor, log_sum: Tensor, temperature: float
+) -> Tensor:
+    """The gradient of raw logits [L, V], in their type. of_rows: a and b of `_LinearLogProb`, [2, L]."""
+    log_p = logits.float() / temperature - log_sum[:, None]
+    p = log_p.exp()
+    a, b = of_rows[:, :, None]
+    is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
+    grad = a * (is_label.float() - p) - b * p * (log_p + entropy[:, None])
+    return (grad / temperature).to(logits.dtype)
+
+
+def _eager_pull(
+    log_p: Tensor, places: Tensor, own: Tensor | None, pulls: list[Tensor | None], entropy: Tensor
+) -> Tensor:
+    """The same from log-probs, in float32 and with few passes, before the temperature. pulls: [L, 1] each.
+    own: whether this rank has the labels' rows (None: all), at `places`.
+    """
+    p, (of_labels, b) = log_p.exp(), pulls
+    a = 0.0 if of_labels is None else of_labels
+    grad = p.mul_(-a) if b is None else p.mul_(torch.addcmul(-a - b * entropy, log_p, -b))
+    if of_labels is not None:
+        grads = of_labels if own is None else of_labels * own[:, None]
+        grad.scatter_add_(1, places.unsqueeze(1), grads)
+    return grad
+
+
+@cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function, dynamic=True)
 
 
 class _LinearLogProb(torch.autograd.Function):
@@ -50,6 +101,7 @@ class _LinearLogProb(torch.autograd.Function):
         rows: int,
         first_row: int,
         group: dist.ProcessGroup | None,
+        compiles: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         # log_sum: of each token, the logarithm of the sum of exp(logits) over the group's rows
         log_probs, entropy, sum_pi_squared, log_sum = (
@@ -58,6 +110,14 @@ class _LinearLogProb(torch.autograd.Function):
         log_p: Tensor | None = None
         chunks = [slice(start, start + rows) for start in range(0, len(hidden), rows)]
         for chunk in chunks:
+            if compiles:
+                figures = _compiled(_figures)(hidden[chunk] @ weight.t(), labels[chunk], temperature)
+                log_probs[chunk], log_sum[chunk] = figures[0], figures[3]
+                if with_entropy:
+                    entropy[chunk] = figures[1]
+                if with_sum_pi_squared:
+                    sum_pi_squared[chunk] = figures[2]
+                continue
             logits = _logits(hidden[chunk], weight, temperature)
             if group is None:
                 log_p = torch.log_softmax(logits, dim=-1)
@@ -89,9 +149,10 @@ class _LinearLogProb(torch.autograd.Function):
             if with_sum_pi_squared:
                 sum_pi_squared[chunk] = summed[-1] / total.square()
             log_p = logits.sub_(log_total[:, None])
-        kept = log_p if len(chunks) == 1 else None
+        kept = log_p if len(chunks) == 1 else None  # None where it is compiled
         ctx.save_for_backward(hidden, weight, labels, entropy, log_sum, kept)
         ctx.chunks, ctx.temperature, ctx.first_row, ctx.group = chunks, temperature, first_row, group
+        ctx.compiles = compiles
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(sum_pi_squared, *([] if with_entropy else [entropy]))
         return log_probs, entropy, sum_pi_squared
@@ -103,35 +164,36 @@ class _LinearLogProb(torch.autograd.Function):
         hidden, weight, labels, entropy, log_sum, log_p = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        pulls = [grad_log_probs, grad_entropy]
         for chunk in ctx.chunks:
-            if len(ctx.chunks) > 1:
-                log_p = _logits(hidden[chunk], weight, ctx.temperature)
-                log_p = log_p.log_softmax(-1) if ctx.group is None else log_p.sub_(log_sum[chunk, None])
-            p = log_p.exp()
-            a = 0.0 if grad_log_probs is None else grad_log_probs[chunk].unsqueeze(1)
-            if grad_entropy is None:
-                grad_logits = p.mul_(-a)
+            if ctx.compiles:
+                logits = hidden[chunk] @ weight.t()
+                both = [torch.zeros_like(entropy[chunk]) if x is None else x[chunk] for x in pulls]
+                of_rows = torch.stack(both), entropy[chunk], log_sum[chunk]
+                grad_logits = _compiled(_pull)(logits, labels[chunk], *of_rows, ctx.temperature)
             else:
-                b = grad_entropy[chunk].unsqueeze(1)
-                grad_logits = p.mul_(torch.addcmul(-a - b * entropy[chunk].unsqueeze(1), log_p, -b))
-            if grad_log_probs is not None:
-                places, grads = labels[chunk], grad_log_probs[chunk]
+                if len(ctx.chunks) > 1:
+                    log_p = _logits(hidden[chunk], weight, ctx.temperature)
+                    log_p = log_p.log_softmax(-1) if ctx.group is None else log_p.sub_(log_sum[chunk, None])
+                of_chunk = [None if x is None else x[chunk].unsqueeze(1) for x in pulls]
+                own, places = None, labels[chunk]
                 if ctx.group is not None:
                     own, places = _own_labels(places, ctx.first_row, weight)
-                    grads = grads * own
-                grad_logits.scatter_add_(1, places.unsqueeze(1), grads.unsqueeze(1))
-            if ctx.temperature != 1.0:
-                grad_logits.mul_(1.0 / ctx.temperature)
-            grad_logits = grad_logits.to(weight.dtype)
+                grad_logits = _eager_pull(log_p, places, own, of_chunk, entropy[chunk].unsqueeze(1))
+                if ctx.temperature != 1.0:
+                    grad_logits.mul_(1.0 / ctx.temperature)
+                grad_logits = grad_logits.to(weight.dtype)
             grad_hidden[chunk] = grad_logits @ weight
             if grad_weight is None:  # a frozen head, beside LoRA adapters
                 continue
             if grad_weight.dtype == weight.dtype:
                 grad_weight.addmm_(grad_logits.t(), hidden[chunk])
+            elif ctx.compiles:
+                torch.addmm(grad_weight, grad_logits.t(), hidden[chunk], torch.float32, out=grad_weight)
             else:
                 grad_weight += grad_logits.t() @ hidden[chunk]
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, *[None] * 7
+        return grad_hidden, grad_weight, *[None] * 8
 
 
 def linear_log_prob(
@@ -144,6 +206,7 @@ def linear_log_prob(
     chunk_rows: int | None = None,
     group: dist.ProcessGroup | None = None,
     vocabulary: int | None = None,
+    compiles: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of each label, entropy of its distribution (nats) and the sum over the vocabulary of
     its squared probabilities, under softmax(hidden @ weight.T / temperature).
@@ -156,6 +219,8 @@ def linear_log_prob(
     group: its ranks have equally many rows of the head each, in their order; those past `vocabulary` are
     padding. Everything else, and the results, are the same on every rank. hidden gets the gradient that the
     own rows give: the caller sums it over the group.
+
+    compiles: the arithmetic on logits by torch.compile, which takes seconds once; not for a group.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive for log-probabilities, found {temperature}.")
@@ -165,11 +230,20 @@ def linear_log_prob(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     elif hidden.dtype != weight.dtype:
         hidden = hidden.to(weight.dtype)
-    rows = chunk_rows or max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // len(weight))  # the same on every rank
+    rows = chunk_rows or chunk_rows_on(device_type, len(weight))  # the same on every rank
     first_row = 0 if group is None else group.rank() * len(weight)
     if vocabulary is not None and first_row + len(weight) > vocabulary:
         weight = weight[: vocabulary - first_row]
     with torch.autocast(device_type, enabled=False):
         return _LinearLogProb.apply(
-            hidden, weight, labels, temperature, with_entropy, with_sum_pi_squared, rows, first_row, group
+            hidden,
+            weight,
+            labels,
+            temperature,
+            with_entropy,
+            with_sum_pi_squared,
+            rows,
+            first_row,
+            group,
+            compiles and group is None,
         )

@@ -14,7 +14,7 @@ wanted (`Packing.wanted`) attends from those alone. Where several processes have
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -166,36 +166,50 @@ def _wanted_one_by_one(
 def _flash_varlen(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None
 ) -> Tensor:
-    """The same by torch's variable-length flash attention (CUDA, 16-bit floats). Where a sequence has fewer
-    queries than keys, its queries are the last ones, as flash attention has it since 2.1.
+    """The same by torch's variable-length flash attention (CUDA, 16-bit floats)."""
+    lengths = max(packing.seq_lens), max(packing.key_lens)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return varlen_attention(q, k, v, packing.cu_seqlens, packing.cu_key_lens, lengths, scale, window)[None]
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    cu_key_lens: Tensor,
+    longest: tuple[int, int],
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Causal attention of packed sequences where `takes_flash`: query [T, H, D], key and value [K, G, D] ->
+    [T, H, D]. cu_seqlens, cu_key_lens: int32 [B + 1], running sums of the sequences' queries and keys, of
+    which `longest` has the longest. Where a sequence has fewer queries than keys, its queries are the last
+    ones, as flash attention has it since 2.1.
     """
-    kernel = _varlen_kernel()
-    assert kernel is not None
+    kernel, has = _varlen_kernel()
+    grouped = {}
+    if query.shape[1] != key.shape[1] and "enable_gqa" in has:
+        grouped["enable_gqa"] = True
+    elif query.shape[1] != key.shape[1]:  # torch before 2.12
+        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    window_size = -1 if window is None else window - 1, 0
     out = kernel(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        packing.cu_seqlens,
-        packing.cu_key_lens,
-        max(packing.seq_lens),
-        max(packing.key_lens),
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        query, key, value, cu_seqlens, cu_key_lens, *longest, scale=scale, window_size=window_size, **grouped
     )
     assert isinstance(out, Tensor)
-    return out.unsqueeze(0)
+    return out
 
 
 @cache
-def _varlen_kernel() -> Callable[..., Any] | None:
-    """torch's `varlen_attn`; None where torch has none, or one without scale, windows and grouped heads."""
+def _varlen_kernel() -> tuple[Any, set[str]]:
+    """(torch's `varlen_attn` or None, its parameters); none where torch's has no scale and no windows."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return None
-    has = inspect.signature(varlen_attn).parameters
-    return varlen_attn if {"scale", "window_size", "enable_gqa"} <= has.keys() else None
+        return None, set()
+    has = set(inspect.signature(varlen_attn).parameters)
+    return (varlen_attn, has) if {"scale", "window_size"} <= has else (None, set())
 
 
 @cache
@@ -204,15 +218,15 @@ def _is_recent_gpu(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _takes_flash(query: Tensor) -> bool:
-    width = query.shape[-1]
+def takes_flash(dtype: torch.dtype, width: int, device: torch.device) -> bool:
+    """Whether `varlen_attention` runs there, on heads of this width."""
     return (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
+        device.type == "cuda"
+        and dtype in (torch.bfloat16, torch.float16)
         and width % 8 == 0
         and width <= 256
-        and _varlen_kernel() is not None
-        and _is_recent_gpu(query.device)
+        and _varlen_kernel()[0] is not None
+        and _is_recent_gpu(device)
     )
 
 
@@ -263,7 +277,7 @@ def packed_attention_forward(
     if packing.key_index is not None:
         key, value = (x.index_select(2, packing.key_index) for x in (key, value))
     attend = _one_by_one if packing.wanted is None else _wanted_one_by_one
-    if _takes_flash(query):
+    if takes_flash(query.dtype, query.shape[-1], query.device):
         attend = _flash_varlen
     out = attend(query, key, value, packing, scale, sliding_window)
     if packing.share is not None:

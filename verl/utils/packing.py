@@ -132,8 +132,9 @@ def pack_rows(
     at = (place + starts[:, None])[in_loss]  # of each loss token among the rows' own, end to end
     predicted_from, labels, distinct = layout.where[at - 1], ids[at], None
     if layout.key_index is not None:
-        pairs, distinct = torch.stack([predicted_from, labels], dim=1).unique(dim=0, return_inverse=True)
-        predicted_from, labels = (column.contiguous() for column in pairs.unbind(1))
+        base = int(labels.max()) + 1 if len(labels) else 1  # pairs as numbers: `unique` of rows copies each
+        pairs, distinct = (predicted_from * base + labels).unique(return_inverse=True)
+        predicted_from, labels = pairs // base, pairs % base
         distinct = distinct.to(device)
     cells = loss_mask.view(-1).nonzero().squeeze(1)
     return PackedMicroBatch(

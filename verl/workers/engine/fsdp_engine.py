@@ -57,6 +57,7 @@ from verl.workers.engine.checkpoint import (
     tensor_names,
     write_hf_folder,
 )
+from verl.workers.engine.cuda_layers import use_cuda_layers
 from verl.workers.engine.loading import PolicyModel, Precision, ValueModel
 from verl.workers.engine.lora import Adapters, plain_parameters, save_adapter
 from verl.workers.engine.optim import build_optimizer, build_scheduler, hidden_matrices
@@ -147,6 +148,8 @@ class TrainEngine(Engine):
             from verl.workers.engine.cpu_layers import use_cpu_layers  # numba is slow to import
 
             use_cpu_layers(module)
+        elif device.type == "cuda":
+            use_cuda_layers(module)
         mesh = self.layout.mesh
         self.module = module.to(device) if mesh is None else self._shard(module, mesh)
         self.optimizer: torch.optim.Optimizer | None = None

@@ -9,6 +9,7 @@ tokens. On CPU, float32 and bfloat16 have `cpu_model.py`, which is faster.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -16,13 +17,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from verl.utils.packed_attention import takes_flash, varlen_attention
 from verl.workers.rollout.native.architecture import ModelSpec, ModelWeights
 from verl.workers.rollout.native.sampler import SamplingRows, draw
 from verl.workers.rollout.native.step_batch import StepBatch
 
 _MAX_SCORES = 1 << 24  # of `masked_attention`, which holds four tensors of so many float32
-_Sequences = list[tuple[slice, Tensor, Tensor]]
-"""Of sequences that attend together: rows, positions int64 [B, Q], places of what they see int64 [B, L]."""
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Sequences that attend in one call, by the book: rows, positions int64 [B, Q], places of what they see
+    int64 [B, L].
+    """
+
+    rows: slice
+    positions: Tensor
+    places: Tensor
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """All sequences for `varlen_attention`; places: int64 [K], of what they see, one after the other."""
+
+    cu_seqlens: Tensor
+    cu_key_lens: Tensor
+    longest: tuple[int, int]
+    places: Tensor
 
 
 class TorchModel:
@@ -46,6 +67,7 @@ class TorchModel:
         self._activation = F.silu if spec.hidden_act == "silu" else partial(F.gelu, approximate="tanh")
         self._weights: ModelWeights | None = None
         self._pools: list[tuple[Tensor, Tensor]] = []
+        self._flash = takes_flash(dtype, spec.head_dim, device)
 
     def load(self, weights: ModelWeights) -> int:
         """Use these weights where they are; returns the bytes of copies made: none."""
@@ -71,7 +93,7 @@ class TorchModel:
             kind: (cos[positions][:, None], sin[positions][:, None])
             for kind, (cos, sin) in self._tables.items()
         }
-        sequences = self._sequences(batch)
+        sequences = self._packed(batch) if self._flash else self._sequences(batch)
         x = F.embedding(token_ids, self._weights.embedding)
         if self._spec.embedding_scale != 1.0:
             x = x * torch.full((), self._spec.embedding_scale, dtype=x.dtype, device=x.device)
@@ -98,7 +120,29 @@ class TorchModel:
         tokens, log_probs, model_log_probs = drawn.cpu().numpy()  # the step's one wait for the device
         return tokens.astype(np.int64), log_probs, model_log_probs
 
-    def _sequences(self, batch: StepBatch) -> _Sequences:
+    def _packed(self, batch: StepBatch) -> _Packed:
+        """What flash attention is told of the batch; the places are found on the device."""
+        count, spans = batch.num_decode, batch.spans
+        queries = np.array([1] * count + [span.count for span in spans])
+        keys = np.array([*batch.decode_lengths.tolist(), *(span.start + span.count for span in spans)])
+        width = max([batch.decode_tables.shape[1] * bool(count), *(len(span.table) for span in spans)])
+        tables = np.zeros((len(keys), width), np.int32)
+        tables[:count, : batch.decode_tables.shape[1]] = batch.decode_tables
+        for row, span in enumerate(spans, count):
+            tables[row, : len(span.table)] = span.table
+        sums = [np.concatenate(([0], np.cumsum(lengths))) for lengths in (queries, keys)]
+        # one array, one copy to the device
+        packed = torch.from_numpy(np.concatenate([*sums, tables.ravel()]).astype(np.int32)).to(self._device)
+        cu_seqlens, cu_key_lens = packed[: 2 * len(keys) + 2].view(2, -1)
+        total = int(keys.sum())
+        rows = torch.arange(len(keys), device=self._device)
+        rows = rows.repeat_interleave(cu_key_lens.diff(), output_size=total)
+        offsets = torch.arange(total, device=self._device) - cu_key_lens[rows]
+        blocks = packed[2 * len(keys) + 2 :].view(tables.shape)[rows, offsets // self._block_size]
+        places = blocks.long() * self._block_size + offsets % self._block_size
+        return _Packed(cu_seqlens, cu_key_lens, (int(queries.max()), int(keys.max())), places)
+
+    def _sequences(self, batch: StepBatch) -> list[_Together]:
         """The decoding sequences together, padded to the longest; then each span alone."""
         parts: list[tuple[slice, np.ndarray, np.ndarray, int]] = []  # rows, positions, tables, what they see
         if batch.num_decode:
@@ -113,7 +157,8 @@ class TorchModel:
             seen = np.arange(length)
             blocks = tables[:, seen // self._block_size].astype(np.int64)
             places = torch.from_numpy(blocks * self._block_size + seen % self._block_size)
-            sequences.append((rows, torch.from_numpy(positions).to(self._device), places.to(self._device)))
+            at = torch.from_numpy(positions).to(self._device)
+            sequences.append(_Together(rows, at, places.to(self._device)))
         return sequences
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -129,7 +174,7 @@ class TorchModel:
         x: Tensor,
         places: Tensor,
         rotation: tuple[Tensor, Tensor],
-        sequences: _Sequences,
+        sequences: list[_Together] | _Packed,
     ) -> Tensor:
         """x [T, hidden_size] -> [T, hidden_size]; the new keys and values go into the pools first."""
         spec = self._spec
@@ -142,18 +187,25 @@ class TorchModel:
         keys, values = self._pools[index]
         keys.index_copy_(0, places, key)
         values.index_copy_(0, places, value)
-        attended = [
-            masked_attention(
-                query[rows].view(*positions.shape, *query.shape[1:]),
-                keys[seen],
-                values[seen],
-                positions,
-                spec.windows[index],
-                spec.scale,
-            ).flatten(0, 1)
-            for rows, positions, seen in sequences
-        ]
-        return _linear(torch.cat(attended).flatten(1), layer, "self_attn.o_proj")
+        window = spec.windows[index]
+        if isinstance(sequences, _Packed):
+            seen = keys[sequences.places], values[sequences.places]
+            sums = sequences.cu_seqlens, sequences.cu_key_lens
+            out = varlen_attention(query, *seen, *sums, sequences.longest, spec.scale, window)
+        else:
+            attended = [
+                masked_attention(
+                    query[some.rows].view(*some.positions.shape, *query.shape[1:]),
+                    keys[some.places],
+                    values[some.places],
+                    some.positions,
+                    window,
+                    spec.scale,
+                ).flatten(0, 1)
+                for some in sequences
+            ]
+            out = torch.cat(attended)
+        return _linear(out.flatten(1), layer, "self_attn.o_proj")
 
 
 def masked_attention(

@@ -1,0 +1,51 @@
+"""Decoder layers compiled for CUDA: what lies between two matrix products becomes one kernel.
+
+A layer of plain torch operations passes over memory five to fifteen times for a norm, a rotation or an
+activation. torch.compile (Ansel et al., 2024) fuses these; attention stays a call between two compiled parts,
+as its sequences differ from pass to pass. So do the numbers of tokens: shapes are dynamic.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shutil
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from verl.utils.linear_logprob import linear_log_prob
+from verl.utils.packed_attention import PACKED_ATTENTION, packed_attention_forward
+from verl.workers.engine.loading import PolicyModel, ValueModel
+
+logger = logging.getLogger(__name__)
+FEWEST_PARAMETERS = 100_000_000  # below, a step gains less than compiling takes
+
+
+def use_cuda_layers(module: PolicyModel | ValueModel) -> bool:
+    """Compiles the model's layers, which happens when they first compute (about half a minute), and the
+    arithmetic on its logits. False, and nothing changed, for a small model, where Triton or a C compiler is
+    missing, or where TORCH_COMPILE_DISABLE=1 says so.
+    """
+    backbone: Any = module.model.base_model
+    layers = getattr(backbone, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        return False
+    if sum(p.numel() for p in module.parameters()) < FEWEST_PARAMETERS:
+        return False
+    compiler = next(filter(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")), None)
+    if importlib.util.find_spec("triton") is None or compiler is None:
+        logger.warning(
+            "layers are not compiled, and slower: that needs Triton and a C compiler (apt install gcc)"
+        )
+        return False
+    AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention_forward))
+    for layer in list(layers)[: -1 if module.is_short else None]:  # the shortened one computes few tokens
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+    if isinstance(module, PolicyModel):
+        module.log_prob = partial(linear_log_prob, compiles=True)
+    return True
