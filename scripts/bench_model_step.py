@@ -164,6 +164,7 @@ class Contender:
         self.figures["products, GFLOP/s"].append(rate / 1e9)
         self.figures["needed forward, TFLOP"].append(needed / 1e12)
         self.figures["log-prob off, mean"].append(float(off.mean()))
+        self.figures["log-prob off, most"].append(float(off.max()))
         for part, value in seconds.items():
             self.figures[part].append(value)
         for part, times_forward in shares.items():

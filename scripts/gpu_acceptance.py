@@ -1,0 +1,450 @@
+"""Proves or refutes what docs/gpu.md says, on this machine: one line a check, with a figure and a bar.
+
+    bash scripts/gpu_acceptance.sh [--quick] [--only CHECK ...] [--shape 3b] [--out FOLDER]
+
+The models are random, in the shapes of Qwen2.5, made on the spot: nothing is downloaded. Each check runs in a
+process of its own. What it found is written at once to FOLDER/gpu_acceptance.json and gpu_acceptance.md, and
+the same command goes on where an earlier one stopped (--again begins anew). --quick takes the smallest shape
+and fewer rounds. Without a GPU the same code runs on CPU in tiny sizes; then only bars that hold on any
+machine are tested. Ends with 1 if a check failed.
+
+    machine     bf16 products of this device, the memory it has
+    step        one model's rollout, log-probs, update: how far the two engines' log-probs are apart, speed
+                beside products of the same shapes, memory beside the plan's, sleeping, weights
+    greedy      the rollout engine's greedy tokens in float32 are those of transformers' `generate`
+    resume      updates from a checkpoint end bit for bit as those that went on (deterministic algorithms)
+    offload     the same updates with weights and optimizer on the host between passes
+    dense       exact search over 21 million vectors of 768 (--quick: 1 million)
+    microworld  GRPO of the shipped tiny model on the microworld, in one process
+    vllm        the same with vLLM beside the trainer       (where vLLM is installed)
+    layouts     the same over all GPUs, by Ray              (two and more)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+QWEN = {"1.5b": (1536, 8960, 28, 12, 2), "0.5b": (896, 4864, 24, 14, 2), "tiny": (64, 160, 2, 4, 2)}
+QWEN |= {"7b": (3584, 18944, 28, 28, 4), "3b": (2048, 11008, 36, 16, 2)}
+UNTIED = ("7b",)  # has an output matrix of its own
+LIMIT_S = 1800  # of one check
+TOKENS = 16384  # of an update's pass
+BARS = {  # a figure's name -> (at least, at most)
+    "log-probs apart, mean": (0.0, 0.01),
+    "log-probs apart, most": (0.0, 0.25),
+    "update, share of products": (0.45, 1.0),
+    "weight sync, share of a step": (0.0, 0.02),
+    "update's memory, of the plan's": (0.9, 1.1),
+    "greedy tokens equal": (1.0, 1.0),
+    "values that differ after resuming": (0.0, 0.0),
+    "values that differ with offloading": (0.0, 0.0),
+    "planted vectors found": (1.0, 1.0),
+    "microworld, EM": (0.9, 1.0),
+    "vllm, EM": (0.9, 1.0),
+    "layouts, EM": (0.9, 1.0),
+}
+ANYWHERE = ("greedy tokens equal", "planted vectors found", "log-probs apart, mean", "log-probs apart, most")
+ANYWHERE += ("values that differ after resuming", "values that differ with offloading")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One figure of a check. verdict: pass, fail, measured (no bar here), or not run, with why as `unit`."""
+
+    name: str
+    figure: float
+    unit: str
+    verdict: str = "measured"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the checks run, and how much of them."""
+
+    device: str
+    shape: str
+    quick: bool
+    work: Path
+
+    def line(self, name: str, figure: float, unit: str = "") -> Line:
+        low, high = BARS.get(name, (-math.inf, math.inf))
+        if name not in BARS or (self.device == "cpu" and name not in ANYWHERE):
+            return Line(name, figure, unit)
+        return Line(name, figure, unit, "pass" if low <= figure <= high else "fail")
+
+    def model(self, shape: str | None = None) -> Path:
+        """The folder of a random model, made once."""
+        from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+
+        shape = "tiny" if self.device == "cpu" else shape or self.shape
+        folder = self.work / "models" / shape
+        if (folder / "tokenizer.json").exists():
+            return folder
+        hidden, intermediate, layers, heads, groups = QWEN[shape]
+        config = Qwen2Config(
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=groups,
+            vocab_size=2000 if shape == "tiny" else 152064 if shape in UNTIED else 151936,
+            tie_word_embeddings=shape not in UNTIED,
+            max_position_embeddings=32768,
+            eos_token_id=1,
+        )
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(ROOT / "data_prep" / "base_model").save_pretrained(folder)
+        return folder
+
+
+def contender(place: Place, name: str = "bf16", shape: str | None = None, *settings: str) -> Any:
+    from scripts.bench_model_step import Contender
+
+    block = "actor_rollout_ref.actor"
+    common = ["actor_rollout_ref.model.enable_gradient_checkpointing=true", f"{block}.use_dynamic_bsz=true"]
+    common += [f"{block}.ppo_max_token_len_per_gpu={TOKENS}", "algorithm.kl_ctrl.kl_coef=0"]
+    sessions = 16 if place.device == "cpu" else 256
+    return Contender(str(place.model(shape)), name, place.device, sessions, [*common, *settings])
+
+
+def machine(place: Place) -> Iterator[Line]:
+    size = 256 if place.device == "cpu" else 8192
+    x = torch.randn(size, size, device=place.device).bfloat16()
+    seconds = []
+    for _ in range(13):
+        start = time.perf_counter()
+        x @ x
+        if place.device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    yield Line(f"bf16 products of {size} x {size}", 2 * size**3 / median(seconds[3:]) / 1e12, "TFLOP/s")
+    if place.device == "cuda":
+        yield Line("memory", torch.cuda.mem_get_info()[1] / 2**30, f"GiB, {torch.cuda.get_device_name()}")
+
+
+def step(place: Place) -> Iterator[Line]:
+    from verl.preflight.plan import Hardware, Plan
+
+    on_cuda, rows, rounds = place.device == "cuda", 256, 1 if place.quick else 3
+    rows = rows if on_cuda else 16
+    model = contender(place)
+    model.round(0, 16)  # the first one warms up, and compiles
+    model.figures.clear()
+    for number in range(rounds):
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        model.round(1 + number, rows)
+    figures = {name: median(values) for name, values in model.figures.items()}
+    yield place.line("log-probs apart, mean", figures["log-prob off, mean"])
+    yield place.line("log-probs apart, most", figures["log-prob off, most"])
+    yield from _beside_transformers(place, model)
+    yield Line("products", figures["products, GFLOP/s"] / 1e3, "TFLOP/s, shapes of the model's layers")
+    for part in ("update", "log-probs", "rollout"):
+        yield place.line(f"{part}, share of products", figures[f"{part}: share"], f"{figures[part]:.2f} s")
+    sampled = rows * 2 * 30
+    yield Line("decode", sampled / figures["rollout: decode"], f"tokens/s of {rows} sessions at once")
+    sync = figures["weights to the rollout"]
+    seconds = sum(figures[part] for part in ("rollout", "log-probs", "update")) + sync
+    yield place.line("weight sync, share of a step", sync / seconds, f"{sync:.4f} s of {seconds:.2f}")
+    if on_cuda:
+        given = model.rollout.sleep() / 2**30
+        yield Line("sleep gives back", given, "GiB of KV cache")
+        batch = model.trajectories(9, rows)
+        model.rollout.sleep()
+        for padded in (False, True):
+            model.actor.loop.limits = model.actor.limits = replace(model.limits, padded=padded)
+            model.actor.update_policy(batch)
+            torch.cuda.reset_peak_memory_stats()
+            start = model.now()
+            model.actor.update_policy(batch)
+            seconds, peak = model.now() - start, torch.cuda.max_memory_allocated()
+            kind = "padded" if padded else "packed"
+            yield Line(f"update, {kind}", rows / seconds, "trajectories/s")
+            if not padded:
+                load = Plan(model.config, Hardware("cuda", torch.cuda.mem_get_info()[1], "here")).loads[0]
+                held = {name: parts.get("update_actor", 0) for name, parts in load.items.items()}
+                planned = sum(size for name, size in held.items() if name.startswith("actor: "))
+                of = f"{peak / 2**30:.1f} of {planned / 2**30:.1f} GiB"
+                yield place.line("update's memory, of the plan's", peak / planned, of)
+
+
+def _beside_transformers(place: Place, model: Any) -> Iterator[Line]:
+    """How far transformers' own log-probs of some trajectories are from the trainer's, in the same type."""
+    from transformers import AutoModelForCausalLM
+
+    from verl.workers.actor.dp_actor import compute_log_prob
+
+    batch = model.trajectories(8, 16)
+    plain = AutoModelForCausalLM.from_pretrained(place.model(), dtype=model.dtype).to(model.device)
+    ids, width = batch.tensors["input_ids"], batch.tensors["response_mask"].shape[1]
+    apart = []
+    with torch.inference_mode():
+        for row, trained in zip(ids, compute_log_prob(model.trainer, batch, model.limits, 1.0), strict=True):
+            logits = plain(row[None].to(model.device)).logits[0, -width - 1 : -1].float()
+            log_probs = logits.log_softmax(-1).gather(1, row[-width:, None].to(model.device))[:, 0].cpu()
+            apart.append((log_probs - trained)[trained != 0].abs())
+    both = torch.cat(apart)
+    unit = f"mean; most {float(both.max()):.3f}: transformers and the trainer"
+    yield Line("log-probs apart, transformers", float(both.mean()), unit)
+
+
+def greedy(place: Place) -> Iterator[Line]:
+    """Greedy tokens in float32 where the two best logits are not closer than rounding."""
+    from transformers import AutoModelForCausalLM
+
+    from verl.workers.rollout.base import SamplingParams
+
+    model = contender(place, "fp32", "0.5b")
+    model.rollout.load_weights(model.trainer.weights(), 1)
+    plain = AutoModelForCausalLM.from_pretrained(place.model("0.5b"), dtype=torch.float32).to(place.device)
+    generator, count, length = torch.Generator().manual_seed(0), 8, 32
+    prompts = [
+        torch.randint(5, 1900, (20 + 9 * number,), generator=generator).tolist() for number in range(count)
+    ]
+    asked = SamplingParams(length, 0.0, ignore_eos=True)
+    sessions = {model.rollout.open(prompt, asked): prompt for prompt in prompts}
+    equal = total = 0
+    while model.rollout.has_runnable:
+        for done in model.rollout.step():
+            ids = torch.tensor([[*sessions[done.session_id], *done.token_ids]], device=place.device)
+            with torch.inference_mode():
+                logits = plain(ids).logits[0, -length - 1 : -1]
+            chosen = logits.gather(1, ids[0, -length:, None])[:, 0]
+            equal += int((logits.max(1).values - chosen <= 1e-4).sum())
+            total += length
+    yield place.line("greedy tokens equal", equal / total, f"of {total}")
+
+
+def _updated(model: Any, seeds: range) -> None:
+    for seed in seeds:
+        model.actor.update_policy(model.batch_of(seed))
+
+
+def _fixed_batches(model: Any, place: Place) -> None:
+    """Gives the model `batch_of(seed)`: trajectories of its rollout, the same for each call."""
+    model.rollout.load_weights(model.trainer.weights(), 1)
+    batches = [model.trajectories(seed, 16) for seed in range(4)]
+    model.batch_of = lambda seed: batches[seed]
+
+
+def _differing(a: Any, b: Any) -> float:
+    return float(sum(int((x != y).sum()) for (_, x), (_, y) in zip(a, b, strict=True)))
+
+
+def resume(place: Place) -> Iterator[Line]:
+    model = contender(place, "bf16", "0.5b")
+    _fixed_batches(model, place)
+    _updated(model, range(2))
+    with tempfile.TemporaryDirectory(dir=place.work) as folder:
+        start = time.perf_counter()
+        model.trainer.snapshot(folder).write()
+        seconds = time.perf_counter() - start
+        size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+        yield Line("checkpoint", size / 2**30 / seconds, f"GiB/s, {size / 2**30:.2f} GiB")
+        for deterministic in (False, True):
+            torch.use_deterministic_algorithms(deterministic, warn_only=True)
+            ended = []
+            for _ in range(2):
+                model.trainer.load(folder)
+                _updated(model, range(2, 4))
+                ended.append([(name, tensor.detach().clone()) for name, tensor in model.trainer.weights()])
+            name = "values that differ after resuming" + ", by chance" * (not deterministic)
+            yield place.line(name, _differing(*ended))
+
+
+def offload(place: Place) -> Iterator[Line]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    ended: list[Any] = []
+    batch_of = None
+    for offloads in ("false", "true"):
+        fsdp = "actor_rollout_ref.actor.fsdp_config"
+        settings = [f"{fsdp}.param_offload={offloads}", f"{fsdp}.optimizer_offload={offloads}"]
+        model = contender(place, "bf16", "0.5b", *settings)
+        if batch_of is None:
+            _fixed_batches(model, place)
+            batch_of = model.batch_of
+        model.batch_of = batch_of
+        with model.trainer.loaded(optimizer=True):
+            _updated(model, range(2))
+        held = torch.cuda.memory_allocated() / 2**30 if place.device == "cuda" else 0.0
+        yield Line(f"held between updates, offload {offloads}", held, "GiB")
+        with model.trainer.loaded():
+            ended.append([(name, tensor.detach().cpu().clone()) for name, tensor in model.trainer.weights()])
+        del model
+    yield place.line("values that differ with offloading", _differing(*ended))
+
+
+def dense(place: Place) -> Iterator[Line]:
+    from search_r1.search.dense.scan import VectorScan
+
+    count, width = (20_000 if place.device == "cpu" else 10**6 if place.quick else 21 * 10**6), 768
+    if place.device == "cuda":
+        count = min(count, int(torch.cuda.mem_get_info()[0] * 0.8) // (2 * width))
+    generator = torch.Generator(place.device).manual_seed(0)
+    vectors = torch.empty(count, width, dtype=torch.float16, device=place.device)
+    for part in vectors.split(2**20):
+        part.normal_(generator=generator)
+    planted = torch.randint(count, (512,), generator=torch.Generator().manual_seed(1))
+    queries = vectors[planted.to(place.device)].float().cpu().numpy()
+    scan = VectorScan([vectors if place.device == "cuda" else vectors.float()])
+    scan.search(queries[:8], 3)
+    for size in (1, 64, 512):
+        start = time.perf_counter()
+        _, rows = scan.search(queries[:size], 3)
+        seconds = time.perf_counter() - start
+        yield Line(f"exact search, {size} at once", size / seconds, f"queries/s over {count:,} x {width}")
+    yield place.line("planted vectors found", float(np.mean(rows[:, 0] == planted.numpy())))
+
+
+def microworld(place: Place) -> Iterator[Line]:
+    yield from _train(place, "microworld", "trainer.backend=local", "trainer.n_gpus_per_node=1")
+
+
+def vllm(place: Place) -> Iterator[Line]:
+    if find_spec("vllm") is None or place.device == "cpu":
+        yield Line("vllm", math.nan, "vLLM is not installed, or there is no GPU", "not run")
+        return
+    yield from _train(place, "vllm", "trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.name=vllm")
+
+
+def layouts(place: Place) -> Iterator[Line]:
+    count = torch.cuda.device_count()
+    if count < 2:
+        yield Line("layouts", math.nan, "one GPU, or none", "not run")
+        return
+    yield from _train(place, "layouts", "trainer.backend=ray", f"trainer.n_gpus_per_node={count}")
+
+
+def _train(place: Place, name: str, *settings: str) -> Iterator[Line]:
+    """GRPO on the microworld of seed 0 with the shipped settings, in a process of its own."""
+    from data_prep.microworld import write_world
+    from scripts.bench.servers import bm25_server, running
+    from verl.utils.records.files import read_lines
+
+    world, run = place.work / "microworld", place.work / f"run-{name}"
+    if not (world / "corpus.jsonl").exists():
+        write_world(0, world, num_train=4096, num_test=400, num_3hop=200)
+    with running(bm25_server(world / "corpus.jsonl"), place.work / "search.log") as (port, _):
+        command = [sys.executable, "-m", "verl.trainer.main_ppo", "@configs/microworld_grpo.yaml"]
+        command += ["actor_rollout_ref.model.path=data_prep/base_model", f"trainer.default_local_dir={run}"]
+        command += [f"data.train_files={world}/train.parquet", f"data.val_files={world}/test.parquet"]
+        command += [f"retriever.url=http://127.0.0.1:{port}/retrieve", f"trainer.device={place.device}"]
+        if place.device == "cpu":
+            command += ["trainer.total_training_steps=2", "data.val_data_num=8"]
+        log = place.work / f"{name}.log"
+        start = time.perf_counter()
+        with log.open("wb") as out:
+            status = subprocess.run([*command, *settings], cwd=ROOT, stdout=out, stderr=out).returncode
+        seconds = time.perf_counter() - start
+    if status:
+        raise RuntimeError(f"the run ended with {status}:\n{log.read_text(errors='replace')[-2000:]}")
+    steps = read_lines(run / "metrics.jsonl")
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    yield place.line(f"{name}, EM", summary["em_after"], f"{len(steps)} steps in {seconds:.0f} s")
+    yield Line(f"{name}, a step", median(one["timing_s/step"] for one in steps if "timing_s/step" in one), "s")
+
+
+CHECKS: list[Callable[[Place], Iterator[Line]]]
+CHECKS = [machine, step, greedy, resume, offload, dense, microworld, vllm, layouts]
+
+
+def report(results: dict[str, list[dict[str, Any]]], head: str) -> str:
+    """The page, Markdown."""
+    lines = [
+        "# What this machine showed",
+        "",
+        head,
+        "",
+        "| check | | figure | | bar |",
+        "|---|---|---|---|---|",
+    ]
+    for check, found in results.items():
+        for one in found:
+            low, high = BARS.get(one["name"], (None, None))
+            bar = "" if low is None else f"{low:g} to {high:g}"
+            figure = "" if math.isnan(one["figure"]) else f"{one['figure']:.4g}"
+            verdict = one["verdict"]
+            lines.append(f"| {check} | {one['name']} | {figure} {one['unit']} | {verdict} | {bar} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    names = [check.__name__ for check in CHECKS]
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CHECK")
+    parser.add_argument("--shape", choices=[name for name in QWEN if name != "tiny"], default=None)
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu_acceptance")
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--in-process", metavar="CHECK", help=argparse.SUPPRESS)  # its lines go to stdout
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = Place(device, options.shape or ("0.5b" if options.quick else "3b"), options.quick, options.out)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.in_process:
+        for line in CHECKS[names.index(options.in_process)](place):
+            print(json.dumps(asdict(line)), flush=True)
+        return 0
+    file, page = (options.out / f"gpu_acceptance.{kind}" for kind in ("json", "md"))
+    results = json.loads(file.read_text(encoding="utf-8")) if file.exists() and not options.again else {}
+    head = f"{torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}, torch {torch.__version__}, "
+    head += f"{'quick, ' * options.quick}shape {'tiny' if device == 'cpu' else place.shape}"
+    for name in options.only:
+        if name not in results:
+            results[name] = run_check(name, options)
+            file.write_text(json.dumps(results, indent=1), encoding="utf-8")
+            page.write_text(report(results, head), encoding="utf-8")
+        for one in results[name]:
+            print(
+                f"{one['verdict']:9} {name:10} {one['name']:40} {one['figure']:.4g} {one['unit']}", flush=True
+            )
+    failed = [one for name in options.only for one in results[name] if one["verdict"] == "fail"]
+    print(f"{page}: {len(failed)} failed")
+    return int(bool(failed))
+
+
+def run_check(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The lines of a check in a process of its own; one that broke is a failed line, with its last words."""
+    command = [sys.executable, __file__, "--in-process", name, "--out", str(options.out)]
+    command += ["--quick"] * options.quick + (["--shape", options.shape] if options.shape else [])
+    log = options.out / f"{name}.err"
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    out, status = b"", -1
+    with log.open("wb") as err, suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=err, env=environment, timeout=LIMIT_S)
+        status, out = done.returncode, done.stdout
+    found = [json.loads(line) for line in out.decode().splitlines() if line.startswith('{"name"')]
+    if status:
+        words = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
+        why = f"ended with {status}: {' '.join(words)[:200]} ({log})"
+        found.append(asdict(Line(name, math.nan, why, "fail")))
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
