@@ -152,7 +152,7 @@ def step(place: Place) -> Iterator[Line]:
     on_cuda, rows, rounds = place.device == "cuda", 256, 1 if place.quick else 3
     rows = rows if on_cuda else 16
     model = contender(place)
-    model.round(0, 16)  # the first one warms up, and compiles
+    model.round(0, rows)  # the first one warms up, and compiles
     model.figures.clear()
     for number in range(rounds):
         if on_cuda:
@@ -173,6 +173,7 @@ def step(place: Place) -> Iterator[Line]:
     if on_cuda:
         given = model.rollout.sleep() / 2**30
         yield Line("sleep gives back", given, "GiB of KV cache")
+        model.rollout.wake()
         batch = model.trajectories(9, rows)
         model.rollout.sleep()
         for padded in (False, True):
@@ -266,7 +267,7 @@ def resume(place: Place) -> Iterator[Line]:
         size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
         yield Line("checkpoint", size / 2**30 / seconds, f"GiB/s, {size / 2**30:.2f} GiB")
         for deterministic in (False, True):
-            torch.use_deterministic_algorithms(deterministic, warn_only=True)
+            torch.use_deterministic_algorithms(deterministic)
             ended = []
             for _ in range(2):
                 model.trainer.load(folder)
@@ -277,7 +278,7 @@ def resume(place: Place) -> Iterator[Line]:
 
 
 def offload(place: Place) -> Iterator[Line]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     ended: list[Any] = []
     batch_of = None
     for offloads in ("false", "true"):
@@ -365,7 +366,9 @@ def _train(place: Place, name: str, *settings: str) -> Iterator[Line]:
     steps = read_lines(run / "metrics.jsonl")
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     yield place.line(f"{name}, EM", summary["em_after"], f"{len(steps)} steps in {seconds:.0f} s")
-    yield Line(f"{name}, a step", median(one["timing_s/step"] for one in steps if "timing_s/step" in one), "s")
+    yield Line(
+        f"{name}, a step", median(one["timing_s/step"] for one in steps if "timing_s/step" in one), "s"
+    )
 
 
 CHECKS: list[Callable[[Place], Iterator[Line]]]

@@ -45,8 +45,10 @@ def running(command: list[str], log_path: Path) -> Iterator[tuple[int, int]]:
         port = listener.getsockname()[1]
     command = [part.replace(PORT, str(port)) for part in command]
     deadline = time.monotonic() + READY_TIMEOUT
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": path}
     with log_path.open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | ENVIRONMENT)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     try:
         while not _answers(port):
             if process.poll() is not None or time.monotonic() > deadline:

@@ -8,14 +8,17 @@ as its sequences differ from pass to pass. So do the numbers of tokens: shapes a
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 import os
 import shutil
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from verl.utils.linear_logprob import linear_log_prob
@@ -24,6 +27,7 @@ from verl.workers.engine.loading import PolicyModel, ValueModel
 
 logger = logging.getLogger(__name__)
 FEWEST_PARAMETERS = 100_000_000  # below, a step gains less than compiling takes
+MOST_VERSIONS = 64  # of a layer's code: with and without gradient, autocast, ...; all layers share them
 
 
 def use_cuda_layers(module: PolicyModel | ValueModel) -> bool:
@@ -43,9 +47,26 @@ def use_cuda_layers(module: PolicyModel | ValueModel) -> bool:
             "layers are not compiled, and slower: that needs Triton and a C compiler (apt install gcc)"
         )
         return False
+    torch._dynamo.config.recompile_limit = MOST_VERSIONS
+    torch._dynamo.config.suppress_errors = True  # what can't be compiled is computed as it is, with a warning
     AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention_forward))
     for layer in list(layers)[: -1 if module.is_short else None]:  # the shortened one computes few tokens
-        layer.forward = torch.compile(layer.forward, dynamic=True)
+        _compile(layer)
     if isinstance(module, PolicyModel):
         module.log_prob = partial(linear_log_prob, compiles=True)
     return True
+
+
+def _compile(layer: Any) -> None:
+    """Compiles what a layer does without gradient checkpointing, which goes around it: transformers' own is
+    around the layer or inside, by version.
+    """
+    compiled = torch.compile(MethodType(inspect.unwrap(type(layer).forward), layer), dynamic=True)
+    checkpoints, layer.gradient_checkpointing = getattr(layer, "gradient_checkpointing", False), False
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if checkpoints and layer.training and torch.is_grad_enabled():
+            return checkpoint(partial(compiled, **kwargs), *args, use_reentrant=False)
+        return compiled(*args, **kwargs)
+
+    layer.forward = forward

@@ -3,7 +3,9 @@
     token ids [T] -> embedding -> layers (norm, attention over the pools, MLP) -> rows that need logits [O]
 
 A batch is packed: one row per token, no padding; the decoding sequences' last tokens first, then spans of new
-tokens. On CPU, float32 and bfloat16 have `cpu_model.py`, which is faster.
+tokens. With 16-bit weights the residual stream, norms and rotations are float32, as in the trainer: numbers
+are rounded where it rounds them, and log-probs agree. On CPU, float32 and bfloat16 have `cpu_model.py`, which
+is faster.
 """
 
 from __future__ import annotations
@@ -59,8 +61,11 @@ class TorchModel:
     ) -> None:
         """tables: from `rotary_tables`."""
         self._spec = spec
+        self._dtype = dtype
+        self._wide = torch.promote_types(dtype, torch.float32)
         self._tables = {
-            kind: (cos.to(device, dtype), sin.to(device, dtype)) for kind, (cos, sin) in tables.items()
+            kind: (cos.to(device, self._wide), sin.to(device, self._wide))
+            for kind, (cos, sin) in tables.items()
         }
         self._block_size = block_size
         self._device = device
@@ -94,9 +99,9 @@ class TorchModel:
             for kind, (cos, sin) in self._tables.items()
         }
         sequences = self._packed(batch) if self._flash else self._sequences(batch)
-        x = F.embedding(token_ids, self._weights.embedding)
+        x = F.embedding(token_ids, self._weights.embedding).to(self._wide)
         if self._spec.embedding_scale != 1.0:
-            x = x * torch.full((), self._spec.embedding_scale, dtype=x.dtype, device=x.device)
+            x = x * torch.full((), self._spec.embedding_scale, dtype=self._dtype, device=x.device)
         for index, layer in enumerate(self._weights.layers):
             rotation = rotations[self._spec.rope_kinds[index]]
             normed = self._norm(x, layer["input_layernorm.weight"])
@@ -163,9 +168,10 @@ class TorchModel:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         width, eps = (x.shape[-1],), self._spec.rms_norm_eps
-        if self._spec.norm_offset:  # in float32, as the reference does: 1 + w loses w's digits in bfloat16
-            return F.rms_norm(x.float(), width, 1.0 + weight.float(), eps).to(x.dtype)
-        return F.rms_norm(x, width, weight, eps)
+        weight = weight.to(self._wide)
+        if self._spec.norm_offset:
+            weight = 1.0 + weight
+        return F.rms_norm(x.to(self._wide), width, weight, eps).to(self._dtype)
 
     def _attention(
         self,
@@ -183,7 +189,7 @@ class TorchModel:
         if spec.qk_norm:
             query = self._norm(query, layer["self_attn.q_norm.weight"])
             key = self._norm(key, layer["self_attn.k_norm.weight"])
-        query, key = _turned(query, *rotation), _turned(key, *rotation)
+        query, key = (_turned(x, *rotation).to(self._dtype) for x in (query, key))
         keys, values = self._pools[index]
         keys.index_copy_(0, places, key)
         values.index_copy_(0, places, value)
