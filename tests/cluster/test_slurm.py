@@ -164,6 +164,7 @@ until [ -e {ended} ]; do sleep 0.1; done
 kill $!
 """
 ENDS_THE_SERVER_AND_WAITS = """
+echo "the key is $A_KEY"
 touch {ended}
 until grep -q "has ended; it is started again" {output}; do sleep 0.1; done
 """
@@ -179,6 +180,8 @@ def jobs(submit, shared) -> dict[str, Submitted]:
     python.chmod(0o755)
     (shared / "ends.sh").write_text(ENDS_THE_SERVER_AND_WAITS.format(**files))
     ends = {"RETRIEVAL_ENV": f"{shared}/env", "TRAIN_COMMAND": f"bash {shared}/ends.sh", "DOCTOR": "0"}
+    (shared / "setup.sh").write_text(f"A_KEY=kept; hostname >>{shared}/set-up")
+    ends["JOB_SETUP"] = f"{shared}/setup.sh"
     flags = ["--gpus-per-node=0"]
     cut_off = {"SLURM_STANDIN_CUT_OFF": "node3", "RETRIEVAL_TIMEOUT": "4"}
     return {
@@ -189,10 +192,25 @@ def jobs(submit, shared) -> dict[str, Submitted]:
     }
 
 
-def test_a_server_that_ends_during_training_is_started_again(jobs):
+def test_a_server_that_ends_during_training_is_started_again_on_nodes_that_were_set_up(jobs, shared):
     status, output = jobs["again"].finish()
     assert status == 0, output
     assert "the retrieval server on node2 has ended; it is started again" in output
+    assert "the key is kept" in (jobs["again"].logs / "training.log").read_text()
+    assert {"node1", "node2"} <= set((shared / "set-up").read_text().split())
+
+
+def test_a_smoke_job_on_gpus_has_what_the_real_job_has_but_for_its_size(submit, shared):
+    """Its training is a program that notes what it is given."""
+    (shared / "notes.sh").write_text(f'printf "%s\\n" "$@" >{shared}/noted')
+    flags, model = ["--nodes=1"], "actor_rollout_ref.model.path=/models/7b"
+    variables = {"TRAIN_COMMAND": f"bash {shared}/notes.sh", "DOCTOR": "0", "RETRIEVAL_NODES": "0"}
+    variables |= {"SMOKE": "gpu", "RETRIEVER_URL": "http://elsewhere:8000/retrieve"}
+    status, output = submit("smoke-gpu", "smoke.sbatch", model, flags=flags, **variables).finish()
+    assert status == 0, output
+    noted = (shared / "noted").read_text().split()
+    assert model in noted and "trainer.total_training_steps=2" in noted
+    assert not any(word.startswith(("trainer.device", "trainer.backend")) for word in noted)
 
 
 @pytest.mark.parametrize(

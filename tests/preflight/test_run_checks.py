@@ -1,6 +1,8 @@
 """Checks of a run's settings and files, and of the Ray cluster: each finds its trouble."""
 
 import json
+import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +10,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import torch
+from huggingface_hub import constants
 from known_models import write_config
 from preflight_cases import BASE_MODEL, TWO_NODES, TWO_ON_RAY, find, target_of
 from safetensors.torch import save_file
@@ -47,11 +50,45 @@ def test_what_a_check_finds_in_the_settings(check, settings, words, monkeypatch)
     assert words in finding.line
 
 
-@pytest.mark.parametrize(
-    "check", ["batches", "lengths", "hub-offline", "model", "data", "memory", "checkpoints"]
-)
+SOUND = "batches lengths hub-offline hub-reachable uv-hook model data memory checkpoints"
+
+
+@pytest.mark.parametrize("check", SOUND.split())
 def test_a_sound_run_has_no_findings(check, tmp_path):
     assert find(check, target_of(f"trainer.default_local_dir={tmp_path}")) == []
+
+
+@pytest.fixture
+def hub_that_is_away(monkeypatch):
+    """A hub that refuses, and whose cache holds `Some/cached` alone; gives the variables of the process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free.getsockname()[1]}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    cached = {"Some/cached": BASE_MODEL, str(BASE_MODEL): BASE_MODEL}
+    monkeypatch.setattr("verl.preflight.run_checks.local_folder", lambda path: cached.get(str(path)))
+    return os.environ
+
+
+def test_a_hub_that_does_not_answer_is_left_alone_where_the_models_are_cached(hub_that_is_away):
+    (finding,) = find("hub-reachable", target_of("actor_rollout_ref.model.path=Some/cached", at_start=True))
+    assert finding.level == "warning" and "does not answer (ConnectError)" in finding.what
+    assert hub_that_is_away["HF_HUB_OFFLINE"] == "1" and constants.HF_HUB_OFFLINE
+    assert find("hub-reachable", target_of("actor_rollout_ref.model.path=Some/cached")) == []  # asked no more
+
+
+def test_a_hub_that_does_not_answer_for_a_model_that_is_nowhere_is_an_error(hub_that_is_away):
+    (finding,) = find("hub-reachable", target_of("actor_rollout_ref.model.path=Some/other", at_start=True))
+    assert finding.level == "error" and "hf download Some/other" in finding.line
+    assert "HF_HUB_OFFLINE" not in hub_that_is_away
+
+
+def test_workers_in_an_environment_of_uv_are_warned_of(monkeypatch):
+    monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "1")
+    monkeypatch.setenv("RAY_RUNTIME_ENV_HOOK", "ray._private.runtime_env.uv_runtime_env_hook.hook")
+    dos = [finding.do for finding in find("uv-hook", target_of())]
+    assert dos == ["unset RAY_ENABLE_UV_RUN_RUNTIME_ENV", "unset RAY_RUNTIME_ENV_HOOK"]
 
 
 def test_an_environment_that_is_not_there_is_named_from_the_settings_and_from_the_rows(tmp_path):

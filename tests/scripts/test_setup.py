@@ -23,6 +23,16 @@ def bash(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_where_nothing_may_be_installed_a_missing_environment_is_said_with_what_makes_it(tmp_path):
+    code = f'install_environment train "{tmp_path}/.venv"'
+    done = bash(code, NO_INSTALL="a job installs nothing. Make it beforehand")
+    assert done.returncode == 2 and not (tmp_path / ".venv").exists()
+    assert done.stderr.endswith(
+        f"error: {tmp_path}/.venv is not there, or lacks some of train, and a job installs nothing. Make it "
+        "beforehand: source scripts/setup.sh && setup_environment train\n"
+    )
+
+
 def make_python(folder: Path, name: str, fits: bool) -> None:
     (folder / name).write_text(f"#!/bin/bash\nexit {int(not fits)}\n")
     (folder / name).chmod(0o755)

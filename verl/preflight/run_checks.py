@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
@@ -194,6 +195,53 @@ def find_uncached_models(target: Target) -> Iterator[Finding]:
             )
 
 
+def find_unreachable_hub(target: Target) -> Iterator[Finding]:
+    """models by hub names and a hub that does not answer; a run whose models are cached asks it no more"""
+    named = {key: path for key, path in target.models.items() if not Path(path).expanduser().exists()}
+    named = {key: path for key, path in named.items() if not str(path).startswith(("/", ".", "~"))}
+    if not named or constants.HF_HUB_OFFLINE or (problem := _hub_problem()) is None:
+        return
+    missing = [f"{key}={path}" for key, path in named.items() if local_folder(path) is None]
+    what = f"{constants.ENDPOINT} does not answer ({problem})"
+    if missing:
+        names = ", ".join(missing)
+        fetch = "on a machine with network: hf download " + " ".join(path for path in named.values())
+        yield error(f"{what}, and {names} is not in the cache", _END, f"{fetch} (same HF_HOME)")
+        return
+    if target.at_start:  # here and, as it is carried to them, in all processes of the run
+        os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
+    yield warning(
+        f"{what}; the models are in the cache",
+        "each of their files would be asked for and waited for: a run goes on as with HF_HUB_OFFLINE=1",
+        "export HF_HUB_OFFLINE=1",
+    )
+
+
+def _hub_problem(timeout: float = 2.0) -> str | None:
+    """Why the hub can't be reached, in words; None: it answers."""
+    try:
+        status = httpx.head(constants.ENDPOINT, timeout=timeout, follow_redirects=True).status_code
+    except httpx.HTTPError as problem:
+        return type(problem).__name__
+    return f"status {status}, as of a proxy" if status in (403, 407) or status >= 500 else None
+
+
+def find_uv_hook(target: Target) -> Iterator[Finding]:
+    """Ray told to start its workers in an environment that uv makes"""
+    if os.environ.get("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0").lower() not in ("", "0", "false"):
+        yield warning(
+            "RAY_ENABLE_UV_RUN_RUNTIME_ENV is set",
+            "under `uv run` workers would start in an environment of their own, with other packages, or none",
+            "unset RAY_ENABLE_UV_RUN_RUNTIME_ENV",
+        )
+    if hook := os.environ.get("RAY_RUNTIME_ENV_HOOK"):
+        yield warning(
+            f"RAY_RUNTIME_ENV_HOOK={hook} changes the environment of each worker",
+            "workers may start with other packages than the driver has",
+            "unset RAY_RUNTIME_ENV_HOOK",
+        )
+
+
 def find_broken_data(target: Target) -> Iterator[Finding]:
     """data files that are broken or can't be read"""
     if target.config is None:
@@ -323,6 +371,8 @@ RUN_CHECKS: dict[str, Callable[[Target], Iterator[Finding]]] = {
     "lengths": find_lengths_that_do_not_fit,
     "model": find_broken_models,
     "hub-offline": find_uncached_models,
+    "hub-reachable": find_unreachable_hub,
+    "uv-hook": find_uv_hook,
     "data": find_broken_data,
     "wandb-key": find_missing_key,
     "memory": find_little_memory,

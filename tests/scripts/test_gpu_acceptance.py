@@ -1,0 +1,35 @@
+"""scripts/gpu_acceptance.py on CPU: every check runs, is written down, and is not run twice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CHECKS = ["machine", "step", "greedy", "resume", "offload", "dense", "microworld", "vllm", "layouts"]
+
+
+def accept(out: Path, *arguments: str) -> str:
+    command = [sys.executable, "scripts/gpu_acceptance.py", "--quick", "--out", str(out), *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_every_check_runs_on_cpu_and_is_not_run_again(tmp_path):
+    said = accept(tmp_path)
+    results = json.loads((tmp_path / "gpu_acceptance.json").read_text())
+    assert list(results) == CHECKS and all(results.values())
+    assert not [line for lines in results.values() for line in lines if line["verdict"] == "fail"]
+    passed = {line["name"] for lines in results.values() for line in lines if line["verdict"] == "pass"}
+    assert {"log-probs apart, mean", "greedy tokens equal", "values that differ after resuming"} <= passed
+    page = (tmp_path / "gpu_acceptance.md").read_text()
+    assert page.count("\n| ") - 1 == sum(map(len, results.values()))
+    assert accept(tmp_path, "--only", "greedy", "dense").splitlines()[:-1] == [
+        line for line in said.splitlines() if line[10:].startswith(("greedy", "dense"))
+    ]
