@@ -70,6 +70,7 @@ setup(
         "verifiers": ["verifiers<0.4"],
         "gemma": GGUF,
         "remote": REMOTE,
+        "reasoning-gym": ["reasoning-gym"],  # one of its packages needs a C compiler
         "flash-attn": ["flash-attn"],
     },
 )

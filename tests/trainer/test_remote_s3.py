@@ -22,6 +22,7 @@ from verl.trainer import remote
 from verl.trainer.ppo.run_state import CheckpointStore
 from verl.trainer.remote import MANIFEST, RemoteFailed, RemoteStore, Uploads
 
+pytestmark = pytest.mark.slow
 BUCKET, STEP, SIZE = "bucket", 3, 6_000_000  # bytes: S3 takes it in one request, and streams it
 
 
@@ -105,7 +106,6 @@ RemoteStore(sys.argv[1], "run").upload(int(sys.argv[3]), run / f"global_step_{sy
 """
 
 
-@pytest.mark.slow
 def test_a_process_that_is_killed_at_any_request_leaves_a_whole_checkpoint_or_none(bucket, run, tmp_path):
     store = place()
     command = [sys.executable, "-c", UPLOAD, f"s3://{BUCKET}/runs", str(run.run_dir), str(STEP)]

@@ -10,6 +10,7 @@ SEARCH = "search"  # the default; `search_r1` registers it
 EntryPoint = str | Callable[..., Any]  # "package.module:Class", or what makes an instance
 
 registry: dict[str, tuple[EntryPoint, Mapping[str, Any]]] = {  # with arguments that are always given
+    "single_turn": ("verl.environments.single_turn:SingleTurnEnv", {}),
     "gsm8k": ("verl.environments.gsm8k:GSM8kEnv", {}),
     "gsm8k_multi_turn": ("verl.environments.gsm8k:GSM8kMultiTurnEnv", {}),
     "aime": ("verl.environments.aime:AIMEEnv", {}),

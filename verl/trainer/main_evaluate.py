@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import search_r1.llm_agent  # noqa: F401  (registers its environment)
+from data_prep.benchmarks import benchmark_file
 from verl.config import Config
 from verl.config.keys import flat
 from verl.config.loading import VARIABLE_PREFIX, load
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 DEFAULTS = {"max_turns": 4, "retriever.topk": 3, "data.max_start_length": 2048, "data.max_obs_length": 500}
 DEFAULTS |= {"data.max_prompt_length": 4096, "data.max_response_length": 500}
 WATCH_SECONDS = 5.0
+BENCHMARKS = Path("data/benchmarks")  # rows of those by name
 # What results depend on, of the options and of the settings: those that are gone on with have the same.
 KEPT = ("n", "rollouts", "temperature", "seed", "tokenizer", "category", "similarity", "encoder")
 DECISIVE = (
@@ -60,7 +62,11 @@ def build_parser(prog: str, about: str | None, out: str) -> argparse.ArgumentPar
     )
     add = parser.add_argument
     add("--model", required=True, help="run folder, Hugging Face folder, or with --base_url the model's name")
-    add("--benchmarks", required=True, help="files of rows (.parquet, .jsonl), a,b")
+    add(
+        "--benchmarks",
+        required=True,
+        help="files of rows (.parquet, .jsonl), or names (docs/evaluation.md), a,b",
+    )
     add("--out", type=Path, default=Path(out), help=f"results: OUT/MODEL/BENCHMARK ({out})")
     add("--resume", action="store_true", help="go on with the results that are there")
     add("-n", type=int, help="examples of each benchmark, drawn with a fixed seed (all)")
@@ -89,7 +95,7 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
     options = parser.parse_intermixed_args(argv)
     if options.temperature is None:
         options.temperature = float(options.rollouts > 1)
-    options.benchmarks = [Path(name).expanduser() for name in options.benchmarks.split(",")]
+    names = options.benchmarks.split(",")
     for name in ("rollouts", "concurrency", "n"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -111,6 +117,13 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
         parser.error(f"--base_url: found {options.base_url}, expected http://host:port/v1")
     if options.steps not in (None, "all") and not re.fullmatch(r"\d+(,\d+)*", options.steps):
         parser.error(f"--steps: found {options.steps}, expected all, or numbers as 100,200")
+    try:
+        options.benchmarks = [
+            Path(name).expanduser() if "." in name or "/" in name else benchmark_file(name, BENCHMARKS)
+            for name in names
+        ]
+    except ValueError as error:
+        parser.error(f"--benchmarks: {error}")
     stems = [path.stem for path in options.benchmarks]
     for path in options.benchmarks:
         if not path.is_file() or path.suffix not in (".parquet", ".jsonl"):

@@ -37,6 +37,7 @@ _NAMES = {
     "math:MathVerifier": "math strict_math",
     "ifeval:IFEvalVerifier": "ifeval ifeval_old",
     "code:CodeVerifier": "code code_stdio",
+    "reasoning_gym:ReasoningGymVerifier": "reasoning_gym",
     "judge:JudgeVerifier": "general-quality general-quality_rubric general-quality_ref general-safety "
     "general-factuality general-creative_writing general-refusal general-web_instruct_general_verifier",
     "judge:RubricVerifier": "rubric",

