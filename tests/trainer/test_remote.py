@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import time
 from collections import namedtuple
 
@@ -209,6 +210,38 @@ def test_a_new_run_renames_the_old_one_there(tmp_path, breaking):
     breaking.upload(4, store.folder(4), store.run_dir)
     store.set_aside_after(2)
     assert breaking.steps() == [2] and (tmp_path / "far" / "run" / "global_step_4.old-1").is_dir()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 200 MB, which has room for nine checkpoints of the shipped model."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a file system can't be mounted here")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.slow
+def test_on_a_full_disk_a_run_stops_before_it_writes_and_with_a_place_elsewhere_it_goes_on(
+    world, url, tmp_path, small_disk, capsys
+):
+    line = arguments(world, url, small_disk / "run", trainer__total_training_steps=12)
+    line += ["trainer.val_before_train=false", "data.val_data_num=4", "trainer.doctor_skip=[checkpoints]"]
+    line.append("trainer.max_ckpt_to_keep=null")
+    assert run(line) == 3
+    assert "1.1 times" in capsys.readouterr().err
+    store = CheckpointStore(small_disk / "run", None)
+    held = store.steps()
+    assert held == list(range(1, len(held) + 1)) and 5 <= len(held) < 12
+    assert not list((small_disk / "run").glob("*.incomplete"))
+    (tmp_path / "far").mkdir()
+    assert run([*line, f"trainer.remote_dir=file://{tmp_path}/far"]) == 0
+    assert [row["step"] for row in metrics(small_disk / "run") if row["step"]] == list(range(1, 13))
+    assert RemoteStore(f"file://{tmp_path}/far", "run").steps()[-1] == 12 == store.steps()[-1]
+    assert len(store.steps()) < 12
 
 
 @pytest.mark.slow
