@@ -14,7 +14,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-TRAIN = ["torch>=2.6", "transformers>=5.0", "tensordict>=0.8", "numba", "ray[default]>=2.40", "pyyaml"]
+TRAIN = ["torch>=2.8", "transformers>=5.0", "tensordict>=0.8", "numba", "ray[default]>=2.40", "pyyaml"]
 TRAIN += ["orjson"]  # the preflight reads corpora
 TRAIN += ["peft>=0.19"]  # LoRA
 TRAIN += ["zstandard"]  # weights for rollouts, in files

@@ -53,7 +53,9 @@ def benchmark_file(name: str, out: Path) -> Path:
         )
     path = out / f"{name.replace(':', '-')}.jsonl"
     if not path.is_file():
-        rows = makers[kind](name, arguments)
+        if arguments and kind != "reasoning_gym":
+            raise ValueError(f"found benchmark {name!r}; expected {kind} without a colon")
+        rows = list(makers[kind](name, arguments))
         part = path.with_suffix(f".part{os.getpid()}")
         out.mkdir(parents=True, exist_ok=True)
         with part.open("w", encoding="utf-8") as file:
@@ -69,7 +71,7 @@ def _number(arguments: list[str], default: int, name: str) -> int:
         return default
     if len(arguments) > 1 or not arguments[0].isdigit():
         raise ValueError(f"found benchmark {name!r}; expected a whole number after its colon")
-    return int(arguments[0])
+    return max(1, int(arguments[0])) if default else int(arguments[0])
 
 
 def _row(source: str, index: int, prompt: str, verifier: str, label: Any) -> dict[str, Any]:

@@ -3,10 +3,10 @@
     bash scripts/gpu_acceptance.sh [--quick] [--only CHECK ...] [--shape 3b] [--out FOLDER]
 
 The models are random, in the shapes of Qwen2.5, made on the spot: nothing is downloaded. Each check runs in a
-process of its own. What it found is written at once to FOLDER/gpu_acceptance.json and gpu_acceptance.md, and
-the same command goes on where an earlier one stopped (--again begins anew). --quick takes the smallest shape
-and fewer rounds. Without a GPU the same code runs on CPU in tiny sizes; then only bars that hold on any
-machine are tested. Ends with 1 if a check failed.
+process of its own. What it found is written at once to FOLDER/gpu_acceptance.json and .md; the same command
+goes on where an earlier one stopped or failed (--again: measures anew). --quick takes the smallest shape and
+fewer rounds. Without a GPU the same code runs on CPU in tiny sizes; then only bars that hold on any machine
+are tested. Ends with 1 if a check failed.
 
     machine     bf16 products of this device
     step        one model's rollout, log-probs, update: how far the two engines' log-probs are apart, speed
@@ -26,6 +26,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -126,9 +127,10 @@ def contender(place: Place, name: str = "bf16", shape: str | None = None, *setti
 
     block = "actor_rollout_ref.actor"
     common = ["actor_rollout_ref.model.enable_gradient_checkpointing=true", f"{block}.use_dynamic_bsz=true"]
-    common += [f"{block}.ppo_max_token_len_per_gpu={TOKENS}", "algorithm.kl_ctrl.kl_coef=0"]
-    sessions = 16 if place.device == "cpu" else 256
-    return Contender(str(place.model(shape)), name, place.device, sessions, [*common, *settings])
+    common += [f"{block}.ppo_max_token_len_per_gpu={TOKENS}", "algorithm.kl_ctrl.kl_coef=0", *settings]
+    return Contender(
+        str(place.model(shape)), name, place.device, 16 if place.device == "cpu" else 256, common
+    )
 
 
 def machine(place: Place) -> Iterator[Line]:
@@ -323,49 +325,25 @@ def microworld(place: Place) -> Iterator[Line]:
 
 
 def vllm(place: Place) -> Iterator[Line]:
-    if find_spec("vllm") is None or place.device == "cpu":
+    if find_spec("vllm") is not None and place.device == "cuda":
+        yield from _train(place, "vllm", "trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.name=vllm")
+    else:
         yield Line("vllm", math.nan, "vLLM is not installed, or there is no GPU", "not run")
-        return
-    yield from _train(place, "vllm", "trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.name=vllm")
 
 
 def layouts(place: Place) -> Iterator[Line]:
-    count = torch.cuda.device_count()
-    if count < 2:
+    if (count := torch.cuda.device_count()) > 1:
+        yield from _train(place, "layouts", "trainer.backend=ray", f"trainer.n_gpus_per_node={count}")
+    else:
         yield Line("layouts", math.nan, "one GPU, or none", "not run")
-        return
-    yield from _train(place, "layouts", "trainer.backend=ray", f"trainer.n_gpus_per_node={count}")
 
 
 def _train(place: Place, name: str, *settings: str) -> Iterator[Line]:
-    """GRPO on the microworld of seed 0 with the shipped settings, in a process of its own."""
-    from data_prep.microworld import write_world
-    from scripts.bench.servers import bm25_server, running
-    from verl.utils.records.files import read_lines
+    from scripts.bench.microworld_run import train_microworld
 
-    world, run = place.work / "microworld", place.work / f"run-{name}"
-    if not (world / "corpus.jsonl").exists():
-        write_world(0, world, num_train=4096, num_test=400, num_3hop=200)
-    with running(bm25_server(world / "corpus.jsonl"), place.work / "search.log") as (port, _):
-        command = [sys.executable, "-m", "verl.trainer.main_ppo", "@configs/microworld_grpo.yaml"]
-        command += ["actor_rollout_ref.model.path=data_prep/base_model", f"trainer.default_local_dir={run}"]
-        command += [f"data.train_files={world}/train.parquet", f"data.val_files={world}/test.parquet"]
-        command += [f"retriever.url=http://127.0.0.1:{port}/retrieve", f"trainer.device={place.device}"]
-        if place.device == "cpu":
-            command += ["trainer.total_training_steps=2", "data.val_data_num=8"]
-        log = place.work / f"{name}.log"
-        start = time.perf_counter()
-        with log.open("wb") as out:
-            status = subprocess.run([*command, *settings], cwd=ROOT, stdout=out, stderr=out).returncode
-        seconds = time.perf_counter() - start
-    if status:
-        raise RuntimeError(f"the run ended with {status}:\n{log.read_text(errors='replace')[-2000:]}")
-    steps = read_lines(run / "metrics.jsonl")
-    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    yield place.line(f"{name}, EM", summary["em_after"], f"{len(steps)} steps in {seconds:.0f} s")
-    yield Line(
-        f"{name}, a step", median(one["timing_s/step"] for one in steps if "timing_s/step" in one), "s"
-    )
+    em, step_seconds, seconds = train_microworld(place.work, name, place.device, settings)
+    yield place.line(f"{name}, EM", em, f"{len(step_seconds)} steps in {seconds:.0f} s")
+    yield Line(f"{name}, a step", median(step_seconds), "s")
 
 
 CHECKS: list[Callable[[Place], Iterator[Line]]]
@@ -410,18 +388,18 @@ def main() -> int:
             print(json.dumps(asdict(line)), flush=True)
         return 0
     file, page = (options.out / f"gpu_acceptance.{kind}" for kind in ("json", "md"))
-    results = json.loads(file.read_text(encoding="utf-8")) if file.exists() and not options.again else {}
     head = f"{torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}, torch {torch.__version__}, "
     head += f"{'quick, ' * options.quick}shape {'tiny' if device == 'cpu' else place.shape}"
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    results = known["checks"] if known.get("measured_on") == head else {}  # figures of another kind are gone
     for name in options.only:
-        if name not in results:
+        if options.again or "fail" in [one["verdict"] for one in results.get(name, [{"verdict": "fail"}])]:
             results[name] = run_check(name, options)
-            file.write_text(json.dumps(results, indent=1), encoding="utf-8")
+            file.write_text(json.dumps({"measured_on": head, "checks": results}, indent=1), encoding="utf-8")
             page.write_text(report(results, head), encoding="utf-8")
         for one in results[name]:
-            print(
-                f"{one['verdict']:9} {name:10} {one['name']:40} {one['figure']:.4g} {one['unit']}", flush=True
-            )
+            figure = f"{one['figure']:.4g} {one['unit']}"
+            print(f"{one['verdict']:9} {name:10} {one['name']:40} {figure}", flush=True)
     failed = [one for name in options.only for one in results[name] if one["verdict"] == "fail"]
     print(f"{page}: {len(failed)} failed")
     return int(bool(failed))
@@ -434,11 +412,18 @@ def run_check(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     log = options.out / f"{name}.err"
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    out, status = b"", -1
-    with log.open("wb") as err, suppress(subprocess.TimeoutExpired):
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=err, env=environment, timeout=LIMIT_S)
-        status, out = done.returncode, done.stdout
-    found = [json.loads(line) for line in out.decode().splitlines() if line.startswith('{"name"')]
+    out = options.out / f"{name}.out"
+    with log.open("wb") as err, out.open("wb") as lines:
+        check = subprocess.Popen(command, stdout=lines, stderr=err, env=environment, start_new_session=True)
+        try:
+            status: int | str = check.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            status = f"nothing after {LIMIT_S} s"
+        finally:  # with all that it has started
+            with suppress(ProcessLookupError):
+                os.killpg(check.pid, signal.SIGKILL)
+            check.wait()
+    found = [json.loads(line) for line in out.read_text().splitlines() if line.startswith('{"name"')]
     if status:
         words = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
         why = f"ended with {status}: {' '.join(words)[:200]} ({log})"

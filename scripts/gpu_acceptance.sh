@@ -7,6 +7,6 @@ set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 cd "$REPO_ROOT"
 extras=train,retrieval
-! nvidia-smi >/dev/null 2>&1 || extras+=,vllm
+[ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || ! nvidia-smi >/dev/null 2>&1 || extras+=,vllm    # one of yours: as it is
 setup_environment "$extras"
 exec "$PYTHON" scripts/gpu_acceptance.py "$@"

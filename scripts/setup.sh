@@ -63,7 +63,7 @@ install_environment() {
     has_extras "$extras" "$stamp" && return
     if [ -n "${NO_INSTALL:-}" ]; then
         echo "error: $folder is not there, or lacks some of $extras, and ${NO_INSTALL}:" \
-            "source scripts/setup.sh && setup_environment $extras" >&2
+            "source scripts/setup.sh && setup_environment $extras $folder" >&2
         return 2
     fi
     base="$(find_python)"

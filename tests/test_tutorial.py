@@ -25,7 +25,7 @@ def test_every_command_of_the_tutorial_works_and_the_model_learns_the_task(tmp_p
     environment = os.environ | {"PATH": path, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
     said = {}
     for kind, about, text in blocks:
-        if kind == "python":
+        if kind == "py":
             (tmp_path / about.strip()).parent.mkdir(exist_ok=True)
             (tmp_path / about.strip()).write_text(text)
         elif about.strip() != "no-test":

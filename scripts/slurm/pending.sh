@@ -23,9 +23,11 @@ advice() {    # SLURM's reason, as squeue prints it -> what to do
 }
 
 USER="${USER:-$(id -un)}" found=false
-chosen=(--user "$USER")
-[ $# -eq 0 ] || chosen=(--jobs "$(IFS=,; echo "$*")")
+chosen=(--user "$USER" --states=PENDING)
+[ $# -eq 0 ] || chosen=(--jobs "$(IFS=,; echo "$*")" --states=all)
+jobs="$(squeue --noheader --format='%i|%T|%D|%P|%S|%r' "${chosen[@]}")"
 while IFS='|' read -r job state nodes partition start reason; do
+    [ -n "$job" ] || continue
     found=true
     if [ "$state" != PENDING ]; then
         echo "job $job: $state on $partition, it does not wait"
@@ -33,5 +35,5 @@ while IFS='|' read -r job state nodes partition start reason; do
     fi
     [ "$start" != N/A ] || start="not known yet"
     echo "job $job ($nodes nodes of $partition) waits: $reason; expected to start: $start. $(advice "$reason")"
-done < <(squeue --noheader --states=all --format='%i|%T|%D|%P|%S|%r' "${chosen[@]}")
+done <<<"$jobs"
 $found || echo "no job of that kind is in the queue"

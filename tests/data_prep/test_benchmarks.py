@@ -53,7 +53,7 @@ def test_instructions_of_ifeval_are_what_the_verifier_reads(tmp_path, monkeypatc
 def test_puzzles_are_scored_by_the_package_that_made_them(tmp_path):
     pytest.importorskip("reasoning_gym")
     rows = rows_of("reasoning_gym:basic_arithmetic:5", tmp_path)
-    assert len(rows) == 5 and rows == rows_of("reasoning_gym:basic_arithmetic:5", tmp_path)
+    assert len(rows) == 5 and rows == rows_of("reasoning_gym:basic_arithmetic:5", tmp_path / "again")
     for row in rows:
         (one,) = row["reward_model"]["ground_truth"]["verifiers"]
         gold = json.loads(one["label"])["entry"]["answer"]
@@ -73,6 +73,7 @@ def test_a_world_is_made_once_with_the_corpus_that_its_questions_need(tmp_path):
     [
         ("humanevil", "expected a file of rows, or one of humaneval"),
         ("microworld:x", "expected a whole number after its colon"),
+        ("humaneval:5", "expected humaneval without a colon"),
     ],
 )
 def test_a_name_that_is_none_is_refused_before_anything_is_made(name, said, tmp_path, capsys, monkeypatch):
@@ -80,3 +81,4 @@ def test_a_name_that_is_none_is_refused_before_anything_is_made(name, said, tmp_
     with pytest.raises(SystemExit) as end:
         main_evaluate.main(["--model", "none", "--benchmarks", name])
     assert end.value.code == 2 and said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -29,7 +29,7 @@ def pending(tmp_path: Path, jobs: str, *arguments: str) -> tuple[str, str]:
 def test_each_job_that_waits_has_its_reason_its_expected_start_and_what_to_do(tmp_path):
     said, asked = pending(tmp_path, JOBS)
     busy, limit, quota, running = said.splitlines()
-    assert "--user ada" in asked and "%r" in asked
+    assert "--user ada --states=PENDING" in asked and "%r" in asked
     assert busy.startswith("job 7 (5 nodes of gpu) waits: Resources; expected to start: 2026-12-01T04:00")
     assert "ask for fewer --nodes" in busy
     assert "expected to start: not known yet" in limit and "compare --nodes and --time with sinfo" in limit

@@ -29,7 +29,7 @@ def test_where_nothing_may_be_installed_a_missing_environment_is_said_with_what_
     assert done.returncode == 2 and not (tmp_path / ".venv").exists()
     assert done.stderr.endswith(
         f"error: {tmp_path}/.venv is not there, or lacks some of train, and a job installs nothing. Make it "
-        "beforehand: source scripts/setup.sh && setup_environment train\n"
+        f"beforehand: source scripts/setup.sh && setup_environment train {tmp_path}/.venv\n"
     )
 
 

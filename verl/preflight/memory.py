@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from verl.config import Config
 from verl.trainer.placement import num_processes as num_processes_of
-from verl.utils.linear_logprob import chunk_rows_on
+from verl.utils.linear_logprob import chunk_rows_of
 from verl.workers.engine.loading import Precision, load_hf_config
 from verl.workers.engine.lora import adapter_config, add_adapters, wants_adapters
 from verl.workers.megatron.settings import ParallelSizes
@@ -205,7 +205,12 @@ def _hold_on_megatron(
 
 
 def update_pass(
-    size: ModelSize, held: Held, precision: Precision, tokens: int, checkpointing: bool, on_cuda: bool = False
+    size: ModelSize,
+    held: Held,
+    precision: Precision,
+    tokens: int,
+    checkpointing: bool,
+    compiles: bool = False,
 ) -> tuple[int, int]:
     """(activations, chunk of logits) of a forward and backward pass over `tokens` loss tokens.
 
@@ -216,16 +221,16 @@ def update_pass(
     kept, again = (residual, layer) if checkpointing else (layer, 0)
     ends = 5 * residual  # embedding, last norm, hidden states of the loss tokens and their gradient
     activations = tokens * (held.in_flight * held.num_layers * kept + again + ends)
-    return activations, _head(size, held, precision, tokens, True, on_cuda)
+    return activations, _head(size, held, precision, tokens, True, compiles)
 
 
 def forward_pass(
-    size: ModelSize, held: Held, precision: Precision, tokens: int, on_cuda: bool = False
+    size: ModelSize, held: Held, precision: Precision, tokens: int, compiles: bool = False
 ) -> tuple[int, int]:
     """(activations, chunk of logits) of a pass without gradient: one layer's results at a time."""
     widest = max(3 * size.intermediate, 3 * size.queries + 2 * size.keys) // held.tensor
     activations = tokens * (precision.compute.itemsize * (widest + 3 * size.hidden) + 8 * size.hidden)
-    return activations, _head(size, held, precision, tokens, False, on_cuda)
+    return activations, _head(size, held, precision, tokens, False, compiles)
 
 
 def layer_bytes(size: ModelSize, precision: Precision, autocasts: bool, tensor: int = 1) -> int:
@@ -246,7 +251,7 @@ def layer_bytes(size: ModelSize, precision: Precision, autocasts: bool, tensor: 
 
 
 def _head(
-    size: ModelSize, held: Held, precision: Precision, tokens: int, backward: bool, on_cuda: bool
+    size: ModelSize, held: Held, precision: Precision, tokens: int, backward: bool, compiles: bool
 ) -> int:
     """Logits of one chunk in float32 and what is computed from them; the gradient of the output matrix, in
     float32 and in its own type.
@@ -254,10 +259,10 @@ def _head(
     if not held.has_head:
         return 0
     vocab, itemsize = -(-size.vocab // held.tensor), precision.compute.itemsize
-    rows = min(tokens, chunk_rows_on("cuda" if on_cuda else "cpu", vocab))
+    rows = min(tokens, chunk_rows_of(vocab, compiles))
     own_type = itemsize if itemsize < 4 else 0
     each = (12 if backward else 8) + own_type
-    if on_cuda and held.tensor == 1:  # compiled: logits and their gradient alone
+    if compiles:  # logits and their gradient alone
         each = itemsize * (1 + backward)
     chunk = rows * vocab * each
     return chunk + vocab * size.hidden * (4 + own_type) * (backward and not size.adapters)

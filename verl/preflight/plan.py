@@ -21,6 +21,7 @@ from verl.preflight.memory import Layout, ModelSize, forward_pass, hold, size_of
 from verl.preflight.target import memory_of_machine
 from verl.trainer.placement import processes_on_nodes, roles_of, samples_apart
 from verl.trainer.ppo.passes import Passes
+from verl.workers.engine.cuda_layers import is_compiled
 from verl.workers.engine.loading import Precision
 from verl.workers.engine.update_loop import MicroBatchLimits
 from verl.workers.rollout import build
@@ -238,6 +239,7 @@ class Plan:
         at_work = [phase for phase in use.passes if phase in phases]
         updates = [phase for phase in at_work if phase.startswith("update")]
         offloads = self.on_cuda and fsdp.param_offload
+        compiles = self.on_cuda and not layout.is_megatron and is_compiled(use.size.num_parameters)
         # the actor's weights are read, or sent, before it generates
         with_weights = [*at_work, *["rollout"] * (owner == "actor")] if offloads else phases
         load.add(f"{owner}: weights", with_weights, held.weights, held.weights * offloads)
@@ -254,11 +256,11 @@ class Plan:
             gathered = held.gathered
             if phase in updates:
                 activations, head = update_pass(
-                    use.size, held, use.precision, tokens, use.checkpointing, self.on_cuda
+                    use.size, held, use.precision, tokens, use.checkpointing, compiles
                 )
                 gathered += held.exchanged
             else:
-                activations, head = forward_pass(use.size, held, use.precision, tokens, self.on_cuda)
+                activations, head = forward_pass(use.size, held, use.precision, tokens, compiles)
             load.add(f"{owner}: weights and gradients of layers at work", [phase], gathered)
             load.add(f"{owner}: activations", [phase], activations)
             load.add(f"{owner}: chunk of logits", [phase], head)

@@ -201,12 +201,13 @@ def find_unreachable_hub(target: Target) -> Iterator[Finding]:
     named = {key: path for key, path in named.items() if not str(path).startswith(("/", ".", "~"))}
     if not named or constants.HF_HUB_OFFLINE or (problem := _hub_problem()) is None:
         return
-    missing = [f"{key}={path}" for key, path in named.items() if local_folder(path) is None]
+    missing = {key: path for key, path in named.items() if local_folder(path) is None}
     what = f"{constants.ENDPOINT} does not answer ({problem})"
     if missing:
-        names = ", ".join(missing)
-        fetch = "on a machine with network: hf download " + " ".join(path for path in named.values())
-        yield error(f"{what}, and {names} is not in the cache", _END, f"{fetch} (same HF_HOME)")
+        names = ", ".join(f"{key}={path}" for key, path in missing.items())
+        fetch = " && ".join(f"hf download {path}" for path in dict.fromkeys(missing.values()))
+        do = f"on a machine with network: {fetch} (same HF_HOME)"
+        yield error(f"{what}, and {names} is not in the cache", _END, do)
         return
     if target.at_start:  # here and, as it is carried to them, in all processes of the run
         os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
@@ -220,10 +221,10 @@ def find_unreachable_hub(target: Target) -> Iterator[Finding]:
 def _hub_problem(timeout: float = 2.0) -> str | None:
     """Why the hub can't be reached, in words; None: it answers."""
     try:
-        status = httpx.head(constants.ENDPOINT, timeout=timeout, follow_redirects=True).status_code
-    except httpx.HTTPError as problem:
+        status = httpx.head(constants.ENDPOINT, timeout=timeout).status_code
+    except Exception as problem:  # also of an address or a proxy that httpx does not know
         return type(problem).__name__
-    return f"status {status}, as of a proxy" if status in (403, 407) or status >= 500 else None
+    return f"status {status} of a proxy" if status == 407 else None
 
 
 def find_uv_hook(target: Target) -> Iterator[Finding]:

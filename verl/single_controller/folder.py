@@ -58,7 +58,11 @@ SECONDS_FOR_OTHER_RANKS = 3.0  # after a first error: the death of a rank explai
 SECONDS_TO_WAIT_SILENTLY = 20.0  # for processes that begin
 SECONDS_TO_CLOSE = 10.0
 PATIENCE_SECONDS = 1800.0  # of a process that hears of no driver
-CARRIED = ("OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS")  # from the driver's environment
+CARRIED = (
+    "OMP_NUM_THREADS",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "HF_HUB_OFFLINE",
+)  # from the driver's environment
 ENVIRONMENT = dict(os.environ)  # before a driver has told anything
 # Name, and space of process numbers: containers may share a name.
 MACHINE = [socket.gethostname(), os.readlink("/proc/self/ns/pid") if sys.platform == "linux" else ""]

@@ -1,7 +1,9 @@
-"""The device that a process computes on: verl's name for it, and what a CPU is fast at."""
+"""The device that a process computes on: verl's name for it, what a CPU is fast at, compiled functions."""
 
 import time
+from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,23 @@ import torch.nn.functional as F
 def get_device_name() -> str:
     """ "cuda" where there is a CUDA device, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+MOST_VERSIONS = 64  # of compiled code: with and without gradient, autocast, ...
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """A function by torch.compile, for tensors of any sizes; what can't be compiled is computed as it is,
+    with a warning. Options: torch.compile's. torch keeps its settings for each thread, and a backward pass
+    has one of its own: so they are set for each call.
+    """
+    fast = torch.compile(function, dynamic=True, **options)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=MOST_VERSIONS, suppress_errors=True):
+            return fast(*args, **kwargs)
+
+    return call
 
 
 def bf16_speedup(width: int, inner: int, rounds: int = 7) -> float:

@@ -3,7 +3,7 @@
     hidden [L, D], head weight [V, D], labels [L]  ->  log_probs, entropy, sum_pi_squared   ([L] float32)
 
 L loss tokens, D hidden width, V vocabulary. The logits exist for one chunk of rows at a time; the backward
-pass computes them again chunk by chunk (when all rows fit into one chunk, that chunk is kept instead).
+pass computes them again chunk by chunk (all rows fit into one chunk and nothing is compiled: it is kept).
 Arithmetic on logits is float32 whatever the inputs are; the head's gradient is summed in float32. It can be
 compiled: then one kernel reads the logits of a chunk, each way. The ranks of a group may have some rows of
 the head each: they exchange a few numbers per token, the greatest logit and sums over their rows.
@@ -19,9 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.utils.device import compiled
+
 CHUNK_ELEMENTS = 2**23  # logits in a chunk: 32 MB of float32
 MIN_CHUNK_ROWS = 128  # fewer rows make the matrix products slow
-CUDA_CHUNK_ROWS = 2048  # of a large vocabulary on CUDA: the gradient of the head is summed once for each
+COMPILED_CHUNK_ROWS = 2048  # of a large vocabulary: the gradient of the head is summed once for each
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
@@ -36,10 +38,9 @@ def _own_labels(labels: Tensor, first_row: int, weight: Tensor) -> tuple[Tensor,
     return own, (labels - first_row) * own
 
 
-def chunk_rows_on(device_type: str, vocabulary: int) -> int:
+def chunk_rows_of(vocabulary: int, compiles: bool) -> int:
     """Rows of a chunk of logits. vocabulary: rows of the head that a process has."""
-    fewest = CUDA_CHUNK_ROWS if device_type == "cuda" else MIN_CHUNK_ROWS
-    return max(fewest, CHUNK_ELEMENTS // vocabulary)
+    return max(COMPILED_CHUNK_ROWS if compiles else MIN_CHUNK_ROWS, CHUNK_ELEMENTS // vocabulary)
 
 
 def _figures(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
@@ -81,7 +82,7 @@ def _eager_pull(
 
 @cache
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(function, dynamic=True)
+    return compiled(function)
 
 
 class _LinearLogProb(torch.autograd.Function):
@@ -230,7 +231,7 @@ def linear_log_prob(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     elif hidden.dtype != weight.dtype:
         hidden = hidden.to(weight.dtype)
-    rows = chunk_rows or chunk_rows_on(device_type, len(weight))  # the same on every rank
+    rows = chunk_rows or chunk_rows_of(len(weight), compiles)  # the same on every rank
     first_row = 0 if group is None else group.rank() * len(weight)
     if vocabulary is not None and first_row + len(weight) > vocabulary:
         weight = weight[: vocabulary - first_row]

@@ -21,13 +21,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from verl.utils.device import compiled
 from verl.utils.linear_logprob import linear_log_prob
 from verl.utils.packed_attention import PACKED_ATTENTION, packed_attention_forward
 from verl.workers.engine.loading import PolicyModel, ValueModel
 
 logger = logging.getLogger(__name__)
 FEWEST_PARAMETERS = 100_000_000  # below, a step gains less than compiling takes
-MOST_VERSIONS = 64  # of a layer's code: with and without gradient, autocast, ...; all layers share them
+
+
+def is_compiled(num_parameters: int) -> bool:
+    """Whether a model of this size is compiled, where that can be."""
+    return num_parameters >= FEWEST_PARAMETERS and os.environ.get("TORCH_COMPILE_DISABLE") != "1"
 
 
 def use_cuda_layers(module: PolicyModel | ValueModel) -> bool:
@@ -37,9 +42,9 @@ def use_cuda_layers(module: PolicyModel | ValueModel) -> bool:
     """
     backbone: Any = module.model.base_model
     layers = getattr(backbone, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+    if not isinstance(layers, nn.ModuleList):
         return False
-    if sum(p.numel() for p in module.parameters()) < FEWEST_PARAMETERS:
+    if not is_compiled(sum(p.numel() for p in module.parameters())):
         return False
     compiler = next(filter(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")), None)
     if importlib.util.find_spec("triton") is None or compiler is None:
@@ -47,8 +52,6 @@ def use_cuda_layers(module: PolicyModel | ValueModel) -> bool:
             "layers are not compiled, and slower: that needs Triton and a C compiler (apt install gcc)"
         )
         return False
-    torch._dynamo.config.recompile_limit = MOST_VERSIONS
-    torch._dynamo.config.suppress_errors = True  # what can't be compiled is computed as it is, with a warning
     AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention_forward))
     for layer in list(layers)[: -1 if module.is_short else None]:  # the shortened one computes few tokens
         _compile(layer)
@@ -61,12 +64,12 @@ def _compile(layer: Any) -> None:
     """Compiles what a layer does without gradient checkpointing, which goes around it: transformers' own is
     around the layer or inside, by version.
     """
-    compiled = torch.compile(MethodType(inspect.unwrap(type(layer).forward), layer), dynamic=True)
+    fast = compiled(MethodType(inspect.unwrap(type(layer).forward), layer))
     checkpoints, layer.gradient_checkpointing = getattr(layer, "gradient_checkpointing", False), False
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if checkpoints and layer.training and torch.is_grad_enabled():
-            return checkpoint(partial(compiled, **kwargs), *args, use_reentrant=False)
-        return compiled(*args, **kwargs)
+            return checkpoint(partial(fast, **kwargs), *args, use_reentrant=False)
+        return fast(*args, **kwargs)
 
     layer.forward = forward

@@ -149,6 +149,10 @@ class TrainEngine(Engine):
 
             use_cpu_layers(module)
         elif device.type == "cuda":
+            backbone: Any = module.model.base_model
+            embedding = backbone.get_input_embeddings()
+            if precision.compute == torch.bfloat16 and hasattr(embedding, "embed_scale"):
+                embedding.embed_scale.copy_(embedding.embed_scale.bfloat16())  # as rollouts round it
             use_cuda_layers(module)
         mesh = self.layout.mesh
         self.module = module.to(device) if mesh is None else self._shard(module, mesh)

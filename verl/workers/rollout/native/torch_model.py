@@ -3,9 +3,9 @@
     token ids [T] -> embedding -> layers (norm, attention over the pools, MLP) -> rows that need logits [O]
 
 A batch is packed: one row per token, no padding; the decoding sequences' last tokens first, then spans of new
-tokens. With 16-bit weights the residual stream, norms and rotations are float32, as in the trainer: numbers
-are rounded where it rounds them, and log-probs agree. On CPU, float32 and bfloat16 have `cpu_model.py`, which
-is faster.
+tokens. With 16-bit weights the residual stream, norms and rotations are float32, as where one process trains
+under autocast: numbers are rounded where it rounds them, and log-probs agree (FSDP's stream is of 16 bits).
+On CPU, float32 and bfloat16 have `cpu_model.py`, which is faster.
 """
 
 from __future__ import annotations
@@ -173,6 +173,13 @@ class TorchModel:
             weight = 1.0 + weight
         return F.rms_norm(x.to(self._wide), width, weight, eps).to(self._dtype)
 
+    def _head_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Of queries and keys. Qwen 3 rounds before it multiplies by the weight, Gemma 3 after."""
+        if self._spec.norm_offset:
+            return self._norm(x, weight)
+        normed = F.rms_norm(x.to(self._wide), (x.shape[-1],), None, self._spec.rms_norm_eps)
+        return normed.to(self._dtype) * weight.to(self._wide)
+
     def _attention(
         self,
         index: int,
@@ -187,8 +194,8 @@ class TorchModel:
         heads = (x.shape[0], -1, spec.head_dim)
         query, key, value = (_linear(x, layer, f"self_attn.{name}_proj").view(heads) for name in "qkv")
         if spec.qk_norm:
-            query = self._norm(query, layer["self_attn.q_norm.weight"])
-            key = self._norm(key, layer["self_attn.k_norm.weight"])
+            query = self._head_norm(query, layer["self_attn.q_norm.weight"])
+            key = self._head_norm(key, layer["self_attn.k_norm.weight"])
         query, key = (_turned(x, *rotation).to(self._dtype) for x in (query, key))
         keys, values = self._pools[index]
         keys.index_copy_(0, places, key)
