@@ -55,7 +55,14 @@ def running(line, log):
     command = [sys.executable, "-m", "verl.rl", *line]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=out, stderr=out, process_group=0
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=out,
+            stderr=out,
+            process_group=0,
+            # as in a terminal, also where the tests were started with `&`, by which a shell has it ignored
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
         yield process

@@ -46,7 +46,8 @@ class Server:
 def pairs():
     """(name, response, label, their score, our score) of each case."""
     rows, theirs = cases(), json.loads(gzip.decompress(RECORDED.read_bytes()))
-    assert len(rows) == len(theirs) >= 1000 and {name for name, *_ in rows} == set(VERIFIERS)
+    theirs_too = set(VERIFIERS) - {"reasoning_gym"}
+    assert len(rows) == len(theirs) >= 1000 and {name for name, *_ in rows} == theirs_too
     ours: list[float | None] = [None] * len(rows)
     together: dict[str, list[int]] = {}
     for i, (name, text, label, tokens, settings) in enumerate(rows):
