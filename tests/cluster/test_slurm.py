@@ -231,7 +231,7 @@ def test_a_part_that_does_not_start_ends_the_job_with_its_log(jobs, name, said, 
 
 def test_a_sites_own_gpus_time_and_partition_come_from_variables(submit, shared):
     """The file asks for eight GPUs a node: here there are none."""
-    variables = {"SBATCH_GPUS_PER_NODE": "0", "SBATCH_TIMELIMIT": "10:00", "SBATCH_PARTITION": "small"}
+    variables = {"SBATCH_GPUS_PER_NODE": "0", "SBATCH_TIMELIMIT": "1:00:00", "SBATCH_PARTITION": "small"}
     variables |= {"RETRIEVAL_NODES": "0", "RETRIEVER_URL": "http://elsewhere:8000/retrieve", "DOCTOR": "0"}
     job = submit("site", "train.sbatch", flags=["--nodes=1"], TRAIN_COMMAND="echo trained", **variables)
     status, output = job.finish()
