@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 from data_prep.files import read_records, run_command
 from data_prep.hub import fetch_file
 from data_prep.microworld import write_world
+from verl.utils.records.files import write_lines
 from verl.verifiers.reasoning_gym import library
 
 NAMES = ("humaneval", "ifeval", "reasoning_gym", "microworld")
@@ -55,13 +55,9 @@ def benchmark_file(name: str, out: Path) -> Path:
     if not path.is_file():
         if arguments and kind != "reasoning_gym":
             raise ValueError(f"found benchmark {name!r}; expected {kind} without a colon")
-        rows = list(makers[kind](name, arguments))
-        part = path.with_suffix(f".part{os.getpid()}")
+        rows = [_row(kind, index, *parts) for index, parts in enumerate(makers[kind](name, arguments))]
         out.mkdir(parents=True, exist_ok=True)
-        with part.open("w", encoding="utf-8") as file:
-            for index, (prompt, verifier, label) in enumerate(rows):
-                file.write(json.dumps(_row(kind, index, prompt, verifier, label), ensure_ascii=False) + "\n")
-        part.rename(path)
+        write_lines(path, rows)
     return path
 
 

@@ -46,6 +46,8 @@ import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
+from scripts.bench.servers import ENVIRONMENT  # noqa: E402
+
 QWEN = {"1.5b": (1536, 8960, 28, 12, 2), "0.5b": (896, 4864, 24, 14, 2), "tiny": (64, 160, 2, 4, 2)}
 QWEN |= {"7b": (3584, 18944, 28, 28, 4), "3b": (2048, 11008, 36, 16, 2)}
 UNTIED = ("7b",)  # has an output matrix of its own
@@ -239,7 +241,7 @@ def greedy(place: Place) -> Iterator[Line]:
     yield place.line("greedy tokens equal", equal / total, f"of {total}")
 
 
-def _fixed_batches(model: Any, place: Place) -> None:
+def _fixed_batches(model: Any) -> None:
     """Gives the model `batch_of(seed)`: trajectories of its rollout, the same for each call."""
     model.rollout.load_weights(model.trainer.weights(), 1)
     batches = [model.trajectories(seed, 16) for seed in range(4)]
@@ -257,7 +259,7 @@ def _differing(a: Any, b: Any) -> float:
 
 def resume(place: Place) -> Iterator[Line]:
     model = contender(place, "bf16", "0.5b")
-    _fixed_batches(model, place)
+    _fixed_batches(model)
     _update(model, 0, 1)
     with tempfile.TemporaryDirectory(dir=place.work) as folder:
         start = time.perf_counter()
@@ -285,7 +287,7 @@ def offload(place: Place) -> Iterator[Line]:
         settings = [f"{fsdp}.param_offload={offloads}", f"{fsdp}.optimizer_offload={offloads}"]
         model = contender(place, "bf16", "0.5b", *settings)
         if batch_of is None:
-            _fixed_batches(model, place)
+            _fixed_batches(model)
             batch_of = model.batch_of
         model.batch_of = batch_of
         with model.trainer.loaded(optimizer=True):
@@ -411,7 +413,7 @@ def run_check(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     command += ["--quick"] * options.quick + (["--shape", options.shape] if options.shape else [])
     log = options.out / f"{name}.err"
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = ENVIRONMENT["PYTHONPATH"]
     out = options.out / f"{name}.out"
     with log.open("wb") as err, out.open("wb") as lines:
         check = subprocess.Popen(command, stdout=lines, stderr=err, env=environment, start_new_session=True)

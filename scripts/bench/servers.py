@@ -16,7 +16,8 @@ import httpx
 READY_TIMEOUT = 1800.0  # seconds; a comparison server first writes its Arrow copy of the corpus
 PORT = "{port}"  # stands in a command for the port
 ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def bm25_server(corpus: Path, *more: str) -> list[str]:
@@ -45,10 +46,8 @@ def running(command: list[str], log_path: Path) -> Iterator[tuple[int, int]]:
         port = listener.getsockname()[1]
     command = [part.replace(PORT, str(port)) for part in command]
     deadline = time.monotonic() + READY_TIMEOUT
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": path}
     with log_path.open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | ENVIRONMENT)
     try:
         while not _answers(port):
             if process.poll() is not None or time.monotonic() > deadline:

@@ -27,7 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from verl.utils.linear_logprob import MIN_CHUNK_ROWS
 from verl.utils.packed_attention import Packing, packed_attention_forward
-from verl.workers.engine.loading import PolicyModel, ValueModel
+from verl.workers.engine.loading import PolicyModel, ValueModel, round_embedding_scale
 from verl.workers.rollout.native.cpu_kernel import (
     ACTIVATION_CODES,
     SILU,
@@ -59,8 +59,7 @@ def use_cpu_layers(module: PolicyModel | ValueModel) -> bool:
         return False
     embedding = backbone.embed_tokens
     embedding.register_forward_hook(lambda module, arguments, output: output.float())
-    if hasattr(embedding, "embed_scale"):  # rounded as the rollout engine and Hugging Face do in bfloat16
-        embedding.embed_scale.copy_(embedding.embed_scale.bfloat16())
+    round_embedding_scale(embedding)
     for layer in layers:
         layer.forward = partial(_forward, layer, is_last=layer is layers[-1])
     if isinstance(module, PolicyModel):

@@ -58,7 +58,7 @@ from verl.workers.engine.checkpoint import (
     write_hf_folder,
 )
 from verl.workers.engine.cuda_layers import use_cuda_layers
-from verl.workers.engine.loading import PolicyModel, Precision, ValueModel
+from verl.workers.engine.loading import PolicyModel, Precision, ValueModel, round_embedding_scale
 from verl.workers.engine.lora import Adapters, plain_parameters, save_adapter
 from verl.workers.engine.optim import build_optimizer, build_scheduler, hidden_matrices
 from verl.workers.engine.snapshot import Snapshot, copied_to_cpu
@@ -150,9 +150,8 @@ class TrainEngine(Engine):
             use_cpu_layers(module)
         elif device.type == "cuda":
             backbone: Any = module.model.base_model
-            embedding = backbone.get_input_embeddings()
-            if precision.compute == torch.bfloat16 and hasattr(embedding, "embed_scale"):
-                embedding.embed_scale.copy_(embedding.embed_scale.bfloat16())  # as rollouts round it
+            if precision.compute == torch.bfloat16:
+                round_embedding_scale(backbone.get_input_embeddings())
             use_cuda_layers(module)
         mesh = self.layout.mesh
         self.module = module.to(device) if mesh is None else self._shard(module, mesh)

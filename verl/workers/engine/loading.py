@@ -167,6 +167,12 @@ def _hidden_states(backbone: nn.Module, micro_batch: PackedMicroBatch, is_short:
     return output.last_hidden_state[0].index_select(0, rows)
 
 
+def round_embedding_scale(embedding: Any) -> None:
+    """The factor on Gemma's embeddings as rollouts and Hugging Face have it in bfloat16."""
+    if hasattr(embedding, "embed_scale"):
+        embedding.embed_scale.copy_(embedding.embed_scale.bfloat16())
+
+
 def load_policy(
     model_config: Mapping[str, Any], dtype: torch.dtype, with_adapters: bool = True
 ) -> PolicyModel:
