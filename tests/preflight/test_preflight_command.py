@@ -8,6 +8,7 @@ from preflight_cases import BASE_MODEL, ROOT
 
 from data_prep.microworld import write_world
 from search_r1.search.probe import RetrievalProbe
+from verl.preflight import machine_checks
 from verl.preflight.preflight import choose, start_is_sound
 from verl.trainer.config import load_config
 from verl.trainer.main_ppo import run as train
@@ -17,9 +18,10 @@ DOWN = ["retriever.url=http://127.0.0.1:9/retrieve", "retriever.timeout=0.3"]
 
 
 @pytest.fixture(autouse=True)
-def no_cluster(monkeypatch):
-    """Ray as on a machine of one's own: a cluster that somebody else has started here is not seen."""
+def machine_of_ones_own(monkeypatch):
+    """No cluster that somebody else has started here is seen, nor how full the home folder is."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(machine_checks, "HOME_BYTES", 0)
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:  # short: sockets are below it
         monkeypatch.setenv("RAY_TMPDIR", folder)
         yield
