@@ -1,10 +1,10 @@
 """Tokens per second through `python -m verl.inference`, over those of the engine alone.
 
     python -m verl.inference --model data_prep/base_model --max_num_seqs 64
-    python scripts/bench_inference.py http://127.0.0.1:8001 [--model FOLDER] [--tokens 448]
+    python scripts/bench_inference.py http://127.0.0.1:8001 [--model FOLDER] [--tokens 448] [--turns 6]
 
-64 players, each with three sessions of two turns of `tokens` / 7 to `tokens`; both sides by turns, 3 times
-after a warm-up; the ratio of medians. model: the one that is served (the shipped one).
+64 players, each with `turns` / 2 sessions of two turns of `tokens` / 7 to `tokens`; both sides by turns,
+3 times after a warm-up of an eighth; the ratio of medians. model: the one that is served (the shipped one).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from verl.workers.engine.loading import load_hf_config  # noqa: E402
 from verl.workers.rollout.base import SamplingParams  # noqa: E402
 from verl.workers.rollout.native import NativeEngine  # noqa: E402
 
-PLAYERS, TURNS, ROUNDS = 64, 6, 3
+PLAYERS, ROUNDS = 64, 3
 
 
 def alone(engine: NativeEngine, lengths: list[list[int]]) -> None:
@@ -48,7 +48,7 @@ def alone(engine: NativeEngine, lengths: list[list[int]]) -> None:
             number, turn = players.pop(ended.session_id)
             if turn % 2 == 0:
                 engine.close(ended.session_id)
-            if turn < TURNS:
+            if turn < len(lengths[number]):
                 play(number, turn, ended.session_id)
 
 
@@ -73,19 +73,22 @@ if __name__ == "__main__":
     parser.add_argument("url")
     parser.add_argument("--model", type=Path, default=ROOT / "data_prep" / "base_model")
     parser.add_argument("--tokens", type=int, default=448)
+    parser.add_argument("--turns", type=int, default=6)
     options = parser.parse_args()
     engine = NativeEngine(load_hf_config({"path": str(options.model)}), PLAYERS, 2048)
     engine.load_weights(read_weights(options.model), 0)
     rng, url = random.Random(0), options.url
     lengths = [
-        [rng.randrange(options.tokens // 7, options.tokens) for _ in range(TURNS)] for _ in range(PLAYERS)
+        [rng.randrange(options.tokens // 7, options.tokens) for _ in range(options.turns)]
+        for _ in range(PLAYERS)
     ]
     times = []
-    for _ in range(ROUNDS + 1):
+    for played in [[[n // 8 for n in each] for each in lengths], *[lengths] * ROUNDS]:
         start = time.perf_counter()
-        alone(engine, lengths)
+        alone(engine, played)
         middle = time.perf_counter()
-        asyncio.run(through(url, lengths))
+        asyncio.run(through(url, played))
         times.append((middle - start, time.perf_counter() - middle))
+        print("seconds alone {:.1f}, through HTTP {:.1f}".format(*times[-1]), file=sys.stderr)
     own, served = (sum(map(sum, lengths)) / median(each) for each in zip(*times[1:], strict=True))
     print(f"engine alone {own:,.0f} tokens/s, through HTTP {served:,.0f}, ratio {served / own:.2f}")

@@ -5,6 +5,10 @@ from __future__ import annotations
 import hashlib
 import inspect
 import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,6 +67,32 @@ def test_the_samplers_file_changes_with_what_its_kernels_call() -> None:
     text = "".join(inspect.getsource(function) for function in calls)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     assert digest == cpu_sampler.CALLED, f"write {digest} there, so that no machine goes on with old code"
+
+
+DRAW = """
+import hashlib, numpy as np, torch
+from verl.workers.rollout.native import cpu_sampler
+from verl.workers.rollout.native.sampler import SamplingRows
+logits = torch.randn(64, 4099, generator=torch.Generator().manual_seed(0))
+none = np.zeros(64)
+rows = SamplingRows(none + 1.1, none.astype(np.int64), none + 1, none, np.arange(64) / 64)
+print(hashlib.sha256(b"".join(part.tobytes() for part in cpu_sampler.draw(logits, rows))).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_a_kernel_rounds_alike_where_it_was_compiled_and_where_it_is_loaded(tmp_path: Path) -> None:
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", DRAW],
+            env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for _ in range(2)
+    ]
+    assert list(tmp_path.rglob("*.nbc")) and said[0] == said[1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
