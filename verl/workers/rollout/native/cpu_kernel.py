@@ -39,11 +39,11 @@ ACTIVATION_CODES = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
 def _compiled(function: Callable[..., Any], fastmath: set[str]) -> Callable[..., Any]:
     """The machine code is kept beside the source or in the user's cache folder, if either can be written.
 
-    What a kernel calls becomes part of it: a call that is left is to one copy in the process that compiles,
-    and to another, with other roundings, in those that load the machine code.
+    What a kernel calls becomes part of it (forceinline): with calls left in it, the sampler rounded otherwise
+    in the process that compiled it than in those that loaded its machine code.
     """
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
-    options["forceinline"] = True
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "forceinline": True}
+    options["fastmath"] = fastmath
     try:
         return numba.njit(cache=True, **options)(function)
     except RuntimeError:  # "no locator available": nothing is writable
