@@ -52,7 +52,8 @@ class Contender:
         self, folder: str, name: str, device: str = "cpu", sessions: int = 64, settings: Sequence[str] = ()
     ) -> None:
         dtype = f"actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype={name}"
-        self.config = load_config([f"actor_rollout_ref.model.path={folder}", dtype, *settings])
+        self.settings = [f"actor_rollout_ref.model.path={folder}", dtype, *settings]
+        self.config = load_config(self.settings)
         block, self.device, self.dtype = self.config.actor_rollout_ref, torch.device(device), DTYPES[name]
         actor = block.actor
         precision = Precision.from_config(actor.fsdp_config, self.device)

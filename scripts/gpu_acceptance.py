@@ -149,23 +149,33 @@ def machine(place: Place) -> Iterator[Line]:
 
 
 def step(place: Place) -> Iterator[Line]:
+    from verl.config import load_config
     from verl.preflight.plan import Hardware, Plan
 
-    on_cuda, rows, rounds = place.device == "cuda", 256, 1 if place.quick else 3
-    rows = rows if on_cuda else 16
-    model = contender(place)
-    model.round(0, rows)  # the first one warms up, and compiles
-    model.figures.clear()
-    for number in range(rounds):
-        if on_cuda:
-            torch.cuda.reset_peak_memory_stats()
-        model.round(1 + number, rows)
-    figures = {name: median(values) for name, values in model.figures.items()}
+    on_cuda = place.device == "cuda"
+    rows = 256 if on_cuda else 16
+
+    def measured(*settings: str) -> tuple[Any, dict[str, float]]:
+        model = contender(place, "bf16", None, *settings)
+        model.round(0, rows)  # the first one warms up, and compiles
+        model.figures.clear()
+        for number in range(1 if place.quick else 3):
+            model.round(1 + number, rows)
+        return model, {name: median(values) for name, values in model.figures.items()}
+
+    def planned(*settings: str) -> float:
+        """GiB of the actor's update."""
+        config = load_config([*model.settings, *settings])
+        load = Plan(config, Hardware("cuda", torch.cuda.mem_get_info()[1], "here")).loads[0]
+        held = {name: parts.get("update_actor", 0) for name, parts in load.items.items()}
+        return sum(size for name, size in held.items() if name.startswith("actor: ")) / 2**30
+
+    model, figures = measured()
     yield place.line("log-probs apart, mean", figures["log-prob off, mean"])
     yield place.line("log-probs apart, most", figures["log-prob off, most"])
     yield from _beside_transformers(place, model)
     yield Line("products", figures["products, GFLOP/s"] / 1e3, "TFLOP/s, shapes of the model's layers")
-    for part in ("update", "log-probs", "rollout"):
+    for part in ("log-probs", "rollout"):
         yield place.line(f"{part}, share of products", figures[f"{part}: share"], f"{figures[part]:.2f} s")
     sampled = rows * 2 * 30
     yield Line("decode", sampled / figures["rollout: decode"], f"tokens/s of {rows} sessions at once")
@@ -184,34 +194,51 @@ def step(place: Place) -> Iterator[Line]:
             torch.cuda.reset_peak_memory_stats()
             start = model.now()
             model.actor.update_policy(batch)
-            seconds, peak = model.now() - start, torch.cuda.max_memory_allocated()
+            seconds, peak = model.now() - start, torch.cuda.max_memory_allocated() / 2**30
             kind = "padded" if padded else "packed"
             yield Line(f"update, {kind}", rows / seconds, "trajectories/s")
             if not padded:
-                load = Plan(model.config, Hardware("cuda", torch.cuda.mem_get_info()[1], "here")).loads[0]
-                held = {name: parts.get("update_actor", 0) for name, parts in load.items.items()}
-                planned = sum(size for name, size in held.items() if name.startswith("actor: "))
-                of = f"{peak / 2**30:.1f} of {planned / 2**30:.1f} GiB"
-                yield place.line("update's memory, of the plan's", peak / planned, of)
+                of = f"{peak:.1f} of {planned():.1f} GiB"
+                yield place.line("update's memory, of the plan's", peak / planned(), of)
+    words, share = f"{figures['update']:.2f} s, checkpointing", figures["update: share"]
+    without = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
+    if on_cuda and planned(without) < 0.9 * torch.cuda.mem_get_info()[1] / 2**30:
+        yield Line("update with checkpointing, share", share, words)
+        needed = planned(without)
+        del model
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        model, figures = measured(without)
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        yield Line(
+            "update's memory without it, of the plan's", peak / needed, f"{peak:.1f} of {needed:.1f} GiB"
+        )
+        words, share = f"{figures['update']:.2f} s, no checkpointing: it fits", figures["update: share"]
+    yield place.line("update, share of products", share, words)
 
 
 def _beside_transformers(place: Place, model: Any) -> Iterator[Line]:
-    """How far transformers' own log-probs of some trajectories are from the trainer's, in the same type."""
+    """How far transformers' own log-probs of some trajectories are from the trainer's, in the same type, and
+    the trainer's from transformers' in float32.
+    """
     from transformers import AutoModelForCausalLM
 
     from verl.workers.actor.dp_actor import compute_log_prob
 
     batch = model.trajectories(8, 16)
-    plain = AutoModelForCausalLM.from_pretrained(place.model(), dtype=model.dtype).to(model.device)
     ids, width = batch.tensors["input_ids"], batch.tensors["response_mask"].shape[1]
-    apart = []
-    with torch.inference_mode():
-        for row, trained in zip(ids, compute_log_prob(model.trainer, batch, model.limits, 1.0), strict=True):
-            logits = plain(row[None].to(model.device)).logits[0, -width - 1 : -1].float()
-            log_probs = logits.log_softmax(-1).gather(1, row[-width:, None].to(model.device))[:, 0].cpu()
-            apart.append((log_probs - trained)[trained != 0].abs())
-    most = f"mean; most {float(torch.cat(apart).max()):.3f}: transformers and the trainer"
-    yield Line("log-probs apart, transformers", float(torch.cat(apart).mean()), most)
+    trained = compute_log_prob(model.trainer, batch, model.limits, 1.0)
+    for name, dtype in (("transformers", model.dtype), ("transformers in float32", torch.float32)):
+        plain = AutoModelForCausalLM.from_pretrained(place.model(), dtype=dtype).to(model.device)
+        apart = []
+        with torch.inference_mode():
+            for row, known in zip(ids, trained, strict=True):
+                logits = plain(row[None].to(model.device)).logits[0, -width - 1 : -1].float()
+                log_probs = logits.log_softmax(-1).gather(1, row[-width:, None].to(model.device))[:, 0].cpu()
+                apart.append((log_probs - known)[known != 0].abs())
+        del plain
+        most = f"mean; most {float(torch.cat(apart).max()):.3f}: beside the trainer"
+        yield Line(f"log-probs apart, {name}", float(torch.cat(apart).mean()), most)
 
 
 def greedy(place: Place) -> Iterator[Line]:
@@ -258,6 +285,7 @@ def _differing(a: Any, b: Any) -> float:
 
 
 def resume(place: Place) -> Iterator[Line]:
+    torch.use_deterministic_algorithms(True)
     model = contender(place, "bf16", "0.5b")
     _fixed_batches(model)
     _update(model, 0, 1)
@@ -267,15 +295,12 @@ def resume(place: Place) -> Iterator[Line]:
         seconds = time.perf_counter() - start
         size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
         yield Line("checkpoint", size / 2**30 / seconds, f"GiB/s, {size / 2**30:.2f} GiB")
-        for deterministic in (False, True):
-            torch.use_deterministic_algorithms(deterministic)
-            ended = []
-            for _ in range(2):
-                model.trainer.load(folder)
-                _update(model, 2, 3)
-                ended.append([(name, tensor.detach().clone()) for name, tensor in model.trainer.weights()])
-            name = "values that differ after resuming" + ", by chance" * (not deterministic)
-            yield place.line(name, _differing(*ended))
+        ended = []
+        for _ in range(2):
+            model.trainer.load(folder)
+            _update(model, 2, 3)
+            ended.append([(name, tensor.detach().clone()) for name, tensor in model.trainer.weights()])
+        yield place.line("values that differ after resuming", _differing(*ended))
 
 
 def offload(place: Place) -> Iterator[Line]:
@@ -389,6 +414,7 @@ def main() -> int:
         for line in CHECKS[names.index(options.in_process)](place):
             print(json.dumps(asdict(line)), flush=True)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the check under way is stopped, too
     file, page = (options.out / f"gpu_acceptance.{kind}" for kind in ("json", "md"))
     head = f"{torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}, torch {torch.__version__}, "
     head += f"{'quick, ' * options.quick}shape {'tiny' if device == 'cpu' else place.shape}"

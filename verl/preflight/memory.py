@@ -216,7 +216,7 @@ def update_pass(
 
     With checkpointing each layer keeps its input alone, and one layer at a time is computed again.
     """
-    layer = layer_bytes(size, precision, held.autocasts, held.tensor)
+    layer = layer_bytes(size, precision, held.autocasts, held.tensor, compiles)
     residual = size.hidden * (4 if held.autocasts else precision.compute.itemsize)
     kept, again = (residual, layer) if checkpointing else (layer, 0)
     ends = 5 * residual  # embedding, last norm, hidden states of the loss tokens and their gradient
@@ -233,19 +233,23 @@ def forward_pass(
     return activations, _head(size, held, precision, tokens, False, compiles)
 
 
-def layer_bytes(size: ModelSize, precision: Precision, autocasts: bool, tensor: int = 1) -> int:
+def layer_bytes(
+    size: ModelSize, precision: Precision, autocasts: bool, tensor: int = 1, compiles: bool = False
+) -> int:
     """What autograd keeps of one decoder layer for each token.
 
     Norms keep their input and its normalised form in float32 and their output as often as a product reads
     it; attention queries, keys, values and its output twice; the MLP both halves, the activation and the
-    product.
+    product. Compiled norms keep their input and their output once, the MLP no activation.
     """
     itemsize = precision.compute.itemsize
     if itemsize == 4:
         norms, head_norm = 24, 8
     else:
         norms, head_norm = 26 if autocasts else 16, 6
-    wide = itemsize * (3 * size.queries + 2 * size.keys + 4 * size.intermediate)
+    if compiles:
+        norms = 2 * ((4 if autocasts else itemsize) + itemsize)
+    wide = itemsize * (3 * size.queries + 2 * size.keys + (3 if compiles else 4) * size.intermediate)
     wide += head_norm * (size.queries + size.keys) * size.qk_norm
     return norms * size.hidden + wide // tensor
 

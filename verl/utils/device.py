@@ -7,11 +7,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
 def get_device_name() -> str:
     """ "cuda" where there is a CUDA device, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A CPU tensor on the device. On CUDA by pinned memory, so that the host waits neither for the copy nor
+    for what was asked of the GPU before: it asks for the next pass while the GPU is at the last one.
+    """
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 MOST_VERSIONS = 64  # of compiled code: with and without gradient, autocast, ...

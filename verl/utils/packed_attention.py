@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
+from verl.utils.device import to_device
 from verl.utils.ulysses import TokenShare
 
 PACKED_ATTENTION = "packed"
@@ -34,7 +35,7 @@ FEWEST_SCORES = 2**17  # heads * queries * keys: below, SDPA's single call is fa
 MOST_SCORES = 2**25  # above, SDPA: 64 MB of probabilities a layer would be kept
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: torch 2.11 compiles a layer anew for each content of a frozen one
 class Packing:
     """Where the sequences of a pack begin and end, and what they attend to.
 
@@ -67,7 +68,7 @@ class Packing:
         if key_lens is None or key_index is None:
             return cls(tuple(seq_lens), cu_seqlens, tuple(seq_lens), cu_seqlens, None)
         cu_key_lens = _running_sum(key_lens, device)
-        return cls(tuple(seq_lens), cu_seqlens, tuple(key_lens), cu_key_lens, key_index.to(device))
+        return cls(tuple(seq_lens), cu_seqlens, tuple(key_lens), cu_key_lens, to_device(key_index, device))
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
@@ -81,7 +82,7 @@ class Packing:
 
 
 def _running_sum(lengths: Sequence[int], device: torch.device | str) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+    return to_device(torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32), device)
 
 
 def _mask(places: Tensor, num_keys: int, window: int | None) -> Tensor:

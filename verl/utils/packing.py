@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.utils.device import to_device
 from verl.utils.packed_attention import Packing
 from verl.utils.ulysses import TokenShare, gather_rows
 
@@ -135,18 +136,19 @@ def pack_rows(
         base = int(labels.max()) + 1 if len(labels) else 1  # pairs as numbers: `unique` of rows copies each
         pairs, distinct = (predicted_from * base + labels).unique(return_inverse=True)
         predicted_from, labels = pairs // base, pairs % base
-        distinct = distinct.to(device)
+        distinct = to_device(distinct, device)
     cells = loss_mask.view(-1).nonzero().squeeze(1)
+    predicting = predicted_from.unique() if len(predicted_from) else torch.tensor([0])
     return PackedMicroBatch(
-        input_ids=ids[layout.source].unsqueeze(0).to(device),
-        position_ids=positions[layout.source].unsqueeze(0).to(device),
+        input_ids=to_device(ids[layout.source].unsqueeze(0), device),
+        position_ids=to_device(positions[layout.source].unsqueeze(0), device),
         packing=Packing.of(layout.seq_lens, device, layout.key_lens, layout.key_index),
-        predicted_from=predicted_from.to(device),
-        predicting=(predicted_from.unique() if len(predicted_from) else torch.tensor([0])).to(device),
-        labels=labels.to(device),
-        cells=cells.to(device),
+        predicted_from=to_device(predicted_from, device),
+        predicting=to_device(predicting, device),
+        labels=to_device(labels, device),
+        cells=to_device(cells, device),
         distinct=distinct,
-        sampled=response_mask.view(-1)[cells].to(device),
+        sampled=to_device(response_mask.view(-1)[cells], device),
         rows=index,
         shape=(response_mask.shape[0], response_mask.shape[1]),
     )

@@ -7,6 +7,7 @@ import importlib.util
 import pytest
 import torch
 from peft import LoraConfig
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen2Config, Qwen3Config
 
 from verl.utils import device, linear_logprob
@@ -77,6 +78,27 @@ def test_compiled_layers_give_the_log_probs_and_gradients_of_plain_ones(name, ch
     assert len(got) == len(wanted) > 10
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_passes_of_other_rows_need_no_other_code(compiles, monkeypatch):
+    counter = CompileCounterWithBackend("eager")
+    real = torch._dynamo.optimize
+    monkeypatch.setattr(device.torch, "compile", lambda function, **options: real(counter)(function))
+    module = policy("qwen2", checkpoints=True)
+    assert cuda_layers.use_cuda_layers(module)
+    frames = []
+    for count, width in ((2, 20), (3, 26), (5, 31), (6, 17), (7, 23)):
+        ids = torch.randint(97, (count, width), generator=torch.Generator().manual_seed(count))
+        ids[:, : count + 4] = ids[0, : count + 4]  # shared
+        batch = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "position_ids": torch.arange(width).expand(count, width),
+            "response_mask": torch.ones(count, 8, dtype=torch.int64),
+        }
+        module(pack_rows(batch, range(count), "cpu"), temperature=0.8, with_entropy=True)[0].sum().backward()
+        frames.append(counter.frame_count)
+    assert frames[0] > 0 and len(set(frames[2:])) == 1  # sizes become variables by the second pass
 
 
 def test_adapters_are_trained_through_compiled_layers(compiles):

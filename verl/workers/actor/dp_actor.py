@@ -28,6 +28,7 @@ from verl.algos.kl_and_entropy import compute_kl_loss, get_entropy_controller
 from verl.algos.policy_losses import LossInputs, SelectFn, loss_traits, policy_loss, policy_loss_inputs
 from verl.algos.rollout_correction import rollout_agreement
 from verl.protocol import DataProto
+from verl.utils.device import to_device
 from verl.utils.packing import PackedMicroBatch
 from verl.utils.turn_rows import TRAJECTORY, joined, split_into_turns
 from verl.workers.engine.base import Engine, Outputs, Share
@@ -119,7 +120,7 @@ class PolicyObjective:
         """The micro-batch's share of the loss and of the metrics."""
         log_prob, entropy = micro_batch.unpack(outputs[0]), micro_batch.unpack(outputs[1])
         if self.first_log_probs is not None and len(micro_batch.cells):
-            self.first_log_probs[micro_batch.rows] = log_prob.detach().cpu()
+            self.first_log_probs[to_device(micro_batch.rows, log_prob.device)] = log_prob.detach()
         old_log_prob = self._rows_if_there("old_log_probs", micro_batch)
         if self.on_policy:
             old_log_prob = log_prob.detach()
@@ -135,7 +136,7 @@ class PolicyObjective:
             rollout_is_weights=self._rows_if_there("rollout_is_weights", micro_batch),
             rollout_log_prob=self._rows_if_there("rollout_log_probs", micro_batch),
             teacher_log_prob=self._rows_if_there("teacher_log_prob", micro_batch),
-            selection=None if selection is None else selection[micro_batch.rows].to(log_prob.device),
+            selection=None if selection is None else to_device(selection[micro_batch.rows], log_prob.device),
         )
         loss, metrics = policy_loss(self.config["policy_loss"]["loss_mode"], inputs)
         metrics = {**metrics, "actor/pg_loss": loss}
@@ -192,7 +193,7 @@ class PolicyObjective:
         return terms
 
     def _rows(self, key: str, micro_batch: PackedMicroBatch) -> Tensor:
-        return self.batch[key][micro_batch.rows].to(self.engine.device)
+        return to_device(self.batch[key][micro_batch.rows], self.engine.device)
 
     def _rows_if_there(self, key: str, micro_batch: PackedMicroBatch) -> Tensor | None:
         return self._rows(key, micro_batch) if key in self.batch else None
@@ -271,7 +272,8 @@ class DataParallelPPOActor:
         bypass = bool(data.meta_info.get("bypass_mode", False))
         first_log_probs: Tensor | None = None
         if "rollout_log_probs" in batch and (bypass or "old_log_probs" not in batch):
-            first_log_probs = torch.full(batch["response_mask"].shape, torch.nan)
+            shape, device = batch["response_mask"].shape, self.engine.device
+            first_log_probs = torch.full(shape, torch.nan, device=device)
         entropy_coeff = self.entropy_controller.value
         has_ratio = "old_log_probs" in batch or self.loop.num_steps(data) == 1
 
@@ -298,6 +300,7 @@ class DataParallelPPOActor:
         if "actor/entropy" in metrics:
             self.entropy_controller.update(metrics["actor/entropy"])
         if first_log_probs is not None:  # compared over trajectories, with turns as rows too
+            first_log_probs = first_log_probs.cpu()
             mask, rollout = trajectories["response_mask"].bool(), trajectories["rollout_log_probs"]
             if TRAJECTORY in batch:
                 first_log_probs = joined(first_log_probs, batch, mask.shape)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from verl.algos.aggregation import agg_loss, compute_value_loss
 from verl.protocol import DataProto
+from verl.utils.device import to_device
 from verl.utils.packing import PackedMicroBatch
 from verl.workers.engine.base import Engine, Outputs, Share
 from verl.workers.engine.update_loop import MicroBatchLimits, MiniBatch, UpdateLoop, infer_rows, tensors_of
@@ -84,4 +85,4 @@ class ValueObjective:
         return Share(loss, metrics)
 
     def _rows(self, key: str, micro_batch: PackedMicroBatch) -> Tensor:
-        return self.batch[key][micro_batch.rows].to(self.engine.device)
+        return to_device(self.batch[key][micro_batch.rows], self.engine.device)

@@ -62,14 +62,20 @@ def use_cuda_layers(module: PolicyModel | ValueModel) -> bool:
 
 def _compile(layer: Any) -> None:
     """Compiles what a layer does without gradient checkpointing, which goes around it: transformers' own is
-    around the layer or inside, by version.
+    around the layer or inside, by version. What is fused rounds where single operations round, and so the
+    rollouts. Nothing is random in a layer, so checkpoints keep no state of generators; the way with hooks at
+    each saved tensor, which costs the host milliseconds, is left to inputs without a gradient.
     """
-    fast = compiled(MethodType(inspect.unwrap(type(layer).forward), layer))
+    fast = compiled(
+        MethodType(inspect.unwrap(type(layer).forward), layer), options={"emulate_precision_casts": True}
+    )
     checkpoints, layer.gradient_checkpointing = getattr(layer, "gradient_checkpointing", False), False
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if checkpoints and layer.training and torch.is_grad_enabled():
-            return checkpoint(partial(fast, **kwargs), *args, use_reentrant=False)
+            reenters = any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
+            function = partial(fast, **kwargs)
+            return checkpoint(function, *args, use_reentrant=reenters, preserve_rng_state=False)
         return fast(*args, **kwargs)
 
     layer.forward = forward

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from verl.algos.aggregation import LossDenominator, denominator_counts
 from verl.protocol import DataProto
+from verl.utils.device import to_device
 from verl.utils.packing import CPU_TOKENS_PER_PACK, PackedMicroBatch, pack_rows, plan_by_prefix, plan_padded
 from verl.utils.turn_rows import TRAJECTORY, rows_of
 from verl.workers.engine.base import Engine, Outputs, Share
@@ -128,14 +129,15 @@ def infer_rows(
     """Outputs of `Engine.infer` for some rows, those of these numbers: each [N, R] float32 on CPU, 0 where
     there is no loss token and in other rows.
     """
-    results = [torch.zeros(batch["response_mask"].shape) for _ in wanted]
+    results = [torch.zeros(batch["response_mask"].shape, device=engine.device) for _ in wanted]
     with engine.loaded():
         micro_batches = pack_micro_batches(batch, rows, engine, limits)[1]
         for micro_batch, outputs in engine.infer(micro_batches, **options):
             if len(micro_batch.cells):  # else the pass is for other replicas, and the row is any
+                at = to_device(micro_batch.rows, engine.device)
                 for result, number in zip(results, wanted, strict=True):
-                    result[micro_batch.rows] = micro_batch.unpack(outputs[number]).cpu()
-    return results
+                    result[at] = micro_batch.unpack(outputs[number])
+    return [result.cpu() for result in results]
 
 
 @dataclass(frozen=True)
