@@ -7,8 +7,11 @@ humaneval                      164 functions to write (Chen et al. 2021, arXiv:2
 ifeval                         541 prompts with instructions that a program checks (Zhou et al. 2023,
                                arXiv:2311.07911), from the hub: google/IFEval
 reasoning_gym:TASK[:COUNT]     puzzles that the package reasoning-gym makes and scores: 100, seed 0
-microworld[:SEED]              400 questions of this project's small world; OUT/NAME/corpus.jsonl is what has
-                               to be served: bash retrieval_launch.sh --corpus_path ...
+microworld[:SEED]              400 questions of this project's small world
+xquad[:LANGUAGE]               1,190 questions on 240 passages of Wikipedia, in 12 languages (Artetxe et al. 2020,
+                               arXiv:1910.11856), from the hub: google/xquad
+
+Of the last two OUT/NAME/corpus.jsonl has to be served: bash retrieval_launch.sh --corpus_path ...
 
 -> OUT/NAME.jsonl or .parquet  made once; a file that is there is taken
 """
@@ -22,14 +25,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from data_prep.files import read_records, run_command
+from data_prep.files import make_row, read_records, run_command, write_jsonl, write_parquet
 from data_prep.hub import fetch_file
 from data_prep.microworld import write_world
+from data_prep.prompts import SEARCH_PROMPT, fill_prompt
 from verl.utils.records.files import write_lines
 from verl.verifiers.reasoning_gym import library
 
-NAMES = ("humaneval", "ifeval", "reasoning_gym", "microworld")
+NAMES = ("humaneval", "ifeval", "reasoning_gym", "microworld", "xquad")
 IFEVAL = ("google/IFEval", "ifeval_input_data.jsonl")
+XQUAD = ("google/xquad", "xquad.{}/validation-00000-of-00001.parquet")
 _WRITE = "Write this Python function. Give all of it, with what it imports, in one ```python block.\n\n"
 _WRITE += "```python\n{}```"
 _ANSWER = "{}\n\nGive your final answer between <answer> and </answer>."
@@ -40,11 +45,15 @@ def benchmark_file(name: str, out: Path) -> Path:
     what it is made of can't be had.
     """
     kind, *arguments = name.split(":")
-    if kind == "microworld":
+    if kind in ("microworld", "xquad"):
         world, path = out / name.replace(":", "-"), out / f"{name.replace(':', '-')}.parquet"
-        if not path.is_file():
+        if path.is_file():
+            return path
+        if kind == "xquad":
+            _write_xquad(name, arguments, world)
+        else:
             write_world(_number(arguments, 0, name), world, num_train=2, num_test=400, num_3hop=2)
-            (world / "test.parquet").rename(path)
+        (world / "test.parquet").rename(path)
         return path
     makers = {"humaneval": _human_eval, "ifeval": _ifeval, "reasoning_gym": _reasoning_gym}
     if kind not in makers:
@@ -79,6 +88,27 @@ def _row(source: str, index: int, prompt: str, verifier: str, label: Any) -> dic
         "reward_model": {"style": "rule", "ground_truth": truth},
         "extra_info": {"index": index, "split": "test"},
     }
+
+
+def _write_xquad(name: str, arguments: list[str], out: Path) -> None:
+    """corpus.jsonl, whose passages have no title, and test.parquet."""
+    language = arguments[0] if arguments else "en"
+    path = fetch_file(XQUAD[0], XQUAD[1].format(language)) if len(arguments) < 2 else None
+    if path is None:
+        raise ValueError(f"found benchmark {name!r}; expected xquad or xquad:LANGUAGE, such as xquad:zh")
+    passages: dict[str, int] = {}
+    rows = []
+    for index, (_, record) in enumerate(read_records(path)):
+        gold = passages.setdefault(" ".join(record["context"].split()), len(passages))
+        answers = list(dict.fromkeys(text.strip() for text in record["answers"]["text"]))
+        prompt = fill_prompt(SEARCH_PROMPT, record["question"])
+        rows.append(
+            make_row("xquad", prompt, record["question"], answers, "test", index, gold_ids=[str(gold)])
+        )
+    write_jsonl(
+        out / "corpus.jsonl", ({"id": str(i), "contents": f'""\n{text}'} for text, i in passages.items())
+    )
+    write_parquet(out / "test.parquet", rows)
 
 
 def _human_eval(name: str, arguments: list[str]) -> Iterator[tuple[str, str, Any]]:

