@@ -8,8 +8,8 @@ ifeval                         541 prompts with instructions that a program chec
                                arXiv:2311.07911), from the hub: google/IFEval
 reasoning_gym:TASK[:COUNT]     puzzles that the package reasoning-gym makes and scores: 100, seed 0
 microworld[:SEED]              400 questions of this project's small world
-xquad[:LANGUAGE]               1,190 questions on 240 passages of Wikipedia, in 12 languages (Artetxe et al. 2020,
-                               arXiv:1910.11856), from the hub: google/xquad
+xquad[:LANGUAGE]               1,190 questions on 240 passages of Wikipedia, in 12 languages (Artetxe et al.
+                               2020, arXiv:1910.11856), from the hub: google/xquad
 
 Of the last two OUT/NAME/corpus.jsonl has to be served: bash retrieval_launch.sh --corpus_path ...
 
