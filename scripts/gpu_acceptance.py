@@ -2,15 +2,13 @@
 
     bash scripts/gpu_acceptance.sh [--quick] [--only CHECK ...] [--shape 3b] [--out FOLDER]
 
-The models are random, in the shapes of Qwen2.5, made on the spot: nothing is downloaded. Each check runs in a
-process of its own. What it found is written at once to FOLDER/gpu_acceptance.json and .md; the same command
-goes on where an earlier one stopped or failed (--again: measures anew). --quick takes the smallest shape and
-fewer rounds. Without a GPU the same code runs on CPU in tiny sizes; then only bars that hold on any machine
-are tested. Ends with 1 if a check failed.
+Models are random, in the shapes of Qwen2.5: nothing is downloaded. Each check runs in a process of its own
+and is written at once to FOLDER/gpu_acceptance.json and .md; the same command goes on where an earlier one
+stopped or failed (--again: measures anew). --quick: the smallest shape, fewer rounds. Without a GPU the same
+code runs on CPU in tiny sizes, and bars that hold on any machine are tested. Ends with 1 if a check failed.
 
     machine     bf16 products of this device
-    step        one model's rollout, log-probs, update: how far the two engines' log-probs are apart, speed
-                beside products of the same shapes, memory beside the plan's, sleeping, weights
+    step        rollout, log-probs, update: log-probs of both engines, speed, memory, sleeping, weights
     greedy      the rollout engine's greedy tokens in float32 are those of transformers' `generate`
     resume      updates from a checkpoint end bit for bit as those that went on (deterministic algorithms)
     offload     the same updates with weights and optimizer on the host between passes
@@ -152,16 +150,7 @@ def step(place: Place) -> Iterator[Line]:
     from verl.config import load_config
     from verl.preflight.plan import Hardware, Plan
 
-    on_cuda = place.device == "cuda"
-    rows = 256 if on_cuda else 16
-
-    def measured(*settings: str) -> tuple[Any, dict[str, float]]:
-        model = contender(place, "bf16", None, *settings)
-        model.round(0, rows)  # the first one warms up, and compiles
-        model.figures.clear()
-        for number in range(1 if place.quick else 3):
-            model.round(1 + number, rows)
-        return model, {name: median(values) for name, values in model.figures.items()}
+    on_cuda, rows = place.device == "cuda", 256 if place.device == "cuda" else 16
 
     def planned(*settings: str) -> float:
         """GiB of the actor's update."""
@@ -170,57 +159,56 @@ def step(place: Place) -> Iterator[Line]:
         held = {name: parts.get("update_actor", 0) for name, parts in load.items.items()}
         return sum(size for name, size in held.items() if name.startswith("actor: ")) / 2**30
 
-    model, figures = measured()
+    def update(**limits: bool) -> tuple[float, float, float]:
+        """(seconds, share of products, GiB at most) of an update beside a sleeping rollout engine."""
+        model.actor.loop.limits = model.actor.limits = replace(model.limits, **limits)
+        model.actor.update_policy(batch)
+        torch.cuda.reset_peak_memory_stats()
+        start = model.now()
+        model.actor.update_policy(batch)
+        seconds = model.now() - start
+        share = 3 * model.needed(batch) / seconds / model.products()
+        return seconds, share, torch.cuda.max_memory_allocated() / 2**30
+
+    model = contender(place)
+    model.round(0, rows)  # the first one warms up, and compiles
+    model.figures.clear()
+    for number in range(1 if place.quick else 3):
+        model.round(1 + number, rows)
+    figures = {name: median(values) for name, values in model.figures.items()}
     yield place.line("log-probs apart, mean", figures["log-prob off, mean"])
     yield place.line("log-probs apart, most", figures["log-prob off, most"])
     yield from _beside_transformers(place, model)
     yield Line("products", figures["products, GFLOP/s"] / 1e3, "TFLOP/s, shapes of the model's layers")
     for part in ("log-probs", "rollout"):
         yield place.line(f"{part}, share of products", figures[f"{part}: share"], f"{figures[part]:.2f} s")
-    sampled = rows * 2 * 30
-    yield Line("decode", sampled / figures["rollout: decode"], f"tokens/s of {rows} sessions at once")
+    speed = rows * 2 * 30 / figures["rollout: decode"]
+    yield Line("decode", speed, f"tokens/s of {rows} sessions at once")
     sync = figures["weights to the rollout"]
     seconds = sum(figures[part] for part in ("rollout", "log-probs", "update")) + sync
     yield place.line("weight sync, share of a step", sync / seconds, f"{sync:.4f} s of {seconds:.2f}")
+    share, words = figures["update: share"], f"{figures['update']:.2f} s, checkpointing"
     if on_cuda:
-        given = model.rollout.sleep() / 2**30
-        yield Line("sleep gives back", given, "GiB of KV cache")
-        model.rollout.wake()
         batch = model.trajectories(9, rows)
-        model.rollout.sleep()
-        for padded in (False, True):
-            model.actor.loop.limits = model.actor.limits = replace(model.limits, padded=padded)
-            model.actor.update_policy(batch)
-            torch.cuda.reset_peak_memory_stats()
-            start = model.now()
-            model.actor.update_policy(batch)
-            seconds, peak = model.now() - start, torch.cuda.max_memory_allocated() / 2**30
-            kind = "padded" if padded else "packed"
-            yield Line(f"update, {kind}", rows / seconds, "trajectories/s")
-            if not padded:
-                of = f"{peak:.1f} of {planned():.1f} GiB"
-                yield place.line("update's memory, of the plan's", peak / planned(), of)
-    words, share = f"{figures['update']:.2f} s, checkpointing", figures["update: share"]
-    without = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
-    if on_cuda and planned(without) < 0.9 * torch.cuda.mem_get_info()[1] / 2**30:
-        yield Line("update with checkpointing, share", share, words)
-        needed = planned(without)
-        del model
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        model, figures = measured(without)
-        peak = torch.cuda.max_memory_allocated() / 2**30
-        yield Line(
-            "update's memory without it, of the plan's", peak / needed, f"{peak:.1f} of {needed:.1f} GiB"
-        )
-        words, share = f"{figures['update']:.2f} s, no checkpointing: it fits", figures["update: share"]
+        yield Line("sleep gives back", model.rollout.sleep() / 2**30, "GiB of KV cache")
+        yield Line("update, padded", rows / update(padded=True)[0], "trajectories/s")
+        seconds, share, peak = update(padded=False)
+        yield Line("update, packed", rows / seconds, "trajectories/s")
+        yield place.line("update's memory, of the plan's", peak / planned(), f"{peak:.1f} GiB")
+        without = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
+        if (needed := planned(without)) < 0.9 * torch.cuda.mem_get_info()[1] / 2**30:
+            yield Line("update with checkpointing, share", share, words)
+            del model
+            torch.cuda.empty_cache()
+            model = contender(place, "bf16", None, without)
+            model.rollout.sleep()
+            seconds, share, peak = update(padded=False)
+            words = f"{seconds:.2f} s, {peak:.1f} of {needed:.1f} planned GiB without checkpointing"
     yield place.line("update, share of products", share, words)
 
 
 def _beside_transformers(place: Place, model: Any) -> Iterator[Line]:
-    """How far transformers' own log-probs of some trajectories are from the trainer's, in the same type, and
-    the trainer's from transformers' in float32.
-    """
+    """How far transformers' log-probs of some trajectories, in both types, are from the trainer's."""
     from transformers import AutoModelForCausalLM
 
     from verl.workers.actor.dp_actor import compute_log_prob
@@ -305,8 +293,7 @@ def resume(place: Place) -> Iterator[Line]:
 
 def offload(place: Place) -> Iterator[Line]:
     torch.use_deterministic_algorithms(True)
-    ended: list[Any] = []
-    batch_of = None
+    ended, batch_of = list[Any](), None
     for offloads in ("false", "true"):
         fsdp = "actor_rollout_ref.actor.fsdp_config"
         settings = [f"{fsdp}.param_offload={offloads}", f"{fsdp}.optimizer_offload={offloads}"]
@@ -453,7 +440,7 @@ def run_check(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             check.wait()
     found = [json.loads(line) for line in out.read_text().splitlines() if line.startswith('{"name"')]
     if status:
-        words = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
+        words = log.read_text(errors="replace").strip().splitlines()[-1:]
         why = f"ended with {status}: {' '.join(words)[:200]} ({log})"
         found.append(asdict(Line(name, math.nan, why, "fail")))
     return found

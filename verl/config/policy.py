@@ -250,8 +250,8 @@ class Rollout(Block):
     n: Count = key(1, "repeats per prompt (verl's name); multiplies ppo_mini_batch_size")
     n_agent: Count = key(1, "repeats per prompt (Search-R1's name); the group is n * n_agent")
     dtype: str = key("auto", "of the rollout's weights; auto: as the actor computes", "auto bfloat16 float32")
-    gpu_memory_utilization: Annotated[float, Range(0.01, 1)] = key(
-        0.5, "CUDA: share of the GPU for the KV cache, and vLLM's weights"
+    gpu_memory_utilization: Annotated[float, Range(0.01, 1)] | None = key(
+        None, "CUDA: share of the GPU for the KV cache, and vLLM's weights (null: what the plan leaves)"
     )
     kv_cache_gb: Positive | None = key(None, "CPU: GiB of KV cache (null: what max_num_seqs need, at most 4)")
     free_cache_engine: bool = key(True, "give the KV cache's memory back while the policy is trained")

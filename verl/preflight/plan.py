@@ -273,7 +273,8 @@ class Plan:
             build.rollout_dtype(rollout, actor.precision.compute),
             self.layout.num_processes,
         )
-        share, reserve = int(rollout.gpu_memory_utilization * load.capacity), build.CUDA_RESERVE_BYTES
+        reserve = build.CUDA_RESERVE_BYTES
+        share = int(build.gpu_share(rollout, load.capacity, load.total("rollout")) * load.capacity)
         weights = size.num_parameters * dtype.itemsize
         if samples_apart(config):  # each in a process of its own, with the whole model
             return
@@ -283,7 +284,7 @@ class Plan:
                 self.problems.append(
                     f"a GPU of the vLLM servers would hold {here / GIB:.2f} GiB of weights, which leaves no "
                     "KV cache within actor_rollout_ref.rollout.gpu_memory_utilization="
-                    f"{rollout.gpu_memory_utilization:g} of it"
+                    f"{share / load.capacity:g} of it"
                 )
             return
         # the machine that a dry run is for has vLLM, if it has a GPU
@@ -300,9 +301,9 @@ class Plan:
         arriving = size.embedding * sent_as.itemsize
         if on_cuda:
             weights = weights if is_vllm or is_copy else 0
-            left = load.capacity - load.total("rollout") - reserve - weights
-            cache = min(left, share - weights - reserve if is_vllm else min(share, slots * sequence))
             arriving = max(reserve, arriving)
+            left = load.capacity - load.total("rollout") - arriving - weights
+            cache = min(left, share - weights - reserve if is_vllm else min(share, slots * sequence))
         else:
             cache = min(build.most_on_cpu(rollout.kv_cache_gb), slots * sequence)
             if not is_vllm:  # its packed weights have an output matrix of their own
@@ -320,6 +321,17 @@ class Plan:
         load.add("rollout: weights of its own", with_weights, weights, weights * (sleeps and is_vllm))
         load.add("rollout: KV cache", ["rollout"] if sleeps else self.phases, cache)
         load.add("rollout: a step's work, weights arriving", ["rollout"], arriving)
+
+
+def taken_beside_rollouts(config: Config) -> int:
+    """Bytes that a process which trains holds of its GPU while it samples, the optimizer's state included,
+    which comes with the first update; 0 on CPU.
+    """
+    if config.trainer.device == "cpu":
+        return 0
+    loads = Plan(config, Hardware("cuda", 80 * GIB, "any")).loads  # its size counts for fragmentation alone
+    others = ([one for name, one in load.items.items() if not name.startswith("rollout")] for load in loads)
+    return max(sum(phases.get("rollout", 0) for phases in items) for items in others)
 
 
 # ---------------------------------------------------------------------------------------------- in words

@@ -217,9 +217,9 @@ class ActorRolloutRefWorker(TrainingWorker):
     # --------------------------------------------------------------------------------------------- rollout
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def start_rollout(self, num_rows: int) -> None:
+    def start_rollout(self, num_rows: int, taken: int = 0) -> None:
         """Makes the agent and its engine, if there are none, for `num_rows` trajectories of this process;
-        errors as in `build_engine`.
+        taken as in `EngineRequest`, errors as in `build_engine`.
         """
         if self.agent is not None:
             return
@@ -238,6 +238,7 @@ class ActorRolloutRefWorker(TrainingWorker):
             or self.world_size > 1
             or dtype != self.engine.precision.model
             or self.engine.adapters is not None,
+            taken=taken,
         )
         with self.engine.loaded():  # an engine that measures the free memory sees what it will have
             self.rollout_engine = build_engine(rollout, self.config.model, request)

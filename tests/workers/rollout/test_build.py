@@ -9,7 +9,14 @@ import torch
 from transformers import Qwen3Config
 
 from verl.trainer.config import load_config
-from verl.workers.rollout.build import MIN_SEQUENCES, EngineRequest, _kv_bytes, build_engine, engine_name
+from verl.workers.rollout.build import (
+    MIN_SEQUENCES,
+    EngineRequest,
+    _kv_bytes,
+    _vllm_arguments,
+    build_engine,
+    engine_name,
+)
 from verl.workers.rollout.native import NativeEngine
 from verl.workers.rollout.native.architecture import ModelSpec
 
@@ -61,7 +68,8 @@ def gpu_of_80_gib(monkeypatch):
 
 
 def test_the_kv_cache_on_cuda_takes_its_share_but_no_more_than_what_is_free(gpu_of_80_gib):
-    rollout = load_config(["actor_rollout_ref.model.path=x"]).actor_rollout_ref.rollout
+    share = "actor_rollout_ref.rollout.gpu_memory_utilization=0.5"
+    rollout = load_config(["actor_rollout_ref.model.path=x", share]).actor_rollout_ref.rollout
     spec = ModelSpec.from_config(Qwen3Config(**QWEN | {"vocab_size": 1 << 26}))  # matrices of 2 GiB
     tied = ModelSpec.from_config(Qwen3Config(**QWEN | {"vocab_size": 1 << 26}, tie_word_embeddings=True))
     request = EngineRequest(torch.device("cuda:0"), torch.bfloat16, 1 << 20, 10**6)
@@ -82,7 +90,25 @@ def test_the_kv_cache_on_cuda_takes_its_share_but_no_more_than_what_is_free(gpu_
         gib(request, left=3)
     gpu_of_80_gib(20)
     few = dataclasses.replace(request, max_model_len=64)
+    rollout.gpu_memory_utilization = None
+    assert gib(dataclasses.replace(request, taken=50 << 30), left=79) == pytest.approx(28)
+    gpu_of_80_gib(20)
     assert _kv_bytes(rollout, spec, few, 10) == 10 * 64 * POSITION_BYTES / 2  # bfloat16
+
+
+def test_vllm_gets_what_training_leaves_of_a_gpu(gpu_of_80_gib, tmp_path):
+    def share(taken, *settings):
+        block = load_config([f"actor_rollout_ref.model.path={tmp_path}", *settings]).actor_rollout_ref
+        request = EngineRequest(torch.device("cuda:0"), torch.bfloat16, 64, 8, taken=taken << 30)
+        made = _vllm_arguments(block.rollout, block.model, Qwen3Config(**QWEN), request)
+        return made["gpu_memory_utilization"]
+
+    gpu_of_80_gib(79)
+    assert share(50) == pytest.approx(28 / 80)
+    assert share(0) == share(50, "actor_rollout_ref.rollout.placement=apart") == 0.9
+    assert share(50, "actor_rollout_ref.rollout.gpu_memory_utilization=0.3") == 0.3
+    with pytest.raises(ValueError, match=r"training holds 79.0 GiB of the GPU's 80.0, .*optimizer_offload"):
+        share(79)
 
 
 @pytest.mark.parametrize(

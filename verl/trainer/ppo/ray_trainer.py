@@ -22,6 +22,7 @@ from verl.algos.kl_and_entropy import get_kl_controller
 from verl.config import Config
 from verl.config.policy import Actor
 from verl.config.schema import Critic
+from verl.preflight.plan import taken_beside_rollouts
 from verl.protocol import DataProto
 from verl.single_controller import build_worker_groups
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
@@ -137,7 +138,8 @@ class RayPPOTrainer(ResumableRun):
             self.critic_wg = self.worker_groups[Role.Critic.value]
             self.critic_wg.init_model()
         if Role.Rollout not in self.role_worker_mapping:
-            self.actor_rollout_wg.start_rollout(-(-self._most_rows() // self.actor_rollout_wg.world_size))
+            num_rows = -(-self._most_rows() // self.actor_rollout_wg.world_size)
+            self.actor_rollout_wg.start_rollout(num_rows, taken_beside_rollouts(config))
             return
         group, ahead = self.worker_groups[Role.Rollout.value], config.trainer.async_training.max_staleness
         num_rows = -(-self._most_rows() * (1 + ahead) // group.world_size)

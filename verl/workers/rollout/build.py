@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 MIN_SEQUENCES = 128  # so that a small first batch does not make a small engine
 MAX_DEFAULT_KV_BYTES = 4 << 30  # on CPU, where nobody says how much of the memory is free for it
 CUDA_RESERVE_BYTES = 2 << 30  # left free beside the KV cache: activations and logits of a step
+SHARE_OF_A_SERVER = 0.9  # of a GPU that nobody trains on, as vLLM has it
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class EngineRequest:
     computation and KV cache. max_model_len: most tokens of a session, prompt and observations included.
     num_rows: sessions that are wanted at once; an engine has room for `max_num_seqs` of them at most.
     copies_weights: whether the engine needs memory of its own for weights (those it gets have another dtype,
-    or are gathered or merged for it).
+    or are gathered or merged for it). taken: bytes of the GPU that training holds (`taken_beside_rollouts`).
     """
 
     device: torch.device
@@ -50,6 +51,7 @@ class EngineRequest:
     rank: int = 0
     world_size: int = 1
     copies_weights: bool = True
+    taken: int = 0
 
 
 def engine_name(rollout: Rollout, device: torch.device | str) -> str:
@@ -103,6 +105,17 @@ def build_engine(rollout: Rollout, model: Policy, request: EngineRequest) -> Rol
     return VllmEngine(**arguments)
 
 
+def gpu_share(rollout: Rollout, total: int, taken: int) -> float:
+    """The share of a GPU of `total` bytes that is for the engine: `gpu_memory_utilization`, or what training
+    leaves, which has taken so many bytes. 0: nothing.
+    """
+    if rollout.gpu_memory_utilization is not None:
+        return rollout.gpu_memory_utilization
+    if rollout.placement == "apart" or not taken:
+        return SHARE_OF_A_SERVER
+    return max(0.0, (total - taken - CUDA_RESERVE_BYTES) / total)
+
+
 def _kv_bytes(rollout: Rollout, spec: ModelSpec, request: EngineRequest, max_num_seqs: int) -> int:
     """What the native engine's KV cache takes: enough for all sequences, within what it may take at most."""
     position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * request.dtype.itemsize
@@ -114,7 +127,8 @@ def _kv_bytes(rollout: Rollout, spec: ModelSpec, request: EngineRequest, max_num
         if request.copies_weights:  # they come after the engine is made, and before its first step
             shapes = spec.parameter_shapes().values()
             left -= sum(math.prod(shape) for shape in shapes) * request.dtype.itemsize
-        most, remedy = int(rollout.gpu_memory_utilization * total), "raise rollout.gpu_memory_utilization"
+        most = int(gpu_share(rollout, total, request.taken) * total)
+        remedy = "raise rollout.gpu_memory_utilization"
         if left < most:
             most = max(left, 0)
             remedy = "free GPU memory, for example by offloading the trainer's"
@@ -156,7 +170,15 @@ def _vllm_arguments(
     if model.override_config:
         arguments["hf_overrides"] = dict(model.override_config)
     if request.device.type == "cuda":
-        arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+        total = torch.cuda.mem_get_info(request.device)[1] if request.taken else 1
+        arguments["gpu_memory_utilization"] = share = round(gpu_share(rollout, total, request.taken), 3)
+        if not share:
+            taken, whole = request.taken / (1 << 30), total / (1 << 30)
+            raise ValueError(
+                f"training holds {taken:.1f} GiB of the GPU's {whole:.1f}, which "
+                "leaves no room for rollouts. Set actor_rollout_ref.actor.fsdp_config.optimizer_offload=true "
+                "(and param_offload), or train on more GPUs."
+            )
     elif rollout.kv_cache_gb is not None:
         arguments["kv_cache_memory_bytes"] = most_on_cpu(rollout.kv_cache_gb)
     else:
