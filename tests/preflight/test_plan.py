@@ -7,13 +7,25 @@ import torch
 from known_models import NUM_PARAMETERS, search_r1_settings, write_config, write_small
 from preflight_cases import BASE_MODEL
 
-from verl.preflight.plan import GIB, DeviceLoad, Hardware, Plan, report, verdict
+from verl.preflight.plan import (
+    GIB,
+    DeviceLoad,
+    Hardware,
+    Plan,
+    report,
+    rows_of_step,
+    taken_beside_rollouts,
+    verdict,
+)
 from verl.trainer import main_ppo
 from verl.trainer.config import load_config
+from verl.workers.engine.loading import load_hf_config
 from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.build import EngineRequest, _kv_bytes, sequences_at_once
+from verl.workers.rollout.native.architecture import ModelSpec
 
 H80 = Hardware("cuda", 80 * GIB, "80 GB")
-ACTOR = "actor_rollout_ref.actor"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SEVEN = NUM_PARAMETERS["7B"]
 
 
@@ -45,6 +57,30 @@ def test_ppo_of_7b_fits_on_8_gpus_of_80_gb(models):
     text = "\n".join(lines)
     for column in ("rollout", "log-probs", "reference", "values", "critic's update", "actor's update"):
         assert column in text
+
+
+@pytest.mark.parametrize("sleeps", ["true", "false"])
+@pytest.mark.parametrize("size", [64, 80, 140])
+def test_rollouts_take_what_training_leaves_of_a_gpu_and_a_run_takes_what_the_plan_says(
+    size, sleeps, models, monkeypatch
+):
+    name, lengths = "actor_rollout_ref.rollout.name=native", "data.max_prompt_length=4096"
+    settings = ("trainer.n_gpus_per_node=8", name, lengths, f"{ROLLOUT}.free_cache_engine={sleeps}")
+    offload = [f"{ACTOR}.fsdp_config.optimizer_offload=true"] * (size < 80)
+    hardware = Hardware("cuda", size * GIB, "a GPU")
+    plan, _ = plan_of(models["7B"], "grpo", *settings, *offload, hardware=hardware)
+    (load,) = plan.loads
+    assert plan.fits and gib_of(load, "rollout: KV cache") > 1
+    taken = taken_beside_rollouts(plan.config)
+    assert taken == plan.taken_beside_rollouts > 0
+    block, spec = plan.config.actor_rollout_ref, ModelSpec.from_config(load_hf_config({"path": models["7B"]}))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (size * GIB, size * GIB))
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    request = EngineRequest(torch.device("cuda:0"), torch.bfloat16, 4096, 10**6, taken=taken)
+    rows = max(rows_of_step(plan.config), plan.config.data.val_batch_size) // 8
+    in_the_run = _kv_bytes(block.rollout, spec, request, sequences_at_once(1024, rows)) / GIB
+    assert in_the_run == pytest.approx(gib_of(load, "rollout: KV cache"), rel=0.01)
 
 
 def test_grpo_of_72b_on_4_nodes_names_the_device_the_lack_and_what_to_change(models):

@@ -39,7 +39,6 @@ PHASES = {  # their names in a report
 PROCESS_BYTES = int(0.6 * GIB)  # interpreter, torch, transformers: RSS of a worker before it loads a model
 CUDA_CONTEXT_BYTES = int(0.8 * GIB)  # driver, kernels, cuBLAS workspaces
 NCCL_BYTES = int(0.7 * GIB)  # channels of one communicator and its sub-groups
-FRAGMENTATION = 0.03  # of a GPU: what torch's allocator holds and cannot use
 
 
 @dataclass(frozen=True)
@@ -192,6 +191,8 @@ class Plan:
 
     loads: one of each kind of device. problems: what can't work whatever else is free (a KV cache below one
     trajectory). tightest: (device with the least room, in which phase, bytes left; below 0 they lack).
+    taken_beside_rollouts: bytes of a GPU for training while there is a KV cache on it, the optimizer's state
+    included, which comes with the first update; without what is lost to fragmentation.
     """
 
     def __init__(self, config: Config, hardware: Hardware) -> None:
@@ -202,6 +203,7 @@ class Plan:
         roles = ", ".join(role.value for role in roles_of(passes))
         self.who_goes_where = f"processes: {len(nodes)} x {nodes[0]}, {self.layout}; each: {roles}"
         self.problems: list[str] = []
+        self.taken_beside_rollouts = 0
         self.loads: list[DeviceLoad] = []
         stages = self.layout.pipeline
         count = self.layout.num_processes // stages if self.on_cuda else len(nodes)
@@ -228,7 +230,7 @@ class Plan:
         if not self.on_cuda:
             load.add("process (python, torch)", self.phases, PROCESS_BYTES)
             return
-        total = CUDA_CONTEXT_BYTES + int(FRAGMENTATION * load.capacity)
+        total = CUDA_CONTEXT_BYTES + int(build.FRAGMENTATION * load.capacity)
         total += NCCL_BYTES * (self.layout.num_processes > 1)
         load.add("CUDA, NCCL, fragmentation", self.phases, total, PROCESS_BYTES)
 
@@ -273,8 +275,10 @@ class Plan:
             build.rollout_dtype(rollout, actor.precision.compute),
             self.layout.num_processes,
         )
-        reserve = build.CUDA_RESERVE_BYTES
-        share = int(build.gpu_share(rollout, load.capacity, load.total("rollout")) * load.capacity)
+        reserve, share = (
+            build.CUDA_RESERVE_BYTES,
+            int(build.gpu_share(rollout, load.capacity, None) * load.capacity),
+        )
         weights = size.num_parameters * dtype.itemsize
         if samples_apart(config):  # each in a process of its own, with the whole model
             return
@@ -299,10 +303,16 @@ class Plan:
         # weights are gathered, merged or cast for the engine
         is_copy = num_processes > 1 or size.adapters > 0 or dtype != actor.precision.model
         arriving = size.embedding * sent_as.itemsize
+        offloads = on_cuda and block.actor.fsdp_config.param_offload
+        sleeps = rollout.free_cache_engine or offloads
         if on_cuda:
             weights = weights if is_vllm or is_copy else 0
             arriving = max(reserve, arriving)
-            left = load.capacity - load.total("rollout") - arriving - weights
+            held = max(load.total(phase) for phase in (["rollout"] if sleeps else self.phases))
+            left = load.capacity - held - arriving - weights
+            taken = held - int(build.FRAGMENTATION * load.capacity) + arriving - reserve
+            self.taken_beside_rollouts = max(taken, self.taken_beside_rollouts)
+            share = int(build.gpu_share(rollout, load.capacity, taken) * load.capacity)
             cache = min(left, share - weights - reserve if is_vllm else min(share, slots * sequence))
         else:
             cache = min(build.most_on_cpu(rollout.kv_cache_gb), slots * sequence)
@@ -315,8 +325,6 @@ class Plan:
                 f"the KV cache of a rollout process may take {cache / GIB:.2f} GiB, but one trajectory of "
                 f"{rollout.prompt_length} tokens needs {sequence / GIB:.2f} GiB"
             )
-        offloads = on_cuda and block.actor.fsdp_config.param_offload
-        sleeps = rollout.free_cache_engine or offloads
         with_weights = ["rollout"] if offloads or (sleeps and is_vllm) else self.phases
         load.add("rollout: weights of its own", with_weights, weights, weights * (sleeps and is_vllm))
         load.add("rollout: KV cache", ["rollout"] if sleeps else self.phases, cache)
@@ -324,14 +332,12 @@ class Plan:
 
 
 def taken_beside_rollouts(config: Config) -> int:
-    """Bytes that a process which trains holds of its GPU while it samples, the optimizer's state included,
-    which comes with the first update; 0 on CPU.
-    """
-    if config.trainer.device == "cpu":
-        return 0
-    loads = Plan(config, Hardware("cuda", 80 * GIB, "any")).loads  # its size counts for fragmentation alone
-    others = ([one for name, one in load.items.items() if not name.startswith("rollout")] for load in loads)
-    return max(sum(phases.get("rollout", 0) for phases in items) for items in others)
+    """`Plan.taken_beside_rollouts`, which is the same for GPUs of any size; 0 on CPU."""
+    return (
+        0
+        if config.trainer.device == "cpu"
+        else Plan(config, Hardware("cuda", 80 * GIB, "any")).taken_beside_rollouts
+    )
 
 
 # ---------------------------------------------------------------------------------------------- in words
@@ -394,7 +400,8 @@ def _what_lowers(plan: Plan, phase: str) -> list[str]:
         key = "gpu_memory_utilization" if on_cuda else "kv_cache_gb"
         split = ["placement=apart (vLLM servers, which split the model)", "tensor_model_parallel_size"]
         changes = [f"actor_rollout_ref.rollout.{split[rollout.placement == 'apart']}"] * on_cuda
-        changes.append(f"actor_rollout_ref.rollout.{key} (now {rollout[key]}) and max_num_seqs")
+        now = "" if rollout[key] is None else f"{key} (now {rollout[key]}) and "
+        changes.append(f"actor_rollout_ref.rollout.{now}max_num_seqs")
     elif actor.use_dynamic_bsz:
         changes = [f"{name}.ppo_max_token_len_per_gpu below {at(config, name).ppo_max_token_len_per_gpu}"]
     else:
@@ -407,6 +414,7 @@ def _what_lowers(plan: Plan, phase: str) -> list[str]:
     fsdp = f"{model if name == 'critic' else name}.fsdp_config"
     switches = [f"{model}.enable_gradient_checkpointing"] * phase.startswith("update")
     switches += [f"{fsdp}.optimizer_offload", f"{fsdp}.param_offload"] * on_cuda
+    switches += ["actor_rollout_ref.rollout.free_cache_engine"] * on_cuda
     changes += [f"{key}=true" for key in switches if not at(config, key)]
     if actor.strategy == "megatron":
         changes.append("actor_rollout_ref.actor.megatron's parallel sizes")

@@ -217,15 +217,18 @@ class ActorRolloutRefWorker(TrainingWorker):
     # --------------------------------------------------------------------------------------------- rollout
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def start_rollout(self, num_rows: int, taken: int = 0) -> None:
+    def start_rollout(self, num_rows: int, taken: int | None = None) -> None:
         """Makes the agent and its engine, if there are none, for `num_rows` trajectories of this process;
-        taken as in `EngineRequest`, errors as in `build_engine`.
+        taken as in `EngineRequest` (None: what is held now), errors as in `build_engine`.
         """
         if self.agent is not None:
             return
         if self.agent_factory is None:
             raise ValueError("generate_sequences needs a worker made with an agent_factory.")
         rollout = self.config.rollout
+        if taken is None and self.device.type == "cuda":
+            left, total = torch.cuda.mem_get_info(self.device)
+            taken = total - left
         dtype = rollout_dtype(rollout, self.engine.precision.compute)
         request = EngineRequest(
             self.device,

@@ -82,7 +82,7 @@ class Policy(SavedWorker, Worker):
         pass
 
     @register()
-    def start_rollout(self, num_rows: int, taken: int = 0) -> None:
+    def start_rollout(self, num_rows: int, taken: int) -> None:
         pass
 
     @register()

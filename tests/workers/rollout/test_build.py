@@ -91,7 +91,12 @@ def test_the_kv_cache_on_cuda_takes_its_share_but_no_more_than_what_is_free(gpu_
     gpu_of_80_gib(20)
     few = dataclasses.replace(request, max_model_len=64)
     rollout.gpu_memory_utilization = None
-    assert gib(dataclasses.replace(request, taken=50 << 30), left=79) == pytest.approx(28)
+    assert gib(dataclasses.replace(request, taken=50 << 30), left=79) == pytest.approx(
+        77.6 - 52 - 4, abs=1e-3
+    )
+    assert gib(dataclasses.replace(reads, taken=50 << 30), left=79) == pytest.approx(77.6 - 52)
+    with pytest.raises(ValueError, match="free GPU memory, for example by offloading"):
+        gib(dataclasses.replace(request, taken=78 << 30), left=79)
     gpu_of_80_gib(20)
     assert _kv_bytes(rollout, spec, few, 10) == 10 * 64 * POSITION_BYTES / 2  # bfloat16
 
@@ -99,13 +104,13 @@ def test_the_kv_cache_on_cuda_takes_its_share_but_no_more_than_what_is_free(gpu_
 def test_vllm_gets_what_training_leaves_of_a_gpu(gpu_of_80_gib, tmp_path):
     def share(taken, *settings):
         block = load_config([f"actor_rollout_ref.model.path={tmp_path}", *settings]).actor_rollout_ref
-        request = EngineRequest(torch.device("cuda:0"), torch.bfloat16, 64, 8, taken=taken << 30)
+        request = EngineRequest(torch.device("cuda:0"), torch.bfloat16, 64, 8, taken=taken and taken << 30)
         made = _vllm_arguments(block.rollout, block.model, Qwen3Config(**QWEN), request)
         return made["gpu_memory_utilization"]
 
     gpu_of_80_gib(79)
-    assert share(50) == pytest.approx(28 / 80)
-    assert share(0) == share(50, "actor_rollout_ref.rollout.placement=apart") == 0.9
+    assert share(50) == pytest.approx(0.97 - 52 / 80)
+    assert share(None) == share(50, "actor_rollout_ref.rollout.placement=apart") == 0.9
     assert share(50, "actor_rollout_ref.rollout.gpu_memory_utilization=0.3") == 0.3
     with pytest.raises(ValueError, match=r"training holds 79.0 GiB of the GPU's 80.0, .*optimizer_offload"):
         share(79)

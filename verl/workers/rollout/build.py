@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 MIN_SEQUENCES = 128  # so that a small first batch does not make a small engine
 MAX_DEFAULT_KV_BYTES = 4 << 30  # on CPU, where nobody says how much of the memory is free for it
 CUDA_RESERVE_BYTES = 2 << 30  # left free beside the KV cache: activations and logits of a step
+FRAGMENTATION = 0.03  # of a GPU: what torch's allocator holds and cannot use
 SHARE_OF_A_SERVER = 0.9  # of a GPU that nobody trains on, as vLLM has it
 
 
@@ -41,7 +42,8 @@ class EngineRequest:
     computation and KV cache. max_model_len: most tokens of a session, prompt and observations included.
     num_rows: sessions that are wanted at once; an engine has room for `max_num_seqs` of them at most.
     copies_weights: whether the engine needs memory of its own for weights (those it gets have another dtype,
-    or are gathered or merged for it). taken: bytes of the GPU that training holds (`taken_beside_rollouts`).
+    or are gathered or merged for it). taken: bytes of the GPU that training holds (`taken_beside_rollouts`);
+    None: nobody trains on it.
     """
 
     device: torch.device
@@ -51,7 +53,7 @@ class EngineRequest:
     rank: int = 0
     world_size: int = 1
     copies_weights: bool = True
-    taken: int = 0
+    taken: int | None = None
 
 
 def engine_name(rollout: Rollout, device: torch.device | str) -> str:
@@ -105,15 +107,15 @@ def build_engine(rollout: Rollout, model: Policy, request: EngineRequest) -> Rol
     return VllmEngine(**arguments)
 
 
-def gpu_share(rollout: Rollout, total: int, taken: int) -> float:
+def gpu_share(rollout: Rollout, total: int, taken: int | None) -> float:
     """The share of a GPU of `total` bytes that is for the engine: `gpu_memory_utilization`, or what training
     leaves, which has taken so many bytes. 0: nothing.
     """
     if rollout.gpu_memory_utilization is not None:
         return rollout.gpu_memory_utilization
-    if rollout.placement == "apart" or not taken:
+    if rollout.placement == "apart" or taken is None:
         return SHARE_OF_A_SERVER
-    return max(0.0, (total - taken - CUDA_RESERVE_BYTES) / total)
+    return max(0.0, 1 - FRAGMENTATION - (taken + CUDA_RESERVE_BYTES) / total)
 
 
 def _kv_bytes(rollout: Rollout, spec: ModelSpec, request: EngineRequest, max_num_seqs: int) -> int:
@@ -124,14 +126,16 @@ def _kv_bytes(rollout: Rollout, spec: ModelSpec, request: EngineRequest, max_num
         left, total = torch.cuda.mem_get_info(request.device)
         left += torch.cuda.memory_reserved(request.device) - torch.cuda.memory_allocated(request.device)
         left -= CUDA_RESERVE_BYTES
+        most, remedy = int(gpu_share(rollout, total, request.taken) * total), ""
         if request.copies_weights:  # they come after the engine is made, and before its first step
             shapes = spec.parameter_shapes().values()
-            left -= sum(math.prod(shape) for shape in shapes) * request.dtype.itemsize
-        most = int(gpu_share(rollout, total, request.taken) * total)
-        remedy = "raise rollout.gpu_memory_utilization"
-        if left < most:
-            most = max(left, 0)
-            remedy = "free GPU memory, for example by offloading the trainer's"
+            copies = sum(math.prod(shape) for shape in shapes) * request.dtype.itemsize
+            left -= copies
+            most -= copies * (rollout.gpu_memory_utilization is None)
+        if rollout.gpu_memory_utilization is not None and most <= left:
+            remedy = "raise rollout.gpu_memory_utilization"
+        most = max(min(left, most), 0)
+        remedy = remedy or "free GPU memory, for example by offloading the trainer's"
     else:
         most, remedy = most_on_cpu(rollout.kv_cache_gb), "raise rollout.kv_cache_gb"
     if most < sequence:
@@ -170,10 +174,10 @@ def _vllm_arguments(
     if model.override_config:
         arguments["hf_overrides"] = dict(model.override_config)
     if request.device.type == "cuda":
-        total = torch.cuda.mem_get_info(request.device)[1] if request.taken else 1
+        total = 1 if request.taken is None else torch.cuda.mem_get_info(request.device)[1]
         arguments["gpu_memory_utilization"] = share = round(gpu_share(rollout, total, request.taken), 3)
         if not share:
-            taken, whole = request.taken / (1 << 30), total / (1 << 30)
+            taken, whole = (request.taken or 0) / (1 << 30), total / (1 << 30)
             raise ValueError(
                 f"training holds {taken:.1f} GiB of the GPU's {whole:.1f}, which "
                 "leaves no room for rollouts. Set actor_rollout_ref.actor.fsdp_config.optimizer_offload=true "
