@@ -25,10 +25,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from data_prep.files import make_row, read_records, run_command, write_jsonl, write_parquet
+from data_prep.files import make_row, read_records, run_command, tidy_question, write_jsonl, write_parquet
 from data_prep.hub import fetch_file
 from data_prep.microworld import write_world
 from data_prep.prompts import SEARCH_PROMPT, fill_prompt
+from data_prep.squad import Passages, add_passage
 from verl.utils.records.files import write_lines
 from verl.verifiers.reasoning_gym import library
 
@@ -96,18 +97,15 @@ def _write_xquad(name: str, arguments: list[str], out: Path) -> None:
     path = fetch_file(XQUAD[0], XQUAD[1].format(language)) if len(arguments) < 2 else None
     if path is None:
         raise ValueError(f"found benchmark {name!r}; expected xquad or xquad:LANGUAGE, such as xquad:zh")
-    passages: dict[str, int] = {}
+    passages: Passages = {}
     rows = []
     for index, (_, record) in enumerate(read_records(path)):
-        gold = passages.setdefault(" ".join(record["context"].split()), len(passages))
+        gold, question = add_passage(passages, "", record["context"]), tidy_question(record["question"])
         answers = list(dict.fromkeys(text.strip() for text in record["answers"]["text"]))
-        prompt = fill_prompt(SEARCH_PROMPT, record["question"])
-        rows.append(
-            make_row("xquad", prompt, record["question"], answers, "test", index, gold_ids=[str(gold)])
-        )
-    write_jsonl(
-        out / "corpus.jsonl", ({"id": str(i), "contents": f'""\n{text}'} for text, i in passages.items())
-    )
+        prompt = fill_prompt(SEARCH_PROMPT, question)
+        rows.append(make_row("xquad", prompt, question, answers, "test", index, gold_ids=[str(gold)]))
+    corpus = ({"id": str(i), "contents": f'"{title}"\n{text}'} for (title, text), i in passages.items())
+    write_jsonl(out / "corpus.jsonl", corpus)
     write_parquet(out / "test.parquet", rows)
 
 

@@ -275,20 +275,17 @@ class Plan:
             build.rollout_dtype(rollout, actor.precision.compute),
             self.layout.num_processes,
         )
-        reserve, share = (
-            build.CUDA_RESERVE_BYTES,
-            int(build.gpu_share(rollout, load.capacity, None) * load.capacity),
-        )
+        reserve = build.CUDA_RESERVE_BYTES
         weights = size.num_parameters * dtype.itemsize
         if samples_apart(config):  # each in a process of its own, with the whole model
             return
         if rollout.placement == "apart":  # a GPU of a server holds its slice of the weights, and a cache
-            here = weights // rollout.tensor_model_parallel_size
-            if on_cuda and here + reserve >= share:
+            here, share = weights // rollout.tensor_model_parallel_size, build.gpu_share(rollout, 1, None)
+            if on_cuda and here + reserve >= int(share * load.capacity):
                 self.problems.append(
                     f"a GPU of the vLLM servers would hold {here / GIB:.2f} GiB of weights, which leaves no "
                     "KV cache within actor_rollout_ref.rollout.gpu_memory_utilization="
-                    f"{share / load.capacity:g} of it"
+                    f"{share:g} of it"
                 )
             return
         # the machine that a dry run is for has vLLM, if it has a GPU

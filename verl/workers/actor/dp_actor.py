@@ -88,8 +88,8 @@ class PolicyObjective:
     config: the `actor` block. temperature: the one that was sampled with. batch: this rank's columns, [N, R]
     where they are per token. on_policy: the weights are those of old_log_probs, so that the ratio is 1, and
     old_log_probs are not read. (If it is False and they are missing, the loss must do without.) limits, seed:
-    for a loss that chooses tokens out of the mini-batch. first_log_probs: [N, R], if given it is filled with
-    this pass's log-probs.
+    for a loss that chooses tokens out of the mini-batch. first_log_probs: [N, R] on the device; if
+    given it is filled with this pass's log-probs.
     """
 
     config: Mapping[str, Any]

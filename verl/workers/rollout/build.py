@@ -126,16 +126,17 @@ def _kv_bytes(rollout: Rollout, spec: ModelSpec, request: EngineRequest, max_num
         left, total = torch.cuda.mem_get_info(request.device)
         left += torch.cuda.memory_reserved(request.device) - torch.cuda.memory_allocated(request.device)
         left -= CUDA_RESERVE_BYTES
-        most, remedy = int(gpu_share(rollout, total, request.taken) * total), ""
+        is_asked = rollout.gpu_memory_utilization is not None
+        most = int(gpu_share(rollout, total, request.taken) * total)
         if request.copies_weights:  # they come after the engine is made, and before its first step
             shapes = spec.parameter_shapes().values()
             copies = sum(math.prod(shape) for shape in shapes) * request.dtype.itemsize
             left -= copies
-            most -= copies * (rollout.gpu_memory_utilization is None)
-        if rollout.gpu_memory_utilization is not None and most <= left:
+            most -= 0 if is_asked else copies
+        remedy = "free GPU memory, for example by offloading the trainer's"
+        if is_asked and most <= left:
             remedy = "raise rollout.gpu_memory_utilization"
         most = max(min(left, most), 0)
-        remedy = remedy or "free GPU memory, for example by offloading the trainer's"
     else:
         most, remedy = most_on_cpu(rollout.kv_cache_gb), "raise rollout.kv_cache_gb"
     if most < sequence:
