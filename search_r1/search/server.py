@@ -7,14 +7,14 @@
 The JSON and the flags are Search-R1's; serving/app.py lists the other routes. The backend is loaded in the
 background: until it is there `/health` says "loading" and `/retrieve` answers 503. SIGTERM and Ctrl-C stop
 it: open requests are answered, for at most SHUTDOWN_SECONDS, and the exit status is 0. With `--workers N` the
-parent loads the backend once, which finds what can't be loaded; then uvicorn starts N processes on the port.
+parent loads the backend once, which finds what can't be loaded; then it starts N processes on the port.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,13 +38,15 @@ from search_r1.search.serving.metrics import FOLDER_VARIABLE
 from search_r1.search.serving.service import RetrievalService
 
 if TYPE_CHECKING:  # these are slow to import; mistakes in the flags are told before
+    from multiprocessing.context import SpawnProcess
+
     import uvicorn
-    from starlette.types import ASGIApp
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SHUTDOWN_SECONDS = 5  # given to open requests when the server is stopped; a client may never finish its own
 BACKLOG = 2048
-WORKER_SILENT_SECONDS = 600  # then a worker process is started anew; a load may keep it from answering
+SECONDS_TO_END = 3  # given to a worker process beyond that
+COULD_NOT_LOAD = 3  # exit status of a worker process that would fail again
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 UVICORN: dict[str, Any] = {
     "ws": "none",
@@ -127,61 +130,66 @@ def serve(service: RetrievalService, listener: socket.socket, stopped: threading
 
 
 def serve_with_workers(arguments: argparse.Namespace, listener: socket.socket) -> int:
-    """Serves with several processes until a signal comes. Returns the exit status, as `serve` does."""
-    import uvicorn
-    from uvicorn.config import STARTUP_FAILURE
-    from uvicorn.supervisors import Multiprocess
-
+    """Serves with several processes until a signal comes; one that dies is started again. Returns the exit
+    status, as `serve` does."""
     for number in SIGNALS:
         signal.signal(number, lambda *_: os._exit(0))  # only the load has begun, and nothing else stops that
     service = create_service(arguments)
     service.start_loading().join()
     if service.error is not None:
         return print_error(service.error)
-    health, num_workers = service.health(), arguments.workers
+    health, stopped, spawn = service.health(), threading.Event(), multiprocessing.get_context("spawn")
     service.close()
+
+    def begin() -> SpawnProcess:
+        process = spawn.Process(target=serve_as_worker, args=(arguments, listener))
+        process.start()
+        return process
+
     with tempfile.TemporaryDirectory(prefix="search_r1_metrics_") as folder:
         os.environ[FOLDER_VARIABLE] = folder
-        config = uvicorn.Config(
-            functools.partial(create_worker_app, arguments),
-            factory=True,
-            workers=num_workers,
-            timeout_worker_healthcheck=WORKER_SILENT_SECONDS,
-            **UVICORN,
-        )
-        workers = Multiprocess(config, sockets=[listener])
-        log = logging.getLogger("uvicorn.error")
-        log.setLevel(logging.INFO)
-        log.addFilter(lambda record: "died" in str(record.msg))
+        for number in SIGNALS:
+            signal.signal(number, lambda *_: stopped.set())
+        workers, told = [begin() for _ in range(arguments.workers)], False
+        while not stopped.is_set() and all(worker.exitcode != COULD_NOT_LOAD for worker in workers):
+            wait([worker.sentinel for worker in workers], timeout=0.1)
+            if not told and len(list(Path(folder).glob("ready_*"))) >= len(workers):
+                told = True
+                print_ready(health, f", {len(workers)} processes")
+            for place, worker in enumerate(workers):
+                if worker.exitcode not in (None, COULD_NOT_LOAD) and not stopped.is_set():
+                    how = f"process {worker.pid} died with exit status {worker.exitcode}"
+                    print(f"{how}; another is started", file=sys.stderr, flush=True)
+                    workers[place] = begin()
+        status = int(any(worker.exitcode == COULD_NOT_LOAD for worker in workers))
+        for worker in workers:
+            worker.terminate()
+        give_up = time.monotonic() + SHUTDOWN_SECONDS + SECONDS_TO_END
+        for worker in workers:
+            worker.join(max(0.0, give_up - time.monotonic()))
+            worker.kill()
+            worker.join()
+    return status
 
-        def tell_when_ready() -> None:
-            while len(list(Path(folder).glob("ready_*"))) < num_workers:
-                time.sleep(0.1)
-            print_ready(health, f", {num_workers} processes")
 
-        threading.Thread(target=tell_when_ready, daemon=True).start()
-        workers.run()
-    return int(any(process.exitcode == STARTUP_FAILURE for process in workers.processes))
-
-
-def create_worker_app(arguments: argparse.Namespace) -> ASGIApp:
-    """What a worker process serves: it is loaded before the process takes its first connection."""
-    from uvicorn.config import STARTUP_FAILURE
-
-    from search_r1.search.serving.app import create_app
-
+def serve_as_worker(arguments: argparse.Namespace, listener: socket.socket) -> None:
+    """A process of several: it is loaded before it takes its first connection."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)  # nothing else stops a load
     logging.basicConfig(format=LOG_FORMAT)
     end_with_parent()
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
     service = create_service(arguments)
     service.start_loading().join()
-    for number, handler in before.items():
-        signal.signal(number, handler)
     if service.error is not None:  # the parent could load it: a file has gone since
         print_error(service.error)
-        sys.exit(STARTUP_FAILURE)
+        sys.exit(COULD_NOT_LOAD)
+    server = create_server(service)
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
     Path(os.environ[FOLDER_VARIABLE], f"ready_{os.getpid()}").touch()
-    return create_app(service)
+    server.run(sockets=[listener])
+    sys.stderr.flush()
+    os._exit(0)  # a backend that is still at work would keep the process
 
 
 def main(argv: list[str] | None = None, **defaults: str) -> int:

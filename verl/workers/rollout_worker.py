@@ -97,7 +97,7 @@ class RolloutWorker(Worker):
         self._thread = threading.Thread(target=self._serve, name="rollouts", daemon=True)
         self._thread.start()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_weights(self, weights: list[Any], version: int) -> None:
         """Takes the whole model as weights `version`, between two engine steps; returns at once. weights:
         what `ActorRolloutRefWorker.export_weights` gives: pairs of rank 0, or the folder that it writes them
@@ -119,7 +119,7 @@ class RolloutWorker(Worker):
 
         self._order(lambda: self.service.load_weights(load, not self.settings.in_flight_updates))
 
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
     def submit(self, rows: DataProto | None) -> None:
         """Begins, or goes on with, rows as `EnvironmentAgent.run_llm_loop` takes them, with a column
         `member`; the driver gives a list with an entry for each rank.

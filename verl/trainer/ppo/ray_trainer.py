@@ -271,6 +271,7 @@ class RayPPOTrainer(ResumableRun):
             return
         weights = self.actor_rollout_wg.export_weights(self.state.step, weight_folder(self.config))
         self.stream.send_weights(self.state.step, weights, begin=not self.config.trainer.val_only)
+        self.actor_rollout_wg.data_position()  # waits until they are exported: the timer shows what that took
 
     def _generate_sequences(self, prompts: DataProto) -> DataProto:
         """A trajectory for each row of prompts, with the prompts' columns. SearchesFailed,

@@ -156,6 +156,7 @@ class RolloutStream:
         self.taken: list[PromptGroup] = []  # of the present step
         self._sums = dict.fromkeys(("dropped", "expired", "trainer_idle_seconds", "sync_seconds"), 0.0)
         self._silent = [0] * workers.world_size  # times in a row that groups of a process were given up
+        self._sent: list[DataProtoFuture] = []  # weights and rows, to samplers that are busy
 
     def send_weights(self, version: int, weights: DataProtoFuture, begin: bool = True) -> None:
         """The policy after `version` steps goes to the processes, and with `begin` what there is room for now
@@ -164,7 +165,7 @@ class RolloutStream:
         started = time.perf_counter()
         while self.settings.repeatable and self.running:
             self._receive()
-        self.workers.load_weights(weights, version)
+        self._sent.append(self.workers.load_weights(weights, version))
         self._sums["sync_seconds"] += time.perf_counter() - started
         self.version, self.taken, self.replaced = version, [], 0
         if begin:
@@ -194,6 +195,8 @@ class RolloutStream:
     def metrics(self) -> dict[str, float]:
         """`async/*` and the engines' `rollout/*` since the last call."""
         figures = self.workers.figures()
+        while self._sent:  # these came before it, and have been answered
+            self._sent.pop().get()
         names = dict.fromkeys(name for each in figures for name in each)
         metrics = {name: float(np.mean([each[name] for each in figures if name in each])) for name in names}
         metrics |= {f"async/{name}": value for name, value in self._sums.items()}
@@ -231,7 +234,7 @@ class RolloutStream:
         rows.non_tensor_batch[MEMBER] = object_array(list(range(len(group.prompts))))
         entries: list[DataProto | None] = [None] * self.workers.world_size
         entries[group.rank] = rows.select_idxs(np.array(members))
-        self.workers.submit(entries)
+        self._sent.append(self.workers.submit(entries))
 
     def _receive(self) -> None:
         """Takes what has ended, and gives up what takes too long."""
