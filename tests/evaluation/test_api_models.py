@@ -22,10 +22,11 @@ ANSWERS = {"What is 1?": "one", "What is 2?": "two", "What is 3?": "three", "Wha
 
 class Api:
     """Answers questions of ANSWERS, all but the last one right. faults: what happens to the first requests of
-    each question: a status, or "stall". seconds: that each answer takes.
+    each question: a status, or "stall". seconds: that each answer takes. says: the text of an answer, by the
+    first message.
     """
 
-    def __init__(self, faults=(), seconds=0.0):
+    def __init__(self, faults=(), seconds=0.0, says=None):
         self.bodies, self.asked, self.stop = [], Counter(), threading.Event()
         api, lock = self, threading.Lock()
 
@@ -34,7 +35,8 @@ class Api:
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                question = next(each for each in ANSWERS if each in body["messages"][0]["content"])
+                content = body["messages"][0]["content"]
+                question = next((each for each in ANSWERS if each in content), content)
                 with lock:
                     api.bodies.append((body, self.headers["Authorization"], self.path))
                     api.asked[question] += 1
@@ -45,8 +47,9 @@ class Api:
                     self.close_connection = True
                     return
                 api.stop.wait(seconds)
-                said = ANSWERS[question] if question != "What is 4?" else "no idea"
-                message = {"role": "assistant", "content": f"I think <answer>{said}"}
+                said = ANSWERS.get(question, "") if question != "What is 4?" else "no idea"
+                text = says(content) if says else f"I think <answer>{said}"
+                message = {"role": "assistant", "content": text}
                 reply = {"choices": [{"message": message, "finish_reason": "stop"}]}
                 reply["usage"] = {"prompt_tokens": 1000, "completion_tokens": 10}
                 text = json.dumps(reply if fault == 200 else {"error": "busy"}).encode()

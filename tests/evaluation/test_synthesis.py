@@ -6,6 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 from test_api_models import Api, flags, questions  # noqa: F401  (a fixture)
 
+from data_prep.corpus_questions import question_in
 from verl.config.loading import load_sft_config
 from verl.evaluation.synthesis import choose, segments_of
 from verl.trainer.main_synthesize import main
@@ -82,6 +83,77 @@ def test_rows_of_a_model_train_and_verify_again(questions, tmp_path):  # noqa: F
     assert len(RLHFDataset(str(folder / "train.parquet"), tokenizer, data)) == 3
 
 
+PASSAGES = {
+    "Amber Harbor": "Amber Harbor is a film of 1931. Ida Voss directed it.",
+    "Orlen": "Orlen is a town on the river Sava.",
+    "Kite": "A kite flies.",
+    "Sava": "The Sava is a river.",
+    "Twin": "Ida Voss directed Amber Harbor too.",
+}
+WRITTEN = {
+    "Amber Harbor": "<question>Who directed Amber Harbor?</question> <answer>Ida Voss",
+    "Orlen": "Sure! <question>On which river does Orlen lie?</question>\n<answer>the Sava",
+    "Kite": "<question>What flies?</question><answer>a red kite",
+    "Sava": "It is about a river.",
+    "Twin": "<question>who directed amber harbor</question><answer>Ida Voss",
+}
+REPLIES = {
+    "Who directed Amber Harbor?": "<answer>Ida Voss",
+    "On which river does Orlen lie?": "<answer>Drava",
+}
+
+
+def reply(content):
+    if "Passage: " in content:
+        title = content.partition('Passage: "')[2].partition('"')[0]
+        return WRITTEN[title]
+    return next(text for question, text in REPLIES.items() if question in content)
+
+
+def test_a_model_asks_questions_on_passages_and_those_that_it_can_answer_are_kept(tmp_path, capsys):
+    corpus = tmp_path / "small.jsonl"
+    contents = [f'"{title}"\n{text}' for title, text in PASSAGES.items()]
+    lines = [json.dumps({"id": f"{i}", "contents": text}) + "\n" for i, text in enumerate(contents)]
+    corpus.write_text("".join(lines))
+    out = tmp_path / "out"
+    with Api(says=reply) as api:
+        asked = ["--base_url", api.url, "--model", "m", "--out", str(out), "--rollouts", "2"]
+        asked += ["--corpus", str(corpus), "--val_share", "0", "do_search=false"]
+        assert main(asked) == 0
+        number = len(api.bodies)
+        assert number == len(PASSAGES) + 2 * 2
+        assert main([*asked, "--resume"]) == 0 and len(api.bodies) == number
+    assert "2 questions on 5 passages" in capsys.readouterr().out
+    why = [json.loads(each) for each in (out / "m" / "small" / "rejected.jsonl").read_text().splitlines()]
+    assert [each["rejected"] for each in why] == [
+        "the answer is not in the passage",
+        "no <question>..</question><answer>..</answer>",
+        "a duplicate",
+    ]
+    (kept,) = pq.read_table(out / "m" / "questions" / "train.parquet").to_pylist()
+    assert kept["golden_answers"] == ["Ida Voss"] and kept["question"] == "Who directed Amber Harbor?"
+    assert kept["extra_info"]["gold_titles"] == ["Amber Harbor"] and kept["synthesized_by"] == "m"
+    (shown,) = pq.read_table(out / "m" / "questions" / "sft_train.parquet").to_pylist()
+    assert compute_score_em(shown["messages"][1]["content"], kept["reward_model"]["ground_truth"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text, wrong",
+    [
+        (
+            "<question>Who?</question><answer>one two three four five six seven eight nine</answer>",
+            "more than 8",
+        ),
+        ("<question>Who?</question><answer> the </answer>", "no words"),
+        ("<question>Is Orlen a town?</question><answer>town</answer>", "tells its answer"),
+        ("<question>What lies on the Sava?</question><answer>Orlen</answer>", ""),
+    ],
+)
+def test_what_is_no_question(text, wrong):
+    found = question_in(text, PASSAGES["Orlen"])[2]
+    assert wrong in found and bool(wrong) == bool(found)
+
+
 def test_nothing_kept_is_said(questions, capsys):  # noqa: F811
     with Api() as api:
         assert main([*flags(api, questions), "--solved_at", "2"]) == 2
@@ -92,3 +164,7 @@ def test_mistakes_are_refused(questions, capsys):  # noqa: F811
     with Api() as api, pytest.raises(SystemExit):
         main([*flags(api, questions), "--val_share", "1"])
     assert "--val_share" in capsys.readouterr().err
+    for both in ([], ["--benchmarks", str(questions), "--corpus", "corpus.jsonl"]):
+        with pytest.raises(SystemExit):
+            main(["--model", "m", *both])
+        assert "--benchmarks or --corpus" in capsys.readouterr().err

@@ -56,17 +56,16 @@ DECISIVE = (
 )
 
 
-def build_parser(prog: str, about: str | None, out: str) -> argparse.ArgumentParser:
+def build_parser(
+    prog: str, about: str | None, out: str, benchmarks_required: bool = True
+) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--model", required=True, help="run folder, Hugging Face folder, or with --base_url the model's name")
-    add(
-        "--benchmarks",
-        required=True,
-        help="files of rows (.parquet, .jsonl), or names (docs/evaluation.md), a,b",
-    )
+    names = "files of rows (.parquet, .jsonl), or names (docs/evaluation.md), a,b"
+    add("--benchmarks", required=benchmarks_required, default="", help=names)
     add("--out", type=Path, default=Path(out), help=f"results: OUT/MODEL/BENCHMARK ({out})")
     add("--resume", action="store_true", help="go on with the results that are there")
     add("-n", type=int, help="examples of each benchmark, drawn with a fixed seed (all)")
@@ -95,7 +94,7 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
     options = parser.parse_intermixed_args(argv)
     if options.temperature is None:
         options.temperature = float(options.rollouts > 1)
-    names = options.benchmarks.split(",")
+    names = [name for name in options.benchmarks.split(",") if name]
     for name in ("rollouts", "concurrency", "n"):
         value = getattr(options, name)
         if value is not None and value < 1:

@@ -3,6 +3,8 @@
     python -m verl.synthesize --model verl_checkpoints/NAME --benchmarks data/new/train.parquet --rollouts 4
     python -m verl.synthesize --base_url http://host:port/v1 --model NAME --benchmarks rows.jsonl --keep best
 
+    python -m verl.synthesize --model .. --corpus corpus.jsonl -n 1000       questions of its own, on passages
+
     rows -> rollouts, verified as in training -> demonstrations (train_sft.sh), rows (train_grpo.sh), the rest
 
 It takes all of `python -m verl.evaluate --help`; --out is where the rows go (synthesized).
@@ -10,8 +12,10 @@ It takes all of `python -m verl.evaluate --help`; --out is where the rows go (sy
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.trainer.main_evaluate import build_parser, read_options, run_command
@@ -22,13 +26,17 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: as of `verl.evaluate`; 2 also if no rollout is kept."""
-    parser = build_parser("python -m verl.synthesize", __doc__, "synthesized")
+    parser = build_parser("python -m verl.synthesize", __doc__, "synthesized", benchmarks_required=False)
     parser.set_defaults(rollouts=4)
     add = parser.add_argument
+    add("--corpus", type=Path, help="write questions on its passages first, -n of them, and ask these")
+    add("--template", type=Path, help="with --corpus: prompt of a question, with {question} in it")
     add("--keep", default="passed", choices=("passed", "best", "all"), help="rollouts (passed)")
     add("--per_prompt", type=int, default=1, help="most demonstrations of an example (1)")
     add("--val_share", type=float, default=0.05, help="of the examples, for sft_val.parquet (0.05)")
     options = read_options(parser, argv)
+    if (options.corpus is None) == (not options.benchmarks):
+        parser.error("expected --benchmarks or --corpus, one of them")
     if options.per_prompt < 1 or not 0 <= options.val_share < 1:
         parser.error("expected --per_prompt of 1 or more, and --val_share from 0 to below 1")
 
@@ -44,7 +52,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         ).items():
             print(f"{benchmark.folder / name}: {count:,} rows", flush=True)
 
+    if options.corpus is not None:
+        status = ask_for_questions(options)
+        if status != 0:
+            return status
     return run_command(options, write)
+
+
+def ask_for_questions(options: argparse.Namespace) -> int:
+    """Has the model write questions on passages of a corpus; they become `options.benchmarks`. Returns the
+    exit status.
+    """
+    from data_prep.corpus_questions import write_passages, write_questions
+    from data_prep.prompts import SEARCH_PROMPT, read_template
+
+    def use(benchmark: Benchmark, tokenizer: Any, model: str) -> None:
+        options.benchmarks = [write_questions(benchmark.lines(), model, template, benchmark.folder)]
+
+    try:
+        template = SEARCH_PROMPT if options.template is None else read_template(options.template)
+        passages = write_passages(options.corpus, options.n, options.seed, options.out)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    options.n = None
+    once = {"benchmarks": [passages], "rollouts": 1, "similarity": False, "encoder": None}
+    return run_command(argparse.Namespace(**{**vars(options), **once}), use)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,109 @@
+"""Questions from a corpus, written by a model: the first half of `python -m verl.synthesize --corpus`.
+
+corpus.jsonl -> passages drawn with a seed -> the model writes a question and its answer on each
+             -> questions.parquet: rows to be asked;  rejected.jsonl: what is no question, and why
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from data_prep.files import make_row, tidy_question, write_parquet
+from data_prep.prompts import fill_prompt
+from search_r1.search.corpus import Corpus
+from verl.environments import BaseTextEnv, BaseTextEnvStepOutput
+from verl.utils.records.files import write_lines
+from verl.utils.reward_score.qa_em import normalize_answer
+
+PROMPT = (
+    "Write one question that the passage below answers. It has to be clear to somebody who does not see the "
+    "passage: call people, places and works by their names. The answer is a name, a number or a few words, "
+    "copied from the passage. Write nothing but <question>the question</question><answer>the answer</answer>."
+    "\n\nPassage: {question}\n"
+)
+MOST_WORDS = 8  # of an answer
+_PAIR = re.compile(r"<question>(.*?)</question>\s*<answer>(.*?)</answer>", re.DOTALL)
+
+
+def question_in(text: str, passage: str) -> tuple[str, str, str]:
+    """(question, answer, what is wrong with them: "" is nothing) of what a model wrote on a passage."""
+    found = _PAIR.search(text)
+    if found is None:
+        return "", "", "no <question>..</question><answer>..</answer>"
+    question, answer = tidy_question(" ".join(found[1].split())), " ".join(found[2].split())
+    words = normalize_answer(answer)
+    if not words or len(words.split()) > MOST_WORDS:
+        return question, answer, f"an answer of no words or more than {MOST_WORDS}"
+    if f" {words} " not in f" {normalize_answer(passage)} ":
+        return question, answer, "the answer is not in the passage"
+    if f" {words} " in f" {normalize_answer(question)} ":
+        return question, answer, "the question tells its answer"
+    return question, answer, ""
+
+
+class WritesQuestion(BaseTextEnv):
+    """One turn: 1 for a question whose answer stands in the row's passage, else 0."""
+
+    counts_turns = stateless = True
+    stop = ("</answer>",)
+    runs = "inline"
+
+    def __init__(self, env_config: Any = None, extras: Any = None) -> None:
+        super().__init__(env_config, extras)
+        self.passage = extras["extra_info"]["passage"]
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        wrong = question_in(action, self.passage)[2]
+        return BaseTextEnvStepOutput(observations=[], reward=float(not wrong), done=True, metadata={})
+
+
+def write_passages(corpus_path: Path, count: int | None, seed: int, folder: Path) -> Path:
+    """Rows that ask a model for questions on `count` passages (None: on all); returns their file, which has
+    the corpus's name. ValueError: the corpus can't be read.
+    """
+    corpus = Corpus.open(corpus_path)
+    numbers = range(len(corpus))
+    chosen = sorted(random.Random(seed).sample(numbers, min(count or len(numbers), len(numbers))))
+    rows = []
+    for number, document in zip(chosen, corpus.rows(chosen), strict=True):
+        passage = document.contents
+        about = {"title": passage.partition("\n")[0].strip('" '), "passage": passage}
+        row = make_row("corpus", fill_prompt(PROMPT, passage), "", [], "train", number, **about)
+        rows.append(row | {"env_class": f"{__name__}:{WritesQuestion.__name__}"})
+    path = folder / f"{corpus_path.name.removesuffix('.gz').removesuffix('.jsonl')}.parquet"
+    write_parquet(path, rows)
+    return path
+
+
+def write_questions(lines: Iterable[Mapping[str, Any]], model: str, template: str, folder: Path) -> Path:
+    """Rows of the questions that a model wrote, each once, as `lines` of results have them; returns their
+    file, questions.parquet, which is left as it is if it is there. ValueError: there is no question.
+    """
+    path = folder / "questions.parquet"
+    if path.is_file():
+        return path
+    rows: list[dict[str, Any]] = []
+    rejected, seen = [], set[str]()
+    for line in lines:
+        about = line["info"]
+        question, answer, wrong = question_in(line["completion"], about["passage"])
+        if not wrong and normalize_answer(question) in seen:
+            wrong = "a duplicate"
+        if wrong:
+            rejected.append({**line, "rejected": wrong})
+            continue
+        seen.add(normalize_answer(question))
+        known = {"gold_titles": [about["title"]], "passage_row": about["index"], "written_by": model}
+        prompt = fill_prompt(template, question)
+        rows.append(make_row("corpus", prompt, question, [answer], "train", len(rows), **known))
+    write_lines(folder / "rejected.jsonl", rejected)
+    passages = f"{len(rows) + len(rejected):,} passages"
+    print(f"{len(rows):,} questions on {passages}; {folder}/rejected.jsonl has the others", flush=True)
+    if not rows:
+        raise ValueError(f"{folder}: found no question in {len(rejected)} texts; rejected.jsonl says why.")
+    write_parquet(path, rows)
+    return path
