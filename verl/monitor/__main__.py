@@ -4,6 +4,7 @@ python -m verl.monitor --list [--num-runs 20]            the runs below a folder
 python -m verl.monitor RUN [RUN ...]                     figures, failed rollouts with their tags, pictures
 python -m verl.monitor RUN [RUN ...] --watch             the same on the terminal, while they run
 python -m verl.monitor RUN [RUN ...] --serve 8002        the same as a page that looks again by itself
+python -m verl.monitor --project P [--entity E] ...      all of it of the runs of a project on wandb
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -32,9 +34,11 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("runs", nargs="*", type=Path, metavar="RUN", help="folders of runs")
+    add("runs", nargs="*", type=Path, metavar="RUN", help="folders of runs; with --project their names")
     add("--list", action="store_true", help="name the runs below --root")
     add("--root", type=Path, default=Path("verl_checkpoints"), help="folder of runs (verl_checkpoints)")
+    add("--project", help="of wandb, where the runs are then looked for")
+    add("--entity", help="of wandb, whose project it is (that of the key)")
     add("--num-runs", type=int, default=20, help="most runs that --list names (20)")
     add("--save-dir", type=Path, help="for pictures and samples (RUN/monitor)")
     add("--reward-threshold", type=float, default=0.3, help="a rollout below it has failed (0.3)")
@@ -89,15 +93,18 @@ def report(run: Run, options: argparse.Namespace, console: Console) -> None:
     if samples:
         folder.mkdir(parents=True, exist_ok=True)
         write_lines(folder / "samples.jsonl", samples)
-        write_page(samples, folder / "samples.html", f"{run.folder.name}: failed rollouts")
-        console.print(Text(str(folder / "samples.html")))
+        written = "samples.jsonl"
+        if "trajectory" in samples[0]:  # wandb's tables have the texts alone
+            written = "samples.html"
+            write_page(samples, folder / written, f"{run.folder.name}: failed rollouts")
+        console.print(Text(str(folder / written)))
 
 
-def watch(folders: list[Path], console: Console) -> None:
+def watch(folders: list[Path], open_run: Callable[[Path], Run], console: Console) -> None:
     """Figures on the terminal until all runs have ended."""
     with Live(console=console, refresh_per_second=4) as live:
         while True:
-            runs = [Run(folder) for folder in folders]
+            runs = [open_run(folder) for folder in folders]
             live.update(Group(figures(runs), Text("Ctrl-C ends this, not the runs.", style="dim")))
             if not any(run.state == "running" for run in runs):
                 return
@@ -110,25 +117,30 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not options.list and not options.runs:
         parser.error("expected the folder of a run, or --list")
+    open_run: Callable[[Path], Run] = Run
+    newest: Callable[[int], list[Run]] = lambda count: runs_below(options.root)[:count]  # noqa: E731
     try:
+        if options.project is not None:
+            from verl.monitor.wandb_runs import opener
+
+            open_run, newest = opener(options.project, options.entity)
         if options.list:
             table = Table(Column("run", overflow="fold"), "state", "step", "reward", "EM", "last line")
-            for run in runs_below(options.root)[: options.num_runs]:
+            for run in newest(options.num_runs):
                 cells = (run.state, str(run.step), shown(run.last("reward")), shown(run.last("EM")))
-                table.add_row(
-                    Text(str(run.folder.relative_to(options.root))), *cells, f"{run.age / 3600:,.1f} h ago"
-                )
+                name = run.folder if options.project else run.folder.relative_to(options.root)
+                table.add_row(Text(str(name)), *cells, f"{run.age / 3600:,.1f} h ago")
             console.print(table)
             return 0
         if options.serve is not None:
             from verl.monitor.page import serve
 
-            serve(options.runs, options.serve)
+            serve(options.runs, options.serve, open_run)
         elif options.watch:
-            watch(options.runs, console)
+            watch(options.runs, open_run, console)
         else:
             for folder in options.runs:
-                report(Run(folder), options, console)
+                report(open_run(folder), options, console)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

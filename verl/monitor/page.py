@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from verl.utils.records.files import last_steps, to_json
 MOST_POINTS = 500  # of a curve
 
 
-def page_data(folders: Sequence[Path]) -> dict[str, Any]:
+def page_data(folders: Sequence[Path], open_run: Callable[[Path], Run] = Run) -> dict[str, Any]:
     """What the page shows: of each run its name, state, step, the table's figures, and tags of its newest
     rollouts; and `panels`, name -> [{run, metric, points of (step, value)}].
     """
-    runs = [Run(folder) for folder in folders]
+    runs = [open_run(folder) for folder in folders]
     about = []
     for run in runs:
         _, counts = run.failures(0.0, 0, most_looked_at=200)
@@ -36,16 +36,18 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
     return {"runs": about, "panels": panels}
 
 
-def page_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
+def page_server(
+    folders: Sequence[Path], port: int, open_run: Callable[[Path], Run] = Run
+) -> ThreadingHTTPServer:
     """The server, which listens already. ValueError: a folder is no run's, or the port is taken."""
     for folder in folders:
-        Run(folder)
+        open_run(folder)
     page = Path(__file__).with_name("page.html").read_bytes()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path == "/data":
-                kind, content = "application/json", to_json(page_data(folders)).encode()
+                kind, content = "application/json", to_json(page_data(folders, open_run)).encode()
             elif self.path == "/":
                 kind, content = "text/html; charset=utf-8", page
             else:
@@ -66,8 +68,8 @@ def page_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
         raise ValueError(f"--serve: found port {port} taken ({error}); expected a free one") from None
 
 
-def serve(folders: Sequence[Path], port: int) -> None:
+def serve(folders: Sequence[Path], port: int, open_run: Callable[[Path], Run]) -> None:
     """Until Ctrl-C."""
-    with page_server(folders, port) as server:
+    with page_server(folders, port, open_run) as server:
         print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it, not the runs)", flush=True)
         server.serve_forever()

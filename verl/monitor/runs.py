@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from verl.monitor.tags import TAGS, tags_of
+from verl.monitor.tags import TAGS, environment_of, tags_of
 from verl.utils.records.curves import draw_panels
 from verl.utils.records.files import last_steps, read_lines
 from verl.utils.records.trajectories import TrajectoryFolder
@@ -80,25 +80,25 @@ class Run:
         return None
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """The rollouts that it has kept, the newest first."""
+        """The rollouts that it has kept, the newest first, with their `tags` and `environment`."""
         trajectories = TrajectoryFolder(self.folder / "trajectories")
         for step in reversed(trajectories.steps()):
-            yield from reversed(read_lines(trajectories.path / f"step_{step}.jsonl"))
+            for record in reversed(read_lines(trajectories.path / f"step_{step}.jsonl")):
+                yield record | {"tags": tags_of(record), "environment": environment_of(record)}
 
     def failures(
         self, threshold: float, most: int, most_looked_at: int | None = None
     ) -> tuple[list[dict[str, Any]], dict[str, Counter[str]]]:
-        """The newest rollouts below a reward, with their `tags`; and of the newest that are kept (None: of
-        all), how many of each environment have each tag ("rollouts": how many there are).
+        """The newest rollouts below a reward; and of the newest that are kept (None: of all), how many of
+        each environment have each tag ("rollouts": how many there are).
         """
         samples: list[dict[str, Any]] = []
         counts: dict[str, Counter[str]] = {}
         for record in islice(self.records(), most_looked_at):
-            tags, score = tags_of(record), record.get("score")
-            name = record["trajectory"].get("env_class") or str(record["data_source"])
-            counts.setdefault(name, Counter()).update(["rollouts", *tags])
+            score, count = record.get("score"), counts.setdefault(record["environment"], Counter())
+            count.update(["rollouts", *record["tags"]])
             if len(samples) < most and (score is None or score < threshold):
-                samples.append(record | {"tags": tags})
+                samples.append(record)
         return samples, counts
 
     def draw(self, folder: Path) -> list[Path]:

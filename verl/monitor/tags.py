@@ -33,6 +33,7 @@ TAGS: tuple[str, ...] = (
     "repeated_action",
 )
 TAGS += ("tool_argument_error", "authorization_error", "not_found", "false_completion")
+ROLLOUTS_TABLE = "val/rollouts"  # of `table_row`, on wandb
 _LOOKED_AT = 2000  # characters at the beginning of an observation
 
 _NAMES = "search|answer|sql|solution|tool_call|tool|python|code|calculator"
@@ -110,6 +111,20 @@ def tags_of(record: Mapping[str, Any], solved_at: float = 1.0) -> list[str]:
     ):
         found.add("false_completion")
     return [tag for tag in TAGS if tag in found]
+
+
+def environment_of(record: Mapping[str, Any]) -> str:
+    """Of a record of trajectories/*.jsonl."""
+    return record["trajectory"].get("env_class") or str(record["data_source"])
+
+
+def table_row(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of trajectories/*.jsonl as a row for people; `tags` by commas."""
+    trajectory = record["trajectory"]
+    row = {name: record[name] for name in ("step", "split", "question", "answer", "score")}
+    row |= {"gold": "; ".join(record["gold"]), "environment": environment_of(record)}
+    row |= {"tags": ", ".join(tags_of(record)), "finish_reason": trajectory["finish_reason"]}
+    return row | {"text": trajectory["prompt_text"] + "".join(record["tokens"])}
 
 
 def _is_broken(text: str) -> bool:

@@ -13,11 +13,18 @@ import netrc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
-Backend = tuple[Callable[[Mapping[str, float], int], object], Callable[[], object]]
-"""Takes (the metrics of a step, the step); writes out what is pending."""
+
+class Backend(NamedTuple):
+    """log: (the metrics of a step, the step). finish: writes out what is pending. log_table: (name, columns,
+    rows, step), where tables can be shown.
+    """
+
+    log: Callable[[Mapping[str, float], int], object]
+    finish: Callable[[], object]
+    log_table: Callable[[str, Sequence[str], Sequence[Sequence[Any]], int], object] = lambda *_: None
 
 
 class Tracking:
@@ -38,7 +45,7 @@ class Tracking:
     ) -> None:
         names = [default_backend] if isinstance(default_backend, str) else default_backend
         makers: dict[str, Callable[[], Backend]] = {
-            "console": lambda: (_console, lambda: None),
+            "console": lambda: Backend(_console, lambda: None),
             "wandb": lambda: _wandb(project_name, experiment_name, Path(run_dir), config or {}),
             "tensorboard": lambda: _tensorboard(Path(run_dir), first_step),
             "mlflow": lambda: _mlflow(project_name, experiment_name, config or {}),
@@ -52,13 +59,18 @@ class Tracking:
 
     def log(self, data: Mapping[str, float], step: int) -> None:
         """Report the metrics of one step everywhere."""
-        for log, _ in self.backends:
-            log(data, step)
+        for backend in self.backends:
+            backend.log(data, step)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """A table (of trajectories), where the backend can show one: wandb."""
+        for backend in self.backends:
+            backend.log_table(name, columns, rows, step)
 
     def finish(self) -> None:
         """Close all backends. Safe to call twice."""
         while self.backends:
-            self.backends.pop()[1]()
+            self.backends.pop().finish()
 
 
 def _console(metrics: Mapping[str, float], step: int) -> None:
@@ -82,7 +94,11 @@ def _wandb(project_name: str, experiment_name: str, run_dir: Path, config: Mappi
         mode=mode,
         settings=wandb.Settings(console="off", silent=True),
     )
-    return lambda metrics, step: run.log(dict(metrics), step=step), run.finish
+
+    def log_table(name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])}, step=step)
+
+    return Backend(lambda metrics, step: run.log(dict(metrics), step=step), run.finish, log_table)
 
 
 def _tensorboard(run_dir: Path, first_step: int) -> Backend:
@@ -96,7 +112,7 @@ def _tensorboard(run_dir: Path, first_step: int) -> Backend:
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
 
-    return log, writer.close
+    return Backend(log, writer.close)
 
 
 def _mlflow(project_name: str, experiment_name: str, config: Mapping[str, Any]) -> Backend:
@@ -109,7 +125,7 @@ def _mlflow(project_name: str, experiment_name: str, config: Mapping[str, Any]) 
     def log(metrics: Mapping[str, float], step: int) -> None:
         mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step)
 
-    return log, mlflow.end_run
+    return Backend(log, mlflow.end_run)
 
 
 def has_wandb_key() -> bool:

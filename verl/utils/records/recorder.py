@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import Config, SFTConfig, to_dict, write_yaml
+from verl.monitor.tags import ROLLOUTS_TABLE, table_row
 from verl.utils.records.console import make_display, validation_lines
 from verl.utils.records.curves import draw_curves
 from verl.utils.records.files import MetricsFile, to_json, write_text_atomically
@@ -143,6 +144,11 @@ class RunRecorder(Recorder):
         if step == 0:
             self.write(0, metrics)
         self.trajectories.add(step, records)
+        if records and self.tracking is not None:
+            rows = [table_row(record) for record in records]
+            columns = list(rows[0])
+            cells = [list(row.values()) for row in rows]
+            self.tracking.log_table(ROLLOUTS_TABLE, columns, cells, step)
         for question in questions:
             self.questions.append(step, question)
         for line in validation_lines(summary, metrics):

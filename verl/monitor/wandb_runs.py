@@ -1,0 +1,88 @@
+"""Runs as they stand on wandb: their metrics, and the rollouts of the tables that a run logs there."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from verl.monitor.runs import Run
+from verl.monitor.tags import ROLLOUTS_TABLE
+
+
+class WandbRun(Run):
+    """All runs of one name in a project: one that was resumed is several there, whose steps are joined."""
+
+    def __init__(self, name: str, parts: list[Any]) -> None:
+        """parts: of `wandb.Api().runs`."""
+        self.folder, self.parts = Path(name), sorted(parts, key=lambda part: part.created_at)
+        by_step: dict[int, dict[str, Any]] = {}
+        self._tables: dict[int, tuple[Any, str]] = {}  # step -> its run and file, of tables of rollouts
+        for part in self.parts:
+            for row in part.scan_history():
+                step = int(row["_step"])
+                if isinstance(table := row.pop(ROLLOUTS_TABLE, None), dict):
+                    self._tables[step] = part, table["path"]
+                by_step[step] = by_step.get(step, {}) | row | {"step": step}
+        self.rows = [by_step[step] for step in sorted(by_step)]
+        states = {"running": "running", "pending": "running", "finished": "finished"}
+        self.state = states.get(self.parts[-1].state, "stopped")
+
+    @property
+    def age(self) -> float:
+        return time.time() - max((row.get("_timestamp", 0.0) for row in self.rows), default=0.0)
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Rows of the tables (`table_row`), the newest first."""
+        for step in sorted(self._tables, reverse=True):
+            part, path = self._tables[step]
+            with tempfile.TemporaryDirectory() as folder:
+                with told(f"the table of step {step} of {self.folder}"):
+                    part.file(path).download(root=folder).close()
+                table = json.loads((Path(folder) / path).read_text(encoding="utf-8"))
+            for cells in reversed(table["data"]):
+                row = dict(zip(table["columns"], cells, strict=True))
+                yield row | {"tags": [tag for tag in row["tags"].split(", ") if tag]}
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """ValueError in place of wandb's errors."""
+    try:
+        yield
+    except Exception as error:  # of many kinds: no key, no project, no network
+        text = " ".join(str(error).split())[:300]
+        raise ValueError(f"wandb does not give {what}: {type(error).__name__}: {text}") from None
+
+
+def opener(project: str, entity: str | None) -> tuple[Callable[[Path], WandbRun], Callable[[int], list[Run]]]:
+    """(a run by its name or its wandb id; the newest so many runs) of a project. ValueError: they can't be
+    had. entity: None: that of the key.
+    """
+    os.environ.setdefault("WANDB_SILENT", "true")
+    with told(f"project {project}"):
+        api = import_module("wandb").Api()
+        place = f"{entity or api.default_entity}/{project}"
+
+    def named(run: Path) -> WandbRun:
+        name = str(run)
+        with told(f"run {name} of {place}"):
+            parts = list(api.runs(place, filters={"group": name})) or [api.run(f"{place}/{name}")]
+            return WandbRun(name, parts)
+
+    def newest(count: int) -> list[Run]:
+        names: dict[str, None] = {}
+        with told(f"project {place}"):
+            for run in api.runs(place, order="-created_at"):
+                names[run.group or run.id] = None
+                if len(names) == count:
+                    break
+        return [named(Path(name)) for name in names]
+
+    return named, newest
