@@ -1,4 +1,4 @@
-"""Files of data set repositories on the Hugging Face hub, by huggingface_hub.
+"""Files of data sets and models on the Hugging Face hub, by huggingface_hub.
 
 Its resume and its checks, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and the proxy variables of the environment
 are in force. What it raises becomes a ValueError of one line.
@@ -51,3 +51,14 @@ def fetch_folder(repository: str, path: str, folder: Path) -> None:
         raise ValueError(f"{repository} has no folder {path}")
     for name in names:
         fetch_file(repository, name, folder)
+
+
+def fetch_model(name: str) -> Path:
+    """The folder of a model in the hub's cache, with all that it is read from. Raises ValueError as
+    `fetch_file` does.
+    """
+    kinds = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
+    found = _ask_hub(name, lambda hub: hub.snapshot_download(name, allow_patterns=kinds))
+    if found is None or not (Path(found) / "config.json").is_file():
+        raise ValueError(f"--model: {name} is no model's name on the hub: it has no config.json")
+    return Path(found)

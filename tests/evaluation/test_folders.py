@@ -4,6 +4,7 @@ import fcntl
 import shutil
 import threading
 
+import huggingface_hub
 import pytest
 
 from verl.trainer import main_evaluate
@@ -31,7 +32,7 @@ def run(tmp_path):
 
 
 def steps(folders):
-    return [int(name_of(folder).name.removeprefix("global_step_")) for folder in folders]
+    return [int(name_of(folder, str(folder)).name.removeprefix("global_step_")) for folder in folders]
 
 
 def test_the_newest_all_or_those_that_are_named(run):
@@ -42,6 +43,22 @@ def test_the_newest_all_or_those_that_are_named(run):
     assert steps(folders_of(options(run, "--steps", "100,5"))) == [5, 100]
     with pytest.raises(ValueError, match=r"5, 10, 100; expected \[7\]"):
         list(folders_of(options(run, "--steps", "7,5")))
+
+
+def test_a_name_of_the_hub_is_taken_from_its_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    cached = tmp_path / "models--org--small"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    snapshot = cached / "snapshots" / ("0" * 40)
+    shutil.copytree("data_prep/base_model", snapshot)
+    asked = options(tmp_path / "run")
+    asked.model = "org/small"
+    assert list(folders_of(asked)) == [snapshot] and str(name_of(snapshot, "org/small")) == "org--small"
+    asked.model = "org/unknown"
+    with pytest.raises(ValueError, match="org/unknown can't be had from the hub"):
+        list(folders_of(asked))
 
 
 def test_watching_takes_each_as_it_comes_passes_over_those_that_are_gone_and_ends_with_the_run(

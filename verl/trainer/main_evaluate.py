@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import search_r1.llm_agent  # noqa: F401  (registers its environment)
 from data_prep.benchmarks import benchmark_file
+from data_prep.hub import fetch_model
 from verl.config import Config
 from verl.config.keys import flat
 from verl.config.loading import VARIABLE_PREFIX, load
@@ -63,7 +64,11 @@ def build_parser(
         prog=prog, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", required=True, help="run folder, Hugging Face folder, or with --base_url the model's name")
+    add(
+        "--model",
+        required=True,
+        help="run folder, Hugging Face folder or hub name; with --base_url its name there",
+    )
     names = "files of rows (.parquet, .jsonl), or names (docs/evaluation.md), a,b"
     add("--benchmarks", required=benchmarks_required, default="", help=names)
     add("--out", type=Path, default=Path(out), help=f"results: OUT/MODEL/BENCHMARK ({out})")
@@ -136,7 +141,8 @@ def folders_of(options: argparse.Namespace) -> Iterator[Path]:
     """The models' folders: one, or those of a run's checkpoints, with --watch as they come. ValueError."""
     run = Path(options.model).expanduser()
     if not options.steps and not options.watch:
-        yield Path(find_model(options.model))
+        folder = Path(find_model(options.model))
+        yield folder if folder.is_dir() else fetch_model(options.model)
         return
     if not run.is_dir():
         raise ValueError(f"--model: found no folder {run}; expected a run's, for --steps and --watch")
@@ -164,8 +170,10 @@ def folders_of(options: argparse.Namespace) -> Iterator[Path]:
         )
 
 
-def name_of(folder: Path) -> Path:
-    """A model's place below --out: RUN/global_step_N, or its folder's name."""
+def name_of(folder: Path | None, model: str) -> Path:
+    """A model's place below --out: RUN/global_step_N, its folder's name, or a name as organisation--model."""
+    if folder is None or not Path(model).expanduser().is_dir():
+        return Path(model.replace("/", "--"))
     run = run_folder(folder)
     if run is None:
         return Path(folder.resolve().name)
@@ -277,7 +285,7 @@ def evaluate(
         from search_r1.search.dense.encoder import Encoder
 
         encode = Encoder(Path(options.encoder).name, options.encoder).encode_passages
-    name = Path(options.model.replace("/", "--")) if folder is None else name_of(folder)
+    name = name_of(folder, options.model)
     with announced(f"loading {name}", sys.stderr), ExitStack() as closed:
         agent = closed.enter_context(agent_of(folder, config, options))
         rest = closed.pop_all()
