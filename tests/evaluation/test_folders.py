@@ -4,8 +4,8 @@ import fcntl
 import shutil
 import threading
 
-import huggingface_hub
 import pytest
+from huggingface_hub import constants as hub_constants
 
 from verl.trainer import main_evaluate
 from verl.trainer.main_evaluate import build_parser, folders_of, name_of, read_options
@@ -46,8 +46,8 @@ def test_the_newest_all_or_those_that_are_named(run):
 
 
 def test_a_name_of_the_hub_is_taken_from_its_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
     cached = tmp_path / "models--org--small"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0" * 40)

@@ -67,7 +67,7 @@ def build_parser(
     add(
         "--model",
         required=True,
-        help="run folder, Hugging Face folder or hub name; with --base_url its name there",
+        help="run, Hugging Face folder or hub name; with --base_url its name there",
     )
     names = "files of rows (.parquet, .jsonl), or names (docs/evaluation.md), a,b"
     add("--benchmarks", required=benchmarks_required, default="", help=names)
