@@ -127,7 +127,7 @@ def make_actor(config: Config, world_size=1) -> DataParallelPPOActor:
     block = config.actor_rollout_ref
     precision = Precision.from_config(block.actor.fsdp_config, CPU)
     engine = TrainEngine(
-        load_policy(block.model, precision.model),
+        load_policy(block.model, precision.model, reads=world_size == 1),
         precision,
         block.actor.fsdp_config,
         CPU,
@@ -145,7 +145,7 @@ def make_critic(config: Config, world_size=1) -> DataParallelPPOCritic:
     block = config.critic
     precision = Precision.from_config(block.model.fsdp_config, CPU)
     engine = TrainEngine(
-        load_value_model(block.model, precision.model),
+        load_value_model(block.model, precision.model, reads=world_size == 1),
         precision,
         block.model.fsdp_config,
         CPU,

@@ -92,10 +92,11 @@ class TrainingWorker(Worker):
         """
         check_heads(model, self.num_sharing)
         precision = Precision.from_config(fsdp_config, self.device, trained=optim is not None)
+        whole = self.world_size == 1  # else each reads its own part
         return TrainEngine(
-            load_policy(model, precision.model, adapted)
+            load_policy(model, precision.model, adapted, whole)
             if is_policy
-            else load_value_model(model, precision.model),
+            else load_value_model(model, precision.model, whole),
             precision,
             fsdp_config,
             self.device,

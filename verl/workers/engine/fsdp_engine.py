@@ -116,7 +116,7 @@ class TrainEngine(Engine):
     """Owns a PolicyModel or ValueModel on this rank. `optim=None` makes it frozen (a reference model).
 
     Args:
-        module: on CPU, of dtype precision.model, the same on every rank.
+        module: on CPU, of dtype precision.model, the same on every rank; its weights may be unread.
         fsdp_config: `param_offload`, `optimizer_offload`: on CUDA, keep them in CPU memory between uses.
             `reshard_after_forward`: see `_backward`. `fsdp_size`: see `ProcessLayout`.
         world_size: number of processes; more than 1 needs torch.distributed to be initialised.
@@ -155,6 +155,8 @@ class TrainEngine(Engine):
             use_cuda_layers(module)
         mesh = self.layout.mesh
         self.module = module.to(device) if mesh is None else self._shard(module, mesh)
+        if module.unread is not None:
+            module.unread.fill(module.model, device)
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler = None
         if optim is not None:

@@ -8,15 +8,25 @@ needed of all tokens; queries, output and feed-forward network only of those.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
@@ -27,6 +37,7 @@ from transformers.utils import logging as transformers_logging
 from verl.utils.linear_logprob import linear_log_prob
 from verl.utils.packed_attention import PACKED_ATTENTION, Packing
 from verl.utils.packing import PackedMicroBatch
+from verl.utils.safetensors_file import shapes_in
 from verl.workers.engine.lora import Adapters, adapter_config, add_adapters, load_adapter, wants_adapters
 
 PLAIN_LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
@@ -101,12 +112,31 @@ def _short_forward(
     return out
 
 
-class PolicyModel(nn.Module):
-    """A causal language model: what its distributions say of each loss token of a micro-batch."""
+@dataclass(frozen=True)
+class Unread:
+    """Weights that are still in a folder: name of a parameter, without adapters -> its name in the files."""
 
-    def __init__(self, model: PreTrainedModel, adapters: Adapters | None = None):
+    folder: Path
+    names: dict[str, str]
+
+    def fill(self, model: nn.Module, device: torch.device) -> None:
+        """Gives the parameters memory on the device, and reads of each what this process holds of it."""
+        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+        own = {name.replace(".base_layer.", "."): p.detach() for name, p in model.named_parameters()}
+        tensors = {self.names[name]: tensor for name, tensor in own.items() if name in self.names}
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(self.folder)), no_dist=True)
+
+
+class PolicyModel(nn.Module):
+    """A causal language model: what its distributions say of each loss token of a micro-batch. unread: its
+    weights, where they are not there yet.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, adapters: Adapters | None = None, unread: Unread | None = None
+    ):
         super().__init__()
-        self.model, self.adapters = model, adapters
+        self.model, self.adapters, self.unread = model, adapters, unread
         self.is_short = shorten_last_layer(model.base_model)
         self.log_prob: Callable[..., tuple[Tensor, Tensor, Tensor]] = linear_log_prob
 
@@ -129,9 +159,11 @@ class PolicyModel(nn.Module):
 class ValueModel(nn.Module):
     """A backbone with a scalar head: the value of the state before each loss token of a micro-batch."""
 
-    def __init__(self, model: PreTrainedModel, adapters: Adapters | None = None):
+    def __init__(
+        self, model: PreTrainedModel, adapters: Adapters | None = None, unread: Unread | None = None
+    ):
         super().__init__()
-        self.model, self.adapters = model, adapters
+        self.model, self.adapters, self.unread = model, adapters, unread
         self.is_short = shorten_last_layer(model)
         width = model.config.get_text_config().hidden_size
         dtype = torch.float32 if adapters else next(model.parameters()).dtype
@@ -174,12 +206,13 @@ def round_embedding_scale(embedding: Any) -> None:
 
 
 def load_policy(
-    model_config: Mapping[str, Any], dtype: torch.dtype, with_adapters: bool = True
+    model_config: Mapping[str, Any], dtype: torch.dtype, with_adapters: bool = True, reads: bool = True
 ) -> PolicyModel:
     """The policy that `actor_rollout_ref.model` describes, on CPU. with_adapters: false leaves out the
-    block's LoRA adapters, for a model that is not trained.
+    block's LoRA adapters, for a model that is not trained. reads: false leaves the weights in the folder,
+    where they can be read in parts (`unread`).
     """
-    model, adapters = _load(model_config, AutoModelForCausalLM, dtype, with_adapters)
+    model, adapters, unread = _load(model_config, AutoModelForCausalLM, dtype, with_adapters, reads)
     text_config = model.config.get_text_config()
     for name in LOGIT_TRANSFORMS:
         if getattr(text_config, name, None) not in (None, 1, 1.0):
@@ -193,12 +226,14 @@ def load_policy(
             f"{model_config['path']}: {type(model).__name__} has no output matrix, or one with a bias; "
             "expected a causal language model like Qwen2, Qwen3, Llama or Mistral."
         )
-    return PolicyModel(model, adapters)
+    return PolicyModel(model, adapters, unread)
 
 
-def load_value_model(model_config: Mapping[str, Any], dtype: torch.dtype) -> ValueModel:
-    """The critic that `critic.model` describes: the folder's backbone with a new head, on CPU."""
-    return ValueModel(*_load(model_config, AutoModel, dtype))
+def load_value_model(model_config: Mapping[str, Any], dtype: torch.dtype, reads: bool = True) -> ValueModel:
+    """The critic that `critic.model` describes: the folder's backbone with a new head, on CPU. reads: as
+    above.
+    """
+    return ValueModel(*_load(model_config, AutoModel, dtype, reads=reads))
 
 
 def load_hf_config(model_config: Mapping[str, Any]) -> PretrainedConfig:
@@ -254,28 +289,80 @@ def _source(model_config: Mapping[str, Any]) -> str:
     return str(path)
 
 
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Parameters of modules that are made inside of the block have no memory; buffers are as always."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(self, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore
+
+
+@contextmanager
+def stand_ins(model: nn.Module) -> Iterator[None]:
+    """Inside of the block parameters on "meta" are a number on the CPU each: what PEFT puts beside a matrix,
+    and draws at random, goes to the matrix's device.
+    """
+    slots = [(module, name, p) for module in model.modules() for name, p in module._parameters.items()]
+    for module, name, parameter in slots:
+        if parameter is not None and parameter.is_meta:
+            one = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+            module._parameters[name] = nn.Parameter(one, parameter.requires_grad)
+    yield
+    for module, name, parameter in slots:
+        if parameter is not None and parameter.is_meta:
+            parameter.requires_grad_(module.get_parameter(name).requires_grad)
+            module._parameters[name] = parameter
+
+
+def _empty(
+    auto_class: Any, config: PretrainedConfig, folder: Path, options: Mapping[str, Any]
+) -> tuple[PreTrainedModel, Unread] | None:
+    """The model with weights that are unread. None: the files have other names or shapes than the model."""
+    with parameters_on_meta():
+        model = auto_class.from_config(config, **options)
+    shapes, names = shapes_in(folder), {}
+    if any(name in shapes for name, _ in model.named_buffers()):
+        return None
+    for name, parameter in model.named_parameters():
+        both = name, f"{model.base_model_prefix}.{name}"  # a backbone's, in the folder of a policy
+        found = [each for each in both if shapes.get(each) == tuple(parameter.shape)]
+        if not found:
+            return None
+        names[name] = found[0]
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model, Unread(folder, names)
+
+
 def _load(
-    model_config: Mapping[str, Any], auto_class: Any, dtype: torch.dtype, with_adapters: bool = True
-) -> tuple[PreTrainedModel, Adapters | None]:
+    model_config: Mapping[str, Any],
+    auto_class: Any,
+    dtype: torch.dtype,
+    with_adapters: bool = True,
+    reads: bool = True,
+) -> tuple[PreTrainedModel, Adapters | None, Unread | None]:
     config = load_hf_config(model_config)
     source = _source(model_config)
     folder = Path(source)
-    if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+    in_parts = any(folder.glob("*.safetensors")) if folder.is_dir() else False
+    if folder.is_dir() and not in_parts and not any(folder.glob("*.bin")):
         raise ValueError(f"Model folder {source} has no weights; expected *.safetensors beside config.json.")
-    model, report = auto_class.from_pretrained(
-        source,
-        config=config,
-        dtype=dtype,
-        attn_implementation=PACKED_ATTENTION,
-        trust_remote_code=model_config.get("trust_remote_code", False),
-        output_loading_info=True,
-    )
-    if report["missing_keys"] or report["mismatched_keys"]:
-        names = sorted(str(key) for key in [*report["missing_keys"], *report["mismatched_keys"]])
-        raise ValueError(
-            f"Model {model_config['path']}: {len(names)} parameters have no weights or some of another "
-            f"shape ({', '.join(names[:3])}, ...); config.json with override_config doesn't fit the weights."
-        )
+    options = {
+        "dtype": dtype,
+        "attn_implementation": PACKED_ATTENTION,
+        "trust_remote_code": model_config.get("trust_remote_code", False),
+    }
+    empty = None if reads or not in_parts else _empty(auto_class, config, folder, options)
+    model, unread = empty or (_whole(auto_class, config, source, options), None)
     for module in model.modules():  # chance must not enter the probability of a token
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -283,7 +370,23 @@ def _load(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     adapters = None
     if with_adapters and wants_adapters(model_config):
-        adapters = add_adapters(model, adapter_config(model_config), model_config["path"])
+        with stand_ins(model):
+            adapters = add_adapters(model, adapter_config(model_config), model_config["path"])
         if model_config.get("lora_adapter_path") is not None:
             load_adapter(adapters, model_config["lora_adapter_path"])
-    return model.train(), adapters
+    return model.train(), adapters, unread
+
+
+def _whole(
+    auto_class: Any, config: PretrainedConfig, source: str, options: Mapping[str, Any]
+) -> PreTrainedModel:
+    """The model with its weights. ValueError: they are not those of the configuration."""
+    model, report = auto_class.from_pretrained(source, config=config, output_loading_info=True, **options)
+    if report["missing_keys"] or report["mismatched_keys"]:
+        names = sorted(str(key) for key in [*report["missing_keys"], *report["mismatched_keys"]])
+        raise ValueError(
+            f"Model {source}: {len(names)} parameters have no weights or some of another "
+            f"shape ({', '.join(names[:3])}, ...); config.json with override_config doesn't fit the weights."
+        )
+    loaded: PreTrainedModel = model
+    return loaded
