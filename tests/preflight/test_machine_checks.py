@@ -2,8 +2,10 @@
 
 import os
 import resource
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from preflight_cases import (
@@ -133,6 +135,10 @@ def test_a_chosen_network_card_that_is_not_there(monkeypatch):
         sh("ip", "link", "set", "veth0", "up")
         sh("ip", "address", "add", "10.88.0.1/24", "dev", "eth0")
         sh("ip", "link", "set", "eth0", "up")
+        give_up = time.monotonic() + 10
+        while not all(psutil.net_if_stats()[card].isup for card in ("eth0", "veth0")):
+            assert time.monotonic() < give_up  # the kernel takes up to a second
+            time.sleep(0.01)
 
     def lines() -> list[str]:
         return in_child(lambda: find("network-card", target_of()), plug, namespaces=CLONE_NEWNET)

@@ -9,6 +9,7 @@ from preflight_cases import BASE_MODEL
 
 from verl.preflight.plan import (
     GIB,
+    PROCESS_BYTES,
     DeviceLoad,
     Hardware,
     Plan,
@@ -54,6 +55,9 @@ def test_ppo_of_7b_fits_on_8_gpus_of_80_gb(models):
     assert gib_of(load, "actor: optimizer state") == pytest.approx(8 * SEVEN / 8 / GIB, rel=1e-3)
     assert gib_of(load, "reference: weights") == pytest.approx(2 * SEVEN / 8 / GIB, rel=1e-3)
     assert gib_of(load, "rollout: weights of its own") == pytest.approx(2 * SEVEN / GIB, rel=1e-3)
+    copied = 2 * 12 * SEVEN / 8  # of actor and critic: weights and two averages
+    asleep = 2 * SEVEN  # the rollout engine's weights
+    assert load.host == pytest.approx(copied + asleep + PROCESS_BYTES, rel=0.01)
     text = "\n".join(lines)
     for column in ("rollout", "log-probs", "reference", "values", "critic's update", "actor's update"):
         assert column in text

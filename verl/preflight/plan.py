@@ -216,6 +216,10 @@ class Plan:
                 for use in self.engines:
                     self._add_engine(load, use, stage)
                 self._add_rollout(load)
+            if self.on_cuda and self.layout.num_processes == 1:  # several read their own parts
+                load.host += max(
+                    use.size.num_parameters * use.precision.model.itemsize for use in self.engines
+                )
             self.loads.append(load)
         self.problems = list(dict.fromkeys(self.problems))
         left = [(one, p, one.capacity - one.total(p)) for one in self.loads for p in self.phases]
@@ -251,6 +255,10 @@ class Plan:
             with_state = updates if offloads_state else phases
             load.add(f"{owner}: gradients", phases if stay else updates, held.gradients)
             load.add(f"{owner}: optimizer state", with_state, held.optimizer, held.optimizer * offloads_state)
+            copied = held.optimizer + (held.gradients if use.size.adapters else held.weights)
+            copied *= self.config.trainer.async_checkpoint
+            where = () if self.on_cuda else phases
+            load.add(f"{owner}: copy for a background checkpoint", where, copied, copied * self.on_cuda)
         for phase in at_work:
             limits, rows = use.passes[phase]
             longest = self.config.data.max_prompt_length
@@ -361,7 +369,7 @@ def report(plan: Plan) -> Iterator[str]:
     if hardware.device == "cuda":
         host = max(load.host for load in plan.loads) * config.trainer.n_gpus_per_node
         yield ""
-        yield f"CPU memory of a node, for what is offloaded and the processes: {gib(host)} GiB"
+        yield f"CPU memory of a node, for what is loaded, offloaded or copied, and processes: {gib(host)} GiB"
 
 
 def _table(load: DeviceLoad, phases: tuple[str, ...]) -> Iterator[str]:
