@@ -2,6 +2,8 @@
 one process.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from one_turn_agent import OneTurnAgent, gen_batch
@@ -169,6 +171,16 @@ def test_while_a_checkpoint_is_made_the_rollout_engine_sleeps(make_group, model_
     with pytest.raises(RuntimeError, match="asleep"):
         engine.step()
     assert engine.version == 1  # but it keeps the weights
+
+
+@pytest.mark.parametrize(("name", "level"), [("vllm", 2), ("native", 1)])
+def test_on_a_gpu_vllm_keeps_no_copy_of_weights_that_an_update_replaces(model_path, name, level):
+    config = make_config(model_path, f"actor_rollout_ref.rollout.name={name}").actor_rollout_ref
+    worker, levels = ActorRolloutRefWorker.__new__(ActorRolloutRefWorker), []
+    worker.config, worker.device = config, torch.device("cuda")
+    worker.engine, worker._rollout_weights_stale = SimpleNamespace(offloads_params=False), False
+    worker._sleep(SimpleNamespace(sleep=levels.append))
+    assert levels == [level] and worker._rollout_weights_stale == (level == 2)
 
 
 def test_after_a_load_the_rollout_engine_takes_the_weights_anew_though_the_version_is_the_same(

@@ -331,7 +331,7 @@ class Plan:
                 f"{rollout.prompt_length} tokens needs {sequence / GIB:.2f} GiB"
             )
         with_weights = ["rollout"] if offloads or (sleeps and is_vllm) else self.phases
-        load.add("rollout: weights of its own", with_weights, weights, weights * (sleeps and is_vllm))
+        load.add("rollout: weights of its own", with_weights, weights)
         load.add("rollout: KV cache", ["rollout"] if sleeps else self.phases, cache)
         load.add("rollout: a step's work, weights arriving", ["rollout"], arriving)
 

@@ -322,7 +322,10 @@ class ActorRolloutRefWorker(TrainingWorker):
         rollout = self.config.rollout
         if rollout.placement == "apart" or not (rollout.free_cache_engine or self.engine.offloads_params):
             return
-        level = 2 if self.engine.offloads_params else 1  # weights would hold what offloading is to free
+        # vLLM would keep weights in the node's memory that the next update replaces; the native engine's are
+        # the trainer's own, unless those are to be freed
+        is_vllm = engine_name(rollout, self.device) == "vllm" and self.device.type == "cuda"
+        level = 2 if self.engine.offloads_params or is_vllm else 1
         engine.sleep(level)
         self._rollout_weights_stale = self._rollout_weights_stale or level == 2
 
