@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -33,6 +34,7 @@ from verl.workers.rollout.base import checked_weights
 WORKER_EXTENSION = "verl.workers.rollout.vllm.weight_transfer.WeightReceiver"
 JOIN_SECONDS = 120.0
 TRANSFER_SECONDS = 1800.0
+TENSOR_SECONDS = 300.0
 
 Pairs = Iterable[tuple[str, Tensor]]
 
@@ -54,6 +56,7 @@ class Group:
         self._store = store
         self._device = device
         self._told: list[str] = []  # keys of the present update's messages
+        self.under_way: Any = None  # the broadcast of the present tensor
         prefixed = dist.PrefixStore("group", store)
         kind: Any = dist.ProcessGroupNCCL if backend == "nccl" else dist.ProcessGroupGloo
         options = kind.Options() if backend == "nccl" else kind._Options()
@@ -117,6 +120,36 @@ class Group:
             self.members.broadcast(tensor, 0).wait()
             yield message["name"], tensor
             number += 1
+
+    def why_broken(self, receiving: Future[list[Any]]) -> str:
+        """Waits until the tensor under way has arrived: "", or what is wrong. `Work.wait` alone returns at
+        once with NCCL, whoever is gone, and with gloo it waits for one that has only stopped receiving.
+        """
+        give_up = time.monotonic() + TENSOR_SECONDS
+        while not self.under_way.is_completed():
+            if receiving.done():
+                return f"it stopped receiving: {receiving.exception() or 'without an error'}"
+            if time.monotonic() > give_up:
+                return f"it did not take a tensor within {TENSOR_SECONDS:g} seconds"
+            time.sleep(0.0002)
+        try:
+            self.under_way.wait()
+        except RuntimeError as error:  # how torch says that a peer is gone
+            return f"the transfer broke: {error}"
+        return ""
+
+    def leave(self) -> None:
+        """Gives up what is under way with others that may never answer. gloo's objects wait for it when they
+        are let go, so a thread does that.
+        """
+        left, self.under_way = [self.members, self.under_way], None
+        del self.members
+
+        def end() -> None:
+            left[0].abort()
+            left.clear()
+
+        threading.Thread(target=end, daemon=True).start()
 
 
 def _store(host: str, port: int, listener: int | None) -> Any:
@@ -190,19 +223,18 @@ class WeightSender:
                     "dtype": str(dtype).removeprefix("torch."),
                     "shape": list(data.shape),
                 }
-                under_way = []
-                for url in receiving.keys() - failed.keys():
+                sent_to = receiving.keys() - failed.keys()
+                for url in sent_to:
                     if receiving[url].done():  # it should wait for this tensor
                         error = receiving[url].exception()
                         failed[url] = f"it stopped receiving: {error or 'without an error'}"
                         continue
-                    self._groups[url].announce(self._update, number, message)
-                    under_way.append((url, self._groups[url].members.broadcast(data, 0)))
-                for url, work in under_way:
-                    try:
-                        work.wait()
-                    except RuntimeError as error:  # how torch says that a peer is gone
-                        failed[url] = f"the transfer broke: {error}"
+                    group = self._groups[url]
+                    group.announce(self._update, number, message)
+                    group.under_way = group.members.broadcast(data, 0)
+                for url in sent_to - failed.keys():
+                    if why := self._groups[url].why_broken(receiving[url]):
+                        failed[url] = why
                 number += 1
         except BaseException as error:
             end = {"failed": repr(error)}
@@ -218,8 +250,8 @@ class WeightSender:
                 continue
             if any(str(answer) != str(version) for answer in versions):
                 failed[url] = f"its workers have the versions {versions} instead of {version}"
-        for url in failed:
-            self._groups.pop(url, None)
+        for url in failed.keys() & self._groups.keys():
+            self._groups.pop(url).leave()
         return failed
 
     def close(self) -> None:
