@@ -1,7 +1,7 @@
 """Questions from a corpus, written by a model: the first half of `python -m verl.synthesize --corpus`.
 
 corpus.jsonl -> passages drawn with a seed -> the model writes a question and its answer on each
-             -> questions.parquet: rows to be asked;  rejected.jsonl: what is no question, and why
+             -> NAME_questions.parquet: rows to be asked;  rejected.jsonl: the others, and why
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from verl.utils.records.files import write_lines
 from verl.utils.reward_score.qa_em import normalize_answer
 
 PROMPT = (
-    "Write one question that the passage below answers. It has to be clear to somebody who does not see the "
+    "Passage: {question}\n\n"
+    "Write one question that the passage above answers. It has to be clear to somebody who does not see the "
     "passage: call people, places and works by their names. The answer is a name, a number or a few words, "
     "copied from the passage. Write nothing but <question>the question</question><answer>the answer</answer>."
-    "\n\nPassage: {question}\n"
+    "\n"
 )
 MOST_WORDS = 8  # of an answer
-_PAIR = re.compile(r"<question>(.*?)</question>\s*<answer>(.*?)</answer>", re.DOTALL)
+_PAIR = re.compile(r"<question>((?:(?!</?question>).)*)</question>\s*<answer>(.*?)</answer>", re.DOTALL)
 
 
 def question_in(text: str, passage: str) -> tuple[str, str, str]:
@@ -61,15 +62,15 @@ class WritesQuestion(BaseTextEnv):
         return BaseTextEnvStepOutput(observations=[], reward=float(not wrong), done=True, metadata={})
 
 
-def write_passages(corpus_path: Path, count: int | None, seed: int, folder: Path) -> Path:
-    """Rows that ask a model for questions on `count` passages (None: on all); returns their file, which has
-    the corpus's name. ValueError: the corpus can't be read.
+def write_passages(corpus_path: Path, count: int, seed: int, folder: Path) -> Path:
+    """Rows that ask a model for questions on `count` passages; returns their file, which has the corpus's
+    name. ValueError: the corpus can't be read.
     """
-    corpus = Corpus.open(corpus_path)
-    numbers = range(len(corpus))
-    chosen = sorted(random.Random(seed).sample(numbers, min(count or len(numbers), len(numbers))))
+    with Corpus.open(corpus_path) as corpus:
+        chosen = sorted(random.Random(seed).sample(range(len(corpus)), min(count, len(corpus))))
+        documents = corpus.rows(chosen)
     rows = []
-    for number, document in zip(chosen, corpus.rows(chosen), strict=True):
+    for number, document in zip(chosen, documents, strict=True):
         passage = document.contents
         about = {"title": passage.partition("\n")[0].strip('" '), "passage": passage}
         row = make_row("corpus", fill_prompt(PROMPT, passage), "", [], "train", number, **about)
@@ -79,13 +80,16 @@ def write_passages(corpus_path: Path, count: int | None, seed: int, folder: Path
     return path
 
 
+def questions_file(folder: Path) -> Path:
+    """Of the questions on a corpus, in the folder with what the model wrote."""
+    return folder / f"{folder.name}_questions.parquet"
+
+
 def write_questions(lines: Iterable[Mapping[str, Any]], model: str, template: str, folder: Path) -> Path:
     """Rows of the questions that a model wrote, each once, as `lines` of results have them; returns their
-    file, questions.parquet, which is left as it is if it is there. ValueError: there is no question.
+    file. ValueError: there is no question.
     """
-    path = folder / "questions.parquet"
-    if path.is_file():
-        return path
+    path = questions_file(folder)
     rows: list[dict[str, Any]] = []
     rejected, seen = [], set[str]()
     for line in lines:

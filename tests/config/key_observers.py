@@ -248,7 +248,8 @@ def critic(config: Config) -> Any:
 
 def plan(config: Config) -> Any:
     config.trainer.device, config.trainer.dry_run_gpu_memory_gb = "cuda", 80
-    return list(report(Plan(config, Hardware.of(config))))
+    made = Plan(config, Hardware.of(config))
+    return list(report(made)), [(load.host, load.items) for load in made.loads]
 
 
 def agent(config: Config) -> Any:

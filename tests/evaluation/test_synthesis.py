@@ -118,7 +118,7 @@ def test_a_model_asks_questions_on_passages_and_those_that_it_can_answer_are_kep
     out = tmp_path / "out"
     with Api(says=reply) as api:
         asked = ["--base_url", api.url, "--model", "m", "--out", str(out), "--rollouts", "2"]
-        asked += ["--corpus", str(corpus), "--val_share", "0", "do_search=false"]
+        asked += ["--corpus", str(corpus), "-n", "9", "--val_share", "0", "do_search=false"]
         assert main(asked) == 0
         number = len(api.bodies)
         assert number == len(PASSAGES) + 2 * 2
@@ -130,10 +130,10 @@ def test_a_model_asks_questions_on_passages_and_those_that_it_can_answer_are_kep
         "no <question>..</question><answer>..</answer>",
         "a duplicate",
     ]
-    (kept,) = pq.read_table(out / "m" / "questions" / "train.parquet").to_pylist()
+    (kept,) = pq.read_table(out / "m" / "small_questions" / "train.parquet").to_pylist()
     assert kept["golden_answers"] == ["Ida Voss"] and kept["question"] == "Who directed Amber Harbor?"
     assert kept["extra_info"]["gold_titles"] == ["Amber Harbor"] and kept["synthesized_by"] == "m"
-    (shown,) = pq.read_table(out / "m" / "questions" / "sft_train.parquet").to_pylist()
+    (shown,) = pq.read_table(out / "m" / "small_questions" / "sft_train.parquet").to_pylist()
     assert compute_score_em(shown["messages"][1]["content"], kept["reward_model"]["ground_truth"]) == 1.0
 
 
@@ -147,10 +147,12 @@ def test_a_model_asks_questions_on_passages_and_those_that_it_can_answer_are_kep
         ("<question>Who?</question><answer> the </answer>", "no words"),
         ("<question>Is Orlen a town?</question><answer>town</answer>", "tells its answer"),
         ("<question>What lies on the Sava?</question><answer>Orlen</answer>", ""),
+        ("<question>draft</question> no: <question>What lies on the Sava?</question><answer>Orlen", "no <q"),
     ],
 )
 def test_what_is_no_question(text, wrong):
-    found = question_in(text, PASSAGES["Orlen"])[2]
+    question, _, found = question_in(text, PASSAGES["Orlen"])
+    assert "draft" not in question
     assert wrong in found and bool(wrong) == bool(found)
 
 
@@ -164,7 +166,14 @@ def test_mistakes_are_refused(questions, capsys):  # noqa: F811
     with Api() as api, pytest.raises(SystemExit):
         main([*flags(api, questions), "--val_share", "1"])
     assert "--val_share" in capsys.readouterr().err
-    for both in ([], ["--benchmarks", str(questions), "--corpus", "corpus.jsonl"]):
+    rows, corpus = ["--benchmarks", str(questions)], ["--corpus", "corpus.jsonl"]
+    for wrong, said in (
+        ([], "--benchmarks or --corpus"),
+        ([*rows, *corpus], "--benchmarks or --corpus"),
+        (corpus, "--corpus with -n"),
+        ([*corpus, "-n", "2", "--watch"], "without --steps and --watch"),
+        ([*rows, "--template", "x"], "--template with --corpus"),
+    ):
         with pytest.raises(SystemExit):
-            main(["--model", "m", *both])
-        assert "--benchmarks or --corpus" in capsys.readouterr().err
+            main(["--model", "m", *wrong])
+        assert said in capsys.readouterr().err

@@ -236,11 +236,10 @@ def agent_of(folder: Path | None, config: Config, options: argparse.Namespace) -
         yield closed.enter_context(closing(build_agent(config, tokenizer, engine, api_key=key)))
 
 
-def check_search(config: Config, benchmarks: Sequence[Benchmark]) -> None:
-    """ValueError: questions need a search server, and none answers."""
+def check_search(config: Config, asks: bool) -> None:
+    """ValueError: questions (`asks`: there are some) need a search server, and none answers."""
     from search_r1.search.client import API_KEY_VARIABLE, SearchClient, SearchError
 
-    asks = any(row["episode"] is None for each in benchmarks for row in [each.dataset[0]])
     if not config.do_search or not asks:
         return
     retriever, key = config.retriever, os.environ.get(API_KEY_VARIABLE, "")
@@ -311,7 +310,7 @@ def evaluate(
             benchmarks.append(Benchmark(path.stem, dataset, place, settings, encode))
         for each in benchmarks:
             each.check(options.resume)
-        check_search(config, benchmarks)
+        check_search(config, any(each.dataset[0]["episode"] is None for each in benchmarks))
         for each in benchmarks:
             summary = each.run(agent, reward_fn, asking)
             figures = {key: value for key, value in summary.items() if isinstance(value, list)}
@@ -324,7 +323,10 @@ def evaluate(
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; see `run_command`."""
     parser = build_parser("python -m verl.evaluate", __doc__, "evals")
-    return run_command(read_options(parser, argv))
+    options = read_options(parser, argv)
+    if not options.benchmarks:
+        parser.error("--benchmarks: found none, expected files of rows or names")
+    return run_command(options)
 
 
 def run_command(options: argparse.Namespace, use: Callable[[Benchmark, Any, str], None] | None = None) -> int:

@@ -18,7 +18,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.trainer.main_evaluate import build_parser, read_options, run_command
+from verl.trainer.main_evaluate import (
+    build_parser,
+    check_search,
+    folders_of,
+    name_of,
+    read_options,
+    run_command,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     from verl.evaluation.rollouts import Benchmark
@@ -37,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = read_options(parser, argv)
     if (options.corpus is None) == (not options.benchmarks):
         parser.error("expected --benchmarks or --corpus, one of them")
+    if options.corpus is not None and (options.n is None or options.steps or options.watch):
+        parser.error("expected --corpus with -n, and without --steps and --watch")
+    if options.template is not None and options.corpus is None:
+        parser.error("expected --template with --corpus; rows of --benchmarks have their prompts")
     if options.per_prompt < 1 or not 0 <= options.val_share < 1:
         parser.error("expected --per_prompt of 1 or more, and --val_share from 0 to below 1")
 
@@ -63,7 +75,7 @@ def ask_for_questions(options: argparse.Namespace) -> int:
     """Has the model write questions on passages of a corpus; they become `options.benchmarks`. Returns the
     exit status.
     """
-    from data_prep.corpus_questions import write_passages, write_questions
+    from data_prep.corpus_questions import questions_file, write_passages, write_questions
     from data_prep.prompts import SEARCH_PROMPT, read_template
 
     def use(benchmark: Benchmark, tokenizer: Any, model: str) -> None:
@@ -71,11 +83,19 @@ def ask_for_questions(options: argparse.Namespace) -> int:
 
     try:
         template = SEARCH_PROMPT if options.template is None else read_template(options.template)
+        folder = None if options.base_url else next(folders_of(options))
+        check_search(settings_of(folder, options), True)  # before anything is paid for
         passages = write_passages(options.corpus, options.n, options.seed, options.out)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     options.n = None
+    place = options.out / name_of(folder, options.model)
+    written = questions_file(place / passages.stem)
+    if options.resume and (place / written.stem / "results.jsonl").is_file():
+        print(f"going on with {written}", flush=True)
+        options.benchmarks = [written]
+        return 0
     once = {"benchmarks": [passages], "rollouts": 1, "similarity": False, "encoder": None}
     return run_command(argparse.Namespace(**{**vars(options), **once}), use)
 

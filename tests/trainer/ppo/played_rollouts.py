@@ -34,6 +34,17 @@ class Prompts:
         return DataProto.from_dict({"sampling_seeds": torch.zeros(self.rows, dtype=torch.int64)}, columns)
 
 
+class Sent:
+    """The future of a call that was heard, or that has failed."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.failure = failure
+
+    def get(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+
 class Played:
     """Processes whose rows start and end when chance says so; each poll lasts until one ends, at most
     five moments."""
@@ -43,7 +54,7 @@ class Played:
         self.rows: list[dict[str, Any]] = []
         self.version, self.now = -1, 0.0
 
-    def submit(self, entries: list[DataProto | None]) -> None:
+    def submit(self, entries: list[DataProto | None]) -> Sent:
         assert len(entries) == self.world_size and self.version >= 0
         for rank, rows in enumerate(entries):
             for index in range(0 if rows is None else len(rows)):
@@ -52,9 +63,11 @@ class Played:
                 row = {"uid": columns["uid"], "member": columns[MEMBER], "rank": rank}
                 row["first"] = None if state is None else state["record"]["version_first"]
                 self.rows.append(row | {"silent": self.rng.random() < self.lost})
+        return Sent()
 
-    def load_weights(self, weights: Any, version: int) -> None:
+    def load_weights(self, weights: Any, version: int) -> Sent:
         self.version = version
+        return Sent()
 
     def cancel(self, uids: set[str]) -> None:
         self.rows = [row for row in self.rows if row["uid"] not in uids]

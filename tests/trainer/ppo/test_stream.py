@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from played_rollouts import Played, Prompts
+from played_rollouts import Played, Prompts, Sent
 
 from verl.config import Config, load_config
 from verl.trainer.ppo import stream as stream_module
@@ -120,6 +120,22 @@ def test_a_step_that_fails_leaves_its_prompts_to_be_asked_again(tmp_path, monkey
     live = [*other.running.values(), *other.ready, *other.again]
     indices = sorted(int(group.prompts.non_tensor_batch["index"][0]) for group in live)
     assert indices == list(range(prompts.drawn)) == [0, 1, 2, 3]
+
+
+def test_weights_that_did_not_arrive_end_the_run():
+    """Nobody waits for the processes; the next look at them says what has gone wrong."""
+    config = load_config(["trainer.async_training.max_staleness=1", "data.train_batch_size=2"])
+    prompts: Any = Prompts(1)
+    played: Any = Played(random.Random(0), 1, 0.0)
+    stream = RolloutStream(config, prompts, played, 3, lambda line: None)
+    stream.send_weights(0, None)  # type: ignore[arg-type]
+    played.load_weights = lambda weights, version: Sent(MemoryError("no room for weights"))
+    stream.send_weights(1, None)  # type: ignore[arg-type]
+    with pytest.raises(MemoryError, match="no room"):
+        stream.take(2)
+    stream.send_weights(1, None)  # type: ignore[arg-type]
+    with pytest.raises(MemoryError, match="no room"):
+        stream.settle()
 
 
 def test_what_staleness_has_room_for_is_begun_and_no_more(monkeypatch):

@@ -1,11 +1,13 @@
 """Of a model that several processes share each reads its own part, and never has more in memory."""
 
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks
+from safetensors.torch import load_file, save_file
 from tiny_training import CPU, make_config
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -101,10 +103,44 @@ def test_each_process_reads_its_own_part(model_path, tmp_path):
         assert peaks["in parts"] < 0.75 and peaks["whole"] > 1.0, peaks
 
 
-def test_a_folder_with_other_names_is_loaded_whole(model_path, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(model_path)
-    model.config.save_pretrained(tmp_path)
-    state = {f"prefix.{name}": tensor for name, tensor in model.state_dict().items()}
-    torch.save(state, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="have no weights"):
-        load_policy({"path": str(tmp_path)}, torch.float32, reads=False)
+def load_tied(rank, world_size, folder, keeps_head):
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES, tie_word_embeddings=True))
+    state = model.state_dict()
+    state["lm_head.weight"] = state["lm_head.weight"] + 1  # read by nobody, where the model is tied
+    if not keeps_head:
+        del state["lm_head.weight"]
+    if rank == 0:
+        model.config.save_pretrained(folder)
+        save_file(state, folder / "model.safetensors")
+    torch.distributed.barrier()
+    module = engine_of(folder, True, False, -1).module
+    assert module.unread is not None
+    embedding, head = module.model.get_input_embeddings().weight, module.model.get_output_embeddings().weight
+    assert embedding is head
+    if rank == 0:
+        saved = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+        assert torch.equal(embedding.to_local(), saved.chunk(2)[0])
+
+
+@pytest.mark.parametrize("keeps_head", [True, False])
+def test_tied_weights_are_read_once_and_stay_tied(tmp_path, keeps_head):
+    run_ranks(load_tied, 2, tmp_path, keeps_head)
+
+
+@pytest.mark.parametrize("change", ["names", "files"])
+def test_what_can_not_be_read_in_parts_is_loaded_whole(model_path, tmp_path, change):
+    """A backbone by itself has other names than the policy; a file beside those of the index may hold any."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    state = dict(model.state_dict())
+    if change == "names":
+        state = {name.replace("model.", "model.language_model.", 1): x for name, x in state.items()}
+        save_file(state, tmp_path / "model.safetensors")
+        loads = pytest.raises(ValueError, match="have no weights")
+    else:
+        save_file({name: x + 1 for name, x in state.items()}, tmp_path / "consolidated.safetensors")
+        loads = nullcontext()
+    with loads:
+        loaded = load_policy({"path": str(tmp_path)}, torch.float32, reads=False)
+        assert loaded.unread is None
+        assert all(torch.equal(x, state[name]) for name, x in loaded.model.state_dict().items())

@@ -279,7 +279,10 @@ class RayPPOTrainer(ResumableRun):
         """
         columns = prompts.non_tensor_batch
         shipped = [name for name in ("raw_prompt_ids", "uid", "continuation", "episode") if name in columns]
-        workers = self.actor_rollout_wg if self.stream is None else self.stream.workers
+        workers = self.actor_rollout_wg
+        if self.stream is not None:
+            self.stream.settle()  # no other weights are measured
+            workers = self.stream.workers
         generated = workers.generate_sequences(prompts.select(non_tensor_batch_keys=shipped))
         trajectories = generated.non_tensor_batch["trajectory"]
         self.failures.check(trajectories)

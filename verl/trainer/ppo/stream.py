@@ -154,7 +154,7 @@ class RolloutStream:
         self.ready: list[PromptGroup] = []
         self.again: list[PromptGroup] = []  # to be asked before others
         self.taken: list[PromptGroup] = []  # of the present step
-        self._sums = dict.fromkeys(("dropped", "expired", "trainer_idle_seconds", "sync_seconds"), 0.0)
+        self._sums = dict.fromkeys(("dropped", "expired", "trainer_idle_seconds"), 0.0)
         self._silent = [0] * workers.world_size  # times in a row that groups of a process were given up
         self._sent: list[DataProtoFuture] = []  # weights and rows, to samplers that are busy
 
@@ -162,14 +162,18 @@ class RolloutStream:
         """The policy after `version` steps goes to the processes, and with `begin` what there is room for now
         is begun. The step before, if there was one, is over.
         """
-        started = time.perf_counter()
         while self.settings.repeatable and self.running:
             self._receive()
         self._sent.append(self.workers.load_weights(weights, version))
-        self._sums["sync_seconds"] += time.perf_counter() - started
         self.version, self.taken, self.replaced = version, [], 0
         if begin:
             self._begin()
+
+    def settle(self) -> None:
+        """Waits until the processes have all that was sent to them; raises what that has raised there."""
+        sent, self._sent = self._sent, []
+        for call in sent:
+            call.get()
 
     def take(self, count: int) -> DataProto:
         """The trajectories of `count` groups, as soon as there are so many."""
@@ -195,8 +199,7 @@ class RolloutStream:
     def metrics(self) -> dict[str, float]:
         """`async/*` and the engines' `rollout/*` since the last call."""
         figures = self.workers.figures()
-        while self._sent:  # these came before it, and have been answered
-            self._sent.pop().get()
+        self.settle()
         names = dict.fromkeys(name for each in figures for name in each)
         metrics = {name: float(np.mean([each[name] for each in figures if name in each])) for name in names}
         metrics |= {f"async/{name}": value for name, value in self._sums.items()}
@@ -238,7 +241,9 @@ class RolloutStream:
 
     def _receive(self) -> None:
         """Takes what has ended, and gives up what takes too long."""
-        for rank, rows in enumerate(self.workers.poll(POLL_SECONDS)):
+        polled = self.workers.poll(POLL_SECONDS)
+        self.settle()
+        for rank, rows in enumerate(polled):
             self._silent[rank] = 0 if rows is not None else self._silent[rank]
             for uid, member, row in single_rows(rows):
                 group = self.running.get(uid)

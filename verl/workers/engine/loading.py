@@ -8,6 +8,7 @@ needed of all tokens; queries, output and feed-forward network only of those.
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -124,6 +125,7 @@ class Unread:
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
         own = {name.replace(".base_layer.", "."): p.detach() for name, p in model.named_parameters()}
         tensors = {self.names[name]: tensor for name, tensor in own.items() if name in self.names}
+        assert tensors.keys() == set(self.names.values())
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(self.folder)), no_dist=True)
 
 
@@ -295,7 +297,7 @@ def parameters_on_meta() -> Iterator[None]:
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None:
+        if parameter is not None and not parameter.is_meta:  # one that is there already is being tied
             parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         register(self, name, parameter)
 
@@ -326,7 +328,14 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
 def _empty(
     auto_class: Any, config: PretrainedConfig, folder: Path, options: Mapping[str, Any]
 ) -> tuple[PreTrainedModel, Unread] | None:
-    """The model with weights that are unread. None: the files have other names or shapes than the model."""
+    """The model with weights that are unread. None: the files have other names or shapes than the model, or
+    there are more files than the model's.
+    """
+    index, files = folder / "model.safetensors.index.json", {"model.safetensors"}
+    if index.is_file():
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    if {path.name for path in folder.glob("*.safetensors")} != files:
+        return None
     with parameters_on_meta():
         model = auto_class.from_config(config, **options)
     shapes, names = shapes_in(folder), {}
