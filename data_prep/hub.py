@@ -58,7 +58,10 @@ def fetch_model(name: str) -> Path:
     `fetch_file` does.
     """
     kinds = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
-    found = _ask_hub(name, lambda hub: hub.snapshot_download(name, allow_patterns=kinds))
+    other = ["consolidated*", "original/*"]  # the same weights in another form
+    found = _ask_hub(
+        name, lambda hub: hub.snapshot_download(name, allow_patterns=kinds, ignore_patterns=other)
+    )
     if found is None or not (Path(found) / "config.json").is_file():
         raise ValueError(f"--model: {name} is no model's name on the hub: it has no config.json")
     return Path(found)

@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,14 +39,13 @@ from search_r1.search.serving.metrics import FOLDER_VARIABLE
 from search_r1.search.serving.service import RetrievalService
 
 if TYPE_CHECKING:  # these are slow to import; mistakes in the flags are told before
-    from multiprocessing.context import SpawnProcess
-
     import uvicorn
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SHUTDOWN_SECONDS = 5  # given to open requests when the server is stopped; a client may never finish its own
 BACKLOG = 2048
 SECONDS_TO_END = 3  # given to a worker process beyond that
+SECONDS_TO_RESTART = 0.5
 COULD_NOT_LOAD = 3  # exit status of a worker process that would fail again
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 UVICORN: dict[str, Any] = {
@@ -131,7 +131,7 @@ def serve(service: RetrievalService, listener: socket.socket, stopped: threading
 
 def serve_with_workers(arguments: argparse.Namespace, listener: socket.socket) -> int:
     """Serves with several processes until a signal comes; one that dies is started again. Returns the exit
-    status, as `serve` does."""
+    status, as `serve` does; 1 also where a process finds a file wrong that was right at first."""
     for number in SIGNALS:
         signal.signal(number, lambda *_: os._exit(0))  # only the load has begun, and nothing else stops that
     service = create_service(arguments)
@@ -150,25 +150,30 @@ def serve_with_workers(arguments: argparse.Namespace, listener: socket.socket) -
         os.environ[FOLDER_VARIABLE] = folder
         for number in SIGNALS:
             signal.signal(number, lambda *_: stopped.set())
-        workers, told = [begin() for _ in range(arguments.workers)], False
-        while not stopped.is_set() and all(worker.exitcode != COULD_NOT_LOAD for worker in workers):
-            wait([worker.sentinel for worker in workers], timeout=0.1)
-            if not told and len(list(Path(folder).glob("ready_*"))) >= len(workers):
-                told = True
-                print_ready(health, f", {len(workers)} processes")
-            for place, worker in enumerate(workers):
-                if worker.exitcode not in (None, COULD_NOT_LOAD) and not stopped.is_set():
-                    how = f"process {worker.pid} died with exit status {worker.exitcode}"
-                    print(f"{how}; another is started", file=sys.stderr, flush=True)
-                    workers[place] = begin()
-        status = int(any(worker.exitcode == COULD_NOT_LOAD for worker in workers))
-        for worker in workers:
-            worker.terminate()
-        give_up = time.monotonic() + SHUTDOWN_SECONDS + SECONDS_TO_END
-        for worker in workers:
-            worker.join(max(0.0, give_up - time.monotonic()))
-            worker.kill()
-            worker.join()
+        workers, told, status = list[SpawnProcess](), False, 0
+        try:
+            workers += [begin() for _ in range(arguments.workers)]
+            while not stopped.is_set() and status == 0:
+                wait([worker.sentinel for worker in workers], timeout=0.1)
+                if not told and len(list(Path(folder).glob("ready_*"))) >= len(workers):
+                    told = True
+                    print_ready(health, f", {len(workers)} processes")
+                for place, worker in enumerate(workers):
+                    if worker.exitcode == COULD_NOT_LOAD:
+                        status = 1
+                    elif worker.exitcode is not None and not stopped.is_set():
+                        how = f"process {worker.pid} died with exit status {worker.exitcode}"
+                        print(f"{how}; another is started", file=sys.stderr, flush=True)
+                        stopped.wait(SECONDS_TO_RESTART)  # it may die as soon as it has begun
+                        workers[place] = begin()
+        finally:  # also where another process can't be started
+            for worker in workers:
+                worker.terminate()
+            give_up = time.monotonic() + SHUTDOWN_SECONDS + SECONDS_TO_END
+            for worker in workers:
+                worker.join(max(0.0, give_up - time.monotonic()))
+                worker.kill()
+                worker.join()
     return status
 
 
@@ -178,10 +183,13 @@ def serve_as_worker(arguments: argparse.Namespace, listener: socket.socket) -> N
         signal.signal(number, signal.SIG_DFL)  # nothing else stops a load
     logging.basicConfig(format=LOG_FORMAT)
     end_with_parent()
-    service = create_service(arguments)
-    service.start_loading().join()
-    if service.error is not None:  # the parent could load it: a file has gone since
-        print_error(service.error)
+    try:
+        service = create_service(arguments)
+        service.start_loading().join()
+        if service.error is not None:
+            raise service.error
+    except Exception as error:  # the parent could load it: a file has gone since
+        print_error(error)
         sys.exit(COULD_NOT_LOAD)
     server = create_server(service)
     for number in SIGNALS:

@@ -6,6 +6,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from verl.monitor import __main__ as monitor
+from verl.monitor import wandb_runs
 from verl.monitor.__main__ import main
 from verl.monitor.tags import table_row
 from verl.utils.tracking import Tracking
@@ -24,10 +26,12 @@ ROWS = [
 ]
 TABLE = {"columns": list(ROWS[0]), "data": [list(row.values()) for row in ROWS]}
 PATH = "media/table/val/rollouts_2.table.json"
-FIRST = [{"_step": step, "_timestamp": 1.7e9 + step, "critic/score/mean": 0.1 * step} for step in (1, 2, 3)]
+FIRST = [
+    {"_step": step, "_timestamp": 1.7e9 + step, "critic/score/mean": 0.1 * step} for step in (1, 2, 3, 9)
+]
 SECOND = [{"_step": step, "_timestamp": 1.8e9 + step, "critic/score/mean": 0.2 * step} for step in (3, 4)]
 SECOND[0]["val/rollouts"] = {"_type": "table-file", "path": PATH, "ncols": 10, "nrows": 2}
-HISTORY = {"one": FIRST, "two": SECOND}  # a run that was killed at step 3 and went on, and its second half
+HISTORY = {"one": FIRST, "two": SECOND}  # a run that was killed at step 9 and went on from 2, and the rest
 
 
 class Wandb:
@@ -57,6 +61,7 @@ class Wandb:
             def log_message(self, *_):
                 pass
 
+        self.state = "finished"  # of the second
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
@@ -126,6 +131,17 @@ def test_the_runs_of_one_name_are_one_with_its_failures(wandb_server, tmp_path, 
     (sample,) = map(json.loads, (tmp_path / "both/monitor/samples.jsonl").read_text().splitlines())
     assert sample["text"] == "where? <answer> rome"
     assert main(["--project", "project", "two", "--metrics-only"]) == 0  # by its id
+
+
+@pytest.mark.slow
+def test_watching_ends_with_the_run(wandb_server, monkeypatch, capsys):
+    monkeypatch.setattr(monitor, "REFRESH_SECONDS", 0.2)
+    monkeypatch.setattr(wandb_runs, "LOOK_SECONDS", 0.0)
+    wandb_server.state = "running"
+    over = threading.Timer(1.0, lambda: setattr(wandb_server, "state", "finished"))
+    over.start()
+    assert main(["--project", "project", "both", "--watch"]) == 0
+    over.join()
 
 
 @pytest.mark.slow

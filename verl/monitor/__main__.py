@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("runs", nargs="*", type=Path, metavar="RUN", help="folders of runs; with --project their names")
-    add("--list", action="store_true", help="name the runs below --root")
+    add("--list", action="store_true", help="name the runs below --root, or of --project")
     add("--root", type=Path, default=Path("verl_checkpoints"), help="folder of runs (verl_checkpoints)")
     add("--project", help="of wandb, where the runs are then looked for")
     add("--entity", help="of wandb, whose project it is (that of the key)")

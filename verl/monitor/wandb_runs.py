@@ -15,6 +15,8 @@ from typing import Any
 from verl.monitor.runs import Run
 from verl.monitor.tags import ROLLOUTS_TABLE
 
+LOOK_SECONDS = 30.0  # all metrics of a run are asked for at each look
+
 
 class WandbRun(Run):
     """All runs of one name in a project: one that was resumed is several there, whose steps are joined."""
@@ -25,8 +27,13 @@ class WandbRun(Run):
         by_step: dict[int, dict[str, Any]] = {}
         self._tables: dict[int, tuple[Any, str]] = {}  # step -> its run and file, of tables of rollouts
         for part in self.parts:
+            goes_on = True  # from a checkpoint: what the part before had made after it is made again
             for row in part.scan_history():
                 step = int(row["_step"])
+                if goes_on:
+                    by_step = {other: kept for other, kept in by_step.items() if other < step}
+                    self._tables = {other: kept for other, kept in self._tables.items() if other < step}
+                    goes_on = False
                 if isinstance(table := row.pop(ROLLOUTS_TABLE, None), dict):
                     self._tables[step] = part, table["path"]
                 by_step[step] = by_step.get(step, {}) | row | {"step": step}
@@ -70,15 +77,28 @@ def opener(project: str, entity: str | None) -> tuple[Callable[[Path], WandbRun]
         api = import_module("wandb").Api()
         place = f"{entity or api.default_entity}/{project}"
 
+    known: dict[str, tuple[float, WandbRun]] = {}  # and when it was asked for
+
     def named(run: Path) -> WandbRun:
         name = str(run)
-        with told(f"run {name} of {place}"):
-            parts = list(api.runs(place, filters={"group": name})) or [api.run(f"{place}/{name}")]
-            return WandbRun(name, parts)
+        if name in known and time.monotonic() - known[name][0] < LOOK_SECONDS:
+            return known[name][1]
+        try:
+            with told(f"run {name} of {place}"):
+                api.flush()  # else it answers with what it was told first
+                parts = list(api.runs(place, filters={"group": name})) or [api.run(f"{place}/{name}")]
+                found = WandbRun(name, parts)
+        except ValueError:
+            if name not in known:
+                raise
+            found = known[name][1]  # until it answers again
+        known[name] = time.monotonic(), found
+        return found
 
     def newest(count: int) -> list[Run]:
         names: dict[str, None] = {}
         with told(f"project {place}"):
+            api.flush()
             for run in api.runs(place, order="-created_at"):
                 names[run.group or run.id] = None
                 if len(names) == count:

@@ -96,7 +96,8 @@ def _wandb(project_name: str, experiment_name: str, run_dir: Path, config: Mappi
     )
 
     def log_table(name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])}, step=step)
+        cells = [list(row) for row in rows]
+        run.log({name: wandb.Table(list(columns), cells, allow_mixed_types=True)}, step=step)
 
     return Backend(lambda metrics, step: run.log(dict(metrics), step=step), run.finish, log_table)
 

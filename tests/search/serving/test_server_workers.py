@@ -98,3 +98,15 @@ def test_a_worker_killed_under_load_is_restarted_and_no_search_is_lost(tmp_path)
         _, errors = process.communicate(timeout=20)
         assert process.returncode == 0
         assert "died" in errors and errors.count("\n") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_process_that_can_not_load_any_more_ends_the_server(tmp_path):
+    with two_workers(tmp_path) as (process, _):
+        for file in tmp_path.glob("corpus.jsonl*"):
+            file.unlink()
+        workers(process)[0].kill()
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "died with exit status -9; another is started" in errors and "there is no file" in errors

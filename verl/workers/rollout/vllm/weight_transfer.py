@@ -121,11 +121,11 @@ class Group:
             yield message["name"], tensor
             number += 1
 
-    def why_broken(self, receiving: Future[list[Any]]) -> str:
-        """Waits until the tensor under way has arrived: "", or what is wrong. `Work.wait` alone returns at
-        once with NCCL, whoever is gone, and with gloo it waits for one that has only stopped receiving.
+    def why_broken(self, receiving: Future[list[Any]], give_up: float) -> str:
+        """Waits until the tensor under way has arrived, or until `give_up`: "", or what is wrong. `Work.wait`
+        alone returns at once with NCCL, whoever is gone, and with gloo it waits for one that has only stopped
+        receiving.
         """
-        give_up = time.monotonic() + TENSOR_SECONDS
         while not self.under_way.is_completed():
             if receiving.done():
                 return f"it stopped receiving: {receiving.exception() or 'without an error'}"
@@ -232,8 +232,9 @@ class WeightSender:
                     group = self._groups[url]
                     group.announce(self._update, number, message)
                     group.under_way = group.members.broadcast(data, 0)
+                give_up = time.monotonic() + TENSOR_SECONDS
                 for url in sent_to - failed.keys():
-                    if why := self._groups[url].why_broken(receiving[url]):
+                    if why := self._groups[url].why_broken(receiving[url], give_up):
                         failed[url] = why
                 number += 1
         except BaseException as error:
@@ -242,6 +243,7 @@ class WeightSender:
         finally:
             for url in receiving.keys() - failed.keys():
                 self._groups[url].announce(self._update, number, end)
+            self._leave(failed)
         for url in receiving.keys() - failed.keys():
             try:
                 versions = receiving[url].result(TRANSFER_SECONDS)
@@ -250,9 +252,12 @@ class WeightSender:
                 continue
             if any(str(answer) != str(version) for answer in versions):
                 failed[url] = f"its workers have the versions {versions} instead of {version}"
-        for url in failed.keys() & self._groups.keys():
-            self._groups.pop(url).leave()
+        self._leave(failed)
         return failed
+
+    def _leave(self, failed: Iterable[str]) -> None:
+        for url in self._groups.keys() & set(failed):
+            self._groups.pop(url).leave()
 
     def close(self) -> None:
         """Leave the groups."""
