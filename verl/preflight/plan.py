@@ -360,7 +360,7 @@ def report(plan: Plan) -> Iterator[str]:
     if samples_apart(config):
         yield f"rollout processes: {rollout.num_processes}, each with the whole policy and a KV cache"
     elif rollout.placement == "apart":
-        own = f"{rollout.vllm.num_servers}, started by rank 0 on GPUs of its node that it does not train on"
+        own = f"{rollout.vllm.num_servers}, started by the run on GPUs that it does not train on"
         size = rollout.tensor_model_parallel_size
         yield f"vLLM servers of {size} GPUs each: {rollout.vllm.server_urls or own}"
     for load in plan.loads:

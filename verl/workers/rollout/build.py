@@ -199,20 +199,28 @@ def _vllm_arguments(
 def _vllm_apart(
     rollout: Rollout, model_config: PretrainedConfig, arguments: dict[str, Any], request: EngineRequest
 ) -> RolloutEngine:
-    """Rank 0 starts the servers, if any are to be started, and sends the weights; all ranks use them."""
+    """Rank 0 starts the servers, if any are to be started, and sends the weights; all ranks use them. On GPUs
+    with Ray they go wherever the cluster has free ones; else to those of this machine.
+    """
     from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
     from verl.workers.rollout.vllm.server import VllmServers
     from verl.workers.rollout.vllm.weight_transfer import WeightSender
 
     vllm = rollout.vllm
-    servers: VllmServers | None = None
+    servers: Any = None
     problem: Exception | None = None
     urls = [vllm.server_urls] if isinstance(vllm.server_urls, str) else vllm.server_urls
     if not urls:
         if request.rank == 0:
-            devices = _other_devices(request.device)
+            python, ray = vllm.python or sys.executable, sys.modules.get("ray")
             try:
-                servers = VllmServers(arguments, vllm.num_servers, vllm.python or sys.executable, devices)
+                if request.device.type == "cuda" and ray is not None and ray.is_initialized():
+                    from verl.workers.rollout.vllm.ray_servers import RayServers
+
+                    servers = RayServers(arguments, vllm.num_servers, python)
+                else:
+                    devices = _other_devices(request.device)
+                    servers = VllmServers(arguments, vllm.num_servers, python, devices)
             except (ValueError, RuntimeError, OSError) as error:
                 problem = error  # the other ranks wait to hear of it
         urls = servers.urls if servers else []

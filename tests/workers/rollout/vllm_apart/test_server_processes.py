@@ -116,3 +116,52 @@ def test_servers_end_when_the_process_that_started_them_is_killed(tmp_path, how)
         trainer.send_signal(how)
         trainer.wait()
         wait_until_gone(pids)
+
+
+@pytest.fixture
+def three_gpus():
+    """Ray, which is told of three GPUs."""
+    import ray
+
+    from verl.single_controller.ray.session import choose_temp_dir
+
+    options = {"include_dashboard": False, "log_to_driver": False, "_temp_dir": choose_temp_dir()[0]}
+    ray.init(address="local", num_cpus=1, num_gpus=3, **options)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.slow
+def test_with_ray_servers_go_to_gpus_that_nobody_has_and_end_with_their_starter(
+    three_gpus, tmp_path, monkeypatch
+):
+    import ray
+
+    from verl.workers.rollout.vllm import ray_servers
+
+    @ray.remote(num_cpus=0, num_gpus=1)
+    class Trains:
+        def gpus(self):
+            return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    trainer = Trains.remote()
+    taken = ray.get(trainer.gpus.remote())
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    told = f"open({str(logs)!r} + '/' + arguments['--port'], 'w').write(json.dumps(said))"
+    stub = interpreter(tmp_path, STUB.replace("STATUS", "200").replace("print(json", f"{told}\nprint(json"))
+    with closing(ray_servers.RayServers(MODEL, 2, stub)) as servers:
+        address = ray.util.get_node_ip_address()
+        assert len(set(servers.urls)) == 2 and all(address in url for url in servers.urls)
+        words = [json.loads((logs / url.rsplit(":", 1)[1]).read_text()) for url in servers.urls]
+        devices = [found["environ"]["CUDA_VISIBLE_DEVICES"] for found in words]
+        assert {taken, *devices} == {"0", "1", "2"}
+        assert all(f"--host {address}" in " ".join(found["argv"]) for found in words)
+        monkeypatch.setattr(ray_servers, "_SECONDS_TO_PLACE", 1.0)
+        with pytest.raises(ValueError, match=r"0 of 1 servers found 1 GPUs on a node.*0 are free"):
+            ray_servers.RayServers(MODEL, 1, stub)
+    wait_until_gone([pid for found in words for pid in found["pids"]])
+    monkeypatch.undo()
+    broken = interpreter(tmp_path, "#!/bin/sh\necho no such model; exit 3\n")
+    with pytest.raises(RuntimeError, match=r"(?s)ended while it started.*no such model"):
+        ray_servers.RayServers(MODEL, 1, broken)

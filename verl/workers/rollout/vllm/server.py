@@ -8,7 +8,8 @@ weights; the policy's come by transfer (`weight_transfer.py`), through a worker 
 Servers end with `close`, and also when the trainer dies, in whatever way (`verl/utils/process_guard.py`).
 
 They run with VLLM_SERVER_DEV_MODE=1: whoever reaches their address can pause them, change their weights and
-call methods of their workers. They listen on 127.0.0.1 alone.
+call methods of their workers. They listen on 127.0.0.1 alone, but where Ray has placed them
+(verl.workers.rollout.vllm.ray_servers.py): there on the node's address in the cluster.
 """
 
 from __future__ import annotations
@@ -106,13 +107,15 @@ class VllmServers:
         python: str = sys.executable,
         devices: Sequence[str] | None = None,
         timeout: float = 900.0,
+        host: str = HOST,
     ) -> None:
         """Start them side by side and wait until all are healthy.
 
         engine_args: vLLM's arguments by the names of its `EngineArgs`. "model" is a must: a Hugging Face
         folder with a configuration and a tokenizer (weights are not read). They win over ours; True and False
         are flags, None leaves an argument out. python: interpreter with vLLM. devices: CUDA devices of all
-        servers in order, tensor_parallel_size of them each; None: whatever the environment shows.
+        servers in order, tensor_parallel_size of them each; None: whatever the environment shows. host: this
+        machine's address to listen on.
 
         Raises ValueError for too few devices, EngineUnavailable with the log's last lines, if one ends, or is
         not healthy after `timeout` seconds; then none is left.
@@ -140,11 +143,11 @@ class VllmServers:
         environment["PYTHONPATH"] = os.pathsep.join([str(folder), *([before] if before else [])])
         try:
             for index in range(num_servers):
-                port = _free_port()
+                port = _free_port(host)
                 if devices is not None:
                     environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[index * size : (index + 1) * size])
-                url, log_path = f"http://{HOST}:{port}", folder / f"server-{index}.log"
-                command = _command(engine_args, python, port)
+                url, log_path = f"http://{host}:{port}", folder / f"server-{index}.log"
+                command = _command(engine_args, python, host, port)
                 self.processes.append(ServerProcess(url, command, environment, log_path))
             self._wait_until_healthy(timeout)
         except BaseException:
@@ -183,7 +186,7 @@ class VllmServers:
                 time.sleep(0.1)
 
 
-def _command(engine_args: Mapping[str, Any], python: str, port: int) -> list[str]:
+def _command(engine_args: Mapping[str, Any], python: str, host: str, port: int) -> list[str]:
     """The command line of a server on this port."""
     ours = {
         "served_model_name": SERVED_MODEL_NAME,
@@ -196,7 +199,7 @@ def _command(engine_args: Mapping[str, Any], python: str, port: int) -> list[str
         "uvicorn_log_level": "warning",
     }
     command = [python, "-m", "vllm.entrypoints.openai.api_server"]
-    for name, value in (ours | dict(engine_args) | {"host": HOST, "port": port}).items():
+    for name, value in (ours | dict(engine_args) | {"host": host, "port": port}).items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             command.append(f"--{flag}" if value else f"--no-{flag}")
@@ -206,10 +209,10 @@ def _command(engine_args: Mapping[str, Any], python: str, port: int) -> list[str
     return command
 
 
-def _free_port() -> int:
+def _free_port(host: str) -> int:
     """A port that nobody listens on; the server will take it in a few seconds."""
     for port in random.Random().sample(_PORTS, 100):  # not the program's seed: two runs would collide
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((HOST, port))
+            probe.bind((host, port))
             return port
-    raise RuntimeError(f"no free port on {HOST} among {_PORTS.start} to {_PORTS.stop - 1}")
+    raise RuntimeError(f"no free port on {host} among {_PORTS.start} to {_PORTS.stop - 1}")

@@ -1,0 +1,83 @@
+"""vLLM servers on GPUs of the cluster that nobody trains on: Ray shows a training process its own GPU alone.
+
+    rank 0 of training -> RayServers -> an actor with `tensor_parallel_size` GPUs -> VllmServers of one server
+
+A server listens on its node's address in the cluster, where whoever reaches it can pause it and change its
+weights: the cluster's network has to be closed to others. It ends with its actor, and that with rank 0.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from verl.single_controller.ray.environment import carried_variables, import_path
+from verl.workers.rollout.vllm.server import VllmServers
+
+_SECONDS_TO_PLACE = 60.0
+_SECONDS_TO_CLOSE = 15.0
+
+
+class ServerActor:
+    """Holds the GPUs of one server, and the server."""
+
+    def place(self) -> str:
+        """The node's address in the cluster."""
+        return ray.util.get_node_ip_address()
+
+    def start(self, engine_args: dict[str, Any], python: str) -> str:
+        """The server's address, once it is healthy; errors as of `VllmServers`."""
+        devices = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        self.servers = VllmServers(engine_args, 1, python, devices, host=self.place())
+        return self.servers.urls[0]
+
+    def close(self) -> None:
+        self.servers.close()
+
+
+class RayServers:
+    """As `VllmServers`, wherever the cluster has GPUs. python: an interpreter with vLLM, on every node.
+
+    ValueError: there are not so many free GPUs. Errors of a server's start as of `VllmServers`.
+    """
+
+    def __init__(
+        self, engine_args: Mapping[str, Any], num_servers: int, python: str = sys.executable
+    ) -> None:
+        size = int(engine_args.get("tensor_parallel_size") or 1)
+        variables = carried_variables() | {"PYTHONPATH": import_path()}
+        options: dict[str, Any] = {"num_cpus": 0.25, "num_gpus": size}
+        kind = ray.remote(ServerActor).options(**options, runtime_env={"env_vars": variables})
+        self.processes: list[Any] = []  # none of this machine
+        self._actors: list[Any] = [kind.remote() for _ in range(num_servers)]
+        try:
+            placed = [actor.place.remote() for actor in self._actors]
+            there, _ = ray.wait(placed, num_returns=num_servers, timeout=_SECONDS_TO_PLACE)
+            if len(there) < num_servers:
+                free = ray.available_resources().get("GPU", 0.0)
+                raise ValueError(
+                    f"rollout.vllm.num_servers: {len(there)} of {num_servers} servers found {size} GPUs on a "
+                    f"node within {_SECONDS_TO_PLACE:g} s; {free:g} are free in all. Train on fewer "
+                    "(trainer.n_gpus_per_node, trainer.nnodes), or start fewer servers."
+                )
+            starting = [actor.start.remote(dict(engine_args), python) for actor in self._actors]
+            self.urls: list[str] = ray.get(starting)
+        except ray.exceptions.RayTaskError as error:
+            self.close()
+            raise error.cause from None
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends all of them. Safe to call twice."""
+        actors, self._actors = self._actors, []
+        closing = [actor.close.remote() for actor in actors]
+        if closing:
+            ray.wait(closing, num_returns=len(closing), timeout=_SECONDS_TO_CLOSE)
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
