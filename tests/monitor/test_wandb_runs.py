@@ -156,7 +156,7 @@ def test_what_wandb_does_not_have_is_said(wandb_server, capsys):
 def test_a_validation_is_a_table_of_rollouts(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     tracking = Tracking("project", "run", ["wandb"], {}, tmp_path)
-    tracking.log_table("val/rollouts", TABLE["columns"], TABLE["data"], 2)
+    tracking.log_table("val/rollouts", ROWS, 2)
     tracking.log({"train/em": 0.5}, 2)
     tracking.finish()
     (written,) = tmp_path.glob("wandb/offline-run-*/files/media/table/val/*.table.json")

@@ -24,20 +24,14 @@ class WandbRun(Run):
     def __init__(self, name: str, parts: list[Any]) -> None:
         """parts: of `wandb.Api().runs`."""
         self.folder, self.parts = Path(name), sorted(parts, key=lambda part: part.created_at)
-        by_step: dict[int, dict[str, Any]] = {}
-        self._tables: dict[int, tuple[Any, str]] = {}  # step -> its run and file, of tables of rollouts
+        self._history: list[tuple[Any, dict[str, Any]]] = []  # (its part, row), by steps
         for part in self.parts:
-            goes_on = True  # from a checkpoint: what the part before had made after it is made again
-            for row in part.scan_history():
-                step = int(row["_step"])
-                if goes_on:
-                    by_step = {other: kept for other, kept in by_step.items() if other < step}
-                    self._tables = {other: kept for other, kept in self._tables.items() if other < step}
-                    goes_on = False
-                if isinstance(table := row.pop(ROLLOUTS_TABLE, None), dict):
-                    self._tables[step] = part, table["path"]
-                by_step[step] = by_step.get(step, {}) | row | {"step": step}
-        self.rows = [by_step[step] for step in sorted(by_step)]
+            rows = [row | {"step": int(row["_step"])} for row in part.scan_history()]
+            if rows:  # it goes on from a checkpoint: what the part before made after it is made again
+                first = rows[0]["step"]
+                self._history = [(other, row) for other, row in self._history if row["step"] < first]
+            self._history += [(part, row) for row in rows]
+        self.rows = [row for _, row in self._history]
         states = {"running": "running", "pending": "running", "finished": "finished"}
         self.state = states.get(self.parts[-1].state, "stopped")
 
@@ -47,10 +41,12 @@ class WandbRun(Run):
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Rows of the tables (`table_row`), the newest first."""
-        for step in sorted(self._tables, reverse=True):
-            part, path = self._tables[step]
+        for part, logged in reversed(self._history):
+            if not isinstance(logged.get(ROLLOUTS_TABLE), dict):
+                continue
+            path = logged[ROLLOUTS_TABLE]["path"]
             with tempfile.TemporaryDirectory() as folder:
-                with told(f"the table of step {step} of {self.folder}"):
+                with told(f"the table of step {logged['step']} of {self.folder}"):
                     part.file(path).download(root=folder).close()
                 table = json.loads((Path(folder) / path).read_text(encoding="utf-8"))
             for cells in reversed(table["data"]):

@@ -57,9 +57,7 @@ DECISIVE = (
 )
 
 
-def build_parser(
-    prog: str, about: str | None, out: str, benchmarks_required: bool = True
-) -> argparse.ArgumentParser:
+def build_parser(prog: str, about: str | None, out: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -70,7 +68,7 @@ def build_parser(
         help="run, Hugging Face folder or hub name; with --base_url its name there",
     )
     names = "files of rows (.parquet, .jsonl), or names (docs/evaluation.md), a,b"
-    add("--benchmarks", required=benchmarks_required, default="", help=names)
+    add("--benchmarks", default="", help=names)
     add("--out", type=Path, default=Path(out), help=f"results: OUT/MODEL/BENCHMARK ({out})")
     add("--resume", action="store_true", help="go on with the results that are there")
     add("-n", type=int, help="examples of each benchmark, drawn with a fixed seed (all)")

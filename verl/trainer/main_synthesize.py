@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: as of `verl.evaluate`; 2 also if no rollout is kept."""
-    parser = build_parser("python -m verl.synthesize", __doc__, "synthesized", benchmarks_required=False)
+    parser = build_parser("python -m verl.synthesize", __doc__, "synthesized")
     parser.set_defaults(rollouts=4)
     add = parser.add_argument
     add("--corpus", type=Path, help="write questions on its passages first, -n of them, and ask these")

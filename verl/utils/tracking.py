@@ -18,13 +18,13 @@ from urllib.parse import urlparse
 
 
 class Backend(NamedTuple):
-    """log: (the metrics of a step, the step). finish: writes out what is pending. log_table: (name, columns,
-    rows, step), where tables can be shown.
+    """log: (the metrics of a step, the step). finish: writes out what is pending. log_table: (name, rows with
+    the same columns, step), where tables can be shown.
     """
 
     log: Callable[[Mapping[str, float], int], object]
     finish: Callable[[], object]
-    log_table: Callable[[str, Sequence[str], Sequence[Sequence[Any]], int], object] = lambda *_: None
+    log_table: Callable[[str, Sequence[Mapping[str, Any]], int], object] = lambda *_: None
 
 
 class Tracking:
@@ -62,10 +62,10 @@ class Tracking:
         for backend in self.backends:
             backend.log(data, step)
 
-    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """A table (of trajectories), where the backend can show one: wandb."""
+    def log_table(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """A table (of trajectories), where the backend can show one: wandb. rows: at least one."""
         for backend in self.backends:
-            backend.log_table(name, columns, rows, step)
+            backend.log_table(name, rows, step)
 
     def finish(self) -> None:
         """Close all backends. Safe to call twice."""
@@ -95,9 +95,9 @@ def _wandb(project_name: str, experiment_name: str, run_dir: Path, config: Mappi
         settings=wandb.Settings(console="off", silent=True),
     )
 
-    def log_table(name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        cells = [list(row) for row in rows]
-        run.log({name: wandb.Table(list(columns), cells, allow_mixed_types=True)}, step=step)
+    def log_table(name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        cells = [list(row.values()) for row in rows]
+        run.log({name: wandb.Table(list(rows[0]), cells, allow_mixed_types=True)}, step=step)
 
     return Backend(lambda metrics, step: run.log(dict(metrics), step=step), run.finish, log_table)
 

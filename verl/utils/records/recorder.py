@@ -145,10 +145,7 @@ class RunRecorder(Recorder):
             self.write(0, metrics)
         self.trajectories.add(step, records)
         if records and self.tracking is not None:
-            rows = [table_row(record) for record in records]
-            columns = list(rows[0])
-            cells = [list(row.values()) for row in rows]
-            self.tracking.log_table(ROLLOUTS_TABLE, columns, cells, step)
+            self.tracking.log_table(ROLLOUTS_TABLE, [table_row(record) for record in records], step)
         for question in questions:
             self.questions.append(step, question)
         for line in validation_lines(summary, metrics):

@@ -9,7 +9,7 @@ Servers end with `close`, and also when the trainer dies, in whatever way (`verl
 
 They run with VLLM_SERVER_DEV_MODE=1: whoever reaches their address can pause them, change their weights and
 call methods of their workers. They listen on 127.0.0.1 alone, but where Ray has placed them
-(verl.workers.rollout.vllm.ray_servers.py): there on the node's address in the cluster.
+(ray_servers.py): there on the node's address in the cluster.
 """
 
 from __future__ import annotations

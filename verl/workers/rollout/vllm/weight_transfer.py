@@ -128,7 +128,7 @@ class Group:
         """
         while not self.under_way.is_completed():
             if receiving.done():
-                return f"it stopped receiving: {receiving.exception() or 'without an error'}"
+                return _why_stopped(receiving)
             if time.monotonic() > give_up:
                 return f"it did not take a tensor within {TENSOR_SECONDS:g} seconds"
             time.sleep(0.0002)
@@ -150,6 +150,11 @@ class Group:
             left.clear()
 
         threading.Thread(target=end, daemon=True).start()
+
+
+def _why_stopped(receiving: Future[list[Any]]) -> str:
+    """Of a server whose workers should still receive."""
+    return f"it stopped receiving: {receiving.exception() or 'without an error'}"
 
 
 def _store(host: str, port: int, listener: int | None) -> Any:
@@ -226,8 +231,7 @@ class WeightSender:
                 sent_to = receiving.keys() - failed.keys()
                 for url in sent_to:
                     if receiving[url].done():  # it should wait for this tensor
-                        error = receiving[url].exception()
-                        failed[url] = f"it stopped receiving: {error or 'without an error'}"
+                        failed[url] = _why_stopped(receiving[url])
                         continue
                     group = self._groups[url]
                     group.announce(self._update, number, message)
