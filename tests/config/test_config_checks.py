@@ -56,6 +56,10 @@ def test_a_good_configuration_passes(good):
             f"{ROLLOUT}={{name: native, tensor_model_parallel_size: 2}}",
             "a whole model in each process; expected 1",
         ),
+        (
+            f"{ROLLOUT}={{name: vllm, tensor_model_parallel_size: 2}}",
+            "trainer.n_gpus_per_node=1: processes of one node share a model; expected a divisor",
+        ),
         (f"{ROLLOUT}.keep_partial=true", "Set for example .*straggler_factor=4"),
         (f"{ROLLOUT}.vllm.num_servers=2", "where there are no servers; expected .*placement=apart"),
         (f"{ROLLOUT}.vllm.engine_args=3", "expected a dictionary"),

@@ -84,10 +84,10 @@ def test_a_function_of_the_users_own_may_be_named_if_its_module_is_there(key, tm
 
 def test_a_setting_without_meaning_beside_the_others_is_said():
     assert settings_without_effect(load_config([])) == []
-    parallel = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"]
+    parallel = [f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.device=cpu"]
     (line,) = settings_without_effect(load_config(parallel))
-    assert "tensor_model_parallel_size=2 has no effect" in line and "placement=apart splits it" in line
-    assert settings_without_effect(load_config([*parallel, f"{ROLLOUT}.placement=apart"])) == []
+    assert "tensor_model_parallel_size=2 has no effect" in line and "name=vllm splits it" in line
+    assert settings_without_effect(load_config([*parallel, f"{ROLLOUT}.name=vllm"])) == []
 
 
 def test_settings_of_weights_in_files_without_files_are_said_to_have_no_effect():

@@ -15,6 +15,7 @@ QWEN_2_5 = {
 _SHAPES = {  # hidden size, width of the MLP, heads, layers, key and value heads
     "3B": (2048, 11008, 16, 36, 2),
     "7B": (3584, 18944, 28, 28, 4),
+    "32B": (5120, 27648, 40, 64, 8),
     "72B": (8192, 29568, 64, 80, 8),
 }
 _FIELDS = (
@@ -26,8 +27,13 @@ _FIELDS = (
 )
 SIZES = {size: dict(zip(_FIELDS, shape, strict=True)) for size, shape in _SHAPES.items()}
 SIZES["3B"] |= {"tie_word_embeddings": True, "vocab_size": 151936}
-# as on their model cards: 3.09 B, 7.61 B, 72.7 B
-NUM_PARAMETERS = {"3B": 3_085_938_688, "7B": 7_615_616_512, "72B": 72_706_203_648}
+# as on their model cards: 3.09 B, 7.61 B, 32.8 B, 72.7 B
+NUM_PARAMETERS = {
+    "3B": 3_085_938_688,
+    "7B": 7_615_616_512,
+    "32B": 32_763_876_352,
+    "72B": 72_706_203_648,
+}
 
 
 def write_config(folder: Path, size: str) -> Path:

@@ -87,18 +87,20 @@ def test_rollouts_take_what_training_leaves_of_a_gpu_and_a_run_takes_what_the_pl
 
 
 def test_grpo_of_72b_on_4_nodes_names_the_device_the_lack_and_what_to_change(models):
-    plan, lines = plan_of(models["72B"], "grpo", "trainer.nnodes=4", "trainer.n_gpus_per_node=8")
+    split = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    shape = ("trainer.nnodes=4", "trainer.n_gpus_per_node=8")
+    plan, lines = plan_of(models["72B"], "grpo", *shape, f"{split}=1")
     load, phase, left = plan.tightest
     assert not plan.fits and phase == "rollout" and left == 80 * GIB - load.total(phase) < -50 * GIB
     assert any(line.startswith("each of the 32 GPUs would need") for line in lines)
-    assert lines[-1].startswith("what to change: actor_rollout_ref.rollout.placement=apart")
+    assert lines[-1].startswith(f"what to change: {split} (vLLM); ")
     apart = ("actor_rollout_ref.rollout.placement=apart", "actor_rollout_ref.rollout.name=vllm")
-    split = (*apart, "actor_rollout_ref.rollout.tensor_model_parallel_size=8")
     budgets = (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=4096")
-    nodes = ("trainer.nnodes=4", "trainer.n_gpus_per_node=8", *budgets)
-    fitting, after = plan_of(models["72B"], "grpo", *nodes, *split)
-    assert fitting.fits and after[-1].startswith("fits")
-    tight, words = plan_of(models["72B"], "grpo", *nodes, *apart)
+    nodes = (*shape, *budgets)
+    for placement in (apart, ()):
+        fitting, after = plan_of(models["72B"], "grpo", *nodes, *placement)
+        assert fitting.fits and after[-1].startswith("fits")
+    tight, words = plan_of(models["72B"], "grpo", *nodes, *apart, f"{split}=1")
     assert not tight.fits and "leaves no KV cache within" in tight.problems[0]
     assert words[-2] == tight.problems[0]
 

@@ -7,13 +7,22 @@ from known_models import write_config
 from verl.config import SFTConfig, at, load, load_config
 from verl.config.__main__ import ROOT
 from verl.config.checks import check_sft_config
-from verl.preflight.plan import Hardware, Plan
+from verl.preflight.plan import GIB, Hardware, Plan
 from verl.trainer.config import settings_without_effect, validate
 
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 ON_TOP = {"megatron"}  # of another recipe
-# what a run of it looks like: recipe -> (model, its GPUs of 80 GiB)
-PLANS = {"search_r1_grpo": ("3B", 1), "search_r1_ppo": ("3B", 2), "megatron": ("3B", 2)}
+# what a run of it looks like: recipe, model, nodes, GPUs of 80 GiB of each, more settings
+CUT = "actor_rollout_ref.actor.megatron"
+PLANS = [
+    ("search_r1_grpo", "3B", 1, 1, ""),
+    ("search_r1_grpo", "7B", 1, 8, ""),
+    ("search_r1_grpo", "32B", 4, 8, ""),
+    ("search_r1_ppo", "3B", 1, 2, ""),
+    ("megatron", "3B", 1, 2, ""),
+    ("megatron", "72B", 8, 8, f"{CUT}={{tensor_model_parallel_size:8,pipeline_model_parallel_size:2}}"),
+]
+MOST_OF_A_NODE = 512  # GiB of its memory
 
 
 @pytest.fixture(scope="module")
@@ -59,19 +68,22 @@ def test_settings_for_real_models_have_token_budgets(name):
     assert "micro_batch_size" not in str(content)
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_the_plan_of_a_recipe_fits(name, tmp_path, files):
-    size, num_gpus = PLANS[name]
+@pytest.mark.parametrize(("name", "size", "num_nodes", "num_gpus", "more"), PLANS)
+def test_the_plan_of_a_recipe_fits(name, size, num_nodes, num_gpus, more, tmp_path, files):
     model = write_config(tmp_path / size, size)
     line = [
         *arguments(ROOT / "configs" / f"{name}.yaml", files),
         f"actor_rollout_ref.model.path={model}",
+        f"trainer.nnodes={num_nodes}",
         f"trainer.n_gpus_per_node={num_gpus}",
+        *more.split(),
         "trainer.dry_run=true",
         "trainer.dry_run_gpu_memory_gb=80",
         "actor_rollout_ref.rollout.name=vllm",
     ]
     config = load_config(line)
     validate(config)
-    assert Plan(config, Hardware.of(config)).fits
+    plan = Plan(config, Hardware.of(config))
+    assert plan.fits
+    assert max(load.host for load in plan.loads) * num_gpus < MOST_OF_A_NODE * GIB
     assert at(config, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu") is None

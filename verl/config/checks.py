@@ -149,9 +149,14 @@ def _check_rollout(config: Config) -> None:
     rollout, vllm = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.vllm
     apart, name, placement = rollout.placement == "apart", f"{ROLLOUT}.name", f"{ROLLOUT}.placement"
     _check_async(config)
-    if rollout.tensor_model_parallel_size > 1 and rollout.name == "native":
+    sharing = rollout.tensor_model_parallel_size or 1
+    if sharing > 1 and rollout.name == "native":
         why = f", which keeps a whole model in each process; expected 1, or {name}=vllm."
         raise refusal(config, f"{ROLLOUT}.tensor_model_parallel_size {name}", why)
+    per_node = config.trainer.n_gpus_per_node
+    if not apart and rollout.name == "vllm" and per_node % sharing:
+        why = ": processes of one node share a model; expected a divisor of their number."
+        raise refusal(config, f"{ROLLOUT}.tensor_model_parallel_size trainer.n_gpus_per_node", why)
     usual = Vllm()
     for key in ("python", "num_servers", "server_urls"):
         if not apart and vllm[key] != usual[key]:

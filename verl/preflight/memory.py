@@ -39,6 +39,7 @@ class ModelSize:
     intermediate: int  # of all experts that a token takes
     queries: int
     keys: int
+    key_heads: int
     vocab: int
     qk_norm: bool  # queries and keys are normed
     has_vocab_head: bool  # hidden states become log-probs, not values
@@ -90,6 +91,7 @@ def size_of(model: Mapping[str, Any], is_critic: bool = False, with_adapters: bo
         intermediate=intermediate,
         queries=heads * head_dim,
         keys=(fields.get("num_key_value_heads") or heads) * head_dim,
+        key_heads=fields.get("num_key_value_heads") or heads,
         vocab=fields["vocab_size"],
         qk_norm=fields["model_type"].startswith(("qwen3", "gemma3")),
         has_vocab_head=not is_critic,

@@ -288,7 +288,8 @@ class Plan:
         if samples_apart(config):  # each in a process of its own, with the whole model
             return
         if rollout.placement == "apart":  # a GPU of a server holds its slice of the weights, and a cache
-            here, share = weights // rollout.tensor_model_parallel_size, build.gpu_share(rollout, 1, None)
+            sharing = build.processes_sharing(rollout, block.model, build.GPUS_OF_A_NODE)
+            here, share = weights // sharing, build.gpu_share(rollout, 1, None)
             if on_cuda and here + reserve >= int(share * load.capacity):
                 self.problems.append(
                     f"a GPU of the vLLM servers would hold {here / GIB:.2f} GiB of weights, which leaves no "
@@ -300,9 +301,13 @@ class Plan:
         is_vllm = build.engine_name(rollout, self.hardware.device) == "vllm" or (
             rollout.name == "auto" and on_cuda and not torch.cuda.is_available()
         )
+        per_node = config.trainer.n_gpus_per_node
+        sharing = build.processes_sharing(rollout, block.model, per_node) if is_vllm else 1
         most_rows = max(rows_of_step(config), config.data.val_batch_size)
-        slots = build.sequences_at_once(rollout.max_num_seqs, -(-most_rows // num_processes))
-        position = 2 * size.num_layers * size.keys * dtype.itemsize
+        slots = build.sequences_at_once(rollout.max_num_seqs, -(-most_rows * sharing // num_processes))
+        heads = -(-size.key_heads // sharing)  # each process has one at least
+        position = 2 * size.num_layers * size.keys // size.key_heads * heads * dtype.itemsize
+        weights //= sharing
         sequence = -(-rollout.prompt_length // rollout.block_size) * rollout.block_size * position
         sent_as = actor.precision.compute if self.layout.is_megatron else actor.precision.model
         # weights are gathered, merged or cast for the engine
@@ -361,7 +366,7 @@ def report(plan: Plan) -> Iterator[str]:
         yield f"rollout processes: {rollout.num_processes}, each with the whole policy and a KV cache"
     elif rollout.placement == "apart":
         own = f"{rollout.vllm.num_servers}, started by the run on GPUs that it does not train on"
-        size = rollout.tensor_model_parallel_size
+        size = build.processes_sharing(rollout, config.actor_rollout_ref.model, build.GPUS_OF_A_NODE)
         yield f"vLLM servers of {size} GPUs each: {rollout.vllm.server_urls or own}"
     for load in plan.loads:
         yield ""
@@ -403,8 +408,7 @@ def _what_lowers(plan: Plan, phase: str) -> list[str]:
     name = "critic" if phase in ("values", "update_critic") else "actor_rollout_ref.actor"
     if phase == "rollout":
         key = "gpu_memory_utilization" if on_cuda else "kv_cache_gb"
-        split = ["placement=apart (vLLM servers, which split the model)", "tensor_model_parallel_size"]
-        changes = [f"actor_rollout_ref.rollout.{split[rollout.placement == 'apart']}"] * on_cuda
+        changes = ["actor_rollout_ref.rollout.tensor_model_parallel_size (vLLM)"] * on_cuda
         now = "" if rollout[key] is None else f"{key} (now {rollout[key]}) and "
         changes.append(f"actor_rollout_ref.rollout.{now}max_num_seqs")
     elif actor.use_dynamic_bsz:

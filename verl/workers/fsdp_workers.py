@@ -10,6 +10,7 @@ are (one process, same dtype), and an update needs no copy; on CPU it packs a co
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +23,7 @@ from verl.config.policy import Actor, ActorRolloutRef, Megatron
 from verl.config.schema import Critic
 from verl.protocol import DataProto
 from verl.single_controller.base import DataPosition, Dispatch, Worker, register
+from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn
 from verl.workers.actor.dp_actor import DataParallelPPOActor, compute_log_prob, token_statistics
 from verl.workers.critic.dp_critic import DataParallelPPOCritic
 from verl.workers.engine.base import Engine
@@ -31,7 +33,13 @@ from verl.workers.engine.reference import Reference
 from verl.workers.engine.snapshot import BackgroundWriter
 from verl.workers.engine.update_loop import MicroBatchLimits
 from verl.workers.rollout.base import RolloutEngine
-from verl.workers.rollout.build import EngineRequest, build_engine, engine_name, rollout_dtype
+from verl.workers.rollout.build import (
+    EngineRequest,
+    build_engine,
+    engine_name,
+    processes_sharing,
+    rollout_dtype,
+)
 
 STATE_FILE = "update.json"
 ROLES = ("actor", "actor_rollout", "actor_rollout_ref")
@@ -178,6 +186,12 @@ class ActorRolloutRefWorker(TrainingWorker):
         self.rollout_engine: RolloutEngine | None = None
         self._rollout_weights_stale = False
         self._weight_writer: Any = None
+        self.sampling_together = 1  # processes that sample from one model
+        if config.rollout.placement == "colocated" and engine_name(config.rollout, self.device) == "vllm":
+            per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            self.sampling_together = processes_sharing(config.rollout, config.model, per_node)
+        replica, place = divmod(self.rank, self.sampling_together)
+        self._register_dispatch_collect_info("rollout", replica, place == 0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -219,8 +233,8 @@ class ActorRolloutRefWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_rollout(self, num_rows: int, taken: int | None = None) -> None:
-        """Makes the agent and its engine, if there are none, for `num_rows` trajectories of this process;
-        taken as in `EngineRequest` (None: what is held now), errors as in `build_engine`.
+        """Makes the agent and its engine, if there are none, for `num_rows` trajectories of this process and
+        of those that share its model; taken as in `EngineRequest` (None: what is held now), errors as in `build_engine`.
         """
         if self.agent is not None:
             return
@@ -243,6 +257,7 @@ class ActorRolloutRefWorker(TrainingWorker):
             or dtype != self.engine.precision.model
             or self.engine.adapters is not None,
             taken=taken,
+            sharing=self.sampling_together,
         )
         with self.engine.loaded():  # an engine that measures the free memory sees what it will have
             self.rollout_engine = build_engine(rollout, self.config.model, request)
@@ -302,9 +317,11 @@ class ActorRolloutRefWorker(TrainingWorker):
         self._weight_writer.begin(weights, version)
         return folder
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Runs the agent on `raw_prompt_ids` with `sampling_seeds`; the result has a trajectory per row."""
+        """Runs the agent on `raw_prompt_ids` with `sampling_seeds`; the result has a trajectory per row.
+        Processes that sample from one model get the same rows; what the first of them returns counts.
+        """
         self.start_rollout(len(prompts))
         agent, engine = self.agent, self.rollout_engine
         assert agent is not None and engine is not None
@@ -313,7 +330,8 @@ class ActorRolloutRefWorker(TrainingWorker):
                 policy_on_device.enter_context(self.engine.loaded())
             self._bring_weights()
             engine.wake()
-            result = agent.run_llm_loop(prompts)
+            with engine.leading() as leads:
+                result = agent.run_llm_loop(prompts) if leads else DataProto()
             self._sleep(engine)
         return result
 

@@ -71,6 +71,7 @@ class Policy(SavedWorker, Worker):
 
     def __init__(self, width: int) -> None:
         super().__init__()
+        self._register_dispatch_collect_info("rollout", self.rank, True)
         self.width, tokenizer = width, AutoTokenizer.from_pretrained(str(MODEL), model_max_length=1_000_000)
         self.pad, self.search, self.text = (
             tokenizer.pad_token_id, ids(tokenizer, SEARCH), ids(tokenizer, WORDS * 200),

@@ -85,10 +85,11 @@ def settings_without_effect(config: Config) -> list[str]:
     if trainer.backend == "local" or (trainer.backend == "auto" and has_one_process):
         why = "the run is one process, and what ends it ends the run. Set trainer.backend=ray."
         unread |= {"trainer.max_restarts": why, "trainer.restart_timeout": why}
-    if config.actor_rollout_ref.rollout.placement == "colocated":
-        why = f"each process has an engine with the whole model; {ROLLOUT}.placement=apart splits it."
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.placement == "colocated" and rollout.name == "auto" and trainer.device == "cpu":
+        why = f"the native engine has the whole model in each process; {ROLLOUT}.name=vllm splits it."
         unread[f"{ROLLOUT}.tensor_model_parallel_size"] = why
-    transfer = config.actor_rollout_ref.rollout.weight_transfer
+    transfer = rollout.weight_transfer
     if transfer != "delta":
         unread[f"{ROLLOUT}.anchor_every"] = f"it is for {ROLLOUT}.weight_transfer=delta."
     if transfer == "ray":

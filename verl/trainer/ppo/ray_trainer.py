@@ -138,7 +138,7 @@ class RayPPOTrainer(ResumableRun):
             self.critic_wg = self.worker_groups[Role.Critic.value]
             self.critic_wg.init_model()
         if Role.Rollout not in self.role_worker_mapping:
-            num_rows = -(-self._most_rows() // self.actor_rollout_wg.world_size)
+            num_rows = -(-self._most_rows() // self.actor_rollout_wg.mesh_positions("rollout")[0].size)
             self.actor_rollout_wg.start_rollout(num_rows, taken_beside_rollouts(config))
             return
         group, ahead = self.worker_groups[Role.Rollout.value], config.trainer.async_training.max_staleness

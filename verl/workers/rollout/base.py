@@ -19,6 +19,7 @@ import time
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -291,6 +292,13 @@ class RolloutEngine(ABC, Generic[Session]):
         """Let go of what is held for a session, in whatever state it is."""
 
     # ---- what runs ----
+
+    @contextmanager
+    def leading(self) -> Iterator[bool]:
+        """Around a generation, in every process of an engine that several share: True in the one that has
+        its sessions and steps, False in the others, which have done what it did by then.
+        """
+        yield True
 
     @property
     @abstractmethod

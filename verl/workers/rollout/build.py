@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from verl.config.policy import Policy, Rollout
 from verl.workers.engine.loading import DTYPES, load_hf_config
@@ -32,6 +32,8 @@ MAX_DEFAULT_KV_BYTES = 4 << 30  # on CPU, where nobody says how much of the memo
 CUDA_RESERVE_BYTES = 2 << 30  # left free beside the KV cache: activations and logits of a step
 FRAGMENTATION = 0.03  # of a GPU: what torch's allocator holds and cannot use
 SHARE_OF_A_SERVER = 0.9  # of a GPU that nobody trains on, as vLLM has it
+MOST_WEIGHT_BYTES = 20 << 30  # of 16-bit weights on a GPU, before a model is split
+GPUS_OF_A_NODE = 8  # a server's, at most
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,11 @@ class EngineRequest:
 
     device: of this process; rank, world_size: its place among the run's processes. dtype: of the engine's
     computation and KV cache. max_model_len: most tokens of a session, prompt and observations included.
-    num_rows: sessions that are wanted at once; an engine has room for `max_num_seqs` of them at most.
+    num_rows: sessions that are wanted at once, of all processes that share the engine's model; an engine has
+    room for `max_num_seqs` of them at most.
     copies_weights: whether the engine needs memory of its own for weights (those it gets have another dtype,
     or are gathered or merged for it). taken: bytes of the GPU that training holds (`taken_beside_rollouts`);
-    None: nobody trains on it.
+    None: nobody trains on it. sharing: processes that sample from one model (colocated vLLM).
     """
 
     device: torch.device
@@ -54,6 +57,7 @@ class EngineRequest:
     world_size: int = 1
     copies_weights: bool = True
     taken: int | None = None
+    sharing: int = 1
 
 
 def engine_name(rollout: Rollout, device: torch.device | str) -> str:
@@ -68,6 +72,21 @@ def engine_name(rollout: Rollout, device: torch.device | str) -> str:
     if torch.device(device).type == "cpu":
         return "native"
     return "vllm" if importlib.util.find_spec("vllm") is not None else "native"
+
+
+def processes_sharing(rollout: Rollout, model: Policy, most: int) -> int:
+    """Processes (apart: GPUs) that share one model of vLLM's: `tensor_model_parallel_size`; null: the fewest
+    of those that divide `most` and the attention heads, with at most MOST_WEIGHT_BYTES each.
+    """
+    if rollout.tensor_model_parallel_size is not None:
+        return rollout.tensor_model_parallel_size
+    config = load_hf_config(model)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+    num_bytes = 2 * sum(parameter.numel() for parameter in skeleton.parameters())
+    both = math.gcd(most, config.get_text_config().num_attention_heads)
+    sizes = [size for size in range(1, both + 1) if both % size == 0]
+    return next((size for size in sizes if num_bytes <= size * MOST_WEIGHT_BYTES), both)
 
 
 def rollout_dtype(rollout: Rollout, computed_in: torch.dtype) -> torch.dtype:
@@ -99,8 +118,7 @@ def build_engine(rollout: Rollout, model: Policy, request: EngineRequest) -> Rol
             block_size=rollout.block_size,
         )
     arguments = _vllm_arguments(rollout, model, model_config, request)
-    if rollout.placement == "apart":  # colocated, each process has an engine for its own trajectories
-        arguments = {"tensor_parallel_size": rollout.tensor_model_parallel_size} | arguments
+    if rollout.placement == "apart":
         return _vllm_apart(rollout, model_config, arguments, request)
     from verl.workers.rollout.vllm.colocated_engine import VllmEngine
 
@@ -162,7 +180,9 @@ def _vllm_arguments(
     rollout: Rollout, model: Policy, model_config: PretrainedConfig, request: EngineRequest
 ) -> dict[str, Any]:
     """What vLLM is started with, by the names of vLLM's `EngineArgs`; `vllm.engine_args` wins."""
-    max_num_seqs = sequences_at_once(rollout.max_num_seqs, request.num_rows)
+    max_num_seqs, sharing = sequences_at_once(rollout.max_num_seqs, request.num_rows), request.sharing
+    if rollout.placement == "apart":
+        sharing = processes_sharing(rollout, model, GPUS_OF_A_NODE)
     arguments: dict[str, Any] = {
         "model": model.path,
         "dtype": str(request.dtype).removeprefix("torch."),
@@ -170,6 +190,7 @@ def _vllm_arguments(
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max(rollout.max_num_batched_tokens, max_num_seqs),
         "block_size": rollout.block_size,
+        "tensor_parallel_size": sharing,
         "trust_remote_code": model.trust_remote_code,
     }
     if model.override_config:
@@ -189,7 +210,8 @@ def _vllm_arguments(
     else:
         config = model_config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        width = config.num_hidden_layers * config.num_key_value_heads * head_dim
+        heads = -(-config.num_key_value_heads // sharing)  # each has one at least
+        width = config.num_hidden_layers * heads * head_dim
         block = 2 * width * request.dtype.itemsize * rollout.block_size
         num_blocks = max_num_seqs * -(-request.max_model_len // rollout.block_size) + 1  # vLLM keeps one
         arguments["kv_cache_memory_bytes"] = min(num_blocks * block, MAX_DEFAULT_KV_BYTES)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from vllm_models import VOCAB, generate, log_probs_of, make_model, random_prompts, reference_logits
+from vllm_models import VOCAB, generate, log_probs_of, make_model, random_prompts, reference_logits, run
 
 from verl.workers.rollout.base import SamplingParams
 from verl.workers.rollout.native.sampler import truncate
@@ -30,6 +31,7 @@ TRUNCATIONS = [
     {"temperature": 1.3, "top_k": 12, "top_p": 0.9},
     {"temperature": 1.2, "min_p": 0.05},
     {"top_k": 9, "min_p": 0.02},
+    {"top_p": 0.9, "min_p": 0.02},
 ]
 
 
@@ -97,5 +99,27 @@ def test_the_seed_decides_the_tokens_whatever_else_is_in_the_batch(engine_for: G
     together = generate(engine, prompts, params)
     alone = [generate(engine, [prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    ids = [engine.open(prompt, replace(one, max_tokens=5)) for prompt, one in zip(prompts, params, strict=True)]
+    begun = run(engine)
+    for session_id in ids:
+        engine.resume(session_id, [], SamplingParams(7, seed=1000 + session_id - ids[0]))
+    ended = run(engine)
+    in_two_turns = [begun[i].token_ids + ended[i].token_ids for i in ids]
+    for session_id in ids:
+        engine.close(session_id)
+    assert in_two_turns == [c.token_ids for c in together]
     first, other = generate(engine, [prompts[0]] * 2, [SamplingParams(12, seed=s) for s in (-1, 2**64 - 1)])
     assert first.token_ids == other.token_ids != together[0].token_ids
+
+
+def test_preemption_changes_no_token_and_no_log_prob(engine_for: Get) -> None:
+    roomy, model = loaded(engine_for)
+    tight = engine_for("qwen3", kv_cache_memory_bytes=12 * 32 * 2 * 2 * 64 * 4)  # 12 blocks of 32 positions
+    tight.load_weights(model.named_parameters(), 1)
+    prompts = [[*prompt, 1, 2, 3] for prompt in random_prompts(8, longest=20, seed=5)]
+    params = [SamplingParams(70, seed=seed, temperature=1.2, top_k=20) for seed in range(8)]
+    expected, found = (generate(engine, prompts, params) for engine in (roomy, tight))
+    assert tight.stats()["preemptions"] > 2
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)

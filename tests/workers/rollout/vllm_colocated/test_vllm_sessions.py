@@ -155,7 +155,7 @@ def test_sleep_in_the_middle_of_turns_changes_no_token(engine_for: Get) -> None:
         ({"load_format": "auto"}, "load_format"),
         ({"max_num_seq": 4}, "nearest is max_num_seqs"),
         ({"kv_cache_memory_bytes": 1 << 10}, "KV cache|kv cache|memory"),
-        ({"tensor_parallel_size": 2}, "placement=apart"),
+        ({"tensor_parallel_size": 2}, "2, and 1 processes train; expected a divisor"),
     ],
 )
 def test_arguments_that_can_not_work_are_refused(

@@ -55,6 +55,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**_SIZES, head_dim=64, tie_word_embeddings=False),
     "qwen3-tied": Qwen3Config(**_SIZES, head_dim=32, tie_word_embeddings=True),
     "llama": LlamaConfig(**_SIZES, rope_parameters=_LLAMA3, tie_word_embeddings=False),
+    "two-heads": Qwen2Config(**{**_SIZES, "num_key_value_heads": 2}, tie_word_embeddings=True),
     "mistral-sliding": MistralConfig(**_SIZES, head_dim=32, sliding_window=7, tie_word_embeddings=False),
     "gemma2": Gemma2Config(**_GEMMA, sliding_window=8),
     "gemma2-uncapped": Gemma2Config(**_GEMMA, sliding_window=8, attn_logit_softcapping=None),

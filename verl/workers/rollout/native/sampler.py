@@ -63,21 +63,24 @@ def draw(logits_AV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor]
     distribution that was sampled from (for greedy rows: under the plain softmax); log-probs float32 [A] under
     the plain softmax.
     """
-    device = logits_AV.device
-    greedy_A = torch.from_numpy(rows.temperature == 0.0).to(device)
-    temperature_A = torch.from_numpy(rows.temperature).to(device, logits_AV.dtype)
-    scaled_AV = logits_AV / torch.where(greedy_A, 1.0, temperature_A)[:, None]
-    cut = truncates(rows, logits_AV.shape[1])
+    device, greedy, cut = logits_AV.device, rows.temperature == 0.0, truncates(rows, logits_AV.shape[1])
+    scaled_AV = logits_AV
+    if (rows.temperature[~greedy] != 1.0).any():
+        scale_A = torch.from_numpy(np.where(greedy, 1.0, rows.temperature)).to(device, logits_AV.dtype)
+        scaled_AV = logits_AV / scale_A[:, None]
     if cut.any():
         index = torch.from_numpy(np.flatnonzero(cut)).to(device)
         limits = (torch.from_numpy(x[cut]).to(device) for x in (rows.top_k, rows.top_p, rows.min_p))
-        scaled_AV[index] = truncate(scaled_AV[index], *limits)
-    sampled_A = inverse_cdf(torch.softmax(scaled_AV, -1), torch.from_numpy(rows.uniform).to(device))
-    tokens_A1 = torch.where(greedy_A, logits_AV.argmax(-1), sampled_A)[:, None]
-    log_probs, model_log_probs = (
-        x_AV.log_softmax(-1).gather(1, tokens_A1)[:, 0] for x_AV in (scaled_AV, logits_AV)
-    )
-    return tokens_A1[:, 0], log_probs, model_log_probs
+        scaled_AV = scaled_AV.index_copy(0, index, truncate(scaled_AV[index], *limits))
+    probs_AV = torch.softmax(scaled_AV, -1)
+    tokens_A = inverse_cdf(probs_AV, torch.from_numpy(rows.uniform).to(device))
+    if greedy.any():
+        tokens_A = torch.where(torch.from_numpy(greedy).to(device), logits_AV.argmax(-1), tokens_A)
+    tokens_A1 = tokens_A[:, None]
+    log_probs_A = model_log_probs_A = probs_AV.gather(1, tokens_A1)[:, 0].log()
+    if scaled_AV is not logits_AV:
+        model_log_probs_A = logits_AV.log_softmax(-1).gather(1, tokens_A1)[:, 0]
+    return tokens_A, log_probs_A, model_log_probs_A
 
 
 def inverse_cdf(probs_AV: Tensor, uniform_A: Tensor) -> Tensor:
@@ -85,7 +88,7 @@ def inverse_cdf(probs_AV: Tensor, uniform_A: Tensor) -> Tensor:
     probs_AV: float32, non-negative, each row's sum > 0 (rows need not sum to 1). uniform_A: float64 in [0,
     1).
     """
-    running_AV = probs_AV.to(torch.float64).cumsum(-1)
+    running_AV = probs_AV.cumsum(-1, dtype=torch.float64)
     total_A1 = running_AV[:, -1:]
     target_A1 = uniform_A[:, None] * total_A1
     below_A1 = torch.nextafter(total_A1, torch.zeros_like(total_A1))  # where rounding takes the product to 1

@@ -14,8 +14,3 @@ def check_supported(params: SamplingParams) -> None:
         raise ValueError(
             f"temperature is {params.temperature}; vLLM takes 0 (greedy) or at least {LEAST_TEMPERATURE}"
         )
-    if params.min_p > 0.0 and params.top_p < 1.0:
-        raise ValueError(
-            f"min_p={params.min_p} and top_p={params.top_p}: vLLM applies them in another order than the "
-            "native engine. Switch one of them off (min_p=0 or top_p=1)"
-        )

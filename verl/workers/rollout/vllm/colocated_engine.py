@@ -8,12 +8,17 @@ Exact where vLLM by itself is not: a stop string ends a turn at the token that c
 bytes of tokens, `stop.py`; vLLM's own looks at detokenised text, which leaves special tokens out and waits
 for whole characters); random numbers belong to (seed, position) (`sampler.py`); after new weights no KV state
 of older ones is used and nothing derived from them is left (`weight_transfer.py`).
+
+Several processes may share one model (tensor parallelism). Each has vLLM's scheduler and its slice of the
+weights; the first of them leads: it alone has sessions, and tells the others before each step what it has
+given to vLLM since the last one. vLLM decides by that alone, so all run the same batches.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,26 +60,33 @@ class VllmEngine(RolloutEngine[VllmSession]):
         """Start vLLM with random weights: `load_weights` comes before the first step.
 
         model: folder or hub name of a Hugging Face model, of which only the configuration is read.
-        tensor_parallel_size: must be 1. engine_args: of vLLM's `EngineArgs`. Without kv_cache_memory_bytes
-        the KV cache takes what `gpu_memory_utilization` leaves (CUDA), or what vLLM takes by itself (CPU;
-        VLLM_CPU_KVCACHE_SPACE in the environment wins over both).
+        tensor_parallel_size: processes that share the model: those of neighbouring ranks of torch.distributed,
+        which all make this engine and call its methods but for those of sessions and `step`. engine_args: of
+        vLLM's `EngineArgs`. Without kv_cache_memory_bytes the KV cache takes what `gpu_memory_utilization`
+        leaves (CUDA), or what vLLM takes by itself (CPU; VLLM_CPU_KVCACHE_SPACE in the environment wins over
+        both).
 
-        Raises ValueError if vLLM is not installed, does not know an argument or the model, or the KV cache
-        does not hold one sequence of max_model_len.
+        Raises ValueError if vLLM is not installed, does not know an argument or the model, the KV cache does
+        not hold one sequence of max_model_len, or the processes can't be dealt out.
         """
-        if tensor_parallel_size > 1:
+        num_processes = dist.get_world_size() if dist.is_initialized() else 1
+        if num_processes % tensor_parallel_size:
             raise ValueError(
-                f"tensor_model_parallel_size={tensor_parallel_size} with placement=colocated: each process "
-                "has an engine of its own, for its own trajectories. Take placement=apart, whose "
-                "servers split the model over their GPUs, or tensor_model_parallel_size=1"
+                f"tensor_model_parallel_size={tensor_parallel_size}, and {num_processes} processes train; "
+                "expected a divisor of their number"
             )
         self._keep_process_group = dist.is_initialized()
         arguments = {"model": str(model), "max_model_len": max_model_len}
+        arguments |= {"tensor_parallel_size": tensor_parallel_size}
         self._llm: Any = vllm_process.start(arguments | engine_args)
+        from vllm.distributed import get_tp_group
         from vllm.platforms import current_platform
 
         self._on_cpu = current_platform.is_cpu()
+        self._sharing = get_tp_group() if tensor_parallel_size > 1 else None
+        self._orders: list[tuple[str, Any]] = []  # for those that share the model
         self._llm.collective_rpc("rollout_install_sampler")
+        (self._sampler,) = self._llm.collective_rpc(lambda worker: worker.model_runner.sampler)
         super().__init__(max_model_len, self._llm.model_config.hf_config.get_text_config().vocab_size)
         self._requests: dict[str, VllmSession] = {}
         self._prefilled_tokens = self._prefix_hit_tokens = self._preemptions = 0
@@ -90,14 +102,15 @@ class VllmEngine(RolloutEngine[VllmSession]):
         from vllm.inputs import tokens_input
 
         prompt, params = tokens_input(session.tokens.tolist()), vllm_params(session.params, session.limit)
-        name = self._llm.add_request(session.request_id, prompt, params)
-        session.request = self._scheduler.requests[name]
+        request = self._llm.input_processor.process_inputs(session.request_id, prompt, params, ("generate",))
+        self._order("add_request", request)
+        session.request = self._scheduler.requests[session.request_id]
         self._requests[session.request_id] = session
 
     def _drop(self, session: VllmSession) -> None:
         if session.request is not None:
             self._drop_request(session)
-            self._llm.abort_request([session.request_id])
+            self._order("abort_requests", [session.request_id])
 
     def _drop_request(self, session: VllmSession) -> None:
         del self._requests[session.request_id]
@@ -110,37 +123,83 @@ class VllmEngine(RolloutEngine[VllmSession]):
         """Everything that runs goes on by one token."""
         ended: list[Completion] = []
         stopped: list[str] = []
-        for output in self._llm.step() if self._requests else ():
+        if not self._requests:  # there are turns without room alone
+            return []
+        self._share_orders(steps=True)
+        # what vLLM makes of these costs the host more time than all that is done with them here
+        outputs = self._llm.engine_core.get_output().outputs
+        log_probs = dict(zip(self._sampler.names, self._sampler.log_probs.T.tolist(), strict=True))
+        for output in outputs:
             session = self._requests[output.request_id]
-            finish = self._accept(session, output)
+            (token_id,), (log_prob, model_log_prob) = output.new_token_ids, log_probs[output.request_id]
+            if not (math.isfinite(log_prob) and math.isfinite(model_log_prob)):
+                raise RuntimeError(
+                    f"sampling met a log-prob that is not finite: weights version {self.version} hold or "
+                    "produce NaN or infinity"
+                )
+            if output.prefill_stats is not None:  # its first token
+                hits = output.prefill_stats.num_cached_tokens
+                self._prefix_hit_tokens += hits
+                self._prefilled_tokens += len(session.tokens) - hits
+            self._generated_tokens += 1
+            finish = session.accept(token_id, log_prob, model_log_prob, self.version)
+            assert finish is not None or not output.finished, "vLLM ended a turn that has room to go on"
             if finish is not None:
                 if not output.finished:
                     stopped.append(session.request_id)
                 self._drop_request(session)
                 ended.append(session.end_turn(*finish, self.version))
         if stopped:
-            self._llm.abort_request(stopped)
+            self._order("abort_requests", stopped)
         return ended
 
-    def _accept(self, session: VllmSession, output: Any) -> tuple[str, str | None] | None:
-        """Book a session's new token; how its turn ended, if it did."""
-        (sampled,) = output.outputs
-        if not sampled.token_ids:
-            return None
-        (token_id,), (log_prob, model_log_prob) = sampled.token_ids, sampled.logprobs.logprobs
-        if not (math.isfinite(log_prob) and math.isfinite(model_log_prob)):
+    # ---- several processes that share the model ----
+
+    @contextmanager
+    def leading(self) -> Iterator[bool]:
+        if self._sharing is None or self._sharing.rank_in_group == 0:
+            try:
+                yield True
+            finally:
+                self._share_orders(steps=False)
+            return
+        while self._follow():
+            pass
+        yield False
+
+    def _order(self, method: str, argument: Any) -> None:
+        """Calls a method of vLLM's core, here and, before the next step, in the processes that follow."""
+        if self._sharing is not None:
+            self._orders.append((method, argument))
+        getattr(self._llm.engine_core, method)(argument)
+
+    def _share_orders(self, steps: bool) -> None:
+        """Tells the others what to do, and whether a step comes then, or the end of this generation. They
+        also hear which tokens the last step gave here: it must have given the same there.
+        """
+        if self._sharing is not None:
+            orders, self._orders = self._orders, []
+            message = [orders, steps, self._sampler.tokens.tolist()]
+            dist.broadcast_object_list(message, self._sharing.ranks[0], self._sharing.cpu_group)
+
+    def _follow(self) -> bool:
+        """Does what the leader does, up to its next step; False: its generation is over. RuntimeError: the
+        step before gave other tokens here.
+        """
+        assert self._sharing is not None
+        message: list[Any] = [None, None, None]
+        dist.broadcast_object_list(message, self._sharing.ranks[0], self._sharing.cpu_group)
+        orders, steps, tokens = message
+        if tokens != (own := self._sampler.tokens.tolist()):
             raise RuntimeError(
-                f"sampling met a log-prob that is not finite: weights version {self.version} hold or "
-                "produce NaN or infinity"
+                f"the processes that share a model have sampled different tokens: {tokens} and {own}, "
+                f"for {self._sampler.names}; expected the same of the same logits"
             )
-        if session.version_first is None:
-            hits = output.num_cached_tokens or 0
-            self._prefix_hit_tokens += hits
-            self._prefilled_tokens += len(session.tokens) - hits
-        self._generated_tokens += 1
-        finish = session.accept(token_id, log_prob, model_log_prob, self.version)
-        assert finish is not None or not output.finished, "vLLM ended a turn that has room to go on"
-        return finish
+        for method, argument in orders:
+            getattr(self._llm.engine_core, method)(argument)
+        if steps:
+            self._llm.engine_core.get_output()
+        return bool(steps)
 
     # ---- weights and memory ----
 
@@ -210,7 +269,6 @@ def vllm_params(params: SamplingParams, limit: int) -> Any:
     an eos token or the limit; stop strings are matched here, on the bytes of whole tokens.
     """
     from vllm import SamplingParams as VllmSamplingParams
-    from vllm.sampling_params import RequestOutputKind
 
     return VllmSamplingParams(
         temperature=params.temperature,
@@ -220,9 +278,6 @@ def vllm_params(params: SamplingParams, limit: int) -> Any:
         max_tokens=limit,
         stop_token_ids=None if params.ignore_eos else sorted(params.eos_token_ids),
         ignore_eos=True,
-        logprobs=1,
-        flat_logprobs=True,
         detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
         extra_args={SESSION_SEED: params.seed},
     )

@@ -1,92 +1,78 @@
-"""vLLM's sampler with two additions: random numbers per (seed, position), and the model's own log-prob.
+"""What vLLM's V1 runner samples with here: the native engine's own sampler, in the place of vLLM's.
 
-vLLM gives a request a generator of its own when it has a seed. A session's next turn is a new request, whose
-generator would start again and repeat the numbers of the turn before; and on CPU a seeded request whose
-prompt is computed in chunks fails (vLLM 0.32). So requests come without vLLM's seed and with
-`extra_args={"session_seed": ...}`; before each draw, a generator is seeded with a hash of the session's seed
-and the position of the token to come. What is drawn then depends on these two alone: not on the batch, not
-on how the session was cut into requests, nor on preemption.
+    logits of the batch, its requests -> uniform(seed, position) of each row -> `draw` -> token, two log-probs
 
-vLLM returns log-probs either before or after temperature and truncation. Ours come after
-(`logprobs_mode=processed_logprobs`), and a request with `logprobs=1` gets the model's own (temperature 1, no
-truncation) in the place of the runner-up, under a token id that no token has: the vocabulary's size.
+A session's next turn is a new request. vLLM would seed its generator anew and repeat the numbers of the turn
+before, and would draw row by row: a generator for each, on the host. Here a row's number is a hash of the
+session's seed (`extra_args={"session_seed": ...}`) and of the position of the token to come, computed for all
+rows at once. What is drawn depends on these two alone: not on the batch, not on how the session was cut into
+requests, nor on preemption. Of a request's parameters temperature, top-k, top-p and min-p are taken, no
+others.
+
+There are two log-probs: of the distribution that was sampled from, and of the model itself (temperature 1, no
+truncation). They are kept in `log_probs` for an engine in this process. A request with `logprobs=1`, which
+comes from elsewhere, gets them as vLLM's answer, the second one in the place of the runner-up, under a token
+id that no token has: the vocabulary's size.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
+from verl.workers.rollout.native.sampler import SamplingRows, draw, uniforms
 from verl.workers.rollout.vllm import SESSION_SEED
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 
 
 class SessionSampler(Sampler):
-    """Takes the place of `runner.sampler` in vLLM's V1 model runner; needs synchronous scheduling."""
+    """Takes the place of `runner.sampler` in vLLM's V1 model runner; needs synchronous scheduling.
+
+    names: of the last batch's requests, in order. tokens: int64 [A], theirs; log_probs: float32 [2, A], as
+    above.
+    """
 
     def __init__(self, runner: Any) -> None:
         super().__init__(logprobs_mode=runner.sampler.logprobs_mode)
         self._batch = runner.input_batch
         self._requests = runner.requests
-        self._generators = [torch.Generator(runner.device) for _ in range(self._batch.max_num_reqs)]
-        self._devices = [runner.device] if runner.device.type == "cuda" else []
-        self._both = False  # this step's requests get two log-probs
-        self._plain: Tensor | None = None  # [A, V], where some row's differ
+        self.names: list[str] = []
+        self.tokens = torch.empty(0, dtype=torch.int64)
+        self.log_probs: Tensor = torch.empty(2, 0)
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's, for logits [A, V] of the batch's A requests."""
-        requests = [self._requests[name].sampling_params for name in self._batch.req_ids[: logits.shape[0]]]
-        metadata = dataclasses.replace(sampling_metadata, generators=self._seeded(requests))
-        self._both = metadata.max_num_logprobs == 1
-        differs = self._both and any(map(_changes_distribution, requests))
-        self._plain = logits.log_softmax(-1, dtype=torch.float32) if differs else None
-        with torch.random.fork_rng(self._devices):  # vLLM draws from the process's generators: the trainer's
-            return super().forward(logits, metadata, *args, **kwargs)
-
-    def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-        """The sampled token's log-prob, and beside it the model's own; vLLM's answer for other requests."""
-        if not self._both:
-            return Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)
-        token_ids = token_ids.unsqueeze(-1)
-        sampled_from = logprobs.gather(-1, token_ids)
-        own = sampled_from if self._plain is None else self._plain.gather(-1, token_ids)
-        ids = torch.cat((token_ids, torch.full_like(token_ids, logprobs.shape[-1])), 1)
-        ranks = torch.zeros_like(token_ids[:, 0])
-        return LogprobsTensors(ids.to(torch.int32), torch.cat((sampled_from, own), 1), ranks)
-
-    def _seeded(self, requests: list[Any]) -> dict[int, torch.Generator]:
-        """The generators of rows that are sampled, each set to its session's seed and position."""
-        generators = {}
-        for row, (params, length) in enumerate(
-            zip(requests, self._batch.num_tokens_no_spec[: len(requests)].tolist(), strict=True)
-        ):
-            seed = (params.extra_args or {}).get(SESSION_SEED)
-            if seed is not None and params.temperature > 0.0:
-                generators[row] = self._generators[row]
-                generators[row].manual_seed(mix(seed, length))
-        return generators
+        names = self._batch.req_ids[: len(logits)]
+        if len(names) < len(logits):  # no batch: vLLM measures the memory that sampling takes
+            return super().forward(logits, sampling_metadata, *args, **kwargs)
+        if names != self.names:
+            self.names = names
+            self._rows, self._seeds = _choices([self._requests[name].sampling_params for name in names])
+        positions = self._batch.num_tokens_no_spec[: len(names)].astype(np.uint64)
+        self._rows.uniform = uniforms(self._seeds, positions)
+        self.tokens, sampled_from, own = draw(logits.float(), self._rows)
+        self.log_probs = torch.stack((sampled_from, own))
+        answer = None
+        if sampling_metadata.max_num_logprobs:
+            ids = torch.stack((self.tokens, torch.full_like(self.tokens, logits.shape[1])), 1)
+            ranks = torch.zeros_like(self.tokens)
+            answer = LogprobsTensors(ids.to(torch.int32), self.log_probs.T, ranks)
+        return SamplerOutput(self.tokens.to(torch.int32)[:, None], answer)
 
 
-def _changes_distribution(params: Any) -> bool:
-    """True if a vLLM request is sampled from another distribution than the model's own."""
-    if params.temperature == 0.0:
-        return False
-    return params.temperature != 1.0 or params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-
-
-def mix(seed: int, position: int) -> int:
-    """63 random-looking bits of a seed and a position (splitmix64: Steele, Lea and Flood, 2014)."""
-    return _splitmix64(_splitmix64(seed & _MASK) + (position + 1) * 0x9E3779B97F4A7C15) >> 1
-
-
-def _splitmix64(x: int) -> int:
-    x &= _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
+def _choices(requests: list[Any]) -> tuple[SamplingRows, np.ndarray]:
+    """The rows' sampling choices and their seeds, uint64 [A]; a request without a seed gets any."""
+    values = [(p.temperature, max(p.top_k, 0), p.top_p, p.min_p) for p in requests]
+    temperature, top_k, top_p, min_p = (np.array(column, np.float64) for column in zip(*values, strict=True))
+    strangers = np.random.default_rng()
+    seeds = [
+        (p.extra_args or {}).get(SESSION_SEED, strangers.integers(1 << 63)) & _MASK for p in requests
+    ]
+    rows = SamplingRows(temperature, top_k.astype(np.int64), top_p, min_p, temperature)
+    return rows, np.array(seeds, np.uint64)

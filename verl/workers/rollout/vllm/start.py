@@ -11,8 +11,10 @@ import difflib
 import os
 import random
 import sys
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -159,11 +161,19 @@ def _own_modules() -> Iterator[None]:
 
 @contextmanager
 def _launcher() -> Iterator[str]:
-    """vLLM's executor: alone in this process, or one of several processes that are in a group already."""
+    """vLLM's executor: alone in this process, or one of several processes that are in a group already, of
+    which so many neighbours as `tensor_parallel_size` says share a model."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield "uni"
         return
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
     local_rank = torch.cuda.current_device() if torch.cuda.is_available() else 0
-    places = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(local_rank)}
-    with mock.patch.dict(os.environ, places):
+    # On CPU vLLM names shared memory by the end of its first word; two runs of a machine must not meet there.
+    name = [uuid.uuid4().hex]
+    dist.broadcast_object_list(name)
+    place = (f"env://:{name[0]}", dist.get_rank(), local_rank)
+    with mock.patch.object(ExecutorWithExternalLauncher, "_distributed_args", lambda _: place):
         yield "external_launcher"
+    for file in Path("/dev/shm").glob(f"*{name[0]}*"):  # all have it; a process that is killed would leave it
+        file.unlink(missing_ok=True)
