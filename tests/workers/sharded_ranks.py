@@ -1,7 +1,10 @@
 """What one rank does in tests of several processes; run by `ranks.run_ranks`."""
 
+from unittest import mock
+
 import torch
 from tiny_training import gradients_of, make_actor, make_batch, make_config, make_critic, save
+from torch.distributed.tensor import DTensor
 
 from verl.trainer.ppo.batching import arrange_for_workers
 
@@ -74,5 +77,13 @@ def first_run(rank, world_size, model_path, out):
         actor.update_policy(my_rows(rank, world_size, seed))
     save(actor.engine, out / "checkpoint")
     results["weights"] = {name: tensor.clone() for name, tensor in actor.engine.weights()}
+    results["gathered_as"], gather = set(), DTensor.full_tensor
+
+    def gather_and_note(tensor):
+        results["gathered_as"].add(tensor.dtype)
+        return gather(tensor)
+
+    with mock.patch.object(DTensor, "full_tensor", gather_and_note):
+        results["cast"] = {name: tensor.clone() for name, tensor in actor.engine.weights(torch.bfloat16)}
     results["next"] = go_on(actor)
     torch.save(results, out / f"rank{rank}.pt")

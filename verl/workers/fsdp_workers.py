@@ -234,7 +234,8 @@ class ActorRolloutRefWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_rollout(self, num_rows: int, taken: int | None = None) -> None:
         """Makes the agent and its engine, if there are none, for `num_rows` trajectories of this process and
-        of those that share its model; taken as in `EngineRequest` (None: what is held now), errors as in `build_engine`.
+        of those that share its model; taken as in `EngineRequest` (None: what is held now), errors as in
+        `build_engine`.
         """
         if self.agent is not None:
             return
@@ -281,7 +282,8 @@ class ActorRolloutRefWorker(TrainingWorker):
             return
         with self.engine.loaded(), torch.no_grad():
             rollout.wake()
-            rollout.load_weights(self.engine.weights(), version)
+            dtype = rollout_dtype(self.config.rollout, self.engine.precision.compute)
+            rollout.load_weights(self.engine.weights(dtype), version)
         self._rollout_weights_stale = False
         if self.config.rollout.placement == "apart" and self.world_size > 1:
             torch.distributed.barrier()  # rank 0 has sent them: no other rank asks the servers before
@@ -302,9 +304,9 @@ class ActorRolloutRefWorker(TrainingWorker):
         dtype = getattr(torch, self.rollout_dtype())
         weights = []
         with self.engine.loaded(), torch.no_grad():
-            for name, tensor in self.engine.weights():
+            for name, tensor in self.engine.weights(dtype):
                 if self.rank == 0:
-                    weights.append((name, tensor.detach().to("cpu", dtype, copy=True)))
+                    weights.append((name, tensor.detach().to("cpu", copy=True)))
         if folder is None or self.rank != 0:
             return weights if self.rank == 0 else None
         if self._weight_writer is None:

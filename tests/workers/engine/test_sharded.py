@@ -44,6 +44,8 @@ def test_rule_10_a_checkpoint_of_five_steps_on_two_ranks_goes_on_alike_on_one(tw
     actor.engine.load(out / "checkpoint")
     for name, tensor in actor.engine.weights():
         assert torch.equal(tensor, results[0]["weights"][name])
+        assert torch.equal(tensor.bfloat16(), results[0]["cast"][name])
+    assert results[0]["gathered_as"] == {torch.bfloat16}
     assert_goes_on_alike(sharded_ranks.go_on(actor), results[0]["next"])
 
 

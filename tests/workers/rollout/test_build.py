@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import math
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from verl.workers.rollout.build import (
     _vllm_arguments,
     build_engine,
     engine_name,
+    processes_sharing,
 )
 from verl.workers.rollout.native import NativeEngine
 from verl.workers.rollout.native.architecture import ModelSpec
@@ -101,9 +103,26 @@ def test_the_kv_cache_on_cuda_takes_its_share_but_no_more_than_what_is_free(gpu_
     assert _kv_bytes(rollout, spec, few, 10) == 10 * 64 * POSITION_BYTES / 2  # bfloat16
 
 
-def test_vllm_gets_what_training_leaves_of_a_gpu(gpu_of_80_gib, tmp_path):
+def test_a_model_is_split_over_as_few_processes_as_hold_it_unless_a_number_is_set(qwen, monkeypatch):
+    fields = QWEN | {"num_attention_heads": 4}
+    (qwen / "config.json").write_text(json.dumps(fields))
+
+    def found(most, *settings):
+        block = load_config([f"actor_rollout_ref.model.path={qwen}", *settings]).actor_rollout_ref
+        return processes_sharing(block.rollout, block.model, most)
+
+    assert found(8) == 1
+    shapes = ModelSpec.from_config(Qwen3Config(**fields)).parameter_shapes()
+    num_bytes = 2 * sum(math.prod(shape) for shape in shapes.values())
+    for share, most, expected in ((0.5, 8, 2), (0.4, 8, 4), (0.4, 6, 2), (0.1, 2, 2)):
+        monkeypatch.setattr("verl.workers.rollout.build.MOST_WEIGHT_BYTES", share * num_bytes)
+        assert found(most) == expected
+    assert found(8, "actor_rollout_ref.rollout.tensor_model_parallel_size=1") == 1
+
+
+def test_vllm_gets_what_training_leaves_of_a_gpu(gpu_of_80_gib, qwen):
     def share(taken, *settings):
-        block = load_config([f"actor_rollout_ref.model.path={tmp_path}", *settings]).actor_rollout_ref
+        block = load_config([f"actor_rollout_ref.model.path={qwen}", *settings]).actor_rollout_ref
         request = EngineRequest(torch.device("cuda:0"), torch.bfloat16, 64, 8, taken=taken and taken << 30)
         made = _vllm_arguments(block.rollout, block.model, Qwen3Config(**QWEN), request)
         return made["gpu_memory_utilization"]

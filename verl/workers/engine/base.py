@@ -160,9 +160,10 @@ class Engine(ABC):
         """Inside of the block weights (and the optimizer's state) are on the device. Blocks may be nested."""
 
     @abstractmethod
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) of every parameter, tied ones once, in a fixed order; each is
-        gathered when it is asked for. Adapters are merged.
+        gathered when it is asked for. Adapters are merged. dtype: of the tensors, which are cast before they
+        are gathered; None: as the engine has them.
         """
 
     @abstractmethod

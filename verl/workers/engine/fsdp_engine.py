@@ -301,11 +301,11 @@ class TrainEngine(Engine):
 
     # ------------------------------------------------------------------------------------------ weights
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """As `Engine.weights`; with one process the tensors are the parameters' own storage, but for those
-        that LoRA adapters are merged into.
+        that are cast, or that LoRA adapters are merged into.
         """
-        yield from plain_parameters(self.module.model, self.adapters)
+        yield from plain_parameters(self.module.model, self.adapters, dtype)
 
     def _frozen_tensors(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self.module.named_parameters()}

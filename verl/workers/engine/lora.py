@@ -87,18 +87,23 @@ class Adapters:
         return torch.addmm(base.float(), b, a, alpha=layer.scaling[ADAPTER]).to(base.dtype)
 
 
-def plain_parameters(model: PreTrainedModel, adapters: Adapters | None) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of each parameter, tied ones once; adapters are merged into copies.
-    All ranks go through it together. Tensors that need no merging and no gathering are the model's own.
+def plain_parameters(
+    model: PreTrainedModel, adapters: Adapters | None, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor) of each parameter, tied ones once; adapters are merged into copies,
+    others are cast to `dtype` before they are gathered. All ranks go through it together. Tensors that need
+    no merging, casting and gathering are the model's own.
     """
     for name, parameter in model.named_parameters():
         if adapters is not None and (".lora_A." in name or ".lora_B." in name):
             continue
-        tensor = whole(parameter.detach())
+        tensor = parameter.detach()
         module, _, kind = name.rpartition(".")
-        if adapters is not None and module.endswith(".base_layer"):
-            module = module.removesuffix(".base_layer")
-            tensor = adapters.merged(module, tensor) if kind == "weight" else tensor
+        is_adapted = adapters is not None and module.endswith(".base_layer")
+        module = module.removesuffix(".base_layer") if is_adapted else module
+        if adapters is not None and is_adapted and kind == "weight":
+            tensor = adapters.merged(module, whole(tensor))
+        tensor = whole(tensor if dtype is None else tensor.to(dtype))
         yield f"{module}.{kind}" if module else kind, tensor
 
 

@@ -170,9 +170,16 @@ class MegatronEngine(Engine):
 
     # ------------------------------------------------------------------------------------------- weights
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As `Engine.weights`, in the dtype of the computation; whole parameters are given themselves."""
-        yield from self.built.weights.whole_tensors(self.built.parameter, self.precision.compute, self.device)
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """As `Engine.weights`, by itself in the dtype of the computation; whole parameters are given
+        themselves.
+        """
+        dtype = self.precision.compute if dtype is None else dtype
+
+        def local(name: str) -> Tensor:
+            return self.built.parameter(name).to(dtype)
+
+        yield from self.built.weights.whole_tensors(local, dtype, self.device)
 
     def whole_tensors(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor in fp32) of the main weights ("param") or of AdamW's averages

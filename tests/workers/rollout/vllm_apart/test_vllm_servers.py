@@ -29,6 +29,7 @@ CPU = torch.device("cpu")
 LENGTH = 256
 TOLERANCE = 1e-4
 NUM_SERVERS = {"tied": 2, "untied": 1}
+WORKERS = {"tied": 1, "untied": 2}  # of a server, that share the model
 
 
 def make_model(kind, seed=0):
@@ -71,6 +72,7 @@ class Stack:
             "kv_cache_memory_bytes": 64 << 20,
             "block_size": 32,
             "enforce_eager": True,
+            "tensor_parallel_size": WORKERS[kind],
         }
         self.servers = VllmServers(engine_args, NUM_SERVERS[kind], timeout=300.0)
         self.engine = RemoteVllmEngine(

@@ -93,7 +93,8 @@ for version in range(2):
     engine.load_weights(make_model("two-heads", seed=version).named_parameters(), version)
     with engine.leading() as leads:
         if leads:
-            for params in ([SamplingParams(12, temperature=0.0)] * 30, [SamplingParams(12, seed=i) for i in range(30)]):
+            sampled = [SamplingParams(12, seed=seed) for seed in range(30)]
+            for params in (SamplingParams(12, temperature=0.0), sampled):
                 found += [[c.token_ids, c.log_probs] for c in generate(engine, prompts, params)]
             closed_early = engine.open([1, 2, 3], SamplingParams(40))
             engine.step()

@@ -99,7 +99,9 @@ def test_the_seed_decides_the_tokens_whatever_else_is_in_the_batch(engine_for: G
     together = generate(engine, prompts, params)
     alone = [generate(engine, [prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
-    ids = [engine.open(prompt, replace(one, max_tokens=5)) for prompt, one in zip(prompts, params, strict=True)]
+    ids = [
+        engine.open(prompt, replace(one, max_tokens=5)) for prompt, one in zip(prompts, params, strict=True)
+    ]
     begun = run(engine)
     for session_id in ids:
         engine.resume(session_id, [], SamplingParams(7, seed=1000 + session_id - ids[0]))

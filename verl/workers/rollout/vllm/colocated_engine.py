@@ -60,8 +60,8 @@ class VllmEngine(RolloutEngine[VllmSession]):
         """Start vLLM with random weights: `load_weights` comes before the first step.
 
         model: folder or hub name of a Hugging Face model, of which only the configuration is read.
-        tensor_parallel_size: processes that share the model: those of neighbouring ranks of torch.distributed,
-        which all make this engine and call its methods but for those of sessions and `step`. engine_args: of
+        tensor_parallel_size: processes that share the model, neighbours among torch.distributed's ranks; all
+        of them make this engine and call its methods, but for those of sessions and `step`. engine_args: of
         vLLM's `EngineArgs`. Without kv_cache_memory_bytes the KV cache takes what `gpu_memory_utilization`
         leaves (CUDA), or what vLLM takes by itself (CPU; VLLM_CPU_KVCACHE_SPACE in the environment wins over
         both).
@@ -87,6 +87,7 @@ class VllmEngine(RolloutEngine[VllmSession]):
         self._orders: list[tuple[str, Any]] = []  # for those that share the model
         self._llm.collective_rpc("rollout_install_sampler")
         (self._sampler,) = self._llm.collective_rpc(lambda worker: worker.model_runner.sampler)
+        _ask_for_slots_seldom(self._scheduler)
         super().__init__(max_model_len, self._llm.model_config.hf_config.get_text_config().vocab_size)
         self._requests: dict[str, VllmSession] = {}
         self._prefilled_tokens = self._prefix_hit_tokens = self._preemptions = 0
@@ -260,6 +261,30 @@ class VllmEngine(RolloutEngine[VllmSession]):
     @property
     def _scheduler(self) -> Any:
         return self._llm.engine_core.engine_core.scheduler
+
+
+def _ask_for_slots_seldom(scheduler: Any) -> None:
+    """vLLM's scheduler asks for a slot for each token, a quarter of the host's time of a decoding step. Where
+    all layers keep all tokens, there is nothing to be done but at the first token of a block, which takes it,
+    and at the last, which makes it one that others can share.
+    """
+    from vllm.v1.kv_cache_interface import is_full_attention_spec
+    from vllm.v1.request import RequestStatus
+
+    manager = scheduler.kv_cache_manager
+    managers = manager.coordinator.single_type_managers
+    size = managers[0].block_size
+    if not all(each.block_size == size and is_full_attention_spec(each.kv_cache_spec) for each in managers):
+        return
+    ask, nothing_new = manager.allocate_slots, manager.empty_kv_cache_blocks
+
+    def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        is_within = 0 < request.num_computed_tokens % size < size - 1
+        if num_new_tokens == 1 and is_within and request.status == RequestStatus.RUNNING:
+            return nothing_new
+        return ask(request, num_new_tokens, *args, **kwargs)
+
+    manager.allocate_slots = allocate_slots
 
 
 def vllm_params(params: SamplingParams, limit: int) -> Any:

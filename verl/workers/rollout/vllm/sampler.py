@@ -71,8 +71,6 @@ def _choices(requests: list[Any]) -> tuple[SamplingRows, np.ndarray]:
     values = [(p.temperature, max(p.top_k, 0), p.top_p, p.min_p) for p in requests]
     temperature, top_k, top_p, min_p = (np.array(column, np.float64) for column in zip(*values, strict=True))
     strangers = np.random.default_rng()
-    seeds = [
-        (p.extra_args or {}).get(SESSION_SEED, strangers.integers(1 << 63)) & _MASK for p in requests
-    ]
+    seeds = [(p.extra_args or {}).get(SESSION_SEED, strangers.integers(1 << 63)) & _MASK for p in requests]
     rows = SamplingRows(temperature, top_k.astype(np.int64), top_p, min_p, temperature)
     return rows, np.array(seeds, np.uint64)
