@@ -47,7 +47,7 @@ def main() -> None:
         engine = VllmEngine(folder, max_model_len=length, **sizes)
     engine.load_weights(AutoModelForCausalLM.from_config(config).named_parameters(), 1)
     runner = engine._llm.model_executor.driver_worker.worker.model_runner
-    passes = Passes()
+    passes = PassTimer()
     runner._model_forward = passes.timed(runner._model_forward)
     runner.model.compute_logits = passes.timed(runner.model.compute_logits)
     ours, theirs = [], []
@@ -61,7 +61,7 @@ def main() -> None:
     print(f"\nratio of medians: {median(ours) / median(theirs):.2f}")
 
 
-class Passes:
+class PassTimer:
     """CPU seconds of the model's passes."""
 
     seconds = 0.0
@@ -76,7 +76,7 @@ class Passes:
         return run
 
 
-def host_seconds(step: Callable[[], Any], passes: Passes, steps: int) -> float:
+def host_seconds(step: Callable[[], Any], passes: PassTimer, steps: int) -> float:
     for _ in range(WARM_UP):
         step()
     times = []
@@ -87,7 +87,7 @@ def host_seconds(step: Callable[[], Any], passes: Passes, steps: int) -> float:
     return median(times)
 
 
-def ours_step(engine: VllmEngine, passes: Passes, sessions: int, steps: int) -> float:
+def ours_step(engine: VllmEngine, passes: PassTimer, sessions: int, steps: int) -> float:
     params = [SamplingParams(WARM_UP + steps + 5, seed=seed) for seed in range(sessions)]
     ids = [engine.open([seed % 100, 5, 6], one) for seed, one in enumerate(params)]
     seconds = host_seconds(engine.step, passes, steps)
@@ -96,7 +96,7 @@ def ours_step(engine: VllmEngine, passes: Passes, sessions: int, steps: int) -> 
     return seconds
 
 
-def their_step(engine: VllmEngine, runner: Any, passes: Passes, sessions: int, steps: int) -> float:
+def their_step(engine: VllmEngine, runner: Any, passes: PassTimer, sessions: int, steps: int) -> float:
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind

@@ -288,7 +288,7 @@ class Plan:
         if samples_apart(config):  # each in a process of its own, with the whole model
             return
         if rollout.placement == "apart":  # a GPU of a server holds its slice of the weights, and a cache
-            sharing = build.processes_sharing(rollout, block.model, build.GPUS_OF_A_NODE)
+            sharing = build.model_parallel_size(rollout, block.model, build.GPUS_OF_A_NODE)
             here, share = weights // sharing, build.gpu_share(rollout, 1, None)
             if on_cuda and here + reserve >= int(share * load.capacity):
                 self.problems.append(
@@ -302,7 +302,7 @@ class Plan:
             rollout.name == "auto" and on_cuda and not torch.cuda.is_available()
         )
         per_node = config.trainer.n_gpus_per_node
-        sharing = build.processes_sharing(rollout, block.model, per_node) if is_vllm else 1
+        sharing = build.model_parallel_size(rollout, block.model, per_node) if is_vllm else 1
         most_rows = max(rows_of_step(config), config.data.val_batch_size)
         slots = build.sequences_at_once(rollout.max_num_seqs, -(-most_rows * sharing // num_processes))
         heads = -(-size.key_heads // sharing)  # each process has one at least
@@ -366,7 +366,7 @@ def report(plan: Plan) -> Iterator[str]:
         yield f"rollout processes: {rollout.num_processes}, each with the whole policy and a KV cache"
     elif rollout.placement == "apart":
         own = f"{rollout.vllm.num_servers}, started by the run on GPUs that it does not train on"
-        size = build.processes_sharing(rollout, config.actor_rollout_ref.model, build.GPUS_OF_A_NODE)
+        size = build.model_parallel_size(rollout, config.actor_rollout_ref.model, build.GPUS_OF_A_NODE)
         yield f"vLLM servers of {size} GPUs each: {rollout.vllm.server_urls or own}"
     for load in plan.loads:
         yield ""

@@ -32,14 +32,8 @@ from verl.workers.engine.loading import Precision, check_heads, load_policy, loa
 from verl.workers.engine.reference import Reference
 from verl.workers.engine.snapshot import BackgroundWriter
 from verl.workers.engine.update_loop import MicroBatchLimits
+from verl.workers.rollout import build
 from verl.workers.rollout.base import RolloutEngine
-from verl.workers.rollout.build import (
-    EngineRequest,
-    build_engine,
-    engine_name,
-    processes_sharing,
-    rollout_dtype,
-)
 
 STATE_FILE = "update.json"
 ROLES = ("actor", "actor_rollout", "actor_rollout_ref")
@@ -186,10 +180,10 @@ class ActorRolloutRefWorker(TrainingWorker):
         self.rollout_engine: RolloutEngine | None = None
         self._rollout_weights_stale = False
         self._weight_writer: Any = None
-        self.sampling_together = 1  # processes that sample from one model
-        if config.rollout.placement == "colocated" and engine_name(config.rollout, self.device) == "vllm":
+        rollout, self.sampling_together = config.rollout, 1  # processes that sample from one model
+        if rollout.placement == "colocated" and build.engine_name(rollout, self.device) == "vllm":
             per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            self.sampling_together = processes_sharing(config.rollout, config.model, per_node)
+            self.sampling_together = build.model_parallel_size(rollout, config.model, per_node)
         replica, place = divmod(self.rank, self.sampling_together)
         self._register_dispatch_collect_info("rollout", replica, place == 0)
 
@@ -245,8 +239,8 @@ class ActorRolloutRefWorker(TrainingWorker):
         if taken is None and self.device.type == "cuda":
             left, total = torch.cuda.mem_get_info(self.device)
             taken = total - left
-        dtype = rollout_dtype(rollout, self.engine.precision.compute)
-        request = EngineRequest(
+        dtype = build.rollout_dtype(rollout, self.engine.precision.compute)
+        request = build.EngineRequest(
             self.device,
             dtype,
             rollout.prompt_length,
@@ -261,7 +255,7 @@ class ActorRolloutRefWorker(TrainingWorker):
             sharing=self.sampling_together,
         )
         with self.engine.loaded():  # an engine that measures the free memory sees what it will have
-            self.rollout_engine = build_engine(rollout, self.config.model, request)
+            self.rollout_engine = build.build_engine(rollout, self.config.model, request)
         self.agent = self.agent_factory(self.tokenizer, self.rollout_engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -282,7 +276,7 @@ class ActorRolloutRefWorker(TrainingWorker):
             return
         with self.engine.loaded(), torch.no_grad():
             rollout.wake()
-            dtype = rollout_dtype(self.config.rollout, self.engine.precision.compute)
+            dtype = build.rollout_dtype(self.config.rollout, self.engine.precision.compute)
             rollout.load_weights(self.engine.weights(dtype), version)
         self._rollout_weights_stale = False
         if self.config.rollout.placement == "apart" and self.world_size > 1:
@@ -291,7 +285,8 @@ class ActorRolloutRefWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_dtype(self) -> str:
         """Of the weights that rollouts take, a torch dtype's name."""
-        return str(rollout_dtype(self.config.rollout, self.engine.precision.compute)).removeprefix("torch.")
+        dtype = build.rollout_dtype(self.config.rollout, self.engine.precision.compute)
+        return str(dtype).removeprefix("torch.")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def export_weights(
@@ -328,7 +323,7 @@ class ActorRolloutRefWorker(TrainingWorker):
         agent, engine = self.agent, self.rollout_engine
         assert agent is not None and engine is not None
         with ExitStack() as policy_on_device, torch.no_grad():
-            if engine_name(self.config.rollout, self.device) == "native":  # reads the policy's weights
+            if build.engine_name(self.config.rollout, self.device) == "native":  # reads the policy's weights
                 policy_on_device.enter_context(self.engine.loaded())
             self._bring_weights()
             engine.wake()
@@ -344,7 +339,7 @@ class ActorRolloutRefWorker(TrainingWorker):
             return
         # vLLM would keep weights in the node's memory that the next update replaces; the native engine's are
         # the trainer's own, unless those are to be freed
-        is_vllm = engine_name(rollout, self.device) == "vllm" and self.device.type == "cuda"
+        is_vllm = build.engine_name(rollout, self.device) == "vllm" and self.device.type == "cuda"
         level = 2 if self.engine.offloads_params or is_vllm else 1
         engine.sleep(level)
         self._rollout_weights_stale = self._rollout_weights_stale or level == 2

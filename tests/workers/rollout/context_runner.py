@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from verl.workers.rollout.native.cpu_sampler import draw
-from verl.workers.rollout.native.sampler import SamplingRows
+from verl.workers.rollout.sampler import SamplingRows
 from verl.workers.rollout.native.step_batch import Sampled, StepBatch
 
 VOCAB = 11

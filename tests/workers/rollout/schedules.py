@@ -17,7 +17,7 @@ from verl.workers.rollout.base import Completion, SamplingParams
 from verl.workers.rollout.native import NativeEngine, native_engine
 from verl.workers.rollout.native.cpu_sampler import draw
 from verl.workers.rollout.native.runner import PagedRunner
-from verl.workers.rollout.native.sampler import SamplingRows, uniforms
+from verl.workers.rollout.sampler import SamplingRows, uniforms
 
 
 @dataclass

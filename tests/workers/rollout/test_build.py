@@ -17,7 +17,7 @@ from verl.workers.rollout.build import (
     _vllm_arguments,
     build_engine,
     engine_name,
-    processes_sharing,
+    model_parallel_size,
 )
 from verl.workers.rollout.native import NativeEngine
 from verl.workers.rollout.native.architecture import ModelSpec
@@ -109,7 +109,7 @@ def test_a_model_is_split_over_as_few_processes_as_hold_it_unless_a_number_is_se
 
     def found(most, *settings):
         block = load_config([f"actor_rollout_ref.model.path={qwen}", *settings]).actor_rollout_ref
-        return processes_sharing(block.rollout, block.model, most)
+        return model_parallel_size(block.rollout, block.model, most)
 
     assert found(8) == 1
     shapes = ModelSpec.from_config(Qwen3Config(**fields)).parameter_shapes()

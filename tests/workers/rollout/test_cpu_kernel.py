@@ -72,7 +72,7 @@ def test_the_samplers_file_changes_with_what_its_kernels_call() -> None:
 DRAW = """
 import hashlib, numpy as np, torch
 from verl.workers.rollout.native import cpu_sampler
-from verl.workers.rollout.native.sampler import SamplingRows
+from verl.workers.rollout.sampler import SamplingRows
 logits = torch.randn(64, 4099, generator=torch.Generator().manual_seed(0))
 none = np.zeros(64)
 rows = SamplingRows(none + 1.1, none.astype(np.int64), none + 1, none, np.arange(64) / 64)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from verl.workers.rollout.native import cpu_sampler, sampler
-from verl.workers.rollout.native.sampler import SamplingRows, inverse_cdf, truncate, uniforms
+from verl.workers.rollout import sampler
+from verl.workers.rollout.native import cpu_sampler
+from verl.workers.rollout.sampler import SamplingRows, inverse_cdf, truncate, uniforms
 
 Draw = Callable[[torch.Tensor, SamplingRows], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 

@@ -74,7 +74,7 @@ def engine_name(rollout: Rollout, device: torch.device | str) -> str:
     return "vllm" if importlib.util.find_spec("vllm") is not None else "native"
 
 
-def processes_sharing(rollout: Rollout, model: Policy, most: int) -> int:
+def model_parallel_size(rollout: Rollout, model: Policy, most: int) -> int:
     """Processes (apart: GPUs) that share one model of vLLM's: `tensor_model_parallel_size`; null: the fewest
     of those that divide `most` and the attention heads, with at most MOST_WEIGHT_BYTES each.
     """
@@ -182,7 +182,7 @@ def _vllm_arguments(
     """What vLLM is started with, by the names of vLLM's `EngineArgs`; `vllm.engine_args` wins."""
     max_num_seqs, sharing = sequences_at_once(rollout.max_num_seqs, request.num_rows), request.sharing
     if rollout.placement == "apart":
-        sharing = processes_sharing(rollout, model, GPUS_OF_A_NODE)
+        sharing = model_parallel_size(rollout, model, GPUS_OF_A_NODE)
     arguments: dict[str, Any] = {
         "model": model.path,
         "dtype": str(request.dtype).removeprefix("torch."),

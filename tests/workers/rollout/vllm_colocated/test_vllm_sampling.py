@@ -12,7 +12,7 @@ import torch
 from vllm_models import VOCAB, generate, log_probs_of, make_model, random_prompts, reference_logits, run
 
 from verl.workers.rollout.base import SamplingParams
-from verl.workers.rollout.native.sampler import truncate
+from verl.workers.rollout.sampler import truncate
 
 Get = Callable[..., Any]
 

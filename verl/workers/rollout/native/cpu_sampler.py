@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from verl.workers.rollout.native.cpu_kernel import as_array, exp_nonpositive, jit, load, share_rows
-from verl.workers.rollout.native.sampler import SamplingRows, truncates
+from verl.workers.rollout.sampler import SamplingRows, truncates
 
 _BLOCK = 64
 _LOWEST = np.float32(-np.inf)

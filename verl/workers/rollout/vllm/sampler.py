@@ -25,7 +25,7 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
-from verl.workers.rollout.native.sampler import SamplingRows, draw, uniforms
+from verl.workers.rollout.sampler import SamplingRows, draw, uniforms
 from verl.workers.rollout.vllm import SESSION_SEED
 
 _MASK = 0xFFFFFFFFFFFFFFFF

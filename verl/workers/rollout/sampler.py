@@ -2,7 +2,7 @@
 
 The k-th token of a session uses uniform(seed, k), a hash, so a result does not depend on what else is in the
 batch. Sampling is by inverse CDF: the token at which the running sum of probabilities passes that number.
-`cpu_sampler.draw` does the same in compiled code.
+`native/cpu_sampler.py` does the same in compiled code; in vLLM's model runner this takes its sampler's place.
 """
 
 from __future__ import annotations
