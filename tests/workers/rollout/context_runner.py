@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from verl.workers.rollout.native.cpu_sampler import draw
-from verl.workers.rollout.sampler import SamplingRows
 from verl.workers.rollout.native.step_batch import Sampled, StepBatch
+from verl.workers.rollout.sampler import SamplingRows
 
 VOCAB = 11
 _FACTORS = np.random.default_rng(0).integers(0, 2**63, 4096, dtype=np.uint64) * np.uint64(2) + np.uint64(1)

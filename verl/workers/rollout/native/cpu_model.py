@@ -24,8 +24,8 @@ from verl.utils.packed_attention import causal_attention, is_worth_it
 from verl.workers.rollout.native import cpu_kernel, cpu_sampler
 from verl.workers.rollout.native.architecture import ModelSpec, ModelWeights
 from verl.workers.rollout.native.cpu_kernel import as_array, share_rows
-from verl.workers.rollout.sampler import SamplingRows
 from verl.workers.rollout.native.step_batch import PrefillSpan, StepBatch
+from verl.workers.rollout.sampler import SamplingRows
 
 logger = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16)

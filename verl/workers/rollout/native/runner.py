@@ -19,9 +19,9 @@ from transformers import PretrainedConfig
 
 from verl.workers.rollout.native.architecture import ModelSpec, collect_weights, rotary_tables, text_weights
 from verl.workers.rollout.native.cpu_model import DTYPES, CpuModel
-from verl.workers.rollout.sampler import SamplingRows
 from verl.workers.rollout.native.step_batch import Sampled, StepBatch
 from verl.workers.rollout.native.torch_model import TorchModel
+from verl.workers.rollout.sampler import SamplingRows
 
 logger = logging.getLogger(__name__)
 _MAX_LOGITS = 1 << 26  # elements of logits held at once; more rows are sampled in pieces

@@ -32,9 +32,9 @@ from typing import NamedTuple
 import numpy as np
 
 from verl.workers.rollout.native.block_pool import ROOT, BlockPool
-from verl.workers.rollout.sampler import SamplingRows
 from verl.workers.rollout.native.session import NO_SLOT, NativeSession, SlotTable
 from verl.workers.rollout.native.step_batch import Span, StepBatch, pack
+from verl.workers.rollout.sampler import SamplingRows
 
 
 @dataclass

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from verl.utils.packed_attention import takes_flash, varlen_attention
 from verl.workers.rollout.native.architecture import ModelSpec, ModelWeights
-from verl.workers.rollout.sampler import SamplingRows, draw
 from verl.workers.rollout.native.step_batch import StepBatch
+from verl.workers.rollout.sampler import SamplingRows, draw
 
 _MAX_SCORES = 1 << 24  # of `masked_attention`, which holds four tensors of so many float32
 
