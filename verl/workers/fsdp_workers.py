@@ -279,8 +279,6 @@ class ActorRolloutRefWorker(TrainingWorker):
             dtype = build.rollout_dtype(self.config.rollout, self.engine.precision.compute)
             rollout.load_weights(self.engine.weights(dtype), version)
         self._rollout_weights_stale = False
-        if self.config.rollout.placement == "apart" and self.world_size > 1:
-            torch.distributed.barrier()  # rank 0 has sent them: no other rank asks the servers before
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_dtype(self) -> str:

@@ -221,8 +221,8 @@ def _vllm_arguments(
 def _vllm_apart(
     rollout: Rollout, model_config: PretrainedConfig, arguments: dict[str, Any], request: EngineRequest
 ) -> RolloutEngine:
-    """Rank 0 starts the servers, if any are to be started, and sends the weights; all ranks use them. On GPUs
-    with Ray they go wherever the cluster has free ones; else to those of this machine.
+    """Rank 0 starts the servers, if any are to be started; all ranks use them, and bring them the weights. On
+    GPUs with Ray they go wherever the cluster has free ones; else to those of this machine.
     """
     from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
     from verl.workers.rollout.vllm.server import VllmServers
@@ -257,9 +257,10 @@ def _vllm_apart(
         list(urls),
         max_model_len=request.max_model_len,
         vocab_size=model_config.get_text_config().vocab_size,
-        sender=WeightSender(backend, request.device, request.dtype) if request.rank == 0 else None,
+        sender=WeightSender(backend, request.device, request.dtype),
         servers=servers,  # which it ends, also where it can't start
         rank=request.rank,
+        world_size=request.world_size,
         max_requests=max(rollout.max_num_seqs, request.num_rows),
     )
 

@@ -38,15 +38,16 @@ class ProtocolServer:
     """Use as a context manager; `url` is its address.
 
     Faults: `garbage` (a line sent in the place of the first chunk), `early_stop` (each request ends after so
-    many tokens with finish reason "stop"), `refuses_weights`. A sequence of `holds_at` tokens, its prompt
-    among them, waits until `holds_at` is another number or its request is broken off.
+    many tokens with finish reason "stop"), `refuses_weights`, `refuses_from` (a version of them). A sequence
+    of `holds_at` tokens, its prompt among them, waits until `holds_at` is another number or its request is
+    broken off.
     """
 
     def __init__(self):
         self.label, self.weights, self.kv_version = "default", None, None
         self.paused, self.pauses = False, 0
         self.garbage = self.early_stop = None
-        self.refuses_weights, self.holds_at = False, None
+        self.refuses_weights, self.refuses_from, self.holds_at = False, float("inf"), None
         self.max_model_len, self.extension, self.mode = 512, EXTENSION, "processed_logprobs"
         self.requests, self.dropped, self.calls = [], 0, []
         self.dead = False
@@ -123,9 +124,10 @@ class ProtocolServer:
                     return self.reply({"success": True})
                 elif url.path == "/collective_rpc":
                     if body["method"] == "rollout_receive":
-                        if server.refuses_weights:
+                        version = int(body["kwargs"]["version"])
+                        if server.refuses_weights or version >= server.refuses_from:
                             return self.reply("missing weights", 500)
-                        server.weights = int(body["kwargs"]["version"])
+                        server.weights = version
                     return self.reply({"results": [body["kwargs"].get("version")]})
                 self.reply({"status": "done"})
 

@@ -12,7 +12,8 @@ class VersionSender:
     """Tells the servers the version; no weights travel."""
 
     def send(self, servers, weights, version):
-        self.names = [name for name, _ in weights]
+        list(weights)  # walked, as by a real one
+        self.urls = [server.url for server in servers]
         calls = [(s.url, s.call("rollout_receive", version=str(version))) for s in servers]
         return {url: str(call.exception()) for url, call in calls if call.exception()}
 

@@ -1,10 +1,14 @@
 """`RemoteVllmEngine` with new weights, and with none; servers that speak vLLM's protocol."""
 
-import pytest
-from protocol_server import expected_turn
-from remote_parts import GREEDY, WEIGHTS, drain, hold, wait_until
+import json
 
-from verl.workers.rollout.base import SamplingParams
+import pytest
+from protocol_server import VOCABULARY, ProtocolServer, expected_turn
+from ranks import run_ranks
+from remote_parts import GREEDY, WEIGHTS, VersionSender, drain, hold, wait_until
+
+from verl.workers.rollout.base import EngineUnavailable, SamplingParams
+from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
 
 
 def test_without_weights_nothing_runs(start):
@@ -64,3 +68,36 @@ def test_a_server_that_does_not_take_the_weights_is_not_used_any_more(start):
     good.refuses_weights = True
     with pytest.raises(RuntimeError, match="no vLLM server is left.*missing weights"):
         engine.load_weights(WEIGHTS, 2)
+
+
+def share_servers(rank, world_size, urls, folder):
+    """Of a process that shares the servers with another: updates, one of which a server refuses."""
+    sender, told = VersionSender(), []
+    places = {"rank": rank, "world_size": world_size}
+    engine = RemoteVllmEngine(urls, max_model_len=256, vocab_size=VOCABULARY, sender=sender, **places)
+    try:
+        for version in range(3):
+            engine.load_weights(WEIGHTS, version)
+            ids = [engine.open([i], SamplingParams(3, **GREEDY)) for i in range(4)]
+            ended = drain(engine)
+            turns = [ended[i].token_ids for i in ids]
+            told.append([sender.urls, turns, engine.stats()["servers"]])
+        with pytest.raises(EngineUnavailable, match=r"no vLLM server is left.*missing weights"):
+            engine.load_weights(WEIGHTS, 3)
+    finally:
+        engine.shutdown()
+    (folder / f"{rank}.json").write_text(json.dumps(told))
+
+
+def test_processes_share_the_servers_out_and_know_all_of_one_that_failed(tmp_path):
+    with ProtocolServer() as first, ProtocolServer() as second, ProtocolServer() as third:
+        second.refuses_from, first.refuses_from, third.refuses_from = 1, 3, 3
+        urls = [first.url, second.url, third.url]
+        run_ranks(share_servers, 2, urls, tmp_path)
+        told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+        assert [told[0][0][0], told[1][0][0]] == [[first.url, third.url], [second.url]]
+        assert [told[0][2][0], told[1][2][0]] == [[first.url], [third.url]]
+        for rank in range(2):
+            assert [servers for _, _, servers in told[rank]] == [3.0, 2.0, 2.0]
+            for version, (_, turns, _) in enumerate(told[rank]):
+                assert turns == [expected_turn([i], 3, version) for i in range(4)]

@@ -20,13 +20,14 @@ import asyncio
 import queue
 import threading
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor
 
 from verl.workers.rollout.base import (
@@ -70,8 +71,8 @@ class RemoteSession(RolloutSession):
 class RemoteVllmEngine(RolloutEngine[RemoteSession]):
     """`RolloutEngine` on vLLM servers that run already.
 
-    Several engines (one per trainer process) may share the servers: each runs its own sessions, and one of
-    them sends the weights.
+    Several engines, one in each training process, may share the servers: each runs its own sessions, and
+    sends the weights, which all of them have at the same time, to servers of its own.
     """
 
     session_class = RemoteSession
@@ -82,18 +83,19 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
         *,
         max_model_len: int,
         vocab_size: int,
-        sender: WeightSender | None,
+        sender: WeightSender,
         servers: VllmServers | None = None,
         rank: int = 0,
+        world_size: int = 1,
         max_requests: int = 1024,
     ) -> None:
         """Connect to servers at base addresses, "http://host:port", which must allow `max_model_len` tokens
         in a sequence.
 
-        sender: brings new weights to the servers. None: another process does, and `load_weights` waits until
-        the servers have them. servers: those that were started for this engine: ended by `shutdown`, and
-        quoted in errors. rank: of this process among those that share the servers: they begin with different
-        ones. max_requests: most requests in flight.
+        sender: brings new weights to this process's share of the servers. servers: those that were started
+        for this engine: ended by `shutdown`, and quoted in errors. rank, world_size: of this process among
+        those that share the servers, all of torch.distributed's; they begin with different ones.
+        max_requests: most requests in flight.
 
         Raises ValueError for no address, or a server that does not fit, EngineUnavailable if one does not
         answer.
@@ -103,7 +105,7 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
         super().__init__(max_model_len, vocab_size)
         self._sender = sender
         self._servers = servers
-        self._rank = rank
+        self._rank, self._world_size = rank, world_size
         self._under_way: set[int] = set()  # sessions whose present turn `step` has not returned yet
         self._failure: BaseException | None = None
         self._server_metrics: dict[str, float] = {}
@@ -115,7 +117,7 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
         self._room = asyncio.Semaphore(max_requests)
         self._thread.start()
         try:
-            self._call(self._pool.connect(max_model_len, sender is not None))
+            self._call(self._pool.connect(max_model_len))
         except BaseException:
             self.shutdown()
             raise
@@ -169,39 +171,62 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Turns under way stop, the servers take the weights, the turns go on from their tokens.
 
-        A server that fails is not used any more; RuntimeError if none is left. Where several processes share
-        the servers, all of them call this, walking `weights` together.
+        A server that fails is not used any more, by any process; EngineUnavailable if none is left. Where
+        several processes share the servers, all of them call this, walking `weights` together.
         """
         self.version = -1
         self._call(self._break_off())
-        if self._sender is None:
-            for _ in weights:
-                pass  # gathered by all processes together: the sender needs this one to walk them too
-            self._call(self._pool.wait_for_version(version))
-        else:
-            self._call(self._pool.pause())
-            clients = {client.url: client for client in self._pool.living()}
-            workers = [
-                ServerWorkers(url, client.num_workers, partial(self._call_workers, client))
-                for url, client in clients.items()
-            ]
-            for url, reason in self._sender.send(workers, weights, version).items():
-                clients[url].bury(reason)
-            self._call(self._pool.finish_update(version))
+        self._by_the_first(self._pool.pause)
+        clients = {client.url: client for client in self._pool.living()[self._rank :: self._world_size]}
+        workers = [
+            ServerWorkers(url, client.num_workers, partial(self._call_workers, client))
+            for url, client in clients.items()
+        ]
+        for url, reason in self._sender.send(workers, weights, version).items():
+            clients[url].bury(reason)
+        self._agree()
+        self._by_the_first(partial(self._pool.finish_update, version))
         self.version = version
         for session_id in self._under_way:
             self._loop.call_soon_threadsafe(self._start, self._sessions[session_id])
 
+    def _by_the_first(self, action: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Something that one process does with all servers, and the others wait for. EngineUnavailable, in
+        all of them: none is left.
+        """
+        self._agree()
+        problem = None
+        if self._rank == 0:
+            try:
+                self._call(action())
+            except EngineUnavailable as error:
+                problem = error
+        self._agree(problem)
+
+    def _agree(self, problem: EngineUnavailable | None = None) -> None:
+        """Waits for all processes; what one of them has seen of servers that failed, all know then."""
+        told: list[Any] = [(problem, {client.url: client.dead for client in self._pool.clients})]
+        if self._world_size > 1:
+            own, told = told[0], [None] * self._world_size
+            dist.all_gather_object(told, own)
+        for problem, dead in told:
+            for client in self._pool.clients:
+                if dead[client.url] is not None:
+                    client.bury(dead[client.url])
+            if problem is not None:
+                raise problem
+        self._pool.living()
+
     def stats(self) -> dict[str, float]:
         """As in `RolloutEngine.stats`, and `servers`: how many live.
 
-        What the servers count is of all processes that share them, and only the sender's engine reports it;
-        while turns are under way, as it was before them.
+        What the servers count is of all processes that share them, and only the first one's engine reports
+        it; while turns are under way, as it was before them.
         """
         with self._lock:
             turns = [self._sessions[session_id] for session_id in self._under_way]
             running = sum(1 for session in turns if session.log_probs)
-        if self._sender is not None and not turns:
+        if self._rank == 0 and not turns:
             self._server_metrics = self._call(self._pool.metrics())
         now = {
             "running": float(running),
@@ -218,8 +243,7 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
         with ExitStack() as stack:  # from below: each is done whatever the one before comes to
             if self._servers is not None:
                 stack.callback(self._servers.close)
-            if self._sender is not None:
-                stack.callback(self._sender.close)
+            stack.callback(self._sender.close)
             stack.callback(self._loop.close)
             stack.callback(self._thread.join)
             stack.callback(self._loop.call_soon_threadsafe, self._loop.stop)

@@ -243,8 +243,8 @@ class ServerPool:
         self.clients = [ServerClient(url, started.get(url)) for url in dict.fromkeys(urls)]
         self.model_name = ""
 
-    async def connect(self, max_model_len: int, is_sender: bool) -> None:
-        """Check that all servers answer and fit; the sender installs our sampler in them."""
+    async def connect(self, max_model_len: int) -> None:
+        """Check that all servers answer and fit, and install our sampler in them."""
         names = set()
         for client in self.clients:
             try:
@@ -252,9 +252,7 @@ class ServerPool:
                 configuration = (await client.get("/server_info", config_format="json"))["vllm_config"]
                 _check_fit(client.url, model, configuration, max_model_len)
                 names.add(str(model["id"]))
-                if is_sender:
-                    answers = await client.call_workers("rollout_install_sampler")
-                    client.num_workers = len(answers)
+                client.num_workers = len(await client.call_workers("rollout_install_sampler"))
             except (ServerFailed, RequestRefused, LookupError, TypeError) as error:
                 raise EngineUnavailable(f"vLLM server {client.url} can't be used: {error!r}") from error
         if len(names) != 1:
@@ -303,18 +301,6 @@ class ServerPool:
             await client.post("/resume")
 
         await self.each(finish)
-
-    async def wait_for_version(self, version: int) -> None:
-        """Wait until another process has brought weights `version` to all servers."""
-        deadline = time.monotonic() + RPC_SECONDS
-
-        async def wait(client: ServerClient) -> None:
-            while (label := await client.weight_version()) != str(version):
-                if time.monotonic() > deadline:
-                    raise RequestRefused(f"it has the weights {label} instead of {version}")
-                await asyncio.sleep(0.05)
-
-        await self.each(wait)
 
     async def version_after_pause(self, client: ServerClient) -> int:
         """The weights that a server goes on with after another process has paused it."""

@@ -3,9 +3,10 @@
     apart: (name, tensor) pairs --broadcast, one at a time (NCCL, gloo)--> worker -+
     colocated: (name, tensor) pairs -----------------------------------------------+-> vLLM's model
 
-With each server the trainer has a group of its own: trainer rank 0 and the server's workers. A server that
-dies takes no other server's group with it. All servers receive the same tensor at the same time. Both ends
-listen and connect on the address that leads from the trainer to the server; nothing is encrypted.
+With each server one training process has a group of its own: it and the server's workers. The processes,
+which gather each tensor together, share the servers out, so that none feeds them all. A server that dies
+takes no other server's group with it. All servers receive the same tensor at the same time. Both ends listen
+and connect on the address that leads from the trainer to the server; nothing is encrypted.
 
 `WeightReceiver` is vLLM's `worker_extension_cls`, in this process or in a server's: vLLM mixes the class into
 its worker, on every rank, and `collective_rpc("rollout_...")` calls its methods.
@@ -43,7 +44,7 @@ Pairs = Iterable[tuple[str, Tensor]]
 
 
 class Group:
-    """One trainer process (rank 0) and one server's workers (ranks 1 ..): a store and a process group.
+    """One training process (rank 0) and one server's workers (ranks 1 ..): a store and a process group.
 
     It is made without torch.distributed's default group: the trainer's is not touched, and a process that has
     none can take part.
