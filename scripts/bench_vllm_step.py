@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from verl.workers.rollout.base import SamplingParams
+from scripts.bench.vllm_checks import our_way, their_way
 from verl.workers.rollout.vllm.colocated_engine import VllmEngine
 
 WARM_UP = 10
@@ -40,7 +41,7 @@ def main() -> None:
         num_attention_heads=2, num_key_value_heads=1, head_dim=64, architectures=["Qwen3ForCausalLM"],
         eos_token_id=None, bos_token_id=None, pad_token_id=None,
     )  # fmt: skip
-    length = WARM_UP + args.steps + 20
+    length = WARM_UP + args.steps + 20  # of a sequence
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         sizes = {"max_num_seqs": args.sessions, "kv_cache_memory_bytes": 256 << 20}
@@ -50,10 +51,12 @@ def main() -> None:
     passes = PassTimer()
     runner._model_forward = passes.timed(runner._model_forward)
     runner.model.compute_logits = passes.timed(runner.model.compute_logits)
-    ours, theirs = [], []
+    ours: list[float] = []
+    theirs: list[float] = []
+    measure = partial(host_seconds, passes, args.steps)
     for _ in range(args.rounds):
-        ours.append(ours_step(engine, passes, args.sessions, args.steps))
-        theirs.append(their_step(engine, runner, passes, args.sessions, args.steps))
+        for way, times in ((our_way, ours), (their_way, theirs)):
+            times.append(way(engine, args.sessions, length, measure))
     engine.shutdown()
     print(f"| {args.sessions} sessions | host ms a step, each round | median |\n|---|---|---|")
     for name, times in (("ours", ours), ("vLLM's own", theirs)):
@@ -76,7 +79,7 @@ class PassTimer:
         return run
 
 
-def host_seconds(step: Callable[[], Any], passes: PassTimer, steps: int) -> float:
+def host_seconds(passes: PassTimer, steps: int, step: Callable[[], Any]) -> float:
     for _ in range(WARM_UP):
         step()
     times = []
@@ -85,37 +88,6 @@ def host_seconds(step: Callable[[], Any], passes: PassTimer, steps: int) -> floa
         step()
         times.append(time.thread_time() - begun - (passes.seconds - before))
     return median(times)
-
-
-def ours_step(engine: VllmEngine, passes: PassTimer, sessions: int, steps: int) -> float:
-    params = [SamplingParams(WARM_UP + steps + 5, seed=seed) for seed in range(sessions)]
-    ids = [engine.open([seed % 100, 5, 6], one) for seed, one in enumerate(params)]
-    seconds = host_seconds(engine.step, passes, steps)
-    for session_id in ids:
-        engine.close(session_id)
-    return seconds
-
-
-def their_step(engine: VllmEngine, runner: Any, passes: PassTimer, sessions: int, steps: int) -> float:
-    from vllm import SamplingParams as VllmSamplingParams
-    from vllm.inputs import tokens_input
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.sample.sampler import Sampler
-
-    llm, sampler = engine._llm, runner.sampler
-    slots = engine._scheduler.kv_cache_manager
-    seldom = slots.__dict__.pop("allocate_slots")
-    runner.sampler = Sampler(logprobs_mode="processed_logprobs")
-    for seed in range(sessions):
-        params = VllmSamplingParams(
-            max_tokens=WARM_UP + steps + 5, seed=seed, logprobs=0, detokenize=False, flat_logprobs=True,
-            output_kind=RequestOutputKind.DELTA,
-        )  # fmt: skip
-        llm.add_request(str(seed), tokens_input([seed % 100, 5, 6]), params)
-    seconds = host_seconds(llm.step, passes, steps)
-    llm.abort_request([str(seed) for seed in range(sessions)])
-    runner.sampler, slots.allocate_slots = sampler, seldom
-    return seconds
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ code runs on CPU in tiny sizes, and bars that hold on any machine are tested. En
     offload     the same updates with weights and optimizer on the host between passes
     dense       exact search over 21 million vectors of 768 (--quick: 1 million)
     microworld  GRPO of the shipped tiny model on the microworld, in one process
-    vllm        the same with vLLM beside the trainer       (where vLLM is installed)
-    layouts     the same over all GPUs, by Ray              (two and more)
+    vllm        its decoding beside vLLM's own way, weights to a server, which is then killed amid a transfer;
+                on a GPU also the microworld with vLLM beside the trainer     (where vLLM is installed)
+    layouts     the microworld over all GPUs, by Ray: FSDP2, Megatron, vLLM split and apart  (two and more)
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -45,80 +46,11 @@ import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
+from scripts.bench.acceptance import QWEN, Line, Place, report  # noqa: E402
 from scripts.bench.servers import ENVIRONMENT  # noqa: E402
 
-QWEN = {"1.5b": (1536, 8960, 28, 12, 2), "0.5b": (896, 4864, 24, 14, 2), "tiny": (64, 160, 2, 4, 2)}
-QWEN |= {"7b": (3584, 18944, 28, 28, 4), "3b": (2048, 11008, 36, 16, 2)}
-UNTIED = ("7b",)  # has an output matrix of its own
 LIMIT_S = 1800  # of one check
 TOKENS = 16384  # of an update's pass
-BARS = {  # a figure's name -> (at least, at most)
-    "log-probs apart, mean": (0.0, 0.01),
-    "log-probs apart, most": (0.0, 0.25),
-    "update, share of products": (0.45, 1.0),
-    "weight sync, share of a step": (0.0, 0.02),
-    "update's memory, of the plan's": (0.9, 1.1),
-    "greedy tokens equal": (1.0, 1.0),
-    "values that differ after resuming": (0.0, 0.0),
-    "values that differ with offloading": (0.0, 0.0),
-    "planted vectors found": (1.0, 1.0),
-}
-BARS |= dict.fromkeys(("microworld, EM", "vllm, EM", "layouts, EM"), (0.9, 1.0))
-ANYWHERE = ("greedy tokens equal", "planted vectors found", "log-probs apart, mean", "log-probs apart, most")
-ANYWHERE += ("values that differ after resuming", "values that differ with offloading")
-
-
-@dataclass(frozen=True)
-class Line:
-    """One figure of a check. verdict: pass, fail, measured (no bar here), or not run, with why as `unit`."""
-
-    name: str
-    figure: float
-    unit: str
-    verdict: str = "measured"
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the checks run, and how much of them."""
-
-    device: str
-    shape: str
-    quick: bool
-    work: Path
-
-    def line(self, name: str, figure: float, unit: str = "") -> Line:
-        low, high = BARS.get(name, (-math.inf, math.inf))
-        if name not in BARS or (self.device == "cpu" and name not in ANYWHERE):
-            return Line(name, figure, unit)
-        return Line(name, figure, unit, "pass" if low <= figure <= high else "fail")
-
-    def model(self, shape: str | None = None) -> Path:
-        """The folder of a random model, made once."""
-        from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
-
-        shape = "tiny" if self.device == "cpu" else shape or self.shape
-        folder = self.work / "models" / shape
-        if (folder / "tokenizer.json").exists():
-            return folder
-        hidden, intermediate, layers, heads, groups = QWEN[shape]
-        config = Qwen2Config(
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=groups,
-            vocab_size=2000 if shape == "tiny" else 152064 if shape in UNTIED else 151936,
-            tie_word_embeddings=shape not in UNTIED,
-            max_position_embeddings=32768,
-            eos_token_id=1,
-        )
-        torch.manual_seed(0)
-        with torch.device(self.device):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(ROOT / "data_prep" / "base_model").save_pretrained(folder)
-        return folder
 
 
 def contender(place: Place, name: str = "bf16", shape: str | None = None, *settings: str) -> Any:
@@ -338,17 +270,32 @@ def microworld(place: Place) -> Iterator[Line]:
 
 
 def vllm(place: Place) -> Iterator[Line]:
-    if find_spec("vllm") is not None and place.device == "cuda":
+    if find_spec("vllm") is None:
+        yield Line("vllm", math.nan, "vLLM is not installed", "not run")
+        return
+    from scripts.bench.vllm_checks import apart, decode
+
+    yield from decode(place)
+    yield from apart(place)
+    if place.device == "cuda":
         yield from _train(place, "vllm", "trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.name=vllm")
-    else:
-        yield Line("vllm", math.nan, "vLLM is not installed, or there is no GPU", "not run")
 
 
 def layouts(place: Place) -> Iterator[Line]:
-    if (count := torch.cuda.device_count()) > 1:
-        yield from _train(place, "layouts", "trainer.backend=ray", f"trainer.n_gpus_per_node={count}")
-    else:
+    if (count := torch.cuda.device_count()) < 2:
         yield Line("layouts", math.nan, "one GPU, or none", "not run")
+        return
+    yield from _train(place, "FSDP2", f"trainer.n_gpus_per_node={count}")
+    block = "actor_rollout_ref.actor"
+    cut = (f"{block}.strategy=megatron", f"{block}.megatron.tensor_model_parallel_size=2")
+    if find_spec("megatron") is not None:
+        yield from _train(place, "Megatron, tensor 2", f"trainer.n_gpus_per_node={count}", *cut)
+    if find_spec("vllm") is not None:
+        rollout = "actor_rollout_ref.rollout"
+        split = (f"{rollout}.name=vllm", f"{rollout}.tensor_model_parallel_size=2")
+        yield from _train(place, "vLLM, split over 2", "trainer.n_gpus_per_node=2", *split)
+        servers = (f"{rollout}.name=vllm", f"{rollout}.placement=apart")
+        yield from _train(place, "vLLM, apart", "trainer.n_gpus_per_node=1", "trainer.backend=ray", *servers)
 
 
 def _train(place: Place, name: str, *settings: str) -> Iterator[Line]:
@@ -361,26 +308,6 @@ def _train(place: Place, name: str, *settings: str) -> Iterator[Line]:
 
 CHECKS: list[Callable[[Place], Iterator[Line]]]
 CHECKS = [machine, step, greedy, resume, offload, dense, microworld, vllm, layouts]
-
-
-def report(results: dict[str, list[dict[str, Any]]], head: str) -> str:
-    """The page, Markdown."""
-    lines = [
-        "# What this machine showed",
-        "",
-        head,
-        "",
-        "| check | | figure | | bar |",
-        "|---|---|---|---|---|",
-    ]
-    for check, found in results.items():
-        for one in found:
-            low, high = BARS.get(one["name"], (None, None))
-            bar = "" if low is None else f"{low:g} to {high:g}"
-            figure = "" if math.isnan(one["figure"]) else f"{one['figure']:.4g}"
-            verdict = one["verdict"]
-            lines.append(f"| {check} | {one['name']} | {figure} {one['unit']} | {verdict} | {bar} |")
-    return "\n".join(lines) + "\n"
 
 
 def main() -> int:

@@ -1,0 +1,135 @@
+"""vLLM as we drive it beside vLLM's own way, and servers apart: for benchmarks and the acceptance run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scripts.bench.acceptance import Line, Place
+from verl.workers.engine.loading import load_policy
+from verl.workers.engine.lora import plain_parameters
+from verl.workers.rollout.base import EngineUnavailable, SamplingParams
+from verl.workers.rollout.vllm.colocated_engine import VllmEngine
+
+Measure = Callable[[Callable[[], Any]], float]  # of a step
+
+
+def our_way(engine: VllmEngine, sessions: int, length: int, measure: Measure) -> float:
+    """Measures steps of so many sessions, each of which has room for `length` tokens."""
+    params = [SamplingParams(length - 4, seed=seed, ignore_eos=True) for seed in range(sessions)]
+    ids = [engine.open([seed % 90, 5, 6], one) for seed, one in enumerate(params)]
+    try:
+        return measure(engine.step)
+    finally:
+        for session_id in ids:
+            engine.close(session_id)
+
+
+def their_way(engine: VllmEngine, sessions: int, length: int, measure: Measure) -> float:
+    """The same of vLLM's own engine, sampler and outputs, with a seed and a log-prob for each request."""
+    from vllm import SamplingParams as VllmSamplingParams
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.sample.sampler import Sampler
+
+    llm, slots = engine._llm, engine._scheduler.kv_cache_manager
+    runner = llm.model_executor.driver_worker.worker.model_runner
+    sampler, seldom = runner.sampler, slots.__dict__.pop("allocate_slots", slots.allocate_slots)
+    runner.sampler = Sampler(logprobs_mode="processed_logprobs")
+    for seed in range(sessions):
+        params = VllmSamplingParams(
+            max_tokens=length - 4,
+            seed=seed,
+            logprobs=0,
+            detokenize=False,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.DELTA,
+            ignore_eos=True,
+        )
+        llm.add_request(str(seed), tokens_input([seed % 90, 5, 6]), params)
+    try:
+        return measure(llm.step)
+    finally:
+        llm.abort_request([str(seed) for seed in range(sessions)])
+        runner.sampler, slots.allocate_slots = sampler, seldom
+
+
+def decode(place: Place) -> Iterator[Line]:
+    """Tokens a second of both, by turns."""
+    sessions, steps = (256, 200) if place.device == "cuda" else (16, 20)
+    sizes = {"gpu_memory_utilization": 0.8} if place.device == "cuda" else {"kv_cache_memory_bytes": 64 << 20}
+
+    def seconds(step: Callable[[], Any]) -> float:
+        for _ in range(10):
+            step()
+        begun = time.perf_counter()
+        for _ in range(steps):
+            step()
+        return time.perf_counter() - begun
+
+    length, rounds = steps + 40, 3
+    engine = VllmEngine(place.model(), max_model_len=length, max_num_seqs=sessions, dtype="bfloat16", **sizes)
+    engine.load_weights(weights(place), 1)
+    took = [[way(engine, sessions, length, seconds) for way in (our_way, their_way)] for _ in range(rounds)]
+    engine.shutdown()
+    ours, theirs = (sorted(times)[rounds // 2] for times in zip(*took, strict=True))
+    rates = [f"{sessions * steps / each:,.0f}" for each in (ours, theirs)]
+    words = f"{' and '.join(rates)} tokens/s of {sessions} sessions"
+    yield place.line("decode, of vLLM's own", theirs / ours, words)
+
+
+def apart(place: Place) -> Iterator[Line]:
+    """Weights to a server of its own, and how long it takes to notice that it was killed amid a transfer."""
+    from verl.workers.rollout.vllm.remote_engine import RemoteVllmEngine
+    from verl.workers.rollout.vllm.server import VllmServers
+    from verl.workers.rollout.vllm.weight_transfer import WeightSender
+
+    device, devices = torch.device("cpu"), None
+    if place.device == "cuda":
+        device, devices = torch.device("cuda:0"), ["1"]
+        if torch.cuda.device_count() < 2:
+            yield Line("servers apart", float("nan"), "one GPU", "not run")
+            return
+    folder = str(place.model())
+    arguments: dict[str, Any] = {"model": folder, "dtype": "bfloat16", "max_model_len": 256}
+    if devices is None:
+        arguments |= {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True, "block_size": 32}
+    servers = VllmServers(arguments, 1, devices=devices)
+    sender = WeightSender("nccl" if devices else "gloo", device, torch.bfloat16)
+    vocabulary = 2000 if place.device == "cpu" else 151936
+    engine = RemoteVllmEngine(
+        servers.urls, max_model_len=256, vocab_size=vocabulary, sender=sender, servers=servers
+    )
+    try:
+        pairs = [(name, tensor.to(device)) for name, tensor in weights(place)]
+        engine.load_weights(pairs, 1)  # which makes the group
+        begun = time.perf_counter()
+        engine.load_weights(pairs, 2)
+        size = sum(tensor.nbytes for _, tensor in pairs) / 2**30
+        yield Line("weights to a server", time.perf_counter() - begun, f"s for {size:.2f} GiB")
+        killed = [0.0]
+
+        def until_the_middle() -> Iterator[tuple[str, Tensor]]:
+            for number, pair in enumerate(pairs):
+                if number == len(pairs) // 2:
+                    servers.processes[0].kill()
+                    killed[0] = time.perf_counter()
+                yield pair
+
+        said = "it is not"
+        try:
+            engine.load_weights(until_the_middle(), 3)
+        except EngineUnavailable as error:
+            said = f"s: {str(error).splitlines()[0][:90]}"
+        yield place.line("a killed server is noticed", time.perf_counter() - killed[0], said)
+    finally:
+        engine.shutdown()
+
+
+def weights(place: Place) -> list[tuple[str, Tensor]]:
+    """Of the place's model, in bfloat16, on the host."""
+    return list(plain_parameters(load_policy({"path": str(place.model())}, torch.bfloat16).model, None))
