@@ -36,6 +36,7 @@ WORKER_EXTENSION = "verl.workers.rollout.vllm.weight_transfer.WeightReceiver"
 JOIN_SECONDS = 120.0
 TRANSFER_SECONDS = 1800.0
 TENSOR_SECONDS = 300.0
+LEAVE_SECONDS = 10.0
 
 Pairs = Iterable[tuple[str, Tensor]]
 
@@ -139,9 +140,9 @@ class Group:
             return f"the transfer broke: {error}"
         return ""
 
-    def leave(self) -> None:
+    def leave(self) -> threading.Thread:
         """Gives up what is under way with others that may never answer. gloo's objects wait for it when they
-        are let go, so a thread does that.
+        are let go, so the thread does that.
         """
         left, self.under_way = [self.members, self.under_way], None
         del self.members
@@ -150,7 +151,9 @@ class Group:
             left[0].abort()
             left.clear()
 
-        threading.Thread(target=end, daemon=True).start()
+        thread = threading.Thread(target=end, daemon=True)
+        thread.start()
+        return thread
 
 
 def _why_stopped(receiving: Future[list[Any]]) -> str:
@@ -203,6 +206,7 @@ class WeightSender:
         self._device = device if backend == "nccl" else torch.device("cpu")
         self._dtype = dtype
         self._groups: dict[str, Group] = {}
+        self._leaving: list[threading.Thread] = []
         self._update = 0
 
     def send(self, servers: Sequence[ServerWorkers], weights: Pairs, version: int) -> dict[str, str]:
@@ -261,12 +265,13 @@ class WeightSender:
         return failed
 
     def _leave(self, failed: Iterable[str]) -> None:
-        for url in self._groups.keys() & set(failed):
-            self._groups.pop(url).leave()
+        self._leaving += [self._groups.pop(url).leave() for url in self._groups.keys() & set(failed)]
 
     def close(self) -> None:
-        """Leave the groups."""
+        """Leave the groups. A thread that comes out of torch while the process ends would abort it."""
         self._groups.clear()
+        for thread in self._leaving:
+            thread.join(LEAVE_SECONDS)
 
     def _meet(self, servers: Sequence[ServerWorkers]) -> dict[str, str]:
         """A group with each server, and with no other; why there is none, by address."""
