@@ -130,7 +130,8 @@ def test_workers_hear_at_once_of_a_tensor_that_the_trainer_could_not_send(model)
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_server_that_takes_nothing_more_is_given_up(model, dies, monkeypatch):
     """It dies in the midst of a tensor that no buffer holds, or stands still."""
-    monkeypatch.setattr(weight_transfer, "TENSOR_SECONDS", 60.0 if dies else 5.0)
+    monkeypatch.setattr(weight_transfer, "TENSOR_SECONDS", 60.0 if dies else 3.0)
+    monkeypatch.setattr(weight_transfer, "LEAVE_SECONDS", 0.1)  # its workers never come
     silent, good = Workers(5, [Receiver(model.config)]), Workers(6, [Receiver(model.config)])
     call, gone = silent.call, Future()
 
