@@ -6,7 +6,7 @@ A random model of each size is written to a folder (once). Worker processes load
 and values and update it, twice, as the trainer has them do; every trajectory is about as long as it may be,
 which is what the plan assumes. A phase's figure is the most that was resident in it, by the kernel's own mark
 (VmHWM, begun anew for each phase), of all processes together. Prints Markdown: GiB, and in brackets the plan
-as a share of it; then what of the most was no file's pages (RssAnon + RssShmem, read each 2 ms).
+as a share of it; then what of the most was no file's pages (RssAnon + RssShmem, read each 5 ms).
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ MODELS = {  # the fields above, and whether the output matrix is the embedding's
 class Work:
     """Of each process: trajectories of a step, tokens of a prompt, of the longest trajectory, of a pass."""
 
-    rows: int = 8
+    rows: int = 4
     prompt: int = 32
     longest: int = 256
-    in_a_pass: int = 1024
+    in_a_pass: int = 512
 
     def settings(self, folder: Path, num_processes: int, more: Sequence[str] = ()) -> list[str]:
         """A step of one mini-batch, in several passes."""
@@ -209,7 +209,7 @@ def measured(work: Work, settings: Sequence[str], num_processes: int) -> dict[st
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # the mark begins anew
             connection.send("")
         own = 0
-        while not all(connection.poll(0.002) for connection in connections):
+        while not all(connection.poll(0.005) for connection in connections):
             own = max(own, held(pids, "RssAnon", "RssShmem"))
         before = taken.get(phase, (0, 0))
         taken[phase] = max(before[0], held(pids, "VmHWM")), max(before[1], own)
@@ -241,7 +241,7 @@ def main() -> None:
                 plan, taken = planned(settings), measured(work, settings, num_processes)
                 cells = [
                     f"{taken[p][0] / GIB:.2f} ({plan[p] / taken[p][0]:.3f}); {taken[p][1] / GIB:.2f}"
-                    if p in taken
+                    if p in taken and p in plan
                     else ""
                     for p in phases
                 ]
