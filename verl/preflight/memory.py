@@ -37,6 +37,7 @@ class ModelSize:
     adapters: int  # parameters that LoRA trains (0: the model itself is trained)
     hidden: int
     intermediate: int  # of all experts that a token takes
+    heads: int
     queries: int
     keys: int
     key_heads: int
@@ -44,6 +45,7 @@ class ModelSize:
     qk_norm: bool  # queries and keys are normed
     has_vocab_head: bool  # hidden states become log-probs, not values
     ties_embeddings: bool  # the output matrix is the embedding's
+    stored: torch.dtype | None = None  # of the weights in their files, as config.json says
 
     @property
     def trained(self) -> int:
@@ -89,6 +91,7 @@ def size_of(model: Mapping[str, Any], is_critic: bool = False, with_adapters: bo
         adapters=adapters + value_head if adapters else 0,
         hidden=hidden,
         intermediate=intermediate,
+        heads=heads,
         queries=heads * head_dim,
         keys=(fields.get("num_key_value_heads") or heads) * head_dim,
         key_heads=fields.get("num_key_value_heads") or heads,
@@ -96,6 +99,7 @@ def size_of(model: Mapping[str, Any], is_critic: bool = False, with_adapters: bo
         qk_norm=fields["model_type"].startswith(("qwen3", "gemma3")),
         has_vocab_head=not is_critic,
         ties_embeddings=not is_critic and not any("lm_head" in name for name in counts),
+        stored=dtype if isinstance(dtype := config.get_text_config().dtype, torch.dtype) else None,
     )
 
 
@@ -143,6 +147,9 @@ class Held:
     has_head: bool  # it computes log-probs
     gathered: int = 0  # whole weights that a pass works with, beyond those it keeps
     exchanged: int = 0  # gradients on their way between processes in a backward pass
+    waiting: int = 0  # gradients that no process has given away before the last micro-batch
+    kept: int = 0  # the last sum over processes: FSDP2 frees it in the next micro-batch
+    gathered_root: int = 0  # of `gathered`, what is in no layer
     autocasts: bool = False  # computes in 16 bits from float32 weights, each cast when it is used
     in_flight: int = 1  # micro-batches whose activations it keeps at once
     tensor: int = 1  # processes that share the width of each layer
@@ -161,7 +168,7 @@ def hold(
     shard = fsdp.fsdp_size if 0 < fsdp.fsdp_size < layout.num_processes else layout.num_processes
     width = 4 if size.adapters else precision.model.itemsize
     if alone:  # autocast keeps the matrices that it has cast until the pass ends
-        gathered, exchanged = compute * casts * size.num_parameters, 0
+        gathered, exchanged, waiting = compute * casts * size.num_parameters, 0, 0
     else:
         at_work = size.root + PREFETCHED_UNITS * size.layer
         gathered = compute * (at_work if fsdp.reshard_after_forward else size.num_parameters)
@@ -169,8 +176,7 @@ def hold(
         # gradients of all units wait for the last micro-batch (those of adapters always do)
         unit = size.adapters // size.num_layers if size.adapters else max(size.layer, size.root)
         exchanged = unit * (compute + reduce) * is_trained
-        if not fsdp.reshard_after_forward or size.adapters:
-            exchanged += trained * reduce
+        waiting = trained * reduce * (not fsdp.reshard_after_forward or size.adapters > 0)
     return Held(
         weights=-(-(size.num_parameters * precision.model.itemsize + 4 * size.adapters) // shard),
         gradients=-(-trained * width // shard),
@@ -179,6 +185,9 @@ def hold(
         has_head=size.has_vocab_head,
         gathered=gathered,
         exchanged=exchanged,
+        waiting=waiting,
+        kept=0 if alone or waiting or not is_trained else reduce * size.root,
+        gathered_root=0 if alone else compute * size.root,
         autocasts=alone and casts and compute == 2,
     )
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from verl.config import Config, at
+from verl.preflight.cpu_memory import fullest_moment, mapped, while_loading
 from verl.preflight.memory import Layout, ModelSize, forward_pass, hold, size_of, update_pass
-from verl.preflight.target import memory_of_machine
+from verl.preflight.target import GIB, Hardware
 from verl.trainer.placement import processes_on_nodes, roles_of, samples_apart
 from verl.trainer.ppo.passes import Passes
 from verl.workers.engine.cuda_layers import is_compiled
@@ -26,8 +27,8 @@ from verl.workers.engine.loading import Precision
 from verl.workers.engine.update_loop import MicroBatchLimits
 from verl.workers.rollout import build
 
-GIB = 1 << 30
 PHASES = {  # their names in a report
+    "loading": "loading",
     "rollout": "rollout",
     "log_probs": "log-probs",
     "reference": "reference",
@@ -36,40 +37,11 @@ PHASES = {  # their names in a report
     "update_critic": "critic's update",
     "update_actor": "actor's update",
 }
-PROCESS_BYTES = int(0.6 * GIB)  # interpreter, torch, transformers: RSS of a worker before it loads a model
+# RSS of a worker without its tensors, as measured: interpreter, torch, transformers, numba, when models are
+# loaded; what the compiled kernels of numba and oneDNN add in the first step
+PROCESS_BYTES, KERNEL_BYTES = int(0.5 * GIB), int(0.07 * GIB)
 CUDA_CONTEXT_BYTES = int(0.8 * GIB)  # driver, kernels, cuBLAS workspaces
 NCCL_BYTES = int(0.7 * GIB)  # channels of one communicator and its sub-groups
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """device: "cuda" (every process has a GPU of its own) or "cpu" (a node's processes share its memory).
-
-    device_bytes: of one GPU, or of a node's memory. source: where that number comes from, in words.
-    """
-
-    device: str
-    device_bytes: int
-    source: str
-
-    @classmethod
-    def of(cls, config: Config) -> Hardware:
-        """What a run would have: GPUs of `trainer.dry_run_gpu_memory_gb`, else those of this machine.
-        ValueError: GPUs are meant, none is here, and nothing says how much memory they have.
-        """
-        device, gpu_memory_gb = config.trainer.device, config.trainer.dry_run_gpu_memory_gb
-        has_gpu = torch.cuda.is_available()
-        if device == "cpu" or (device == "auto" and gpu_memory_gb is None and not has_gpu):
-            return cls("cpu", memory_of_machine(), "the memory of this machine")
-        if gpu_memory_gb is not None:
-            return cls("cuda", int(gpu_memory_gb * GIB), "trainer.dry_run_gpu_memory_gb")
-        if not has_gpu:
-            raise ValueError(
-                "trainer.device=cuda, but this machine has no GPU whose memory could be read; say how much "
-                "the GPUs have that the run is for, for example trainer.dry_run_gpu_memory_gb=80"
-            )
-        properties = torch.cuda.get_device_properties(0)
-        return cls("cuda", properties.total_memory, f"{properties.name} of this machine")
 
 
 @dataclass
@@ -111,13 +83,14 @@ class EngineUse:
 
 
 def phases_of(config: Config, passes: Passes) -> tuple[str, ...]:
-    """The phases that a step of the run has, in the order of PHASES."""
+    """Loading and the phases that a step of the run has, in the order of PHASES."""
     if config.trainer.val_only:
-        return ("rollout",)
+        return ("loading", "rollout")
     actor = config.actor_rollout_ref.actor
     mini_batch = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     updates = actor.ppo_epochs * -(-rows_of_step(config) // mini_batch)
     happens = {
+        "loading": True,
         "rollout": True,
         "update_actor": True,
         "log_probs": passes.old_log_probs(True, updates),
@@ -213,8 +186,8 @@ class Plan:
             load = DeviceLoad(name, hardware.device_bytes)
             for _ in range(1 if self.on_cuda else nodes[0]):
                 self._add_process(load)
-                for use in self.engines:
-                    self._add_engine(load, use, stage)
+                models = [self._add_engine(load, use, stage) for use in self.engines]
+                load.add("files that are read, what is offloaded", ["loading"], while_loading(models))
                 self._add_rollout(load)
             if self.on_cuda and self.layout.num_processes == 1:  # several read their own parts
                 load.host += max(
@@ -233,13 +206,14 @@ class Plan:
         """What a process takes before it holds any model."""
         if not self.on_cuda:
             load.add("process (python, torch)", self.phases, PROCESS_BYTES)
+            load.add("compiled kernels", self.phases[1:], KERNEL_BYTES)
             return
         total = CUDA_CONTEXT_BYTES + int(build.FRAGMENTATION * load.capacity)
         total += NCCL_BYTES * (self.layout.num_processes > 1)
-        load.add("CUDA, NCCL, fragmentation", self.phases, total, PROCESS_BYTES)
+        load.add("CUDA, NCCL, fragmentation", self.phases, total, PROCESS_BYTES + KERNEL_BYTES)
 
-    def _add_engine(self, load: DeviceLoad, use: EngineUse, stage: int) -> None:
-        """One model of a process: what it keeps, and what its passes take."""
+    def _add_engine(self, load: DeviceLoad, use: EngineUse, stage: int) -> tuple[int, int, int]:
+        """What a model keeps, and what its passes take. Returns what `while_loading` asks for."""
         owner, fsdp, layout, phases = use.owner, use.fsdp, self.layout, self.phases
         held = hold(use.size, layout, stage, use.precision, use.is_trained, fsdp)
         at_work = [phase for phase in use.passes if phase in phases]
@@ -248,32 +222,44 @@ class Plan:
         compiles = self.on_cuda and not layout.is_megatron and is_compiled(use.size.num_parameters)
         # the actor's weights are read, or sent, before it generates
         with_weights = [*at_work, *["rollout"] * (owner == "actor")] if offloads else phases
+        is_mapped = not self.on_cuda and mapped(use.size, use.precision, layout.num_processes)
+        with_weights = phases[1:] if is_mapped else with_weights
         load.add(f"{owner}: weights", with_weights, held.weights, held.weights * offloads)
-        if updates:
-            offloads_state = fsdp.optimizer_offload and self.on_cuda
+        offloads_state = self.on_cuda and use.is_trained and fsdp.optimizer_offload
+        if use.is_trained:  # also where the run only validates
             stay = held.keeps_gradients and not offloads_state
             with_state = updates if offloads_state else phases
-            load.add(f"{owner}: gradients", phases if stay else updates, held.gradients)
+            load.add(f"{owner}: gradients", phases[1:] if stay else updates, held.gradients)
             load.add(f"{owner}: optimizer state", with_state, held.optimizer, held.optimizer * offloads_state)
             copied = held.optimizer + (held.gradients if use.size.adapters else held.weights)
-            copied *= self.config.trainer.async_checkpoint
-            where = () if self.on_cuda else phases
+            copied *= self.config.trainer.async_checkpoint and bool(updates)
+            where = () if self.on_cuda else phases[1:]
             load.add(f"{owner}: copy for a background checkpoint", where, copied, copied * self.on_cuda)
         for phase in at_work:
             limits, rows = use.passes[phase]
             longest = self.config.data.max_prompt_length
             tokens = tokens_of(limits, -(-rows // layout.replicas), longest, layout.context)
-            gathered = held.gathered
-            if phase in updates:
+            gathered, is_update = held.gathered, phase in updates
+            if not self.on_cuda:
+                gathered, activations, head = fullest_moment(
+                    use.size, held, use.precision, tokens, longest, is_update, use.checkpointing
+                )
+            elif is_update:
                 activations, head = update_pass(
                     use.size, held, use.precision, tokens, use.checkpointing, compiles
                 )
-                gathered += held.exchanged
+                gathered += held.exchanged + held.waiting
             else:
                 activations, head = forward_pass(use.size, held, use.precision, tokens, compiles)
             load.add(f"{owner}: weights and gradients of layers at work", [phase], gathered)
             load.add(f"{owner}: activations", [phase], activations)
             load.add(f"{owner}: chunk of logits", [phase], head)
+        if self.on_cuda:
+            state = held.optimizer * offloads_state
+            return held.weights * (not offloads), held.weights * offloads + state, held.optimizer - state
+        stored = use.size.stored or use.precision.model
+        read = use.size.num_parameters * stored.itemsize // layout.num_processes
+        return (0, 0, held.optimizer) if is_mapped else (held.weights, read, held.optimizer)
 
     def _add_rollout(self, load: DeviceLoad) -> None:
         """The rollout engine of a process; on a GPU its KV cache takes what the others leave."""
@@ -327,17 +313,22 @@ class Plan:
         else:
             cache = min(build.most_on_cpu(rollout.kv_cache_gb), slots * sequence)
             if not is_vllm:  # its packed weights have an output matrix of their own
-                weights += size.embedding * dtype.itemsize * size.ties_embeddings
-                arriving = size.num_parameters * sent_as.itemsize * is_copy
+                # memory of the cache is touched when it is used; rows of the largest batch
+                cache = min(cache, -(-most_rows // num_processes) * sequence)
+                matrix = size.embedding * dtype.itemsize
+                weights += matrix * size.ties_embeddings
+                # what arrives is packed layer by layer in its own place, after embedding and head
+                arriving = (2 - size.ties_embeddings) * matrix * is_copy
+                arriving = max(0, arriving - cache)
         cache = max(0, cache)
         if cache < sequence:
             self.problems.append(
                 f"the KV cache of a rollout process may take {cache / GIB:.2f} GiB, but one trajectory of "
                 f"{rollout.prompt_length} tokens needs {sequence / GIB:.2f} GiB"
             )
-        with_weights = ["rollout"] if offloads or (sleeps and is_vllm) else self.phases
+        with_weights = ["rollout"] if offloads or (sleeps and is_vllm) else self.phases[1:]
         load.add("rollout: weights of its own", with_weights, weights)
-        load.add("rollout: KV cache", ["rollout"] if sleeps else self.phases, cache)
+        load.add("rollout: KV cache", ["rollout"] if sleeps else self.phases[1:], cache)
         load.add("rollout: a step's work, weights arriving", ["rollout"], arriving)
 
 

@@ -21,6 +21,7 @@ from verl.trainer.placement import needs_ray, num_processes, num_sampling
 from verl.trainer.ppo.passes import Passes
 from verl.utils.dataset.row_environments import searches
 
+GIB = 1 << 30
 CGROUPS = Path("/sys/fs/cgroup")
 TRIAL_BYTES = 64 * 1024  # enough to meet a quota that is used up, too little to be one's trouble
 
@@ -176,6 +177,39 @@ def local_folder(model: str) -> Path | None:
 
 
 # ------------------------------------------------------------------------------------------ this machine
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """device: "cuda" (every process has a GPU of its own) or "cpu" (a node's processes share its memory).
+
+    device_bytes: of one GPU, or of a node's memory. source: where that number comes from, in words.
+    """
+
+    device: str
+    device_bytes: int
+    source: str
+
+    @classmethod
+    def of(cls, config: Config) -> Hardware:
+        """What a run would have: GPUs of `trainer.dry_run_gpu_memory_gb`, else those of this machine.
+        ValueError: GPUs are meant, none is here, and nothing says how much memory they have.
+        """
+        device, gpu_memory_gb = config.trainer.device, config.trainer.dry_run_gpu_memory_gb
+        import torch
+
+        has_gpu = torch.cuda.is_available()
+        if device == "cpu" or (device == "auto" and gpu_memory_gb is None and not has_gpu):
+            return cls("cpu", memory_of_machine(), "the memory of this machine")
+        if gpu_memory_gb is not None:
+            return cls("cuda", int(gpu_memory_gb * GIB), "trainer.dry_run_gpu_memory_gb")
+        if not has_gpu:
+            raise ValueError(
+                "trainer.device=cuda, but this machine has no GPU whose memory could be read; say how much "
+                "the GPUs have that the run is for, for example trainer.dry_run_gpu_memory_gb=80"
+            )
+        properties = torch.cuda.get_device_properties(0)
+        return cls("cuda", properties.total_memory, f"{properties.name} of this machine")
 
 
 def memory_of_machine(cgroups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:

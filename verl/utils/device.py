@@ -1,7 +1,10 @@
 """The device that a process computes on: verl's name for it, what a CPU is fast at, compiled functions."""
 
+import ctypes
+import os
 import time
 from collections.abc import Callable
+from functools import cache
 from statistics import median
 from typing import Any
 
@@ -22,6 +25,32 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     if torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+M_MMAP_THRESHOLD = -3  # glibc's mallopt
+OWN_MAPPING_BYTES = 1 << 20  # an allocation from this size on has a mapping of its own
+
+
+@cache
+def _libc() -> ctypes.CDLL | None:
+    """The C library if it is glibc."""
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
+
+
+def free_large_tensors_at_once() -> None:
+    """From now on memory of a large CPU tensor goes back to the system when the tensor is freed. As it is,
+    glibc raises its threshold to the largest that was freed, up to 32 MB: tensors lie in its heap then, with
+    holes between them (a third more in an update of 100M parameters). A MALLOC_... variable for it wins.
+    """
+    if (library := _libc()) is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        library.mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
+
+
+def return_free_memory() -> None:
+    """What small CPU tensors have left free goes back to the system."""
+    if (library := _libc()) is not None:
+        library.malloc_trim(0)
 
 
 MOST_VERSIONS = 64  # of compiled code: with and without gradient, autocast, ...

@@ -24,6 +24,7 @@ from verl.config.schema import Critic
 from verl.protocol import DataProto
 from verl.single_controller.base import DataPosition, Dispatch, Worker, register
 from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn
+from verl.utils.device import free_large_tensors_at_once
 from verl.workers.actor.dp_actor import DataParallelPPOActor, compute_log_prob, token_statistics
 from verl.workers.critic.dp_critic import DataParallelPPOCritic
 from verl.workers.engine.base import Engine
@@ -73,6 +74,8 @@ class TrainingWorker(Worker):
         super().__init__()
         self.config = config
         self.device = self.init_process_group(device_kind(device))
+        if self.device.type == "cpu":
+            free_large_tensors_at_once()
         self.checkpoint_writer = BackgroundWriter()
         self.num_sharing = 1 if block is None else self.processes_sharing(block)
 

@@ -43,6 +43,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.single_controller.base import DataPosition
+from verl.utils.device import return_free_memory
 from verl.utils.packing import PackedMicroBatch, shard_micro_batch
 from verl.workers.engine.base import Engine, Outputs, Share, ShareOf
 from verl.workers.engine.checkpoint import (
@@ -291,6 +292,8 @@ class TrainEngine(Engine):
             self._move_optimizer(torch.device("cpu"))
         if params or optimizer:
             torch.cuda.empty_cache()
+        if self.device.type == "cpu" and not self._params_needed:
+            return_free_memory()
 
     def _move_optimizer(self, device: torch.device) -> None:
         assert self.optimizer is not None

@@ -104,7 +104,7 @@ class CpuModel:
     # ---- weights and pools ----
 
     def load(self, weights: ModelWeights) -> int:
-        """Pack a set of weights; returns the bytes of the copies."""
+        """Pack a set of weights, whose list of layers is emptied; returns the bytes of the copies."""
         self._embedding = weights.embedding.clone()
         # The reference rounds the factor to the dtype of the embeddings.
         self._embedding_scale = np.float32(
@@ -112,7 +112,9 @@ class CpuModel:
         )
         self._final_norm = self._norm_weight(weights.norm)
         self._head: Product | None = Product(weights.lm_head, None)
-        self._layers = [self._packed(layer) for layer in weights.layers]
+        weights.layers.reverse()
+        while weights.layers:  # a layer that was gathered or cast for this is freed once it is packed
+            self._layers.append(self._packed(weights.layers.pop()))
         products = [p for layer in self._layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         return self._embedding.nbytes + sum(product.num_bytes for product in products) + self._head.num_bytes
 

@@ -1,0 +1,253 @@
+"""The memory plan beside what processes really take on CPU, phase by phase.
+
+    python scripts/bench_memory.py [--models 100m 350m-bf16 ..] [--processes 1 2] [--settings "key=value .."]
+
+A random model of each size is written to a folder (once). Worker processes load it, sample, compute log-probs
+and values and update it, twice, as the trainer has them do; every trajectory is about as long as it may be,
+which is what the plan assumes. A phase's figure is the most that was resident in it, by the kernel's own mark
+(VmHWM, begun anew for each phase), of all processes together. Prints Markdown: GiB, and in brackets the plan
+as a share of it; then what of the most was no file's pages (RssAnon + RssShmem, read each 5 ms).
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import verl  # noqa: E402, F401  # isort: skip  (first: it says which Python has what is missing)
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+
+from verl.preflight.plan import GIB, PHASES, Hardware, Plan
+from verl.protocol import DataProto, object_array
+from verl.trainer.config import load_config
+from verl.trainer.ppo.passes import Passes
+from verl.workers.engine.loading import DTYPES, load_hf_config
+from verl.workers.rollout.base import RolloutEngine, SamplingParams
+
+FIELDS = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size"
+MODELS = {  # the fields above, and whether the output matrix is the embedding's
+    "100m": (Qwen2Config, 512, 1792, 20, 8, 2, 65_536, True),
+    "200m": (Qwen3Config, 768, 2304, 14, 12, 4, 151_936, True),
+    "350m": (Qwen2Config, 1024, 3584, 21, 16, 4, 32_000, False),
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of each process: trajectories of a step, tokens of a prompt, of the longest trajectory, of a pass."""
+
+    rows: int = 4
+    prompt: int = 32
+    longest: int = 256
+    in_a_pass: int = 512
+
+    def settings(self, folder: Path, num_processes: int, more: Sequence[str] = ()) -> list[str]:
+        """A step of one mini-batch, in several passes."""
+        rows, parts = self.rows * num_processes, ("rollout.log_prob", "ref.log_prob", "actor.ppo")
+        blocks = [*(f"actor_rollout_ref.{part}" for part in parts), "critic.ppo"]
+        dynamic = [part.replace(".log_prob", ".log_prob_").replace(".ppo", ".") for part in blocks]
+        return [
+            *(f"{block}.model.path={folder}" for block in ("actor_rollout_ref", "critic")),
+            *(f"{part}_max_token_len_per_gpu={self.in_a_pass}" for part in blocks),
+            *(f"{part}use_dynamic_bsz=true" for part in dynamic),
+            *(f"data.{name}_batch_size={rows}" for name in ("train", "val")),
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={rows}",
+            f"critic.ppo_mini_batch_size={rows}",
+            f"data.max_prompt_length={self.longest}",
+            f"data.max_start_length={self.prompt}",
+            f"trainer.n_gpus_per_node={num_processes}",
+            "trainer.device=cpu",
+            "trainer.async_checkpoint=false",
+            *more,
+        ]
+
+
+def write_model(name: str, folder: Path) -> Path:
+    """A random model of a size, or with "-bf16" behind it one in 16 bits, and a tokenizer of a few words."""
+    if not (folder / "tokenizer.json").is_file():
+        size, _, dtype = name.partition("-")
+        make, *sizes, tied = MODELS[size]
+        shape = dict(zip(FIELDS.split(), sizes, strict=True), tie_word_embeddings=tied)
+        config = make(**shape, head_dim=shape["hidden_size"] // shape["num_attention_heads"])
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype or "fp32"])
+        model.save_pretrained(folder)
+        words = Tokenizer(models.WordLevel({str(i): i for i in range(1000)}, unk_token="0"))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        PreTrainedTokenizerFast(tokenizer_object=words, eos_token="1").save_pretrained(folder)
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------ a worker
+
+
+class LongestAgent:
+    """Samples the longest trajectories that may be, some one or two tokens shorter: those of equal lengths
+    are attended together, which is rare.
+    """
+
+    def __init__(self, work: Work, tokenizer: Any, engine: RolloutEngine) -> None:
+        self.work, self.engine = work, engine
+
+    def close(self) -> None:
+        pass
+
+    def run_llm_loop(self, prompts: DataProto) -> DataProto:
+        work, contexts, rows = self.work, list(prompts.non_tensor_batch["raw_prompt_ids"]), {}
+        for row, ids in enumerate(contexts):
+            asked = SamplingParams(work.longest - work.prompt - row % 3, seed=row, ignore_eos=True)
+            rows[self.engine.open(ids, asked)] = row
+        while self.engine.has_runnable:
+            for ended in self.engine.step():
+                self.engine.close(ended.session_id)
+                contexts[rows[ended.session_id]] = [*contexts[rows[ended.session_id]], *ended.token_ids]
+        missing = [work.longest - len(ids) for ids in contexts]
+        attention = torch.tensor([[1] * (work.longest - n) + [0] * n for n in missing])
+        return DataProto.from_dict(
+            {
+                "input_ids": torch.tensor([ids + [0] * n for ids, n in zip(contexts, missing, strict=True)]),
+                "attention_mask": attention,
+                "position_ids": attention.cumsum(1) - 1,
+                "response_mask": attention[:, work.prompt :],
+            }
+        )
+
+
+def passes_of(work: Work, settings: Sequence[str], rank: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """(phase, what happens in it): loading, and two steps of training."""
+    from verl.trainer.main_ppo import worker_classes
+
+    config = load_config(list(settings))
+    passes, block = Passes(config), config.actor_rollout_ref
+    actor_class, critic_class = worker_classes(config)
+    role = "actor_rollout_ref" if passes.reference else "actor_rollout"
+    actor = actor_class(block, role, partial(LongestAgent, work), device="cpu")
+    workers = [actor, *([critic_class(config.critic, device="cpu")] if passes.values else [])]
+    generator, batch = torch.Generator().manual_seed(rank), DataProto()
+    vocabulary = load_hf_config(block.model).get_text_config().vocab_size
+
+    def load() -> None:
+        for worker in workers:
+            worker.init_model()
+        actor.start_rollout(work.rows)
+
+    def generate() -> None:
+        nonlocal batch
+        prompts = torch.randint(5, vocabulary, (work.rows, work.prompt), generator=generator).tolist()
+        asked = DataProto.from_dict({"sampling_seeds": torch.arange(work.rows)})
+        asked.non_tensor_batch["raw_prompt_ids"] = object_array(prompts)
+        actor.sync_weights()
+        batch = actor.generate_sequences(asked)
+        for name in ("advantages", "returns"):
+            batch.batch[name] = torch.randn(batch.batch["response_mask"].shape, generator=generator)
+        batch.meta_info = {"mini_batch_rows": work.rows}
+
+    yield "loading", load
+    for _ in range(2):
+        yield "rollout", generate
+        yield "log_probs", lambda: batch.union(actor.compute_log_prob(batch))
+        if passes.reference:
+            yield "reference", lambda: batch.union(actor.compute_ref_log_prob(batch))
+        if passes.values:
+            yield "values", lambda: batch.union(workers[1].compute_values(batch))
+            yield "update_critic", lambda: workers[1].update_critic(batch)
+        yield "update_actor", lambda: actor.update_actor(batch)
+
+
+def process(connection: Connection, work: Work, settings: Sequence[str], variables: dict[str, str]) -> None:
+    """Does a pass each time that it is told to, and names the next one."""
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    for phase, run in passes_of(work, settings, int(variables["RANK"])):
+        connection.send(phase)
+        connection.recv()
+        run()
+    connection.send("")
+
+
+# --------------------------------------------------------------------------------------------- what is taken
+
+
+def held(pids: Sequence[int], *fields: str) -> int:
+    """Bytes in these fields of what the kernel says of the processes, in all."""
+    lines = [line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.partition(":")[0] in fields)
+
+
+def measured(work: Work, settings: Sequence[str], num_processes: int) -> dict[str, tuple[int, int]]:
+    """phase -> most bytes that were resident in it, and of these anonymous or shared, of all processes; ""
+    -> what they held before. EOFError: one of them has failed.
+    """
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context, connections, pids = multiprocessing.get_context("spawn"), [], list[int]()
+    for rank in range(num_processes):
+        ours, theirs = context.Pipe()
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+        variables = {name: str(value) for name, value in place.items()}
+        worker = context.Process(target=process, args=(theirs, work, settings, variables), daemon=True)
+        worker.start()
+        theirs.close()
+        connections.append(ours)
+        pids.append(int(worker.pid or 0))
+    phase = [connection.recv() for connection in connections][0]
+    taken = {"": (held(pids, "VmRSS"), held(pids, "RssAnon"))}
+    while phase:
+        for pid, connection in zip(pids, connections, strict=True):
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # the mark begins anew
+            connection.send("")
+        own = 0
+        while not all(connection.poll(0.005) for connection in connections):
+            own = max(own, held(pids, "RssAnon", "RssShmem"))
+        before = taken.get(phase, (0, 0))
+        taken[phase] = max(before[0], held(pids, "VmHWM")), max(before[1], own)
+        phase = [connection.recv() for connection in connections][0]
+    return taken
+
+
+def planned(settings: Sequence[str]) -> dict[str, int]:
+    """phase -> bytes, by the plan."""
+    config = load_config(list(settings))
+    plan = Plan(config, Hardware.of(config))
+    return {phase: plan.loads[0].total(phase) for phase in plan.phases}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--processes", nargs="+", type=int, default=[1])
+    parser.add_argument("--settings", nargs="+", default=["algorithm.adv_estimator=grpo"])
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "bench_memory")
+    options, work = parser.parse_args(), Work()
+    phases = [phase for phase in PHASES if phase != "teacher"]
+    print(f"| run | {' | '.join(PHASES[phase] for phase in phases)} |\n|{'---|' * (len(phases) + 1)}")
+    for name in options.models:
+        folder = write_model(name, options.folder / name)
+        for num_processes in options.processes:
+            for more in options.settings:
+                settings = work.settings(folder, num_processes, more.split())
+                plan, taken = planned(settings), measured(work, settings, num_processes)
+                cells = [
+                    f"{taken[p][0] / GIB:.2f} ({plan[p] / taken[p][0]:.3f}); {taken[p][1] / GIB:.2f}"
+                    if p in taken and p in plan
+                    else ""
+                    for p in phases
+                ]
+                what = f"{name}, {num_processes} x {more}, {taken[''][0] / GIB:.2f} before"
+                print(f"| {what} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
