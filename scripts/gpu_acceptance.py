@@ -16,7 +16,10 @@ code runs on CPU in tiny sizes, and bars that hold on any machine are tested. En
     microworld  GRPO of the shipped tiny model on the microworld, in one process
     vllm        its decoding beside vLLM's own way, weights to a server, which is then killed amid a transfer;
                 on a GPU also the microworld with vLLM beside the trainer     (where vLLM is installed)
-    layouts     the microworld over all GPUs, by Ray: FSDP2, Megatron, vLLM split and apart  (two and more)
+    layouts     the microworld over all GPUs, FSDP2, by Ray                       (two GPUs and more)
+    megatron    the same on megatron-core, tensor 2                               (where it is installed)
+    split       the same with vLLM, two processes to a model
+    servers     one process trains, vLLM samples on another GPU
 """
 
 from __future__ import annotations
@@ -275,27 +278,41 @@ def vllm(place: Place) -> Iterator[Line]:
         return
     from scripts.bench.vllm_checks import apart, decode
 
+    if place.device == "cuda":  # first, as this process keeps some memory of the GPU afterwards
+        yield from _train(place, "vllm", "trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.name=vllm")
     yield from decode(place)
     yield from apart(place)
-    if place.device == "cuda":
-        yield from _train(place, "vllm", "trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.name=vllm")
 
 
 def layouts(place: Place) -> Iterator[Line]:
-    if (count := torch.cuda.device_count()) < 2:
-        yield Line("layouts", math.nan, "one GPU, or none", "not run")
-        return
-    yield from _train(place, "FSDP2", f"trainer.n_gpus_per_node={count}")
+    yield from _on_several(place, "FSDP2", "ray")
+
+
+def megatron(place: Place) -> Iterator[Line]:
     block = "actor_rollout_ref.actor"
     cut = (f"{block}.strategy=megatron", f"{block}.megatron.tensor_model_parallel_size=2")
-    if find_spec("megatron") is not None:
-        yield from _train(place, "Megatron, tensor 2", f"trainer.n_gpus_per_node={count}", *cut)
-    if find_spec("vllm") is not None:
-        rollout = "actor_rollout_ref.rollout"
-        split = (f"{rollout}.name=vllm", f"{rollout}.tensor_model_parallel_size=2")
-        yield from _train(place, "vLLM, split over 2", "trainer.n_gpus_per_node=2", *split)
-        servers = (f"{rollout}.name=vllm", f"{rollout}.placement=apart")
-        yield from _train(place, "vLLM, apart", "trainer.n_gpus_per_node=1", "trainer.backend=ray", *servers)
+    yield from _on_several(place, "Megatron, tensor 2", "megatron", *cut)
+
+
+def split(place: Place) -> Iterator[Line]:
+    rollout = "actor_rollout_ref.rollout"
+    settings = (f"{rollout}.name=vllm", f"{rollout}.tensor_model_parallel_size=2")
+    yield from _on_several(place, "vLLM, split over 2", "vllm", *settings)
+
+
+def servers(place: Place) -> Iterator[Line]:
+    rollout = "actor_rollout_ref.rollout"
+    settings = (f"{rollout}.name=vllm", f"{rollout}.placement=apart", "trainer.n_gpus_per_node=1")
+    yield from _on_several(place, "vLLM, apart", "vllm", *settings)
+
+
+def _on_several(place: Place, name: str, package: str, *settings: str) -> Iterator[Line]:
+    count = torch.cuda.device_count() // 2 * 2
+    if count == 0 or find_spec(package) is None:
+        why = "one GPU, or none" if count == 0 else f"{package} is not installed"
+        yield Line(name, math.nan, why, "not run")
+        return
+    yield from _train(place, name, "trainer.backend=ray", f"trainer.n_gpus_per_node={count}", *settings)
 
 
 def _train(place: Place, name: str, *settings: str) -> Iterator[Line]:
@@ -307,7 +324,8 @@ def _train(place: Place, name: str, *settings: str) -> Iterator[Line]:
 
 
 CHECKS: list[Callable[[Place], Iterator[Line]]]
-CHECKS = [machine, step, greedy, resume, offload, dense, microworld, vllm, layouts]
+CHECKS = [machine, step, greedy, resume, offload, dense, microworld]
+CHECKS += [vllm, layouts, megatron, split, servers]
 
 
 def main() -> int:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from scripts.bench.acceptance import Line, Place
-from verl.workers.engine.loading import load_policy
+from verl.workers.engine.loading import load_hf_config, load_policy
 from verl.workers.engine.lora import plain_parameters
 from verl.workers.rollout.base import EngineUnavailable, SamplingParams
+from verl.workers.rollout.build import _other_devices
 from verl.workers.rollout.vllm.colocated_engine import VllmEngine
 
 Measure = Callable[[Callable[[], Any]], float]  # of a step
@@ -29,8 +31,8 @@ def our_way(engine: VllmEngine, sessions: int, length: int, measure: Measure) ->
             engine.close(session_id)
 
 
-def their_way(engine: VllmEngine, sessions: int, length: int, measure: Measure) -> float:
-    """The same of vLLM's own engine, sampler and outputs, with a seed and a log-prob for each request."""
+def their_way(engine: VllmEngine, sessions: int, length: int, measure: Measure, seeded: bool = True) -> float:
+    """The same of vLLM's own engine, sampler and outputs, with a log-prob for each request, and a seed."""
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind
@@ -43,7 +45,7 @@ def their_way(engine: VllmEngine, sessions: int, length: int, measure: Measure) 
     for seed in range(sessions):
         params = VllmSamplingParams(
             max_tokens=length - 4,
-            seed=seed,
+            seed=seed if seeded else None,
             logprobs=0,
             detokenize=False,
             flat_logprobs=True,
@@ -59,7 +61,7 @@ def their_way(engine: VllmEngine, sessions: int, length: int, measure: Measure) 
 
 
 def decode(place: Place) -> Iterator[Line]:
-    """Tokens a second of both, by turns."""
+    """Tokens a second of both, by turns; vLLM's own also without seeds, where it draws for all at once."""
     sessions, steps = (256, 200) if place.device == "cuda" else (16, 20)
     sizes = {"gpu_memory_utilization": 0.8} if place.device == "cuda" else {"kv_cache_memory_bytes": 64 << 20}
 
@@ -74,11 +76,13 @@ def decode(place: Place) -> Iterator[Line]:
     length, rounds = steps + 40, 3
     engine = VllmEngine(place.model(), max_model_len=length, max_num_seqs=sessions, dtype="bfloat16", **sizes)
     engine.load_weights(weights(place), 1)
-    took = [[way(engine, sessions, length, seconds) for way in (our_way, their_way)] for _ in range(rounds)]
+    ways = (our_way, their_way, partial(their_way, seeded=False))
+    took = [[way(engine, sessions, length, seconds) for way in ways] for _ in range(rounds)]
     engine.shutdown()
-    ours, theirs = (sorted(times)[rounds // 2] for times in zip(*took, strict=True))
+    ours, seeded, theirs = (sorted(times)[rounds // 2] for times in zip(*took, strict=True))
     rates = [f"{sessions * steps / each:,.0f}" for each in (ours, theirs)]
     words = f"{' and '.join(rates)} tokens/s of {sessions} sessions"
+    yield Line("decode, of vLLM's own with seeds", seeded / ours, "")
     yield place.line("decode, of vLLM's own", theirs / ours, words)
 
 
@@ -88,9 +92,11 @@ def apart(place: Place) -> Iterator[Line]:
     from verl.workers.rollout.vllm.server import VllmServers
     from verl.workers.rollout.vllm.weight_transfer import WeightSender
 
-    device, devices = torch.device("cpu"), None
+    device = torch.device("cpu")
+    devices: list[str] | None = None
     if place.device == "cuda":
-        device, devices = torch.device("cuda:0"), ["1"]
+        device = torch.device("cuda:0")
+        devices = (_other_devices(device) or [])[:1]
         if torch.cuda.device_count() < 2:
             yield Line("servers apart", float("nan"), "one GPU", "not run")
             return
@@ -100,7 +106,7 @@ def apart(place: Place) -> Iterator[Line]:
         arguments |= {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True, "block_size": 32}
     servers = VllmServers(arguments, 1, devices=devices)
     sender = WeightSender("nccl" if devices else "gloo", device, torch.bfloat16)
-    vocabulary = 2000 if place.device == "cpu" else 151936
+    vocabulary = load_hf_config({"path": folder}).vocab_size
     engine = RemoteVllmEngine(
         servers.urls, max_model_len=256, vocab_size=vocabulary, sender=sender, servers=servers
     )

@@ -154,7 +154,8 @@ def _check_rollout(config: Config) -> None:
         why = f", which keeps a whole model in each process; expected 1, or {name}=vllm."
         raise refusal(config, f"{ROLLOUT}.tensor_model_parallel_size {name}", why)
     per_node = config.trainer.n_gpus_per_node
-    if not apart and rollout.name == "vllm" and per_node % sharing:
+    is_native = rollout.name == "native" or (rollout.name == "auto" and config.trainer.device == "cpu")
+    if not apart and not is_native and per_node % sharing:
         why = ": processes of one node share a model; expected a divisor of their number."
         raise refusal(config, f"{ROLLOUT}.tensor_model_parallel_size trainer.n_gpus_per_node", why)
     usual = Vllm()

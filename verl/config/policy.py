@@ -259,8 +259,8 @@ class Rollout(Block):
         None, "vLLM: processes (apart: GPUs) that share one model (null: as few as hold it in 20 GiB each)"
     )
     max_num_batched_tokens: Count = key(8192, "most tokens that one prefill pass takes")
-    max_num_seqs: Count = key(1024, "most trajectories decoded at once in one process")
-    max_in_flight: Count | None = key(None, "most trajectories under way in one process (null: all)")
+    max_num_seqs: Count = key(1024, "most trajectories decoded at once in one engine")
+    max_in_flight: Count | None = key(None, "most trajectories under way in one engine (null: all)")
     straggler_factor: Annotated[float, Range(1)] | None = key(
         None, "cut the slowest of a group after so many times the batch's median time (null: never)"
     )

@@ -295,10 +295,9 @@ class Plan:
         position = 2 * size.num_layers * size.keys // size.key_heads * heads * dtype.itemsize
         weights //= sharing
         sequence = -(-rollout.prompt_length // rollout.block_size) * rollout.block_size * position
-        sent_as = actor.precision.compute if self.layout.is_megatron else actor.precision.model
         # weights are gathered, merged or cast for the engine
         is_copy = num_processes > 1 or size.adapters > 0 or dtype != actor.precision.model
-        arriving = size.embedding * sent_as.itemsize
+        arriving = size.embedding * dtype.itemsize
         offloads = on_cuda and block.actor.fsdp_config.param_offload
         sleeps = rollout.free_cache_engine or offloads
         if on_cuda:

@@ -20,6 +20,8 @@ from verl.single_controller.base.worker_group import (
     run_method,
 )
 
+_PLACE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
 
 class LocalWorkerGroup(WorkerGroup):
     """World size 1, no process group."""
@@ -31,8 +33,8 @@ class LocalWorkerGroup(WorkerGroup):
                 "set trainer.backend=ray or trainer.nnodes=1 trainer.n_gpus_per_node=1"
             )
         super().__init__(world_size=1, worker_cls=cls_with_init.cls)
-        before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        before = {name: os.environ.get(name) for name in _PLACE}
+        os.environ.update(_PLACE)
         try:
             self._worker: Worker | None = cls_with_init()
         finally:

@@ -1,8 +1,8 @@
 """The workers of a training job on megatron-core: those of `fsdp_workers`, with other engines.
 
 Each replica of a model is cut over tensor x pipeline x context processes, which work on the same rows;
-replicas have rows of their own. Rollouts are as everywhere: each process samples rows of its own with whole
-weights, which it takes from the engine's stream.
+replicas have rows of their own. Rollouts are as everywhere: each process samples rows of its own, or several
+do that share a model of vLLM's, with whole weights that it takes from the engine's stream.
 """
 
 from __future__ import annotations

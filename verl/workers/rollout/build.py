@@ -76,7 +76,8 @@ def engine_name(rollout: Rollout, device: torch.device | str) -> str:
 
 def model_parallel_size(rollout: Rollout, model: Policy, most: int) -> int:
     """Processes (apart: GPUs) that share one model of vLLM's: `tensor_model_parallel_size`; null: the fewest
-    of those that divide `most` and the attention heads, with at most MOST_WEIGHT_BYTES each.
+    of those that divide `most` and the attention heads, with at most MOST_WEIGHT_BYTES each (apart: twice as
+    many).
     """
     if rollout.tensor_model_parallel_size is not None:
         return rollout.tensor_model_parallel_size
@@ -84,9 +85,11 @@ def model_parallel_size(rollout: Rollout, model: Policy, most: int) -> int:
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
     num_bytes = 2 * sum(parameter.numel() for parameter in skeleton.parameters())
-    both = math.gcd(most, config.get_text_config().num_attention_heads)
-    sizes = [size for size in range(1, both + 1) if both % size == 0]
-    return next((size for size in sizes if num_bytes <= size * MOST_WEIGHT_BYTES), both)
+    text, limit = config.get_text_config(), MOST_WEIGHT_BYTES * (2 if rollout.placement == "apart" else 1)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    both = math.gcd(most, text.num_attention_heads)
+    sizes = [n for n in range(1, both + 1) if both % n == 0 and (heads % n == 0 or n % heads == 0)]
+    return next((size for size in sizes if num_bytes <= size * limit), sizes[-1])
 
 
 def rollout_dtype(rollout: Rollout, computed_in: torch.dtype) -> torch.dtype:
@@ -215,6 +218,14 @@ def _vllm_arguments(
         block = 2 * width * request.dtype.itemsize * rollout.block_size
         num_blocks = max_num_seqs * -(-request.max_model_len // rollout.block_size) + 1  # vLLM keeps one
         arguments["kv_cache_memory_bytes"] = min(num_blocks * block, MAX_DEFAULT_KV_BYTES)
+    set_here, asked = "rollout.tensor_model_parallel_size", rollout.tensor_model_parallel_size
+    if "tensor_parallel_size" in rollout.vllm.engine_args:
+        raise ValueError(f"rollout.vllm.engine_args has tensor_parallel_size; set {set_here} in its place")
+    if rollout.placement == "colocated" and asked not in (None, sharing):
+        raise ValueError(
+            f"Found {set_here}={asked}; expected null or {sharing}, the number of processes that sample "
+            "from this model here."
+        )
     return arguments | rollout.vllm.engine_args
 
 

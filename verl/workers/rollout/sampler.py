@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+MAX_LOGITS = 1 << 26  # elements of logits that are sampled at once; more rows are sampled in pieces
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -81,6 +82,15 @@ def draw(logits_AV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor]
     if scaled_AV is not logits_AV:
         model_log_probs_A = logits_AV.log_softmax(-1).gather(1, tokens_A1)[:, 0]
     return tokens_A, log_probs_A, model_log_probs_A
+
+
+def draw_in_pieces(logits_AV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor]:
+    """As `draw`, of logits of any dtype, by so many rows at once as make MAX_LOGITS elements."""
+    most = max(1, MAX_LOGITS // logits_AV.shape[1])
+    starts = range(0, len(logits_AV), most)
+    pieces = [draw(logits_AV[i : i + most].float(), rows[slice(i, i + most)]) for i in starts]
+    tokens, log_probs, model_log_probs = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+    return tokens, log_probs, model_log_probs
 
 
 def inverse_cdf(probs_AV: Tensor, uniform_A: Tensor) -> Tensor:

@@ -89,10 +89,6 @@ class ProtocolServer:
                     self.reply("")
                 elif path == "/v1/models":
                     self.reply({"data": [{"id": "policy", "max_model_len": server.max_model_len}]})
-                elif path == "/weight_info":
-                    self.reply({"weight_version": server.label})
-                elif path == "/is_paused":
-                    self.reply({"is_paused": server.paused})
                 elif path == "/metrics":
                     self.reply(
                         '# HELP x\nvllm:prompt_tokens_total{engine="0"} 7\nvllm:kv_cache_usage_perc{} 0.5\n'

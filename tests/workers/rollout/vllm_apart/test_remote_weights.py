@@ -96,7 +96,7 @@ def test_processes_share_the_servers_out_and_know_all_of_one_that_failed(tmp_pat
         run_ranks(share_servers, 2, urls, tmp_path)
         told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
         assert [told[0][0][0], told[1][0][0]] == [[first.url, third.url], [second.url]]
-        assert [told[0][2][0], told[1][2][0]] == [[first.url], [third.url]]
+        assert [told[0][2][0], told[1][2][0]] == [[first.url, third.url], []]
         for rank in range(2):
             assert [servers for _, _, servers in told[rank]] == [3.0, 2.0, 2.0]
             for version, (_, turns, _) in enumerate(told[rank]):

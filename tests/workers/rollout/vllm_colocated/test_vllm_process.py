@@ -73,60 +73,34 @@ def test_random_numbers_threads_and_process_group_survive_two_engines(tmp_path: 
     }
 
 
-# One of two processes that share a model; prints what it has sampled, by weights.
-SHARING = """
-import json, sys, torch.distributed as dist
-from pathlib import Path
-from vllm_models import KV_BYTES, generate, make_model, random_prompts, write_config
-from verl.workers.rollout.base import SamplingParams
-from verl.workers.rollout.vllm.colocated_engine import VllmEngine
-
-rank, size = int(sys.argv[2]), int(sys.argv[3])
-folder = Path(sys.argv[1])
-if size > 1:
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=size)
-sizes = {"max_num_seqs": 16, "max_model_len": 64, "kv_cache_memory_bytes": KV_BYTES}
-(folder / f"{rank}").mkdir()
-engine = VllmEngine(write_config("two-heads", folder / f"{rank}"), tensor_parallel_size=size, **sizes)
-prompts, found = random_prompts(30), []
-for version in range(2):
-    engine.load_weights(make_model("two-heads", seed=version).named_parameters(), version)
-    with engine.leading() as leads:
-        if leads:
-            sampled = [SamplingParams(12, seed=seed) for seed in range(30)]
-            for params in (SamplingParams(12, temperature=0.0), sampled):
-                found += [[c.token_ids, c.log_probs] for c in generate(engine, prompts, params)]
-            closed_early = engine.open([1, 2, 3], SamplingParams(40))
-            engine.step()
-            engine.close(closed_early)
-    engine.sleep(2)
-    engine.wake()
-engine.shutdown()
-print(json.dumps([leads, found]))
-"""
-
-
 def test_two_processes_that_share_a_model_sample_what_one_with_the_whole_model_does(tmp_path: Path) -> None:
     here = Path(__file__).parent
-    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here}:{here.parents[3]}"}
+    paths = [here, here.parents[1], here.parents[3]]
+    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(map(str, paths))}
     processes = []
-    for rank, size in ((0, 2), (1, 2), (0, 1)):
+    for rank, size in ((0, 2), (1, 2), (0, 1)):  # each hashes strings in another way
         folder = tmp_path / f"of-{size}"
         folder.mkdir(exist_ok=True)
-        command = [sys.executable, "-c", SHARING, str(folder), str(rank), str(size)]
+        command = [sys.executable, str(here / "sharing_process.py"), str(folder), str(rank), str(size)]
         out = subprocess.PIPE
         processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out, text=True))
     try:
-        outputs = [process.communicate(timeout=240) for process in processes]
+        outputs = [process.communicate(timeout=400) for process in processes]
     finally:
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
-    (leads, found), (other_leads, nothing), (alone_leads, expected) = (
-        json.loads(out.splitlines()[-1]) for out, _ in outputs
+    two, follower, one = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
+    (leads, found, preempted), (other_leads, nothing, _), (alone_leads, expected, _) = (
+        two[0],
+        follower[0],
+        one[0],
     )
     assert (leads, other_leads, alone_leads) == (True, False, True)
-    assert nothing == [] and len(found) == 2 * 2 * 30
+    assert nothing == [] and len(found) == 2 * (2 * 30 + 3 * 16) and preempted > 0
     for (tokens, log_probs), (expected_tokens, expected_log_probs) in zip(found, expected, strict=True):
         assert tokens == expected_tokens
         assert log_probs == pytest.approx(expected_log_probs, abs=1e-4)
+    # of workers: the place in the mesh, whether the agent's error came out, rows, tokens
+    assert follower[1] == [[0, False], False, [0, 0]]
+    assert two[1] == one[1] and two[1][:3] == [[0, True], True, [5, 3]]

@@ -21,10 +21,9 @@ from verl.workers.rollout.native.architecture import ModelSpec, collect_weights,
 from verl.workers.rollout.native.cpu_model import DTYPES, CpuModel
 from verl.workers.rollout.native.step_batch import Sampled, StepBatch
 from verl.workers.rollout.native.torch_model import TorchModel
-from verl.workers.rollout.sampler import SamplingRows
+from verl.workers.rollout.sampler import MAX_LOGITS, SamplingRows
 
 logger = logging.getLogger(__name__)
-_MAX_LOGITS = 1 << 26  # elements of logits held at once; more rows are sampled in pieces
 
 
 class PagedRunner:
@@ -127,7 +126,7 @@ class PagedRunner:
         if not self._has_weights:
             raise RuntimeError("the model has no weights; call load_weights first")
         hidden = self._model.hidden(batch)
-        most = max(1, _MAX_LOGITS // self.vocab_size)
+        most = max(1, MAX_LOGITS // self.vocab_size)
         pieces = [
             self._model.sample(hidden[first : first + most], rows[first : first + most])
             for first in range(0, len(batch.out_rows), most)

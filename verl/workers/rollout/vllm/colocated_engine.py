@@ -150,8 +150,8 @@ class VllmEngine(RolloutEngine[VllmSession]):
                     stopped.append(session.request_id)
                 self._drop_request(session)
                 ended.append(session.end_turn(*finish, self.version))
-        if stopped:
-            self._order("abort_requests", stopped)
+        for name in stopped:  # vLLM frees several at once in the order of a set, another one in each process
+            self._order("abort_requests", [name])
         return ended
 
     # ---- several processes that share the model ----

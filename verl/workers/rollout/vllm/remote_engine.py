@@ -177,33 +177,33 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
         self.version = -1
         self._call(self._break_off())
         self._by_the_first(self._pool.pause)
-        clients = {client.url: client for client in self._pool.living()[self._rank :: self._world_size]}
+        share = self._pool.clients[self._rank :: self._world_size]
+        clients = {client.url: client for client in share if client.dead is None}
         workers = [
             ServerWorkers(url, client.num_workers, partial(self._call_workers, client))
             for url, client in clients.items()
         ]
         for url, reason in self._sender.send(workers, weights, version).items():
             clients[url].bury(reason)
-        self._agree()
         self._by_the_first(partial(self._pool.finish_update, version))
         self.version = version
         for session_id in self._under_way:
             self._loop.call_soon_threadsafe(self._start, self._sessions[session_id])
 
     def _by_the_first(self, action: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Something that one process does with all servers, and the others wait for. EngineUnavailable, in
-        all of them: none is left.
+        """Something that one process does with all servers, and the others wait for. What it raises, all
+        raise: EngineUnavailable, if no server is left.
         """
         self._agree()
-        problem = None
+        problem: Exception | None = None
         if self._rank == 0:
             try:
                 self._call(action())
-            except EngineUnavailable as error:
+            except Exception as error:  # the others would wait for ever
                 problem = error
         self._agree(problem)
 
-    def _agree(self, problem: EngineUnavailable | None = None) -> None:
+    def _agree(self, problem: Exception | None = None) -> None:
         """Waits for all processes; what one of them has seen of servers that failed, all know then."""
         told: list[Any] = [(problem, {client.url: client.dead for client in self._pool.clients})]
         if self._world_size > 1:
@@ -283,9 +283,7 @@ class RemoteVllmEngine(RolloutEngine[RemoteSession]):
                         reason = await self._request(session, server, version)
                     if reason is None:  # the turn has ended; the owner may have resumed the session by now
                         return
-                    if reason == "abort":  # another process has paused the server
-                        version = await self._pool.version_after_pause(server)
-                    elif len(session.log_probs) == had:
+                    if len(session.log_probs) == had:
                         raise RequestRefused(f"it ended a request with {reason!r} and without a token")
                 except ServerFailed as error:
                     failures = 1 if len(session.log_probs) > had else failures + 1

@@ -7,7 +7,7 @@ before, and would draw row by row: a generator for each, on the host. Here a row
 session's seed (`extra_args={"session_seed": ...}`) and of the position of the token to come, computed for all
 rows at once. What is drawn depends on these two alone: not on the batch, not on how the session was cut into
 requests, nor on preemption. Of a request's parameters temperature, top-k, top-p and min-p are taken, no
-others.
+others; one without a seed gets a hash of its name, the same in all workers.
 
 There are two log-probs: of the distribution that was sampled from, and of the model itself (temperature 1, no
 truncation). They are kept in `log_probs` for an engine in this process. A request with `logprobs=1`, which
@@ -17,6 +17,7 @@ id that no token has: the vocabulary's size.
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
-from verl.workers.rollout.sampler import SamplingRows, draw, uniforms
+from verl.workers.rollout.sampler import SamplingRows, draw_in_pieces, uniforms
 from verl.workers.rollout.vllm import SESSION_SEED
 
 _MASK = 0xFFFFFFFFFFFFFFFF
@@ -49,14 +50,12 @@ class SessionSampler(Sampler):
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's, for logits [A, V] of the batch's A requests."""
         names = self._batch.req_ids[: len(logits)]
-        if len(names) < len(logits):  # no batch: vLLM measures the memory that sampling takes
-            return super().forward(logits, sampling_metadata, *args, **kwargs)
         if names != self.names:
             self.names = names
-            self._rows, self._seeds = _choices([self._requests[name].sampling_params for name in names])
+            self._rows, self._seeds = _choices({name: self._requests[name].sampling_params for name in names})
         positions = self._batch.num_tokens_no_spec[: len(names)].astype(np.uint64)
         self._rows.uniform = uniforms(self._seeds, positions)
-        self.tokens, sampled_from, own = draw(logits.float(), self._rows)
+        self.tokens, sampled_from, own = draw_in_pieces(logits, self._rows)
         self.log_probs = torch.stack((sampled_from, own))
         answer = None
         if sampling_metadata.max_num_logprobs:
@@ -66,11 +65,13 @@ class SessionSampler(Sampler):
         return SamplerOutput(self.tokens.to(torch.int32)[:, None], answer)
 
 
-def _choices(requests: list[Any]) -> tuple[SamplingRows, np.ndarray]:
-    """The rows' sampling choices and their seeds, uint64 [A]; a request without a seed gets any."""
-    values = [(p.temperature, max(p.top_k, 0), p.top_p, p.min_p) for p in requests]
+def _choices(requests: dict[str, Any]) -> tuple[SamplingRows, np.ndarray]:
+    """The rows' sampling choices and their seeds, uint64 [A]; requests: vLLM's parameters by name."""
+    values = [(p.temperature, max(p.top_k, 0), p.top_p, p.min_p) for p in requests.values()]
     temperature, top_k, top_p, min_p = (np.array(column, np.float64) for column in zip(*values, strict=True))
-    strangers = np.random.default_rng()
-    seeds = [(p.extra_args or {}).get(SESSION_SEED, strangers.integers(1 << 63)) & _MASK for p in requests]
+    seeds = [
+        (p.extra_args or {}).get(SESSION_SEED, zlib.crc32(name.encode())) & _MASK
+        for name, p in requests.items()
+    ]
     rows = SamplingRows(temperature, top_k.astype(np.int64), top_p, min_p, temperature)
     return rows, np.array(seeds, np.uint64)

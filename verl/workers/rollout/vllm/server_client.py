@@ -186,10 +186,6 @@ class ServerClient:
         except httpx.TransportError:
             return False
 
-    async def weight_version(self) -> str:
-        """The label of its weights: that of /update_weight_version, "default" before the first."""
-        return str((await self.get("/weight_info"))["weight_version"])
-
     async def call_workers(self, method: str, **arguments: str) -> list[Any]:
         """`collective_rpc`: the method's answer of each worker (what is no list or dict comes as text)."""
         body = {"method": method, "kwargs": arguments, "timeout": RPC_SECONDS}
@@ -301,15 +297,6 @@ class ServerPool:
             await client.post("/resume")
 
         await self.each(finish)
-
-    async def version_after_pause(self, client: ServerClient) -> int:
-        """The weights that a server goes on with after another process has paused it."""
-        while True:
-            if not (await client.get("/is_paused"))["is_paused"]:
-                label = await client.weight_version()
-                if label != _UPDATING:
-                    return int(label)
-            await asyncio.sleep(0.05)
 
     # ---- all of them ----
 

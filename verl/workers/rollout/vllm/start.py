@@ -31,6 +31,9 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else vLLM pins this process, the trainer's, to some cores
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    # for a model that is split: these look at the GPUs of other processes, and each process sees its own
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
 }
 # The engine relies on these.
 _REQUIRED = {
@@ -69,6 +72,7 @@ def start(arguments: dict[str, Any]) -> Any:
         "enable_prefix_caching": True,
         "enable_sleep_mode": not on_cpu,
         "disable_log_stats": True,
+        "disable_custom_all_reduce": True,  # as above
         "seed": 0,
         **arguments,
     } | ({"enforce_eager": True} if on_cpu else {})
