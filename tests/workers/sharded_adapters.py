@@ -75,8 +75,10 @@ def critic_update(model_path, rank=0, world_size=1):
 
 
 def first_run(rank, world_size, model_path, out):
-    """Every kind's updates; then checkpoints of two kinds, from which another run goes on."""
+    """Every kind's updates; then, of the usual model, checkpoints of two kinds, from which a run goes on."""
     results = {"updates": updates(model_path, rank, world_size)}
+    if "gemma3" in str(model_path):  # it is asked for these alone
+        return torch.save(results, out / f"rank{rank}.pt")
     for kind in ("lora", "muon"):
         actor = make(model_path, kind, world_size)
         actor.update_policy(my_rows(rank, world_size))

@@ -68,6 +68,7 @@ def results(module: PolicyModel) -> list[torch.Tensor]:
     return [log_probs.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_compiled_layers_give_the_log_probs_and_gradients_of_plain_ones(name, checkpoints, compiles):
@@ -81,6 +82,7 @@ def test_compiled_layers_give_the_log_probs_and_gradients_of_plain_ones(name, ch
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_passes_of_other_rows_need_no_other_code(compiles, monkeypatch):
     counter = CompileCounterWithBackend("eager")
     real = torch._dynamo.optimize
@@ -103,6 +105,7 @@ def test_passes_of_other_rows_need_no_other_code(compiles, monkeypatch):
     assert not Packing.__dataclass_params__.frozen  # torch 2.11 would look into it, and compile for each
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_through_compiled_layers(compiles):
     gradients = []
     for is_compiled in (False, True):

@@ -89,6 +89,7 @@ def share_servers(rank, world_size, urls, folder):
     (folder / f"{rank}.json").write_text(json.dumps(told))
 
 
+@pytest.mark.slow
 def test_processes_share_the_servers_out_and_know_all_of_one_that_failed(tmp_path):
     with ProtocolServer() as first, ProtocolServer() as second, ProtocolServer() as third:
         second.refuses_from, first.refuses_from, third.refuses_from = 1, 3, 3
