@@ -1,4 +1,4 @@
-"""The memory plan against real processes with a model of 100M parameters, loading included."""
+"""The memory plan against a real process with a model of 100M parameters, loading included."""
 
 import sys
 from pathlib import Path

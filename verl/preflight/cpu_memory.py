@@ -43,11 +43,13 @@ def fullest_moment(
     gathered += held.waiting + held.kept
     tied = FLOAT32 * size.embedding * size.ties_embeddings * (not size.adapters)
     exchanged = size.layer * (width + FLOAT32) * is_sharded
+    # the root's gradient: `kept` is gloo's copy of it by then; and the part that comes back
+    summed = held.exchanged + held.gradients * size.root // size.trained * is_sharded
     moments = [
         (gathered, of_layers, chunk + matrix),  # the gradient of the head
         (gathered + held.gathered_root, of_layers, 0),  # the root is gathered for it
         (gathered + exchanged + tied, of_layers + layer * again + work, 0),  # that of the last layer
-        (gathered + max(held.exchanged, tied + FLOAT32 * size.embedding), residual, 0),  # of the embedding
+        (gathered + max(summed, tied + FLOAT32 * size.embedding), residual, 0),  # of the embedding
     ]
     return max(moments, key=sum)
 
