@@ -256,7 +256,7 @@ class Rollout(Block):
     kv_cache_gb: Positive | None = key(None, "CPU: GiB of KV cache (null: what max_num_seqs need, at most 4)")
     free_cache_engine: bool = key(True, "give the KV cache's memory back while the policy is trained")
     tensor_model_parallel_size: Count | None = key(
-        None, "vLLM: processes (apart: GPUs) that share one model (null: as few as hold it in 20 GiB each)"
+        None, "vLLM: processes (apart: GPUs) that share one model (null: as few as its size asks for)"
     )
     max_num_batched_tokens: Count = key(8192, "most tokens that one prefill pass takes")
     max_num_seqs: Count = key(1024, "most trajectories decoded at once in one engine")
