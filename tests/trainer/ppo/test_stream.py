@@ -77,7 +77,7 @@ def play(seed: int, config: Config, folder: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_no_schedule_trains_what_is_too_old_or_loses_a_prompt_or_hangs(tmp_path, monkeypatch):
     config = load_config([])
-    for seed in range(400):
+    for seed in range(1000):
         with monkeypatch.context() as patch:
             play(seed, config, tmp_path, patch)
 
