@@ -132,6 +132,7 @@ def three_gpus():
 
 
 @pytest.mark.slow
+@pytest.mark.ray
 def test_with_ray_servers_go_to_gpus_that_nobody_has_and_end_with_their_starter(
     three_gpus, tmp_path, monkeypatch
 ):
@@ -157,7 +158,7 @@ def test_with_ray_servers_go_to_gpus_that_nobody_has_and_end_with_their_starter(
         devices = [found["environ"]["CUDA_VISIBLE_DEVICES"] for found in words]
         assert {taken, *devices} == {"0", "1", "2"}
         assert all(f"--host {address}" in " ".join(found["argv"]) for found in words)
-        monkeypatch.setattr(ray_servers, "_SECONDS_TO_PLACE", 1.0)
-        with pytest.raises(ValueError, match=r"0 of 1 servers found 1 GPUs on a node.*0 are free"):
+        monkeypatch.setattr(ray_servers, "_SECONDS_TO_RESERVE", 1.0)
+        with pytest.raises(ValueError, match="no room for 1 servers with 1 GPUs of one.*0 are free"):
             ray_servers.RayServers(MODEL, 1, stub)
     wait_until_gone([pid for found in words for pid in found["pids"]])

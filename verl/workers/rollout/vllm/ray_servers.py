@@ -14,25 +14,24 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.single_controller.ray.environment import carried_variables, import_path
 from verl.workers.rollout.vllm.server import VllmServers
 
-_SECONDS_TO_PLACE = 60.0
+_SECONDS_TO_RESERVE = 60.0
 _SECONDS_TO_CLOSE = 15.0
 
 
 class ServerActor:
     """Holds the GPUs of one server, and the server."""
 
-    def place(self) -> str:
-        """The node's address in the cluster."""
-        return ray.util.get_node_ip_address()
-
     def start(self, engine_args: dict[str, Any], python: str) -> str:
         """The server's address, once it is healthy; errors as of `VllmServers`."""
         devices = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        self.servers = VllmServers(engine_args, 1, python, devices, host=self.place())
+        address = ray.util.get_node_ip_address()  # in the cluster
+        self.servers = VllmServers(engine_args, 1, python, devices, host=address)
         return self.servers.urls[0]
 
     def close(self) -> None:
@@ -49,21 +48,27 @@ class RayServers:
         self, engine_args: Mapping[str, Any], num_servers: int, python: str = sys.executable
     ) -> None:
         size = int(engine_args.get("tensor_parallel_size") or 1)
+        share = {"CPU": 0.25, "GPU": float(size)}
         variables = carried_variables() | {"PYTHONPATH": import_path()}
-        options: dict[str, Any] = {"num_cpus": 0.25, "num_gpus": size}
-        kind = ray.remote(ServerActor).options(**options, runtime_env={"env_vars": variables})
         self.processes: list[Any] = []  # none of this machine
-        self._actors: list[Any] = [kind.remote() for _ in range(num_servers)]
+        self._actors: list[Any] = []
+        self._place: PlacementGroup | None = placement_group([share] * num_servers)
         try:
-            placed = [actor.place.remote() for actor in self._actors]
-            there, _ = ray.wait(placed, num_returns=num_servers, timeout=_SECONDS_TO_PLACE)
-            if len(there) < num_servers:
+            # Reserved before any process starts: to start one and to import can take minutes.
+            if not self._place.wait(_SECONDS_TO_RESERVE):
                 free = ray.available_resources().get("GPU", 0.0)
                 raise ValueError(
-                    f"rollout.vllm.num_servers: {len(there)} of {num_servers} servers found {size} GPUs on a "
-                    f"node within {_SECONDS_TO_PLACE:g} s; {free:g} are free in all. Train on fewer "
+                    f"rollout.vllm.num_servers: no room for {num_servers} servers with {size} GPUs of one "
+                    f"node each within {_SECONDS_TO_RESERVE:g} s; {free:g} are free in all. Train on fewer "
                     "(trainer.n_gpus_per_node, trainer.nnodes), or start fewer servers."
                 )
+            kind = ray.remote(ServerActor).options(
+                num_cpus=share["CPU"],
+                num_gpus=size,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._place),
+                runtime_env={"env_vars": variables},
+            )
+            self._actors = [kind.remote() for _ in range(num_servers)]
             starting = [actor.start.remote(dict(engine_args), python) for actor in self._actors]
             self.urls: list[str] = ray.get(starting)
         except ray.exceptions.RayTaskError as error:
@@ -81,3 +86,6 @@ class RayServers:
             ray.wait(closing, num_returns=len(closing), timeout=_SECONDS_TO_CLOSE)
         for actor in actors:
             ray.kill(actor, no_restart=True)
+        place, self._place = self._place, None
+        if place is not None:
+            remove_placement_group(place)
